@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
-from megajax.config.data_schema import is_padded
 from megajax.config.kinds import LayerKind, layer_windows, prediction_kind, prediction_layers
 from megajax.config.segments import Segment, Unrolling, choose_unrolling, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
@@ -196,19 +195,6 @@ class StepPlan:
         whole = any(window is None for window in layer_windows(self.config.model))
         shared = self.sizes["context"] > 1 and self.config.kernels.context != "all_to_all"
         return self.config.data.reset_attention and shared and whole
-
-    @property
-    def batch_fields(self) -> dict[str, str]:
-        """The fields of a batch, and the setting that needs each: "" if all batches have it."""
-        config, always = self.config, dict.fromkeys(("tokens", "targets", "loss_mask", "positions"), "")
-        settings = {
-            "segment_ids": (config.data.reset_attention, "data.reset_attention"),
-            "is_real": (is_padded(config, "train"), "data.kind"),
-            "order": (self.balances_context, "data.reset_attention"),
-            "mtp_targets": (config.model.mtp_layers, "model.mtp_layers"),
-            "mtp_mask": (config.model.mtp_layers, "model.mtp_layers"),
-        }
-        return always | {name: key for name, (present, key) in settings.items() if present}
 
     # The layers
 

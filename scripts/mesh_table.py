@@ -60,7 +60,7 @@ from single_device import (
 
 from megajax.config import Config
 from megajax.mesh import AXES
-from megajax.parallel.pipeline.schedules import KINDS
+from megajax.step.pipeline.schedules import KINDS
 
 SETTINGS = {
     "mesh": ("model", "optimizer", "mesh", "M"),

@@ -25,9 +25,9 @@ import megajax.pictures.schedule as drawing
 from megajax import svg
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.parallel.pipeline.schedules import KINDS, Schedule
-from megajax.parallel.pipeline.simulator import Costs, simulate, tick_starts
 from megajax.profile import trace
+from megajax.step.pipeline.schedules import KINDS, Schedule
+from megajax.step.pipeline.simulator import Costs, simulate, tick_starts
 
 
 class Kernel(NamedTuple):

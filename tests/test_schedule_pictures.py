@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from megajax.parallel.pipeline.schedules import make_schedule
-from megajax.parallel.pipeline.simulator import Costs
 from megajax.pictures.schedule import READABLE_BOX, WIDEST_PLOT, draw, main, svg
+from megajax.step.pipeline.schedules import make_schedule
+from megajax.step.pipeline.simulator import Costs
 
 
 @pytest.mark.smoke

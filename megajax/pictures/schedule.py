@@ -13,8 +13,8 @@ import numpy as np
 
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
-from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, make_schedule
-from megajax.parallel.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
+from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, Table, make_schedule
+from megajax.step.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
 from megajax.svg import FAINT, INK, empty_picture, hexadecimal, pixels, rectangle, text, text_width, written
 
 # In a terminal

@@ -12,13 +12,13 @@ from functools import cached_property
 
 from megajax.config.kinds import MTP
 from megajax.config.segments import Segment
-from megajax.parallel.embedding import TOKENS
-from megajax.parallel.pipeline.buffers import choose_buffer_slots
-from megajax.parallel.pipeline.schedules import make_schedule
 from megajax.plan.activations import Activations
 from megajax.plan.optimizer import moment_bytes, state_bytes
 from megajax.plan.weights import Elements, Weights
 from megajax.sharding import Placement
+from megajax.step.embedding import TOKENS
+from megajax.step.pipeline.buffers import choose_buffer_slots
+from megajax.step.pipeline.schedules import make_schedule
 from megajax.step_plan import StepPlan
 
 FP32 = 4  # bytes

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megajax.config.sentences import counted
-from megajax.parallel.pipeline.simulator import Costs
 from megajax.pictures import schedule as schedules
 from megajax.plan.report import AXES_SHOWN, mesh_text
 from megajax.plan.search import Found
 from megajax.plan.step_time import FORWARD, schedule_of
 from megajax.plan.work import Traffic
+from megajax.step.pipeline.simulator import Costs
 from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, written
 
 WIDTH, LEFT, RIGHT, TOP, ROW, GAP, BELOW = 1400, 150, 30, 96, 34, 10, 34  # pixels

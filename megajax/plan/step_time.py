@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from megajax.config.kinds import LayerKind, prediction_kind, prediction_layers
-from megajax.parallel.pipeline.schedules import Flags, Schedule, make_schedule
 from megajax.plan.costs import flops_per_token
 from megajax.plan.rates import Rates
 from megajax.plan.work import Device, Traffic, Work, added
+from megajax.step.pipeline.schedules import Flags, Schedule, make_schedule
 from megajax.step_plan import StepPlan
 
 UPDATE_BYTES = 31.5  # per stored parameter: gradient, its norm, both moments and the weight, read and written

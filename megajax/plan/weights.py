@@ -10,9 +10,9 @@ from functools import cached_property
 from megajax.config.kinds import MTP, prediction_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
-from megajax.parallel.embedding import TOKENS
 from megajax.runtime import LAYER_BYTES
 from megajax.sharding import BLOCKS, ONCE_AXES, Placement
+from megajax.step.embedding import TOKENS
 from megajax.step_plan import StepPlan
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megajax.config.checks import check_mesh
-from megajax.parallel.pipeline.schedules import Schedule, make_schedule
 from megajax.plan.rates import Rates
 from megajax.profile import parts
 from megajax.profile.operations import ATTENTION, ELEMENTWISE, HEAD, MATMULS, OPTIMIZER
@@ -26,6 +25,7 @@ from megajax.profile.timeline import (
     unnamed_share,
 )
 from megajax.profile.trace import Trace
+from megajax.step.pipeline.schedules import Schedule, make_schedule
 
 USEFUL = (MATMULS, ATTENTION, HEAD)
 BEFORE, AFTER = (*USEFUL, ELEMENTWISE, OPTIMIZER), (WAITING, BUBBLE, HOST, IDLE, OTHERS)  # the collectives in between

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from megajax.parallel.pipeline.schedules import Schedule
 from megajax.profile import hlo
 from megajax.profile.operations import (
     ATTENTION,
@@ -25,6 +24,7 @@ from megajax.profile.operations import (
     part_of,
 )
 from megajax.profile.trace import Kernel
+from megajax.step.pipeline.schedules import Schedule
 
 WAITING, BUBBLE = "waiting for the slowest device", "pipeline bubble"
 HOST, IDLE, OTHERS = "host gaps", "idle between kernels", "other programs"

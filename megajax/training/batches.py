@@ -14,10 +14,7 @@ from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.parallel.context.token_order import balanced_order, stored_order
-from megajax.parallel.local import check_names
-from megajax.training.step import BATCH_DTYPES, OF_MODULES, TrainProgram
-
-ADDED = ("order", *OF_MODULES)  # the fields of a batch that `to_global` adds
+from megajax.training.step import TrainProgram
 
 
 def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:
@@ -43,7 +40,7 @@ def to_global(
     """
     _check(program, fields, source)
     fields = {**fields, **fields_of_modules(fields, program.config.model.mtp_layers)}
-    sharding, shape = program.batch_sharding, program.plan.batch_shape
+    known, sharding, shape = program.graph.fields, program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
     if program.plan.balances_context:
@@ -59,7 +56,7 @@ def to_global(
     def field(name: str) -> jax.Array:
         own = fields[name]
         lead = order.reshape(*order.shape, *(1,) * (own.ndim - 2))
-        stored = np.take_along_axis(own, lead, axis=1).astype(BATCH_DTYPES[name])
+        stored = np.take_along_axis(own, lead, axis=1).astype(known[name].dtype)
         local = stored.reshape(M, len(held), *own.shape[1:])
         whole = (*shape, *own.shape[2:])
         return jax.make_array_from_callback(whole, sharding, lambda index: _part(local, local_row, index))
@@ -68,8 +65,8 @@ def to_global(
 
 
 def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str) -> None:
-    given = [name for name in program.plan.batch_fields if name not in ADDED]
-    check_names(program.plan, fields, given)
+    program.graph.check_fields(fields, derived=False)
+    given = [name for name, field in program.graph.fields.items() if not field.derived and not field.optional]
     held = rows_of_process(program.batch_sharding, program.plan.batch_shape)
     shape = (len(held), program.plan.batch_shape[2])
     for name in given:

@@ -23,7 +23,7 @@ def measure(config: str, overrides: Sequence[str], gpus: int, device: str = "h20
     """Compiles a config in this process; see above."""
     step = compile_for_h200(TrainProgram.build, load_config(config, overrides), gpus, device=device)
     return {
-        "segments": [(segment.loops, segment.unroll) for segment in step.program.local.layers.segments],
+        "segments": [(segment.loops, segment.unroll) for segment in step.program.graph.layers.segments],
         "lower_seconds": step.trace_seconds + step.lower_seconds,
         "xla_seconds": step.compile_seconds,
         "compiler_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,

@@ -166,7 +166,7 @@ class Trainer:
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on `batch`; the metrics are still on the device."""
         microbatches = len(batch["tokens"])
-        self.program.local.check_fields(batch)
+        self.program.graph.check_fields(batch)
         if microbatches not in self._compiled_steps:
             start = time.perf_counter()
             self.compile()

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.parallel.gradients import gradient_function
 from megajax.sharding import Placement
+from megajax.step.gradients import gradient_function
 from megajax.training.step import TrainProgram, TrainState
 from megajax.training.update import directions_of
 
@@ -39,7 +39,7 @@ class Norms:
             with self._compiling:
                 if of_size.plan.batch_shape[0] not in self._compiled:
                     program = jax.jit(
-                        partial(_norms, of_size, gradient_function(of_size.local, of_size.mesh)),
+                        partial(_norms, of_size, gradient_function(of_size.graph, of_size.mesh)),
                         out_shardings=NamedSharding(of_size.mesh, P()),
                     )
                     lowered = program.lower(of_size.abstract_state, of_size.abstract_batch)

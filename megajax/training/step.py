@@ -24,8 +24,6 @@ from megajax.model.lora import is_trained, targets
 from megajax.model.parts import is_maximum
 from megajax.optim import make_optimizer
 from megajax.optim.states import moment_path, placement_of
-from megajax.parallel.gradients import gradient_function, loss_function
-from megajax.parallel.local import LocalModel
 from megajax.parallel.weights.masters import is_split, join_all, split
 from megajax.parallel.weights.offload import OFFLOADED, largest_share, on_device, on_host
 from megajax.parallel.weights.scaling import FP8, Scaling
@@ -36,22 +34,11 @@ from megajax.sharding import (
     place_all,
     stored_rows,
 )
+from megajax.step.gradients import gradient_function, loss_function
+from megajax.step.graph import Graph
 from megajax.step_plan import StepPlan
 from megajax.training.update import updated
 
-BATCH_DTYPES = {
-    "tokens": jnp.int32,
-    "targets": jnp.int32,
-    "loss_mask": jnp.float32,
-    "positions": jnp.int32,
-    "segment_ids": jnp.int32,  # with `data.reset_attention` only
-    "is_real": jnp.bool_,  # False for padding; if `is_padded`, and allowed for any data
-    "order": jnp.int32,  # the index of each token in its sequence, if `StepPlan.balances_context`
-    # With `model.mtp_layers` [M, B, S, depth]: the token that each prediction module predicts, and whether it counts.
-    "mtp_targets": jnp.int32,
-    "mtp_mask": jnp.float32,
-}
-OF_MODULES = ("mtp_targets", "mtp_mask")
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss scaling
 
@@ -122,8 +109,8 @@ class TrainProgram:
         return cls(config, mesh, model, placements, optimizer, StepPlan.of(config, mesh))
 
     @cached_property
-    def local(self) -> LocalModel:
-        return LocalModel.build(self.plan, self.model, self.placements)
+    def graph(self) -> Graph:
+        return Graph.build(self.plan, self.model, self.placements)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -213,10 +200,12 @@ class TrainProgram:
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape, depth, sharding = self.plan.batch_shape, self.config.model.mtp_layers, self.batch_sharding
-        shapes = {name: (*shape, depth) if name in OF_MODULES else shape for name in BATCH_DTYPES}
-        fields = self.plan.batch_fields
-        return {n: jax.ShapeDtypeStruct(shapes[n], BATCH_DTYPES[n], sharding=sharding) for n in fields}
+        shape, sharding = self.plan.batch_shape, self.batch_sharding
+        return {
+            name: jax.ShapeDtypeStruct((*shape, *field.extra), field.dtype, sharding=sharding)
+            for name, field in self.graph.fields.items()
+            if not field.optional
+        }
 
     @property
     def first_loss_scale(self) -> jax.Array:
@@ -238,7 +227,7 @@ class TrainProgram:
     def train_step(self) -> Callable:
         """Jitted (state, batch) → (new state, metrics); the state is donated."""
         return jax.jit(
-            partial(_train_step, self, gradient_function(self.local, self.mesh)),
+            partial(_train_step, self, gradient_function(self.graph, self.mesh)),
             donate_argnums=0,
             out_shardings=(self.state_shardings, NamedSharding(self.mesh, P())),
         )
@@ -246,7 +235,7 @@ class TrainProgram:
     @cached_property
     def eval_step(self) -> Callable:
         """Jitted (`TrainState.weights`, layer state, batch) → (summed loss, valid tokens)."""
-        loss = loss_function(self.local, self.mesh)
+        loss = loss_function(self.graph, self.mesh)
         return jax.jit(lambda weights, state, batch: loss(on_device(weights), state, batch))
 
     def _init(self) -> TrainState:
@@ -328,14 +317,14 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         skipped_in_row=(state.skipped_in_row + 1) * skipped,
     )
     metrics = {
-        "loss": sums["loss"],
         "grad_norm": norm,
         "learning_rate": jnp.asarray(learning_rate, jnp.float32),
         "skipped": state.skipped,
         "skipped_in_row": state.skipped_in_row,
     }
     of_layers = _layer_metrics(program.model.blocks, with_modules(config.model, layers))
-    for own in (_other_sums(config, sums), of_layers):
+    of_nodes = program.graph.metrics(sums) | {name: sums[name] for name in ("attention_imbalance",) if name in sums}
+    for own in (of_nodes, of_layers):
         if taken := sorted(own.keys() & metrics.keys()):
             raise ValueError(f"a part has the metric {taken[0]}, which the step has already: give it another name.")
         metrics |= own
@@ -352,18 +341,6 @@ def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) ->
     last = layer_kinds(model)[-1].block
     joined = {name: jnp.concatenate([own, layers[MTP][name]]) for name, own in layers[last].items()}
     return {kind: joined if kind == last else own for kind, own in layers.items() if kind != MTP}
-
-
-def _other_sums(config: Config, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The logged metrics of the parts outside the blocks, without `loss`."""
-    out = {name: value for name, value in sums.items() if name not in ("loss", "tokens")}
-    if not config.model.z_loss:
-        del out["z_loss"]
-    if "mtp_loss" in out:
-        out["mtp_loss"] = sums["mtp_loss"].mean()
-        if config.model.mtp_layers > 1:
-            out["mtp_loss/module"] = sums["mtp_loss"]
-    return out
 
 
 def _layer_metrics(blocks: Mapping[str, Block], measured: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:

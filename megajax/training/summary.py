@@ -13,8 +13,6 @@ from megajax.config.stages import virtual_stages
 from megajax.console import amount, memory_size
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
 from megajax.model.lora import targets
-from megajax.parallel.pipeline.schedules import make_schedule
-from megajax.parallel.pipeline.simulator import Costs, simulate
 from megajax.plan import (
     active_parameter_count,
     adapter_parameter_count,
@@ -22,6 +20,8 @@ from megajax.plan import (
     flops_per_token,
     parameter_count,
 )
+from megajax.step.pipeline.schedules import make_schedule
+from megajax.step.pipeline.simulator import Costs, simulate
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 

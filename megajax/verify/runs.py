@@ -15,9 +15,9 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.data_schema import is_padded
 from megajax.mesh import build_mesh
-from megajax.parallel.gradients import gradient_function
 from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import to_canonical
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
@@ -176,7 +176,7 @@ def moments(config: Config) -> dict[str, list[tuple[str, float]]]:
 
 def computed_gradients(program: TrainProgram, state: TrainState, batch: Mapping[str, jax.Array]) -> Arrays:
     """The first step's gradients in FP64, for an optimizer whose moments are not known: compiles a second function."""
-    compute = jax.jit(gradient_function(program.local, program.mesh))
+    compute = jax.jit(gradient_function(program.graph, program.mesh))
     _, gradients, *_ = compute(state.weights, state.layer_state, batch, state.step, state.loss_scale)
     return {name: g.astype(np.float64) for name, g in canonical(program, gradients).items()}
 

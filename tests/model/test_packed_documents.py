@@ -11,7 +11,7 @@ from megajax.config import Config
 from megajax.data.samples import Packing, Samples, make_batch
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind
-from megajax.parallel.gradients import gradient_function
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -81,7 +81,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_each_alone(model):
         loss, _ = program.eval_step(params, {}, global_batch(loss_mask=only))
         assert float(loss) == pytest.approx(float(expected[row, token]), rel=TOLERANCE), (row, token)
 
-    sums, gradients, *_ = jax.jit(gradient_function(program.local, program.mesh))(
+    sums, gradients, *_ = jax.jit(gradient_function(program.graph, program.mesh))(
         params, {}, global_batch(), jnp.int32(0), jnp.float32(1)
     )
     assert float(sums["loss"]) == pytest.approx(float(expected_loss), rel=TOLERANCE)

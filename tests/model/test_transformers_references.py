@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers(path):
 )
 def test_the_step_has_the_loss_and_gradients_of_transformers(path, on_mesh):
     """On a mesh; one device runs the same layers, with its own embedding, head and experts."""
-    from megajax.parallel.gradients import gradient_function
+    from megajax.step.gradients import gradient_function
 
     stored, config, weights, state = load(path)
     sizes = dict.fromkeys(AXES, 1)
@@ -98,7 +98,7 @@ def test_the_step_has_the_loss_and_gradients_of_transformers(path, on_mesh):
         "positions": np.broadcast_to(np.arange(length), (rows, length)),
     }
     batch = to_global(program, fields)
-    sums, gradients, *_ = jax.jit(gradient_function(program.local, mesh))(
+    sums, gradients, *_ = jax.jit(gradient_function(program.graph, mesh))(
         params, state, batch, jnp.int32(0), jnp.float32(1)
     )
     assert abs(float(sums["loss"]) - stored["loss"]) / stored["loss"] < TOLERANCE

@@ -2,7 +2,7 @@
 
 import itertools
 
-from megajax.parallel.pipeline.schedules import KINDS
+from megajax.step.pipeline.schedules import KINDS
 
 # (stages, microbatches, rounds): fewer and more microbatches than stages, whole groups of stages in rounds
 SIZES = [

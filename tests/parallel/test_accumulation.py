@@ -9,7 +9,7 @@ from mesh_models import COMMON, MIXTRAL
 from single_device import make_batches, make_config
 
 from megajax.mesh import AXES, build_mesh
-from megajax.parallel.gradients import gradient_function
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -21,7 +21,7 @@ BF16 = {"compute": "float32", "accumulation": "bfloat16"}
 def gradient_fn(config):
     """(first state, batch → gradients by name) on one device."""
     program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
-    state, run = program.init_state(), jax.jit(gradient_function(program.local, program.mesh))
+    state, run = program.init_state(), jax.jit(gradient_function(program.graph, program.mesh))
 
     def gradients(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         batch = to_global(program, fields)

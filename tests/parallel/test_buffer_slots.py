@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from schedule_cases import CASES
 
-from megajax.parallel.pipeline.schedules import IDLE, KINDS, assign_buffer_slots, make_schedule
-from megajax.parallel.pipeline.simulator import Costs, replay, simulate
+from megajax.step.pipeline.schedules import IDLE, KINDS, assign_buffer_slots, make_schedule
+from megajax.step.pipeline.simulator import Costs, replay, simulate
 
 
 @pytest.mark.smoke

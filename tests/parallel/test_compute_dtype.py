@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
 from megajax.mesh import AXES, build_mesh
-from megajax.parallel.local import StepArrays
+from megajax.step.nodes import HIDDEN, StepArrays
 from megajax.training.step import TrainProgram
 
 GPT = {
@@ -36,15 +36,18 @@ def test_the_residual_stream_keeps_the_compute_dtype(options, compute):
         }
     )
     program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
-    local = program.local
+    graph = program.graph
 
     def forward(params, batch):
-        ends, layers = local.non_block.gather(params), local.layers.weights.gather_once(params, {}, {})
+        passed = []
+        layers = graph.layers.weights.gather_once(params, {}, {})
+        arrays = StepArrays(graph.table.gather(params), {graph.layers.NAME: layers}, jax.random.key(0))
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0, StepArrays({}, [], jax.random.key(0)) if options else None)
-        x = local.non_block.forward(ends, fields, inputs)
-        y, _, _ = local.layers.forward_values(layers, x, inputs)
-        return x, y, {name: w.dtype for name, w in (ends | layers[0][0][0]).items()}
+        batch, streams = graph.microbatch(fields, 0, arrays if options else None), {}
+        for node in graph.inner:
+            streams, _ = node.forward(arrays, streams, batch, save=True)
+            passed.append(streams[HIDDEN])
+        return *passed, {name: w.dtype for name, w in (arrays.table | layers[0][0][0]).items()}
 
     dtypes = {}
 

@@ -13,7 +13,8 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.config.fields import BATCH_AXES
 from megajax.mesh import build_mesh
-from megajax.parallel.embedding import TOKENS
+from megajax.step.embedding import TOKENS
+from megajax.step.nodes import HIDDEN, StepArrays
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.step import TrainProgram
 
@@ -36,15 +37,16 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
         {**MODEL, "scale_embeddings": scaled}, mesh, batch={"global_size": 64, "sequence_length": sequence_length}
     )
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
-    local = program.local
-    assert bool(local.plan.embedding_axes) == (sequence_length == 4)
+    graph = program.graph
+    assert bool(graph.plan.embedding_axes) == (sequence_length == 4)
 
     def step(params, batch, dx):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs, ends = local.inputs(fields, 0), local.non_block.gather(params)
-        x = local.non_block.forward(ends, fields, inputs)
-        zeros = {name: jnp.zeros(w.shape) for name, w in ends.items()}
-        return x, local.non_block.reduce(local.non_block.backward(zeros, ends, fields, inputs, dx))[TOKENS]
+        at, arrays, embedding = graph.microbatch(fields, 0), StepArrays(graph.table.gather(params), {}), graph.inner[0]
+        given, saved = embedding.forward(arrays, {}, at, save=True)
+        zeros = {name: jnp.zeros(w.shape) for name, w in arrays.table.items()}
+        _, gradients, _ = embedding.backward(arrays, saved, {HIDDEN: dx}, at, zeros)
+        return given[HIDDEN], graph.table.reduce(gradients)[TOKENS]
 
     specs = {name: placement.spec for name, placement in program.placements.items()}
     run = jax.shard_map(

@@ -11,8 +11,8 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model.block import linear_layers
-from megajax.parallel.gradients import gradient_function
 from megajax.parallel.weights.scaling import Scaling
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
 
@@ -204,7 +204,7 @@ def test_a_step_with_an_infinite_amax_is_skipped_though_its_loss_and_gradients_a
     before = replace(state, params=state.params | {name: state.params[name].at[1, 0, 0].set(jnp.inf)})
     kept = jax.tree.map(np.array, before)
     loss, _ = steps.program.eval_step(before.weights, before.layer_state, steps.batches[2])
-    compute = jax.jit(gradient_function(steps.program.local, steps.program.mesh))
+    compute = jax.jit(gradient_function(steps.program.graph, steps.program.mesh))
     _, gradients, *_ = compute(before.weights, before.layer_state, steps.batches[2], before.step, before.loss_scale)
     assert np.isfinite(loss) and all(np.isfinite(gradient).all() for gradient in gradients.values())
     after, metrics = steps.program.train_step(before, steps.batches[2])

@@ -14,6 +14,7 @@ import megajax
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.parallel.tensor.ring import TensorRing
+from megajax.step.nodes import StepArrays
 from megajax.training.step import TrainProgram
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
@@ -241,15 +242,15 @@ def test_full_recomputation_is_not_merged_with_the_forward_pass_of_an_unrolled_s
 
 def residual_shapes(program) -> list[tuple[int, ...]]:
     """Shapes of the residuals of the forward pass, on one device of a mesh."""
-    local = program.local
+    graph = program.graph
     specs = {name: placement.spec for name, placement in program.placements.items()}
 
     def forward(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0)
-        layers = local.layers.weights.gather_once(params, {}, {})
-        x = local.non_block.forward(local.non_block.gather(params), fields, inputs)
-        return local.layers.forward_values(layers, x, inputs)[1]
+        at, layers = graph.microbatch(fields, 0), graph.layers.weights.gather_once(params, {}, {})
+        arrays = StepArrays(graph.table.gather(params), {graph.layers.NAME: layers})
+        streams, _ = graph.inner[0].forward(arrays, {}, at, save=True)
+        return graph.layers.forward(arrays, streams, at, save=True)[1]
 
     run = jax.shard_map(
         forward, mesh=program.mesh, in_specs=(specs, program.batch_sharding.spec), out_specs=P(), check_vma=False
@@ -274,7 +275,7 @@ def layer_shapes(placement, mesh) -> set[tuple[int, ...]]:
 def test_weights_are_not_kept_for_the_backward_pass(build, mesh, policy, unroll):
     program = build(mesh, remat={"policy": policy}, kernels={"scan_unroll": unroll})
     kept = residual_shapes(program)
-    placements = [*program.placements.items(), *program.local.exchange.placements.items()]  # stored, and fused
+    placements = [*program.placements.items(), *program.graph.exchange.placements.items()]  # stored, and fused
     weights = set().union(*(layer_shapes(p, mesh) for n, p in placements if n.startswith("blocks.")))
     assert kept and not weights & {shape if unroll == LAYERS else shape[1:] for shape in kept}
 
@@ -319,7 +320,7 @@ def called_names(path: Path) -> set[str]:
 
 
 @pytest.mark.smoke
-def test_collectives_are_called_in_parallel_alone():
+def test_collectives_are_called_in_parallel_and_step_alone():
     package = Path(megajax.__file__).parent
     found = {path.relative_to(package).parts[0]: set() for path in package.rglob("*.py")}
     for path in package.rglob("*.py"):
@@ -327,6 +328,8 @@ def test_collectives_are_called_in_parallel_alone():
         calls = CALLS - {"axis_index"} if "pallas" in path.read_text() else CALLS
         found[path.relative_to(package).parts[0]] |= called_names(path) & calls
     assert {"psum", "all_gather", "psum_scatter", "pmax", "axis_index"} <= found.pop("parallel"), "the test sees none"
+    # Of the pipeline, the embedding in its shards, and rows of a stage.
+    assert found.pop("step") == {"all_gather", "all_to_all", "axis_index", "pmax", "ppermute", "psum_scatter"}
     assert found.pop("inference") == {"psum", "axis_index"}, "the sum over the experts of a model in use"
     assert found.pop("preflight") == {"all_gather", "all_to_all", "ppermute", "psum", "psum_scatter"}, (
         "it measures them"

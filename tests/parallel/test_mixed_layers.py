@@ -104,7 +104,7 @@ def test_a_remat_group_may_hold_layers_of_both_kinds(table):
     """They are recomputed together; and the evaluation's loss is the first step's."""
     config = make(table, EVERY_SECOND, {"fsdp": 2}, 1, remat={"policy": "full", "group": 2})
     program, expected = build(config), reference(table, config)
-    (segment,) = program.local.layers.segments
+    (segment,) = program.graph.layers.segments
     assert (segment.loops, segment.unroll, segment.group_size) == (2, 2, 2)
 
     params = table.first_state(program, table.weights_of(config)).params
@@ -164,7 +164,7 @@ def test_weights_in_fp8_are_measured_in_the_slots_of_their_layers():
     rng = np.random.default_rng(0)
     params = {n: rng.standard_normal(p.shape).astype(np.float32) for n, p in program.placements.items()}
     measure = jax.shard_map(
-        program.local.layers.weights.weight_amax, mesh=program.mesh, in_specs=P(), out_specs=P(), check_vma=False
+        program.graph.layers.weights.weight_amax, mesh=program.mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
     found = jax.jit(measure)({name: jnp.asarray(w) for name, w in params.items()})
 

@@ -16,9 +16,9 @@ from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.parallel.pipeline.pipeline import _Run
-from megajax.parallel.stack.rows import Rows
 from megajax.sharding import EMPTY, stored_layers
+from megajax.step.pipeline.pipeline import _Run
+from megajax.step.stack.rows import Rows
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 

@@ -12,7 +12,7 @@ from megajax.config.pipeline_checks import check_stages
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
 from megajax.model import parameters
-from megajax.parallel.gradients import gradient_function
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import fields_of_modules, to_global
 from megajax.training.step import TrainProgram
 
@@ -122,7 +122,7 @@ def test_losses_and_gradients_are_those_of_the_paper():
         "segment_ids": np.array([np.repeat(np.arange(len(each)), each) for each in DOCUMENTS]),
     }
     params = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
-    sums, found, *_ = jax.jit(gradient_function(program.local, program.mesh))(
+    sums, found, *_ = jax.jit(gradient_function(program.graph, program.mesh))(
         params, {}, to_global(program, fields), jnp.int32(0), jnp.float32(1)
     )
     with jax.enable_x64(True):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from schedule_cases import CASES, SIZES
 
-from megajax.parallel.pipeline.schedules import IDLE, KINDS, Schedule, Table, check, make_schedule
-from megajax.parallel.pipeline.simulator import Costs, sends, simulate
+from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, Table, check, make_schedule
+from megajax.step.pipeline.simulator import Costs, sends, simulate
 
 COSTS = (Costs(), Costs(1.0, 1.3, 0.7), Costs(2.0, 0.5, 3.0))
 

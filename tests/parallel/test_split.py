@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.parallel.stack.vjp import SplitBackward
+from megajax.step.nodes import HIDDEN, StepArrays
+from megajax.step.stack.vjp import SplitBackward
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
@@ -169,13 +170,14 @@ def test_a_block_of_the_model_is_split_in_two(table, monkeypatch, model, policy)
     monkeypatch.setattr(StepPlan, "ties_gradients", False)  # as in a pipeline, where alone a pass is split
     config = table.make_config(model, {"fsdp": 2, "tensor": 2}, remat={"policy": policy})
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
-    local, counts = program.local, {}
-    stack, segment = local.layers, local.layers.segments[0]
+    graph, counts = program.graph, {}
+    stack, segment = graph.layers, graph.layers.segments[0]
 
     def compare(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
-        inputs = local.inputs(fields, 0)
-        x = local.non_block.forward(local.non_block.gather(params), fields, inputs)
+        at = graph.microbatch(fields, 0)
+        given, _ = graph.inner[0].forward(StepArrays(graph.table.gather(params), {}), {}, at, save=True)
+        x, inputs = given[HIDDEN], at.inputs
         group = stack.weights.group_at(stack.weights.gather_once(params, {}, {})[0][0], segment, 0)
         at = stack.groups.at(segment, 0, 0)
         y, saved, _ = stack.groups.forward(at, group, x, inputs, True)

@@ -4,7 +4,7 @@ import memory_table
 import pytest
 from memory_table import GIB, Row
 
-from megajax.parallel.pipeline.schedules import assign_buffer_slots, make_schedule
+from megajax.step.pipeline.schedules import assign_buffer_slots, make_schedule
 
 # Nine layers of one shape on two devices: D = 64, 4 heads of 16, 2 KV heads, F = 256, V = 4096; 2 sequences of 128.
 SMALL = (

@@ -12,7 +12,7 @@ from mesh_models import MODELS
 from megajax.config.checks import check_mesh
 from megajax.config.segments import plan_segments
 from megajax.mesh import build_mesh
-from megajax.parallel.gradients import gradient_function
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -34,7 +34,7 @@ def run(unroll):
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
     state = single_device.first_state(program, single_device.weights_of(config))
     batch = to_global(program, next(single_device.make_batches(config)))
-    gradients = jax.jit(gradient_function(program.local, program.mesh))
+    gradients = jax.jit(gradient_function(program.graph, program.mesh))
     return gradients(state.params, state.layer_state, batch, jnp.int32(0), jnp.float32(1))[:2]
 
 

@@ -12,7 +12,7 @@ import pytest
 from megajax import train
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.parallel.gradients import gradient_function
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram
@@ -175,7 +175,7 @@ def test_the_loss_scale_doubles_after_the_run_of_good_steps(fp16):
 
 def test_fp16_gradients_do_not_depend_on_the_loss_scale(fp16, make_config):
     batch, state = good_batch(fp16), fp16.init_state()
-    gradients_of = jax.jit(gradient_function(fp16.local, fp16.mesh))
+    gradients_of = jax.jit(gradient_function(fp16.graph, fp16.mesh))
     norms, found = [], []
     for scale in (2.0**8, 2.0**12):
         _, gradients, norm, *_ = gradients_of(state.params, {}, batch, state.step, jnp.float32(scale))
@@ -183,7 +183,7 @@ def test_fp16_gradients_do_not_depend_on_the_loss_scale(fp16, make_config):
         found.append({name: np.asarray(g, np.float64) for name, g in gradients.items()})
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
     single = build(make_config())
-    gradients_of = jax.jit(gradient_function(single.local, single.mesh))
+    gradients_of = jax.jit(gradient_function(single.graph, single.mesh))
     _, exact, *_ = gradients_of(state.params, {}, batch, state.step, jnp.float32(1))
     for name, g in exact.items():
         size = np.linalg.norm(g)

@@ -10,7 +10,7 @@ import pytest
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.parallel.gradients import gradient_function
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
 from megajax.training.norms import Norms
@@ -56,7 +56,7 @@ def test_norms_equal_numpy_on_one_device_and_on_a_mesh(make_config):
     assert norms.before(3, state, batch) == {}
     logged = jax.device_get(norms.before(2, state, batch))
 
-    gradients_of = jax.jit(gradient_function(program.local, program.mesh))
+    gradients_of = jax.jit(gradient_function(program.graph, program.mesh))
     _, gradients, norm, *_ = gradients_of(state.weights, {}, batch, state.step, state.loss_scale)
     before = jax.device_get(state.params)
     after, metrics = program.train_step(state, batch)

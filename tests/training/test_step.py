@@ -10,7 +10,7 @@ import pytest
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
-from megajax.parallel.gradients import gradient_function
+from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -136,7 +136,7 @@ def gpt_gradients():
 
     def gradients_of(program):
         if not functions:
-            functions.append(jax.jit(gradient_function(program.local, program.mesh)))
+            functions.append(jax.jit(gradient_function(program.graph, program.mesh)))
         return functions[0]
 
     return gradients_of

@@ -19,8 +19,6 @@ NORMS = ("final_norm", "final_norm_bias")
 class LossHead:
     """Final norm, head and cross-entropy of a device's tokens; the vocabulary is sharded over `tensor`."""
 
-    SUMS: tuple[str, ...] = ("loss", "z_loss")
-
     def __init__(self, plan: StepPlan, comm: MeshComm, norms: tuple[str, ...] = NORMS):
         """`norms` are the final norm's weights; without any, the input is normalised already."""
         config = plan.config

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.parallel.pipeline.schedules import IDLE, BufferSlots, Schedule, Table, Work, assign_buffer_slots, check
+from megajax.step.pipeline.schedules import IDLE, BufferSlots, Schedule, Table, Work, assign_buffer_slots, check
 
 
 @dataclass(frozen=True)

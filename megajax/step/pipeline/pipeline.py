@@ -22,8 +22,9 @@ from jax import lax
 from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs
 from megajax.parallel import collectives
-from megajax.parallel.local import Batch, LocalModel, StepArrays
-from megajax.parallel.pipeline.buffers import (
+from megajax.step.graph import Graph
+from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays
+from megajax.step.pipeline.buffers import (
     BackwardBuffers,
     BackwardOperation,
     Buffers,
@@ -36,47 +37,41 @@ from megajax.parallel.pipeline.buffers import (
     replaced,
     switch,
 )
-from megajax.parallel.pipeline.schedules import Flags, Schedule, Table, check, make_schedule
-from megajax.parallel.pipeline.shared_tokens import TokenShares
-from megajax.parallel.prediction import Predicted
-from megajax.parallel.stack.layers import layers_of
-from megajax.parallel.stack.loops import loop_over_layers
-from megajax.parallel.stack.vjp import SplitBackward
-from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.pipeline.schedules import Flags, Schedule, Table, check, make_schedule
+from megajax.step.pipeline.shared_tokens import TokenShares
+from megajax.step.stack.layers import layers_of
+from megajax.step.stack.loops import loop_over_layers
+from megajax.step.stack.vjp import SplitBackward
+from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 
 
 class Pipeline:
     """Runs the microbatches of a batch through the stages."""
 
-    def __init__(self, local: LocalModel):
-        self.local, self.layers = local, local.layers
-        self.stages = local.sizes["pipeline"]
-        settings, microbatches = local.config.pipeline, local.config.batch.num_microbatches
+    def __init__(self, graph: Graph):
+        self.graph, self.layers = graph, graph.layers
+        self.stages = graph.sizes["pipeline"]
+        settings, microbatches = graph.config.pipeline, graph.config.batch.num_microbatches
         self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.rounds)
         check(self.schedule)
         ticks = self.schedule.ticks_of
         # If not, the last virtual stage uses the head's gradient in the same tick.
         self.has_pending_heads = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())
 
-    def gradients(self, arrays: StepArrays, batch: Batch):
-        """(gradients outside the blocks, gradients of the layers, (sums, metrics), amaxes) of all microbatches.
-
-        Gradients of layers have the form of `LayerStack`, those of layers are tuples by stack. `batch` is `[M, B, S]`.
-        """
+    def gradients(self, arrays: StepArrays, batch: Arrays) -> tuple[dict[str, jax.Array], Results]:
+        """(gradients of the table, other results) of the batch `[M, B, S]`, summed over its microbatches."""
         run = _Run(self, self.schedule, arrays, batch)
-        carry = run.loop(run.first_carry(), lambda flags: True)
-        layer_gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
-        layer_gradients, metrics, amax = zip((layer_gradients, metrics, amax), *carry.predicted, strict=True)
-        return carry.non_block_gradients, layer_gradients, (carry.sums, metrics), amax
+        carry, name = run.loop(run.first_carry(), lambda flags: True), self.layers.NAME
+        gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
+        return carry.table, carry.results.joined(Results({name: gradients}, {}, {name: metrics}, {name: amax}))
 
-    def loss(self, arrays: StepArrays, batch: Batch) -> jax.Array:
-        """This device's share of the summed loss, forward operations only, without dropout."""
+    def evaluate(self, arrays: StepArrays, batch: Arrays) -> dict[str, jax.Array]:
+        """This device's shares of the summed losses that evaluation reports: forward operations, without dropout."""
         P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.rounds
         run = _Run(self, make_schedule("gpipe", P, M, R), arrays, batch)
         x = run.empty_stream()
-        loss = jnp.zeros((), jnp.float32)
-        carry = Carry(x, x, x[None][:0], [], [], {}, [], [], {"loss": loss}, [])
-        return run.loop(carry, lambda flags: flags.forward).sums["loss"]
+        carry = Carry(x, x, x[None][:0], [], [], {}, [], [], Results(losses=self.graph.zero_losses()), [])
+        return run.loop(carry, lambda flags: flags.forward).results.losses
 
 
 class EmptyGroup(NamedTuple):
@@ -93,11 +88,12 @@ class EmptyGroup(NamedTuple):
 class _Run:
     """One pass of a batch through a schedule, during tracing."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, arrays: StepArrays, batch: Batch):
-        self.pipeline, self.local, self.schedule = pipeline, pipeline.local, schedule
-        self.stack, self.training = pipeline.layers, arrays.scale is not None
-        self.arrays, self.non_block, self.batch = arrays, arrays.non_block, batch
-        self.weights = self.by_round(arrays.layers)
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, arrays: StepArrays, batch: Arrays):
+        self.pipeline, self.graph, self.schedule = pipeline, pipeline.graph, schedule
+        self.stack, self.training = pipeline.layers, bool(arrays.scales)
+        self.arrays, self.batch = arrays, batch
+        self.first = [node for node in self.graph.inner if node.PLACE == "first"]
+        self.weights = self.by_round(arrays.stacks[self.stack.NAME])
         self.banks = 1  # one for all buffer slots, or one per slot
         if self.training:
             self.buffer_slots, self.banks = choose_buffer_slots(self.stack.plan, schedule)
@@ -146,28 +142,29 @@ class _Run:
         return jnp.asarray(table)[tick, self.stage]
 
     def work(self, table: Table, tick: jax.Array):
-        """(whether this stage is active, the fields and inputs of its microbatch, its round)."""
-        microbatch = self.own(table.microbatch, tick)
-        fields, inputs = self.microbatch(jnp.maximum(microbatch, 0))
-        return microbatch >= 0, fields, inputs, self.own(table.round, tick)
+        """(whether this stage is active, its microbatch, its round)."""
+        index = self.own(table.microbatch, tick)
+        batch = self.microbatch(jnp.maximum(index, 0))
+        return index >= 0, batch, self.own(table.round, tick)
 
-    def microbatch(self, index: jax.Array) -> tuple[dict[str, jax.Array], BlockInputs]:
+    def microbatch(self, index: jax.Array) -> Microbatch:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
-        return fields, self.local.inputs(fields, index, self.arrays)
+        return self.graph.microbatch(fields, index, self.arrays)
 
-    def shared(self, fields: dict[str, jax.Array], inputs: BlockInputs) -> tuple[dict[str, jax.Array], BlockInputs]:
-        """(targets and masks, blocks' inputs) of this stage's share of a microbatch's tokens.
+    def shared(self, whole: Microbatch) -> Microbatch:
+        """This stage's share of a microbatch's tokens, for the terminal nodes: the fields that they read, `[T, ...]`.
 
-        Fields are `[T, ...]`; positions are `[B, S / P]` with prediction modules, which alone read them.
+        Positions are `[B, S / P]` if a node reads them.
         """
-        of_stage = self.shares.of_stage
-        names = [name for name in fields if name.endswith(("targets", "mask"))]
+        of_stage, (fields, inputs) = self.shares.of_stage, whole
+        names = sorted({name for node in self.graph.terminal for name in node.fields()})
         own = {name: of_stage(fields[name].reshape(-1, *fields[name].shape[2:])) for name in names}
-        if self.local.prediction is None:
-            return own, inputs
+        if not any(node.reads_positions for node in self.graph.terminal):
+            return Microbatch(own, inputs)
         positions = of_stage(inputs.positions.reshape(-1)).reshape(len(inputs.positions), -1)
         real = inputs.real and replace(inputs.real, is_real=of_stage(inputs.real.is_real))
-        return own, replace(inputs, positions=positions, token_ids=of_stage(inputs.token_ids), real=real)
+        token_ids = of_stage(inputs.token_ids)
+        return Microbatch(own, replace(inputs, positions=positions, token_ids=token_ids, real=real))
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
         """Send `x` to the next (`step` 1) or previous (-1) stage; between last and first stage only with rounds."""
@@ -181,9 +178,9 @@ class _Run:
 
     def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
         """Run the blocks of this stage's round on the previous stage's output; the first virtual stage embeds."""
-        active, fields, inputs, r = self.work(self.schedule.forward, tick)
+        active, batch, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
-        x = (first, self.local.non_block.forward(self.non_block, fields, inputs), carry.x)
+        x, inputs = (first, self.enter(batch), carry.x), batch.inputs
         slot = self.own(self.buffer_slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
         active = active if self.arrays.layer_loss_scale is not None else None  # None: no metrics
@@ -197,14 +194,14 @@ class _Run:
         """
         x, (activations, metrics) = jnp.where(*x), buffers
         if not self.training:
-            x, _, _ = self.stack.forward_values(self.weights[r], x, inputs, self.first_layers[r], save=False)
+            x, _ = self.stack.forward_values(self.weights[r], x, inputs, self.first_layers[r], save=False)
             return x, activations, metrics
 
         def keeper(s: int, loop: Any, state: Any) -> ForwardBuffers:
             return ForwardBuffers(self.stack.segments[s], slot, loop, state, active)
 
         states = [*zip(activations[bank], metrics[r], strict=True)]
-        x, kept = self.stack.forward(self.weights[r], x, inputs, self.first_layers[r], keeper, states)
+        x, kept = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], keeper, states)
         new, measured = zip(*(state for state, _ in kept), strict=True)
         return x, replaced(activations, bank, list(new)), replaced(metrics, r, list(measured))
 
@@ -214,23 +211,14 @@ class _Run:
         Returns the gradient of `y` on every stage.
         """
         index = jnp.asarray(self.schedule.forward.microbatch)[tick, self.schedule.stages - 1]
-        fields, inputs = self.shared(*self.microbatch(index))
+        batch = self.shared(self.microbatch(index))
         y = self.shares.scatter(jnp.where(self.last_stage, y, 0))
-        targets, mask = fields["targets"], fields["loss_mask"]
         if not self.training:
-            loss = self.local.non_block.losses(self.non_block, y, targets, mask)
-            return carry._replace(sums={"loss": carry.sums["loss"] + loss}), None
-        assert self.arrays.scale is not None
-        sums, dy, non_block_gradients = self.local.non_block.losses_and_gradients(
-            self.non_block, y, targets, mask, self.arrays.scale, carry.non_block_gradients
-        )
-        dy, non_block_gradients, mtp_sums, predicted = self.local.predict(
-            self.arrays, y, dy, fields, inputs, non_block_gradients, False
-        )
-        predicted = tuple(total.plus(own) for total, own in zip(carry.predicted, predicted, strict=True))
-        sums = {name: carry.sums[name] + own for name, own in (sums | mtp_sums).items()}
-        dy = self.shares.gather(dy)
-        carry = carry._replace(non_block_gradients=non_block_gradients, sums=sums, predicted=predicted)
+            new = Results(losses=self.graph.evaluate(self.arrays, {HIDDEN: y}, batch))
+            return carry._replace(results=carry.results.plus(new)), None
+        gradients, table, results = self.graph.turn(self.arrays, {HIDDEN: y}, batch, carry.table)
+        carry = carry._replace(table=table, results=carry.results.plus(results))
+        dy = self.shares.gather(gradients[HIDDEN])
         if self.pipeline.has_pending_heads:
             slot = jnp.asarray(self.buffer_slots.head)[tick]
             carry = carry._replace(pending_heads=lax.dynamic_update_index_in_dim(carry.pending_heads, dy, slot, 0))
@@ -241,7 +229,8 @@ class _Run:
 
         If `split`, gradients of weight matrices are deferred, and their operands are stored.
         """
-        active, fields, inputs, r = self.work(self.schedule.backward, tick)
+        active, batch, r = self.work(self.schedule.backward, tick)
+        inputs = batch.inputs
         last = self.last_stage & (r == self.schedule.rounds - 1)
         if self.pipeline.has_pending_heads:
             slot = jnp.asarray(self.buffer_slots.backward_head)[tick]
@@ -256,16 +245,10 @@ class _Run:
         operation = partial(self.stage_backward, split=split)
         dx, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
-        non_block_gradients = self.local.non_block.backward(
-            carry.non_block_gradients, self.non_block, fields, inputs, first
-        )
-        return carry._replace(
-            dx=dx,
-            non_block_gradients=non_block_gradients,
-            layer_gradients=layer_gradients,
-            deferred=deferred,
-            amax=amax,
-        )
+        gradients, table = {HIDDEN: first}, carry.table
+        for node in reversed(self.first):
+            gradients, table, _ = node.backward(self.arrays, None, gradients, batch._replace(inputs=inputs), table)
+        return carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
 
     def stage_backward(
         self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, deferred_slot, active, *, split: bool
@@ -278,7 +261,7 @@ class _Run:
             return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
 
         states, nothing = [*zip(layer_gradients[r], deferred, amax[r], strict=True)], [()] * len(deferred)
-        dx, kept = self.stack.backward(self.weights[r], dx, inputs, self.first_layers[r], keeper, states, nothing)
+        dx, kept = self.stack.run_backward(self.weights[r], dx, inputs, self.first_layers[r], keeper, states, nothing)
         gradients, deferred, largest = map(list, zip(*(state for state, _ in kept), strict=True))
         return dx, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
@@ -343,10 +326,17 @@ class _Run:
 
     # The first tick's carry
 
+    def enter(self, batch: Microbatch) -> jax.Array:
+        """The residual stream that enters the first virtual stage."""
+        streams: dict[str, jax.Array] = {}
+        for node in self.first:
+            given, _ = node.forward(self.arrays, streams, batch, save=False)
+            streams |= given
+        return streams[HIDDEN]
+
     def empty_stream(self) -> jax.Array:
         """Zeros with the shape of a microbatch's residual stream."""
-        fields, inputs = self.microbatch(jnp.int32(0))
-        x = jax.eval_shape(self.local.non_block.forward, self.non_block, fields, inputs)
+        x = jax.eval_shape(self.enter, self.microbatch(jnp.int32(0)))
         return jnp.zeros(x.shape, x.dtype)
 
     def first_carry(self) -> Carry:
@@ -361,8 +351,6 @@ class _Run:
             for name in ("gradients", "amax", "metrics")
         )
 
-        mtp_sums, predicted = self.no_predictions(x)
-
         def empty_bank() -> Buffers:
             # Not initialised: every slot is written before it is read, if only by an idle operation (`replay`).
             return [[[lax.empty(a.shape, a.dtype) for a in group.saved] for group in segment] for segment in groups]
@@ -374,26 +362,17 @@ class _Run:
             pending_heads=jnp.zeros((pending, *x.shape), x.dtype),
             activations=[empty_bank() for _ in range(self.banks)],
             deferred=[[group.deferred for group in segment] for segment in groups],
-            non_block_gradients=self.local.non_block.zero_gradients(self.non_block),
+            table=self.graph.table.zero_gradients(self.arrays.table),
             layer_gradients=[gradients] * self.schedule.rounds,
             amax=[amax] * self.schedule.rounds,
-            sums=dict.fromkeys(self.local.non_block.sums, jnp.zeros((), jnp.float32)) | mtp_sums,
+            results=self.graph.zero_results(jax.eval_shape(self.turn_of_first, x)),
             metrics=[metrics] * self.schedule.rounds,
-            predicted=predicted,
         )
 
-    def no_predictions(self, x: jax.Array) -> tuple[dict[str, jax.Array], tuple[Predicted, ...]]:
-        """Zeros for the sums and the other results of the prediction modules; `x` is any residual stream."""
-
-        def predict(x: jax.Array):
-            (fields, inputs), y = self.shared(*self.microbatch(jnp.int32(0))), self.shares.scatter(x)
-            gradients = self.local.non_block.zero_gradients(self.non_block)
-            return self.local.predict(self.arrays, y, y, fields, inputs, gradients, False)[2:]
-
-        sums, predicted = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(predict, x))
-        _, *modules = self.local.stacks
-        pairs = zip(modules, predicted, strict=True)
-        return sums, tuple(p._replace(gradients=s.weights.zero_gradients(p.gradients)) for s, p in pairs)
+    def turn_of_first(self, x: jax.Array) -> Results:
+        """The results of the terminal nodes for the first microbatch, for their shapes; `x` is any residual stream."""
+        batch, zeros = self.shared(self.microbatch(jnp.int32(0))), self.graph.table.zero_gradients(self.arrays.table)
+        return self.graph.turn(self.arrays, {HIDDEN: self.shares.scatter(x)}, batch, zeros)[2]
 
     def empty_group(self, s: int, u: int, x: jax.Array, inputs: BlockInputs) -> EmptyGroup:
         """Group `u` of segment `s` before the first tick; `x` is any residual stream."""

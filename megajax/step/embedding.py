@@ -7,8 +7,8 @@ bytes. This matters because nothing hides a transfer before the first layer or a
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,36 @@ from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import row_major
 from megajax.parallel.weights.sums import after_microbatch, of_microbatch
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step_plan import StepPlan
 
 TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"
-Weights = Mapping[str, jax.Array]
-Batch = Mapping[str, jax.Array]
 
 
-class MeshEmbedding:
+class Embedding:
     """Token and position embeddings of a device's tokens, and their gradients."""
+
+    NAME, PLACE = "embedding", "first"
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
         self.config, self.comm, self.axes = plan.config, comm, plan.embedding_axes
         # Weights whose lookup and gradient accumulation use their shards.
         self.as_stored: tuple[str, ...] = (TOKENS,) if self.axes else ()
 
+    def fields(self) -> dict[str, Field]:
+        return {"tokens": Field(jnp.int32)}
+
+    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, None]:
+        return {HIDDEN: self.embed(arrays.table, batch.fields, batch.inputs)}, None
+
+    def backward(
+        self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        table = self.add_gradients(table, arrays.table, batch.fields, batch.inputs, gradients[HIDDEN])
+        return {}, table, Results()
+
     @jax.named_scope("embedding")
-    def forward(self, weights: Weights, batch: Batch, inputs: BlockInputs) -> jax.Array:
+    def embed(self, weights: Arrays, batch: Arrays, inputs: BlockInputs) -> jax.Array:
         """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
         table, width = weights[TOKENS], self.config.model.hidden_size
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
@@ -50,7 +63,7 @@ class MeshEmbedding:
         return self._dropout(x, inputs)
 
     @jax.named_scope("embedding")
-    def backward(self, gradients: Weights, weights: Weights, batch: Batch, inputs: BlockInputs, dx) -> dict:
+    def add_gradients(self, gradients: Arrays, weights: Arrays, batch: Arrays, inputs: BlockInputs, dx) -> Table:
         """`gradients` plus the embedding's, if they have it: a scatter-add into the accumulator, in place."""
         out = dict(gradients)
         if TOKENS not in out:

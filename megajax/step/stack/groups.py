@@ -12,9 +12,9 @@ from megajax.model.block import Block
 from megajax.model.parts import BlockInputs
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.stack.adapters import adapted
-from megajax.parallel.stack.vjp import Layout, Residuals, SplitBackward, with_policy
-from megajax.parallel.stack.weights import GroupProgram, GroupWeights, StackWeights
+from megajax.step.stack.adapters import adapted
+from megajax.step.stack.vjp import Layout, Residuals, SplitBackward, with_policy
+from megajax.step.stack.weights import GroupProgram, GroupWeights, StackWeights
 from megajax.step_plan import StepPlan
 
 

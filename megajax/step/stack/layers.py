@@ -13,14 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.config.data_schema import is_padded
 from megajax.config.segments import Segment
 from megajax.model.block import Block
 from megajax.model.parts import BlockInputs, is_maximum
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.stack.groups import RematGroups
-from megajax.parallel.stack.keepers import BackwardKeeper, BackwardValues, ForwardKeeper, ForwardValues
-from megajax.parallel.stack.loops import loop_over_layers, tie_uncast
-from megajax.parallel.stack.weights import (
+from megajax.parallel.weights.exchange import WeightExchange
+from megajax.parallel.weights.fused import FusedWeights
+from megajax.step.nodes import HIDDEN, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.stack.groups import RematGroups
+from megajax.step.stack.keepers import BackwardKeeper, BackwardValues, ForwardKeeper, ForwardValues
+from megajax.step.stack.loops import loop_over_layers, tie_uncast
+from megajax.step.stack.weights import (
     Amax,
     ByGroup,
     GroupWeights,
@@ -29,8 +33,6 @@ from megajax.parallel.stack.weights import (
     StackWeights,
     reduced_on_the_way,
 )
-from megajax.parallel.weights.exchange import WeightExchange
-from megajax.parallel.weights.fused import FusedWeights
 from megajax.step_plan import StepPlan
 
 
@@ -41,14 +43,20 @@ class LayerStack:
     stream.
     """
 
+    PLACE = "stage"
+
     def __init__(
         self,
+        name: str,
         plan: StepPlan,
         comm: MeshComm,
         blocks: Mapping[str, Block],
         exchange: WeightExchange,
         fused: Mapping[str, FusedWeights],
+        only_microbatch: bool,
     ):
+        """`only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once."""
+        self.NAME, self.only_microbatch = name, only_microbatch
         self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(blocks), plan.segments
         self.weights = StackWeights(plan, comm, self.blocks, exchange, fused)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
@@ -90,33 +98,41 @@ class LayerStack:
             for kind, own in state.items()
         }
 
-    def forward_values(
-        self, weights: ByGroup[GroupWeights], x: jax.Array, inputs: BlockInputs, first: Any = 0, save: bool = True
-    ):
-        """`forward` with values → (x, residuals for `backward_values`, metrics for `collect_metrics`).
+    def fields(self) -> dict[str, Field]:
+        config, key = self.plan.config, "data.reset_attention"
+        return {
+            "positions": Field(jnp.int32),
+            **({"segment_ids": Field(jnp.int32, key)} if config.data.reset_attention else {}),
+            # False for padding
+            "is_real": Field(jnp.bool_, "data.kind", optional=not is_padded(config, "train")),
+            # The index of each token in its sequence
+            **({"order": Field(jnp.int32, key, derived=True)} if self.plan.balances_context else {}),
+        }
 
-        If not `save`, the residuals of each group are None.
-        """
-        nothing = [()] * len(self.segments)
-        keeper = lambda s, loop, state: ForwardValues(self.segments[s])  # noqa: E731
-        x, kept = self.forward(weights, x, inputs, first, keeper, nothing, save)
-        return x, [saved for _, (saved, _) in kept], [metrics for _, (_, metrics) in kept]
+    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
+        """All layers once; keeps residuals and metrics of each group, None for residuals if not `save`."""
+        x, kept = self.forward_values(arrays.stacks[self.NAME], streams[HIDDEN], batch.inputs, save=save)
+        return {HIDDEN: x}, [values for _, values in kept]
 
-    def backward_values(
-        self,
-        weights: ByGroup[GroupWeights],
-        residuals: Sequence[Any],
-        dx: jax.Array,
-        inputs: BlockInputs,
-        only_microbatch: bool,
-    ):
-        """`backward` with values → (dx, gradients for `StackWeights.collect`, amaxes for `collect_amax`)."""
+    def backward(
+        self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        residuals, metrics = zip(*saved, strict=True)
         nothing = [()] * len(self.segments)
         keeper = lambda s, loop, state, saved: BackwardValues(self.groups, saved)  # noqa: E731
-        dx, kept = self.backward(weights, dx, inputs, 0, keeper, nothing, residuals, only_microbatch)
-        return dx, [gradients for _, (gradients, _) in kept], [amax for _, (_, amax) in kept]
+        dx, kept = self.run_backward(
+            arrays.stacks[self.NAME], gradients[HIDDEN], batch.inputs, 0, keeper, nothing, residuals
+        )
+        found, amax = zip(*(values for _, values in kept), strict=True)
+        name = self.NAME
+        return {HIDDEN: dx}, table, Results({name: [*found]}, {}, {name: [*metrics]}, {name: [*amax]})
 
-    def forward(
+    def forward_values(self, weights: ByGroup[GroupWeights], x, inputs: BlockInputs, first: Any = 0, save: bool = True):
+        """`run_forward` with values: (x, by segment (nothing, (residuals, metrics)))."""
+        keeper = lambda s, loop, state: ForwardValues(self.segments[s])  # noqa: E731
+        return self.run_forward(weights, x, inputs, first, keeper, [()] * len(self.segments), save)
+
+    def run_forward(
         self,
         weights: ByGroup[GroupWeights],
         x: jax.Array,
@@ -149,7 +165,7 @@ class LayerStack:
             kept.append((state, out))
         return x, kept
 
-    def backward(
+    def run_backward(
         self,
         weights: ByGroup[GroupWeights],
         dx: jax.Array,
@@ -158,9 +174,8 @@ class LayerStack:
         keeper: Callable[[int, Any, Any, Any], BackwardKeeper],
         states: Sequence[Any],
         saved: Sequence[Any],
-        only_microbatch: bool = False,
     ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
-        """Gradient of the stack's output → (gradient of its input, by segment as `forward` returns it).
+        """Gradient of the stack's output → (gradient of its input, by segment as `run_forward` returns it).
 
         `saved` holds residuals by segment, stacked over its loops; each keeper gets those of its iteration. Collectives
         are tied to the layer that hides them. A group's weights are gathered during the backward pass of the group
@@ -170,7 +185,7 @@ class LayerStack:
         """
         kept: list[tuple[Any, Any]] = []
         for s, (segment, groups) in reversed([*enumerate(zip(self.segments, weights, strict=True))]):
-            on_the_way = reduced_on_the_way(segment, only_microbatch)
+            on_the_way = reduced_on_the_way(segment, self.only_microbatch)
 
             def body(carry, loop, s=s, segment=segment, groups=groups, on_the_way=on_the_way):
                 (dx, state), (index, saved) = carry, loop

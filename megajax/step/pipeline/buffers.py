@@ -9,11 +9,11 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs, add_metric
-from megajax.parallel.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
-from megajax.parallel.prediction import Predicted
-from megajax.parallel.stack.groups import Group, RematGroups
-from megajax.parallel.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.parallel.weights.sums import added
+from megajax.step.nodes import Results
+from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
+from megajax.step.stack.groups import Group, RematGroups
+from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
 
 # Largest number of programs, and of layers in all of them, for which each slot gets its own program: XLA compiles each
@@ -41,12 +41,11 @@ class Carry(NamedTuple):
     pending_heads: jax.Array  # [slots, T / tensor, D]: pending head gradients; 0 slots if none is pending
     activations: list[Buffers]  # residuals of forward operations, by bank
     deferred: Buffers  # arrays from backward operations for weight operations
-    non_block_gradients: dict[str, jax.Array]  # of the weights outside the blocks: sums over the microbatches
+    table: dict[str, jax.Array]  # gradients of the weights outside the stack: sums over the microbatches
     layer_gradients: list[ByGroup[GroupWeights]]  # by round: sums, [loops, ...], without a loop [...]
     amax: list[ByGroup[tuple[Amax, ...]]]  # by round: FP8's largest magnitudes
-    sums: dict[str, jax.Array]  # this device's shares of the losses, not divided by the tokens
+    results: Results  # of the terminal nodes, summed over the microbatches
     metrics: list[ByGroup[Metrics]]  # by round: the layers' metrics, summed over the microbatches
-    predicted: tuple[Predicted, ...] = ()  # results of the prediction modules, summed over the microbatches
 
 
 class ForwardBuffers:
@@ -112,11 +111,6 @@ class BackwardOperation(NamedTuple):
     deferred_slot: jax.Array
     active: jax.Array  # False for an idle operation
     split: bool
-
-
-def loop_over(segment: Segment, body: Callable, state: Any) -> Any:
-    """`body` over a segment's loops; a single one is no loop."""
-    return body(0, state) if segment.loops == 1 else lax.fori_loop(0, segment.loops, body, state)
 
 
 def switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:

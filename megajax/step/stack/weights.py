@@ -16,13 +16,13 @@ from megajax.model.lora import is_trained
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.stack.loops import Uncast
-from megajax.parallel.stack.rows import Rows
 from megajax.parallel.weights.exchange import WeightExchange, in_turn, row_major
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.parallel.weights.masters import is_split
 from megajax.parallel.weights.scaling import Scales, Scaling
 from megajax.sharding import BLOCKS
+from megajax.step.stack.loops import Uncast
+from megajax.step.stack.rows import Rows
 from megajax.step_plan import StepPlan
 
 LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
@@ -138,7 +138,7 @@ class StackWeights:
         return self.all.of_stage({name: a[first : last + 1] for name, a in history.items()})
 
     @jax.named_scope("gradients")
-    def collect(self, gradients: Sequence[tuple[GroupWeights, ...]], only_microbatch: bool) -> dict[str, jax.Array]:
+    def collect(self, gradients: ByGroup[GroupWeights], only_microbatch: bool) -> dict[str, jax.Array]:
         """Gradients from `backward`, summed over the microbatches → complete FP32 gradients of the stored shards."""
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, groups in zip(self.segments, gradients, strict=True):
@@ -154,7 +154,7 @@ class StackWeights:
         joined = {(kind, part): self.kinds[kind].join(gradients) for (kind, part), gradients in parts.items()}
         return {stored_name(*key): self.kinds[key[0]].without_empty(g) for key, g in joined.items()}
 
-    def zero_gradients(self, gradients: Sequence[tuple[GroupWeights, ...]]) -> list[tuple[GroupWeights, ...]]:
+    def zero_gradients(self, gradients: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
         """Zeros in the shapes of gradients from `reduce` of all groups, in the dtype of their sums."""
         segments = zip(self.segments, gradients, strict=True)
         return [tuple(self.zeros_of(own, segment, u) for u, own in enumerate(groups)) for segment, groups in segments]

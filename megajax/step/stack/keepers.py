@@ -12,8 +12,8 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.parts import BlockInputs
-from megajax.parallel.stack.groups import Group, RematGroups
-from megajax.parallel.stack.weights import Amax, GroupWeights, Metrics
+from megajax.step.stack.groups import Group, RematGroups
+from megajax.step.stack.weights import Amax, GroupWeights, Metrics
 
 
 class ForwardKeeper(Protocol):

@@ -1,0 +1,159 @@
+"""Loss and gradients of one global batch: the part of the step that is local to a device.
+
+One shard_map, manual over all six axes, contains forward, backward and gradient reduction. Weights are gathered. The
+microbatches run one after the other, or through the stages of a pipeline. Their gradients are summed
+(`weights/sums.py`); the axes of ONCE_AXES reduce the sums once per step.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from megajax.config import Config
+from megajax.config.sentences import format_keys
+from megajax.model.parts import is_maximum
+from megajax.parallel.weights.exchange import global_norm, sum_over_all
+from megajax.parallel.weights.scaling import FP8
+from megajax.sharding import BATCH_SPEC
+from megajax.step.graph import Graph
+from megajax.step.microbatches import evaluate, train
+from megajax.step.nodes import Arrays, StepArrays
+from megajax.step.pipeline.pipeline import Pipeline
+from megajax.step.stack.layers import LayerStack
+from megajax.step.stack.weights import LayerState
+
+
+def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
+    """(parameters, layer state, batch, step, loss scale) → (sums, gradients, norm, new layer state, metrics).
+
+    Parameters and gradients are in stored form, gradients those of `Graph.trained`, batch fields are `[M, B, S]`, the
+    norm is that of the gradients over all devices. `sums` holds the terminal nodes' losses, each divided by its count:
+    `loss` (the language-model loss per valid token), `z_loss`, with prediction modules `mtp_loss [depth]`; and
+    `tokens`. The layer state is all state besides parameters, by kind of block and name `[L, ...]`, and the amax
+    histories under the key FP8. `metrics` of the layers, by kind and name `[L, ...]`, are means over the microbatches;
+    counts are sums, `max_...` are maxima. Gradients are those of the nodes' losses with their weights plus the layers'
+    losses, without the loss scale.
+    """
+    specs = {name: placement.spec for name, placement in graph.placements.items()}
+    config, stacks, scaling = graph.config, graph.stacks, graph.layers.weights.scaling
+    pipeline = Pipeline(graph) if graph.plan.is_pipelined else None
+
+    def compute(params: Arrays, state: LayerState, batch: Arrays, step, loss_scale: jax.Array):
+        _check_microbatches(config, len(batch["tokens"]))
+        history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
+        table = graph.table.gather(params)
+
+        def gather_once(stack: LayerStack, amax: Mapping[str, jax.Array]):
+            scales = scaling.scales(stack.weights.history_of_stage(history), amax, loss_scale)
+            return stack.weights.gather_once(params, scales, state)
+
+        weights = {stack.NAME: gather_once(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
+        counts, (batch, imbalance) = graph.counts(batch), graph.add_derived_fields(batch)
+        tokens, layer_loss_scale = counts["loss"], graph.layer_loss_scale(loss_scale)
+        key = graph.random_key(step)
+        scales = {node.NAME: node.scale(loss_scale, counts) for node in graph.terminal}
+        arrays = StepArrays(table, weights, key, layer_loss_scale, scales)
+
+        run = pipeline.gradients if pipeline is not None else partial(train, graph)
+        table_gradients, results = run(arrays, batch)
+
+        gradients = graph.table.reduce(table_gradients)
+        for stack in stacks:
+            gradients |= stack.weights.collect(results.gradients[stack.NAME], stack.only_microbatch)
+        gradients = {name: gradients[name] / loss_scale for name in graph.trained}
+        sums = results.losses
+        if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided
+            sums["attention_imbalance"] = imbalance * tokens / mesh.size
+        sums = {name: total / counts.get(name, tokens) for name, total in sum_over_all(sums, graph.sizes).items()}
+        norm = global_norm(gradients, graph.placements, graph.sizes)
+        metrics, state = _collect_metrics(graph, results.metrics), dict(state)
+        for stack in stacks:
+            state = stack.updated_state(state, metrics)
+        if history:
+            state[FP8] = scaling.record(dict(history), *_newest_amax(graph, weight_amax, results.amax), loss_scale)
+            # Quantisation clips infinities, so only the amax shows that a value was not finite.
+            norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
+        return sums | {"tokens": tokens}, gradients, norm, state, metrics
+
+    return jax.shard_map(
+        _at_full_precision(compute, config),
+        mesh=mesh,
+        in_specs=(specs, P(), BATCH_SPEC, P(), P()),
+        out_specs=(P(), {name: specs[name] for name in graph.trained}, P(), P(), P()),
+        check_vma=False,
+    )
+
+
+def _check_microbatches(config: Config, count: int) -> None:
+    if count != config.batch.num_microbatches:
+        needed = format_keys(config, "batch.num_microbatches")
+        cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
+        raise ValueError(f"the batch has {count} microbatches, but {needed}: {cure}.")
+
+
+def loss_function(graph: Graph, mesh: Mesh) -> Callable:
+    """(parameters, layer state, batch) → (summed loss, valid tokens); forward pass only, without dropout and jitter."""
+    specs = {name: placement.spec for name, placement in graph.placements.items()}
+    stack, pipeline = graph.layers, Pipeline(graph) if graph.plan.is_pipelined else None
+
+    def compute(params: Arrays, state: LayerState, batch: Arrays):
+        history = stack.weights.history_of_stage(state.get(FP8, {}))
+        scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
+        table = graph.table.gather(params)
+        arrays = StepArrays(table, {stack.NAME: stack.weights.gather_once(params, scales, state)})
+        counts, (batch, _) = graph.counts(batch), graph.add_derived_fields(batch)
+        run = pipeline.evaluate if pipeline is not None else partial(evaluate, graph)
+        return sum_over_all(run(arrays, batch)["loss"], graph.sizes), counts["loss"]
+
+    return jax.shard_map(
+        _at_full_precision(compute, graph.config),
+        mesh=mesh,
+        in_specs=(specs, P(), BATCH_SPEC),
+        out_specs=(P(), P()),
+        check_vma=False,
+    )
+
+
+def _newest_amax(graph: Graph, weight_amax: list[Any], amax: Mapping[str, Any]) -> tuple[Any, Any]:
+    """This step's amaxes of all layers' weights, and of their inputs and gradients, for `Scaling.record`."""
+    pairs = zip(graph.stacks, weight_amax, strict=True)
+    newest = [stack.weights.all.of_all_layers((own, stack.collect_amax(amax[stack.NAME]))) for stack, own in pairs]
+    return newest[0] if len(newest) == 1 else jax.tree.map(lambda *rows: jnp.concatenate(rows), *newest)
+
+
+def _collect_metrics(graph: Graph, metrics: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
+    """Metrics of all stacks, summed over the microbatches → over all devices, by kind and name `[L, ...]`.
+
+    Counts remain sums, and maxima remain maxima; the others become means over the microbatches.
+    """
+    collected: dict[str, dict[str, jax.Array]] = {}
+    for stack in graph.stacks:
+        collected |= stack.collect_metrics(metrics[stack.NAME])
+    count = graph.config.batch.num_microbatches
+
+    def mean(name: str, a: jax.Array) -> jax.Array:
+        return a if is_maximum(name) or jnp.issubdtype(a.dtype, jnp.integer) else a / count
+
+    return {kind: {name: mean(name, a) for name, a in own.items()} for kind, own in collected.items()}
+
+
+def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """Whether all numbers of the arrays are finite."""
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays.values()]).all()
+
+
+def _at_full_precision(compute: Callable, config: Config) -> Callable:
+    """`compute` with FP32 matmuls in full precision: by default GPUs round their inputs to TF32."""
+    if config.precision.compute != "float32":
+        return compute
+
+    def full(*args):
+        with jax.default_matmul_precision("highest"):
+            return compute(*args)
+
+    return full

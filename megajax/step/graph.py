@@ -1,0 +1,201 @@
+"""The graph of a step: its nodes, their weights, and the inputs that a microbatch gives them, on one device.
+
+Everything here runs inside the step's shard_map.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from megajax.config import Config
+from megajax.config.kinds import MTP
+from megajax.config.sentences import format_keys, listed
+from megajax.errors import InputError
+from megajax.model.lora import is_trained
+from megajax.model.parts import BlockInputs, RealTokens
+from megajax.model.transformer import Transformer
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.context.token_order import add_token_positions, token_positions_of
+from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
+from megajax.parallel.weights.fused import FusedWeights
+from megajax.sharding import BLOCKS, Placement
+from megajax.step.embedding import Embedding
+from megajax.step.mtp import MultiTokenPrediction
+from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, StepArrays, Streams, Table, TerminalNode
+from megajax.step.objective import NextToken
+from megajax.step.pipeline.shared_tokens import SharedTokens
+from megajax.step.stack.layers import LayerStack
+from megajax.step.stack.weights import of_block
+from megajax.step.table import WeightTable
+from megajax.step_plan import StepPlan
+
+# Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
+JITTER, ADAPTERS = 2**31, 2**31 + 1
+# Fields of a batch with padding, for `RealTokens`: `[M, B]`, `[M]`, `[M]`.
+REAL_COUNTS = ("real_lengths", "real_tokens", "real_sequences")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The nodes of a step: inner ones in the order of their forward passes, then terminal ones."""
+
+    plan: StepPlan
+    placements: Mapping[str, Placement]  # of the stored parameters
+    comm: MeshComm
+    exchange: WeightExchange
+    table: WeightTable
+    inner: tuple[InnerNode, ...]
+    terminal: tuple[TerminalNode, ...]
+    layers: LayerStack  # the one inner node that a pipeline divides into stages
+    stacks: tuple[LayerStack, ...]  # of all nodes
+
+    @classmethod
+    def build(cls, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]) -> "Graph":
+        config, sizes = plan.config, plan.sizes
+        comm = MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic, config.lora.rank is not None)
+        compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
+        fused = {
+            kind: FusedWeights(of_block(placements, kind), block.fused, sizes) for kind, block in model.blocks.items()
+        }
+        computed = {n: p for n, p in placements.items() if not n.startswith(BLOCKS)}
+        for kind, own in fused.items():
+            computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
+        exchange = WeightExchange(computed, sizes, compute, gradients, plan.accumulation)
+        embedding, terminal = Embedding(plan, comm), list[TerminalNode]([NextToken(plan, comm)])
+        of_modules, stacks = fused.pop(MTP, None), list[LayerStack]()
+        blocks = {kind: model.blocks[kind] for kind in fused}
+        layers = LayerStack("layers", plan, comm, blocks, exchange, fused, not plan.sums_gradients)
+        if of_modules is not None:
+            shared = SharedTokens(comm, plan) if plan.is_pipelined else comm
+            modules = MultiTokenPrediction(plan, shared, model.blocks[MTP], exchange, of_modules)
+            terminal.append(modules)
+            stacks.append(modules.stack)
+        trained = [name for name in placements if is_trained(config.lora, name)]
+        table = WeightTable(exchange, trained, embedding.as_stored)
+        nodes = (embedding, layers), (*terminal,)
+        return cls(plan, placements, comm, exchange, table, *nodes, layers, (layers, *stacks))
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.plan.sizes
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the stored parameters that have gradients."""
+        return [*self.table.trained]
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields of a batch: those that the nodes read."""
+        return {name: field for node in (*self.inner, *self.terminal) for name, field in node.fields().items()}
+
+    # The inputs of nodes
+
+    def microbatch(self, fields: Arrays, index: jax.Array | int, arrays: StepArrays | None = None) -> Microbatch:
+        """Microbatch `index` with the fields `[B, S]`; `arrays` in training only."""
+        key, layer_loss_scale = (arrays.key, arrays.layer_loss_scale) if arrays else (None, None)
+        B, S = fields["tokens"].shape
+        shards = self.config.batch_shards(self.sizes)
+        sequences = (index * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
+        positions = token_positions_of(fields, self.sizes["context"])
+        token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
+        model, real = self.config.model, None
+        if positions.is_real is not None:
+            own = self.comm.own_tokens(positions.is_real.reshape(-1))
+            real = RealTokens(own, *(fields[name] for name in REAL_COUNTS))
+        inputs = BlockInputs(
+            fields["positions"],
+            positions,
+            self.comm.own_tokens(token_ids),
+            dropout_key=key if model.dropout > 0 else None,
+            jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
+            adapter_key=None if key is None or not self.config.lora.dropout else jax.random.fold_in(key, ADAPTERS),
+            layer_loss_scale=layer_loss_scale,
+            real=real,
+        )
+        return Microbatch(fields, inputs)
+
+    def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
+        """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
+        self.check_fields(batch)
+        fields, imbalance = add_token_positions(batch, self.sizes["context"])
+        if "is_real" in batch:
+            lengths = self.comm.sum_over_context(batch["is_real"].sum(-1, dtype=jnp.int32))
+            sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)
+            counts = lengths, *self.comm.sum_over_batch(sequences)
+            fields |= {name: jnp.maximum(a, 1) for name, a in zip(REAL_COUNTS, counts, strict=True)}
+        return fields, imbalance
+
+    def check_fields(self, batch: Iterable[str], derived: bool = True) -> None:
+        """Raise InputError for a batch that lacks one of `fields`, or has another one.
+
+        If not `derived`, the batch is one that `training.batches.to_global` gets.
+        """
+        known, found = self.fields, {*batch}
+        fields = [name for name, field in known.items() if not field.optional and (derived or not field.derived)]
+        optional = {name for name, field in known.items() if field.optional}
+        if not (wrong := sorted((found - optional).symmetric_difference(fields))):
+            return
+        name = wrong[0]
+        key = known[name].setting if name in known else "data.reset_attention" if name == "segment_ids" else ""
+        setting = f" and {format_keys(self.config, key)}" if key else ""
+        problem = f"the batch {'has' if name in found else 'has no'} {name}{setting}"
+        raise InputError(f"{problem}: give {listed(fields, 'and')}, and no other fields.")
+
+    def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
+        """The factor of the layers' losses of one microbatch before differentiation: the microbatches' mean counts.
+
+        None if no layer has metrics.
+        """
+        measures = any(block.measures for block in self.layers.blocks.values())
+        return loss_scale / self.config.batch.num_microbatches if measures else None
+
+    def random_key(self, step: jax.Array) -> jax.Array | None:
+        """The key of a step's dropout and jitter, if there are any."""
+        config = self.config
+        if not any((config.model.dropout, config.model.router.jitter, config.lora.rank and config.lora.dropout)):
+            return None
+        return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
+
+    def counts(self, batch: Arrays) -> dict[str, jax.Array]:
+        """By loss the number that its sum is divided by, over all devices and microbatches, at least 1."""
+        copies = self.sizes["tensor"] * self.sizes["pipeline"]  # devices that hold the same tokens
+        counts = {name: count / copies for node in self.terminal for name, count in node.counts(batch).items()}
+        return {name: jnp.maximum(count, 1) for name, count in sum_over_all(counts, self.sizes).items()}
+
+    # What nodes give
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        """The terminal nodes of a microbatch: (gradients of the streams, `table` plus their weights', results)."""
+        gradients, results = Streams(), Results()
+        for node in self.terminal:
+            gradients, table, own = node.turn(arrays, streams, gradients, batch, table)
+            results = results.joined(own)
+        return gradients, table, results
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        """This device's shares of a microbatch's losses that evaluation reports, by name."""
+        return {name: loss for node in self.terminal for name, loss in node.evaluate(arrays, streams, batch).items()}
+
+    def zero_losses(self) -> dict[str, jax.Array]:
+        """Zeros for the losses of `evaluate`."""
+        return {name: jnp.zeros((), jnp.float32) for node in self.terminal for name in node.EVALUATED}
+
+    def zero_results(self, shapes: Results) -> Results:
+        """Zeros to which results of these shapes are added, gradients in the dtype of their sums."""
+        stacks = {stack.NAME: stack for stack in self.stacks}
+        gradients = {name: stacks[name].weights.zero_gradients(own) for name, own in shapes.gradients.items()}
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes._replace(gradients={}))
+        return zeros._replace(gradients=gradients)
+
+    def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
+        """The losses of a step, divided by their counts → the metrics that are logged."""
+        return {name: value for node in self.terminal for name, value in node.metrics(losses).items()}

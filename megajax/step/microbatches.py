@@ -1,0 +1,60 @@
+"""The microbatches of a step without a pipeline: the graph's nodes, forward, in turn, and backward."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.parallel.traced import traced
+from megajax.step.graph import Graph
+from megajax.step.nodes import Arrays, Results, StepArrays, Streams, Table
+
+
+def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Results]:
+    """(gradients of the table, other results) of the batch `[M, B, S]`, summed over its microbatches.
+
+    Gradients of the table accumulate in place. A single microbatch runs without a loop, and nothing is added.
+    """
+
+    def microbatch(table: Table, index: Any, fields: Arrays) -> tuple[Table, Results]:
+        at = graph.microbatch(fields, index, arrays)
+        streams: Streams = {}
+        saved = []
+        for node in graph.inner:
+            given, kept = node.forward(arrays, streams, at, save=True)
+            streams |= given
+            saved.append(kept)
+        gradients, table, results = graph.turn(arrays, streams, at, table)
+        for node, kept in reversed([*zip(graph.inner, saved, strict=True)]):
+            gradients, table, own = node.backward(arrays, kept, gradients, at, table)
+            results = results.joined(own)
+        return table, results
+
+    zeros = graph.table.zero_gradients(arrays.table)
+    if len(batch["tokens"]) == 1:
+        return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
+
+    loops = (jnp.arange(len(batch["tokens"])), dict(batch))
+    run, (_, shapes) = traced(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
+
+    def body(carry, loop):
+        table, total = carry
+        table, results = run(table, *loop)
+        return (table, total.plus(results)), None
+
+    carry, _ = lax.scan(body, (zeros, graph.zero_results(shapes)), loops)
+    return carry
+
+
+def evaluate(graph: Graph, arrays: StepArrays, batch: Arrays) -> dict[str, jax.Array]:
+    """This device's shares of the summed losses that evaluation reports, without dropout."""
+
+    def microbatch(losses, fields: Arrays):
+        at, streams = graph.microbatch(fields, 0), Streams()
+        for node in graph.inner:
+            given, _ = node.forward(arrays, streams, at, save=False)
+            streams |= given
+        return jax.tree.map(jnp.add, losses, graph.evaluate(arrays, streams, at)), None
+
+    return lax.scan(microbatch, graph.zero_losses(), dict(batch))[0]

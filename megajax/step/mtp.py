@@ -1,0 +1,135 @@
+"""Multi-token prediction: modules after the last layer, each predicts a token further ahead (DeepSeek-AI 2024, 2.2).
+
+Module k computes h_k = Block(W [RMSNorm(Emb(t_{i+k})); RMSNorm(h_{k-1})]) for each token i, where h_0 is the model's
+output after its final norm, and h_k is after the module's own. The model's head predicts t_{i+k+1} from h_k. A module
+runs forward and backward between the two passes of the layers, so its activations do not outlive the head's.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.config.kinds import MTP, prediction_layers
+from megajax.model.block import Block
+from megajax.model.parts import BlockInputs, normalise
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights.exchange import WeightExchange
+from megajax.parallel.weights.fused import FusedWeights
+from megajax.parallel.weights.sums import added
+from megajax.step.embedding import TOKENS, Embedding
+from megajax.step.head import NORMS, LossHead
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.stack.layers import LayerStack
+from megajax.step.stack.weights import ByGroup, GroupWeights, Metrics
+from megajax.step_plan import StepPlan
+
+DROPOUT = 2**31 + 2  # and the depth: folded into the step's key for the dropout of a module's embedded tokens
+
+
+class _Forward(NamedTuple):
+    """A module's forward pass."""
+
+    y: jax.Array  # [T / tensor, D], normalised
+    saved: Any
+    metrics: Metrics
+    tokens: dict[str, jax.Array]  # the field of its embedding
+    inputs: BlockInputs
+
+
+class MultiTokenPrediction:
+    """The modules, their losses and gradients: a terminal node; embedding and head are the model's."""
+
+    NAME = MTP
+    EVALUATED = ()  # evaluation reports the model's own loss
+    reads_positions = True
+
+    def __init__(self, plan: StepPlan, comm: MeshComm, block: Block, exchange: WeightExchange, fused: FusedWeights):
+        assert plan.prediction is not None
+        self.model, self.exchange, self.comm = plan.config.model, exchange, comm
+        self.layers = prediction_layers(self.model)
+        self.weight = self.model.mtp_loss_weight / len(self.layers)  # of each module's loss
+        own = {MTP: block}, exchange, {MTP: fused}
+        self.stack = LayerStack(MTP, plan.prediction, comm, *own, not plan.sums_gradients)
+        self.embedding, self.head = Embedding(plan, comm), LossHead(plan, comm, norms=())
+
+    def fields(self) -> dict[str, Field]:
+        depth, key = (len(self.layers),), "model.mtp_layers"
+        own = {"mtp_targets": Field(jnp.int32, key, depth, True), "mtp_mask": Field(jnp.float32, key, depth, True)}
+        return {"targets": Field(jnp.int32), **own}
+
+    def counts(self, batch: Arrays) -> dict[str, jax.Array]:
+        return {"mtp_loss": batch["mtp_mask"].astype(jnp.float32).sum((0, 1, 2))}
+
+    def scale(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
+        """`[depth]`."""
+        return self.weight * loss_scale / counts["mtp_loss"]
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        x, dx = self._in_order((streams[HIDDEN], gradients[HIDDEN]))
+        weights, scales = arrays.stacks[MTP], arrays.scales[MTP]
+        norms = {name: arrays.table[name] for name in NORMS if name in arrays.table}
+        h, pull = jax.vjp(self._final_norm, norms, x)
+        passes: list[_Forward] = []
+        for k in range(len(self.layers)):
+            passes.append(self._forward(k, weights, arrays.table, h, batch))
+            h = passes[-1].y
+        dh, losses, found, amax = None, [], [], []
+        for k, module in reversed([*enumerate(passes)]):
+            target, mask = (batch.fields[name][..., k].reshape(-1) for name in ("mtp_targets", "mtp_mask"))
+            sums, dy, table = self.head.losses_and_gradients(arrays.table, module.y, target, mask, scales[k], table)
+            losses.insert(0, sums["loss"])
+            dy = dy if dh is None else dy + dh
+            group = self._group(weights, k)
+            if module is not passes[-1]:  # else XLA would keep the weights of the forward pass
+                group, _ = self.exchange.tie_gather((group, dy))
+            dpair, gradient, largest = self.stack.groups.backward(self._at(k), group, module.saved, dy, module.inputs)
+            de, dh = jnp.split(dpair, 2, axis=1)
+            table = self.embedding.add_gradients(table, _table(arrays.table), module.tokens, module.inputs, de)
+            gradient = self.stack.weights.reduce(gradient, self.stack.segments[k], 0, self.stack.only_microbatch)
+            dh, table, gradient = self._in_order((dh, table, gradient))
+            found.insert(0, (gradient,))
+            amax.insert(0, (largest,))
+        dnorms, dx_of_modules = pull(dh)
+        table = {**table, **{name: added(table[name], g) for name, g in dnorms.items()}}
+        gradients, metrics = gradients | {HIDDEN: dx + dx_of_modules}, [(each.metrics,) for each in passes]
+        return gradients, table, Results({MTP: found}, {"mtp_loss": jnp.stack(losses)}, {MTP: metrics}, {MTP: amax})
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        return {}
+
+    def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
+        """The modules' mean loss, and each one's if there are several."""
+        own = losses["mtp_loss"]
+        return {"mtp_loss": own.mean(), **({"mtp_loss/module": own} if len(own) > 1 else {})}
+
+    def _forward(self, k: int, weights, table: Arrays, h: jax.Array, batch: Microbatch):
+        tokens = {"tokens": batch.fields["targets"] if k == 0 else batch.fields["mtp_targets"][..., k - 1]}
+        key = batch.inputs.dropout_key
+        own = replace(batch.inputs, dropout_key=None if key is None else jax.random.fold_in(key, DROPOUT + k))
+        embedded = self.embedding.embed(_table(table), tokens, own)
+        pair, at = jnp.concatenate([embedded, h], axis=1), self._at(k)
+        y, saved, metrics = self.stack.groups.forward(at, self._group(weights, k), pair, own, True)
+        return _Forward(y, saved, metrics, tokens, own)
+
+    def _at(self, k: int):
+        return self.stack.groups.at(self.stack.segments[k], 0, self.layers[k])
+
+    def _group(self, weights: ByGroup[GroupWeights], k: int) -> GroupWeights:
+        return self.stack.weights.group_at(weights[k][0], self.stack.segments[k], 0)
+
+    def _final_norm(self, norms: Arrays, x: jax.Array) -> jax.Array:
+        return normalise(self.model, x, norms["final_norm"], norms.get("final_norm_bias"))
+
+    def _in_order[Values](self, values: Values) -> Values:
+        """`values`, none available before all are: collectives must not overlap those of the layers (`LayerStack`)."""
+        return lax.optimization_barrier(values) if max(self.comm.sizes.values()) > 1 else values
+
+
+def _table(table: Arrays) -> dict[str, jax.Array]:
+    """The weights of a module's embedding: rows of the token table, without learned positions."""
+    return {TOKENS: table[TOKENS]}

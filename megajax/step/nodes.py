@@ -1,0 +1,148 @@
+"""The nodes of a step, and everything that passes between them.
+
+A step is a short list of nodes. *Inner* nodes (the embedding, a stack of layers) turn streams into streams: forward in
+order, backward in reverse order. *Terminal* nodes (the objective, prediction modules) run between the two passes: loss
+and gradients in one pass, so that their activations do not outlive them. `microbatches.py` runs the list,
+`pipeline/pipeline.py` schedules the same list.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from megajax.model.parts import BlockInputs, add_metrics
+from megajax.parallel.weights.sums import added
+from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
+
+HIDDEN = "hidden"  # the residual stream, [T / tensor, D]
+Arrays = Mapping[str, jax.Array]
+Streams = dict[str, jax.Array]  # or their gradients
+Table = dict[str, jax.Array]  # weights outside the stacks, or sums of their gradients, by canonical name
+
+
+class Field(NamedTuple):
+    """A field of the batch, `[M, B, S, *extra]`."""
+
+    dtype: Any
+    setting: str = ""  # the key of the config that needs it; "": all batches have it
+    extra: tuple[int, ...] = ()
+    derived: bool = False  # `training.batches.to_global` makes it from the other fields
+    optional: bool = False  # a batch may lack it
+
+
+class Microbatch(NamedTuple):
+    """One microbatch on one device."""
+
+    fields: Arrays  # [B, S, ...]; in a terminal node those that it declares, [T, ...] of the tokens that it computes
+    inputs: BlockInputs
+
+
+class StepArrays(NamedTuple):
+    """Arrays that all microbatches of a step share."""
+
+    table: Table  # gathered weights outside the stacks
+    stacks: Mapping[str, ByGroup[GroupWeights]]  # weights of each stack, from `StackWeights.gather_once`
+    key: jax.Array | None = None  # for dropout and jitter
+    layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
+    # By terminal node the factor of its summed loss before differentiation; empty: forward pass only
+    scales: Arrays = {}
+
+
+class Results(NamedTuple):
+    """The results of nodes for one microbatch or for several, besides gradients of the table."""
+
+    gradients: Mapping[str, ByGroup[GroupWeights]] = {}  # of each stack
+    losses: dict[str, jax.Array] = {}  # this device's shares of the summed losses
+    metrics: Mapping[str, ByGroup[Metrics]] = {}  # of each stack
+    amax: Mapping[str, ByGroup[tuple[Amax, ...]]] = {}  # of each stack
+
+    def joined(self, other: "Results") -> "Results":
+        """The results of both; each name is in one of them."""
+        pairs: Any = zip(self, other, strict=True)
+        return Results(*({**mine, **theirs} for mine, theirs in pairs))
+
+    def plus(self, new: "Results") -> "Results":
+        """Those of one more microbatch added: gradients in the dtype of these sums, maxima of the amaxes."""
+        gradients = jax.tree.map(added, self.gradients, new.gradients)
+        losses, metrics = add_metrics((self.losses, self.metrics), (new.losses, new.metrics))
+        return Results(gradients, losses, metrics, jax.tree.map(jnp.maximum, self.amax, new.amax))
+
+
+def plus(gradients: Streams, new: Streams) -> Streams:
+    """Gradients of streams from several nodes, added."""
+    return gradients | {name: gradients[name] + dx if name in gradients else dx for name, dx in new.items()}
+
+
+class InnerNode(Protocol):
+    """Turns streams into streams."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def PLACE(self) -> str:
+        """In a pipeline: "stage", the chain that the schedule divides; "first", on its first virtual stage."""
+        ...
+
+    def fields(self) -> dict[str, Field]:
+        """The batch fields that it reads."""
+        ...
+
+    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
+        """(the streams that it gives, what `backward` needs; None if not `save`)."""
+        ...
+
+    def backward(
+        self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        """Gradients of the streams that it gave → (of those that it took, `table` plus its weights', its results)."""
+        ...
+
+
+class TerminalNode(Protocol):
+    """Computes losses from streams, with their gradients in the same pass.
+
+    In a pipeline all stages compute it, each for its share of the tokens that leave the last virtual stage; its weights
+    are whole on every stage.
+    """
+
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def EVALUATED(self) -> tuple[str, ...]:
+        """The losses of `evaluate`."""
+        ...
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether it reads `Microbatch.inputs`; in a pipeline each stage then has 1/P of every sequence."""
+        ...
+
+    def fields(self) -> dict[str, Field]:
+        """The batch fields that it reads."""
+        ...
+
+    def counts(self, batch: Arrays) -> dict[str, jax.Array]:
+        """By loss the number that its sum is divided by: this device's share, from the fields `[M, B, S]` alone."""
+        ...
+
+    def scale(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
+        """Its entry of `StepArrays.scales`; `counts` are those of all devices and microbatches."""
+        ...
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        """(`gradients` of the streams plus its own, `table` plus its weights', its losses and other results)."""
+        ...
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        """This device's shares of the summed losses that evaluation reports; forward pass only."""
+        ...
+
+    def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
+        """The losses of a step, divided by their counts → the metrics that are logged."""
+        ...
