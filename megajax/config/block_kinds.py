@@ -6,13 +6,12 @@ It does not import the parts, which need jax: `model.block.register` puts them h
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megajax.config.kinds import DENSE, MOE, block_layers, layer_kinds
+from megajax.config.kinds import DENSE, KINDS, MOE, block_layers, layer_kinds
 from megajax.config.schema import Config
 from megajax.config.sentences import fail, format_axis, format_keys
 from megajax.config.stages import layer_slots, slot_kinds
 from megajax.errors import ConfigError
 
-KINDS: dict[str, tuple[type[Any], ...]] = {}  # the classes of each kind's parts, in order
 BUILT_IN = (DENSE, MOE)
 DECODING = "decoding"
 # What a part can do, in the words of `Part.SUPPORTS`: none of it by default.

@@ -1,6 +1,6 @@
 """The kinds of layers that a model has, and the kind of each layer."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megajax.config.fields import cached, shortest_pattern
 from megajax.config.model_schema import ModelConfig
@@ -8,6 +8,9 @@ from megajax.config.model_schema import ModelConfig
 DENSE, MOE = "dense", "moe"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 MTP = "mtp"  # the blocks of the multi-token prediction modules
+KINDS: dict[
+    str, tuple[type[Any], ...]
+] = {}  # the classes of each kind's parts, in order; `model.block.register` fills it
 
 
 class LayerKind(NamedTuple):
@@ -19,7 +22,10 @@ class LayerKind(NamedTuple):
 
     @property
     def has_experts(self) -> bool:
-        return self.block == MOE
+        """Whether a part of its block divides its weights over `mesh.experts_over`."""
+        if self.block not in KINDS:  # the built-in ones need jax
+            return self.block == MOE
+        return any(part.HAS_EXPERTS for part in KINDS[self.block])
 
 
 @cached
@@ -52,9 +58,12 @@ def stacked_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expert_layers(model: ModelConfig) -> tuple[int, ...]:
-    """The layers with experts, prediction modules included."""
-    own = block_layers(model).get(MOE, ())
-    return (*own, *prediction_layers(model)) if layer_kinds(model)[-1].has_experts else own
+    """The layers with experts in the order of their metrics: by kind of block; prediction modules after the last's."""
+    kinds, found = layer_kinds(model), list[int]()
+    for block, layers in block_layers(model).items():
+        if kinds[layers[0]].has_experts:
+            found += [*layers, *(prediction_layers(model) if block == kinds[-1].block else ())]
+    return tuple(found)
 
 
 def mlp_widths(model: ModelConfig) -> tuple[str, ...]:

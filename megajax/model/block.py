@@ -10,8 +10,8 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.block_kinds import ABILITIES, EVERYTHING, KINDS, parts_of
-from megajax.config.kinds import DENSE, MOE, MTP, LayerKind, block_layers, layer_kinds, stacked_layers
+from megajax.config.block_kinds import ABILITIES, EVERYTHING, parts_of
+from megajax.config.kinds import DENSE, KINDS, MOE, MTP, LayerKind, block_layers, layer_kinds, stacked_layers
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
 from megajax.model.attention import Attention

@@ -7,7 +7,7 @@ import jax
 
 from megajax.config import Config
 from megajax.config.batch_schedule import BatchSizes
-from megajax.config.kinds import MOE, block_layers
+from megajax.config.kinds import layer_kinds
 from megajax.config.sentences import counted
 from megajax.config.stages import virtual_stages
 from megajax.console import amount, memory_size
@@ -150,7 +150,8 @@ def _experts(program: TrainProgram) -> str:
         return ""
     active, factor = active_parameter_count(program.model), model.router.capacity_factor
     limit = "" if factor is None else f", capacity factor {factor:g}"
-    which, count = f"{model.experts_per_token} of {model.num_experts} experts", len(block_layers(model).get(MOE, ()))
+    which = f"{model.experts_per_token} of {model.num_experts} experts"
+    count = sum(kind.has_experts for kind in layer_kinds(model))
     layers = f" in {count} of {model.num_layers} layers" if count < model.num_layers else ""
     return f", {active:,} active per token ({which}{layers}{limit})"
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import MODELS
+from mesh_models import MIXTRAL, MODELS
 
 from megajax.checkpoint import Checkpoints
-from megajax.config.block_kinds import KINDS
 from megajax.config.checks import check_mesh
+from megajax.config.kinds import KINDS, expert_layers
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
@@ -19,12 +19,14 @@ from megajax.mesh import build_mesh
 from megajax.model import EVERYTHING, Part, Transformer, bind, declare, register
 from megajax.model.attention import Attention
 from megajax.model.mlp import MLP
+from megajax.model.moe import MoE
 from megajax.model.parts import PartSizes
-from megajax.plan import estimate_memory, flops_per_token
+from megajax.plan import active_parameter_count, estimate_memory, flops_per_token
 from megajax.step.nodes import Field, Results
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
+from megajax.training.summary import summary
 
 STEPS = 3
 
@@ -274,6 +276,25 @@ def test_a_part_without_a_cache_is_evaluated_but_does_not_generate(table):
     np.testing.assert_allclose(generating(tokens), model(tokens), rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="decoding of Mean .block mean., .* 'decoding' to Mean.SUPPORTS"):
         Generator(generating)
+
+
+def test_a_registered_kind_with_experts_is_one_everywhere(table, monkeypatch):
+    """Estimates, segments, stages, the summary and the load map are those of the built-in kind with the same parts."""
+    monkeypatch.setitem(KINDS, "routed", (Attention, MoE))
+    found = {}
+    for name in ("moe", "routed"):
+        model = {**MIXTRAL, "num_layers": 4, "block_pattern": ["dense", name]}
+        config = table.make_config(model, {"expert": 2, "fsdp": 2})
+        program = build(config, 4)
+        plan, experts = (
+            program.plan.on_gpus(),
+            [line for line in summary(program, []).splitlines() if "experts" in line],
+        )
+        memory = estimate_memory(plan, program.placements).total
+        active = active_parameter_count(program.model)
+        found[name] = expert_layers(config.model), active, memory, plan.unrolling, plan.segments, experts
+    assert found["routed"] == found["moe"]
+    assert found["moe"][0] == (1, 3) and found["moe"][-1]
 
 
 def test_every_loss_reaches_the_metrics(table):

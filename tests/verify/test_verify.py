@@ -11,8 +11,8 @@ import pytest
 
 from megajax import ops
 from megajax.config import AXES, Config
-from megajax.config.block_kinds import KINDS
 from megajax.config.checks import check_mesh
+from megajax.config.kinds import KINDS
 from megajax.model import attention
 from megajax.parallel import gradients
 from megajax.parallel.weights import exchange
