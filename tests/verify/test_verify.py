@@ -14,7 +14,7 @@ from megajax.config import AXES, Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import KINDS
 from megajax.model import attention
-from megajax.parallel import gradients
+from megajax.step import gradients
 from megajax.parallel.weights import exchange
 from megajax.training import saving
 from megajax.training.batches import to_global
@@ -91,12 +91,12 @@ def wrong_offset(patch):
 
 def dropped_microbatch(patch):
     """The last microbatch counts in the number of tokens only."""
-    run = gradients._over_microbatches
+    run = gradients.train
 
     def lacking(local, arrays, batch):
         return run(local, arrays, {**batch, "loss_mask": batch["loss_mask"].at[-1].set(False)})
 
-    patch.setattr(gradients, "_over_microbatches", lacking)
+    patch.setattr(gradients, "train", lacking)
 
 
 @pytest.mark.parametrize(
