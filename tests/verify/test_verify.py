@@ -14,8 +14,8 @@ from megajax.config import AXES, Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import KINDS
 from megajax.model import attention
-from megajax.step import gradients
 from megajax.parallel.weights import exchange
+from megajax.step import gradients
 from megajax.training import saving
 from megajax.training.batches import to_global
 from megajax.verify import __main__ as command
