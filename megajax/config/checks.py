@@ -15,6 +15,7 @@ from megajax.config.length_checks import check_epochs
 from megajax.config.lora_checks import check_lora
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
 from megajax.config.model_checks import check_model
+from megajax.config.objectives import check_objective
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.rollback_checks import check_rollbacks
 from megajax.config.schema import Config
@@ -46,6 +47,7 @@ def check_combinations(config: Config) -> None:
     _check_attention_kernel(config)
     _check_fp8_layers(config)
     check_parts(config, sizes)
+    check_objective(config)
     check_lora(config)
     _check_schedule(config)
     _check_data(config)

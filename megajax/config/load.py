@@ -166,6 +166,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(get_args(annotation))
     if get_origin(annotation) is tuple:
         return f"list of ({_type_name(get_args(annotation)[0])})"
+    if get_origin(annotation) is dict:
+        return "mapping"
     if isinstance(annotation, type):
         return {str: "text"}.get(annotation, "mapping" if issubclass(annotation, BaseModel) else annotation.__name__)
     if hasattr(annotation, "__metadata__"):

@@ -5,16 +5,17 @@ A `Config` is frozen, hashable and complete: keys that are not set get their val
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from megajax.config.data_schema import DataConfig
 from megajax.config.fields import (
     BATCH_AXES,
     AxisSize,
     BatchSchedule,
+    BelowOne,
     Count,
     CountOrZero,
     ExpertAxes,
@@ -285,6 +286,26 @@ class LoggingConfig(Section):
     )
 
 
+class ObjectiveSettings(dict[str, Any]):
+    """Settings of a registered objective; hashable, as all of a config is."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
+
+
+class ObjectiveConfig(Section):
+    """The loss that training minimises."""
+
+    kind: Text = Field(default="next_token", description="next_token, or the name of a registered objective.")
+    label_smoothing: BelowOne = Field(
+        default=0.0,
+        description="next_token: weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
+    )
+    settings: Annotated[dict[str, Any], AfterValidator(ObjectiveSettings)] = Field(
+        default=ObjectiveSettings(), description="Settings of a registered objective, by name."
+    )
+
+
 class Config(Section):
     """A whole run."""
 
@@ -294,6 +315,7 @@ class Config(Section):
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     batch: BatchConfig
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)

@@ -3,7 +3,7 @@
 from megajax.ops import router
 from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts, measured_attention
 from megajax.ops.cached_attention import cached_attention
-from megajax.ops.cross_entropy import LossImplementation, chunk_loss_and_grad
+from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import Biases, ExpertKernels
 from megajax.ops.experts import apply_experts
@@ -28,6 +28,7 @@ __all__ = [
     "causal_ranges",
     "choose_attention",
     "choose_grouped_matmul",
+    "chunk_log_probs",
     "chunk_loss_and_grad",
     "document_starts",
     "dropout",

@@ -52,6 +52,7 @@ def chunk_loss_and_grad(
     vocab_size: int,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    smoothing: float = 0.0,
     reduce_max: Callable[[jax.Array], jax.Array] | None = None,
     reduce_sum: Callable[[jax.Array], jax.Array] | None = None,
     tiling: Tiling = Tiling(),
@@ -68,24 +69,30 @@ def chunk_loss_and_grad(
     targets, _ = _softcapped(targets.astype(jnp.float32), softcap)
 
     may_be_padded = not isinstance(vocab_start, int) or vocab_start + V > vocab_size
-    passes = _Passes(V, may_be_padded, softcap, z_loss, tiling, interpret)
+    passes = _Passes(V, may_be_padded, softcap, z_loss, smoothing, smoothing / vocab_size, tiling, interpret)
     inputs = [logits_cv, true_columns.astype(jnp.int32).reshape(1)]
     to_gradient = [target_columns.astype(jnp.int32), (mask * scale).astype(jnp.float32)]
     row, statistic = jax.ShapeDtypeStruct((C, V), dtype), jax.ShapeDtypeStruct((C,), jnp.float32)
     if reduce_max is None or reduce_sum is None:
         outputs = [row, statistic, statistic]
         gradient, maximum, total = _over_rows(passes.cross_entropy, inputs + to_gradient, outputs, tiling, interpret)
-        shifted = jnp.where(ours, targets - maximum, 0)
+        sums = [jnp.where(ours, targets - maximum, 0)]
+        if smoothing:
+            sums.append(_sum_of_logits(logits_cv, true_columns, softcap, maximum))
     else:
         own_maximum, own_total = _over_rows(
             passes.cross_entropy_statistics, inputs, [statistic, statistic], tiling, interpret
         )
         maximum = reduce_max(own_maximum)
         own_total *= jnp.exp(own_maximum - maximum)
-        total, shifted = reduce_sum(jnp.stack([own_total, jnp.where(ours, targets - maximum, 0)]))
+        sums = [own_total, jnp.where(ours, targets - maximum, 0)]
+        if smoothing:
+            sums.append(_sum_of_logits(logits_cv, true_columns, softcap, maximum))
+        total, *sums = reduce_sum(jnp.stack(sums))
         to_gradient += [maximum, total]
         [gradient] = _over_rows(passes.cross_entropy_gradient, inputs + to_gradient, [row], tiling, interpret)
 
+    shifted = sums[0] if not smoothing else (1 - smoothing) * sums[0] + smoothing / vocab_size * sums[1]
     log_total = jnp.log(total)
     loss = jnp.sum(mask * (log_total - shifted))
     return loss, jnp.sum(mask * z_loss * jnp.square(log_total + maximum)), gradient
@@ -99,6 +106,8 @@ class _Passes:
     may_be_padded: bool
     softcap: float | None
     z_loss: float
+    smoothing: float
+    share_of_each: float  # of the smoothing, for one token of the vocabulary
     tiling: Tiling
     interpret: bool
 
@@ -140,7 +149,12 @@ class _Passes:
             for x, start in zip(vectors, starts, strict=True):
                 x, slope = self._true_logits(x, start, masked, true_columns)
                 is_target = lax.iota(jnp.int32, self.tiling.lanes) == target_column - start
-                dx = self._exp(x - maximum) * share - jnp.where(is_target, weight, 0.0)
+                if self.smoothing:
+                    wanted = jnp.where(is_target, weight * (1 - self.smoothing), 0.0) + weight * self.share_of_each
+                    wanted = jnp.where(self._before(true_columns, start), wanted, 0.0)
+                else:
+                    wanted = jnp.where(is_target, weight, 0.0)
+                dx = self._exp(x - maximum) * share - wanted
                 dx = dx if slope is None else dx * slope
                 self._store(gradient, start, masked, dx.astype(gradient.dtype))
             return carry
@@ -208,6 +222,13 @@ def _softcapped(x: jax.Array, softcap: float | None) -> tuple[jax.Array, jax.Arr
         return x, None
     tanh = jnp.tanh(x / softcap)
     return softcap * tanh, 1 - tanh * tanh
+
+
+def _sum_of_logits(logits_cv: jax.Array, true_columns: jax.Array, softcap: float | None, maximum: jax.Array):
+    """Σ (x - maximum) over the true columns, `[C]`: one more read of the logits, by XLA, with label smoothing only."""
+    x, _ = _softcapped(logits_cv.astype(jnp.float32), softcap)
+    is_true = jnp.arange(x.shape[1])[None, :] < true_columns
+    return jnp.where(is_true, x - maximum[:, None], 0).sum(axis=1)
 
 
 def _over_rows(

@@ -24,7 +24,7 @@ from megajax.sharding import BLOCKS, Placement
 from megajax.step.embedding import Embedding
 from megajax.step.mtp import MultiTokenPrediction
 from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, StepArrays, Streams, Table, TerminalNode
-from megajax.step.objective import NextToken
+from megajax.step.objective import make_objective
 from megajax.step.pipeline.shared_tokens import SharedTokens
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.weights import of_block
@@ -63,7 +63,7 @@ class Graph:
         for kind, own in fused.items():
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients, plan.accumulation)
-        embedding, terminal = Embedding(plan, comm), list[TerminalNode]([NextToken(plan, comm)])
+        embedding, terminal = Embedding(plan, comm), list[TerminalNode]([make_objective(plan, comm)])
         of_modules, stacks = fused.pop(MTP, None), list[LayerStack]()
         blocks = {kind: model.blocks[kind] for kind in fused}
         layers = LayerStack("layers", plan, comm, blocks, exchange, fused, not plan.sums_gradients)

@@ -1,6 +1,7 @@
 """Head and loss over chunks of tokens: forward and backward in one pass, without `[T, V]` logits in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from megajax.parallel.weights.sums import after_microbatch, of_microbatch
 from megajax.step_plan import StepPlan, loss_chunks
 
 NORMS = ("final_norm", "final_norm_bias")
+# (log-probabilities of the targets, mask, fields) of a chunk's tokens → (losses, factors of the gradients of -log p)
+TokenLoss = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
 
 
 class LossHead:
@@ -43,18 +46,46 @@ class LossHead:
         return loss / self.comm.tensor_size
 
     @jax.named_scope("head")
-    def losses_and_gradients(self, weights, x, targets, mask, scale, accumulated: Mapping[str, jax.Array]):
+    def log_probs(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Log-probabilities of the targets `[T]` in FP32; forward pass only."""
+
+        def body(_, chunk):
+            logits, _, _ = self._logits(weights, chunk[0])
+            return None, ops.chunk_log_probs(logits, chunk[1], **self._vocabulary(logits))
+
+        _, found = lax.scan(body, None, self._chunks(x, targets, jnp.ones(targets.shape)))
+        tensor = self.comm.tensor_size
+        found = found.reshape(len(found), tensor, -1).swapaxes(0, 1).reshape(tensor, -1)
+        return found[:, : x.shape[0]].reshape(-1)
+
+    @jax.named_scope("head")
+    def losses_and_gradients(
+        self,
+        weights,
+        x,
+        targets,
+        mask,
+        scale,
+        accumulated: Mapping[str, jax.Array],
+        *,
+        smoothing: float = 0.0,
+        token_loss: TokenLoss | None = None,
+        fields: Mapping[str, jax.Array] | None = None,
+    ):
         """(this device's shares of the summed losses, dx, `accumulated` plus the weights' gradients).
 
         The gradients are those of `scale · (loss + z-loss)`, with z-loss = `model.z_loss · Σ lse²`, of the weights in
-        `accumulated`.
+        `accumulated`. `token_loss` replaces the cross-entropy by a function of the log-probabilities and of `fields`
+        `[T, ...]`.
         """
         totals = {name: accumulated[name] for name in self.names if name in accumulated}
-        chunks = self._chunks(x, targets, mask)
+        chunks = self._chunks(x, targets, mask, fields)
 
         def body(carry, chunk):
             gradients, loss, z_loss = carry
-            chunk_loss, chunk_z, dlogits, (h, pull) = self._chunk(weights, chunk, scale, self.implementation)
+            chunk_loss, chunk_z, dlogits, (h, pull) = self._chunk(
+                weights, chunk, scale, self.implementation, smoothing, token_loss
+            )
             w = weights[self.weight_name]
             tied = self.model.tie_embeddings
             dw = {}
@@ -72,36 +103,59 @@ class LossHead:
         sums = {"loss": loss / shares, "z_loss": z_loss / shares}
         return sums, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **after_microbatch(totals, gradients)}
 
-    def _chunk(self, weights, chunk, scale: jax.Array | float, implementation: ops.LossImplementation):
-        x_cd, targets_c, mask_c = chunk
-        norms = {name: weights[name] for name in self.names[1:]}
-        normed, pull = jax.vjp(self._norm, norms, x_cd)
-        h = self.comm.enter(normed)
-        equation = "cd,vd->cv" if self.model.tie_embeddings else "cd,dv->cv"
-        w = weights[self.weight_name]
-        logits = jnp.einsum(equation, h, w, preferred_element_type=self.logits_dtype)
-        sharded = self.comm.tensor_size > 1
+    def _chunk(
+        self,
+        weights,
+        chunk,
+        scale: jax.Array | float,
+        implementation: ops.LossImplementation,
+        smoothing: float = 0.0,
+        token_loss: TokenLoss | None = None,
+    ):
+        x_cd, targets_c, mask_c, fields = chunk
+        logits, h, pull = self._logits(weights, x_cd)
+        vocabulary, own_loss = self._vocabulary(logits), None
+        if token_loss is not None:
+            losses, mask_c = token_loss(ops.chunk_log_probs(logits, targets_c, **vocabulary), mask_c, fields)
+            own_loss = losses.sum()
         loss, z_loss, dlogits = ops.chunk_loss_and_grad(
             logits,
             targets_c,
             mask_c,
             scale,
             h.dtype,
-            vocab_start=self.comm.vocabulary_start(logits.shape[1]),
-            vocab_size=self.model.vocab_size,
-            softcap=self.model.logit_softcap,
             z_loss=self.model.z_loss,
-            reduce_max=self.comm.max_over_tensor if sharded else None,
-            reduce_sum=self.comm.sum_over_tensor if sharded else None,
+            smoothing=smoothing,
             implementation=implementation,
+            **vocabulary,
         )
-        return loss, z_loss, dlogits, (h, pull)
+        return loss if own_loss is None else own_loss, z_loss, dlogits, (h, pull)
+
+    def _logits(self, weights, x_cd: jax.Array):
+        """(logits of this shard of the vocabulary, the head's input, the pullback of the norm)."""
+        norms = {name: weights[name] for name in self.names[1:]}
+        normed, pull = jax.vjp(self._norm, norms, x_cd)
+        h = self.comm.enter(normed)
+        equation = "cd,vd->cv" if self.model.tie_embeddings else "cd,dv->cv"
+        w = weights[self.weight_name]
+        return jnp.einsum(equation, h, w, preferred_element_type=self.logits_dtype), h, pull
+
+    def _vocabulary(self, logits: jax.Array) -> dict[str, Any]:
+        """The arguments of `ops` about this shard of the vocabulary."""
+        sharded = self.comm.tensor_size > 1
+        return {
+            "vocab_start": self.comm.vocabulary_start(logits.shape[1]),
+            "vocab_size": self.model.vocab_size,
+            "softcap": self.model.logit_softcap,
+            "reduce_max": self.comm.max_over_tensor if sharded else None,
+            "reduce_sum": self.comm.sum_over_tensor if sharded else None,
+        }
 
     def _norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
         return normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias"))
 
-    def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array):
-        """Chunks of tokens: chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `enter`.
+    def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array, fields: Mapping[str, jax.Array] | None = None):
+        """Chunks of x, targets, mask and fields: chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `enter`.
 
         Padding of the last chunk is masked.
         """
@@ -110,8 +164,9 @@ class LossHead:
         padding = -own % n
 
         def arrange(a: jax.Array) -> jax.Array:
-            a = jnp.pad(a.reshape(tensor, own), ((0, 0), (0, padding)))
-            return a.reshape(tensor, n, -1).swapaxes(0, 1).reshape(n, -1)
+            rest = a.shape[1:]
+            a = jnp.pad(a.reshape(tensor, own, *rest), ((0, 0), (0, padding), *((0, 0) for _ in rest)))
+            return a.reshape(tensor, n, -1, *rest).swapaxes(0, 1).reshape(n, -1, *rest)
 
         x = jnp.pad(x, ((0, padding), (0, 0)))
-        return x.reshape(n, -1, x.shape[-1]), arrange(targets), arrange(mask)
+        return x.reshape(n, -1, x.shape[-1]), arrange(targets), arrange(mask), jax.tree.map(arrange, fields or {})

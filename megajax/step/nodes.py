@@ -30,6 +30,7 @@ class Field(NamedTuple):
     extra: tuple[int, ...] = ()
     derived: bool = False  # `training.batches.to_global` makes it from the other fields
     optional: bool = False  # a batch may lack it
+    limit: int | None = None  # values are integers below it
 
 
 class Microbatch(NamedTuple):

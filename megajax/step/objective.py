@@ -1,26 +1,45 @@
-"""The objective of training: a terminal node."""
+"""The objective of training: a terminal node. `objective.kind` names it; `register` adds one.
+
+A class of your own derives from `Elementwise` or `Segment`, and declares its settings (`Settings`, the keys of
+`objective.settings`) and the batch fields that it reads besides the usual ones (`FIELDS`).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from megajax.config.fields import BATCH_AXES, Section
+from megajax.config.objectives import NEXT_TOKEN, OBJECTIVES, settings_of
+from megajax.errors import ConfigError
+from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
 from megajax.step.head import LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step_plan import StepPlan
 
 
-class NextToken:
-    """The objective of next-token prediction: its terminal node."""
+class Objective:
+    """What objectives share: one loss, divided by one count. `targets` and `loss_mask` are read by all."""
 
     NAME = "loss"
     EVALUATED = ("loss",)
     reads_positions = False
+    FIELDS: ClassVar[Mapping[str, Any]] = {}  # dtypes of fields [rows, sequence_length] of its own, by name
+
+    class Settings(Section):
+        """The keys of `objective.settings`."""
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
-        self.head, self.z_loss = LossHead(plan, comm), plan.config.model.z_loss
+        self.head, self.sizes = LossHead(plan, comm), plan.sizes
+        if plan.config.objective.kind != NEXT_TOKEN:
+            self.settings = settings_of(plan.config)
 
     def fields(self) -> dict[str, Field]:
-        return {"targets": Field(jnp.int32), "loss_mask": Field(jnp.float32)}
+        own = {name: Field(dtype, "objective.kind") for name, dtype in self.FIELDS.items()}
+        return {"targets": Field(jnp.int32), "loss_mask": Field(jnp.float32)} | own
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
         return {"loss": batch["loss_mask"].astype(jnp.float32).sum()}
@@ -28,11 +47,31 @@ class NextToken:
     def scale(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
         return loss_scale / counts["loss"]
 
+    def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
+        return {"loss": losses["loss"]}
+
+    def of_tokens(self, batch: Microbatch) -> dict[str, jax.Array]:
+        """The fields that it reads, `[T]`."""
+        return {name: batch.fields[name].reshape(-1) for name in self.fields()}
+
+
+class NextToken(Objective):
+    """The objective of next-token prediction; evaluation has no label smoothing."""
+
+    def __init__(self, plan: StepPlan, comm: MeshComm):
+        super().__init__(plan, comm)
+        self.z_loss, self.smoothing = plan.config.model.z_loss, plan.config.objective.label_smoothing
+
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         losses, dx, table = self.head.losses_and_gradients(
-            arrays.table, streams[HIDDEN], *_targets(batch), arrays.scales[self.NAME], table
+            arrays.table,
+            streams[HIDDEN],
+            *_targets(batch),
+            arrays.scales[self.NAME],
+            table,
+            smoothing=self.smoothing,
         )
         return plus(gradients, {HIDDEN: dx}), table, Results(losses=losses)
 
@@ -41,6 +80,146 @@ class NextToken:
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
         return {"loss": losses["loss"], **({"z_loss": losses["z_loss"]} if self.z_loss else {})}
+
+
+class Elementwise(Objective):
+    """The sum of a function of each token's log-probability: one pass over the head, as the next-token loss.
+
+    A token's loss is multiplied by `loss_mask`. By default the sum is divided by the sum of `loss_mask`.
+    """
+
+    def loss(self, log_probs: jax.Array, fields: Arrays) -> jax.Array:
+        """Losses of tokens from the log-probabilities of their targets and from the fields, all `[tokens]`, in FP32.
+
+        Differentiable in `log_probs`; a token's loss depends on no other token.
+        """
+        raise NotImplementedError
+
+    def count(self, fields: Arrays) -> jax.Array:
+        """What each token adds to the divisor."""
+        return fields["loss_mask"]
+
+    def counts(self, batch: Arrays) -> dict[str, jax.Array]:
+        return {"loss": self.count(batch).astype(jnp.float32).sum()}
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        losses, dx, table = self.head.losses_and_gradients(
+            arrays.table,
+            streams[HIDDEN],
+            *_targets(batch),
+            arrays.scales[self.NAME],
+            table,
+            token_loss=self._token_loss,
+            fields=self.of_tokens(batch),
+        )
+        return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": losses["loss"]})
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        fields = self.of_tokens(batch)
+        log_probs = self.head.log_probs(arrays.table, streams[HIDDEN], fields["targets"])
+        losses, _ = self._token_loss(log_probs, fields["loss_mask"], fields)
+        return {"loss": losses.sum() / self.sizes["tensor"]}
+
+    def _token_loss(self, log_probs: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
+        losses, pull = jax.vjp(lambda values: self.loss(values, fields), log_probs)
+        (slopes,) = pull(jnp.ones_like(losses))
+        counts = mask > 0  # in padding the fields are zero, so that the function may not be finite
+        return jnp.where(counts, mask * losses, 0), jnp.where(counts, -mask * slopes, 0)
+
+
+class Segment(Objective):
+    """A function of the summed log-probabilities of segments, such as the two answers of a preference.
+
+    The batch field `segments` numbers the tokens' segments within a microbatch, below the number of its sequences; -1:
+    no segment. Log-probabilities and fields are multiplied by `loss_mask` and summed over each segment, on all devices.
+    A first pass over the head gives the log-probabilities, a second one the gradients.
+    """
+
+    def __init__(self, plan: StepPlan, comm: MeshComm):
+        super().__init__(plan, comm)
+        self.number = plan.batch_shape[1]
+
+    def fields(self) -> dict[str, Field]:
+        return super().fields() | {"segments": Field(jnp.int32, "objective.kind", limit=self.number)}
+
+    def loss(self, log_probs: jax.Array, fields: Arrays) -> jax.Array:
+        """Losses, in any shape, from the sums over the segments of a microbatch: all `[segments]`, in FP32."""
+        raise NotImplementedError
+
+    def count(self, fields: Arrays) -> jax.Array:
+        """What a microbatch adds to the divisor, in any shape, from the sums over its segments `[segments]`."""
+        return fields["loss_mask"] > 0
+
+    def counts(self, batch: Arrays) -> dict[str, jax.Array]:
+        own = {name: batch[name].reshape(len(batch[name]), -1) for name in self.fields()}
+        counts = jax.vmap(lambda fields: self.count(self._sums(fields)).astype(jnp.float32).sum())(
+            own | {"share": jnp.full(own["segments"].shape, 1 / self.sizes["pipeline"])}
+        )
+        copies = self.sizes["tensor"] * self.sizes["pipeline"]
+        return {"loss": counts.sum() * copies / math.prod(self.sizes.values())}
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        x, fields = streams[HIDDEN], self.of_tokens(batch)
+        log_probs = self.head.log_probs(arrays.table, x, fields["targets"])
+        losses, pull = self._losses(log_probs, fields)
+        (slopes,) = pull(jnp.ones_like(losses))
+        ids = fields["segments"]
+        factors = jnp.where(ids >= 0, -fields["loss_mask"] * slopes[jnp.maximum(ids, 0)], 0)
+        _, dx, table = self.head.losses_and_gradients(
+            arrays.table, x, fields["targets"], factors, arrays.scales[self.NAME], table
+        )
+        return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": self._share(losses)})
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        fields = self.of_tokens(batch)
+        log_probs = self.head.log_probs(arrays.table, streams[HIDDEN], fields["targets"])
+        return {"loss": self._share(self._losses(log_probs, fields)[0])}
+
+    def _losses(self, log_probs: jax.Array, fields: Arrays) -> tuple[jax.Array, Callable]:
+        """(the losses of a microbatch, equal on all devices, their pullback to the segments' log-probabilities)."""
+        sums = self._sums({**fields, "": log_probs})
+        own = sums.pop("")
+        return jax.vjp(lambda values: self.loss(values, sums), own)
+
+    def _share(self, losses: jax.Array) -> jax.Array:
+        return losses.sum() / math.prod(self.sizes.values())
+
+    def _sums(self, fields: Arrays) -> dict[str, jax.Array]:
+        """Fields of this device's tokens → their sums over the segments of the microbatch.
+
+        `share` is the part of a token that this device has.
+        """
+        ids, mask, share = fields["segments"], fields["loss_mask"].astype(jnp.float32), fields.get("share", 1.0)
+        to = jnp.where(ids >= 0, ids, self.number)  # beyond the last: left out
+        axes = [axis for axis in (*BATCH_AXES, "context", "pipeline") if self.sizes[axis] > 1]
+        values = {name: a for name, a in fields.items() if name not in ("segments", "targets", "loss_mask", "share")}
+        terms = {name: mask * a for name, a in values.items()} | {"loss_mask": mask}
+        sums = {name: jax.ops.segment_sum(share * a, to, self.number) for name, a in terms.items()}
+        return {name: collectives.psum(a, tuple(axes)) if axes else a for name, a in sums.items()}
+
+
+def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
+    """A decorator that registers an objective for `objective.kind`; in a module of `run.extensions`."""
+
+    def add(objective: type[Objective]) -> type[Objective]:
+        known = NextToken if name == NEXT_TOKEN else OBJECTIVES.get(name, objective)
+        ids = [f"{each.__module__}.{each.__qualname__}" for each in (known, objective)]
+        if ids[0] != ids[1]:
+            raise ConfigError(f"the objective {name} is {ids[0]} already: register {ids[1]} under another name.")
+        OBJECTIVES[name] = objective
+        return objective
+
+    return add
+
+
+def make_objective(plan: StepPlan, comm: MeshComm) -> Any:
+    """The node that `objective.kind` names."""
+    kind = plan.config.objective.kind
+    return (NextToken if kind == NEXT_TOKEN else OBJECTIVES[kind])(plan, comm)
 
 
 def _targets(batch: Microbatch) -> tuple[jax.Array, jax.Array]:

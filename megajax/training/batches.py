@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from megajax.config.batch_schedule import BatchSizes
-from megajax.config.sentences import counted
+from megajax.config.sentences import counted, fail, format_keys
 from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
@@ -86,8 +86,19 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
             raise InputError(f"{problem}: set model.{key}={most + 1} or larger.")
         if least < 0:
             raise InputError(f"{source} holds {least} in {name}: give 0 or more; loss_mask=0 leaves a target out.")
+    for name, field in program.graph.fields.items():
+        if field.limit is not None and (most := int(np.max(fields[name]))) >= field.limit:
+            raise InputError(f"{source} holds {most} in {name}: give numbers below {field.limit}.")
     if (least := np.min(fields["loss_mask"])) < 0:
         raise InputError(f"{source} holds {least} in loss_mask: give 0 or more.")
+
+
+def check_own_fields(program: TrainProgram) -> None:
+    """Raise ConfigError if the objective reads batch fields that the loader does not make."""
+    key = "objective.kind"
+    if own := sorted(name for name, field in program.graph.fields.items() if field.setting == key):
+        problem = f"{format_keys(program.config, key)} reads the batch field {own[0]}, which data.train does not give"
+        fail(program.config, problem, "train from your own loop (docs/custom_loop.md)", key)
 
 
 def fields_of_modules(fields: Mapping[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:

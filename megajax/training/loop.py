@@ -26,7 +26,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.runtime import keep_autotuning, prepare_environment
 from megajax.training import logs
-from megajax.training.batches import batches
+from megajax.training.batches import batches, check_own_fields
 from megajax.training.checks import NumberChecks
 from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
 from megajax.training.exports import Exports
@@ -81,6 +81,7 @@ class Trainer:
             exports.config = config
         self.reports = SaveReports(config, "valid" in self.data, self._report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
+        check_own_fields(self.program)
         self.saver = StateSaver(self.program)
         self.directory = RunDirectory(self.saver, exports, self.reports, self.note)
         self.run_dir, self.writer = self.directory.path, jax.process_index() == 0

@@ -11,15 +11,17 @@ OPTIONS: list[dict[str, float]] = [
     {"z_loss": 1e-2},
     {"softcap": 3.0},
     {"softcap": 3.0, "z_loss": 1e-2},
+    {"softcap": 3.0, "z_loss": 1e-2, "smoothing": 0.2},
 ]
 
 
-def numpy_per_token(logits, targets, mask, softcap=None, z_loss=0.0):
+def numpy_per_token(logits, targets, mask, softcap=None, z_loss=0.0, smoothing=0.0):
     """The two terms of every token, weighted, before they are summed."""
     true = logits[:, :TRUE] if softcap is None else softcap * np.tanh(logits[:, :TRUE] / softcap)
     top = true.max(axis=1)
     lse = np.log(np.exp(true - top[:, None]).sum(axis=1)) + top
-    return np.stack([mask * (lse - true[np.arange(len(targets)), targets]), mask * z_loss * lse**2])
+    target = (1 - smoothing) * true[np.arange(len(targets)), targets] + smoothing * true.mean(axis=1)
+    return np.stack([mask * (lse - target), mask * z_loss * lse**2])
 
 
 def numpy_cross_entropy(*batch, **options):

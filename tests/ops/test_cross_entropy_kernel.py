@@ -15,7 +15,7 @@ from megajax.ops.cross_entropy_kernel import Tiling
 ROWS, COLUMNS, TRUE = 5, 7 * 32 + 21, 7 * 32 + 7
 TILING = Tiling(lanes=16, unroll=2)
 SCALE = 0.125
-OPTIONS: list[dict[str, float]] = [{}, {"z_loss": 1e-2}, {"softcap": 3.0, "z_loss": 1e-2}]
+OPTIONS: list[dict[str, float]] = [{}, {"z_loss": 1e-2}, {"softcap": 3.0, "z_loss": 1e-2, "smoothing": 0.2}]
 
 
 def run_kernel(*batch, dtype="float32", tiling=TILING, **options):
