@@ -137,11 +137,12 @@ def test_readme_library_example_trains(workplace, capsys):
     assert (workplace / "runs/library/metrics.jsonl").exists()
 
 
-def test_the_block_of_the_docs_trains(workplace):
+def test_the_block_and_the_objective_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
-    (source,) = blocks(page, "python")
+    source, objectives = blocks(page, "python")
     (workplace / "my_blocks.py").write_text(source)
-    (command,) = blocks(page, "sh")  # not bash: a process can register the block once only
+    (workplace / "my_objectives.py").write_text(objectives)
+    command, focal = blocks(page, "sh")  # not bash: a process can register the block once only
     small = ["data.kind=synthetic", "model.num_layers=2", "model.hidden_size=32", "mesh.data=1", "mesh.tensor=2"]
     small += ["run.steps=2", "batch.sequence_length=16", "mesh.fsdp=4", "batch.global_size=4"]
     run([*shlex.split(command), *small])
@@ -149,6 +150,9 @@ def test_the_block_of_the_docs_trains(workplace):
     assert json.loads(lines[0])["loss"] == pytest.approx(math.log(257), rel=0.02)  # before any update
     shape = load_weights(workplace / "runs/my")["blocks.squared.mlp.up"].shape
     assert shape == (1, 32, 128)  # one of two layers; the default width of swiglu is 4 times the model's
+    run([*shlex.split(focal), *small, "model.num_layers=1", "run.name=focal"])
+    lines = (workplace / "runs/focal/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["loss"] == pytest.approx((256 / 257) ** 1.5 * math.log(257), rel=0.02)
 
 
 def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
@@ -159,6 +163,8 @@ def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
     exec("\n".join(blocks(page, "python")), names)
     losses = names["curve"]
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+    preferred = names["preference_losses"]
+    assert len(preferred) == 5 and preferred[-1] < 0.8 * preferred[0]
     assert names["evaluation_loss"] == pytest.approx(losses[-1], rel=0.2)
     assert f"restored step 20, evaluation loss {names['evaluation_loss']:.3f}" in capsys.readouterr().out
     assert (workplace / "runs/loop/checkpoints/20").is_dir() and int(names["state"].step) == 21

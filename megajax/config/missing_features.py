@@ -7,7 +7,7 @@ from megajax.config.counterparts import plain
 # Names, as a part of a key or as a value, and the sentence.
 FEATURES = {
     "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model": (
-        "preference objectives such as DPO do not exist yet; data.kind=chat is supervised fine-tuning"
+        "no preference objective such as DPO is built in; objective.kind names one of your own (docs/extensions.md)"
     ),
     "rl rlhf rlvr ppo grpo rloo reinforce reward reward_model rollout": (
         "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from megajax.config.data_schema import DataConfig
 from megajax.config.fields import (
@@ -286,13 +286,6 @@ class LoggingConfig(Section):
     )
 
 
-class ObjectiveSettings(dict[str, Any]):
-    """Settings of a registered objective; hashable, as all of a config is."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(repr(sorted(self.items())))
-
-
 class ObjectiveConfig(Section):
     """The loss that training minimises."""
 
@@ -301,9 +294,10 @@ class ObjectiveConfig(Section):
         default=0.0,
         description="next_token: weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
     )
-    settings: Annotated[dict[str, Any], AfterValidator(ObjectiveSettings)] = Field(
-        default=ObjectiveSettings(), description="Settings of a registered objective, by name."
-    )
+    settings: dict[str, Any] = Field(default={}, description="Settings of a registered objective, by name.")
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.label_smoothing, repr(sorted(self.settings.items()))))
 
 
 class Config(Section):

@@ -33,10 +33,10 @@ def chunk_loss_and_grad(
 
     targets [C] are ids in the whole vocabulary, mask [C] weights. The shard's first column is vocab_start; columns from
     vocab_size on are padding. reduce_max and reduce_sum reduce over the shards and are called once each, with [C] and
-    [2, C], or [3, C] with smoothing; None for a whole vocabulary. The results are Σ mask · loss, without the z-loss, and Σ mask · z_loss · lse²,
-    both equal on all shards and in float32 (float64 for float64 logits), and the gradient of `scale` times their sum
-    with respect to the raw logits, in `dtype`. With `smoothing` ε the loss is (1 - ε) times the target's plus ε times the
-    mean over the vocabulary.
+    [2, C], or [3, C] with smoothing; None for a whole vocabulary. The results are Σ mask · loss, without the z-loss,
+    and Σ mask · z_loss · lse², both equal on all shards and in float32 (float64 for float64 logits), and the gradient
+    of `scale` times their sum with respect to the raw logits, in `dtype`. With `smoothing` ε the loss is (1 - ε) times
+    the target's plus ε times the mean over the vocabulary.
 
     "pallas" is the GPU kernel, for logits of at most 32 bits.
     """

@@ -155,8 +155,9 @@ class LossHead:
         return normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias"))
 
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array, fields: Mapping[str, jax.Array] | None = None):
-        """Chunks of x, targets, mask and fields: chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `enter`.
+        """Chunks of x, targets, mask and fields.
 
+        Chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `enter`.
         Padding of the last chunk is masked.
         """
         tensor, own = self.comm.tensor_size, x.shape[0]

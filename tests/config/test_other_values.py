@@ -51,7 +51,7 @@ def test_every_choice_has_a_table_of_names_that_are_none_of_its_own():
         ("optimizer.kind=adafactor", "it does not exist here; use adamw, ademamix, sgd, lion or muon."),
         ("optimizer.kind=mun", "did you mean muon?"),  # near
         ("optimizer.kind=quasi_newton", "use adamw, ademamix, sgd, lion or muon."),
-        ("data.kind=dpo", "preference objectives such as DPO do not exist yet"),
+        ("data.kind=dpo", "no preference objective such as DPO is built in"),
         ("remat.policy=false", "did you mean none?"),
         ("model.qk_norm=olmo2", "did you mean all_heads? The choices are true, false and all_heads."),
         ("model.layer_pattern=[global, full_attention]", "did you mean global?"),

@@ -1,0 +1,191 @@
+"""Objectives against `jax.grad` of the plain model with an unchunked head, on one device and on meshes."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import Config, load_config
+from megajax.config.checks import check, check_mesh
+from megajax.config.fields import Section
+from megajax.errors import ConfigError, InputError
+from megajax.mesh import build_mesh
+from megajax.model import Transformer, bind
+from megajax.step.objective import Elementwise, NextToken, Segment, register
+from megajax.training.batches import to_global
+from megajax.training.loop import Trainer
+from megajax.training.step import TrainProgram
+from megajax.verify.runs import first_gradients
+
+TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
+ROWS, LENGTH = 8, 12
+MESHES = [{"fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2}, {"pipeline": 2}]
+# Sums of FP32 numbers in another order; the loss of pairs is of differences of such sums.
+VALUE, GRADIENT = 5e-6, 2e-5
+
+
+@register("test_focal")
+class Focal(Elementwise):
+    FIELDS = {"importance": jnp.float32}
+
+    class Settings(Section):
+        gamma: float = 2.0
+
+    def loss(self, log_probs, fields):
+        # Not finite in padding, whose fields are zero.
+        return -((1 - jnp.exp(log_probs)) ** self.settings.gamma) * log_probs / (1 / fields["importance"])
+
+    def count(self, fields):
+        return fields["importance"] * fields["loss_mask"]
+
+
+@register("test_pairs")
+class Pairs(Segment):
+    """The first of two sequences is preferred."""
+
+    FIELDS = {"reference": jnp.float32}
+
+    def loss(self, log_probs, fields):
+        better, worse = (log_probs - fields["reference"]).reshape(-1, 2).T
+        return -jax.nn.log_sigmoid(better - worse)
+
+    def count(self, fields):
+        return (fields["loss_mask"] > 0).reshape(-1, 2).all(1)
+
+
+OBJECTIVES = {
+    "smoothed": {"label_smoothing": 0.1},
+    "test_focal": {"kind": "test_focal", "settings": {"gamma": 1.5}},
+    "test_pairs": {"kind": "test_pairs"},
+}
+
+
+def make(table, name, mesh) -> Config:
+    batch = {"global_size": ROWS, "sequence_length": LENGTH}
+    sections = {"batch": batch, "objective": OBJECTIVES[name], "kernels": {"loss_chunk_tokens": 5}}
+    return table.make_config(TINY, mesh, microbatches=2, steps=1, **sections)
+
+
+def fields_of(name):
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 50, (ROWS, LENGTH + 1))
+    mask = (rng.random((ROWS, LENGTH)) < 0.8).astype(np.float32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask}
+    batch["positions"] = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    shape = (ROWS, LENGTH)
+    if name == "test_focal":
+        batch["importance"] = rng.uniform(0.5, 2, shape)
+    if name == "test_pairs":
+        batch["reference"] = rng.uniform(-4, -3, shape)
+        batch["segments"] = np.broadcast_to(np.arange(ROWS)[:, None] % (ROWS // 2), shape)
+    return batch
+
+
+def expected_loss(name, logits, batch):
+    """The whole batch's loss, from its definition."""
+    log_p = jax.nn.log_softmax(logits)
+    own, mask = jnp.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0], batch["loss_mask"]
+    if name == "plain":
+        return -(mask * own).sum() / mask.sum()
+    if name == "smoothed":
+        return -(mask * (0.9 * own + 0.1 * log_p.mean(-1))).sum() / mask.sum()
+    if name == "test_focal":
+        weight = mask * batch["importance"]
+        return -(weight * (1 - jnp.exp(own)) ** 1.5 * own).sum() / weight.sum()
+    better, worse = (mask * (own - batch["reference"])).sum(1).reshape(-1, 2).T
+    return jnp.mean(jnp.log1p(jnp.exp(worse - better)))
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """((loss, loss of evaluation), gradients) of the plain model."""
+
+    @cache
+    def of(name):
+        config, batch = make(table, name, {}), fields_of(name)
+        model = Transformer(config.model)
+
+        def losses(weights):
+            logits = bind(model, weights)(batch["tokens"])
+            own, plain = (expected_loss(kind, logits, batch) for kind in (name, "plain"))
+            return own, plain if name == "smoothed" else own  # label smoothing is for training only
+
+        weights = {n: jnp.asarray(w) for n, w in table.weights_of(config).items()}
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(jax.value_and_grad(losses, has_aux=True))(weights)
+
+    return of
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradients_are_those_of_a_plain_head(table, expected, name, mesh):
+    config = make(table, name, mesh)
+    count = int(np.prod([*mesh.values(), 1]))
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state = table.first_state(program, table.weights_of(config))
+    batch, ((loss, evaluated), gradients) = to_global(program, fields_of(name)), expected(name)
+    if "context" not in mesh:
+        total, number = program.eval_step(state.weights, state.layer_state, batch)
+        assert float(total / number) == pytest.approx(float(evaluated), rel=VALUE)
+    state, metrics = program.train_step(state, batch)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=VALUE)
+    found = first_gradients(program, state, float(metrics["grad_norm"]))
+    assert found.keys() == gradients.keys()
+    for weight, own in gradients.items():
+        assert np.linalg.norm(found[weight] - own) <= GRADIENT * np.linalg.norm(own), weight
+
+
+def test_wrong_settings_and_batches_are_sentences(table):
+    def of(**objective):
+        config = make(table, "smoothed", {}).model_dump(mode="json")
+        config["objective"] = objective
+        made = Config.model_validate(config)
+        check(made)
+        return made
+
+    for objective, sentence in (
+        ({"kind": "focul"}, "objective.kind=focul .*next_token, .*test_focal.*run.extensions"),
+        ({"kind": "test_focal", "settings": {"gama": 1}}, "objective.settings.gama .*gamma"),
+        ({"kind": "test_focal", "settings": {"gamma": "x"}}, "objective.settings.gamma=x"),
+        ({"kind": "test_focal", "label_smoothing": 0.1}, "label_smoothing=0.1 belongs to next_token"),
+        ({"settings": {"gamma": 1}}, "objective.settings=.*which has none"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            of(**objective)
+    with pytest.raises(ConfigError, match="objective next_token is .*NextToken already"):
+        register("next_token")(Focal)
+    assert register("next_token")(NextToken) is NextToken
+    config, batch = make(table, "test_pairs", {}), fields_of("test_pairs")
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    with pytest.raises(InputError, match="holds 7 in segments: give numbers below 4"):
+        to_global(program, batch | {"segments": np.broadcast_to(np.arange(ROWS)[:, None], (ROWS, LENGTH))})
+    del batch["reference"]
+    with pytest.raises(InputError, match="has no reference and objective.kind=test_pairs"):
+        to_global(program, batch)
+    with pytest.raises(ConfigError, match="objective.kind=test_pairs reads the batch field reference.*custom_loop"):
+        Trainer(config, jax.devices()[:1])
+
+
+EXTENSION = """
+from megajax.step.objective import Elementwise, register
+
+@register("ext_square")
+class Square(Elementwise):
+    def loss(self, log_probs, fields):
+        return log_probs**2
+"""
+
+
+def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ext_objective.py").write_text(EXTENSION)
+    (tmp_path / "x.yaml").write_text(
+        f"run: {{steps: 2, extensions: [ext_objective.py], log_interval: 1}}\nmodel: {TINY}\n"
+        "batch: {global_size: 2, sequence_length: 8}\ndata: {kind: synthetic}\nobjective: {kind: ext_square}\n"
+    )
+    trainer = Trainer(load_config("x.yaml"), jax.devices()[:1])
+    metrics = trainer.train_step(trainer.next_batch())
+    assert float(metrics["loss"]) == pytest.approx(np.log(50) ** 2, rel=0.1)
