@@ -201,6 +201,11 @@ class MeshComm(Comm):
     def max_over_tensor(self, x: jax.Array) -> jax.Array:
         return collectives.pmax(x, "tensor") if self.tensor_size > 1 else x
 
+    def sum_over_shares(self, x: jax.Array) -> jax.Array:
+        """The sum over all devices whose tokens at the head differ: those of a tensor group have the same."""
+        axes = tuple(axis for axis in (*BATCH_AXES, "context", "pipeline") if self.sizes[axis] > 1)
+        return collectives.psum(x, axes) if axes else x
+
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
         return collectives.psum(x, "tensor") if self.tensor_size > 1 else x
 

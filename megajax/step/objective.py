@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from megajax.config.fields import BATCH_AXES, Section
+from megajax.config.fields import Section
 from megajax.config.objectives import NEXT_TOKEN, OBJECTIVES, settings_of
 from megajax.errors import ConfigError
-from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
 from megajax.step.head import LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
@@ -33,7 +32,7 @@ class Objective:
         """The keys of `objective.settings`."""
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
-        self.head, self.sizes = LossHead(plan, comm), plan.sizes
+        self.head, self.comm, self.sizes = LossHead(plan, comm), comm, plan.sizes
         if plan.config.objective.kind != NEXT_TOKEN:
             self.settings = settings_of(plan.config)
 
@@ -195,11 +194,10 @@ class Segment(Objective):
         """
         ids, mask, share = fields["segments"], fields["loss_mask"].astype(jnp.float32), fields.get("share", 1.0)
         to = jnp.where(ids >= 0, ids, self.number)  # beyond the last: left out
-        axes = [axis for axis in (*BATCH_AXES, "context", "pipeline") if self.sizes[axis] > 1]
         values = {name: a for name, a in fields.items() if name not in ("segments", "targets", "loss_mask", "share")}
         terms = {name: mask * a for name, a in values.items()} | {"loss_mask": mask}
         sums = {name: jax.ops.segment_sum(share * a, to, self.number) for name, a in terms.items()}
-        return {name: collectives.psum(a, tuple(axes)) if axes else a for name, a in sums.items()}
+        return {name: self.comm.sum_over_shares(a) for name, a in sums.items()}
 
 
 def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
