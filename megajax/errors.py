@@ -7,6 +7,7 @@ from os import PathLike
 
 MOST_SHOWN = 200  # characters of a value in a sentence
 LONGEST_LINE = 1000  # characters of a sentence
+ACCESS_CURE = "correct the path, or its permissions"
 
 
 class UserError(ValueError):
@@ -61,8 +62,9 @@ def reading(path: str | PathLike[str], cure: str = "copy it again") -> AbstractC
 def reported(problem: str, cure: str) -> Iterator[None]:
     """Around the work of a library on a file from others: an error of any kind is a sentence.
 
-    The error itself is the cause, which `--traceback` prints. Readers of libraries assert things about a file; only an
-    assertion or an unknown name of megajax itself is a mistake of ours.
+    One of the system, such as missing permissions, keeps its reason. The error itself is the cause, which `--traceback`
+    prints. Readers of libraries assert things about a file; only an assertion or an unknown name of megajax itself is a
+    mistake of ours.
     """
     try:
         yield
@@ -71,6 +73,9 @@ def reported(problem: str, cure: str) -> Iterator[None]:
     except BaseException as error:  # a panic of Rust is no Exception
         if isinstance(error, (AssertionError, NameError)) and _raised_in(error).startswith("megajax."):
             raise
+        if isinstance(error, OSError) and error.strerror:  # of the system, not of the library about the content
+            place = shown(error.filename or "a file")
+            raise InputError(f"{place} cannot be read ({error.strerror}): {ACCESS_CURE}.") from error
         name, text = type(error).__name__, str(error).partition("\n")[0]
         reason = text if type(error) is Exception else f"{name}: {text}" if text else name  # tokenizers' have no name
         raise InputError(f"{problem} ({shown(reason)}): {cure}.") from error

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from megajax.errors import InputError, shown
+from megajax.errors import ACCESS_CURE, InputError, shown
 from megajax.files import check_file, read_bytes
 
 MOST_BYTES = 2**26  # of a file
@@ -80,11 +80,13 @@ def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged]) -> 
                         return
                     bad.append(error)
     except OSError as error:
-        raise _unreadable(path, error, "correct the path, or its permissions") from None
+        raise _unreadable(path, error, ACCESS_CURE) from None
 
 
 def _unreadable(path: Path, error: OSError, cure: str) -> Damaged:
     problem = error.strerror or str(error)
+    if isinstance(error, PermissionError):  # another copy would not help
+        cure = ACCESS_CURE
     return Damaged(f"{path} cannot be read ({problem}): {cure}.", problem)
 
 

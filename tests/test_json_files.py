@@ -1,6 +1,8 @@
 """JSON is read in one place: limits of bytes, depth and digits, a type, and one sentence with the file for the rest."""
 
 import ast
+import bz2
+import errno
 import gzip
 import json
 import math
@@ -258,3 +260,14 @@ def test_a_damaged_compressed_file_is_a_sentence(tmp_path):
         with pytest.raises(InputError, match="a.gz is damaged"), reading(path):
             assert read_gzip(path) == b""  # an empty file holds nothing
             raise ValueError
+
+
+def test_what_the_system_refuses_keeps_its_reason(tmp_path):
+    """What a library says without the system's number is about the content."""
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "secret")
+    with pytest.raises(InputError, match=r"secret cannot be read \(Permission denied\): correct .* its permissions"):
+        with reading("a folder", "copy all of its files again"):
+            raise refused
+    with pytest.raises(InputError, match=r"a.bz2 is damaged .* \(OSError: Invalid data stream\): copy it again"):
+        with reading("a.bz2"):
+            bz2.decompress(b"no stream at all")

@@ -103,17 +103,19 @@ def read_folder_tokens(folder: Path) -> FolderTokens:
 
 
 def stored_ids(folder: Path, name: str) -> list[int]:
-    """The ids of a special token such as `eos_token` in the first of ID_FILES that has any."""
+    """The ids of a special token such as `eos_token` in the first of ID_FILES that has any.
+
+    Published models have -1 for none; for transformers it is a token that never comes.
+    """
     for file in ID_FILES:
         stored = read_json(folder / file)
         nested = stored.get("text_config")
         for config in (stored, nested if isinstance(nested, dict) else {}):
             found = config.get(f"{name}_id")
-            if found is not None:
-                ids = found if isinstance(found, list) else [found]
-                return check(
-                    ids, f"{folder / file}, key {name}_id,", list[TokenId], "give a token id, or a list of them"
-                )
+            given = found if isinstance(found, list) else [-1 if found is None else found]
+            if ids := [token for token in given if token != -1]:
+                place = f"{folder / file}, key {name}_id,"
+                return check(ids, place, list[TokenId], "give a token id, or a list of them")
     return []
 
 

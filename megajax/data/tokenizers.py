@@ -24,7 +24,7 @@ from megajax.data.special_tokens import (
     read_folder_tokens,
 )
 from megajax.data.text_growth import check_growth, growth
-from megajax.errors import InputError, reported, shown
+from megajax.errors import ACCESS_CURE, InputError, reported, shown
 from megajax.files import check_file, is_number, replace_copy, replaced
 from megajax.json_files import parse
 
@@ -107,11 +107,14 @@ def _load(spec: str) -> Tokenizer:
         return ByteTokenizer()
     if spec.split(":")[0] == "null":
         return NullTokenizer(spec)
-    path = tokenizer_files(spec)[0]
-    try:
-        check_file(path)
-    except OSError as error:
-        raise InputError(f"{path} is not a tokenizer ({error.strerror}): copy it again.") from None
+    path, *_ = files = tokenizer_files(spec)
+    for file in files:
+        try:
+            check_file(file)
+            with file.open("rb") as opened:
+                opened.read(1)  # the libraries' errors are the same for what the system refuses
+        except OSError as error:
+            raise InputError(f"{file} cannot be read ({error.strerror}): {ACCESS_CURE}.") from None
     found = read_folder_tokens(path.parent)
     if path.name == GPT2_FILES[0]:
         return HuggingFaceTokenizer(read_gpt2(path.parent, (*KNOWN_ENDS, *found.names.values())), found, path)

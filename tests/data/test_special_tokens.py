@@ -18,7 +18,7 @@ from megajax.data.fim import open_infilling
 from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import datasets
 from megajax.data.preprocess import preprocess
-from megajax.data.special_tokens import first_token, framed, stop_tokens, turn_end, usual_first_token
+from megajax.data.special_tokens import first_token, framed, stop_tokens, stored_ids, turn_end, usual_first_token
 from megajax.data.tokenizers import keep_tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import beside
@@ -170,6 +170,33 @@ def test_without_a_tokenizer_config_known_names_end_a_text(tmp_path):
         assert load_tokenizer(str(tmp_path / name)).end_of_document == expected, name
     (tmp_path / "gemma/config.json").write_text('{"text_config": {"eos_token_id": [104, 1]}}')
     assert load_tokenizer(str(tmp_path / "gemma")).end_of_document == 104
+
+
+def test_an_id_of_minus_one_is_none(tmp_path):
+    """As transformers stops at none; other ids below zero are errors."""
+    folder = tmp_path / "llama2"
+    write_family("llama2", folder, MODEL)
+    (folder / "tokenizer_config.json").unlink()
+    stored = folder / "config.json"
+    for name in ("bos_token", "eos_token", "pad_token"):
+        for ids, expected in (
+            (-1, []),
+            ([-1], []),
+            ([5, -1], [5]),
+            ({"nested": -1}, None),
+            (-2, None),
+            ([5, -2], None),
+        ):
+            stored.write_text(json.dumps({f"{name}_id": ids}))
+            (folder / "generation_config.json").write_text(json.dumps({f"{name}_id": -1}))
+            if expected is None:
+                with pytest.raises(InputError, match=f"config.json, key {name}_id, is damaged .*: give a token id"):
+                    stored_ids(folder, name)
+            else:
+                assert stored_ids(folder, name) == expected
+        stored.write_text(json.dumps({f"{name}_id": -1}))
+        tokenizer = load_tokenizer(str(folder))
+        assert (tokenizer.begin_of_text, tokenizer.end_of_document) == (1, 2)  # the tokenizer's own
 
 
 def test_data_of_a_base_model_need_no_template(tmp_path):

@@ -284,3 +284,12 @@ def test_gpt2s_two_files_are_a_tokenizer(tmp_path):
     assert files_in(run) == [run / "tokenizer.json"] and load_tokenizer(str(run)).encode(text) == ids
     shutil.copy(run / "tokenizer.json", tmp_path)
     assert files_in(tmp_path) == [tmp_path / "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.model", "r50k_base.tiktoken"])
+def test_what_the_system_refuses_is_no_damaged_tokenizer(tmp_path, name):
+    """Another copy would not help: as a disk that fails, or permissions."""
+    path = tmp_path / name
+    path.symlink_to("/proc/self/mem")  # a read at its beginning fails, also root's
+    with pytest.raises(InputError, match=rf"{name} cannot be read \(Input.*\): correct the path, or its permissions"):
+        load_tokenizer(str(path))
