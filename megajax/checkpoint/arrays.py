@@ -15,6 +15,7 @@ from megajax.errors import InputError
 from megajax.messages import from_first_process
 
 HEADER = "/.zarray"  # end of orbax's key of an array's header
+COMPRESSOR = "zstd"  # orbax's; tensorstore takes what an array's chunk has, and no more. Not so blosc: 2 GiB of 90 kB
 EXPANSION, SMALL = 1000, 2**30  # of the files' bytes; of arrays that are not compared with them
 
 
@@ -35,6 +36,9 @@ def open_arrays(item: Folder, prefix: str = "") -> dict[str, Any]:
         raise ValueError("it has no parameters")
     arrays = {name: array.result() for name, array in opening.items()}
     for name, array in arrays.items():
+        compressor = array.spec().to_json()["metadata"].get("compressor")
+        if compressor and compressor["id"] != COMPRESSOR:
+            raise ValueError(f"{name} has the compressor {compressor['id']} instead of {COMPRESSOR}")
         chunk = array.chunk_layout.read_chunk.shape or ()  # a scalar has none
         if any((part or 0) > max(1, whole) for part, whole in zip(chunk, array.shape, strict=True)):
             raise ValueError(f"{name} of shape {[*array.shape]} has chunks of {[*chunk]}")

@@ -8,6 +8,7 @@ from megajax.errors import InputError, shown
 
 COLUMNS_SHOWN = 10
 EXPANSION = 200  # of a file's bytes; text's is below 30
+REPETITION = 1000  # the same with the repeated values of dictionaries
 TOGETHER = 1 << 30  # bytes of rows that are read together, at most
 FEWEST = 8  # rows that are read together
 
@@ -20,7 +21,7 @@ def read_rows(path: str, column: str | None, option: str, skip: int, rows: int, 
     import pyarrow
     from pyarrow import parquet
 
-    row, size = 0, os.path.getsize(path)
+    row, read_bytes, size = 0, 0, os.path.getsize(path)
     try:
         with parquet.ParquetFile(path) as file:
             _check_names(path, file.schema_arrow.names, column, option)
@@ -33,10 +34,16 @@ def read_rows(path: str, column: str | None, option: str, skip: int, rows: int, 
                 where = f"{path}, row group {number}"
                 together = _rows_together(where, group, size, rows, most)
                 for batch in file.iter_batches(together, [number], None if column is None else [column]):
-                    for record in _records(where, row, batch, most):
-                        row += 1
-                        if row > skip:
-                            yield record, size * row // total - size * (row - 1) // total
+                    for part, part_bytes in _parts(batch, most):
+                        read_bytes += part_bytes
+                        if read_bytes > max(most, REPETITION * size):
+                            raise _expanding(where, size, read_bytes)
+                        if part_bytes > most:
+                            _check_rows(where, row, part, most)
+                        for record in _records(where, row, part):
+                            row += 1
+                            if row > skip:
+                                yield record, size * row // total - size * (row - 1) // total
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise InputError(
             f"{path} cannot be read beyond row {row} ({shown(str(error).strip())}): it is damaged or incomplete; "
@@ -62,24 +69,31 @@ def _rows_together(where: str, group: Any, stored: int, rows: int, most: int) ->
     """
     declared = max(1, group.total_byte_size)
     if declared > max(most, min(group.num_rows * most, EXPANSION * stored)):
-        raise InputError(
-            f"{where}: the file's {stored:,} bytes become {declared:,} when they are read, which text doesn't: write "
-            "it again without long repeated values."
-        )
+        raise _expanding(where, stored, declared)
     return min(rows, max(FEWEST, TOGETHER // declared))
 
 
-def _records(where: str, before: int, batch: Any, most: int) -> Iterator[dict[str, Any]]:
-    """The rows of a batch, whose first one has `before` rows before it in the file."""
+def _expanding(where: str, stored: int, read: int) -> InputError:
+    return InputError(
+        f"{where}: the file's {stored:,} bytes become {read:,} when they are read, which text doesn't: write it again "
+        "without long repeated values."
+    )
+
+
+def _parts(batch: Any, most: int) -> Iterator[tuple[Any, int]]:
+    """The rows of a batch in parts of about `most` bytes, with their bytes."""
     step = _rows_at_once(batch, most)
     for start in range(0, batch.num_rows, step):
         part = batch.slice(start, step)
-        if _bytes(part) > most:
-            _check_rows(where, before + start, part, most)
-        try:
-            yield from _with_text(part).to_pylist()
-        except Exception:  # of values that Python cannot hold; pyarrow has many kinds
-            yield from _one_by_one(where, before + start, part)
+        yield part, _bytes(part)
+
+
+def _records(where: str, before: int, part: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a part, whose first one has `before` rows before it in the file."""
+    try:
+        yield from _with_text(part).to_pylist()
+    except Exception:  # of values that Python cannot hold; pyarrow has many kinds
+        yield from _one_by_one(where, before, part)
 
 
 def _rows_at_once(batch: Any, most: int) -> int:

@@ -1,6 +1,7 @@
 """`megajax.load_weights`: a checkpoint's parameters as NumPy arrays."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
+import zstandard
 from jax.sharding import NamedSharding, PartitionSpec
 
 import megajax
@@ -74,6 +76,28 @@ def test_what_is_not_a_checkpoint_is_a_sentence(run_dir, tmp_path):
     assert "checkpoints/3 is damaged (" in sentence(tmp_path / "damaged")
 
 
+def written_chunk(checkpoint, name, content):
+    """Replace the one chunk of an array, and have no checksums."""
+    base = {"driver": "file", "path": f"{checkpoint / 'state'}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    store.write(f"{name}/0", content).result()
+    for record in checkpoint.glob("checksums.json*"):
+        record.unlink()
+
+
+def test_a_chunk_that_expands_is_read_no_further_than_its_array(run_dir, tmp_path):
+    """256 MiB in 8 kB: tensorstore stops where the array's bytes end."""
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    bomb = zstandard.compress(bytes(2**28))
+    assert len(bomb) < 2**15
+    written_chunk(copy / "checkpoints" / "10", "params.final_norm", bomb)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    with pytest.raises(megajax.InputError, match="checkpoints/10 is damaged .*: give another checkpoint"):
+        megajax.load_weights(copy)["final_norm"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17
+
+
 def declare(checkpoint, name, **header):
     """Change entries of an array's header, as somebody may who writes checksums too; its chunks stay as they are."""
     base = {"driver": "file", "path": f"{checkpoint / 'state'}/"}
@@ -93,6 +117,7 @@ def declare(checkpoint, name, **header):
         ("params.final_norm", {"chunks": [2**31]}, r"params.final_norm of shape \[4\] has chunks of \[2147483648\]"),
         ("params.final_norm", {"chunks": [2**62]}, "params.final_norm"),
         ("params.final_norm", {"dtype": "|V4000000000"}, ""),
+        ("params.final_norm", {"compressor": {"id": "blosc"}}, "params.final_norm has the compressor blosc instead of"),
     ],
 )
 def test_an_array_that_declares_gigabytes_is_refused_before_it_is_read(run_dir, tmp_path, name, header, problem):

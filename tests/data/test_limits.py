@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tracemalloc
 import zlib
 
@@ -230,12 +231,25 @@ def test_a_row_group_that_expands_is_refused_before_it_is_read(tmp_path):
     assert pa.total_allocated_bytes() == before and pool.bytes_allocated() == before
 
 
+def test_rows_that_repeat_a_value_may_be_a_thousand_times_the_file(tmp_path):
+    for count, length in ((5000, 10_000), (5, 10_000)):
+        repeated = pa.array(["x" * length] * count).dictionary_encode()
+        path = written(tmp_path / "a.parquet", pa.table({"text": repeated}), compression="zstd")
+        if count * length < MOST:
+            assert len(lines_of(path, column="text", limits=SMALL)) == count
+            continue
+        assert path.stat().st_size < 2000
+        peak, sentence = peak_of(lambda path=path: lines_of(path, column="text", limits=SMALL))
+        assert "row group 0: the file's" in sentence and peak < 16 * MOST
+
+
 def test_a_long_row_is_a_sentence_and_a_repeated_value_is_not_multiplied(tmp_path):
     path = written(tmp_path / "a.parquet", pa.table({"text": ["a", "b" * (MOST + 1), "c"]}), compression="none")
     with pytest.raises(InputError, match="row group 0, row 2 has 1 MiB, but a document has at most 1"):
         lines_of(path, limits=SMALL)
     repeated = pa.array(["x" * (MOST // 2)] * 256).dictionary_encode()
-    path = written(tmp_path / "b.parquet", pa.table({"text": repeated}), compression="zstd")
+    noise = pa.array([os.urandom(1000) for _ in range(256)])  # so that the file is not that small
+    path = written(tmp_path / "b.parquet", pa.table({"text": repeated, "noise": noise}), use_dictionary=["text"])
     del repeated
     tracemalloc.start()
     count = sum(block.text.count(b"\n") for block in read_blocks([str(path)], "text", limits=SMALL))

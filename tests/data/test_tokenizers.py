@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import (
     ByteLevelBPETokenizer,
     Regex,
@@ -142,18 +143,45 @@ def test_without_a_known_name_the_end_of_document_is_named(tmp_path):
     )
 
 
-def test_sentencepiece_model_is_read(tmp_path):
+def sentencepiece_model():
     lines = [f"the quick brown fox {i} jumps over the lazy dog" for i in range(50)]
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(lines), model_writer=trained, vocab_size=40, minloglevel=2
     )
-    (tmp_path / "s.model").write_bytes(trained.getvalue())
+    return trained.getvalue()
+
+
+@pytest.mark.parametrize("part", ["normalizer", "denormalizer"])
+def test_a_sentencepiece_table_that_writes_a_far_longer_text_is_refused(tmp_path, part):
+    model = sentencepiece_model_pb2.ModelProto.FromString(sentencepiece_model())
+    table = model.normalizer_spec.precompiled_charsmap
+    for longest, refused in ((9_999, False), (20_000, True)):
+        getattr(model, f"{part}_spec").precompiled_charsmap = table + b"x" * longest + b"\0"
+        (tmp_path / "s.model").write_bytes(model.SerializeToString())
+        if refused:
+            with pytest.raises(InputError, match=rf"the {part} of .*s.model may make a text 2e\+04 times as long"):
+                load_tokenizer(str(tmp_path / "s.model"))
+        else:
+            assert load_tokenizer(str(tmp_path / "s.model")).vocab_size == 40
+
+
+def test_a_sentencepiece_model_with_a_piece_that_is_not_utf8_is_a_sentence(tmp_path):
+    content, piece = sentencepiece_model(), b"\x0a\x03" + "▁".encode()  # with its field and length
+    assert content.count(piece) == 1
+    (tmp_path / "s.model").write_bytes(content.replace(piece, piece[:2] + b"\xff" * 3))
+    with pytest.raises(InputError, match="s.model is not a SentencePiece model .*: give the .model file"):
+        load_tokenizer(str(tmp_path / "s.model"))
+
+
+def test_sentencepiece_model_is_read(tmp_path):
+    content = sentencepiece_model()
+    (tmp_path / "s.model").write_bytes(content)
     tokenizer = load_tokenizer(str(tmp_path / "s.model"))
     text = "the lazy brown dog jumps"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and 0 < max(ids) < tokenizer.vocab_size == 40
-    reference = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    reference = sentencepiece.SentencePieceProcessor(model_proto=content)
     assert tokenizer.end_of_document == tokenizer.token_id("</s>") == reference.piece_to_id("</s>") == 2
     assert tokenizer.special_tokens == ["<s>", "</s>"] and tokenizer.token_id("</t>") is None
     assert framed(ids, usual_first_token(tokenizer)) == [1, *ids]
