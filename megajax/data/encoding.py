@@ -71,15 +71,18 @@ class Encoder:
         numbered = list(texts(block, self.json_key, None if self.strict else bad, self.key_option))
         dtype = token_dtype(self.tokenizer.vocab_size)
         documents: list[np.ndarray] = []
-        before, after = ([] if token is None else [token] for token in (self.begin_of_document, self.end_of_document))
         for ids in self._encode(self.tokenizer, block, numbered, bad):
             try:
-                documents.append(np.asarray([*before, *ids, *after] if ids else ids, dtype))
+                documents.append(np.asarray(ids, dtype))
             except OverflowError:  # NumPy's, for an integer that the dtype does not have
                 self._check([min(ids), max(ids)], self.tokenizer.vocab_size)
                 raise
         lengths = np.asarray([document.size for document in documents], np.int64)
-        tokens = np.concatenate([np.empty(0, dtype), *documents])
+        ends = (self.begin_of_document, self.end_of_document)
+        before, after = (np.asarray([] if token is None else [token], dtype) for token in ends)
+        whole = [part for document in documents if document.size for part in (before, document, after)]
+        lengths[lengths > 0] += before.size + after.size
+        tokens = np.concatenate([np.empty(0, dtype), *whole])
         self._check([int(tokens.min(initial=0)), int(tokens.max(initial=0))], self.tokenizer.vocab_size)
         left_out = BadLines(len(bad), bad[:BAD_SHOWN])
         return Encoded(block.path, tokens, lengths, block.stored_bytes, left_out, block.end)
