@@ -12,6 +12,7 @@ import pytest
 from megajax import load_weights
 from megajax.config import load_config
 from megajax.config.load import keys
+from megajax.console import COMMANDS
 from megajax.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,13 @@ def run(words: list[str]) -> None:
 
 
 @pytest.mark.smoke
+def test_readme_lists_every_command():
+    paragraph = re.search(
+        r"The environment also has the command `megajax`.*?`megajax --help`", PAGES[0].read_text(), re.S
+    )
+    assert paragraph and set(re.findall(r"`(?:megajax )?([a-z]+)`", paragraph[0])) - {"megajax"} == set(COMMANDS)
+
+
 def test_key_reference_is_up_to_date():
     spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts/config_reference.py")
     reference = importlib.util.module_from_spec(spec)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from megajax.config.schema import Config
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_ENTRY = re.compile(r"\s*(\d+(?:\.\d+)?)([KMBT]?)\s*:\s*(\d+)\s*")
+_TOKENS = r"(\d+(?:\.\d+)?)([KMBT]?)"
+_ENTRY = re.compile(rf"\s*{_TOKENS}\s*:\s*(\d+)\s*")
 
 
 class Position(NamedTuple):
@@ -111,6 +112,16 @@ def check_text(text: str) -> str:
 def _entries(text: str) -> list[tuple[int, int]]:
     """The pairs (tokens, sequences) of a schedule; empty if it is not one."""
     found = [_ENTRY.fullmatch(entry) for entry in text.split(",")]
-    values = [(Decimal(match[1]) * UNITS[match[2]], int(match[3])) for match in found if match]
+    values = [(_amount(match), int(match[3])) for match in found if match]
     whole = len(values) == len(found) and all(tokens == int(tokens) for tokens, _ in values)
     return [(int(tokens), size) for tokens, size in values] if whole else []
+
+
+def tokens_of(text: str) -> float:
+    """A number of tokens: 15T, 1.5B or 15e12. Raises ValueError if it is none."""
+    match = re.fullmatch(_TOKENS, text)
+    return float(_amount(match) if match else text)
+
+
+def _amount(match: re.Match[str]) -> Decimal:
+    return Decimal(match[1]) * UNITS[match[2]]

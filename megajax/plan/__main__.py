@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megajax.config.batch_schedule import tokens_of
 from megajax.config.load import config_path
 from megajax.config.sentences import counted
 from megajax.console import CommandParser, user_errors
@@ -67,6 +68,14 @@ def _number(text: str) -> int:
         kind = f"write --device {text}, and --gpus with their number" if text[:1].isalpha() else "write it in digits"
         raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs: {kind}")
     return int(text)
+
+
+def _tokens(text: str) -> float:
+    """A number of tokens."""
+    try:
+        return tokens_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens: write 15T or 15e12, for example") from None
 
 
 def _share(text: str) -> float:
@@ -122,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--usual", action="store_true", help="adds the usual recipe: tensor 8, pipeline 8, data the rest")
     made.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     made.add_argument("--fp8", action="store_true", help="try FP8 too, which changes the training")
-    made.add_argument("--tokens", type=float, metavar="T", help="adds days and GPU-hours for T tokens, such as 15e12")
+    made.add_argument("--tokens", type=_tokens, metavar="T", help="adds days and GPU-hours for T tokens, such as 15T")
     made.add_argument("--write", type=Path, metavar="FILE", help="write a config file with the first row's settings")
     made.add_argument("--explain", metavar="MESH", help="one mesh in place of a search, such as tensor=8,pipeline=4")
     made.add_argument("--picture", type=Path, metavar="FILE", help="with --explain: an SVG file of the step's timeline")
@@ -169,7 +178,7 @@ def plan(options: argparse.Namespace, rates: Rates) -> list[str]:
     """The table of the fastest candidates, and the overrides of the first."""
     with _live() as tell:
         search = Search(options.config, options.overrides, options.gpus, rates, options.fp8)
-        search.tell = lambda tried: tell(f"{tried} candidates")
+        search.tell = lambda tried: tell(counted(tried, "candidate"))
         best, compiled, notes = search.best(options.top), dict[int, float](), list[str]()
         for number, found in enumerate(best[: options.compile]):
             tell(f"compiling {number + 1} of {options.compile}: {mesh_text(found)}")
@@ -185,9 +194,9 @@ def plan(options: argparse.Namespace, rates: Rates) -> list[str]:
     if usual is not None:
         mesh, *others = cells(usual, rates, options.margin)
         rows.append((f"usual: {mesh}", *others))
-    where = f"{options.gpus} {rates.name}s, hosts of {rates.hosts_of}"
+    where = f"{counted(options.gpus, rates.name)}, hosts of {rates.hosts_of}"
     lines = [
-        f"{search.tried} candidates on {where}; rates: {rates.origin}",
+        f"{counted(search.tried, 'candidate')} on {where}; rates: {rates.origin}",
         "",
         *table(rows, options.markdown, terminal_width()),
     ]
@@ -216,7 +225,8 @@ def written(options: argparse.Namespace, found: Found, rates: Rates, settings: S
     """The line on the config file of a candidate, which is written here; none without --write."""
     if options.write is None:
         return []
-    note = f"megajax plan: {options.gpus} {rates.name}s, {1e3 * found.time.total:,.0f} ms a step, {found.gib:.1f} GiB"
+    gpus = counted(options.gpus, rates.name)
+    note = f"megajax plan: {gpus}, {1e3 * found.time.total:,.0f} ms a step, {found.gib:.1f} GiB"
     write_config(options.write, options.config, [*options.overrides, *settings], f"{note} a GPU (estimates)")
     return [f"Written: {options.write}, for megajax train"]
 
@@ -266,7 +276,7 @@ def fewest(options: argparse.Namespace, rates: Rates) -> list[str]:
         lines = [f"The fewest {rates.name}s that hold it: {gpus}", "", *table(rows, options.markdown, terminal_width())]
         lines.append(limit_line(rates, rows, options.margin))
         return [*lines, *written(options, found, rates, found.overrides)]
-    raise InputError(f"up to {options.gpus} GPUs are too few: {reason}")
+    raise InputError(f"up to {counted(options.gpus, 'GPU')} are too few: {reason}")
 
 
 if __name__ == "__main__":

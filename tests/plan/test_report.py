@@ -7,6 +7,7 @@ import pytest
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
+from megajax.plan.__main__ import parser
 from megajax.plan.rates import rates_of
 from megajax.plan.report import cells, fit, table
 from megajax.plan.search import Found, explained
@@ -58,3 +59,8 @@ def test_overrides_that_are_cut_continue_in_a_shell():
     assert all(each.endswith(" \\") and len(each) <= WIDTH for each in cut) and not last.endswith("\\")
     assert " ".join(each.removesuffix(" \\").strip() for each in (*cut, last)) == line
     assert fit(line, None) == [line] and len(fit("words " * 30, WIDTH)) == 3
+
+
+@pytest.mark.parametrize("text, tokens", [("15T", 15e12), ("1.5B", 1.5e9), ("20M", 2e7), ("4K", 4e3), ("15e12", 15e12)])
+def test_tokens_are_given_with_a_unit_or_as_a_number(text, tokens):
+    assert parser().parse_args(["run.yaml", "--tokens", text]).tokens == tokens
