@@ -5,6 +5,7 @@ from megajax.config.fields import AXES
 from megajax.config.load import help_text, load_config
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig, RopeScaling, RouterConfig
+from megajax.config.remat import Keep, RematPolicy, register_remat
 from megajax.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DataSource",
+    "Keep",
     "KernelsConfig",
     "LoggingConfig",
     "LoraConfig",
@@ -36,10 +38,12 @@ __all__ = [
     "PipelineConfig",
     "PrecisionConfig",
     "RematConfig",
+    "RematPolicy",
     "RopeScaling",
     "RouterConfig",
     "RunConfig",
     "ScheduleConfig",
     "help_text",
     "load_config",
+    "register_remat",
 ]

@@ -156,7 +156,7 @@ def _check_ramp_up(config: Config) -> None:
 
 def _check_remat(config: Config) -> None:
     remat = config.remat
-    if remat.group > 1 and remat.policy != "full":
+    if remat.group > 1 and not remat.chosen.keeps_input:
         problem = f"{format_keys(config, 'remat.group')} needs remat.policy=full, not {remat.policy}"
         fail(config, problem, "set remat.group=1, or remat.policy=full", "remat.group", "remat.policy")
 
@@ -194,7 +194,7 @@ def _check_fp8_layers(config: Config) -> None:
     if fp8.backend == "transformer_engine" and config.model.activation == "clamped_swiglu":
         problem = f"{format_keys(config, activation)} cannot be combined with {format_keys(config, backend)}"
         fail(config, problem, "set precision.fp8.backend=xla", backend, activation)
-    covered = 0 if config.remat.policy == "none" else config.remat.layers or depth
+    covered = 0 if config.remat.chosen.recomputes_nothing else config.remat.layers or depth
     for key, edge in zip(keys, (config.fp8_layers.start, config.fp8_layers.stop), strict=True):
         if edge < covered and edge % config.remat.group:
             problem = f"{format_keys(config, key)} starts or ends FP8 at layer {edge}, inside a group of"

@@ -125,7 +125,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(config.optimizer.kind != "ademamix", "optimizer.kind", of_ademamix),
         Rule(config.optimizer.kind != "muon", "optimizer.kind", of_muon),
         Rule(one_microbatch, "batch.num_microbatches", ("precision.accumulation",)),
-        Rule(config.remat.policy == "none", "remat.policy", ("remat.layers",)),
+        Rule(config.remat.chosen.recomputes_nothing, "remat.policy", ("remat.layers",)),
         Rule(config.lora.rank is None, "lora.rank", ("lora.alpha", "lora.targets", "lora.dropout")),
         Rule(config.mesh.pipeline == 1, "mesh.pipeline", pipeline),
         Rule(config.mesh.context == 1, "mesh.context", ("kernels.context",)),

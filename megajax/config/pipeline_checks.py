@@ -158,7 +158,7 @@ def _check_precision(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_offload(config: Config, sizes: dict[str, int]) -> None:
-    if config.remat.policy == "offload":
+    if config.remat.chosen.on_host:
         problem = (
             f"{format_keys(config, 'remat.policy')} cannot be combined with {format_axis(config, sizes, 'pipeline')},"
         )

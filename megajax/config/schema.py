@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, WrapValidator, model_validator
 
 from megajax.config.data_schema import DataConfig
 from megajax.config.fields import (
@@ -34,6 +34,7 @@ from megajax.config.fields import (
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
 from megajax.config.optimizer_schema import OptimizerConfig
+from megajax.config.remat import POLICIES, RematPolicy, registered_or_built_in
 from megajax.config.run_schema import RunConfig
 from megajax.config.tree import Dumper
 
@@ -216,16 +217,24 @@ class CheckpointConfig(Section):
 class RematConfig(Section):
     """Recomputation of activations in the backward pass, to save memory."""
 
-    policy: Literal["none", "full", "selective", "save_matmuls", "offload"] = Field(
+    policy: Annotated[
+        Literal["none", "full", "selective", "save_matmuls", "offload"], WrapValidator(registered_or_built_in)
+    ] = Field(
         default="none",
         description="none: recompute nothing; full: whole blocks; selective: attention; save_matmuls: everything except"
-        " matmuls; offload: as save_matmuls, with the saved values in host memory.",
+        " matmuls; offload: as save_matmuls, with the saved values in host memory; or a policy registered by"
+        " run.extensions.",
     )
     layers: Count | None = Field(
         default=None,
         description="Recompute only the first n layers (with mesh.pipeline: of each virtual stage); null: all.",
     )
     group: Count = Field(default=1, description="full: keep the input of every n-th block only.")
+
+    @property
+    def chosen(self) -> RematPolicy:
+        """The declarations of the policy."""
+        return POLICIES[self.policy]
 
 
 class KernelsConfig(Section):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megajax.config.kinds import LayerKind, attention_kinds, layer_kinds
+from megajax.config.remat import NONE, RematPolicy
 from megajax.config.schema import Config
 
 # Seconds that XLA may need to compile all layers by default, on two cores, without tracing and the rest of the step.
@@ -32,7 +33,7 @@ class Segment:
     loops: int
     unroll: int
     group_size: int
-    policy: str
+    policy: RematPolicy
     fp8: bool = False
 
     @property
@@ -91,7 +92,7 @@ def plan_segments(
     L, most = len(kinds), choose_unrolling(config, platform, kinds, sizes).most
     cut = platform != "cpu" and (sizes or {}).get("pipeline", 1) == 1
     covered = L if remat.layers is None else remat.layers
-    if remat.policy == "none":
+    if remat.chosen.recomputes_nothing:
         covered = 0
     fp8_layers = config.fp8_layers
     if len(fp8_layers) == config.model.num_layers:
@@ -99,7 +100,7 @@ def plan_segments(
     edges = sorted({0, covered, L, fp8_layers.start, fp8_layers.stop})
     segments = []
     for start, end in itertools.pairwise(edges):
-        policy, group = (remat.policy, remat.group) if start < covered else ("none", 1)
+        policy, group = (remat.chosen, remat.group) if start < covered else (NONE, 1)
         in_fp8 = start in fp8_layers
         for count, period in _stretches(config, kinds[start:end], group, most):
             step = math.lcm(period, group)

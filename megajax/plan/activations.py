@@ -4,11 +4,12 @@ import math
 from functools import cache
 
 from megajax.config.fields import BATCH_AXES
+from megajax.config.remat import ATTENTION, NONE, RematPolicy
 from megajax.config.segments import Segment
 from megajax.model.lora import adapted_inputs
 from megajax.model.parts import PartSizes, Shares
 from megajax.parallel.context.ring import UNROLLED_STEPS
-from megajax.plan.costs import planned_blocks
+from megajax.plan.costs import planned_blocks, unsaved
 from megajax.step_plan import StepPlan
 
 
@@ -34,28 +35,26 @@ class Activations:
 
     def saved(self, block: str, segment: Segment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values_of_block` for `stacked`."""
-        number = self.compute * self.tokens
-        ring = 0 if stacked or segment.policy != "none" else self.ring
-        return int(
-            number * (ring + self._values(block, stacked and segment.policy in ("none", "selective"))[segment.policy])
-        )
+        policy = segment.policy
+        ring = self.ring if policy.recomputes_nothing and not stacked else 0
+        return int(self.compute * self.tokens * (ring + self._values(block, stacked and policy.keeps_all, policy)))
 
     def recomputed(self, block: str, segment: Segment, stacked: bool) -> int:
         """Bytes that a layer recomputes before its backward pass starts."""
-        values = self._values(block, False)["none"] * self.compute * self.tokens
-        own = self.saved(block, segment, stacked) if segment.policy != "full" else 0
+        values = self._values(block, False, NONE) * self.compute * self.tokens
+        own = 0 if segment.policy.keeps_input else self.saved(block, segment, stacked)
         return max(int(values) - own, 0)
 
     def deferred(self, block: str) -> int:
         """Bytes of the operands of a layer's weight gradients, if a schedule defers these."""
-        return int(self.compute * self.tokens * self._values(block, True)["deferred"])
+        return int(self.compute * self.tokens * self.deferred_of_block(block))
 
     @property
     def stream(self) -> int:
         """Bytes of a microbatch's residual stream."""
         return self.compute * self.tokens * self.config.model.hidden_size // self.shares.tensor
 
-    def working(self, block: str, policy: str, weight_gradients: int, reduced: int = 0) -> int:
+    def working(self, block: str, policy: RematPolicy, weight_gradients: int, reduced: int = 0) -> int:
         """Peak bytes of temporary arrays in a layer's backward pass, which is in its MLP.
 
         At first the gradients of the output, of the activation and of its input products are live, and the activation;
@@ -66,7 +65,7 @@ class Activations:
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
-        early = 3 * row if policy == "full" and self.plan.collectives.dispatch == "all_to_all" else 0
+        early = 3 * row if policy.keeps_input and self.plan.collectives.dispatch == "all_to_all" else 0
         of_mlp = 2 * number * D + early + row + mlp.products * width + max(2 * width + reduced, weight_gradients)
         return int(max(of_mlp, number * self.scores))
 
@@ -109,18 +108,32 @@ class Activations:
         tensor = self.shares.tensor if self.shares.experts_over_tensor else 1
         return part.rows * self.config.model.hidden_size / tensor
 
-    def values_of_block(self, block: str, stacked: bool) -> dict[str, float]:
-        """Numbers per token that a block saves, in units of the compute dtype: by policy, and the deferred ones.
+    def values_of_block(self, block: str, stacked: bool, policy: RematPolicy) -> float:
+        """Numbers per token that a block saves under a remat policy, in units of the compute dtype.
 
         `stacked` residuals, in the buffers of a loop or a pipeline, do not include results of norms, unless `tensor` or
         FP8 makes their recomputation expensive.
         """
+        stream, parts = self.config.model.hidden_size / self.shares.tensor, self.parts[block]
+        if policy.keeps_input:
+            return stream / self.config.remat.group
+        if policy.on_host:
+            return stream
+        of_parts = zip(self.blocks[block].parts.values(), parts, strict=True)
+        without = sum(unsaved(part, sizes, policy, stream) for part, sizes in of_parts)
+        if not policy.keeps_all:
+            return sum(part.kept for part in parts) + len(parts) * stream + stream - without
+        scores = self.scores if ATTENTION in policy.recomputed_by_blocks else 0
+        return self._residuals(block, stacked) - scores - without
+
+    def _residuals(self, block: str, stacked: bool) -> float:
+        """Numbers per token in all residuals of a block; `stacked` as in `values_of_block`."""
         model, tensor, compute, parts = self.config.model, self.shares.tensor, self.compute, self.parts[block]
         D, stream = model.hidden_size, model.hidden_size / tensor
         kept = sum(part.kept for part in parts)
         into_stream = len(parts) * stream  # the parts' outputs, added to the residual stream
         after = into_stream if model.norm_placement == "both" else 0  # inputs of the norms after the parts
-        in_fp8 = len(self.config.fp8_layers) / model.num_layers
+        in_fp8 = self.in_fp8
         recomputed = stacked and tensor == 1 and not in_fp8
         norms = 0 if recomputed else len(parts) * D
         activations = (1 - in_fp8) * sum(part.activation for part in parts)
@@ -134,13 +147,16 @@ class Activations:
             arrived = sum(D if part.arrived is None else part.arrived for part in parts)
             inputs = arrived + sum(part.width for part in parts) / tensor
             everything += in_fp8 * (inputs / compute - arrived)
-        inputs = len(parts) * D + sum(part.width for part in parts) / tensor
-        outputs = kept - sum(part.kept_width for part in parts) + len(parts) * D
-        return {
-            "none": everything,
-            "selective": everything - self.scores - sum(part.recomputed for part in parts),
-            "full": stream / self.config.remat.group,
-            "save_matmuls": kept + into_stream + stream,
-            "offload": stream,
-            "deferred": (inputs + outputs) * (1 - in_fp8 + in_fp8 / compute),
-        }
+        return everything
+
+    def deferred_of_block(self, block: str) -> float:
+        """Numbers per token in the operands of a block's weight gradients, in units of the compute dtype."""
+        D, parts, in_fp8 = self.config.model.hidden_size, self.parts[block], self.in_fp8
+        inputs = len(parts) * D + sum(part.width for part in parts) / self.shares.tensor
+        outputs = sum(part.kept for part in parts) - sum(part.kept_width for part in parts) + len(parts) * D
+        return (inputs + outputs) * (1 - in_fp8 + in_fp8 / self.compute)
+
+    @property
+    def in_fp8(self) -> float:
+        """The part of the layers that is in FP8."""
+        return len(self.config.fp8_layers) / self.config.model.num_layers

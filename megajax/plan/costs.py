@@ -5,9 +5,11 @@ import math
 from megajax.config import Config
 from megajax.config.fields import cached
 from megajax.config.kinds import layer_kinds, prediction_kind
+from megajax.config.remat import ATTENTION, OUTPUT, Keep, RematPolicy
 from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
 from megajax.model.lora import is_adapter
+from megajax.model.parts import Part, PartSizes
 
 planned_blocks = cached(blocks_of)  # all candidates of a search have the same
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA
@@ -59,3 +61,16 @@ def attended_keys(S: int, window: int | None) -> float:
     if window is None or window >= S:
         return S / 2
     return window - window * window / (2 * S)
+
+
+def unsaved(part: Part, sizes: PartSizes, policy: RematPolicy, stream: float) -> float:
+    """Numbers per token of a part that a remat policy does not keep of those that `save_matmuls` keeps.
+
+    `kept_width` is attention's output. The part's other values count as kept if the policy names one of them.
+    """
+    if isinstance(policy.keep, Keep):
+        return sizes.recomputed if ATTENTION in policy.recomputed_by_blocks else 0
+    others = set(part.SAVED) - {ATTENTION, OUTPUT}
+    left_out = 0 if OUTPUT in policy.of_names(part.SAVED) else stream
+    left_out += 0 if ATTENTION in policy.of_names(part.SAVED) else sizes.kept_width
+    return left_out + (0 if policy.of_names(others) else sizes.kept - sizes.kept_width)

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from megajax.config import Config, load_config
 from megajax.config.checks import check_combinations, check_mesh
 from megajax.config.load import read_tree
+from megajax.config.remat import POLICIES
 from megajax.config.sentences import counted, value
 from megajax.config.tree import Tree, as_override, read_override
 from megajax.errors import ConfigError, InputError
@@ -277,7 +278,7 @@ class Search:
         chosen: dict[tuple, Settings] = {}
         for policy, own in first.items():
             # The fastest that fit, and of those that may fit with some recomputation the fastest.
-            some = [] if policy == "full" else sorted(own, key=_seconds)[:MESHES_EXPANDED]
+            some = [] if POLICIES[policy].keeps_input else sorted(own, key=_seconds)[:MESHES_EXPANDED]
             stored = sorted((each for each in own if each.candidate.storage.bytes <= limit), key=_seconds)
             fitting = list(itertools.islice(filter(self.fits, stored), MESHES_EXPANDED))
             for found in [*some, *(fitting or ([self._smallest(own)] if own else []))]:

@@ -7,10 +7,11 @@ times, which are those of its schedule. scripts/time_table.py compares the estim
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from megajax.config.kinds import LayerKind, prediction_kind, prediction_layers
+from megajax.config.remat import ATTENTION, RematPolicy
 from megajax.plan.costs import flops_per_token
 from megajax.plan.rates import Rates
 from megajax.plan.work import Device, Traffic, Work, added
@@ -181,7 +182,7 @@ class _Step:
 
     def slots(self) -> tuple[Work, Work, float]:
         """Of the layers of a virtual stage, for one microbatch: (their work, what is recomputed, seconds of copies)."""
-        equal = Counter[tuple[LayerKind, bool, str, bool, bool]]()
+        equal = Counter[tuple[LayerKind, bool, RematPolicy, bool, bool]]()
         for segment in self.plan.segments:
             for i in range(segment.count):
                 kind, last = self.plan.layer_slots[segment.start + i], (i + 1) % segment.group_size == 0
@@ -189,17 +190,27 @@ class _Step:
         layers, remat, copies = Work(), Work(), 0.0
         for (kind, fp8, policy, last, copied), count in equal.items():
             work = self.device.layer(kind, fp8)
-            again = self.recomputed(work, policy)
-            if policy == "full" and last:
+            again = self.recomputed(kind, work, policy)
+            if policy.keeps_input and last:
                 again += self.device.unused(kind, fp8) * -FORWARD
             layers, remat = layers + work * count, remat + again * count
             copies += count * self.device.saved(kind, policy) if copied else 0.0
         return layers, remat, COPIES * copies / self.rates.memory_bytes
 
-    def recomputed(self, work: Work, policy: str) -> Work:
-        """A layer's forward pass, or the part that its remat policy computes again."""
-        forward = {"none": Work(), "full": work, "selective": Work(attention=work.attention)}
-        return forward.get(policy, Work(elementwise=work.elementwise)) * FORWARD
+    def recomputed(self, kind: LayerKind, work: Work, policy: RematPolicy) -> Work:
+        """A layer's forward pass, or the part that its remat policy computes again.
+
+        Collectives and matmuls run again unless the results of all of them are kept.
+        """
+        if policy.keeps_input:
+            return work * FORWARD
+        attention = 0.0 if policy.keeps(ATTENTION) else work.attention
+        if policy.keeps_all:
+            return Work(attention=attention) * FORWARD
+        names = set(self.device.blocks[kind.block].saved_names) - {ATTENTION}
+        if all(map(policy.keeps, names)):
+            return Work(attention=attention, elementwise=work.elementwise) * FORWARD
+        return replace(work, attention=attention) * FORWARD
 
     def casts(self) -> float:
         """Seconds of a microbatch's casts of weights: in loops, which do it in both passes."""

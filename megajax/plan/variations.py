@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megajax.config import Config
+from megajax.config.remat import POLICIES
 from megajax.config.sentences import divisors
 from megajax.config.stages import default_layout, layouts_to_try
 
@@ -120,7 +121,9 @@ class Variations:
         rounds = int(str(settings.get("pipeline.rounds", self.fixed.get("pipeline.rounds", 1))))
         layers = -(-self.config.model.num_layers // (self._stages(settings) * rounds))
         for policy in self.values("remat.policy", ["none", "selective", "full"]):
-            some = sorted({max(1, layers * k // 4) for k in (1, 2, 3)} - {layers}) if policy == "full" else []
+            some = (
+                sorted({max(1, layers * k // 4) for k in (1, 2, 3)} - {layers}) if POLICIES[policy].keeps_input else []
+            )
             for recomputed in self.values("remat.layers", [*some, None]):
                 yield self.varied({"remat.policy": policy, "remat.layers": recomputed})
 

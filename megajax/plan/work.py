@@ -14,10 +14,11 @@ import numpy as np
 
 from megajax.config.fields import AXES
 from megajax.config.kinds import LayerKind
+from megajax.config.remat import RematPolicy
 from megajax.mesh import axes_across
 from megajax.model.parts import Part, PartSizes, Shares
 from megajax.parallel.experts.dispatch import ROOM
-from megajax.plan.costs import attended_keys, planned_blocks
+from megajax.plan.costs import attended_keys, planned_blocks, unsaved
 from megajax.plan.rates import Rates
 from megajax.step_plan import StepPlan
 
@@ -137,15 +138,15 @@ class Device:
         share = self.part_sizes(part).width * self.config.model.hidden_size / part.matmul_parameters()
         return Work(self.matmuls(part, fp8) * share)
 
-    def saved(self, kind: LayerKind, policy: str) -> float:
+    def saved(self, kind: LayerKind, policy: RematPolicy) -> float:
         """Bytes of a layer that are kept for the backward pass, with one remat policy."""
         stream = self.config.model.hidden_size / self.sizes["tensor"]
-        if policy == "full":
+        if policy.keeps_input:
             return self.number * self.plan.tokens * stream
         numbers = 0.0
         for part in self.blocks[kind.block].parts.values():
             sizes = self.part_sizes(part)
-            numbers += 2 * stream + sizes.kept + sizes.kept_width - (sizes.recomputed if policy == "selective" else 0)
+            numbers += 2 * stream + sizes.kept + sizes.kept_width - unsaved(part, sizes, policy, stream)
         return self.number * self.plan.tokens * numbers
 
     def part_sizes(self, part: Part, expert_shards: int = 1) -> PartSizes:

@@ -110,7 +110,7 @@ def _layers(plan: StepPlan) -> str:
     parts = []
     for (unroll, policy), segments in itertools.groupby(plan.segments, key=lambda s: (s.unroll, s.policy)):
         loops = [segment.loops for segment in segments if segment.loops > 1]
-        text = f"{sum(loops) or 1} × {unroll} ({policy})"
+        text = f"{sum(loops) or 1} × {unroll} ({policy.name})"
         parts.append(f"{text} in {len(loops)} loops" if len(loops) > 1 else text)
     return f"{', '.join(parts)}; {plan.unrolling.reason}"
 

@@ -30,6 +30,7 @@ class RematGroups:
 
     def __init__(self, plan: StepPlan, comm: MeshComm, blocks: Mapping[str, Block], weights: StackWeights):
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
+        plan.config.remat.chosen.check_names({name for block in blocks.values() for name in block.saved_names})
         # With sinks, cuDNN's call is one step of an operation, and the operation's result has a checkpoint name.
         model = plan.config.model
         self.attention_is_fused = comm.attention_is_fused and not model.attention_sinks and model.qk_clip is None
@@ -94,17 +95,17 @@ class RematGroups:
     def _group_forward(self, weights: GroupWeights, x, inputs, layers, *, program: GroupProgram, save: bool):
         gathered, run = self.weights.gather(weights, program, backward=False), self._runner(inputs, layers, program)
         trained, others = self._divided(gathered, program)
-        if not save or program.policy == "full":
+        if not save or program.policy.keeps_input:
             (y, _), metrics = run(trained, x, others)
             return y, (x if save else None), metrics
         names = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
-        run = with_policy(run, program.policy, [*names], self.attention_is_fused)
+        run = with_policy(run, program.policy, names, self.attention_is_fused)
         (y, _), pull, metrics = jax.vjp(lambda trained, x: run(trained, x, others), trained, x, has_aux=True)
         return y, Residuals.of(pull, (gathered, inputs)), metrics
 
     def _group_backward(self, weights: GroupWeights, saved, dy, inputs: BlockInputs, layers, *, program: GroupProgram):
         gathered = self.weights.gather(weights, program, backward=True)
-        if program.policy == "full":
+        if program.policy.keeps_input:
             x, dy = lax.optimization_barrier((saved, dy))  # else XLA merges the recomputation with the forward pass
             (trained, others), run = self._divided(gathered, program), self._runner(inputs, layers, program)
             _, pull, _ = jax.vjp(lambda trained, x: run(trained, x, others), trained, x, has_aux=True)
@@ -159,7 +160,6 @@ class RematGroups:
         If residuals are copied, results of norms are written twice and read twice, which takes longer than to recompute
         them. Not with `tensor`, where their tokens would be gathered again, and not in FP8.
         """
-        parts = ("attention",) if program.policy == "selective" else ()
-        if program.stacked and self.comm.tensor_size == 1 and not program.fp8:
-            parts = (*parts, "norms")
-        return parts if program.policy in ("none", "selective") else ()
+        policy = program.policy
+        norms = policy.keeps_all and program.stacked and self.comm.tensor_size == 1 and not program.fp8
+        return (*policy.recomputed_by_blocks, "norms") if norms else policy.recomputed_by_blocks

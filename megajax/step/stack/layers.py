@@ -218,11 +218,11 @@ class LayerStack:
         """Whether a group's backward pass gathers its weights again.
 
         Without loops and pipeline, the last group keeps its weights from the forward pass, because nothing would hide
-        their gather. It does not keep them with the policy `full`.
+        their gather. It does not keep them if the backward pass starts with the forward pass.
         """
         segment, count = self.segments[s], self.segments[s].unroll // self.segments[s].group_size
         is_last = (s, u) == (len(self.segments) - 1, count - 1)
-        keeps = is_last and segment.loops == 1 and not self.plan.is_pipelined and segment.policy != "full"
+        keeps = is_last and segment.loops == 1 and not self.plan.is_pipelined and not segment.policy.keeps_input
         return not keeps and not self.weights.is_gathered(segment, u)
 
     def _tie_reduction(self, s: int, u: int, values: tuple[jax.Array, Any, Any], on_the_way: bool):

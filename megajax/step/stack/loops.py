@@ -44,7 +44,7 @@ def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse
     """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its outputs are not stacked."""
     if segment.loops == 1:
         return body(carry, (0, *xs))
-    if segment.policy == "offload":  # its residuals are in the host's memory
+    if segment.policy.on_host:  # its residuals are in the host's memory
         return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
 
     run, (_, shapes) = traced(body, carry, (jnp.int32(0), *jax.tree.map(lambda a: a[0], xs)))

@@ -5,11 +5,13 @@
 depend on layers or meshes, and its functions have no side effects outside their results.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
+
+from megajax.config.remat import ATTENTION, RematPolicy
 
 VIEWS = ("name", "reshape", "squeeze")  # primitives that do not change the numbers of their operand
 INLINED = ("jit", "remat2", "closed_call")  # calls that `SplitBackward` inlines, to split their operations too
@@ -80,19 +82,20 @@ class Layout:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def with_policy(run: Callable, policy: str, names: Sequence[str], attention_is_fused: bool) -> Callable:
-    """`run` with a `jax.checkpoint` policy for "save_matmuls" and "offload"; else `run` itself.
+def with_policy(run: Callable, policy: RematPolicy, names: Iterable[str], attention_is_fused: bool) -> Callable:
+    """`run` with a `jax.checkpoint` policy that saves those of these `checkpoint_name`s that `policy` keeps.
 
-    `names` are the `checkpoint_name`s of the values to save.
+    `run` itself if all residuals are kept.
     """
-    if policy not in ("save_matmuls", "offload"):
+    if policy.keeps_all:
         return run
     # cuDNN's residuals, which include attention's output, are inside its custom_vjp, where names have no effect. If
     # they were not saved, its forward pass would run twice.
-    names = [name for name in names if not (name == "attention" and attention_is_fused)]
+    fused_is_kept = attention_is_fused and policy.keeps(ATTENTION)
+    names = [name for name in policy.of_names(names) if not (name == ATTENTION and attention_is_fused)]
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names(*names)
-    if policy == "offload":
+    if policy.on_host:
         named = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=names,
@@ -101,7 +104,7 @@ def with_policy(run: Callable, policy: str, names: Sequence[str], attention_is_f
         )
 
     def keep(prim, *args, **params):
-        fused = attention_is_fused and "dot_product_attention_fwd" in str(prim)
+        fused = fused_is_kept and "dot_product_attention_fwd" in str(prim)
         return True if fused else named(prim, *args, **params)
 
     return jax.checkpoint(run, policy=keep)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config.kinds import LayerKind
+from megajax.config.remat import RematPolicy
 from megajax.config.segments import Segment
 from megajax.model.block import Block
 from megajax.model.lora import is_trained
@@ -38,7 +39,7 @@ class GroupProgram:
 
     kinds: tuple[LayerKind, ...]  # of its layers
     gathered: tuple[bool, ...]  # for each layer, whether its weights stay gathered over `fsdp`
-    policy: str
+    policy: RematPolicy
     fp8: bool
     stacked: bool  # whether its residuals are copied into the stacked array of a loop, or a pipeline's buffer
     looped: bool
@@ -241,7 +242,7 @@ class StackWeights:
         """The weights of a group as its blocks compute with them."""
         layers = zip(program.kinds, group, program.gathered, strict=True)
         if program.looped:
-            backward = backward and program.policy != "full"  # with `full` the backward pass starts with the forward
+            backward = backward and not program.policy.keeps_input  # else the backward pass starts with the forward
             return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
         return tuple(
             {name: self._gather_layer(kind.block, name, w, stays) for name, w in layer.items()}

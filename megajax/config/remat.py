@@ -1,0 +1,108 @@
+"""Remat policies: what a remat group keeps for its backward pass, declared once; all others ask these objects.
+
+It does not import jax: the config, the planner and the step use the same declarations.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pydantic import ValidatorFunctionWrapHandler
+from pydantic_core import PydanticKnownError
+
+from megajax.errors import ConfigError
+
+# Names that built-in parts give to their values: attention's output, and the term that a part adds to the stream.
+ATTENTION, OUTPUT = "attention", "leave"
+
+
+class Keep(Enum):
+    """What is kept, without naming values."""
+
+    ALL = "all residuals"
+    NAMED = "all values that the parts of the blocks name"  # `Part.SAVED`
+    INPUT = "the group's input; the backward pass starts with the forward pass"
+
+
+@dataclass(frozen=True)
+class RematPolicy:
+    """A remat policy, by its declarations."""
+
+    name: str  # for `remat.policy`
+    keep: (
+        Keep | tuple[str, ...]
+    )  # or the names (`checkpoint_name`) of the values that are kept beside the group's input
+    recomputed_by_blocks: tuple[str, ...] = ()  # the values that blocks recompute themselves; see `Part.__call__`
+    on_host: bool = False  # whether kept values are in the host's memory
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the residuals are those of the vjp, without `jax.checkpoint` around a group."""
+        return self.keep is Keep.ALL
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the group's input alone is kept."""
+        return self.keep is Keep.INPUT
+
+    @property
+    def recomputes_nothing(self) -> bool:
+        return self.keeps_all and not self.recomputed_by_blocks
+
+    def keeps(self, name: str) -> bool:
+        """Whether a value that a part names is kept."""
+        return name not in self.recomputed_by_blocks and name in self.of_names([name])
+
+    def of_names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The values of these names that are kept."""
+        if self.keeps_input:
+            return ()
+        return tuple(name for name in names if isinstance(self.keep, Keep) or name in self.keep)
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise ConfigError if the blocks name none of the values that this policy keeps."""
+        if isinstance(self.keep, tuple) and not self.of_names(names):
+            kept, known = ", ".join(self.keep), ", ".join(sorted(names))
+            raise ConfigError(
+                f"remat.policy={self.name} keeps {kept}, which no block of the model names: use {known}, or full."
+            )
+
+
+POLICIES: dict[str, RematPolicy] = {}
+
+
+def register_remat(policy: RematPolicy) -> None:
+    """Register a policy for `remat.policy`; before the config is loaded.
+
+    Raises ConfigError for a name that another policy has, and for one that keeps no value.
+    """
+    if not policy.name.isidentifier():
+        raise ConfigError(f"{policy.name!r} is not a name of a remat policy: use letters, digits and _.")
+    if POLICIES.get(policy.name, policy) != policy:
+        raise ConfigError(f"the remat policy {policy.name} exists already: choose another name.")
+    if isinstance(policy.keep, str) or not policy.keep:
+        raise ConfigError(
+            f"the remat policy {policy.name} has keep={policy.keep!r}: use names in a tuple, or Keep.INPUT."
+        )
+    POLICIES[policy.name] = policy
+
+
+NONE = RematPolicy("none", Keep.ALL)
+for _policy in (
+    NONE,
+    RematPolicy("full", Keep.INPUT),
+    RematPolicy("selective", Keep.ALL, recomputed_by_blocks=(ATTENTION,)),
+    RematPolicy("save_matmuls", Keep.NAMED),
+    RematPolicy("offload", Keep.NAMED, on_host=True),
+):
+    register_remat(_policy)
+
+
+def registered_or_built_in(name: Any, built_in: ValidatorFunctionWrapHandler) -> str:
+    """A validator of `remat.policy`: registered names are valid beside the built-in ones."""
+    if not isinstance(name, str):
+        return built_in(name)
+    if name not in POLICIES:
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{known}'" for known in POLICIES)})
+    return name

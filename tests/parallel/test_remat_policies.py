@@ -1,0 +1,106 @@
+"""A remat policy from outside the package trains on a mesh as `none` does on one device, and keeps what it says."""
+
+import jax
+import pytest
+from mesh_models import MODELS
+from test_hlo_facts import residual_shapes
+
+from megajax.config import Keep, RematPolicy, load_config, register_remat
+from megajax.config.checks import check_mesh
+from megajax.config.remat import POLICIES
+from megajax.errors import ConfigError
+from megajax.mesh import build_mesh
+from megajax.plan import estimate_memory
+from megajax.training.step import TrainProgram
+
+EXTENSION = """\
+from megajax.config import RematPolicy, register_remat
+
+register_remat(RematPolicy("attention_outputs", keep=("attention",)))
+"""
+LAYERS = 4
+
+
+@pytest.fixture
+def registered():
+    register_remat(RematPolicy("attention_outputs", keep=("attention",)))
+    yield
+    POLICIES.pop("attention_outputs", None)
+
+
+def make(table, mesh, microbatches=1, policy="attention_outputs", **sections):
+    model = MODELS["llama"] | {"num_layers": LAYERS}
+    return table.make_config(model, mesh, microbatches=microbatches, remat={"policy": policy}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"), [({"fsdp": 2, "tensor": 2}, 1), ({"pipeline": 2}, 2)], ids=["fsdp2-tensor2", "pipeline2"]
+)
+def test_it_trains_as_none_on_one_device(table, reference, registered, mesh, microbatches):
+    expected = reference(make(table, {}, policy="none"))
+    assert expected.config.remat.policy == "none" and expected.gradients
+    trace = table.train(make(table, mesh, microbatches), expected.initial)
+    assert trace.config.remat.policy == "attention_outputs"
+    assert not table.compare(trace, expected).problems()
+
+
+def test_it_keeps_the_inputs_of_groups_and_the_outputs_of_attention(table, registered):
+    def kept(policy):
+        config = make(table, {}, policy=policy)
+        return residual_shapes(TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1])))
+
+    config = make(table, {})
+    m, tokens = config.model, config.batch.global_size * config.batch.sequence_length
+    layer = [shape[1:] for shape in kept("attention_outputs") if shape[0] == LAYERS]
+    assert (tokens, m.hidden_size) in layer
+    assert [s for s in layer if s[-2:] == (m.num_heads, m.head_dim)] == [
+        (config.batch.global_size, config.batch.sequence_length, m.num_heads, m.head_dim)
+    ]
+    widths = {s[-1] for s in layer}
+    assert not widths & {m.ffn_hidden_size, 2 * m.ffn_hidden_size} and len(layer) < len(kept("none"))
+
+
+def test_its_estimate_is_between_full_and_save_matmuls(table, registered):
+    def activations(policy):
+        config = make(table, {}, policy=policy)
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+        return estimate_memory(program.plan.on_gpus(), program.placements).activations
+
+    found = {policy: activations(policy) for policy in ("full", "attention_outputs", "save_matmuls")}
+    assert found["full"] < found["attention_outputs"] < found["save_matmuls"], found
+
+
+def test_a_name_is_known_after_its_extension_is_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ext_remat.py").write_text(EXTENSION)
+    base = "model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 32}\nrun: {steps: 1}\n"
+    base += "batch: {global_size: 2, sequence_length: 8}\ndata: {kind: synthetic}\n"
+    (tmp_path / "x.yaml").write_text(base)
+    with pytest.raises(ConfigError, match="remat.policy=attention_outputs.*: use none, .*offload, .*run.extensions"):
+        load_config("x.yaml", ["remat.policy=attention_outputs"])
+    try:
+        config = load_config("x.yaml", ["remat.policy=attention_outputs", "run.extensions=[ext_remat.py]"])
+        assert config.remat.chosen == RematPolicy("attention_outputs", ("attention",))
+    finally:
+        POLICIES.pop("attention_outputs", None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        (RematPolicy("full", Keep.ALL), "full exists already: choose another name"),
+        (RematPolicy("two words", Keep.ALL), "'two words' is not a name"),
+        (RematPolicy("nothing", ()), "nothing has keep=.*Keep.INPUT"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_wrong_registration_is_a_sentence(policy, problem):
+    before = dict(POLICIES)
+    with pytest.raises(ConfigError, match=problem):
+        register_remat(policy)
+    assert before == POLICIES
+
+
+def test_names_that_no_block_has_are_a_sentence():
+    with pytest.raises(ConfigError, match="remat.policy=mine keeps attn, which no block .*: use attention"):
+        RematPolicy("mine", ("attn",)).check_names({"attention", "leave"})
