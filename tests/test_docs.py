@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from megajax import load_weights
-from megajax.config import load_config
+from megajax.config import RematPolicy, load_config
 from megajax.config.load import keys
+from megajax.config.remat import POLICIES
 from megajax.console import COMMANDS
 from megajax.errors import InputError
 
@@ -145,12 +146,12 @@ def test_readme_library_example_trains(workplace, capsys):
     assert (workplace / "runs/library/metrics.jsonl").exists()
 
 
-def test_the_block_and_the_objective_of_the_docs_train(workplace):
+def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
-    source, objectives = blocks(page, "python")
-    (workplace / "my_blocks.py").write_text(source)
-    (workplace / "my_objectives.py").write_text(objectives)
-    command, focal = blocks(page, "sh")  # not bash: a process can register the block once only
+    sources = dict(zip(("my_blocks", "my_objectives", "my_remat"), blocks(page, "python"), strict=True))
+    for name, source in sources.items():
+        (workplace / f"{name}.py").write_text(source)
+    command, focal, remat = blocks(page, "sh")  # not bash: a process can register the block once only
     small = ["data.kind=synthetic", "model.num_layers=2", "model.hidden_size=32", "mesh.data=1", "mesh.tensor=2"]
     small += ["run.steps=2", "batch.sequence_length=16", "mesh.fsdp=4", "batch.global_size=4"]
     run([*shlex.split(command), *small])
@@ -161,6 +162,9 @@ def test_the_block_and_the_objective_of_the_docs_train(workplace):
     run([*shlex.split(focal), *small, "model.num_layers=1", "run.name=focal"])
     lines = (workplace / "runs/focal/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["loss"] == pytest.approx((256 / 257) ** 1.5 * math.log(257), rel=0.02)
+
+    config = load_config("my.yaml", shlex.split(remat)[4:])
+    assert config.remat.chosen == POLICIES.pop("attention_outputs") == RematPolicy("attention_outputs", ("attention",))
 
 
 def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):

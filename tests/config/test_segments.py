@@ -18,7 +18,7 @@ def make_config(num_layers, pattern=None, experts=None, **sections):
 
 def plan(num_layers, platform="gpu", pattern=None, experts=None, sizes=None, **sections):
     segments = plan_segments(make_config(num_layers, pattern, experts, **sections), platform, sizes=sizes)
-    return [(s.start, s.loops, s.unroll, s.group_size, s.policy) for s in segments]
+    return [(s.start, s.loops, s.unroll, s.group_size, s.policy.name) for s in segments]
 
 
 @pytest.mark.smoke
