@@ -83,7 +83,7 @@ def test_a_name_that_is_not_near_gets_no_key(typed: str):
 
 
 def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
-    assert "DPO do not exist" in suggestion("loss.kind", "dpo")
+    assert "such as DPO is built in" in suggestion("loss.kind", "dpo")
     assert "reinforcement learning does not exist" in suggestion("grpo.beta")
     for named in set(re.findall(r"\b\w+\.[\w.]+\w", " ".join(FEATURES.values()))):
         assert named in KEYS, named
