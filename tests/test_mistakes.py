@@ -46,7 +46,7 @@ TYPED = {
     ),
     "tokens=4": (
         "tokens is not a config key (@): the sections are run, model, mesh, pipeline, precision, batch,"
-        " optimizer, schedule, lora, data, checkpoint, remat, kernels and logging."
+        " objective, optimizer, schedule, lora, data, checkpoint, remat, kernels and logging."
     ),
     "--tensor-model-parallel-size 2": (
         "--tensor-model-parallel-size is not an option (the command line): write mesh.tensor=2."
