@@ -156,7 +156,8 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
 
 
 def test_a_run_whose_picture_cannot_be_drawn_is_a_run_all_the_same(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "exp\n{"step": 2, "expert_load": [1.0]}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "expert_load": [1.0]}\n')
+    (tmp_path / "expert_load.svg").mkdir()
     draw_load_map(tmp_path, (0,))
     assert "megajax: warning: the heat map of expert load was not drawn: " in capsys.readouterr().out
-    assert not list(tmp_path.glob("*svg*"))
+    assert [*tmp_path.glob("*svg*")] == [tmp_path / "expert_load.svg"]

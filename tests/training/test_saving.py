@@ -230,7 +230,7 @@ def put(name, value):
 
 
 WRONG = {  # of the fields of a batch
-    "no positions": (without("positions"), "the batch has no positions: give tokens, targets, loss_mask and positions"),
+    "no positions": (without("positions"), "the batch has no positions: give tokens, positions, targets and loss_mask"),
     "no targets": (without("targets"), "the batch has no targets: give"),
     "another field": (
         lambda fields: fields.update(labels=fields["targets"]),
