@@ -201,7 +201,8 @@ class Launcher:
         if processes and len(self.devices) % processes:
             raise InputError(
                 f"--processes={processes} does not divide the {counted(len(self.devices), 'device')} of this host: "
-                "choose another number, or choose devices with CUDA_VISIBLE_DEVICES."
+                "choose another number, or devices with CUDA_VISIBLE_DEVICES; on CPUs make "
+                f"them with XLA_FLAGS=--xla_force_host_platform_device_count={processes}."
             )
         self._received: list[int] = []  # signals that are not forwarded yet
         self._asked: set[int] = set()

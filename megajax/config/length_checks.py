@@ -30,4 +30,5 @@ def check_epochs(config: Config) -> None:
     weights = [weight for _, weight in sources_of(data.train or "")]
     if len(weights) > 1 and None not in weights:
         problem = f"{counts}, but the weights of its {len(weights)} sources give each another number of them"
-        fail(config, problem, f"{cure}, or give the sources no weights: [a, b]", key, "data.train")
+        cure += ", or give each source weight: null (its size), as the list [a, b] does"
+        fail(config, problem, cure, key, "data.train")

@@ -44,7 +44,7 @@ def event(config: Config, kind: str, step: int | None, text: str, status: int | 
 
 def deliver(config: Config, found: dict[str, Any]) -> None:
     """POST an event to the URL, or run the command with it as input; raises an exception if that fails."""
-    target, text = _target(config), json.dumps(found).encode()
+    target, text = _target(config), f"{json.dumps(found)}\n".encode()
     if _is_url(target):
         request = urllib.request.Request(target, text, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=SECONDS).close()
