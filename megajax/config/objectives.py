@@ -1,6 +1,6 @@
 """The registered objectives and the checks of the section `objective`.
 
-It does not import the objectives, which need jax: `step.objectives.register` puts them here.
+It does not import the objectives, which need jax: `step.objective.register` puts them here.
 """
 
 from typing import Any

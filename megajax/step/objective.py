@@ -49,6 +49,15 @@ class Objective:
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
         return {"loss": losses["loss"]}
 
+    def one_pass(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table, **how: Any
+    ) -> tuple[Streams, Table, Results]:
+        """`TerminalNode.turn` by one pass over the head; `how` are arguments of `LossHead.losses_and_gradients`."""
+        losses, dx, table = self.head.losses_and_gradients(
+            arrays.table, streams[HIDDEN], *_targets(batch), arrays.scales[self.NAME], table, **how
+        )
+        return plus(gradients, {HIDDEN: dx}), table, Results(losses=losses)
+
     def of_tokens(self, batch: Microbatch) -> dict[str, jax.Array]:
         """The fields that it reads, `[T]`."""
         return {name: batch.fields[name].reshape(-1) for name in self.fields()}
@@ -64,15 +73,7 @@ class NextToken(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        losses, dx, table = self.head.losses_and_gradients(
-            arrays.table,
-            streams[HIDDEN],
-            *_targets(batch),
-            arrays.scales[self.NAME],
-            table,
-            smoothing=self.smoothing,
-        )
-        return plus(gradients, {HIDDEN: dx}), table, Results(losses=losses)
+        return self.one_pass(arrays, streams, gradients, batch, table, smoothing=self.smoothing)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         return {"loss": self.head.losses(arrays.table, streams[HIDDEN], *_targets(batch))}
@@ -104,16 +105,9 @@ class Elementwise(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        losses, dx, table = self.head.losses_and_gradients(
-            arrays.table,
-            streams[HIDDEN],
-            *_targets(batch),
-            arrays.scales[self.NAME],
-            table,
-            token_loss=self._token_loss,
-            fields=self.of_tokens(batch),
-        )
-        return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": losses["loss"]})
+        how = {"token_loss": self._token_loss, "fields": self.of_tokens(batch)}
+        gradients, table, results = self.one_pass(arrays, streams, gradients, batch, table, **how)
+        return gradients, table, Results(losses={"loss": results.losses["loss"]})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(batch)
