@@ -15,9 +15,10 @@ from megajax.checkpoint.description import compare_descriptions, describe_lora, 
 from megajax.checkpoint.manager import save_weights
 from megajax.checkpoint.storage import SUBDIRECTORY, checkpoint_folder
 from megajax.checkpoint.weights import EMA, PARAMS, description, open_layer_state, open_weights, run_config
+from megajax.command_parser import CommandParser
 from megajax.config import Config
 from megajax.config.sentences import listed
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.files import is_number
 from megajax.hf import beside

@@ -16,8 +16,9 @@ import time
 import warnings
 from importlib import metadata
 
+from megajax.command_parser import CommandParser
 from megajax.config import Config, load_config
-from megajax.console import CommandParser, fold, user_errors
+from megajax.console import fold, user_errors
 from megajax.errors import InputError
 from megajax.runtime import prepare_environment, process_start_time
 

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Iterator, Sequence
 
-from megajax.console import CommandParser, add_model_arguments, add_sampling_arguments, user_errors
+from megajax.command_parser import CommandParser
+from megajax.console import add_model_arguments, add_sampling_arguments, user_errors
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 

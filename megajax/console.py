@@ -1,10 +1,8 @@
-"""Shared by all commands: their names, parsers whose errors are sentences, and the exit after a mistake."""
+"""Shared by all commands: their names, common arguments, and the exit after a mistake."""
 
 import argparse
-import difflib
 import errno
 import io
-import itertools
 import os
 import re
 import shlex
@@ -16,11 +14,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 from megajax import threads
-from megajax.errors import InputError, ThreadError, UserError, shown
-from megajax.version import VERSION
+from megajax.errors import ThreadError, UserError, shown
 
 SPACE, PERMISSION = "free disk space there", "choose a directory that you may write to"
 CURES = {
@@ -81,51 +78,6 @@ def program_name(module: str) -> str:
 def command(name: str, *arguments: object) -> str:
     """The command line of subcommand `name` for the user to paste: called as this one is, its arguments quoted."""
     return " ".join([program_name(COMMANDS[name][0]), *map(shlex.quote, map(str, arguments))])
-
-
-class _PrintTraceback(argparse.Action):
-    def __call__(self, *_: object) -> None:
-        os.environ[TRACEBACK] = "1"
-
-
-class CommandParser(argparse.ArgumentParser):
-    """The parser of a subcommand: its usage names the program as in the user's call; errors are sentences.
-
-    Call `parse_args` inside `user_errors`.
-    """
-
-    def __init__(self, module: str, **settings):
-        super().__init__(prog=program_name(module), allow_abbrev=False, **settings)
-        self.add_argument("--version", action="version", version=f"megajax {VERSION}", help="print megajax's version")
-        self.add_argument("--traceback", action=_PrintTraceback, nargs=0, help="print the traceback of a mistake too")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; but an unknown option is the first error, and it names the nearest one."""
-        given = itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args)
-        for word in (word for word in given if word.startswith("--")):
-            if (name := word.partition("=")[0]) not in self._option_string_actions:
-                self.error(f"{shown(name)} is not an option{self._meant(word, name)}")
-        return super().parse_known_args(args, namespace)
-
-    def _meant(self, word: str, name: str) -> str:
-        public = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        near = difflib.get_close_matches(name, [each for action in public for each in action.option_strings], 1)
-        takes_keys = any("section.key=value" in f"{action.metavar} {action.help}" for action in public)
-        if "." in name and takes_keys:
-            return f": write {shown(word.removeprefix('--') if '=' in word else name.removeprefix('--') + '=VALUE')}"
-        return f": did you mean {near[0]}?" if near else ""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        choices, option = list(map(str, action.choices)), "/".join(action.option_strings) or action.metavar
-        near = difflib.get_close_matches(str(value), choices, 1, 0.5)
-        meant = f"did you mean {near[0]}? The choices are" if near else "use one of"
-        self.error(f"{option}={shown(value)} is not a choice: {meant} {', '.join(choices)}")
-
-    def error(self, message: str) -> NoReturn:
-        end = "" if message.endswith("?") else ";"
-        raise InputError(f"{message}{end} {self.prog} --help lists the arguments.")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

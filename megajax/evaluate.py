@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megajax.console import CommandParser, add_model_arguments, add_template_arguments, user_errors
+from megajax.command_parser import CommandParser
+from megajax.console import add_model_arguments, add_template_arguments, user_errors
 from megajax.data.json_lines import matching_files
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda

@@ -4,7 +4,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megajax.console import CommandParser, add_model_arguments, add_sampling_arguments, user_errors
+from megajax.command_parser import CommandParser
+from megajax.console import add_model_arguments, add_sampling_arguments, user_errors
 from megajax.runtime import accept_missing_cuda
 
 

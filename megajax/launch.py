@@ -23,10 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from megajax.command_parser import CommandParser
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.config.sentences import counted
-from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, CommandParser, user_errors
+from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.files import is_number, whole_number
 

@@ -21,11 +21,11 @@ from jaxlib import _jax  # type: ignore[attr-defined]
 from megajax import cluster, threads
 from megajax.cluster import Processes
 from megajax.config import AXES
+from megajax.config.mesh_text import read_mesh
 from megajax.config.sentences import counted
 from megajax.console import hide_native_lines
 from megajax.coordinator import through_a_relay
 from megajax.errors import ConfigError, shown
-from megajax.files import is_number
 from megajax.messages import SLOWEST, gather
 from megajax.runtime import has_nvidia_driver
 
@@ -98,14 +98,7 @@ def describe_hosts(sizes: Mapping[str, int], hosts: Sequence[int] | np.ndarray) 
 
 def named_mesh(sizes: str, setting: str) -> Mesh:
     """The mesh of a command's option, `tensor=2,fsdp=2`, on the first devices; ConfigError names `setting`."""
-    found: dict[str, int] = {}
-    for entry in sizes.split(","):
-        axis, _, size = entry.strip().partition("=")
-        if axis not in AXES or not is_number(size) or int(size) < 1:
-            raise ConfigError(
-                f"{setting}={shown(sizes)} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2."
-            )
-        found[axis] = int(size)
+    found = read_mesh(sizes, setting)
     count, devices = math.prod(found.values()), jax.devices()
     if count > len(devices):
         raise ConfigError(

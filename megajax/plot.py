@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megajax import metrics_file
-from megajax.console import CommandParser, user_errors
+from megajax.command_parser import CommandParser
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.files import METRICS
 

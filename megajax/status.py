@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax import metrics_file
+from megajax.command_parser import CommandParser
 from megajax.config.tree import read_file
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.files import CONFIG, HEARTBEAT_SECONDS, LOCK, METRICS
 

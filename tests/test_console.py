@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import megajax
 from megajax import commands
+from megajax.config.options import OPTIONS
 from megajax.console import COMMANDS, command, fold, memory_size, size, user_errors
 from megajax.errors import InputError, reading
 from megajax.training.logs import console_line
@@ -97,9 +99,50 @@ def test_every_command_names_the_option_that_is_nearest_to_an_unknown_one(comman
     assert "did you mean --help?" in error
 
 
+TAKE_KEYS = {"train", "launch", "preflight", "plan", "verify", "bench", "profile", "inspect"}
+TAKE_A_MESH = {"generate", "chat", "evaluate"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("equals", [" ", "="])
+def test_every_command_answers_megatrons_option_with_its_own(command, equals, capsys):
+    typed = f"--tensor-model-parallel-size{equals}8".split()
+    error = mistake_of(capsys, command, *(["config"] if command == "hf" else []), *typed)
+    key = "is a key of a run's config"
+    answers = dict.fromkeys(TAKE_KEYS, "write mesh.tensor=8") | dict.fromkeys(TAKE_A_MESH, "write --mesh tensor=8")
+    answer = answers.get(command, f"mesh.tensor {key}")
+    assert f"--tensor-model-parallel-size is not an option: {answer}; " in error
+
+
+def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys):
+    helps = ["hf plan --help", "data.merge --help", *(f"{command} --help" for command in COMMANDS)]
+    shown = ""
+    for name, *words in map(str.split, helps):
+        module = COMMANDS[name][0] if name in COMMANDS else f"megajax.{name}"
+        with pytest.raises(SystemExit):
+            importlib.import_module(module).main(words)
+        shown += capsys.readouterr().out
+    assert not [option for option in OPTIONS if not re.search(rf"{option}\b(?!-)", shown)]
+
+
 @pytest.mark.parametrize(
     ("command", "typed", "answer"),
     [
+        ("launch", "--nproc-per-node 4 -- a.yaml", "--nproc-per-node is not an option: did you mean --processes?"),
+        ("launch", "--nnodes=4 -- a.yaml", "scripts/slurm/train.sbatch"),
+        ("generate", "runs/a --max_new_tokens 4", "did you mean --tokens?"),
+        ("plan", "llama3_8b --gpus 8 --bf16", "--bf16 is not an option: use precision.compute=bfloat16"),
+        ("plan", "llama3_8b --gpus 8 --tp 8", "write mesh.tensor=8"),
+        ("plan", "llama3_8b --gpus 8 --sequence-parallel", "sequence parallelism is always on with mesh.tensor"),
+        ("plan", "llama3_8b --num-gpus 8", "did you mean --gpus?"),
+        ("plan", "llama3_8b --gpus 8 --explain tp=2", "--explain=tp=2: tp is no axis of a mesh: did you mean tensor?"),
+        (
+            "generate",
+            "runs/a --prompt a --mesh fsdp=2,warp=2",
+            "warp is no axis of a mesh: the axes are pipeline, data",
+        ),
+        ("generate", "runs/a --prompt a --mesh fsdp=2,fsdp=2", "has fsdp twice"),
+        ("preprocess", "--input a --tokenizer-model b", "did you mean --tokenizer?"),
         ("generate", "runs/a --promt Once", "--promt is not an option: did you mean --prompt?"),
         ("plan", "llama3_8b --gpu 8", "did you mean --gpus?"),
         ("plan", "llama3_8b --gpus h100", "write --device h100, and --gpus with their number"),

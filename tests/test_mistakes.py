@@ -26,6 +26,7 @@ USAGE = (
     "python -m megajax.train CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]]"
     " [--help [SECTION]]"
 )
+HELP = "python -m megajax.train --help lists the arguments."
 
 # The arguments after `train run.yaml`, on 8 devices. "@" stands for the location of the first override.
 TYPED = {
@@ -48,19 +49,17 @@ TYPED = {
         "tokens is not a config key (@): the sections are run, model, mesh, pipeline, precision, batch,"
         " objective, optimizer, schedule, lora, data, checkpoint, remat, kernels and logging."
     ),
-    "--tensor-model-parallel-size 2": (
-        "--tensor-model-parallel-size is not an option (the command line): write mesh.tensor=2."
-    ),
+    "--tensor-model-parallel-size 2": (f"--tensor-model-parallel-size is not an option: write mesh.tensor=2; {HELP}"),
     "--micro-batch-size 4": (
-        "--micro-batch-size is not an option (the command line): use batch.num_microbatches, which is"
-        " batch.global_size / (micro-batch size * data * fsdp * expert)."
+        "--micro-batch-size is not an option: use batch.num_microbatches, which is"
+        f" batch.global_size / (micro-batch size * data * fsdp * expert); {HELP}"
     ),
     "--use-distributed-optimizer": (
-        "--use-distributed-optimizer is not an option (the command line): mesh.data always stores weights"
-        " and optimizer state sharded (ZeRO-1)."
+        "--use-distributed-optimizer is not an option: mesh.data always stores weights"
+        f" and optimizer state sharded (ZeRO-1); {HELP}"
     ),
-    "--steps=100": "--steps is not an option (the command line): write run.steps=100.",
-    "--print-confg": "--print-confg is not an option (the command line): did you mean --print-config?",
+    "--steps=100": f"--steps is not an option: write run.steps=100; {HELP}",
+    "--print-confg": f"--print-confg is not an option: did you mean --print-config? {HELP}",
     # overrides and values
     "run.steps 5": "run.steps is not an override (the command line): write section.key=value.",
     "include=llama3_8b.yaml": (

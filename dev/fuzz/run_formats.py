@@ -255,8 +255,9 @@ def environments(folder: Path) -> Subject:
 
 def command_lines(folder: Path) -> Subject:
     """Arguments of commands, one a line."""
+    from megajax.command_parser import CommandParser
     from megajax.config.cli import parse_command_line
-    from megajax.console import CommandParser, add_model_arguments, add_sampling_arguments
+    from megajax.console import add_model_arguments, add_sampling_arguments
     from megajax.inference.prompts import chosen_arguments
     from megajax.inference.sampling import chosen_sampling
     from megajax.mesh import named_mesh

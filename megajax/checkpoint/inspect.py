@@ -9,7 +9,8 @@ from pathlib import Path
 from megajax.checkpoint import checksums, complete_steps, find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY, Folder, checkpoint_folder, saved_at, sizes, store_errors
 from megajax.checkpoint.weights import array_headers, description
-from megajax.console import CommandParser, size, user_errors
+from megajax.command_parser import CommandParser
+from megajax.console import size, user_errors
 from megajax.errors import UserError, reading
 
 COLUMNS = ("step", "saved", "arrays", "on disk", "saved on", "files")

@@ -1,16 +1,14 @@
 """The command line that all commands share: CONFIG, overrides, --print-config, --diff, --help."""
 
-import difflib
 import re
 from collections.abc import Sequence
 
+from megajax.command_parser import CommandParser
 from megajax.config.difference import between, from_defaults
-from megajax.config.load import help_text, load_config, overview, suggestion
+from megajax.config.load import help_text, load_config, overview
 from megajax.config.schema import Config
-from megajax.console import CommandParser, program_name
-from megajax.errors import ConfigError, shown
-
-OPTIONS = ("--print-config", "--diff", "--help", "--version", "--traceback")
+from megajax.console import program_name
+from megajax.errors import ConfigError
 
 
 def parse_command_line(argv: Sequence[str], program: str) -> Config:
@@ -39,7 +37,7 @@ def parse_command_line(argv: Sequence[str], program: str) -> Config:
     parser.add_argument(
         "-h", "--help", metavar="SECTION", nargs="?", const="", help="print this help, or the keys of a section"
     )
-    options = parser.parse_intermixed_args(_known_options(argv, parser.usage or ""))
+    options = parser.parse_intermixed_args(argv)
     # A config or an override after an option is not the option's value: `--diff run.yaml`, `--help run.yaml`.
     words = [word for word in (options.config, *options.overrides) if word is not None]
     if options.help and (_is_override(options.help) or options.help.endswith((".yaml", ".yml"))):
@@ -66,24 +64,3 @@ def parse_command_line(argv: Sequence[str], program: str) -> Config:
 
 def _is_override(argument: str) -> bool:
     return re.match(r"[\w.-]+=", argument) is not None
-
-
-def _known_options(argv: Sequence[str], usage: str) -> list[str]:
-    """`argv`; for an unknown option an error with the correction."""
-    for i, argument in enumerate(argv):
-        option, equals, value = argument.partition("=")
-        if not argument.startswith("--") or option in OPTIONS:
-            continue
-        near = difflib.get_close_matches(option, OPTIONS, 1, 0.7)
-        if near:
-            raise ConfigError(f"{shown(option)} is not an option (the command line): did you mean {near[0]}?")
-        following = argv[i + 1] if not equals and i + 1 < len(argv) else value
-        given = "" if following.startswith("-") or _is_override(following) or ".yaml" in following else following
-        cure = suggestion(option)
-        key = re.fullmatch(r"did you mean ([\w.]+)\?", cure)
-        if key:
-            cure = f"write {key[1]}={given or 'VALUE'}."
-        elif cure.startswith("the sections are"):
-            cure = f"write {usage}."
-        raise ConfigError(f"{shown(option)} is not an option (the command line): {cure}")
-    return list(argv)

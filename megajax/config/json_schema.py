@@ -4,8 +4,9 @@ import json
 import sys
 from typing import Any
 
+from megajax.command_parser import CommandParser
 from megajax.config.schema import Config
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 
 
 def main(argv: list[str]) -> int:

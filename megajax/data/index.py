@@ -4,8 +4,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megajax.command_parser import CommandParser
 from megajax.config import load_config
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.data.describe import describe_data
 from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import datasets
@@ -20,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         description="Store a run's order or tokens ahead of time.",
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings instead of the file's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings instead of the file's")
     with user_errors():
         options = parser.parse_args(argv)
         config = load_config(options.config, options.overrides)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megajax.command_parser import CommandParser
 from megajax.config import load_config
 from megajax.config.sentences import counted
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.epochs import resolve_epochs
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     description = "Figures about token files, or about a config's data with one of its samples as text."
     parser = CommandParser("megajax.data.inspect", description=description)
     parser.add_argument("target", metavar="PREFIX|CONFIG", help="prefix of a .bin/.idx pair, or YAML file of a run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings instead of the config's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings instead of the config's")
     parser.add_argument("--sample", type=_number, metavar="N", help="sample to show, of a config (default: 0)")
     parser.add_argument("--split", help="train, valid, test or valid/NAME, of a config (default: train)")
     with user_errors():
@@ -239,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.overrides or options.split or options.sample is not None:
             raise InputError(
                 f"{options.target} is the prefix of token files, which have no samples: give a CONFIG (.yaml) for "
-                "--sample, --split and KEY=VALUE."
+                "--sample, --split and section.key=value."
             )
         else:
             with TemporaryDirectory() as cache:

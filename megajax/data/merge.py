@@ -4,7 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megajax.console import CommandParser, user_errors
+from megajax.command_parser import CommandParser
+from megajax.console import user_errors
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.progress import data_size
 from megajax.errors import InputError

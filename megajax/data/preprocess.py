@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from megajax.command_parser import CommandParser
 from megajax.config.sentences import counted
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.data.encoding import Encoder, encode_blocks, write_documents
 from megajax.data.index_cache import file_digest
 from megajax.data.indexed import IndexedWriter, token_dtype

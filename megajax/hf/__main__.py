@@ -11,10 +11,11 @@ import yaml
 from megajax.checkpoint.manager import find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import run_config
+from megajax.command_parser import CommandParser
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.config.tree import Dumper
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.hf.adapters import export_adapters
 from megajax.hf.compare import compare, compare_logits, summary

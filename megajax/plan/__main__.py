@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megajax.command_parser import CommandParser
 from megajax.config.batch_schedule import tokens_of
 from megajax.config.load import config_path
 from megajax.config.sentences import counted
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.plan.compile import require_plugin

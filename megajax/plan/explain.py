@@ -6,9 +6,8 @@ import itertools
 import warnings
 
 from megajax.config.load import read_tree
+from megajax.config.mesh_text import read_mesh
 from megajax.config.sentences import counted, divisors
-from megajax.errors import InputError
-from megajax.files import is_number
 from megajax.mesh import describe_hosts
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table, terminal_width
@@ -128,20 +127,9 @@ def communication(time: StepTime) -> list[str]:
 
 def mesh_overrides(text: str) -> list[str]:
     """The overrides of a mesh such as tensor=8,pipeline=4; axes that it does not name are 1, and data the rest."""
-    sizes, named = {axis: "1" for axis in AXES_SHOWN} | {"data": "-1"}, set[str]()
-    for entry in filter(None, text.split(",")):
-        axis, _, size = (each.strip() for each in entry.partition("="))
-        if axis not in sizes or not is_number(size.removeprefix("-")):
-            raise InputError(
-                f"--explain={text}: {entry} is no axis with a size: write tensor=8,pipeline=4, for example."
-            )
-        if axis in named:
-            raise InputError(f"--explain={text} has {axis} twice: leave one of them out.")
-        named.add(axis)
-        if size == "-1":
-            sizes["data"] = "1"
-        sizes[axis] = size
-    return [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    named = read_mesh(text, "--explain", rest=True)
+    data = {"data": 1 if -1 in named.values() else -1}
+    return [f"mesh.{axis}={size}" for axis, size in {**dict.fromkeys(AXES_SHOWN, 1), **data, **named}.items()]
 
 
 def largest_microbatch(options: argparse.Namespace, overrides: list[str], found: Found, rates: Rates) -> str:

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megajax.command_parser import CommandParser
 from megajax.config import Config, load_config
-from megajax.console import CommandParser, user_errors
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.preflight import network
 from megajax.preflight.measurements import Sample, disk_rates, groups, link_rates, matmul_rates, report

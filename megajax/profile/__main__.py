@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megajax.bench import synthetic_config
-from megajax.console import CommandParser, user_errors
+from megajax.command_parser import CommandParser
+from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda, prepare_environment
 

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megajax.command_parser import CommandParser
 from megajax.config import AXES, Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.console import CommandParser, user_errors
+from megajax.config.mesh_text import read_mesh
+from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
-from megajax.files import is_number
 from megajax.runtime import accept_missing_cuda
 
 DEVICES = 16
@@ -54,24 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--precision=fp8, but precision.fp8.recipe=none ({where}): set it to current or delayed."
             )
-        meshes = [read_mesh(text) for text in options.mesh] if options.mesh else [own_mesh(config)]
+        meshes = [own_mesh(config)]
+        if options.mesh:
+            given = {text: dict.fromkeys(AXES, 1) | read_mesh(text, "--mesh") for text in options.mesh}
+            meshes = [limited(sizes, f"--mesh={text}", "make it smaller") for text, sizes in given.items()]
         for sizes in meshes:
             with_mesh = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
             check_mesh(with_mesh, math.prod(sizes.values()))
         from megajax.verify.report import report
 
         return report(config, meshes, options.steps, precision, options.checkpoint)
-
-
-def read_mesh(text: str) -> dict[str, int]:
-    """`tensor=4,pipeline=2` → the size of each axis. Raises ConfigError."""
-    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
-    for entry in text.split(","):
-        axis, _, size = entry.strip().partition("=")
-        if axis not in AXES or not is_number(size) or int(size) < 1:
-            raise ConfigError(f"--mesh={text} is not a mesh: give sizes of {', '.join(AXES)}, such as tensor=2,fsdp=2.")
-        sizes[axis] = int(size)
-    return limited(sizes, f"--mesh={text}", "make it smaller")
 
 
 def check_checkpoint(config: Config, steps: int) -> None:

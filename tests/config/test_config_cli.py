@@ -21,6 +21,7 @@ data: {kind: synthetic}
 """
 USAGE = "python -m megajax.train CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]]"
 USAGE += " [--help [SECTION]]"
+HELP = "python -m megajax.train --help lists the arguments."
 
 
 def parse(*argv: str) -> Config:
@@ -102,11 +103,11 @@ def test_overrides_may_come_before_the_config():
 ERRORS = {
     "": f"no config is given (the command line): write {USAGE}.",
     "run.steps=5": f"no config is given (the command line): write {USAGE}.",
-    "x.yaml --whatever": f"--whatever is not an option (the command line): write {USAGE}.",
-    "x.yaml --steps": "--steps is not an option (the command line): write run.steps=VALUE.",
-    "x.yaml --lr mesh.data=2": "--lr is not an option (the command line): write schedule.learning_rate=VALUE.",
-    "x.yaml --lr=3e-4": "--lr is not an option (the command line): write schedule.learning_rate=3e-4.",
-    "x.yaml --mesh.tensor 2": "--mesh.tensor is not an option (the command line): write mesh.tensor=2.",
+    "x.yaml --whatever": f"--whatever is not an option; {HELP}",
+    "x.yaml --steps": f"--steps is not an option: write run.steps=VALUE; {HELP}",
+    "x.yaml --lr mesh.data=2": f"--lr is not an option: write schedule.learning_rate=VALUE; {HELP}",
+    "x.yaml --lr=3e-4": f"--lr is not an option: write schedule.learning_rate=3e-4; {HELP}",
+    "x.yaml --mesh.tensor 2": f"--mesh.tensor is not an option: write mesh.tensor=2; {HELP}",
     "--help modle": "modle is not a section of the config (the command line): did you mean the section model?",
     "x.yaml --diff z.yaml": "config file z.yaml does not exist: give the path of a YAML file.",
 }

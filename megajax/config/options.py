@@ -1,0 +1,61 @@
+"""The answer to an unknown option of a command: our option, or the key of a config, for another framework's name."""
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from megajax.config.counterparts import counterpart, plain
+from megajax.config.fields import AXES
+from megajax.config.load import suggestion
+
+# Our option: its names in torchrun, accelerate, Megatron's tools, transformers and vLLM. It counts where it exists.
+OPTIONS = {
+    "--processes": "nproc_per_node nproc num_processes ntasks_per_node",
+    "--gpus": "num_gpus n_gpus ngpus world_size num_devices devices",
+    "--devices": "num_gpus n_gpus ngpus world_size num_devices gpus",
+    "--hosts-of": "gpus_per_node num_gpus_per_node n_gpus_per_node nproc_per_node",
+    "--per-process": "gpus_per_node num_gpus_per_node n_gpus_per_node nproc_per_node",
+    "--device": "gpu_type device_type accelerator hardware",
+    "--tokens": "max_new_tokens max_tokens max_length num_tokens_to_generate tokens_to_generate out_seq_length",
+    "--stop": "stop_words stop_strings until",
+    "--speculate": "num_speculative_tokens num_draft_tokens",
+    "--tokenizer": "tokenizer_type tokenizer_model tokenizer_name_or_path vocab_file merge_file",
+    "--json-key": "json_keys text_column text_key",
+    "--append-eod": "append_eos add_eos",
+    "--prepend-bos": "append_bos add_bos",
+    "--output-prefix": "output output_dir output_path",
+    "--dtype": "torch_dtype bf16 fp16",
+    "--data": "dataset datasets tasks valid_data_path test_data_path",
+}
+# Only `launch` has --processes.
+SEVERAL_HOSTS = (
+    *("nnodes", "num_nodes", "num_machines", "node_rank", "machine_rank", "hostfile", "master_addr", "master_port"),
+    *("rdzv_endpoint", "rdzv_backend", "rdzv_id", "main_process_ip", "main_process_port"),
+)
+NEAR = 0.7
+
+
+def meant(option: str, value: str, options: Sequence[str], takes_keys: bool) -> str:
+    """What to write for the unknown `option` with its `value` ("" for none), without a full stop; "" if unknown.
+
+    `options` are those of the command; `takes_keys`: it takes overrides of a config's keys too.
+    """
+    name = plain(option)
+    if own := next((own for own, names in OPTIONS.items() if own in options and name in names.split()), None):
+        return f"did you mean {own}?"
+    if "--processes" in options and name in SEVERAL_HOSTS:
+        return "it starts the processes of one host; scripts/slurm/train.sbatch starts those of several"
+    near = difflib.get_close_matches(option, options, 1, NEAR)
+    # --tp is near --top, but it is a name of mesh.tensor.
+    if near and not (counterpart(option) and (takes_keys or "--mesh" in options)):
+        return f"did you mean {near[0]}?"
+    cure = suggestion(option)
+    if not (key := re.fullmatch(r"did you mean ([\w.]+)(=.+)?\?", cure)):
+        return "" if cure.startswith(("the sections are", "did you mean the section")) else cure.removesuffix(".")
+    section, _, last = key[1].rpartition(".")
+    given = key[2] or f"={value or 'VALUE'}"
+    if takes_keys:
+        return f"write {key[1]}{given}"
+    if "--mesh" in options and section == "mesh" and last in AXES:
+        return f"write --mesh {last}{given}"
+    return f"{key[1]} is a key of a run's config"
