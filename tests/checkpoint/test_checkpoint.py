@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -296,3 +297,19 @@ def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
     for key in ("beta_fast", "beta_slow", "attention_factor", "truncate"):  # of YaRN, which came later
         del older["model"]["rope_scaling"][key]
     compare_descriptions(older, describe(rope_scaling=scaling), "It", ("model",), "name another")
+
+
+def test_training_waits_for_the_copy_to_the_host_and_for_the_result(tmp_path):
+    """Both times are measured around the calls, of a save that has ended when its result is asked for."""
+    checkpoints = manager.Checkpoints(tmp_path, keep=1, keep_every=None)
+    begin = time.perf_counter()
+    checkpoints.save(1, {"params": {"w": jax.numpy.zeros(4)}}, {})
+    copying = time.perf_counter() - begin
+    while checkpoints.saving is not None:
+        time.sleep(0.01)
+    begin = time.perf_counter()
+    outcome = checkpoints.outcome()
+    asking = time.perf_counter() - begin
+    assert outcome is not None and outcome.error is None
+    assert asking < outcome.waited <= copying + asking
+    checkpoints.close()

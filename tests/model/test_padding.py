@@ -137,6 +137,18 @@ def test_a_padded_batch_trains_as_its_tokens_do_without_padding():
         assert np.linalg.norm(weights[name] - value) <= 1e-6 * np.linalg.norm(value), name
 
 
+def test_a_batch_with_padding_may_follow_one_without():
+    """Its step is that of a program that has seen no other batch."""
+    config = make_config(MIXTRAL | {"num_layers": 2}, steps=1, batch={"global_size": 2, "sequence_length": 8})
+    mesh = build_mesh(check_mesh(config, 1), jax.devices()[:1])
+    used, fresh = TrainProgram.build(config, mesh), TrainProgram.build(config, mesh)
+    whole = used.abstract_batch
+    padded = whole | {"is_real": whole["loss_mask"].update(dtype=jnp.bool_)}
+    used.train_step.lower(used.abstract_state, whole)
+    steps = [each.train_step.lower(each.abstract_state, padded).as_text() for each in (used, fresh)]
+    assert steps[0] == steps[1]
+
+
 def test_a_batch_that_does_not_say_what_is_padding_is_refused():
     config = make_config(MODEL, batch={"global_size": 8}, data=UNPACKED)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))

@@ -52,6 +52,12 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * LAYER
 
 
+def test_a_group_keeps_one_input_and_its_layers_are_recomputed_together():
+    settings = ("remat={policy: full, group: 4}", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
+    saved = 16 * (2 * 4 + 2 * 2) + 2 * F + 2 * D + 2 * D
+    assert small(*settings).activations == 2 * T * (D + 4 * saved)
+
+
 def test_with_few_tokens_it_needs_most_at_the_end_when_the_embedding_gets_its_gradient():
     few = ("remat.policy=full", "model={num_layers: 100}", "batch.sequence_length=8", "kernels.loss_chunk_tokens=4")
     memory = small(*few, "kernels.scan_unroll=100")

@@ -42,9 +42,9 @@ def test_weights_only_checkpoints_start_other_runs_and_are_not_resumed(build, tm
     assert set(tree) == {"params", "experts", "step", "loss_scale", "scale_age", "skipped", "skipped_in_row"}
 
     expected = canonical(trainer.program, trainer.state.params)
-    other = build(f"run.dir={tmp_path / 'other'}", f"checkpoint.init_from={run_dir}")
+    other = build(f"run.dir={tmp_path / 'other'}", f"checkpoint.init_from={run_dir}", "optimizer.ema_decay=0.9")
     bias = {name: np.asarray(a) for name, a in trainer.state.layer_state["moe"].items()}
-    for found in (megajax.load_weights(run_dir), other.state.params):
+    for found in (megajax.load_weights(run_dir), other.state.params, other.state.ema):
         assert found.keys() == expected.keys()
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array)
