@@ -10,7 +10,7 @@ from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.expert_checks import check_experts
 from megajax.config.fields import AXES
-from megajax.config.fitting import axis_sizes, microbatch_numbers
+from megajax.config.fitting import axis_sizes, microbatch_numbers, microbatches_cure
 from megajax.config.length_checks import check_epochs
 from megajax.config.lora_checks import check_lora
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
@@ -122,8 +122,7 @@ def _check_batch(config: Config) -> None:
     if batch.global_size % batch.num_microbatches:
         keys = ("batch.num_microbatches", "batch.global_size")
         problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
-        usable = microbatch_numbers(config, _sizes(config)) or divisors(batch.global_size)
-        fail(config, problem, f"use {listed(usable)}", *keys)
+        fail(config, problem, microbatches_cure(config, _sizes(config)), *keys)
     _check_ramp_up(config)
     tokens = batch.global_size * batch.sequence_length
     if tokens > MOST_TOKENS:

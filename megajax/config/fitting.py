@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from megajax.config.batch_schedule import sizes_by_tokens
 from megajax.config.kinds import mlp_widths
 from megajax.config.schema import Config
-from megajax.config.sentences import divisors, value
+from megajax.config.sentences import divisors, listed, value
 
 
 def tensor_keys(config: Config) -> list[str]:
@@ -56,3 +56,11 @@ def microbatch_numbers(config: Config, sizes: dict[str, int]) -> list[int]:
         return stages == 1 or (min(counts) >= stages and in_rounds)
 
     return [n for n in divisors(batch.global_size) if fits(n)]
+
+
+def microbatches_cure(config: Config, sizes: dict[str, int]) -> str:
+    """The values of `batch.num_microbatches` to use; if none fits the mesh, what the batch must be for one."""
+    if usable := microbatch_numbers(config, sizes):
+        return f"use {listed(usable)}"
+    stages = sizes["pipeline"]
+    return f"use {stages}, and make batch.global_size a multiple of {stages * config.batch_shards(sizes)}"

@@ -3,7 +3,7 @@
 import math
 
 from megajax.config.batch_schedule import sizes_by_tokens
-from megajax.config.fitting import microbatch_numbers
+from megajax.config.fitting import microbatches_cure
 from megajax.config.kinds import attention_kinds, is_mixed
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value
@@ -74,10 +74,7 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
 def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, microbatches = sizes["pipeline"], config.pipeline.rounds, config.batch.num_microbatches
     key, name = "batch.num_microbatches", format_axis(config, sizes, "pipeline")
-    shards = config.batch_shards(sizes)
-    usable = microbatch_numbers(config, sizes)
-    cure = f"use {listed(usable)}" if usable else f"use {stages}, and make batch.global_size a multiple of"
-    cure += "" if usable else f" {stages * shards}"
+    cure = microbatches_cure(config, sizes)
     if microbatches < stages:
         idle = (stages - 1) / (microbatches * rounds + stages - 1)
         problem = (

@@ -11,8 +11,9 @@ from megajax.config.sentences import counted, divisors
 from megajax.mesh import describe_hosts
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table, terminal_width
-from megajax.plan.search import Found, explained
+from megajax.plan.search import Found, explained, most_microbatches
 from megajax.plan.step_time import StepTime
+from megajax.plan.variations import MICROBATCHES
 
 MEMORY = ("parameters", "optimizer", "gradients", "weights", "activations", "working")
 
@@ -43,7 +44,7 @@ def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rate
         return []
     config, sizes = found.candidate.config, found.candidate.plan.sizes
     shards = config.batch_shards(sizes)
-    batches = [f"batch.num_microbatches={n}" for n in divisors(config.batch.global_size // shards)]
+    batches = [f"{MICROBATCHES}={n}" for n in divisors(config.batch.global_size // shards)]
     remats = ["remat.policy=selective", "remat.policy=full"]
     singles = [[each] for each in [*batches, *remats, "optimizer.offload=true"]]
     if sizes["data"] > 1:
@@ -95,20 +96,21 @@ def _same_key(one: list[str], other: list[str]) -> bool:
 def best_microbatches(options: argparse.Namespace, overrides: list[str], rates: Rates) -> list[str]:
     """The override of the fastest number of microbatches that fits, else of the one that needs least memory.
 
-    None if the config or an override sets it, and if each number is refused.
+    None if the config or an override sets it. If each number is refused, the mesh is to blame.
     """
-    batch = read_tree(options.config, overrides).values.get("batch") or {}
-    if "num_microbatches" in batch or not isinstance(batch.get("global_size"), int):
+    given = read_tree(options.config, overrides).values
+    batch = given.get("batch") or {}
+    if "num_microbatches" in batch or not isinstance(size := batch.get("global_size"), int):
         return []
-    found: list[tuple[bool, float, str]] = []
+    found: list[tuple[bool, float, int]] = []
     with warnings.catch_warnings(action="ignore"):
-        for count in divisors(max(1, batch["global_size"])):
-            override = f"batch.num_microbatches={count}"
+        for count in divisors(max(1, size)):
             with contextlib.suppress(ValueError):
-                one = explained(options.config, [*overrides, override], options.gpus, rates)
+                one = explained(options.config, [*overrides, f"{MICROBATCHES}={count}"], options.gpus, rates)
                 fits = one.gib <= rates.memory_gib
-                found.append((not fits, one.time.total if fits else one.gib, override))
-    return [min(found)[2]] if found else []
+                found.append((not fits, one.time.total if fits else one.gib, count))
+    chosen = min(found)[2] if found else most_microbatches(given["mesh"]["pipeline"], size)
+    return [f"{MICROBATCHES}={chosen}"]
 
 
 def communication(time: StepTime) -> list[str]:
@@ -137,7 +139,7 @@ def largest_microbatch(options: argparse.Namespace, overrides: list[str], found:
     shards = found.candidate.config.batch_shards(found.candidate.plan.sizes)
     sequences, batch = found.candidate.config.batch.global_size // shards, 0
     for count in divisors(sequences):
-        changed = [*overrides, f"batch.num_microbatches={sequences // count}"]
+        changed = [*overrides, f"{MICROBATCHES}={sequences // count}"]
         try:
             other = explained(options.config, changed, options.gpus, rates)
         except ValueError:  # a pipeline needs a minimum of microbatches
@@ -161,7 +163,7 @@ def longer(options: argparse.Namespace, overrides: list[str], found: Found, rate
         other = explained(options.config, changed, options.gpus, rates)
     except ValueError as error:
         try:  # as many sequences of a microbatch
-            fewer = f"batch.num_microbatches={max(1, batch.num_microbatches // 2)}"
+            fewer = f"{MICROBATCHES}={max(1, batch.num_microbatches // 2)}"
             other = explained(options.config, [*changed, fewer], options.gpus, rates)
         except ValueError:
             return f"Sequences of twice the length, half as many, are refused: {error}"

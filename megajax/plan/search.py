@@ -29,7 +29,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.step_time import StepTime
-from megajax.plan.variations import FP8, LAYOUT, NEUTRAL, VARIED, Settings, Variations
+from megajax.plan.variations import FP8, LAYOUT, MICROBATCHES, NEUTRAL, VARIED, Settings, Variations
 
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
 SMALLEST = 24  # candidates with the fewest bytes that are asked whether anything fits without a pinned key
@@ -158,31 +158,39 @@ class Search:
 
     def _no_mesh(self) -> str:
         """The sentence if no candidate is legal: the pinned key to blame, and the most frequent reason."""
-        reason = self.refusals.most_common(1)[0][0] if self.refusals else "choose another value, or leave it out."
+        frequent = self.refusals.most_common(1)[0][0] if self.refusals else "choose another value, or leave it out."
+        reason = self._refusal() or frequent
         for key in self.fixed:
             if next(self._without(key)._legal(), None):
                 return f"{self._named(key)} rules out every mesh of {counted(self.gpus, 'GPU')}: {reason}"
         pinned = " ".join(_as_overrides(self.fixed)) or f"batch.global_size={self.base.batch.global_size}"
         if self.fixed or not self.refusals:
             return f"{pinned} leaves no mesh of {counted(self.gpus, 'GPU')}: {reason}"
-        return f"no mesh of {counted(self.gpus, 'GPU')} is possible; the most frequent reason: {reason}"
+        return f"no mesh of {counted(self.gpus, 'GPU')} is possible; the most frequent reason: {frequent}"
+
+    def _refusal(self) -> str | None:
+        """The reason against the pinned sizes alone, which --explain gives too; None if these are legal."""
+        batch = {MICROBATCHES: most_microbatches(self.fixed.get("mesh.pipeline"), self.base.batch.global_size)}
+        settings = {**NEUTRAL, **batch, **self.fixed}
+        try:
+            explained(self.path, [*self.kept, *_as_overrides(settings)], self.gpus, self.rates)
+        except ConfigError as error:
+            return str(error)
+        return None
 
     def _nothing_fits(self, closest: Found) -> str:
         """The sentence if nothing fits: the closest, what it lacks, and a pinned key that rules out what would fit."""
-        lacking = closest.gib - self.rates.memory_gib
+        lacking, gpus = closest.gib - self.rates.memory_gib, counted(self.gpus, self.rates.name)
         needs = f"the closest needs {closest.gib:.1f} GiB, {lacking:.1f} more than a GPU has"
         for key in self.fixed:
             other = self._without(key)
             if any(map(self.fits, other._probably_smallest())):
                 return (
-                    f"{self._named(key)} rules out every mesh of {self.gpus} {self.rates.name}s that holds this: "
+                    f"{self._named(key)} rules out every mesh of {gpus} that holds this: "
                     f"{needs}. Without it some fit: choose another value, or leave it out."
                 )
         settings = " ".join(_as_overrides({**self.fixed, **closest.settings}))
-        return (
-            f"no mesh of {self.gpus} {self.rates.name}s holds this: {needs} ({settings}): "
-            "use more GPUs, or a smaller batch."
-        )
+        return f"no mesh of {gpus} holds this: {needs} ({settings}): use more GPUs, or a smaller batch."
 
     def _without(self, key: str) -> "Search":
         """The same search with a pinned key varied."""
@@ -338,6 +346,11 @@ def check_fp8(config: Config, rates: Rates, asked: bool = False) -> None:
     if rates.name in WITHOUT_FP8 and (asked or recipe != "none"):
         setting = "--fp8" if asked else f"{FP8}={recipe} ({config.where(FP8)})"
         raise InputError(f"{setting} needs a GPU with FP8, which an {rates.name} is not: leave it out.")
+
+
+def most_microbatches(stages: object, global_size: int) -> int:
+    """A number of microbatches for the reason why a mesh is refused: a pipeline needs several, other meshes one."""
+    return 1 if stages in (None, 1) else global_size
 
 
 def missing_settings(path: Path, overrides: Sequence[str], gpus: int) -> tuple[list[str], list[str]]:

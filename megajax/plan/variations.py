@@ -10,19 +10,20 @@ from megajax.config.sentences import divisors
 from megajax.config.stages import default_layout, layouts_to_try
 
 TENSOR, EXPERTS_OVER, LAYOUT, FP8 = "mesh.tensor", "mesh.experts_over", "pipeline.layout", "precision.fp8.recipe"
+MICROBATCHES = "batch.num_microbatches"
 FEWEST_TOKENS = 2048  # of a sequence on a device of `context`
 MOST_TOKENS = 2**17  # of a microbatch on a device
 MOST_EXPERT_SHARDS = 64
 MOST_ROUNDS, EMPTY_SLOTS = 20, 0.1  # of a pipeline: rounds; part of its layer slots that may be empty for more rounds
 VARIED = (
     *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
-    *("batch.num_microbatches", "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
+    *(MICROBATCHES, "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
 )
 type Settings = dict[str, object]
 NEUTRAL: Settings = {  # values that are legal with every value of the other keys
     **{f"mesh.{axis}": 1 for axis in ("pipeline", "fsdp", "expert", "context", "tensor")},
     "mesh.data": -1,
-    "batch.num_microbatches": 1,
+    MICROBATCHES: 1,
     "pipeline.rounds": 1,
     LAYOUT: None,
     "remat.layers": None,
@@ -46,7 +47,7 @@ class Variations:
             for microbatches, layout in itertools.product(self._microbatches(mesh), layouts[:1]):
                 settings: Settings = {
                     **sizes,
-                    "batch.num_microbatches": microbatches,
+                    MICROBATCHES: microbatches,
                     "pipeline.schedule": "1f1b",
                     "pipeline.rounds": 1,
                     LAYOUT: layout,
@@ -86,7 +87,7 @@ class Variations:
         per_device, beyond = divmod(self.config.batch.global_size, shards)
         most = MOST_TOKENS * mesh["context"] // self.config.batch.sequence_length
         counts = [] if beyond else [per_device // s for s in divisors(per_device) if s <= max(1, most)]
-        return [int(n) for n in self.values("batch.num_microbatches", counts)]
+        return [int(n) for n in self.values(MICROBATCHES, counts)]
 
     def schedules(self, settings: Settings) -> Iterator[Settings]:
         """Schedules, rounds and layouts for a mesh."""

@@ -1,11 +1,14 @@
 """One mesh in detail, its picture, and the config file of a plan."""
 
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from megajax.config import load_config
+from megajax.errors import ConfigError
 from megajax.plan.__main__ import main
+from megajax.plan.explain import mesh_overrides
 from megajax.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
 from megajax.plan.rates import rates_of
 from megajax.plan.search import explained
@@ -95,6 +98,57 @@ def test_arguments_that_contradict_each_other_are_sentences(config, capsys, argu
     with pytest.raises(SystemExit) as stopped:
         main([str(config), "--gpus", "6", *arguments])
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def refusal(capsys, *arguments: object) -> str:
+    """The sentence with which the planner refuses the arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*map(str, arguments)])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1].removeprefix("megajax: error: ")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "others"),
+    [
+        ("tensor=3", []),
+        ("pipeline=3", []),
+        ("context=16", []),
+        ("data=16", []),
+        ("data=8", ["batch.global_size=12"]),
+        ("pipeline=4", ["batch.num_microbatches=2"]),
+    ],
+)
+def test_a_search_with_an_impossible_axis_gives_the_reason_of_explain(config, capsys, mesh, others):
+    alone = refusal(capsys, config, "--gpus", 8, "--explain", mesh, *others)
+    searched = refusal(capsys, config, "--gpus", 8, f"mesh.{mesh}", *others)
+    assert searched.startswith(f"mesh.{mesh} rules out every mesh of 8 GPUs: ")
+    problem = re.split(r" \(the command line|: use", searched.partition(" GPUs: ")[2])[0]
+    assert problem in alone
+
+
+@pytest.mark.parametrize("written", ["command line", "file"])
+@pytest.mark.parametrize("number", [1, 2, 3, 16])
+@pytest.mark.parametrize("mesh", ["pipeline=4", "data=8", "pipeline=2,fsdp=4"])
+def test_microbatches_that_the_mesh_cannot_have_are_named_with_those_that_it_can(
+    eight_layers, capsys, mesh, number, written
+):
+    """The first number of the sentence is legal with the mesh."""
+    file, key = eight_layers(16), f"batch.num_microbatches={number}"
+    if written == "file":
+        file.write_text(file.read_text().replace("batch: {", f"batch: {{num_microbatches: {number}, "))
+    arguments = [file, "--gpus", 8, "--explain", mesh, *([key] if written == "command line" else [])]
+    overrides = [*mesh_overrides(mesh), key]
+    try:
+        explained(file, overrides, 8, H200)
+    except ConfigError:
+        sentence = refusal(capsys, *arguments)
+        assert key in sentence and (written == "command line" or f"{file}, line 5" in sentence)
+        usable = re.search(r"(?:use|batch.num_microbatches to) (\d+)", sentence)
+        assert usable, sentence
+        explained(file, [*mesh_overrides(mesh), f"batch.num_microbatches={usable[1]}"], 8, H200)
+    else:
+        assert main([*map(str, arguments)]) == 0
 
 
 def test_a_missing_config_is_a_sentence(tmp_path, capsys):

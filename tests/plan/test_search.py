@@ -207,14 +207,17 @@ def test_one_mesh_is_explained(config, capsys):
     [
         (["--gpus", "12"], "--gpus=12 is not a whole number of hosts of 8: use 8 or 16."),
         (["--gpus", "8", "--device", "x100"], "--device=x100 is not known: did you mean h100? The devices are h200, "),
-        (["--gpus", "8", "mesh.tensor=3"], "mesh.tensor=3 rules out every mesh of 8 GPUs: choose"),
+        (
+            ["--gpus", "8", "mesh.tensor=3"],
+            "mesh.tensor=3 rules out every mesh of 8 GPUs: mesh.tensor=3 does",
+        ),
         (
             ["--gpus", "64", "mesh.tensor=64"],
             "mesh.tensor=64 rules out every mesh of 64 GPUs: mesh.tensor=64 does not divide model.num_heads",
         ),
         (
             ["--gpus", "1", "model.num_layers=80", "batch.global_size=1"],
-            "no mesh of 1 H200s holds this: the closest needs",
+            "no mesh of 1 H200 holds this: the closest needs",
         ),
         (
             [
@@ -223,7 +226,7 @@ def test_one_mesh_is_explained(config, capsys):
             ],
             "remat.policy=none rules out every mesh of 2 H200s that holds this: the closest needs",
         ),
-        (["--gpus", "8", "--explain", "width=2"], "width=2 is no axis with a size"),
+        (["--gpus", "8", "--explain", "width=2"], "width is no axis of a mesh: the axes are pipeline, data"),
         (["--gpus", "1", "--device", "a100", "--fp8"], "--fp8 needs a GPU with FP8"),
         (
             ["--gpus", "1", "--device", "a100", "--explain", "tensor=1", "precision.fp8.recipe=current"],
