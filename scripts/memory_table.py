@@ -30,9 +30,8 @@ from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError, UserError
 from megajax.model import Transformer, parameters
-from megajax.plan import MemoryEstimate, estimate_memory
 from megajax.plan.compile import require_plugin
-from megajax.plan.memory import SCHEDULED
+from megajax.plan.memory import SCHEDULED, MemoryEstimate, estimate_memory
 from megajax.sharding import place_all, stored_rows
 from megajax.step_plan import HOPPER, StepPlan
 

@@ -233,7 +233,7 @@ OWN_TEXT = {
     "data/json_array.py": "items of data, as lines of data are",
     "data/json_lines.py": "lines of data: the fast path, with the same limits",
     "messages.py": "messages of this run's processes",
-    "plan/__main__.py": "the last line of its own child process",
+    "plan/answers.py": "the last line of its own child process",
     "preflight/__main__.py": "messages of this run's processes",
     "preflight/rates.py": "messages of this run's processes",
     "start_checks.py": "messages of this run's processes",

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import itertools
+import math
 import warnings
 
 from megajax.config.load import read_tree
@@ -35,7 +36,7 @@ def explain(options: argparse.Namespace, found: Found, overrides: list[str], rat
 
 
 def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rates: Rates) -> list[str]:
-    """Lines on a mesh that does not fit: what it lacks, and the three fastest changes that make it fit.
+    """Lines on a mesh that does not fit: what it lacks, and three changes that make it fit, fewest GPUs first.
 
     More GPUs and shorter sequences are tried only if there are fewer than three without them.
     """
@@ -57,13 +58,14 @@ def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rate
     for axis in ("fsdp", "tensor", "pipeline"):
         dearer += [[f"--gpus={n * options.gpus}", f"mesh.{axis}={n * sizes[axis]}"] for n in (2, 4)]
     dearer.append([f"batch.sequence_length={config.batch.sequence_length // 2}"])
-    fitting: list[tuple[int, float, float, list[str]]] = []
+    fitting: list[tuple[int, int, float, float, list[str]]] = []
     for rank, changes in enumerate((singles, pairs, dearer, [[*one, *other] for one in dearer for other in singles])):
         enough = [set(change) for *_, change in fitting]
         for change in (each for each in changes if not any(one < set(each) for one in enough)):
             with contextlib.suppress(ValueError):  # it is not legal
                 other = _changed(options, [*overrides, *change], rates)
-                fitting += [(rank // 2, other.time.total, other.gib, change)] if other.gib <= rates.memory_gib else []
+                gpus, seconds = math.prod(other.candidate.plan.sizes.values()), other.time.total
+                fitting += [(gpus, rank // 2, seconds, other.gib, change)] if other.gib <= rates.memory_gib else []
         if len(fitting) >= 3:
             break
     first = f"Does not fit: {found.gib:.1f} GiB, {lacking:.1f} more than the {rates.memory_gib:.1f} of a GPU."
@@ -72,8 +74,8 @@ def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rate
             f"{first} No two changes of the batch, recomputation, mesh or GPUs make it fit: use many more GPUs.",
             "",
         ]
-    lines = [f"{first} The fastest changes that make it fit:"]
-    for _, seconds, gib, change in sorted(fitting)[:3]:
+    lines = [f"{first} Changes that make it fit, on the fewest GPUs first:"]
+    for _, _, seconds, gib, change in sorted(fitting)[:3]:
         lines.append(f"  {1e3 * seconds:10,.1f} ms {gib:8.1f} GiB   {' '.join(change)}")
     if len(fitting) < 3:
         lines.append(

@@ -105,7 +105,7 @@ def _scaled(name: str, memory_gib: float, flops: float, memory: float, links: fl
     )
 
 
-SCALED = {
+SCALED = {  # by the names in DEVICE_NAMES
     "h200": H200,
     "h100": _scaled("H100", 73.2, 1.0, 3.35 / 4.8, 1.0),
     "a100": replace(_scaled("A100", 73.6, 312 / 989, 2.039 / 4.8, 600 / 900), fp8_flops=H200.bf16_flops * 312 / 989),

@@ -8,7 +8,7 @@ import jax
 
 from megajax.config import Config
 from megajax.config.batch_schedule import BatchSizes
-from megajax.plan import flops_per_token, peak_flops
+from megajax.plan.costs import flops_per_token, peak_flops
 
 
 class Meter:

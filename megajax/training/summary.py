@@ -13,13 +13,8 @@ from megajax.config.stages import virtual_stages
 from megajax.console import amount, memory_size
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
 from megajax.model.lora import targets
-from megajax.plan import (
-    active_parameter_count,
-    adapter_parameter_count,
-    estimate_memory,
-    flops_per_token,
-    parameter_count,
-)
+from megajax.plan.costs import active_parameter_count, adapter_parameter_count, flops_per_token, parameter_count
+from megajax.plan.memory import estimate_memory
 from megajax.step.pipeline.schedules import make_schedule
 from megajax.step.pipeline.simulator import Costs, simulate
 from megajax.step_plan import StepPlan

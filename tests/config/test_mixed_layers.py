@@ -11,7 +11,7 @@ from megajax.config.kinds import attention_kinds, block_layers, layer_kinds
 from megajax.config.stages import default_layout, layer_slots, slot_kinds, virtual_stages
 from megajax.errors import ConfigError
 from megajax.model import Transformer
-from megajax.plan import flops_per_token, parameter_count
+from megajax.plan.costs import flops_per_token, parameter_count
 
 ROOT = Path(__file__).parents[2]
 

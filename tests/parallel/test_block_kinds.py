@@ -21,7 +21,8 @@ from megajax.model.attention import Attention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.parts import PartSizes
-from megajax.plan import active_parameter_count, estimate_memory, flops_per_token
+from megajax.plan.costs import active_parameter_count, flops_per_token
+from megajax.plan.memory import estimate_memory
 from megajax.step.nodes import Field, Results
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver

@@ -15,7 +15,8 @@ from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.lora import A, B, adapters
-from megajax.plan import estimate_memory, flops_per_token
+from megajax.plan.costs import flops_per_token
+from megajax.plan.memory import estimate_memory
 from megajax.step.stack.adapters import adapted
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram

@@ -10,7 +10,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.remat import POLICIES
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
-from megajax.plan import estimate_memory
+from megajax.plan.memory import estimate_memory
 from megajax.training.step import TrainProgram
 
 EXTENSION = """\

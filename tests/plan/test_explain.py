@@ -160,7 +160,7 @@ def test_a_missing_config_is_a_sentence(tmp_path, capsys):
 def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(eight_layers, capsys):
     """Each change, with the config's other settings, fits by the planner's own estimate, and its figures are those."""
     config, pinned = eight_layers(256), ["batch.num_microbatches=1"]
-    assert main([str(config), "--gpus", "4", "--explain", "data=4", *pinned]) == 0
+    assert main([str(config), "--gpus", "4", "--device", "h200", "--explain", "data=4", *pinned]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     mesh = [*pinned, "mesh.data=4"]
     before = explained(config, mesh, 4, H200)
@@ -176,14 +176,20 @@ def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(eight_layer
 
 def test_more_gpus_are_named_if_fewer_than_three_changes_of_the_mesh_fit(eight_layers, capsys):
     config, pinned = eight_layers(8), ["model.num_layers=200", "batch.num_microbatches=1"]
-    assert main([str(config), "--gpus", "8", "--explain", "fsdp=8", *pinned]) == 0
+    assert main([str(config), "--gpus", "8", "--device", "h200", "--explain", "fsdp=8", *pinned]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("Does not fit")
     changes = [line.split() for line in others[: others.index("")]]
     with_more = [row for row in changes if any(each.startswith("--gpus=") for each in row)]
     assert len(changes) == 3 and with_more
+
+    def gpus_of(change: list[str]) -> int:
+        return next((int(each.removeprefix("--gpus=")) for each in change if each.startswith("--gpus=")), 8)
+
+    numbers = [gpus_of(row) for row in changes]
+    assert numbers == sorted(numbers)
     for _, _, gib, _, *change in with_more:
-        gpus = next(int(each.removeprefix("--gpus=")) for each in change if each.startswith("--gpus="))
+        gpus = gpus_of(change)
         rest = [each for each in change if not each.startswith("--gpus=")]
         found = explained(config, ["mesh.fsdp=8", *pinned, *rest], gpus, H200)
         assert found.gib <= H200.memory_gib and gib == f"{found.gib:.1f}"

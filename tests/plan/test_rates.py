@@ -1,10 +1,14 @@
 """A file of rates replaces the device's; a bad one is a sentence with the file and the key."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from megajax.errors import InputError
+from megajax.plan import DEVICE_NAMES
 from megajax.plan import __main__ as command
 from megajax.plan.costs import peak_flops
 from megajax.plan.rates import DEVICES, H200, rates_of, read_rates, write_rates
@@ -59,9 +63,47 @@ def test_the_peak_is_that_of_the_data_sheet_for_mfu_and_for_the_planner(device):
     assert peak_flops(f"NVIDIA {rates.name} 80GB HBM3") == sheets[device] == pytest.approx(rates.peak_flops)
 
 
-def test_the_plan_uses_the_file_and_then_the_links(tmp_path, monkeypatch, eight_layers):
-    file, used = tmp_path / "rates.json", []
+def test_the_plan_uses_the_file_and_then_the_links(tmp_path, capsys, eight_layers):
+    file = tmp_path / "rates.json"
     file.write_text('{"bf16_flops": 7e14, "hosts_of": 4}')
-    monkeypatch.setattr(command, "plan", lambda options, rates: used.append(rates) or "")
-    assert command.main([str(eight_layers(8)), "--gpus=8", f"--rates={file}", "--hosts-of=2"]) == 0
-    assert (used[0].bf16_flops, used[0].hosts_of) == (7e14, 2)
+    pinned = ["mesh.pipeline=1", "mesh.context=1", "mesh.tensor=2"]
+    assert command.main([str(eight_layers(8)), "--gpus=8", f"--rates={file}", "--hosts-of=2", *pinned]) == 0
+    assert f"8 H200s, hosts of 2; rates: those of {file}" in capsys.readouterr().out
+
+
+def test_the_names_of_devices_are_those_with_rates():
+    assert list(DEVICES) == list(DEVICE_NAMES)
+
+
+def test_the_device_that_is_assumed_is_named_with_the_others(capsys, eight_layers):
+    arguments = [str(eight_layers(8)), "--gpus=8", "--explain", "tensor=2"]
+    assert command.main(arguments) == 0
+    assert capsys.readouterr().out.startswith("--device is not given: H200 is assumed. The others are h100, a100, b200")
+    assert command.main([*arguments, "--device", "h100"]) == 0
+    assert "--device" not in capsys.readouterr().out
+
+
+FIRST_WORD = """
+import io, os, sys
+from megajax.plan.__main__ import main
+
+class Stream(io.StringIO):
+    def isatty(self):
+        return IS_TERMINAL
+    def write(self, text):
+        if "loading the planner" in text:
+            print(sorted({"jax", "flax", "numpy", "pydantic", "megajax.config"} & set(sys.modules)), flush=True)
+            os._exit(0)
+        return len(text)
+
+sys.stderr = Stream()
+main(["llama3_8b", "--gpus", "8"])
+"""
+
+
+@pytest.mark.parametrize("terminal", ["True", "False"])
+def test_the_first_word_comes_before_the_imports_that_take_seconds(terminal):
+    program = FIRST_WORD.replace("IS_TERMINAL", terminal)
+    environment = os.environ | {"TERM": "xterm"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -17,7 +17,8 @@ from megajax.console import STOPPED
 from megajax.data.loader import make_loader
 from megajax.model import Transformer, parameters
 from megajax.pictures.expert_load import MOST_COLUMNS, NAME, load_map
-from megajax.plan import active_parameter_count, estimate_memory, flops_per_token, parameter_count
+from megajax.plan.costs import active_parameter_count, flops_per_token, parameter_count
+from megajax.plan.memory import estimate_memory
 from megajax.sharding import place, place_all
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.training.logs import draw_load_map, expert_load

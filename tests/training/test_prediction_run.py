@@ -9,7 +9,7 @@ import pytest
 from megajax import load_run, load_weights
 from megajax.errors import ConfigError
 from megajax.model import Transformer
-from megajax.plan import flops_per_token, parameter_count
+from megajax.plan.costs import flops_per_token, parameter_count
 from megajax.training.loop import Trainer
 from megajax.training.step import with_modules
 
