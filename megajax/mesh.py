@@ -91,7 +91,7 @@ def describe_hosts(sizes: Mapping[str, int], hosts: Sequence[int] | np.ndarray) 
     if "tensor" in between:
         lines.append(
             f"warning    groups of mesh.tensor={sizes['tensor']} are on several hosts, so every layer waits for the "
-            f"network: choose a size that divides the {least} devices of a host"
+            f"network: choose a size that divides the {counted(least, 'device')} of a host"
         )
     return lines
 

@@ -167,7 +167,7 @@ def _other_config(everyone: Sequence[Facts]) -> str:
     theirs = _flat(everyone[others[0]].config)
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     shown = [f"{key}={show(theirs.get(key))} instead of {show(mine.get(key))}" for key in keys[:8]]
-    shown += [f"{len(keys) - 8} more keys"] if len(keys) > 8 else []
+    shown += [counted(len(keys) - 8, "more key")] if len(keys) > 8 else []
     return (
         f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} another config than "
         f"{_named(everyone, [0])} ({'; '.join(shown)}): start every process with the same config and overrides."

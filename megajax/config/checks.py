@@ -235,7 +235,7 @@ def _check_data(config: Config) -> None:
     samples, needed = data.train_samples, samples_before(config, config.run.steps)
     if samples is not None and samples < needed:
         keys = ("data.train_samples", "run.steps", "batch.global_size")
-        problem = f"{format_keys(config, keys[0])} is less than the {needed} samples of"
+        problem = f"{format_keys(config, keys[0])} is less than the {counted(needed, 'sample')} of"
         problem += f" {' and '.join(format_keys(config, key) for key in keys[1:])}"
         fail(config, problem, f"set {keys[0]}={needed} or more, or remove it", *keys)
     if data.train is None:

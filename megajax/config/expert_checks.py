@@ -3,7 +3,7 @@
 from megajax.config.kinds import expert_layers
 from megajax.config.model_schema import ModelConfig, RouterConfig
 from megajax.config.schema import Config
-from megajax.config.sentences import at_most, divisors, fail, format_keys, listed, value
+from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value
 
 # Keys that only models with experts read.
 EXPERT_KEYS = (
@@ -79,10 +79,8 @@ def _check_groups(config: Config, model: ModelConfig) -> None:
     reachable = experts // router.num_groups * router.groups_per_token
     if model.experts_per_token > reachable:
         keys = ("model.experts_per_token", chosen, groups)
-        problem = (
-            f"{format_keys(config, keys[0])} is more than the {reachable} experts in {format_keys(config, chosen)} of"
-        )
-        problem += f" {format_keys(config, groups)}"
+        problem = f"{format_keys(config, keys[0])} is more than the {counted(reachable, 'expert')} in"
+        problem += f" {format_keys(config, chosen)} of {format_keys(config, groups)}"
         fail(config, problem, "raise model.router.groups_per_token", *keys)
 
 

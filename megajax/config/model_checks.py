@@ -113,7 +113,8 @@ def _check_rope(config: Config) -> None:
         for key in ("short_factors", "long_factors"):
             found, name = getattr(scaling, key) or (), f"model.rope_scaling.{key}"
             if len(found) != whole // 2:
-                problem = f"model.rope_scaling.kind=longrope needs {whole // 2} numbers in {name}, not {len(found)}"
+                needs = counted(whole // 2, "number")
+                problem = f"model.rope_scaling.kind=longrope needs {needs} in {name}, not {len(found)}"
                 fail(config, problem, "give one for each rotated pair", name, "model.rope_scaling.kind")
     least = {"yarn": "model.rope_theta", "dynamic": "model.rope_fraction"}
     if (kind == "yarn" and model.rope_theta <= 1) or (kind == "dynamic" and whole == 2):

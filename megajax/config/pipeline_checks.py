@@ -172,8 +172,8 @@ def _check_prediction(config: Config, sizes: dict[str, int]) -> None:
     if config.model.mtp_layers and piece % stages:
         keys = ("model.mtp_layers", "mesh.pipeline", "batch.sequence_length")
         problem = f"{format_keys(config, keys[0])} shares the tokens of a sequence among the stages, but"
-        problem += f" {format_axis(config, sizes, 'pipeline')} does not divide the {piece} tokens that a device has of"
-        problem += f" {format_keys(config, keys[2])}"
+        problem += f" {format_axis(config, sizes, 'pipeline')} does not divide the {counted(piece, 'token')}"
+        problem += f" that a device has of {format_keys(config, keys[2])}"
         fail(config, problem, f"make it a multiple of {stages * batch.sequence_length // piece}", *keys)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from os.path import commonprefix
 from typing import NamedTuple
 
+from megajax.config.sentences import counted
 from megajax.data.rendering import Chat, Span, Template
 from megajax.errors import InputError
 
@@ -66,7 +67,8 @@ def _counted(template: Template, chat: Chat, spans: list[Span]) -> list[Span]:
         return spans
     if len(spans) != len(answers):
         raise InputError(
-            f"the chat template {template.location} marks {len(spans)} parts in a chat of {len(answers)} answers, so "
+            f"the chat template {template.location} marks {counted(len(spans), 'part')} in a chat of "
+            f"{counted(len(answers), 'answer')}, so "
             "it is not known which one has the weight 0: leave the weights out, or mark each answer once."
         )
     return [span for answer, span in zip(answers, spans, strict=True) if chat.counts(answer)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megajax.config.batch_schedule import BatchSizes
 from megajax.config.fields import UNKNOWN_STEPS
 from megajax.config.load import with_steps
+from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples
 from megajax.data.samples import Samples, sources_in
 from megajax.errors import InputError
@@ -28,9 +29,9 @@ def resolve_epochs(config: "Config", train: Samples) -> "Config":
     samples = ceil(Fraction(str(run.epochs)) * sum(map(_samples_per_epoch, sources_in(train))))
     steps = BatchSizes.of(config).steps_for(samples)
     if steps >= UNKNOWN_STEPS:
-        raise InputError(f"{given} is {steps:,} steps, more than a run can have: use fewer.")
+        raise InputError(f"{given} is {counted(steps, 'step')}, more than a run can have: use fewer.")
     if run.steps not in (UNKNOWN_STEPS, steps):
-        raise InputError(f"{given} is {steps} steps, but run.steps={run.steps}: remove one of the two.")
+        raise InputError(f"{given} is {counted(steps, 'step')}, but run.steps={run.steps}: remove one of the two.")
     return with_steps(config, steps)
 
 

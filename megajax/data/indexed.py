@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from megajax.config.data_schema import is_remote
+from megajax.config.sentences import counted
 from megajax.console import command
 from megajax.data.index_cache import read_once
 from megajax.data.remote import RemoteFile, RemoteTokens
@@ -82,8 +83,8 @@ class IndexedDataset:
         for name, mine, first in zip((self._idx, self._bin), self.sizes, expected, strict=True):
             if mine != first:
                 raise InputError(
-                    f"{name} has {mine} bytes on host {socket.gethostname()} and {first} for process 0: give every "
-                    "host the same files."
+                    f"{name} has {counted(mine, 'byte')} on host {socket.gethostname()} and {first} for process 0: "
+                    "give every host the same files."
                 )
 
     def _open_index(self) -> tuple[bytes, int, Callable[[], np.ndarray]]:
@@ -102,7 +103,8 @@ class IndexedDataset:
         """(dtype code, sequences, boundaries) of an index of `size` bytes; InputError if they do not fit it."""
         if len(header) < HEADER.size:
             raise InputError(
-                f"{self._idx} is truncated: it has {size} bytes, but its header takes {HEADER.size}; write it again."
+                f"{self._idx} is truncated: it has {counted(size, 'byte')}, but its header takes {HEADER.size}; "
+                "write it again."
             )
         magic, version, code, count, num_boundaries = HEADER.unpack(header)
         if magic != MAGIC:
@@ -119,12 +121,13 @@ class IndexedDataset:
         expected = _tables_end(count, num_boundaries)
         if size < expected:
             raise InputError(
-                f"{self._idx} is truncated: it has {size} bytes, but its header says {expected}; write it again."
+                f"{self._idx} is truncated: it has {counted(size, 'byte')}, but its header says {expected}; write "
+                "it again."
             )
         if size - expected not in (0, count):
             raise InputError(
-                f"{self._idx} has {size - expected} bytes after its tables, only {count} (a mode for each sequence) or "
-                "none fit; write it again."
+                f"{self._idx} has {counted(size - expected, 'byte')} after its tables, only {count} (a mode for each "
+                "sequence) or none fit; write it again."
             )
         return code, count, num_boundaries
 
@@ -141,7 +144,7 @@ class IndexedDataset:
             tokens = data[: size - size % self.dtype.itemsize].view(self.dtype)
         if size % self.dtype.itemsize:
             raise InputError(
-                f"{self._bin} has {size} bytes, which is not a multiple of {self._idx}'s token size "
+                f"{self._bin} has {counted(size, 'byte')}, which is not a multiple of {self._idx}'s token size "
                 f"{self.dtype.itemsize}; write both again."
             )
         return tokens, size
@@ -189,7 +192,7 @@ class IndexedDataset:
             position = int(ends[-1])
         if position != bin_size:
             raise InputError(
-                f"{self._bin} has {bin_size} bytes, but {self._idx} says {position}: the two do not belong "
+                f"{self._bin} has {counted(bin_size, 'byte')}, but {self._idx} says {position}: the two do not belong "
                 "together or one is damaged; write both again."
             )
 

@@ -212,10 +212,11 @@ def _number(value: str) -> int:
 def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
     config = load_config(options.target, options.overrides)
     accept_missing_cuda()
-    opened, split, number = datasets(config), options.split or "train", options.sample or 0
+    opened, given, number = datasets(config), options.split or "train", options.sample or 0
     config = resolve_epochs(config, opened["train"])
-    if split not in opened:
-        raise InputError(f"--split={split} is not in the config: choose {', '.join(opened)}.")
+    split = next((each for each in (given, f"valid/{given}") if each in opened), None)
+    if split is None:
+        raise InputError(f"--split={given} is not in the config: choose {', '.join(opened)}.")
     samples = opened[split]
     if isinstance(samples, MegatronSamples | MegatronBlend) and number >= (count := len(samples)):
         raise InputError(
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", metavar="PREFIX|CONFIG", help="prefix of a .bin/.idx pair, or YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings instead of the config's")
     parser.add_argument("--sample", type=_number, metavar="N", help="sample to show, of a config (default: 0)")
-    parser.add_argument("--split", help="train, valid, test or valid/NAME, of a config (default: train)")
+    parser.add_argument("--split", help="train, valid, test or the NAME of a set (default: train)")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         if options.target.endswith((".yaml", ".yml")):

@@ -14,6 +14,7 @@ from typing import Any, Self, TypedDict
 import numpy as np
 
 from megajax import json_files
+from megajax.config.sentences import counted
 from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedWriter, write_errors
 from megajax.data.json_lines import TextPosition
@@ -165,7 +166,7 @@ class Journal:
         if kind is not None and self._record.exists():
             warnings.warn(
                 f"{self.prefix}.bin.partial is kept: the same command with --resume goes on after "
-                f"{self._recorded.documents:,} documents.",
+                f"{counted(self._recorded.documents, 'document')}.",
                 stacklevel=3,
             )
         else:

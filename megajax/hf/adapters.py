@@ -13,7 +13,7 @@ from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights
 from megajax.config import Config
 from megajax.errors import InputError
-from megajax.hf import is_hf_folder
+from megajax.hf import ADAPTERS, is_hf_folder
 from megajax.hf.convert import family_for, open_readers
 from megajax.hf.folder import new_folder, save_tensors
 from megajax.hf.reader import Reader
@@ -22,7 +22,7 @@ from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
 
 BASE = "checkpoint.init_from"
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     }
     with new_folder(folder) as partial:
         save_tensors(stored, partial / PEFT_WEIGHTS)
-        (partial / PEFT_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (partial / ADAPTERS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _of_module(

@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 
 from megajax.checkpoint.manager import reason
 from megajax.data.model_files import inside, read_json
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.files import sync, sync_directory
-from megajax.hf import quantised
+from megajax.hf import ADAPTERS, quantised
 from megajax.hf.quantised import Slices
 from megajax.json_files import Count, parse
 
@@ -213,10 +213,10 @@ def folder_bytes(folder: Path) -> int:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The folder's config.json; of a model that also reads images, that of its language model."""
     path = Path(folder) / "config.json"
-    if (adapters := path.with_name("adapter_config.json")).is_file():
+    if (adapters := path.with_name(ADAPTERS)).is_file():
         raise InputError(
             f"{adapters}: adapters are in this folder, which transformers adds to the model if PEFT is installed: give "
-            "a folder of the merged model, or of the base model alone."
+            f"a folder of the merged model (PEFT's merge_and_unload), or of the base model alone{_base_of(adapters)}."
         )
     if not path.is_file():
         raise InputError(f"{path} does not exist: give the folder of a model in Hugging Face's format.")
@@ -229,6 +229,21 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path} has no model_type: give the folder of a model in Hugging Face's format.")
     return config
+
+
+def _base_of(adapters: Path) -> str:
+    """The end of a sentence on adapters: the folder of their base model, by its name in adapter_config.json.
+
+    As transformers and PEFT do, a relative name is looked up in the working directory; else in the adapters' folder.
+    """
+    name = read_json(adapters).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        return ""
+    for where, path in (("from the working directory", Path(name)), ("from this folder", adapters.parent / name)):
+        if (path / "config.json").is_file():
+            return f", {path}" + ("" if Path(name).is_absolute() else f" ({shown(name)} {where})")
+    where = "" if Path(name).is_absolute() else ", neither from the working directory nor from this folder"
+    return f"; base_model_name_or_path={shown(name)} is no folder of a model here{where}"
 
 
 def _text_config(config: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax import metrics_file
+from megajax.config.sentences import counted
 from megajax.errors import InputError
 from megajax.files import METRICS, replace_text
 from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
@@ -36,8 +37,8 @@ def read_loads(path: Path, layers: int) -> tuple[list[int], np.ndarray]:
     for step, load in loads.items():
         if len(load) != layers:
             raise InputError(
-                f"{path} has {len(load)} values of expert_load at step {step}, but the model has {layers} layers with "
-                f"experts: {metrics_file.CURE}."
+                f"{path} has {counted(len(load), 'value')} of expert_load at step {step}, but the model has "
+                f"{counted(layers, 'layer')} with experts: {metrics_file.CURE}."
             )
     return list(loads), np.array(list(loads.values()))
 

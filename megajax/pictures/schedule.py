@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
+from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, Table, make_schedule
@@ -246,8 +247,7 @@ def main(arguments: list[str]) -> int:
 
 def _title(schedule: Schedule) -> str:
     sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "round": schedule.rounds}
-    plurals = {"microbatch": "microbatches"}
-    named = [f"{size} {name if size == 1 else plurals.get(name, name + 's')}" for name, size in sizes.items()]
+    named = [counted(size, name) for name, size in sizes.items()]
     return f"{schedule.kind}: {', '.join(named)}"
 
 

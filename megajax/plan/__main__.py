@@ -76,16 +76,18 @@ def _share(text: str) -> float:
 
 @contextmanager
 def _live(text: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr with the text, then the texts told, and seconds; without a terminal one each TELL_SECONDS."""
+    """A line on stderr with the text, then the texts told, and seconds.
+
+    If stderr is no terminal, a line with the first text told, then one every TELL_SECONDS.
+    """
     if not sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-        start = told = time.monotonic()
+        start, told = time.monotonic(), -math.inf
 
         def tell(text: str) -> None:
             nonlocal told
             if (now := time.monotonic()) - told >= TELL_SECONDS:
+                print(text if told < 0 else f"after {now - start:.0f} s: {text}", file=sys.stderr, flush=True)
                 told = now
-                print(f"after {now - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
         yield tell
         return

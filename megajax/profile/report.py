@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megajax.config.checks import check_mesh
+from megajax.config.sentences import counted
 from megajax.plan.rates import Rates
 from megajax.profile import parts
 from megajax.profile.operations import ATTENTION, ELEMENTWISE, HEAD, MATMULS, OPTIMIZER
@@ -67,7 +68,9 @@ def report(trace: Trace, choices: Choices) -> str:
     if choices.rates is not None:
         predicted = joined(predict(trace.config, trace.devices, choices.rates), measured.mean)
     mesh = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-    title = f"{trace.config.run.name}, {mesh}, {trace.devices} × {trace.device_kind}, {trace.steps} traced steps"
+    title = (
+        f"{trace.config.run.name}, {mesh}, {trace.devices} × {trace.device_kind}, {counted(trace.steps, 'traced step')}"
+    )
     lines = [title, "", *table(measured, predicted, choices.rates), "", *device_lines(measured)]
     lines += ["", *notes(trace, reading, choices.rates), largest_gap(measured, predicted)]
     if choices.parts:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
-from megajax.config.sentences import format_keys
+from megajax.config.sentences import counted, format_keys
 from megajax.model.parts import is_maximum
 from megajax.parallel.weights.exchange import global_norm, sum_over_all
 from megajax.parallel.weights.scaling import FP8
@@ -93,7 +93,7 @@ def _check_microbatches(config: Config, count: int) -> None:
     if count != config.batch.num_microbatches:
         needed = format_keys(config, "batch.num_microbatches")
         cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
-        raise ValueError(f"the batch has {count} microbatches, but {needed}: {cure}.")
+        raise ValueError(f"the batch has {counted(count, 'microbatch')}, but {needed}: {cure}.")
 
 
 def loss_function(graph: Graph, mesh: Mesh) -> Callable:

@@ -20,6 +20,7 @@ from megajax import json_files, metrics_file
 from megajax.checkpoint import Checkpoints, agreed_steps
 from megajax.config import Config
 from megajax.config.batch_schedule import BatchSizes, Position
+from megajax.config.sentences import counted
 from megajax.files import METRICS, replace_text
 from megajax.json_files import Count, Finite
 from megajax.training.logs import MetricsLog
@@ -80,8 +81,8 @@ class Rollbacks:
         left_out = samples - self.position(Position(step, checkpoints.describe(step)["samples_consumed"])).samples
         loss = bad.loss if np.isfinite(bad.loss) else None
         return Rollback(number, step, samples, bad.step, loss, bad.median, left_out), (
-            f"{problem}; rollback {number} of run.max_rollbacks={limit}: back to the checkpoint of step {step}, and "
-            f"the {left_out} samples up to step {bad.step} are left out"
+            f"{problem}; rollback {number} of run.max_rollbacks={limit}: back to the checkpoint of step {step}, leaving "
+            f"out {counted(left_out, 'sample')} up to step {bad.step}"
         )
 
     def add(self, rollback: Rollback) -> None:

@@ -29,6 +29,7 @@ from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import Config, ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
+from megajax.config.sentences import counted
 from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
@@ -195,8 +196,8 @@ class StateSaver:
         needed = BatchSizes.of(config, position).samples_before(steps)
         if needed > mine:
             raise InputError(
-                f"data.train_samples={mine} ({config.where('data.train_samples')}) is less than the {needed} samples "
-                f"that the run reads up to run.steps={steps} after {name}: lower run.steps."
+                f"data.train_samples={mine} ({config.where('data.train_samples')}) is less than the "
+                f"{counted(needed, 'sample')} that the run reads up to run.steps={steps} after {name}: lower run.steps."
             )
 
     def warn_of_another_rate(self, saved: Mapping[str, Any], name: str) -> None:

@@ -71,7 +71,7 @@ def summary(
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
-        chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {chunk} tokens"
+        chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(chunk, 'token')}"
         lines.append(f"context    {config.kernels.context}; per sequence and device {chunks}")
     if device.platform == "gpu" and kernels.attention == "reference":
         lines.append("warning    the reference attention is slow on a GPU and keeps [S, S] scores in memory")
@@ -87,7 +87,7 @@ def summary(
 
 def _length(config: Config) -> str:
     steps, epochs = counted(config.run.steps, "step"), config.run.epochs
-    return steps if epochs is None else f"{steps} = {epochs:g} epoch{'' if epochs == 1 else 's'} of data.train"
+    return steps if epochs is None else f"{steps} = {counted(f'{epochs:g}', 'epoch')} of data.train"
 
 
 def _ramp_up(program: TrainProgram, sizes: BatchSizes) -> list[str]:
@@ -118,9 +118,9 @@ def _pipeline(plan: StepPlan) -> list[str]:
     each = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     rounds = f" × {settings.rounds} rounds" if settings.rounds > 1 else ""
     lines = [
-        f"pipeline   {settings.schedule}, {stages} stages{rounds} of {each} layers, idle for "
+        f"pipeline   {settings.schedule}, {stages} stages{rounds} of {counted(each, 'layer')}, idle for "
         f"{report.bubble:.1%} of a step; "
-        f"a stage keeps activations of at most {max(report.in_flight):g} of {microbatches} microbatches"
+        f"a stage keeps activations of at most {max(report.in_flight):g} of {counted(microbatches, 'microbatch')}"
     ]
     if min(counts) < len(slots):
         moe = sum(slot.has_experts for slot in slots)

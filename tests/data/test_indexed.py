@@ -168,7 +168,7 @@ FAULTS = {
     "too long": (
         hand_made_index() + b"\0",
         HAND_MADE_BIN,
-        "{p}.idx has 1 bytes after its tables, only 3 (a mode for each sequence) or none fit; write it again.",
+        "{p}.idx has 1 byte after its tables, only 3 (a mode for each sequence) or none fit; write it again.",
     ),
     "magic": (
         hand_made_index(magic=b"TNTIDX\0\0\0"),

@@ -161,13 +161,21 @@ def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     assert lines[-1].startswith("⟦a b⟧ a b"), "the parts of a sample are its text"
 
 
+@pytest.mark.parametrize("split", ["easy", "valid/easy"])
+def test_a_named_set_is_shown_by_its_name(write_documents, shown, split):
+    train, easy = write_documents(text("a" * 30), "train"), write_documents(text("b" * 30), "easy")
+    lines = shown(f"train: {train}, valid_sets: [{{name: easy, prefix: {easy}}}]", "--split", split)
+    assert any(line.startswith(f"sample 0 of valid/easy, number 0 of {easy}: ") for line in lines)
+    assert lines[-1] == "⟦b⟧" + "b" * 8
+
+
 def test_mistakes_are_answered_with_one_sentence(tmp_path, write_documents, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prefix = write_documents(text("abc", "defghij"))
     (tmp_path / "c.yaml").write_text(CONFIG.format(data=f"train: {prefix}"))
     for arguments, sentence in {
         "p --sample 1": "p is the prefix of token files, which have no samples: give a CONFIG (.yaml) for --sample, "
-        "--split and KEY=VALUE.",
+        "--split and section.key=value.",
         "c.yaml --split valid": "--split=valid is not in the config: choose train.",
         "c.yaml --sample -1": "argument --sample: -1 is not the number of a sample (0 or more); "
         "python -m megajax.data.inspect --help lists the arguments.",

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
+from megajax.hf import is_hf_folder
 from megajax.hf.convert import load, read_model
 from megajax.hf.folder import HEAD, INDEX, SINGLE, Weights
 from megajax.model import Transformer, parameters
@@ -109,6 +110,24 @@ def test_adapters_beside_a_model_and_a_named_file_are_refused(unpack):
     assert f"transformers_weights=b.safetensors is not {SINGLE}: rename" in error_of(folder)
     (folder / "adapter_config.json").write_text("{}")  # whether they count depends on what is installed
     assert "adapters are in this folder" in error_of(folder)
+
+
+def test_adapters_alone_are_refused_with_the_folder_of_their_base(tmp_path, monkeypatch):
+    """The name in adapter_config.json is looked up in the working directory first, as transformers does."""
+    adapters, work = tmp_path / "all" / "adapters", tmp_path / "elsewhere" / "work"
+    for folder in (adapters, work):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    name = "../base"
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    assert is_hf_folder(adapters)
+    neither = error_of(adapters)
+    assert "base_model_name_or_path=../base is no folder of a model here, neither from the working" in neither
+    for base, where in ((adapters.parent / "base", "from this folder"), (work.parent / "base", "from the working dir")):
+        base.mkdir()
+        (base / "config.json").write_text("{}")
+        assert f"(../base {where}" in (error := error_of(adapters))
+        assert Path(error.partition("base model alone, ")[2].partition(" (")[0]).resolve() == base
 
 
 # Tensors

@@ -89,7 +89,7 @@ from megajax.plan.__main__ import main
 
 class Stream(io.StringIO):
     def isatty(self):
-        return IS_TERMINAL
+        return True
     def write(self, text):
         if "loading the planner" in text:
             print(sorted({"jax", "flax", "numpy", "pydantic", "megajax.config"} & set(sys.modules)), flush=True)
@@ -101,9 +101,7 @@ main(["llama3_8b", "--gpus", "8"])
 """
 
 
-@pytest.mark.parametrize("terminal", ["True", "False"])
-def test_the_first_word_comes_before_the_imports_that_take_seconds(terminal):
-    program = FIRST_WORD.replace("IS_TERMINAL", terminal)
+def test_the_first_word_on_a_terminal_comes_before_the_imports_that_take_seconds():
     environment = os.environ | {"TERM": "xterm"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", FIRST_WORD], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
