@@ -81,8 +81,8 @@ class Rollbacks:
         left_out = samples - self.position(Position(step, checkpoints.describe(step)["samples_consumed"])).samples
         loss = bad.loss if np.isfinite(bad.loss) else None
         return Rollback(number, step, samples, bad.step, loss, bad.median, left_out), (
-            f"{problem}; rollback {number} of run.max_rollbacks={limit}: back to the checkpoint of step {step}, leaving "
-            f"out {counted(left_out, 'sample')} up to step {bad.step}"
+            f"{problem}; rollback {number} of run.max_rollbacks={limit}: back to the checkpoint of step {step}, "
+            f"leaving out {counted(left_out, 'sample')} up to step {bad.step}"
         )
 
     def add(self, rollback: Rollback) -> None:
