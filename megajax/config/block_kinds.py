@@ -14,7 +14,7 @@ from megajax.errors import ConfigError
 
 BUILT_IN = (DENSE, MOE)
 DECODING = "decoding"
-# What a part can do, in the words of `Part.SUPPORTS`: none of it by default.
+# What a part can do, in the words of `Sublayer.SUPPORTS`: none of it by default.
 ABILITIES = {
     "tensor": "its tokens and weights are divided over mesh.tensor, by the communication points",
     "context": "a device has some chunks of each sequence only, in any order",

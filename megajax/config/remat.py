@@ -21,7 +21,7 @@ class Keep(Enum):
     """What is kept, without naming values."""
 
     ALL = "all residuals"
-    NAMED = "all values that the parts of the blocks name"  # `Part.SAVED`
+    NAMED = "all values that the parts of the blocks name"  # `Sublayer.SAVED`
     INPUT = "the group's input; the backward pass starts with the forward pass"
 
 
@@ -33,7 +33,7 @@ class RematPolicy:
     keep: (
         Keep | tuple[str, ...]
     )  # or the names (`checkpoint_name`) of the values that are kept beside the group's input
-    recomputed_by_blocks: tuple[str, ...] = ()  # the values that blocks recompute themselves; see `Part.__call__`
+    recomputed_by_blocks: tuple[str, ...] = ()  # the values that blocks recompute themselves; see `Sublayer.__call__`
     on_host: bool = False  # whether kept values are in the host's memory
 
     @property

@@ -10,7 +10,7 @@ from megajax.config.kinds import block_layers, layer_kinds
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope import read_rope, write_rope
 from megajax.hf.tensors import Tensor
-from megajax.model.parts import is_gated
+from megajax.model.sublayer import is_gated
 
 Json = dict[str, Any]
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"

@@ -21,7 +21,7 @@ from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, from_parameters
 from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
-from megajax.model.parts import BlockInputs, State
+from megajax.model.sublayer import BlockInputs, LayerContext, State
 from megajax.step_plan import Hardware, Kernels
 
 
@@ -137,7 +137,8 @@ class LanguageModel:
         x = comm.place(x, comm.token_spec(len(tokens)))
         for layer, kind in enumerate(layer_kinds(self.config)):
             own, state = weights.layers[layer], weights.state[layer]
-            x, _ = self.model.blocks[kind.block](own, x, inputs, layer, state, comm=comm, kind=kind)
+            ctx = LayerContext(comm, inputs, layer, kind, state=state)
+            x, _ = self.model.blocks[kind.block].apply(own, x, ctx)
         return self.model.output(weights.outer, x).reshape(*tokens.shape, -1)
 
 

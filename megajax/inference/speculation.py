@@ -16,6 +16,7 @@ from megajax.inference.comm import Decode, LayerCache, Prefill, WholeSequences
 from megajax.inference.language_model import LanguageModel, block_inputs, positions_from
 from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.inference.weights import ModelWeights
+from megajax.model.sublayer import LayerContext
 
 # Folded into a position's key: a token can be drafted, accepted and replaced.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
@@ -115,8 +116,8 @@ class Drafter:
         embedded = model.embed_tokens(weights.outer, tokens.reshape(-1))
         pair = jnp.concatenate([embedded, x.reshape(embedded.shape)], axis=1)
         pair, own = comm.place(pair, comm.token_spec(len(x))), (weights.layers[layer], weights.state[layer])
-        inputs, kind = block_inputs(positions), prediction_kind(config)
-        y, _ = model.blocks[MTP](own[0], pair, inputs, layer, own[1], comm=comm, kind=kind)
+        ctx = LayerContext(comm, block_inputs(positions), layer, prediction_kind(config), state=own[1])
+        y, _ = model.blocks[MTP].apply(own[0], pair, ctx)
         return y.reshape(x.shape)
 
     def _choose(self, weights: ModelWeights, h, keys, positions) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from megajax.config.kinds import stacked_layers
 from megajax.mesh import mesh_sizes
 from megajax.model import Block, Transformer, parameters
 from megajax.model.block import layer_state
-from megajax.model.parts import State
+from megajax.model.sublayer import State
 from megajax.sharding import BLOCKS, COMPUTED_IN_FP32, LOGICAL_TO_MESH
 
 # A model in use has no stages and no batch of its own: these axes divide a weight's width D, whatever they are for in

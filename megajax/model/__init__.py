@@ -3,7 +3,18 @@
 from megajax.config.block_kinds import EVERYTHING
 from megajax.model.block import Block, register
 from megajax.model.parameters import bind, declare, init_parameters, parameters
-from megajax.model.parts import Part
+from megajax.model.sublayer import LayerContext, Sublayer
 from megajax.model.transformer import Transformer
 
-__all__ = ["EVERYTHING", "Block", "Part", "Transformer", "bind", "declare", "init_parameters", "parameters", "register"]
+__all__ = [
+    "EVERYTHING",
+    "Block",
+    "LayerContext",
+    "Sublayer",
+    "Transformer",
+    "bind",
+    "declare",
+    "init_parameters",
+    "parameters",
+    "register",
+]

@@ -7,17 +7,16 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.block_kinds import EVERYTHING
-from megajax.config.kinds import LayerKind
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
-from megajax.model.parts import (
+from megajax.model.sublayer import (
     MAX_SCORE,
-    BlockInputs,
+    LayerContext,
     Metrics,
-    Part,
-    PartSizes,
     Shares,
     State,
+    Sublayer,
+    SublayerSizes,
     Weights,
     add_bias,
     clip_factor,
@@ -29,14 +28,13 @@ from megajax.model.parts import (
 )
 
 
-class Attention(Part):
+class Attention(Sublayer):
     """Grouped-query causal self-attention (Ainslie et al. 2023) with the norm before it: `[T, D]` → `[T, D]`."""
 
     NAME = "attention"
     SUPPORTS = EVERYTHING
     FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
     LINEAR = ("qkv", "output")
-    USED_FIRST, USED_LAST = "qkv", "output"
     SAVED = ("qkv", "attention", "exchanged", "leave")
 
     def __init__(self, config: ModelConfig):
@@ -58,44 +56,43 @@ class Attention(Part):
         self.output_bias = declare((D,), ("residual",), "bias") if bias is True else None
 
     @jax.named_scope("attention")
-    def __call__(
-        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: Comm, kind: LayerKind, recompute
-    ) -> tuple[jax.Array, Metrics]:
+    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """Projections → positions → core → output."""
-        projected = checkpoint_name(self.project(w, x, comm, "norms" in recompute), "qkv")
+        comm = ctx.comm
+        projected = checkpoint_name(self.project(w, x, ctx), "qkv")
 
         def core(projected):
-            q, k, v = self.heads(w, projected, inputs, comm, kind)
+            q, k, v = self.heads(w, projected, ctx)
             c = self.config
-            settings = {"window": kind.window, "softcap": c.attention_softcap, "scale": c.attention_scale}
-            settings |= {"sinks": w.get("sinks"), "measured": c.qk_clip is not None and inputs.measures}
-            return comm.attend(q, k, v, inputs.token_positions, **settings)
+            settings = {"window": ctx.kind.window, "softcap": c.attention_softcap, "scale": c.attention_scale}
+            settings |= {"sinks": w.get("sinks"), "measured": c.qk_clip is not None and ctx.inputs.measures}
+            return comm.attend(q, k, v, ctx.inputs.token_positions, **settings)
 
-        core = jax.checkpoint(core) if "attention" in recompute else core
+        core = jax.checkpoint(core) if "attention" in ctx.recompute else core
         out, largest = core(projected)
         out = checkpoint_name(out, "attention")
         y = checkpoint_name(comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"]), "leave")
         metrics = {} if largest is None else {MAX_SCORE: comm.among_all_heads(largest, self.config.num_heads)}
         return add_bias(y, w.get("output_bias")), metrics
 
-    def project(self, w: Weights, x: jax.Array, comm: Comm, recompute_norm: bool) -> jax.Array:
+    def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> jax.Array:
         """`[T / tensor, D]` → `[T, (N + 2K)·H]`: queries, keys and values of this device's heads, side by side."""
 
         def compute(x, norm, norm_bias, weight):
-            return comm.column_linear(normalise(self.config, x, norm, norm_bias), weight)
+            return ctx.comm.column_linear(normalise(self.config, x, norm, norm_bias), weight)
 
-        compute = jax.checkpoint(compute, prevent_cse=False) if recompute_norm else compute
+        compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
         return add_bias(compute(x, w.get("norm"), w.get("norm_bias"), w["qkv"]), w.get("qkv_bias"))
 
-    def heads(self, w: Weights, projected: jax.Array, inputs: BlockInputs, comm: Comm, kind: LayerKind):
+    def heads(self, w: Weights, projected: jax.Array, ctx: LayerContext):
         """Output of `project` → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, with rotary positions."""
-        c, (B, S) = self.config, inputs.positions.shape
+        c, comm, (B, S) = self.config, ctx.comm, ctx.inputs.positions.shape
         qkv = projected.reshape(B, S, -1, c.head_dim)
         N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
         q, k, v = jnp.split(qkv, (N, (N + qkv.shape[2]) // 2), axis=2)
         if c.qk_norm:
             q, k = (self.normalise_heads(a, w[f"{name}_norm"], comm) for a, name in ((q, "query"), (k, "key")))
-        q, k = rotate(c, kind, inputs.positions, comm.sequence_length(S), q, k)
+        q, k = rotate(c, ctx.kind, ctx.inputs.positions, comm.sequence_length(S), q, k)
         return q, k, v
 
     def normalise_heads(self, x: jax.Array, weight: jax.Array, comm: Comm) -> jax.Array:
@@ -122,19 +119,12 @@ class Attention(Part):
         biases = {f"{name}_bias": f[:, :, None] for name, f in of_heads.items() if self.config.attention_bias}
         return {name: f[:, None, :, None] for name, f in of_heads.items()} | biases
 
-    def matmul_parameters(self) -> int:
-        c = self.config
-        return c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-
-    def width(self) -> int:
-        return self.config.num_heads * self.config.head_dim
-
     def attention_flops(self, attended: float) -> float:
         c = self.config
         return 6 * attended * c.num_heads * (c.head_dim + c.head_dim)  # scores, and probabilities times values
 
-    def sizes(self, shares: Shares) -> PartSizes:
+    def sizes(self, shares: Shares) -> SublayerSizes:
         c, tensor = self.config, shares.tensor
         output = c.num_heads * c.head_dim
         key_value = 2 * c.head_dim * max(c.num_kv_heads, tensor)
-        return PartSizes((2 * output + key_value) / tensor, output, kept_width=output / tensor)
+        return SublayerSizes((2 * output + key_value) / tensor, output, kept_width=output / tensor)

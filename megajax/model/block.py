@@ -1,6 +1,7 @@
 """A block: a list of parts, each added to the residual stream, with the parts' declarations for the whole block."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.block_kinds import ABILITIES, EVERYTHING, parts_of
-from megajax.config.kinds import DENSE, KINDS, MOE, MTP, LayerKind, block_layers, layer_kinds, stacked_layers
+from megajax.config.kinds import DENSE, KINDS, MOE, MTP, block_layers, layer_kinds, stacked_layers
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
 from megajax.model.attention import Attention
@@ -19,15 +20,15 @@ from megajax.model.latent_attention import LatentAttention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
-from megajax.model.parts import BlockInputs, Metrics, Part, State, Weights, declare_norm, normalise
 from megajax.model.prediction import Join
+from megajax.model.sublayer import LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
-# Members of a part for which `Part` has no default.
-REQUIRED = ("NAME", "USED_FIRST", "USED_LAST", "__call__", "matmul_parameters", "width", "sizes")
+# Members of a sublayer for which there is no default.
+REQUIRED = ("NAME", "LINEAR", "apply")
 
 
-def register(kind: str, *parts: type[Part]) -> None:
+def register(kind: str, *parts: type[Sublayer]) -> None:
     """Register blocks of these parts as `kind`, for `model.block_pattern`; before the config is loaded.
 
     Raises ConfigError for a name that other parts have, and for a part that lacks a member.
@@ -46,10 +47,10 @@ def register(kind: str, *parts: type[Part]) -> None:
     KINDS[kind] = parts
 
 
-def _check_part(part: type[Part]) -> None:
-    missing = [name for name in REQUIRED if getattr(part, name, None) is getattr(Part, name, None)]
+def _check_part(part: type[Sublayer]) -> None:
+    missing = [name for name in REQUIRED if getattr(part, name, None) is getattr(Sublayer, name, None)]
     if missing:
-        raise ConfigError(f"{part.__name__} does not define {listed(missing, 'and')}: see megajax.model.Part for each.")
+        raise ConfigError(f"{part.__name__} does not define {listed(missing, 'and')}: see megajax.model.Sublayer.")
     if unknown := sorted(set(part.SUPPORTS) - EVERYTHING):
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
 
@@ -74,31 +75,20 @@ class Block(nnx.Module):
             setattr(self, part.NAME, module)
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Sublayer]:
         """The parts by name, in order."""
         return {name: getattr(self, name) for name in self.names}
 
-    def __call__(
-        self,
-        weights: Weights,
-        x: jax.Array,
-        inputs: BlockInputs,
-        layer,
-        state: State,
-        *,
-        comm,
-        kind: LayerKind,
-        recompute: Collection[str] = (),
-    ) -> tuple[jax.Array, Metrics]:
-        """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`; for the rest see `Part.__call__`."""
+    def apply(self, weights: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`, `ctx.state` is the whole block's."""
         metrics: Metrics = {}
         for branch, (name, part) in enumerate(self.parts.items()):
-            own, kept = _of_part(weights, name), _of_part(state, name)
-            y, measured = part(own, x, inputs, layer, kept, comm=comm, kind=kind, recompute=recompute)
+            own = _of_part(weights, name)
+            y, measured = part.apply(own, x, replace(ctx, state=_of_part(ctx.state, name)))
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
                 y = normalise(self.config, lax.optimization_barrier(y), own["post_norm"], own.get("post_norm_bias"))
-            x = x + self._dropout(y, inputs, layer, branch)
+            x = x + self._dropout(y, ctx, branch)
             metrics |= measured
         return x, metrics
 
@@ -130,14 +120,13 @@ class Block(nnx.Module):
     @property
     def used_first(self) -> str:
         """The weight that the forward pass uses first."""
-        name = self.names[0]
-        return f"{name}.{self.parts[name].USED_FIRST}"
+        return self.linear_layers[0]
 
     @property
     def used_last(self) -> str:
         """The weight that the forward pass uses last and the backward pass first."""
         name = self.names[-1]
-        return f"{name}.{self.parts[name].USED_LAST}"
+        return f"{name}.{self.parts[name].used_last()}"
 
     @property
     def saved_names(self) -> tuple[str, ...]:
@@ -172,15 +161,15 @@ class Block(nnx.Module):
         return out
 
     def rescaled(self, metrics: State) -> dict[str, jax.Array]:
-        """Factors of parameters after an update, by name, for this kind's metrics `[L, ...]`; see `Part.rescaled`."""
+        """Factors of parameters after an update, by name, for this kind's metrics `[L, ...]`; see `Sublayer`."""
         own = {name: part.rescaled(metrics) for name, part in self.parts.items()}
         return {f"{name}.{n}": factor for name, factors in own.items() for n, factor in factors.items()}
 
-    def _dropout(self, y: jax.Array, inputs: BlockInputs, layer, branch: int) -> jax.Array:
-        if inputs.dropout_key is None:
+    def _dropout(self, y: jax.Array, ctx: LayerContext, branch: int) -> jax.Array:
+        if ctx.inputs.dropout_key is None:
             return y
-        key = jax.random.fold_in(inputs.dropout_key, len(self.names) * layer + branch + 1)
-        return ops.dropout(y, self.config.dropout, key, inputs.token_ids)
+        key = jax.random.fold_in(ctx.inputs.dropout_key, len(self.names) * ctx.layer + branch + 1)
+        return ops.dropout(y, self.config.dropout, key, ctx.inputs.token_ids)
 
 
 class PredictionBlock(Block):
@@ -194,23 +183,11 @@ class PredictionBlock(Block):
         self.join = Join(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)
 
-    def __call__(
-        self,
-        weights: Weights,
-        x: jax.Array,
-        inputs: BlockInputs,
-        layer,
-        state: State,
-        *,
-        comm,
-        kind: LayerKind,
-        recompute: Collection[str] = (),
-    ) -> tuple[jax.Array, Metrics]:
+    def apply(self, weights: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """`x [T / tensor, 2D]`, the embedding beside the module's input → (its normalised output `[T / tensor, D]`,
         metrics).
         """
-        x = self.join(_of_part(weights, "join"), x, comm)
-        x, metrics = super().__call__(weights, x, inputs, layer, state, comm=comm, kind=kind, recompute=recompute)
+        x, metrics = super().apply(weights, self.join(_of_part(weights, "join"), x, ctx.comm), ctx)
         return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias")), metrics
 
 

@@ -7,17 +7,16 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.block_kinds import EVERYTHING
-from megajax.config.kinds import LayerKind
-from megajax.model.comm import Comm, LatentKeys
+from megajax.model.comm import LatentKeys
 from megajax.model.parameters import declare
-from megajax.model.parts import (
+from megajax.model.sublayer import (
     MAX_SCORE,
-    BlockInputs,
+    LayerContext,
     Metrics,
-    Part,
-    PartSizes,
     Shares,
     State,
+    Sublayer,
+    SublayerSizes,
     Weights,
     clip_factor,
     declare_norm,
@@ -30,7 +29,7 @@ from megajax.model.parts import (
 EPSILON = 1e-6  # of the latents' norms, whatever `model.norm_epsilon` is, as in the authors' code
 
 
-class LatentAttention(Part):
+class LatentAttention(Sublayer):
     """Causal self-attention whose keys and values are computed from a latent: `[T, D]` → `[T, D]`.
 
     A query and a key are R rotated elements, then those without positions; the paper has them in the other order. All
@@ -44,7 +43,7 @@ class LatentAttention(Part):
         "down": ("query_down", "key_value_down", "rotary_key"),
         "key_value": ("key", "value"),
     }
-    USED_FIRST, USED_LAST = "down", "output"
+    LINEAR = ("down", "query", "key_value", "output")
     SAVED = ("latents", "queries", "keys_values", "attention", "exchanged", "leave")
 
     def __init__(self, config: ModelConfig):
@@ -65,30 +64,33 @@ class LatentAttention(Part):
         self.output = declare((N, value, D), ("heads", "head", "embed"), scale=residual_scale(config))
 
     @jax.named_scope("attention")
-    def __call__(
-        self, w: Weights, x, inputs: BlockInputs, layer, state: State, *, comm: Comm, kind: LayerKind, recompute
-    ) -> tuple[jax.Array, Metrics]:
+    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """Down-projections → latents → queries, keys and values → core → output.
 
         To recompute "attention" means the up-projections: the latents and the core's output are kept.
         """
-        query_input, down = self.project(w, x, comm, "norms" in recompute)
+        comm = ctx.comm
+        query_input, down = self.project(w, x, ctx)
 
         def core(query_input, down):
-            q, keys = self.heads(w, query_input, down, inputs, comm, kind)
-            settings = {"window": kind.window, "softcap": self.config.attention_softcap, "scale": self.score_scale()}
-            settings |= {"measured": self.config.qk_clip is not None and inputs.measures}
-            out, largest = comm.attend_latent(q, keys, inputs.token_positions, **settings)
+            q, keys = self.heads(w, query_input, down, ctx)
+            settings = {
+                "window": ctx.kind.window,
+                "softcap": self.config.attention_softcap,
+                "scale": self.score_scale(),
+            }
+            settings |= {"measured": self.config.qk_clip is not None and ctx.inputs.measures}
+            out, largest = comm.attend_latent(q, keys, ctx.inputs.token_positions, **settings)
             return checkpoint_name(out, "attention"), largest
 
-        if "attention" in recompute:
+        if "attention" in ctx.recompute:
             core = jax.checkpoint(core, policy=checkpoint_policies.save_only_these_names("attention"))
         out, largest = core(query_input, down)
         y = comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"])
         metrics = {} if largest is None else {MAX_SCORE: comm.among_all_heads(largest, self.config.num_heads)}
         return checkpoint_name(y, "leave"), metrics
 
-    def project(self, w: Weights, x: jax.Array, comm: Comm, recompute_norm: bool) -> tuple[jax.Array, jax.Array]:
+    def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
         """`[T / tensor, D]` → (input of the queries' projection, latents and rotary key side by side), own tokens.
 
         The first is the queries' latent, or `[T / tensor, D]` without one.
@@ -97,25 +99,23 @@ class LatentAttention(Part):
 
         def compute(x, norm, norm_bias, weight):
             h = normalise(c, x, norm, norm_bias)
-            return h, comm.own_linear(h, weight)
+            return h, ctx.comm.own_linear(h, weight)
 
-        compute = jax.checkpoint(compute, prevent_cse=False) if recompute_norm else compute
+        compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
         h, down = compute(x, w.get("norm"), w.get("norm_bias"), w["down"])
         down = checkpoint_name(down, "latents")
         return (h, down) if c.q_lora_rank is None else (down[:, : c.q_lora_rank], down[:, c.q_lora_rank :])
 
-    def heads(
-        self, w: Weights, query_input, down, inputs: BlockInputs, comm: Comm, kind: LayerKind
-    ) -> tuple[jax.Array, LatentKeys]:
+    def heads(self, w: Weights, query_input, down, ctx: LayerContext) -> tuple[jax.Array, LatentKeys]:
         """Outputs of `project` → queries `[B, S, N, H]` and the keys, with rotary positions."""
-        c, (B, S) = self.config, inputs.positions.shape
+        c, comm, (B, S) = self.config, ctx.comm, ctx.inputs.positions.shape
         assert c.kv_lora_rank is not None
         latent, rotary = jnp.split(down, (c.kv_lora_rank,), axis=-1)
         if c.q_lora_rank is not None:
             query_input = self._normalise(query_input, w["query_norm"])
         q = checkpoint_name(comm.column_linear(query_input, w["query"]), "queries").reshape(B, S, -1, c.head_dim)
         rotary = comm.enter(rotary).reshape(B, S, 1, -1)
-        q, rotary = rotate(c, kind, inputs.positions, comm.sequence_length(S), q, rotary)
+        q, rotary = rotate(c, ctx.kind, ctx.inputs.positions, comm.sequence_length(S), q, rotary)
         assert c.qk_nope_head_dim is not None
         latent = self._normalise(latent, w["key_value_norm"])
         return q, LatentKeys(latent, rotary[:, :, 0], w["key_value"], c.qk_nope_head_dim, c.value_dim)
@@ -137,26 +137,11 @@ class LatentAttention(Part):
         rotated = jnp.arange(self.config.head_dim) < (self.config.qk_rope_head_dim or 0)
         return {"query": jnp.where(rotated, factor, jnp.sqrt(factor)), "key": jnp.sqrt(factor)}
 
-    def linear_layers(self) -> tuple[str, ...]:
-        return "down", "query", "key_value", "output"
-
-    def matmul_parameters(self) -> int:
-        c = self.config
-        assert c.kv_lora_rank and c.qk_nope_head_dim and c.qk_rope_head_dim
-        down = c.hidden_size * ((c.q_lora_rank or 0) + c.kv_lora_rank + c.qk_rope_head_dim)
-        queries = (c.q_lora_rank or c.hidden_size) * c.head_dim
-        return down + c.num_heads * (
-            queries + c.kv_lora_rank * (c.qk_nope_head_dim + c.value_dim) + c.value_dim * c.hidden_size
-        )
-
-    def width(self) -> int:
-        return self.config.num_heads * self.config.value_dim
-
     def attention_flops(self, attended: float) -> float:
         c = self.config
         return 6 * attended * c.num_heads * (c.head_dim + c.value_dim)
 
-    def sizes(self, shares: Shares) -> PartSizes:
+    def sizes(self, shares: Shares) -> SublayerSizes:
         c, tensor = self.config, shares.tensor
         assert c.kv_lora_rank and c.qk_nope_head_dim and c.qk_rope_head_dim
         down = (c.q_lora_rank or 0) + c.kv_lora_rank + c.qk_rope_head_dim
@@ -165,7 +150,7 @@ class LatentAttention(Part):
         heads = c.num_heads * (2 * c.head_dim + c.value_dim) + output
         kept = (down + heads) / tensor + down
         recomputed = (heads - output) / tensor + down
-        return PartSizes(kept, output, kept_width=output / tensor, recomputed=recomputed)
+        return SublayerSizes(kept, output, kept_width=output / tensor, recomputed=recomputed)
 
     def _normalise(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return ops.rms_norm(x, weight, EPSILON, self.config.norm_zero_centred)

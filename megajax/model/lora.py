@@ -88,7 +88,7 @@ def targets(config: Config) -> list[str]:
 def adapted_inputs(config: Config, block: Block) -> int:
     """The number of a block's parts whose first linear layer has an adapter."""
     wanted, able, fused = targets(config), adaptable(block), block.fused
-    firsts = [f"{name}.{part.USED_FIRST}" for name, part in block.parts.items()]
+    firsts = [f"{name}.{part.linear_layers()[0]}" for name, part in block.parts.items()]
     members = [fused.get(first, (first,)) for first in firsts]
     return sum(any(member in able and _own_name(member) in wanted for member in own) for own in members)
 

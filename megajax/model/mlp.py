@@ -5,16 +5,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
 from megajax.config.block_kinds import EVERYTHING
-from megajax.config.kinds import LayerKind, is_gated
-from megajax.model.comm import Comm
+from megajax.config.kinds import is_gated
 from megajax.model.parameters import declare
-from megajax.model.parts import (
-    BlockInputs,
+from megajax.model.sublayer import (
+    LayerContext,
     Metrics,
-    Part,
-    PartSizes,
     Shares,
-    State,
+    Sublayer,
+    SublayerSizes,
     Weights,
     add_bias,
     declare_norm,
@@ -24,14 +22,13 @@ from megajax.model.parts import (
 )
 
 
-class MLP(Part):
+class MLP(Sublayer):
     """Gated or plain MLP with the norm before it: `[T, D]` → `[T, D]`."""
 
     NAME = "mlp"
     SUPPORTS = EVERYTHING
     FUSED = {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}
     LINEAR = ("gate_up", "down")
-    USED_FIRST, USED_LAST = "gate_up", "down"
     SAVED = ("gate_up", "leave")
 
     def __init__(self, config: ModelConfig):
@@ -47,38 +44,21 @@ class MLP(Part):
         self.down_bias = declare((D,), ("residual",), "bias") if config.mlp_bias else None
 
     @jax.named_scope("mlp")
-    def __call__(
-        self,
-        w: Weights,
-        x: jax.Array,
-        inputs: BlockInputs,
-        layer,
-        state: State,
-        *,
-        comm: Comm,
-        kind: LayerKind,
-        recompute,
-    ) -> tuple[jax.Array, Metrics]:
+    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         def compute(x, norm, norm_bias, gate_up, bias, down):
-            return comm.mlp(self.config.activation, normalise(self.config, x, norm, norm_bias), gate_up, bias, down)
+            h = normalise(self.config, x, norm, norm_bias)
+            return ctx.comm.mlp(self.config.activation, h, gate_up, bias, down)
 
-        if "norms" in recompute:
+        if "norms" in ctx.recompute:
             kept = jax.checkpoint_policies.save_only_these_names("gate_up")
             compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
         norms, weights = ("norm", "norm_bias"), ("gate_up", "gate_up_bias", "down")
         y = compute(x, *(w.get(name) for name in (*norms, *weights)))
         return add_bias(checkpoint_name(y, "leave"), w.get("down_bias")), {}
 
-    def matmul_parameters(self) -> int:
-        c = self.config
-        return (1 + products(self.config)) * c.hidden_size * c.ffn_hidden_size
-
-    def width(self) -> int:
-        return self.config.ffn_hidden_size
-
-    def sizes(self, shares: Shares) -> PartSizes:
+    def sizes(self, shares: Shares) -> SublayerSizes:
         width = self.config.ffn_hidden_size
         activation = width / shares.tensor if self.config.mlp_bias else 0
-        return PartSizes(
+        return SublayerSizes(
             products(self.config) * width / shares.tensor, width, products(self.config), activation=activation
         )

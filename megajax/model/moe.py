@@ -9,16 +9,16 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.block_kinds import EVERYTHING
-from megajax.config.kinds import LayerKind, is_gated
+from megajax.config.kinds import is_gated
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
-from megajax.model.parts import (
-    BlockInputs,
+from megajax.model.sublayer import (
+    LayerContext,
     Metrics,
-    Part,
-    PartSizes,
     Shares,
     State,
+    Sublayer,
+    SublayerSizes,
     Weights,
     add_bias,
     declare_norm,
@@ -28,7 +28,7 @@ from megajax.model.parts import (
 )
 
 
-class MoE(Part):
+class MoE(Sublayer):
     """Mixture of experts with the norm before it and an optional shared expert: `[T, D]` → `[T, D]`."""
 
     NAME = "moe"
@@ -40,7 +40,6 @@ class MoE(Part):
         "shared_gate_up": ("shared_gate", "shared_up"),
     }
     LINEAR = ("gate_up", "down", "shared_gate_up", "shared_down")
-    USED_FIRST, USED_LAST = "gate_up", "down"
     SAVED = ("gate_up", "routing", "dispatched", "leave")
     METRICS = ("aux_loss", "router_z_loss", "router_entropy", "expert_counts", "dropped_tokens")
     LOSSES = ("aux_loss", "router_z_loss")
@@ -68,41 +67,33 @@ class MoE(Part):
         self.shared_router = declare((D,), ("embed",), muon=False) if config.shared_expert_gate else None
 
     @jax.named_scope("moe")
-    def __call__(
-        self,
-        w: Weights,
-        x: jax.Array,
-        inputs: BlockInputs,
-        layer,
-        state: State,
-        *,
-        comm: Comm,
-        kind: LayerKind,
-        recompute,
-    ) -> tuple[jax.Array, Metrics]:
+    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        comm = ctx.comm
+
         def compute(w: Weights, x: jax.Array):
             h = normalise(self.config, x, w.get("norm"), w.get("norm_bias"))
-            experts, weights, metrics = self.route(w, h, inputs, layer, state, comm)
+            experts, weights, metrics = self.route(w, h, ctx)
             matrices, capacity = (w["gate_up"], w["down"]), self.capacity(len(x) * comm.token_shards)
             biases = ops.Biases(w["gate_up_bias"], w["down_bias"]) if self.config.mlp_bias else None
             y = comm.experts(self.config.activation, h, experts, weights, *matrices, capacity, biases)
             return self.add_shared(w, h, y, comm), metrics
 
-        if "norms" in recompute:
+        if "norms" in ctx.recompute:
             kept = jax.checkpoint_policies.save_only_these_names("gate_up", "routing", "dispatched")
             compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
         y, metrics = compute(w, x)
         return checkpoint_name(y, "leave"), metrics
 
     @jax.named_scope("router")
-    def route(self, w: Weights, h: jax.Array, inputs: BlockInputs, layer, state, comm: Comm):
+    def route(self, w: Weights, h: jax.Array, ctx: LayerContext):
         """`h [T / tensor, D]` → (experts and their weights, both `[T / tensor, k]`; this device's metrics)."""
         c, r, k = self.config, self.config.router, self.config.experts_per_token
         assert c.num_experts is not None
+        comm, inputs, state = ctx.comm, ctx.inputs, ctx.state
         training, real = inputs.measures, inputs.real
         tokens = h.shape[0] * comm.token_shards if real is None else real.num_tokens
         if inputs.jitter_key is not None:
-            h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, layer), inputs.token_ids)
+            h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, ctx.layer), inputs.token_ids)
         logits = add_bias(ops.router.router_logits(h, w["router"]), w.get("router_bias"))
         logits = checkpoint_name(logits, "routing")
         if r.force_balance:
@@ -121,9 +112,9 @@ class MoE(Part):
         )
         if real is not None:  # padding is sent to no expert
             experts = checkpoint_name(jnp.where(real.is_real[:, None], experts, c.num_experts), "routing")
-        metrics = self.metrics(logits, experts, inputs, comm, tokens) if training else {}
+        metrics = self.metrics(logits, experts, ctx, tokens) if training else {}
         if r.capacity_factor is not None:
-            kept = self.within_capacity(experts, weights, inputs, comm)
+            kept = self.within_capacity(experts, weights, ctx)
             experts = checkpoint_name(jnp.where(kept, experts, c.num_experts), "routing")
             if training:
                 dropped = ~kept if real is None else real.is_real[:, None] & ~kept
@@ -132,13 +123,14 @@ class MoE(Part):
             experts = checkpoint_name(jnp.where(state["filled"], experts, c.num_experts), "routing")
         return experts, weights, metrics
 
-    def within_capacity(self, experts, weights, inputs: BlockInputs, comm: Comm) -> jax.Array:
+    def within_capacity(self, experts, weights, ctx: LayerContext) -> jax.Array:
         """Whether each assignment `[T / tensor, k]` is within its expert's capacity for the microbatch's real tokens.
 
         The others are dropped, and the weights of the remaining ones do not change. Losses and counts include dropped
         assignments; so do Megatron-LM's losses.
         """
         r, k, E = self.config.router, self.config.experts_per_token, self.config.num_experts
+        comm, inputs = ctx.comm, ctx.inputs
         capacity: Any = self.capacity(len(experts) * comm.token_shards)
         assert E is not None and r.capacity_factor is not None
         if inputs.real is not None:
@@ -155,10 +147,10 @@ class MoE(Part):
         assert c.num_experts is not None
         return ops.router.expert_capacity(factor, tokens, c.experts_per_token, c.num_experts)
 
-    def metrics(self, logits, experts, inputs: BlockInputs, comm: Comm, tokens) -> dict[str, jax.Array]:
+    def metrics(self, logits, experts, ctx: LayerContext, tokens) -> dict[str, jax.Array]:
         """Assignments `[E]`, and this device's shares of the router's entropy and losses, means over all `tokens`."""
         r, k, E = self.config.router, self.config.experts_per_token, logits.shape[1]
-        (B, S), real = inputs.positions.shape, inputs.real
+        comm, (B, S), real = ctx.comm, ctx.inputs.positions.shape, ctx.inputs.real
         is_real = real and real.is_real
         counts, entropy = ops.router.count(experts, E), ops.router.entropy(logits, r.score_function, is_real)
         out = {"expert_counts": counts, "router_entropy": entropy / tokens}
@@ -194,6 +186,9 @@ class MoE(Part):
         shared = bool(self.config.shared_expert_ffn_hidden_size)
         return tuple(name for name in self.LINEAR if shared or not name.startswith("shared_"))
 
+    def used_last(self) -> str:
+        return "down"
+
     def losses(self) -> tuple[str, ...]:
         return self.LOSSES if self.config.router.has_losses else ()
 
@@ -216,7 +211,7 @@ class MoE(Part):
         """Of one expert."""
         return self.config.expert_ffn_hidden_size or 0
 
-    def sizes(self, shares: Shares) -> PartSizes:
+    def sizes(self, shares: Shares) -> SublayerSizes:
         """With experts on several devices, buffers hold the largest number of rows that can arrive."""
         c, k = self.config, self.config.experts_per_token
         assert c.num_experts is not None
@@ -228,4 +223,4 @@ class MoE(Part):
         arrived = rows * c.hidden_size / (shares.tensor if shares.experts_over_tensor else 1)
         routing = 4 / shares.compute * (c.num_experts + 4 * k) / shares.tensor  # in FP32
         kept = products(self.config) * width / shares.tensor + (arrived + routing)
-        return PartSizes(kept, width, products(self.config), rows=rows, arrived=arrived)
+        return SublayerSizes(kept, width, products(self.config), rows=rows, arrived=arrived)

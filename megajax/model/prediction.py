@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.config import ModelConfig
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
-from megajax.model.parts import Weights, declare_norm, normalise
+from megajax.model.sublayer import Weights, declare_norm, normalise
 
 
 class Join(nnx.Module):

@@ -17,7 +17,7 @@ from megajax.model.block import blocks_of
 from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
-from megajax.model.parts import BlockInputs, State, Weights, declare_norm, normalise, scale_embeddings
+from megajax.model.sublayer import BlockInputs, LayerContext, State, Weights, declare_norm, normalise, scale_embeddings
 from megajax.model.width import std_factor
 
 
@@ -67,7 +67,7 @@ class Transformer(nnx.Module):
             own = {n.removeprefix(prefix): w[row] for n, w in weights.items() if n.startswith(prefix)}
             kept = {name: a[row] for name, a in (state or {}).get(kind.block, {}).items()}
             block = self.blocks[kind.block]
-            x, _ = block(block.fuse(own), x, inputs, layer, kept, comm=SingleDevice(), kind=kind)
+            x, _ = block.apply(block.fuse(own), x, LayerContext(SingleDevice(), inputs, layer, kind, state=kept))
         return self.logits(weights, self.output(weights, x)).reshape(B, S, -1)
 
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:

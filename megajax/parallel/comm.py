@@ -13,7 +13,7 @@ from megajax import ops
 from megajax.config.fields import BATCH_AXES
 from megajax.model.comm import Comm, LatentKeys, TokenPositions
 from megajax.model.lora import Adapted
-from megajax.model.parts import add_bias
+from megajax.model.sublayer import add_bias
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores

@@ -7,7 +7,7 @@ from megajax.config.fields import BATCH_AXES
 from megajax.config.remat import ATTENTION, NONE, RematPolicy
 from megajax.config.segments import Segment
 from megajax.model.lora import adapted_inputs
-from megajax.model.parts import PartSizes, Shares
+from megajax.model.sublayer import Shares, SublayerSizes
 from megajax.parallel.context.ring import UNROLLED_STEPS
 from megajax.plan.costs import planned_blocks, unsaved
 from megajax.step_plan import StepPlan
@@ -103,7 +103,7 @@ class Activations:
         width = (1 + mlp.products) * mlp.width / self.shares.tensor
         return int(self.compute * self.tokens * (width + 2 * self._row(mlp) + 2 * D))
 
-    def _row(self, part: PartSizes) -> float:
+    def _row(self, part: SublayerSizes) -> float:
         """Numbers per token in the rows that this device's experts receive."""
         tensor = self.shares.tensor if self.shares.experts_over_tensor else 1
         return part.rows * self.config.model.hidden_size / tensor

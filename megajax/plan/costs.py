@@ -9,7 +9,7 @@ from megajax.config.remat import ATTENTION, OUTPUT, Keep, RematPolicy
 from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
 from megajax.model.lora import is_adapter
-from megajax.model.parts import Part, PartSizes
+from megajax.model.sublayer import Sublayer, SublayerSizes
 
 planned_blocks = cached(blocks_of)  # all candidates of a search have the same
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA
@@ -63,7 +63,7 @@ def attended_keys(S: int, window: int | None) -> float:
     return window - window * window / (2 * S)
 
 
-def unsaved(part: Part, sizes: PartSizes, policy: RematPolicy, stream: float) -> float:
+def unsaved(part: Sublayer, sizes: SublayerSizes, policy: RematPolicy, stream: float) -> float:
     """Numbers per token of a part that a remat policy does not keep of those that `save_matmuls` keeps.
 
     `kept_width` is attention's output. The part's other values count as kept if the policy names one of them.

@@ -16,7 +16,7 @@ from megajax.config.fields import AXES
 from megajax.config.kinds import LayerKind
 from megajax.config.remat import RematPolicy
 from megajax.mesh import axes_across
-from megajax.model.parts import Part, PartSizes, Shares
+from megajax.model.sublayer import Shares, Sublayer, SublayerSizes
 from megajax.parallel.experts.dispatch import ROOM
 from megajax.plan.costs import attended_keys, planned_blocks, unsaved
 from megajax.plan.rates import Rates
@@ -106,7 +106,7 @@ class Device:
             self._layers[kind, fp8] = sum(parts, Work())
         return self._layers[kind, fp8]
 
-    def part(self, part: Part, kind: LayerKind, fp8: bool) -> Work:
+    def part(self, part: Sublayer, kind: LayerKind, fp8: bool) -> Work:
         """The forward and backward pass of a part of a layer."""
         tokens = self.plan.tokens
         work = Work(self.matmuls(part, fp8), elementwise=tokens * self.passes(part, fp8) / self.rates.memory_bytes)
@@ -120,7 +120,7 @@ class Device:
             work.traffic["expert"] = self.dispatch()
         return work
 
-    def matmuls(self, part: Part, fp8: bool) -> float:
+    def matmuls(self, part: Sublayer, fp8: bool) -> float:
         """Seconds of a part's matmuls."""
         model, tokens, tensor = self.config.model, self.plan.tokens, self.sizes["tensor"]
         whole = part.HAS_EXPERTS and "tensor" in self.config.mesh.experts_over
@@ -149,16 +149,16 @@ class Device:
             numbers += 2 * stream + sizes.kept + sizes.kept_width - unsaved(part, sizes, policy, stream)
         return self.number * self.plan.tokens * numbers
 
-    def part_sizes(self, part: Part, expert_shards: int = 1) -> PartSizes:
+    def part_sizes(self, part: Sublayer, expert_shards: int = 1) -> SublayerSizes:
         """Numbers of a part for a token of this device: with one shard as many rows as experts of a token."""
         over_tensor = part.HAS_EXPERTS and "tensor" in self.config.mesh.experts_over
         return part.sizes(Shares(self.sizes["tensor"], expert_shards, expert_shards, over_tensor, self.number))
 
-    def rows(self, part: Part, expert_shards: int = 1) -> float:
+    def rows(self, part: Sublayer, expert_shards: int = 1) -> float:
         """Numbers of the rows that experts receive, for a token of this device."""
         return (self.part_sizes(part, expert_shards).arrived or 0.0) if part.HAS_EXPERTS else 0.0
 
-    def passes(self, part: Part, fp8: bool) -> float:
+    def passes(self, part: Sublayer, fp8: bool) -> float:
         """Bytes of a part's elementwise work for a token."""
         D, tensor, sizes = self.config.model.hidden_size, self.sizes["tensor"], self.part_sizes(part)
         # A device's buffers have room for all assignments of its group. An all-gather permutes the unused rows too.
@@ -173,7 +173,7 @@ class Device:
             numbers += QUANTISE_PASSES * (kept + (rows or D) + D / tensor)
         return self.number * numbers
 
-    def over_tensor(self, part: Part, is_attention: bool) -> Traffic:
+    def over_tensor(self, part: Sublayer, is_attention: bool) -> Traffic:
         """The collectives of a part of a layer over `tensor`."""
         model, number = self.config.model, self.number * self.plan.tokens
         into = number * (self.latents if is_attention and self.latents else model.hidden_size)

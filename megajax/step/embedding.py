@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.model.parts import BlockInputs, scale_embeddings
+from megajax.model.sublayer import BlockInputs, scale_embeddings
 from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import row_major

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
 from megajax.config.sentences import counted, format_keys
-from megajax.model.parts import is_maximum
+from megajax.model.sublayer import is_maximum
 from megajax.parallel.weights.exchange import global_norm, sum_over_all
 from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import BATCH_SPEC

@@ -14,7 +14,7 @@ from megajax.config.kinds import MTP
 from megajax.config.sentences import format_keys, listed
 from megajax.errors import InputError
 from megajax.model.lora import is_trained
-from megajax.model.parts import BlockInputs, RealTokens
+from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of

@@ -9,7 +9,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.model.parts import normalise
+from megajax.model.sublayer import normalise
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.sums import after_microbatch, of_microbatch
 from megajax.step_plan import StepPlan, loss_chunks

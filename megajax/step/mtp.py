@@ -14,7 +14,7 @@ from jax import lax
 
 from megajax.config.kinds import MTP, prediction_layers
 from megajax.model.block import Block
-from megajax.model.parts import BlockInputs, normalise
+from megajax.model.sublayer import BlockInputs, normalise
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from megajax.model.parts import BlockInputs, add_metrics
+from megajax.model.sublayer import BlockInputs, add_metrics
 from megajax.parallel.weights.sums import added
 from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 

@@ -21,7 +21,7 @@ from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
-from megajax.model.parts import is_maximum
+from megajax.model.sublayer import is_maximum
 from megajax.optim import make_optimizer
 from megajax.optim.states import moment_path, placement_of
 from megajax.parallel.weights.masters import is_split, join_all, split

@@ -14,6 +14,7 @@ from megajax.inference.generation import Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.model.comm import SingleDevice
+from megajax.model.sublayer import LayerContext
 
 PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8]], 14
 LATENT = LATENT_MODELS["v3"] | {"num_layers": 2, "mtp_layers": 2}
@@ -54,9 +55,10 @@ def module_outputs(model, k: int, outputs, tokens):
     """Module k on one device: outputs `[S, D]` of the one before, the tokens `[S]` after theirs → its outputs."""
     layer, transformer = model.config.num_layers + k, model.model
     pair = jnp.concatenate([transformer.embed_tokens(model.weights.outer, tokens), outputs], axis=1)
-    inputs, kind = block_inputs(jnp.arange(len(tokens))[None]), prediction_kind(model.config)
+    inputs = block_inputs(jnp.arange(len(tokens))[None])
     block, weights, state = transformer.blocks["mtp"], model.weights.layers[layer], model.weights.state[layer]
-    return block(weights, pair, inputs, layer, state, comm=SingleDevice(), kind=kind)[0]
+    ctx = LayerContext(SingleDevice(), inputs, layer, prediction_kind(model.config), state=state)
+    return block.apply(weights, pair, ctx)[0]
 
 
 def draft_distributions(model, programs, text: list[int], drafts: list[int], sampling) -> list[np.ndarray]:

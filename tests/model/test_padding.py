@@ -8,10 +8,11 @@ from mesh_models import MIXTRAL, UNPACKED
 from single_device import first_state, make_batches, make_config, weights_of
 
 from megajax.config.checks import check_mesh
+from megajax.config.kinds import LayerKind
 from megajax.mesh import build_mesh
 from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.moe import MoE
-from megajax.model.parts import BlockInputs, RealTokens
+from megajax.model.sublayer import BlockInputs, LayerContext, RealTokens
 from megajax.ops import router
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -37,7 +38,8 @@ def route(settings: dict, h: np.ndarray, weight: np.ndarray):
     positions, ids = jnp.tile(jnp.arange(S), (len(LENGTHS), 1)), jnp.arange(len(IS_REAL))
     real = RealTokens(jnp.asarray(IS_REAL), *map(jnp.int32, (np.maximum(LENGTHS, 1), LENGTHS.sum(), 3)))
     inputs = BlockInputs(positions, TokenPositions(positions), ids, None, layer_loss_scale=jnp.float32(1), real=real)
-    return part, *part.route({"router": weight}, jnp.asarray(h), inputs, 0, {}, SingleDevice())
+    ctx = LayerContext(SingleDevice(), inputs, 0, LayerKind("moe", None))
+    return part, *part.route({"router": weight}, jnp.asarray(h), ctx)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -16,11 +16,11 @@ from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
 from megajax.mesh import build_mesh
-from megajax.model import EVERYTHING, Part, Transformer, bind, declare, register
+from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, register
 from megajax.model.attention import Attention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
-from megajax.model.parts import PartSizes
+from megajax.model.sublayer import SublayerSizes
 from megajax.plan.costs import active_parameter_count, flops_per_token
 from megajax.plan.memory import estimate_memory
 from megajax.step.nodes import Field, Results
@@ -32,7 +32,7 @@ from megajax.training.summary import summary
 STEPS = 3
 
 
-class Squared(Part):
+class Squared(Sublayer):
     """(x · up)² · down, divided by 1 + a running mean of its output.
 
     `up` is wider than a dense MLP's of the same name. What it gives is measured, and is a loss.
@@ -41,7 +41,6 @@ class Squared(Part):
     NAME = "mlp"
     SUPPORTS = EVERYTHING  # no token depends on another one
     LINEAR = ("up", "down")
-    USED_FIRST, USED_LAST = "up", "down"
     METRICS = LOSSES = ("power",)
 
     def __init__(self, config):
@@ -50,10 +49,11 @@ class Squared(Part):
         self.gain = declare((config.hidden_size,), ("norm",), "norm")
         self.down = declare((2 * config.ffn_hidden_size, config.hidden_size), ("mlp", "embed"))
 
-    def __call__(self, w, x, inputs, layer, state, *, comm, kind, recompute):
+    def apply(self, w, x, ctx):
+        comm = ctx.comm
         y = comm.row_linear(jnp.square(comm.column_linear(x, w["up"])), w["down"])
-        y = y * w["gain"] / (1 + state["mean_power"])
-        if inputs.layer_loss_scale is None:
+        y = y * w["gain"] / (1 + ctx.state["mean_power"])
+        if not ctx.inputs.measures:
             return y, {}
         tokens = len(x) * comm.token_shards
         return y, {"power": jnp.sum(jnp.square(y)) / tokens}
@@ -67,43 +67,28 @@ class Squared(Part):
     def updated_state(self, state, metrics):
         return {"mean_power": 0.5 * state["mean_power"] + 0.5 * metrics["power"]}
 
-    def matmul_parameters(self):
-        return 4 * self.config.hidden_size * self.config.ffn_hidden_size
-
-    def width(self):
-        return 2 * self.config.ffn_hidden_size
-
     def sizes(self, shares):
         width = 2 * self.config.ffn_hidden_size
-        return PartSizes(width / shares.tensor, width)
+        return SublayerSizes(width / shares.tensor, width)
 
 
-class Mean(Part):
+class Mean(Sublayer):
     """The mean of each token's value and those before it: mixes tokens like attention, with nothing of its own."""
 
     NAME = "mean"
     SUPPORTS = frozenset({"tensor"})
-    USED_FIRST, USED_LAST = "value", "output"
+    LINEAR = ("value", "output")
 
     def __init__(self, config):
         D, F = config.hidden_size, config.ffn_hidden_size
         self.config = config
         self.value, self.output = declare((D, F), ("embed", "mlp")), declare((F, D), ("mlp", "embed"))
 
-    def __call__(self, w, x, inputs, layer, state, *, comm, kind, recompute):
-        B, S = inputs.positions.shape
+    def apply(self, w, x, ctx):
+        comm, (B, S) = ctx.comm, ctx.inputs.positions.shape
         total = jnp.cumsum(comm.column_linear(x, w["value"]).reshape(B, S, -1), axis=1)
         mean = total / jnp.arange(1, S + 1)[:, None]
         return comm.row_linear(mean.reshape(B * S, -1), w["output"]), {}
-
-    def matmul_parameters(self):
-        return 2 * self.config.hidden_size * self.config.ffn_hidden_size
-
-    def width(self):
-        return self.config.ffn_hidden_size
-
-    def sizes(self, shares):
-        return PartSizes(self.config.ffn_hidden_size / shares.tensor, self.config.ffn_hidden_size)
 
 
 @pytest.fixture(autouse=True)
@@ -332,14 +317,14 @@ def test_every_loss_reaches_the_metrics(table):
 
 
 def test_a_part_is_checked_when_it_is_registered(monkeypatch):
-    class Lacking(Part):
+    class Lacking(Sublayer):
         NAME = "lacking"
 
     class Wrong(Squared):
         SUPPORTS = frozenset({"contxt"})
 
     for parts, kind, sentence in (
-        ((Attention, Lacking), "mine", "Lacking does not define USED_FIRST, .* and sizes"),
+        ((Attention, Lacking), "mine", "Lacking does not define LINEAR and apply"),
         ((Attention, Wrong), "mine", "Wrong.SUPPORTS has 'contxt': use tensor, context"),
         ((Attention, Attention), "mine", "two parts of the block mine have the name .* attention"),
         ((Mean, MLP), "dense", "dense has the parts .*Attention.* already: choose another name"),

@@ -16,7 +16,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.comm import SingleDevice, TokenPositions
 from megajax.model.parameters import declare, stack
-from megajax.model.parts import BlockInputs
+from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.sharding import EMPTY, stored_rows
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
@@ -94,9 +94,9 @@ def test_an_empty_slot_sends_no_token_to_an_expert(table):
 
     @jax.jit
     def run(weights, filled):
-        arguments = {"comm": SingleDevice(), "kind": LayerKind("moe", None)}
-        block = model.blocks["moe"]
-        return block(block.fuse(weights), x, inputs, 1, {"moe.filled": filled}, **arguments)[0]
+        block, state = model.blocks["moe"], {"moe.filled": filled}
+        ctx = LayerContext(SingleDevice(), inputs, 1, LayerKind("moe", None), state=state)
+        return block.apply(block.fuse(weights), x, ctx)[0]
 
     without = run(weights | {"moe.down": 0 * weights["moe.down"]}, True)
     np.testing.assert_array_equal(run(weights, False), without)

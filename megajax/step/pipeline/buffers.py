@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.model.parts import BlockInputs, add_metric
+from megajax.model.sublayer import BlockInputs, add_metric
 from megajax.parallel.weights.sums import added
 from megajax.step.nodes import Results
 from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.model.parts import BlockInputs
+from megajax.model.sublayer import BlockInputs
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
 from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from megajax.config import LoraConfig
 from megajax.model.lora import A, Adapted, B, adapters, is_adapter
-from megajax.model.parts import BlockInputs
+from megajax.model.sublayer import BlockInputs
 from megajax.parallel.weights.fused import FusedWeights
 
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from megajax.config.segments import Segment
 from megajax.model.block import Block
-from megajax.model.parts import BlockInputs
+from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.step.stack.adapters import adapted
@@ -137,16 +137,10 @@ class RematGroups:
             for i, (kind, own, other) in enumerate(zip(program.kinds, trained, others, strict=True)):
                 state, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i
                 weights = own | {name: w for name, w in other.items() if name not in state}
-                x, measured = self.blocks[kind.block](
-                    adapted(weights, self.weights.fused[kind.block], self.plan.config.lora, inputs, layer),
-                    x,
-                    inputs,
-                    layer,
-                    {name: a for name, a in other.items() if name in state},
-                    comm=self.comm,
-                    kind=kind,
-                    recompute=self._recomputed(program),
-                )
+                kept = {name: a for name, a in other.items() if name in state}
+                ctx = LayerContext(self.comm, inputs, layer, kind, self._recomputed(program), kept)
+                weights = adapted(weights, self.weights.fused[kind.block], self.plan.config.lora, inputs, layer)
+                x, measured = self.blocks[kind.block].apply(weights, x, ctx)
                 metrics.append(measured)
             measured = zip(program.kinds, metrics, strict=True)
             losses = [own[n] for kind, own in measured for n in self.blocks[kind.block].losses if n in own]

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.model.parts import BlockInputs
+from megajax.model.sublayer import BlockInputs
 from megajax.step.stack.groups import Group, RematGroups
 from megajax.step.stack.weights import Amax, GroupWeights, Metrics
 

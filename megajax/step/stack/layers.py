@@ -16,7 +16,7 @@ from jax import lax
 from megajax.config.data_schema import is_padded
 from megajax.config.segments import Segment
 from megajax.model.block import Block
-from megajax.model.parts import BlockInputs, is_maximum
+from megajax.model.sublayer import BlockInputs, is_maximum
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights

@@ -208,7 +208,7 @@ class StackWeights:
         first, *_ = self.blocks[kind].parts.items()
         groups: tuple[dict[str, Any], ...] = ({}, {}, {})
         for name, g in gradient.items():
-            last = name == f"{first[0]}.{first[1].USED_LAST}"
+            last = name == f"{first[0]}.{first[1].used_last()}"
             groups[0 if not name.startswith(f"{first[0]}.") else 1 if last else 2][name] = g
         return in_turn(groups, lambda name, g: self.exchange.reduce_layer(stored_name(kind, name), g))
 

@@ -1,13 +1,13 @@
-"""The contract of a block's parts: their inputs, declarations and computation.
+"""The contract of a layer's sublayers: their inputs, declarations and computation.
 
-A block is attention and an MLP, or another part instead of the MLP. Each `Part` includes the norm before it; the block
-adds the norm after it (`model.norm_placement`). It is one module of this package; the rest of megajax reads all facts
-about a part from its declarations.
+A layer is a list of sublayers, such as attention and an MLP. Each `Sublayer` includes the norm before it; the block
+adds the norm after it (`model.norm_placement`). It is one class in one module; the rest of megajax reads all facts
+about it from its declarations.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -58,8 +58,20 @@ class BlockInputs:
 
 
 @dataclass(frozen=True)
+class LayerContext:
+    """What a sublayer computes with besides its weights and the residual stream."""
+
+    comm: Comm
+    inputs: BlockInputs
+    layer: jax.Array | int  # the layer's index; may be traced
+    kind: LayerKind  # its window and positions
+    recompute: Collection[str] = ()  # what the backward pass recomputes: "attention", from its inputs; "norms"
+    state: State = field(default_factory=dict)  # declared by `layer_state`
+
+
+@dataclass(frozen=True)
 class Shares:
-    """The division of the work over devices, for `Part.sizes`."""
+    """The division of the work over devices, for `Sublayer.sizes`."""
 
     tensor: int  # devices that share heads and widths
     token_shards: int  # devices of the batch axes and `context`, without axes that divide the experts
@@ -69,7 +81,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class PartSizes:
+class SublayerSizes:
     """Numbers per token on one device, in the compute dtype, for the estimate of memory."""
 
     kept: float  # outputs of matmuls and routing, which the policies `none` and `save_matmuls` keep
@@ -82,26 +94,26 @@ class PartSizes:
     activation: float = 0  # an activation that is kept because its layer has a bias
 
 
-class Part(nnx.Module):
-    """One part of a block: it normalises the residual stream and computes a term that is added to it.
+class Sublayer(nnx.Module):
+    """One step of a layer: it normalises the residual stream and computes a term that is added to it.
 
-    Subclasses declare parameters in `__init__(config)` (`declare`) and compute in `__call__`. Names are those within
-    the part; `Block` puts the part's name before them.
+    Subclasses declare parameters in `__init__(config)` (`declare`) and compute in `apply`. Names are those within the
+    sublayer; `Block` puts the sublayer's name before them.
     """
 
-    NAME: ClassVar[str]  # of the part in the names of its parameters
+    NAME: ClassVar[str]  # of the sublayer in the names of its parameters
     # Words of `config.block_kinds.ABILITIES`: the settings for which it is right; others are refused.
     SUPPORTS: ClassVar[frozenset[str]] = frozenset()
     # Fused weight → its stored parameters, side by side in one matmul.
     FUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    LINEAR: ClassVar[tuple[str, ...]] = ()  # weights of linear layers, after fusing; FP8 quantises them
-    USED_FIRST: ClassVar[str | None] = None  # the weight that its forward pass uses first
-    USED_LAST: ClassVar[str | None] = None  # and the one that it uses last
+    # Weights of linear layers in the order of use, after fusing; FP8 quantises them
+    LINEAR: ClassVar[tuple[str, ...]] = ()
     SAVED: ClassVar[tuple[str, ...]] = ()  # names that `save_matmuls` and `offload` keep (`checkpoint_name`)
     METRICS: ClassVar[tuple[str, ...]] = ()  # names of its metrics in training
     LOSSES: ClassVar[tuple[str, ...]] = ()  # the METRICS that are added to the loss and differentiated
     HAS_EXPERTS: ClassVar[bool] = False  # whether its weights are divided over `mesh.experts_over`
     NEEDS_FILLED: ClassVar[bool] = False  # whether its state has `filled`, which is False in an empty layer slot
+    IN_ORDER: ClassVar[bool] = False  # whether it uses `comm.in_order`
     # The norm of its output, which the block declares and applies.
     post_norm: nnx.Param | None
     post_norm_bias: nnx.Param | None
@@ -109,32 +121,23 @@ class Part(nnx.Module):
     def __init__(self, config: ModelConfig):
         self.config = config
 
-    def __call__(
-        self,
-        w: Weights,
-        x: jax.Array,
-        inputs: BlockInputs,
-        layer,
-        state: State,
-        *,
-        comm: Comm,
-        kind: LayerKind,
-        recompute,
-    ) -> tuple[jax.Array, Metrics]:
+    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """`x [T / tensor, D]` → (the term added to it, metrics).
 
-        `w` are the weights from `Block.fuse`, `layer` is the layer's index (may be traced), `state` is declared by
-        `layer_state`, `kind` has the layer's window and positions. Metrics are this device's shares of sums over the
-        real tokens of a microbatch. A step reports floats as the mean over microbatches and layers (LOSSES as the sum
-        over layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are not negative.
-        `recompute` names the values that the backward pass recomputes: "attention", from queries, keys and values;
-        "norms".
+        `w` are the weights from `Block.fuse`. Metrics are this device's shares of sums over the real tokens of a
+        microbatch, if `ctx.inputs.measures`. A step reports floats as the mean over microbatches and layers (LOSSES as
+        the sum over layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are not
+        negative.
         """
         raise NotImplementedError
 
     def linear_layers(self) -> tuple[str, ...]:
         """The weights of LINEAR in this model."""
         return self.LINEAR
+
+    def used_last(self) -> str:
+        """The weight that its forward pass uses last; the first is that of `linear_layers`."""
+        return self.linear_layers()[-1]
 
     def measures(self) -> bool:
         """Whether it has metrics in this model."""
@@ -157,20 +160,29 @@ class Part(nnx.Module):
         return {}
 
     def matmul_parameters(self) -> int:
-        """Number of matmul parameters that are active per token."""
-        raise NotImplementedError
+        """Number of matmul parameters that are active per token: by default all of LINEAR."""
+        return sum(map(self._size, self.linear_layers()))
 
     def width(self) -> int:
         """The input width of its last linear layer; matmuls with narrow weights are slower."""
-        raise NotImplementedError
+        return self._size(self.linear_layers()[-1]) // self.config.hidden_size
 
     def attention_flops(self, attended: float) -> float:
         """FLOPs of attention per token, forward and backward; a token attends to `attended` tokens on average."""
         return 0
 
-    def sizes(self, shares: Shares) -> PartSizes:
-        """Numbers per token, for the estimate of memory."""
-        raise NotImplementedError
+    def sizes(self, shares: Shares) -> SublayerSizes:
+        """Numbers per token, for the estimate of memory: by default the linear layers' results and the last's input."""
+        *first, _ = self.linear_layers()
+        outputs = sum(math.prod(parameter.shape[1:]) for name in first for parameter in self._stored(name))
+        return SublayerSizes((outputs + self.width()) / shares.tensor, self.width())
+
+    def _stored(self, name: str) -> list[nnx.Param]:
+        """The parameters of a linear layer."""
+        return [w for member in self.FUSED.get(name, (name,)) if (w := getattr(self, member)) is not None]
+
+    def _size(self, name: str) -> int:
+        return sum(math.prod(parameter.shape) for parameter in self._stored(name))
 
 
 def is_maximum(metric: str) -> bool:
