@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax import ops
 from megajax.inference.weights import EXPERT_AXES, SHARED_AXES, dividing
 from megajax.mesh import mesh_sizes
-from megajax.model.comm import LatentKeys, SingleDevice
+from megajax.model.comm import Comm, LatentKeys
 from megajax.step_plan import Kernels
 
 
@@ -31,7 +31,7 @@ class LayerCache(NamedTuple):
     values: jax.Array | None  # [B, K, W, H of the values]
 
 
-class WholeSequences(SingleDevice):
+class WholeSequences(Comm):
     """Whole sequences of tokens, divided over the devices as far as their number allows it."""
 
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int):
@@ -90,13 +90,13 @@ class WholeSequences(SingleDevice):
 class Prefill(WholeSequences):
     """Whole prompts, padded at their end; `caches` has each layer's keys and values afterwards.
 
-    `lengths [B]` are the prompts' lengths; the caches have `size` slots, or those of a window for steps that write
+    `lengths [B]` are the prompts' lengths; the caches have as many `slots`, or those of a window for steps that write
     `new` tokens.
     """
 
-    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, lengths: jax.Array, size: int, new: int):
+    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, lengths: jax.Array, slots: int, new: int):
         super().__init__(mesh, kernels, max_length)
-        self.lengths, self.size, self.new = lengths, size, new
+        self.lengths, self.slots, self.new = lengths, slots, new
         self.caches: list[LayerCache] = []
 
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
@@ -110,7 +110,7 @@ class Prefill(WholeSequences):
 
     def cached(self, x: jax.Array, window: int | None) -> jax.Array:
         """Keys or values `[B, S, K, H]` of the prompts as the cache keeps them, `[B, K, W, H]`."""
-        slots = jnp.arange(min(self.size, window + self.new - 1) if window else self.size)
+        slots = jnp.arange(min(self.slots, window + self.new - 1) if window else self.slots)
         newest = newest_position(slots, self.lengths - 1)  # [B, W]; negative in slots that are still empty
         kept = jnp.take_along_axis(x, jnp.maximum(newest, 0)[:, :, None, None], axis=1)
         return self.place(kept.transpose(0, 2, 1, 3), P(self.sequences(len(x)), self.heads(x.shape[2])))

@@ -1,11 +1,11 @@
-"""The communication points of the model, and their implementation on one device; parallel/comm.py has the mesh's."""
+"""The communication of a layer, as one device sees it: on one device here, on a mesh in parallel/comm.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
@@ -43,33 +43,70 @@ class LatentKeys:
         return jnp.concatenate([shared, key.reshape(B, S, N, -1)], axis=-1), value.reshape(B, S, N, -1)
 
 
-class Comm(Protocol):
-    """The points where the model may communicate, as one device sees them.
+class Comm:
+    """The linear layers, attention and experts of a layer, and sums and exchanges between devices; here of one device.
 
     The residual stream is flat, `[T / tensor, D]`. Between column and row layers a device holds all T tokens and its
     share of heads or MLP width; elsewhere it holds only its own tokens (sequence parallelism).
     """
 
-    context_size: int
-    token_shards: int  # devices that hold different tokens
+    token_axes: tuple[str, ...] = ()  # the mesh axes that divide the tokens of the residual stream
+    sequence_axes: tuple[str, ...] = ()  # those of them that divide a sequence
+
+    # On named mesh axes: a subclass for a mesh has these
+
+    def size(self, axes: str | Sequence[str]) -> int:
+        """The number of devices along these axes."""
+        return 1
+
+    def index(self, axis: str) -> jax.Array | int:
+        """This device's index on an axis."""
+        return 0
+
+    def sum[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
+        """The sums of arrays over the devices along these axes."""
+        return x
+
+    def max[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
+        """The maxima over the devices along these axes."""
+        return x
+
+    def gather[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
+        """`[n, ...]` → `[devices · n, ...]`: those of all devices along these axes, in their order."""
+        return x
+
+    def in_order[Arrays](self, x: Arrays, back: bool = False) -> Arrays:
+        """Arrays `[B, S, ...]` of this device's tokens → of as many consecutive tokens of each sequence; or `back`.
+
+        Device i of `context` then has the i-th part of each sequence. A sublayer that calls it declares IN_ORDER.
+        """
+        return x
+
+    # Linear layers
 
     def column_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """`x @ w`: `[T / tensor, D]` → `[T, F]`, F this device's share of heads or MLP width."""
-        ...
+        return x @ w
 
     def row_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """`x @ w`: `[T, F]` → `[T / tensor, D]`, summed over `tensor`."""
-        ...
+        return x @ w
 
     def own_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """`x @ w` for own tokens, `w` replicated (a low-rank projection): `[T / tensor, D]` → `[T / tensor, R]`."""
-        ...
+        return x @ w
 
     def mlp(self, activation: str, x: jax.Array, w_up, bias: jax.Array | None, w_down) -> jax.Array:
         """Column layer with an optional bias, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`."""
         up = self.column_linear(x, w_up)
         up = checkpoint_name(up if bias is None else up + bias, "gate_up")
         return self.row_linear(ops.activate(activation, up), w_down)
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """`[T / tensor, F]` → `[T, F]`: the tokens of all devices of `tensor`, differentiated."""
+        return x
+
+    # Experts and attention
 
     def experts(
         self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases: ops.Biases | None = None
@@ -80,8 +117,10 @@ class Comm(Protocol):
         this device's experts, or its share of them, and so are `biases`. No expert has more assignments than
         `capacity`.
         """
-        ...
+        arguments = activation, x, experts, weights, w_up, w_down, capacity, biases
+        return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
 
+    @jax.named_scope("core_attention")
     def attend(
         self,
         q,
@@ -101,7 +140,9 @@ class Comm(Protocol):
         each head over this device's real tokens (`ops.partial_attention.largest_score`), `[N]` FP32, 0 for heads that
         another device has; else None.
         """
-        ...
+        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "implementation": "reference"}
+        settings |= {"document_starts": positions.document_starts, "is_real": positions.is_real}
+        return ops.measured_attention(q, k, v, **settings, measured=measured)
 
     def attend_latent(
         self,
@@ -118,77 +159,58 @@ class Comm(Protocol):
         settings = {"window": window, "softcap": softcap, "scale": scale, "measured": measured}
         return self.attend(q, *keys.heads(self.column_linear), positions, **settings)
 
-    def enter(self, x: jax.Array) -> jax.Array:
-        """`[T / tensor, F]` → `[T, F]`: the tokens of all devices of `tensor`, differentiated."""
-        ...
+    # What follows from these
+
+    @property
+    def token_shards(self) -> int:
+        """The number of devices that hold different tokens."""
+        return self.size(self.token_axes)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """The number of the model's KV heads on this device."""
-        ...
+        return max(1, num_kv_heads // self.size("tensor"))
 
     def sequence_length(self, own: int) -> int:
         """The length of a sequence of which this device has `own` tokens."""
-        ...
+        return own * self.size([axis for axis in self.sequence_axes if axis != "tensor"])
 
     def own_heads(self, x: jax.Array) -> jax.Array:
         """`[N, ...]` or `[K, ...]` of all query or KV heads → the part of this device's heads."""
-        ...
+        devices = self.size("tensor")
+        if devices == 1:
+            return x
+        heads = len(x)  # fewer KV heads than devices: several devices have the same one
+        start = self.index("tensor") * heads // devices
+        return lax.dynamic_slice_in_dim(x, start, max(1, heads // devices), 0)
 
     def among_all_heads(self, x: jax.Array, num_heads: int) -> jax.Array:
         """Values of this device's query heads → those of all heads `[num_heads]`, 0 for heads of other devices."""
-        ...
+        if self.size("tensor") == 1:
+            return x
+        first = self.index("tensor") * len(x)
+        return lax.dynamic_update_slice_in_dim(jnp.zeros(num_heads, x.dtype), x, first, 0)
 
     def mean_over_heads(self, x: jax.Array) -> jax.Array:
         """A mean over this device's heads → the mean over all heads, differentiated."""
-        ...
+        devices = self.size("tensor")
+        return self.sum(x, "tensor") / devices if devices > 1 else x
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
         """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds."""
-        ...
+        devices = self.size("tensor")
+        if devices == 1:
+            return x
+        own = x.shape[0] // devices
+        return lax.dynamic_slice_in_dim(x, self.index("tensor") * own, own, 0)
 
     def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
         """Arrays `[T / tensor, ...]` of own tokens → arrays of all tokens of a microbatch, in the devices' order."""
-        ...
+        return self.gather(x, self.token_axes)
 
     def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
         """Sum over the devices that hold different tokens of a microbatch, not differentiated."""
-        ...
+        return self.sum(x, self.token_axes)
 
     def sum_over_sequence(self, x: jax.Array) -> jax.Array:
         """Sum over the devices that hold different tokens of the same sequences, not differentiated."""
-        ...
-
-
-class SingleDevice(Comm):
-    """One device, without communication."""
-
-    context_size = token_shards = 1
-
-    def column_linear(self, x, w) -> jax.Array:
-        return x @ w
-
-    row_linear = own_linear = column_linear
-
-    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
-        arguments = activation, x, experts, weights, w_up, w_down, capacity, biases
-        return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
-
-    @jax.named_scope("core_attention")
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
-        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "implementation": "reference"}
-        settings |= {"document_starts": positions.document_starts, "is_real": positions.is_real}
-        return ops.measured_attention(q, k, v, **settings, measured=measured)
-
-    def among_all_heads(self, x, num_heads) -> jax.Array:
-        return x
-
-    def local_kv_heads(self, num_kv_heads: int) -> int:
-        return num_kv_heads
-
-    def sequence_length(self, own: int) -> int:
-        return own
-
-    def own_tokens[Arrays](self, x: Arrays) -> Arrays:
-        return x
-
-    enter = of_all_tokens = sum_over_tokens = sum_over_sequence = own_heads = mean_over_heads = own_tokens
+        return self.sum(x, self.sequence_axes)

@@ -161,7 +161,7 @@ class MoE(Sublayer):
         if r.sequence_loss > 0:
             sequences = comm.own_tokens(jnp.repeat(jnp.arange(B), S))
             totals = comm.sum_over_sequence(ops.router.count_by_sequence(experts, sequences, B, E))
-            length: Any = S * comm.context_size
+            length: Any = comm.sequence_length(S)
             if real is not None:  # a sequence's weight in the mean does not depend on its length
                 length = real.lengths[:, None]
                 totals = totals * (tokens / (real.num_sequences * length))

@@ -14,7 +14,7 @@ from flax import nnx
 from megajax.config import LoraConfig, ModelConfig
 from megajax.config.kinds import MTP, block_layers, layer_kinds, stacked_layers
 from megajax.model.block import blocks_of
-from megajax.model.comm import SingleDevice, TokenPositions
+from megajax.model.comm import Comm, TokenPositions
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
 from megajax.model.sublayer import BlockInputs, LayerContext, State, Weights, declare_norm, normalise, scale_embeddings
@@ -67,7 +67,7 @@ class Transformer(nnx.Module):
             own = {n.removeprefix(prefix): w[row] for n, w in weights.items() if n.startswith(prefix)}
             kept = {name: a[row] for name, a in (state or {}).get(kind.block, {}).items()}
             block = self.blocks[kind.block]
-            x, _ = block.apply(block.fuse(own), x, LayerContext(SingleDevice(), inputs, layer, kind, state=kept))
+            x, _ = block.apply(block.fuse(own), x, LayerContext(Comm(), inputs, layer, kind, state=kept))
         return self.logits(weights, self.output(weights, x)).reshape(B, S, -1)
 
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:

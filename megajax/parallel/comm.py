@@ -1,7 +1,7 @@
 """The model's communication points on a mesh; they run inside the step's shard_map, manual over all axes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -21,6 +21,7 @@ from megajax.parallel import collectives
 from megajax.parallel.context import attention as over_context
 from megajax.parallel.context import latents
 from megajax.parallel.context.ring import Strategy
+from megajax.parallel.context.token_order import to_consecutive, to_stored
 from megajax.parallel.experts.dispatch import ExpertParallel
 from megajax.parallel.tensor import linear
 from megajax.parallel.tensor.adapters import TensorAdapters
@@ -62,7 +63,6 @@ class MeshComm(Comm):
         """`frozen`: the linear layers' weights have no gradients, except adapters."""
         self.sizes, self.kernels, self.collectives, self.deterministic = sizes, kernels, collectives, deterministic
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
-        self.token_shards = math.prod(sizes[axis] for axis in self.token_axes)
         self.scales = AttentionScales(distinct=deterministic and kernels.attention == "cudnn")
         ring = TensorRing(self.tensor_size, collectives.copied)
         self.enter, self.leave = ring.enter, ring.leave
@@ -136,80 +136,43 @@ class MeshComm(Comm):
         whole = self.context_size == 1 or self.collectives.context == "all_to_all"
         return self.kernels.attention == "cudnn" and whole
 
-    def local_kv_heads(self, num_kv_heads: int) -> int:
-        return max(1, num_kv_heads // self.tensor_size)
+    # On named axes
 
-    def sequence_length(self, own: int) -> int:
-        return own * self.context_size
+    def size(self, axes: str | Sequence[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in self._named(axes))
 
-    def own_heads(self, x: jax.Array) -> jax.Array:
-        if self.tensor_size == 1:
+    def index(self, axis: str) -> jax.Array | int:
+        return lax.axis_index(axis) if self.sizes[axis] > 1 else 0
+
+    def sum[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
+        present = self._present(axes)
+        return collectives.psum(x, present) if present else x
+
+    def max[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
+        present = self._present(axes)
+        return collectives.pmax(x, present) if present else x
+
+    def gather[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
+        present = self._present(axes)
+        return jax.tree.map(lambda a: collectives.all_gather(a, present, tiled=True), x) if present else x
+
+    def in_order[Arrays](self, x: Arrays, back: bool = False) -> Arrays:
+        if self.context_size == 1:
             return x
-        heads = len(x)  # fewer KV heads than devices: several devices have the same one
-        start = lax.axis_index("tensor") * heads // self.tensor_size
-        return lax.dynamic_slice_in_dim(x, start, max(1, heads // self.tensor_size), 0)
+        return jax.tree.map(lambda a: (to_stored if back else to_consecutive)(a, self.context_size), x)
 
-    def among_all_heads(self, x: jax.Array, num_heads: int) -> jax.Array:
-        if self.tensor_size == 1:
-            return x
-        first = lax.axis_index("tensor") * len(x)
-        return lax.dynamic_update_slice_in_dim(jnp.zeros(num_heads, x.dtype), x, first, 0)
+    def _named(self, axes: str | Iterable[str]) -> Iterable[str]:
+        return (axes,) if isinstance(axes, str) else axes
 
-    def mean_over_heads(self, x: jax.Array) -> jax.Array:
-        return lax.pmean(x, "tensor") if self.tensor_size > 1 else x
+    def _present(self, axes: str | Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in self._named(axes) if self.sizes[axis] > 1)
 
-    def own_tokens(self, x: jax.Array) -> jax.Array:
-        if self.tensor_size == 1:
-            return x
-        own = x.shape[0] // self.tensor_size
-        return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * own, own, 0)
-
-    def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
-        axes = self._present(self.token_axes)
-        return jax.tree.map(lambda a: collectives.all_gather(a, axes, tiled=True), x) if axes else x
-
-    def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
-        axes = self._present(self.token_axes)
-        return collectives.psum(x, axes) if axes else x
-
-    def sum_over_sequence(self, x: jax.Array) -> jax.Array:
-        axes = self._present(self.sequence_axes)
-        return collectives.psum(x, axes) if axes else x
-
-    def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if self.sizes[axis] > 1)
-
-    # Communication points only for `parallel/`, besides `enter` and `leave`
+    # Only for `parallel/` and `step/`, besides `enter` and `leave`
 
     def sequence_ids(self, num_sequences: int) -> jax.Array:
         """The index of each of this device's sequences in the microbatch over all devices, `[B]`."""
         return lax.axis_index(BATCH_AXES) * num_sequences + jnp.arange(num_sequences)
 
-    def vocabulary_start(self, local_size: int) -> jax.Array | int:
-        """The first vocabulary row of this device; each device holds `local_size` rows."""
-        return lax.axis_index("tensor") * local_size if self.tensor_size > 1 else 0
-
-    def sum_over_context(self, x: jax.Array) -> jax.Array:
-        """The sum over the parts of a sequence; devices of `tensor` hold the same tokens."""
-        return collectives.psum(x, "context") if self.context_size > 1 else x
-
-    def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices that hold different sequences."""
-        axes = self._present(BATCH_AXES)
-        return collectives.psum(x, axes) if axes else x
-
-    def max_over_tensor(self, x: jax.Array) -> jax.Array:
-        return collectives.pmax(x, "tensor") if self.tensor_size > 1 else x
-
-    def sum_over_shares(self, x: jax.Array) -> jax.Array:
-        """The sum over all devices whose tokens at the head differ: those of a tensor group have the same."""
-        axes = tuple(axis for axis in (*BATCH_AXES, "context", "pipeline") if self.sizes[axis] > 1)
-        return collectives.psum(x, axes) if axes else x
-
-    def sum_over_tensor(self, x: jax.Array) -> jax.Array:
-        return collectives.psum(x, "tensor") if self.tensor_size > 1 else x
-
     def max_over_devices[Arrays](self, x: Arrays) -> Arrays:
         """The maximum of each array over all devices; other pipeline stages only if they share the tokens."""
-        axes = self._present(axis for axis in self.sizes if axis != "pipeline" or axis in self.token_axes)
-        return collectives.pmax(x, axes) if axes else x
+        return self.max(x, [axis for axis in self.sizes if axis != "pipeline" or axis in self.token_axes])

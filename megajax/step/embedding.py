@@ -94,7 +94,7 @@ class Embedding:
         tokens = tokens.reshape(-1)
         if self.axes:
             tokens = collectives.all_gather(tokens[:, None], self.axes, axis=1, tiled=True)
-        rows = tokens - self.comm.vocabulary_start(table.shape[0])
+        rows = tokens - self.comm.index("tensor") * table.shape[0]
         ours = (rows >= 0) & (rows < table.shape[0])
         return jnp.where(ours, rows, 0), ours[..., None]
 

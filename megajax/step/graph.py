@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
+from megajax.config.fields import BATCH_AXES
 from megajax.config.kinds import MTP
 from megajax.config.sentences import format_keys, listed
 from megajax.errors import InputError
@@ -126,9 +127,9 @@ class Graph:
         self.check_fields(batch)
         fields, imbalance = add_token_positions(batch, self.sizes["context"])
         if "is_real" in batch:
-            lengths = self.comm.sum_over_context(batch["is_real"].sum(-1, dtype=jnp.int32))
+            lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)
-            counts = lengths, *self.comm.sum_over_batch(sequences)
+            counts = lengths, *self.comm.sum(sequences, BATCH_AXES)
             fields |= {name: jnp.maximum(a, 1) for name, a in zip(REAL_COUNTS, counts, strict=True)}
         return fields, imbalance
 

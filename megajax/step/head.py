@@ -1,6 +1,7 @@
 """Head and loss over chunks of tokens: forward and backward in one pass, without `[T, V]` logits in memory."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -144,11 +145,11 @@ class LossHead:
         """The arguments of `ops` about this shard of the vocabulary."""
         sharded = self.comm.tensor_size > 1
         return {
-            "vocab_start": self.comm.vocabulary_start(logits.shape[1]),
+            "vocab_start": self.comm.index("tensor") * logits.shape[1],
             "vocab_size": self.model.vocab_size,
             "softcap": self.model.logit_softcap,
-            "reduce_max": self.comm.max_over_tensor if sharded else None,
-            "reduce_sum": self.comm.sum_over_tensor if sharded else None,
+            "reduce_max": partial(self.comm.max, axes="tensor") if sharded else None,
+            "reduce_sum": partial(self.comm.sum, axes="tensor") if sharded else None,
         }
 
     def _norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:

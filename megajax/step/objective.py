@@ -11,13 +11,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from megajax.config.fields import Section
+from megajax.config.fields import BATCH_AXES, Section
 from megajax.config.objectives import NEXT_TOKEN, OBJECTIVES, settings_of
 from megajax.errors import ConfigError
 from megajax.parallel.comm import MeshComm
 from megajax.step.head import LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step_plan import StepPlan
+
+SHARES = (*BATCH_AXES, "context", "pipeline")  # the axes that divide the tokens at the head
 
 
 class Objective:
@@ -191,7 +193,7 @@ class Segment(Objective):
         values = {name: a for name, a in fields.items() if name not in ("segments", "targets", "loss_mask", "share")}
         terms = {name: mask * a for name, a in values.items()} | {"loss_mask": mask}
         sums = {name: jax.ops.segment_sum(share * a, to, self.number) for name, a in terms.items()}
-        return {name: self.comm.sum_over_shares(a) for name, a in sums.items()}
+        return {name: self.comm.sum(a, SHARES) for name, a in sums.items()}
 
 
 def register(name: str) -> Callable[[type[Objective]], type[Objective]]:

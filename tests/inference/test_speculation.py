@@ -13,7 +13,7 @@ from megajax.config.kinds import prediction_kind
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
-from megajax.model.comm import SingleDevice
+from megajax.model.comm import Comm
 from megajax.model.sublayer import LayerContext
 
 PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8]], 14
@@ -57,7 +57,7 @@ def module_outputs(model, k: int, outputs, tokens):
     pair = jnp.concatenate([transformer.embed_tokens(model.weights.outer, tokens), outputs], axis=1)
     inputs = block_inputs(jnp.arange(len(tokens))[None])
     block, weights, state = transformer.blocks["mtp"], model.weights.layers[layer], model.weights.state[layer]
-    ctx = LayerContext(SingleDevice(), inputs, layer, prediction_kind(model.config), state=state)
+    ctx = LayerContext(Comm(), inputs, layer, prediction_kind(model.config), state=state)
     return block.apply(weights, pair, ctx)[0]
 
 

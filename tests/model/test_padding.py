@@ -10,7 +10,7 @@ from single_device import first_state, make_batches, make_config, weights_of
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import LayerKind
 from megajax.mesh import build_mesh
-from megajax.model.comm import SingleDevice, TokenPositions
+from megajax.model.comm import Comm, TokenPositions
 from megajax.model.moe import MoE
 from megajax.model.sublayer import BlockInputs, LayerContext, RealTokens
 from megajax.ops import router
@@ -38,7 +38,7 @@ def route(settings: dict, h: np.ndarray, weight: np.ndarray):
     positions, ids = jnp.tile(jnp.arange(S), (len(LENGTHS), 1)), jnp.arange(len(IS_REAL))
     real = RealTokens(jnp.asarray(IS_REAL), *map(jnp.int32, (np.maximum(LENGTHS, 1), LENGTHS.sum(), 3)))
     inputs = BlockInputs(positions, TokenPositions(positions), ids, None, layer_loss_scale=jnp.float32(1), real=real)
-    ctx = LayerContext(SingleDevice(), inputs, 0, LayerKind("moe", None))
+    ctx = LayerContext(Comm(), inputs, 0, LayerKind("moe", None))
     return part, *part.route({"router": weight}, jnp.asarray(h), ctx)
 
 

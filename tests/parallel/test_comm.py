@@ -145,8 +145,8 @@ def test_vocabulary_maxima_and_sums_run_over_tensor_alone(sizes):
     comm, values = make_comm(sizes), coded(sizes, 2)
 
     def reductions(x):
-        start = jnp.full(2, comm.vocabulary_start(10), jnp.float32)
-        return jnp.stack([comm.max_over_tensor(x), comm.sum_over_tensor(x), start])
+        start = jnp.full(2, comm.index("tensor") * 10, jnp.float32)
+        return jnp.stack([comm.max(x, "tensor"), comm.sum(x, "tensor"), start])
 
     found = on_devices(sizes, reductions, values)
     for index in devices_of(values):

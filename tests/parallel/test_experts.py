@@ -15,7 +15,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.kinds import LayerKind
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
-from megajax.model.comm import SingleDevice, TokenPositions
+from megajax.model.comm import Comm, TokenPositions
 from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.parallel.experts.dispatch import exchange, plan
 from megajax.training.batches import to_global
@@ -138,7 +138,7 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses(table, refer
         for layer in range(config.model.num_layers):
             block = model.blocks["moe"]
             own = block.fuse({name: w[layer] for name, w in stacked.items()})
-            x, metrics = block.apply(own, x, LayerContext(SingleDevice(), inputs, layer, LayerKind("moe", None)))
+            x, metrics = block.apply(own, x, LayerContext(Comm(), inputs, layer, LayerKind("moe", None)))
             balance += metrics["aux_loss"] + metrics["router_z_loss"]
         x = ops.rms_norm(x, weights["final_norm"], config.model.norm_epsilon)
         logits = (x @ weights["head"])[:, : config.model.vocab_size]

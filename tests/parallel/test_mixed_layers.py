@@ -14,7 +14,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.kinds import LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, init_parameters, parameters
-from megajax.model.comm import SingleDevice, TokenPositions
+from megajax.model.comm import Comm, TokenPositions
 from megajax.model.parameters import declare, stack
 from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.sharding import EMPTY, stored_rows
@@ -95,7 +95,7 @@ def test_an_empty_slot_sends_no_token_to_an_expert(table):
     @jax.jit
     def run(weights, filled):
         block, state = model.blocks["moe"], {"moe.filled": filled}
-        ctx = LayerContext(SingleDevice(), inputs, 1, LayerKind("moe", None), state=state)
+        ctx = LayerContext(Comm(), inputs, 1, LayerKind("moe", None), state=state)
         return block.apply(block.fuse(weights), x, ctx)[0]
 
     without = run(weights | {"moe.down": 0 * weights["moe.down"]}, True)

@@ -105,6 +105,35 @@ def token_positions_of(fields: Mapping[str, jax.Array], context: int) -> TokenPo
     return TokenPositions(own, *map(fields.get, ("document_starts", "chunks", "is_real")))
 
 
+def to_consecutive(a: jax.Array, context: int) -> jax.Array:
+    """`[B, S / C, ...]` in zig-zag order → the same number of consecutive tokens: device d gets chunks 2d and 2d + 1.
+
+    Each device has one chunk with an even number and one with an odd number, and gets one of each: two permutations.
+    """
+    first, second = jnp.split(a, 2, axis=1)
+    even = lax.axis_index("context") % 2 == 0  # device r has chunk r first, then 2C - 1 - r
+    pieces = jnp.where(even, first, second), jnp.where(even, second, first)
+    sent = [collectives.ppermute(piece, "context", _moves(context, odd)) for odd, piece in enumerate(pieces)]
+    return jnp.concatenate(sent, axis=1)
+
+
+def to_stored(a: jax.Array, context: int) -> jax.Array:
+    """Inverse of `to_consecutive`."""
+
+    def send(piece: jax.Array, odd: int) -> jax.Array:
+        moves = [(source, target) for target, source in _moves(context, odd)]
+        return collectives.ppermute(piece, "context", moves)
+
+    evens, odds = (send(piece, odd) for odd, piece in enumerate(jnp.split(a, 2, axis=1)))
+    even = lax.axis_index("context") % 2 == 0
+    return jnp.concatenate([jnp.where(even, evens, odds), jnp.where(even, odds, evens)], axis=1)
+
+
+def _moves(context: int, odd: int) -> list[tuple[int, int]]:
+    """(device that has it in zig-zag order, device that has it in the order of the sequence) of even or odd chunks."""
+    return [(min(chunk, 2 * context - 1 - chunk), chunk // 2) for chunk in range(odd, 2 * context, 2)]
+
+
 def sequence_ranges(positions: TokenPositions, window: int | None) -> Ranges:
     """The keys that this device's queries see, among the keys of the whole sequence in order."""
     return ops.causal_ranges(positions.index, positions.document_starts, window)

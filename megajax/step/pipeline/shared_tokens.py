@@ -67,7 +67,6 @@ class SharedTokens(MeshComm):
         """`whole` has the communication points for all tokens of a device."""
         super().__init__(plan.sizes, plan.kernels, plan.collectives, plan.config.run.deterministic)
         self.whole, self.stages = whole, plan.sizes["pipeline"]
-        self.context_size *= self.stages
         self.length = plan.shared_tokens // self.stages  # of consecutive tokens on a stage
 
     @property
