@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
-from megajax.config.kinds import LayerKind, layer_windows, prediction_kind, prediction_layers
+from megajax.config.block_kinds import takes_order
+from megajax.config.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
 from megajax.config.segments import Segment, Unrolling, choose_unrolling, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.mesh import mesh_sizes, within_processes
@@ -190,8 +191,10 @@ class StepPlan:
         """Whether the tokens of a sequence are distributed over `context` by the work of its documents.
 
         Not with all-to-all, where devices share the heads instead. Not if all layers have windows: then all tokens have
-        about the same work, and the ring skips devices.
+        about the same work, and the ring skips devices. Not if a sublayer puts the tokens in order (`Comm.in_order`).
         """
+        if any(map(takes_order, block_layers(self.config.model))):
+            return False
         whole = any(window is None for window in layer_windows(self.config.model))
         shared = self.sizes["context"] > 1 and self.config.kernels.context != "all_to_all"
         return self.config.data.reset_attention and shared and whole

@@ -13,18 +13,19 @@ from megajax.config.stages import layer_slots, slot_kinds
 from megajax.errors import ConfigError
 
 BUILT_IN = (DENSE, MOE)
-DECODING = "decoding"
+DECODING, DRAFTS = "decoding", "drafts"
 # What a part can do, in the words of `Sublayer.SUPPORTS`: none of it by default.
 ABILITIES = {
     "tensor": "its tokens and weights are divided over mesh.tensor, by the communication points",
-    "context": "a device has some chunks of each sequence only, in any order",
+    "context": "a device has some chunks of each sequence only, in any order; or it takes them by comm.in_order",
     "documents": "no token depends on another document of its sequence (inputs.token_positions)",
     "layer_pattern": "it follows the window and the positions of its layer (kind)",
     "empty_slots": "with weights of zero its output, its losses and their gradients are zero",
     "fp8": "all its matmuls are in LINEAR and run through the communication points, also in FP8",
     "lora": "all its matmuls are in LINEAR and run through the communication points, also with adapters",
     "qk_clip": "it has the metric MAX_SCORE and scales its weights by it (rescaled)",
-    DECODING: "new tokens reach earlier ones through comm.attend only, or depend on no other token",
+    DECODING: "new tokens reach earlier ones by comm.attend or what comm.keep kept, or depend on no other token",
+    DRAFTS: "what was kept of tokens may be replaced from any of them on, as comm.attend does",
 }
 EVERYTHING = frozenset(ABILITIES)
 
@@ -61,6 +62,16 @@ def check_parts(config: Config, sizes: dict[str, int]) -> None:
                 problem = f"{need.setting} needs {need.ability}, which {part.__name__} (block {kind}) does not declare"
                 cure = f"{need.cure}, or {how_to_declare(part, need.ability)}"
                 fail(config, problem, cure, need.key, "model.block_pattern")
+    last = layer_kinds(config.model)[-1].block
+    if sizes["pipeline"] > 1 and config.model.mtp_layers and last in registered and takes_order(last):
+        problem = f"{format_keys(config, 'model.mtp_layers')} in a pipeline divides every sequence over the stages"
+        problem += f", but the last layer's kind {last} needs consecutive tokens (IN_ORDER)"
+        fail(config, problem, "set mesh.pipeline=1 or model.mtp_layers=0", "mesh.pipeline", "model.mtp_layers")
+
+
+def takes_order(kind: str) -> bool:
+    """Whether a sublayer of a kind takes the tokens in the order of their sequences."""
+    return kind not in BUILT_IN and any(part.IN_ORDER for part in parts_of(kind))
 
 
 def lacking(kind: str, ability: str) -> type[Any] | None:

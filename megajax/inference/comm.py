@@ -5,7 +5,7 @@ XLA partitions everything else; attention and experts are divided by hand, so th
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax import ops
 from megajax.inference.weights import EXPERT_AXES, SHARED_AXES, dividing
 from megajax.mesh import mesh_sizes
-from megajax.model.comm import Comm, LatentKeys
+from megajax.model.comm import Comm, LatentKeys, TokenPositions
 from megajax.step_plan import Kernels
 
 
@@ -37,6 +37,14 @@ class WholeSequences(Comm):
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int):
         self.mesh, self.kernels, self.sizes = mesh, kernels, mesh_sizes(mesh)
         self.max_length = max_length  # of the model's context
+        self.caches: list[Any] = []  # what the layers keep, in their order
+
+    def keep(self, state: Any) -> None:
+        self.caches.append(state)
+
+    def token_positions(self, positions: jax.Array) -> TokenPositions:
+        """The tokens at these positions `[B, S]`."""
+        return TokenPositions(positions)
 
     def sequence_length(self, own: int) -> int:
         return self.max_length  # new tokens have the rotary positions of those in the cache
@@ -97,14 +105,16 @@ class Prefill(WholeSequences):
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, lengths: jax.Array, slots: int, new: int):
         super().__init__(mesh, kernels, max_length)
         self.lengths, self.slots, self.new = lengths, slots, new
-        self.caches: list[LayerCache] = []
+
+    def token_positions(self, positions: jax.Array) -> TokenPositions:
+        return TokenPositions(positions, is_real=positions < self.lengths[:, None])
 
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
-        self.caches.append(LayerCache(self.cached(k, window), self.cached(v, window)))
+        self.keep(LayerCache(self.cached(k, window), self.cached(v, window)))
         return super().attend(q, k, v, positions, window=window, softcap=softcap, scale=scale, sinks=sinks)
 
     def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale, measured=False):
-        self.caches.append(LayerCache(self.cached(_as_one_head(keys), window), None))
+        self.keep(LayerCache(self.cached(_as_one_head(keys), window), None))
         settings = {"window": window, "softcap": softcap, "scale": scale}
         return super().attend(q, *keys.heads(self.column_linear), positions, **settings)
 
@@ -122,22 +132,25 @@ class Decode(WholeSequences):
     Tokens that the caches already have at these positions, or after them, are overwritten or not attended to.
     """
 
-    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, caches: Sequence[LayerCache]):
+    def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, caches: Sequence[Any]):
         super().__init__(mesh, kernels, max_length)
-        self.before, self.caches = iter(caches), []
+        self.before = iter(caches)
+
+    def earlier(self) -> Any:
+        return next(self.before)
 
     def token_spec(self, count: int) -> P:
         return P()  # so few tokens are on all devices, with a part of the weights on each
 
     def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
-        cache = next(self.before)
+        cache = self.earlier()
         attention = partial(_attend_to_cache, window=window, softcap=softcap, scale=scale)
         heads = self.heads(k.shape[2])
         rows = self.sequences(len(q))
         token, stored = P(rows, None, heads), P(rows, heads)
         specs = (token, token, token, stored, P(rows), P(heads))
         out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, positions.index, sinks)
-        self.caches.append(cache)
+        self.keep(cache)
         return out, None
 
     def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale, measured=False):
@@ -145,7 +158,7 @@ class Decode(WholeSequences):
 
         So the cache is read as one head, and no key or value of an earlier token is computed again (DeepSeek-V2).
         """
-        cache = next(self.before)
+        cache = self.earlier()
         N, (R, _) = q.shape[2], keys.up.shape
         up_keys, up_values = jnp.split(keys.up, (N * keys.nope,), axis=-1)
         rotary, nope = jnp.split(q, (q.shape[-1] - keys.nope,), axis=-1)
@@ -157,7 +170,7 @@ class Decode(WholeSequences):
         specs = (token, stored, P(), stored, P(self.sequences(len(q))), P())
         arguments = q, _as_one_head(keys), None, cache, positions.index, None
         out, cache = self.divided(attention, specs, (token, stored))(*arguments)
-        self.caches.append(cache)
+        self.keep(cache)
         return jnp.einsum("bsnr,rnh->bsnh", out, up_values.reshape(R, N, -1)).astype(q.dtype), None
 
 

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config.block_kinds import DECODING, how_to_declare, lacking
+from megajax.config.block_kinds import DECODING, DRAFTS, how_to_declare, lacking
 from megajax.config.kinds import block_layers
 from megajax.data.tokenizers import decode_after
 from megajax.errors import InputError
-from megajax.inference.comm import Decode, LayerCache, Prefill
+from megajax.inference.comm import Decode, Prefill
 from megajax.inference.language_model import LanguageModel, positions_from
 from megajax.inference.sampling import DEFAULT, Sampling, choose
 from megajax.inference.speculation import Drafter, Drafts, Verified, Window
@@ -26,7 +26,7 @@ NONE = -1  # instead of a token after the end of a sequence
 class Progress(NamedTuple):
     """The state between tokens."""
 
-    caches: tuple[LayerCache, ...]
+    caches: tuple[Any, ...]  # what the layers keep
     tokens: jax.Array  # [B, N] int32, the new tokens; NONE after the end
     count: jax.Array  # [B] int32, how many of them there are
     position: jax.Array  # [B] int32, of the newest token
@@ -186,12 +186,17 @@ def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def check_decoding(model: LanguageModel) -> None:
-    """Raises InputError if a part of a block does not reach the tokens in the cache."""
-    for kind in block_layers(model.config):
-        if part := lacking(kind, DECODING):
-            problem = f"generation keeps earlier tokens in a cache, which needs {DECODING} of {part.__name__}"
-            problem += f" (block {kind}), which does not declare it"
-            raise InputError(f"{problem}: {how_to_declare(part, DECODING)}.")
+    """Raises InputError if a sublayer cannot do with what was kept of earlier tokens."""
+    needs = {DECODING: "generation keeps earlier tokens in a cache"}
+    if model.speculate:
+        needs[DRAFTS] = "speculation replaces drafts that are not accepted"
+    for ability, reason in needs.items():
+        for kind in block_layers(model.config):
+            if part := lacking(kind, ability):
+                problem = (
+                    f"{reason}, which needs {ability} of {part.__name__} (block {kind}), which does not declare it"
+                )
+                raise InputError(f"{problem}: {how_to_declare(part, ability)}.")
 
 
 @lru_cache(maxsize=8)

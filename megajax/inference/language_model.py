@@ -132,7 +132,7 @@ class LanguageModel:
         return self._run(weights, tokens_bs, positions_from(first_b, tokens_bs.shape[1]), comm)
 
     def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences) -> jax.Array:
-        inputs = block_inputs(positions)
+        inputs = block_inputs(positions, comm.token_positions(positions))
         x = self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1))
         x = comm.place(x, comm.token_spec(len(tokens)))
         for layer, kind in enumerate(layer_kinds(self.config)):
@@ -147,10 +147,10 @@ def positions_from(first_b: jax.Array, count: int) -> jax.Array:
     return first_b[:, None] + jnp.arange(count)
 
 
-def block_inputs(positions_bs: jax.Array) -> BlockInputs:
+def block_inputs(positions_bs: jax.Array, token_positions: TokenPositions | None = None) -> BlockInputs:
     """The blocks' inputs for tokens at these positions."""
     token_ids = jnp.arange(positions_bs.size, dtype=jnp.uint32)
-    return BlockInputs(positions_bs, TokenPositions(positions_bs), token_ids, None)
+    return BlockInputs(positions_bs, token_positions or TokenPositions(positions_bs), token_ids, None)
 
 
 def choose_kernels(config: Config, hardware: Hardware) -> Kernels:

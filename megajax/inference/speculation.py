@@ -5,14 +5,14 @@ section 2.2). The last module also makes the drafts after its own: for each, it 
 output of the token before in place of an output that is not known yet, as in vLLM and SGLang.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from megajax.config.kinds import MTP, prediction_kind, prediction_layers
 from megajax.config.sentences import counted
-from megajax.inference.comm import Decode, LayerCache, Prefill, WholeSequences
+from megajax.inference.comm import Decode, Prefill, WholeSequences
 from megajax.inference.language_model import LanguageModel, block_inputs, positions_from
 from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.inference.weights import ModelWeights
@@ -89,7 +89,7 @@ class Drafter:
 
     def draft(
         self, weights: ModelWeights, window: Window, newest: jax.Array, keys: jax.Array, comm: Prefill | Decode
-    ) -> tuple[Drafts, tuple[LayerCache, ...]]:
+    ) -> tuple[Drafts, tuple[Any, ...]]:
         """(the drafts after the token `newest [B]`, the modules' caches); `newest` follows the window's last token."""
         first, last, count = window.first, window.last, self.modules
         positions = positions_from(first, window.tokens.shape[1])

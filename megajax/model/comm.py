@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,15 @@ class Comm:
         Device i of `context` then has the i-th part of each sequence. A sublayer that calls it declares IN_ORDER.
         """
         return x
+
+    # What generation keeps between its steps, for a sublayer with a state
+
+    def earlier(self) -> Any | None:
+        """What this layer kept for the tokens before, as it gave it to `keep`; None for the first tokens."""
+        return None
+
+    def keep(self, state: Any) -> None:
+        """Keep arrays `[B, ...]` for the tokens that follow; as often as `earlier` is called, once or never."""
 
     # Linear layers
 

@@ -1,0 +1,139 @@
+"""A sublayer with a state between tokens, from the docs: against a loop, on meshes, with documents, token by token."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_models import MODELS
+from single_device import make_config
+
+from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
+from megajax.config.kinds import KINDS, LayerKind
+from megajax.errors import ConfigError, InputError
+from megajax.inference.generation import Generator
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.sampling import Sampling
+from megajax.mesh import AXES, build_mesh
+from megajax.model import LayerContext, Transformer, bind
+from megajax.model.comm import Comm, TokenPositions
+from megajax.model.sublayer import BlockInputs
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+MODEL = MODELS["llama"] | {"num_layers": 2, "block_pattern": ["dense", "recurrent"]}
+PACKED = {"data": {"reset_attention": True, "synthetic_documents": 3}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extension():
+    before = dict(KINDS)
+    import_extensions(["docs/examples/recurrence.py"])
+    yield
+    KINDS.clear()
+    KINDS.update(before)
+
+
+def test_it_is_a_loop_over_tokens():
+    """Two documents in the first sequence, padding at the end of the second."""
+    make, _ = KINDS["recurrent"]
+    config = make_config(MODEL).model
+    D, F, (B, S), rng = config.hidden_size, config.ffn_hidden_size, (2, 6), np.random.default_rng(0)
+    w = {"value": rng.standard_normal((D, F)), "decay": rng.standard_normal(F), "output": rng.standard_normal((F, D))}
+    positions = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    is_real = np.array([[True] * 6, [True] * 4 + [False] * 2])
+    x = rng.standard_normal((B, S, D))
+    h, expected = np.zeros((B, F)), np.zeros((B, S, F))
+    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    for t in range(S):
+        new = (positions[:, t] > 0)[:, None] / (1 + np.exp(-w["decay"])) * h + normed[:, t] @ w["value"]
+        h = np.where(is_real[:, t, None], new, h)
+        expected[:, t] = h
+    own = TokenPositions(jnp.asarray(positions), is_real=jnp.asarray(is_real))
+    ctx = LayerContext(
+        Comm(), BlockInputs(jnp.asarray(positions), own, jnp.arange(B * S), None), 0, LayerKind("r", None)
+    )
+    weights = {name: jnp.float32(a) for name, a in w.items()} | {"norm": jnp.ones(D)}
+    y, metrics = make(config).apply(weights, jnp.float32(x.reshape(-1, D)), ctx)
+    np.testing.assert_allclose(y, (expected @ w["output"]).reshape(-1, D), rtol=1e-4, atol=1e-4)
+    assert metrics == {}
+
+
+def make(table, mesh, microbatches=1, model=None, **sections):
+    model = MODEL | (model or {})
+    return table.make_config(model, mesh, microbatches=microbatches, steps=2, optimizer="sgd", **sections)
+
+
+def build(config):
+    devices = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    return TrainProgram.build(config, build_mesh(check_mesh(config, devices), jax.devices()[:devices]))
+
+
+def first_steps(table, program):
+    """(loss and norm of each step, last weights)."""
+    state, steps = table.first_state(program, table.weights_of(program.config)), []
+    for fields in table.make_batches(program.config):
+        state, metrics = program.train_step(state, to_global(program, fields))
+        steps.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    return np.array(steps), table.canonical(program, state.params)
+
+
+@pytest.fixture(scope="module")
+def of_one_device(table):
+    found = {}
+
+    def get(packed: bool):
+        if packed not in found:
+            found[packed] = first_steps(table, build(make(table, {}, **(PACKED if packed else {}))))
+        return found[packed]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "packed"),
+    [
+        ({"fsdp": 2, "tensor": 2}, 1, False),
+        ({"context": 2, "fsdp": 2}, 1, False),
+        ({"context": 4}, 1, True),
+        ({"pipeline": 2}, 2, False),
+    ],
+    ids=["fsdp2-tensor2", "context2-fsdp2", "context4-documents", "pipeline2"],
+)
+def test_it_trains_as_on_one_device(table, of_one_device, mesh, microbatches, packed):
+    found = first_steps(table, build(make(table, mesh, microbatches, **(PACKED if packed else {}))))
+    expected = of_one_device(packed)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5)
+    for name, w in expected[1].items():
+        np.testing.assert_allclose(found[1][name], w, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def generating(table, **settings):
+    config = table.make_config(MODEL | settings.pop("model", {}), {})
+    weights = {name: jnp.asarray(w) for name, w in table.weights_of(config).items()}
+    mesh = build_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
+    return bind(Transformer(config.model), weights), LanguageModel(config, dict(weights), {}, mesh, **settings)
+
+
+def test_it_generates_with_what_it_kept(table):
+    """Greedy tokens after prompts of two lengths are those of whole sequences, by the plain model."""
+    model, language_model = generating(table)
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    *_, found = Generator(language_model, Sampling(temperature=0.0)).tokens(prompts, 5)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        text = list(prompt)
+        for _ in range(5):
+            padded = np.array([[*text, *[0] * (12 - len(text))]])
+            text.append(int(jnp.argmax(model(padded)[0, len(text) - 1])))
+        assert tokens == text[len(prompt) :]
+
+
+def test_what_it_cannot_do_is_refused(table):
+    """Drafts that are not accepted stay in its state; in a pipeline prediction modules get pieces of sequences."""
+    _, language_model = generating(table, model={"mtp_layers": 1}, speculate=1)
+    with pytest.raises(InputError, match="drafts of Recurrence .block recurrent."):
+        Generator(language_model)
+    with pytest.raises(ConfigError, match=r"mtp_layers=1.*mesh.pipeline=1 or model.mtp_layers=0"):
+        check_mesh(make(table, {"pipeline": 2}, 2, {"mtp_layers": 1}), 2)
