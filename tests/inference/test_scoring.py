@@ -253,7 +253,7 @@ def test_mistakes_are_sentences(letters_folder, tmp_path, capsys):
     (tmp_path / "empty.jsonl").touch()
     assert "has no tokens to predict" in error_of("--data", str(tmp_path / "empty.jsonl"))
     assert "another set is called x: write NAME=" in error_of("--data", "x=1", "--data", "x=2")
-    assert "--mesh=tensors=2 is not a mesh: give sizes of" in error_of("--data", "a", "--mesh", "tensors=2")
+    assert "tensors is no axis of a mesh" in error_of("--data", "a", "--mesh", "tensors=2")
     assert "needs 64 devices, more than the 8 here" in error_of("--data", "a", "--mesh", "fsdp=64")
     assert "dtype=int8 is not one of float32" in error_of("--data", "a", "--dtype", "int8")
     assert "nothing.idx" in error_of("--data", str(tmp_path / "nothing"))
