@@ -36,6 +36,7 @@ UNUSABLE = {  # names that no file can have, which any check of a path finds fir
     errno.ENOTDIR: PATH,
 }
 TRACEBACK = "MEGAJAX_TRACEBACK"  # a variable, so that processes that this one starts have it too
+PLATFORMS, UNKNOWN_BACKEND = "JAX_PLATFORMS", "is not in the list of known backends"  # jax's words
 INDENT = 11 * " "  # of the summary, after its labels
 STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 # Exit statuses: the last three mean a lost or hanging process, a stop on request after saving, and Ctrl-C as in shells.
@@ -199,7 +200,7 @@ def user_errors() -> Iterator[None]:
         except BrokenPipeError:  # for example, a pager was closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(DONE) from None
-        except (UserError, OSError, KeyboardInterrupt) as error:
+        except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
             if (found := outcome(error)) is None:
                 raise
             _fail(*found)
@@ -219,6 +220,10 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in CURES:
         name = error.filename or "a file"
         return f"{name} could not be written ({error.strerror}): {CURES[error.errno]}.", MISTAKE
+    if isinstance(error, RuntimeError) and UNKNOWN_BACKEND in (text := str(error)):
+        known = text.partition(UNKNOWN_BACKEND)[2].partition(".")[0]
+        given = shown(os.environ.get(PLATFORMS, ""))
+        return f"{PLATFORMS}={given} has a name that jax does not know{known}: correct or unset it.", MISTAKE
     return None
 
 

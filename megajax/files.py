@@ -79,10 +79,10 @@ def is_number(text: str) -> bool:
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """The number in a variable of the environment. Raises ConfigError if it is none."""
+    """The number in a variable of the environment. Raises ConfigError if it is none of 32 bits."""
     value = environment.get(name) or str(default)
-    if not is_number(value):
-        raise ConfigError(f"{name}={shown(value)} is not a whole number: correct or unset the variable.")
+    if not is_number(value) or int(value) >= 2**31:
+        raise ConfigError(f"{name}={shown(value)} is not a whole number below 2**31: correct or unset the variable.")
     return int(value)
 
 

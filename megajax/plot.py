@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from megajax import metrics_file
 from megajax.command_parser import CommandParser
 from megajax.console import user_errors
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.files import METRICS
 
 Record = dict[str, Any]  # a line of metrics.jsonl
@@ -165,11 +165,14 @@ def write(figure: Figure, stem: Path) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"svg.hashsalt": "megajax", "svg.fonttype": "none"}):
+        settings = matplotlib.rc_context({"svg.hashsalt": "megajax", "svg.fonttype": "none"})
+        with settings, np.errstate(over="ignore", invalid="ignore"):  # it becomes an error below
             figure.savefig(paths[0], dpi=120)
             figure.savefig(paths[1], metadata={"Date": None})
     except OSError as error:
         raise InputError(f"--output={stem} cannot be written ({error.strerror}): choose another file.") from None
+    except (ArithmeticError, ValueError) as error:  # matplotlib's, of numbers near the largest
+        raise InputError(f"{stem} cannot be drawn ({shown(error)}): leave out values far from the others.") from None
     return paths
 
 

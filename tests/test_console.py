@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -226,6 +227,14 @@ def test_an_unforeseen_error_of_a_file_is_a_sentence_with_its_cause(capsys, monk
         raise AssertionError
     with pytest.raises(NameError), reading("a.file"):  # a mistake of ours
         eval("unknown", {"__name__": "megajax.module"})
+
+
+def test_a_platform_that_jax_does_not_know_is_a_mistake_and_no_crash():
+    program = "from megajax.console import user_errors; import jax\nwith user_errors():\n    jax.devices()"
+    environment = os.environ | {"JAX_PLATFORMS": "nope"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "JAX_PLATFORMS=nope has a name that jax does not know: ['cpu'" in done.stderr
 
 
 def test_a_sentence_cannot_steer_a_terminal_or_fill_it(capsys, monkeypatch):

@@ -141,5 +141,7 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(make_run, error_of, tmp_p
     for smooth in ("-1", "2.5", "nan", "inf"):
         assert f"--smooth={smooth} is neither" in error_of(run, "--smooth", smooth)
     assert "--baseline=nan is not a loss" in error_of(run, "--baseline", "nan")
+    far = make_run("far", [{"step": step, "loss": loss} for step, loss in enumerate([-1e308, 1e308])])
+    assert "far/loss cannot be drawn" in error_of(far)
     assert re.search("RUN.*python -m megajax.plot --help", error_of())
-    assert {path.name for path in tmp_path.rglob("*")} == {"run", "no_time", "empty", "metrics.jsonl"}
+    assert {path.name for path in tmp_path.rglob("*")} == {"run", "no_time", "empty", "far", "metrics.jsonl"}

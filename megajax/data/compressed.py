@@ -1,17 +1,19 @@
 """The text of compressed files, decompressed in pieces whose size is bounded, whatever the file says.
 
-A file may be a few kB that expand to terabytes, so no reader asks for all of it.
+A file may be a few kB that expand to terabytes, so no reader asks for all of it, and its text has a limit.
 """
 
 import bz2
 import gzip
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable
 from typing import IO, Any, cast
 
 STORED_BYTES = 1 << 12  # decompressed together; Zstandard makes at most 32,768 times as many bytes of them, 128 MiB
+EXPANSION = 1000  # bytes of text for each of a file's; below 30 for most text, gzip makes at most 1,032
 DICTIONARY_BYTES = 1 << 28  # of an .xz file, at most; `xz -9` needs a quarter
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)  # raised by the files of `decompress`
 
@@ -49,6 +51,27 @@ class Frames(io.RawIOBase):
         return size
 
 
+class Bounded:
+    """The text of a compressed file; OSError if it is far longer than text that compresses well."""
+
+    def __init__(self, text: IO[bytes], stored_bytes: int, most: int):
+        """`most` bytes are allowed to a small file too."""
+        self._text, self._stored = text, stored_bytes
+        self._most = self._left = max(most, EXPANSION * stored_bytes)
+
+    def read(self, size: int) -> bytes:
+        return self._counted(self._text.read(size))
+
+    def readline(self, size: int) -> bytes:
+        return self._counted(self._text.readline(size))
+
+    def _counted(self, text: bytes) -> bytes:
+        self._left -= len(text)
+        if self._left < 0:
+            raise OSError(f"its {self._stored:,} bytes hold more than {self._most:,} bytes of text")
+        return text
+
+
 def _zstandard(file: IO[bytes]) -> IO[bytes]:
     import zstandard
 
@@ -68,8 +91,9 @@ _READERS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
 }
 
 
-def decompress(stored: IO[bytes]) -> IO[bytes] | None:
-    """The text of a compressed file; None for a file that is not compressed."""
+def decompress(stored: IO[bytes], most: int) -> IO[bytes] | None:
+    """The text of a compressed file, None for a file that is not compressed; `most` as for `Bounded`."""
     magic = stored.read(8)
     stored.seek(0)
-    return next((read(stored) for start, read in _READERS.items() if magic.startswith(start)), None)
+    found = next((read(stored) for start, read in _READERS.items() if magic.startswith(start)), None)
+    return None if found is None else cast(IO[bytes], Bounded(found, os.fstat(stored.fileno()).st_size, most))

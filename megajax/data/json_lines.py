@@ -119,7 +119,7 @@ def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[Bloc
     line = start.line
     with open(path, "rb") as stored:
         try:
-            text_bytes, compressed = start.text_bytes, decompress(stored)
+            text_bytes, compressed = start.text_bytes, decompress(stored, 2 * limits.most_bytes)
             lines, to_skip = (stored, 0) if compressed is None else (compressed, text_bytes)
             stored.seek(text_bytes if compressed is None else 0)
             while to_skip and (passed := lines.read(min(to_skip, limits.block_bytes))):

@@ -85,11 +85,12 @@ class SentencePieceTokenizer:
         return out
 
     def decode(self, ids: list[int]) -> str:
+        """The text; a model with a padded vocabulary can give ids that no piece has, which are nothing."""
         texts = []
         with self._reported():
             for added, group in groupby(ids, self._added.get):
                 if added is None:
-                    texts.append(self._model.DecodeIds(list(group)))
+                    texts.append(self._model.DecodeIds([i for i in group if i < self._model.vocab_size()]))
                 elif not added.special:
                     texts += [added.content for _ in group]
         return "".join(texts)

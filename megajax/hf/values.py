@@ -28,7 +28,8 @@ TYPES: dict[type, tuple[str, ...]] = {
         "sliding_window_pattern",
     ),
 }
-WORDS = {dict: "a mapping", list: "a list", int: "a whole number of 1 or more"}
+MOST_TOKENS = 2**27  # as in `config.fields.Tokens`
+WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
 
 
@@ -57,7 +58,7 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
     for kind, keys in TYPES.items():
         for key in keys:
             found = config.get(key)
-            if found is not None and (type(found) is not kind or (kind is int and found < 1)):
+            if found is not None and (type(found) is not kind or (kind is int and not 1 <= found <= MOST_TOKENS)):
                 raise InputError(f"{path}: {key}={show(found)} is not {WORDS[kind]}: copy it again.")
     for key in ("rope_parameters", "rope_scaling"):
         _check_rope(config.get(key) or {}, f"{path}: {key}")

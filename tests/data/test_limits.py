@@ -64,6 +64,14 @@ def test_one_frame_that_expands_without_limit_is_read_in_pieces(tmp_path, ending
     assert peak < (80 if ending in ("zst", "xz") else 8) * MOST
 
 
+@pytest.mark.parametrize("start, each", [(b"", b"\n"), (b"", b'{"text": ""}\n'), (b"[", b'{"text": "a long text"}, ')])
+def test_short_lines_or_items_that_expand_without_limit_end_at_a_limit_of_the_file(tmp_path, start, each):
+    path = tmp_path / "a.bz2"
+    path.write_bytes(bz2.compress(start + each * (3 * MOST // len(each))))
+    with pytest.raises(InputError, match=f"its {path.stat().st_size:,} bytes hold more than 2,097,152 bytes of text"):
+        lines_of(path, limits=SMALL)
+
+
 def test_a_line_of_the_longest_length_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"short\n" + b"x" * 40 + b"\nshort\n")

@@ -181,6 +181,7 @@ def test_sentencepiece_model_is_read(tmp_path):
     text = "the lazy brown dog jumps"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and 0 < max(ids) < tokenizer.vocab_size == 40
+    assert tokenizer.decode([40, *ids, 2**31 - 1]) == text  # of a model whose vocabulary is padded
     reference = sentencepiece.SentencePieceProcessor(model_proto=content)
     assert tokenizer.end_of_document == tokenizer.token_id("</s>") == reference.piece_to_id("</s>") == 2
     assert tokenizer.special_tokens == ["<s>", "</s>"] and tokenizer.token_id("</t>") is None

@@ -291,7 +291,11 @@ MISTAKES = {
     ),
     "a width of scores": (
         lambda f: change_config(f, query_pre_attn_scalar=0),
-        "query_pre_attn_scalar=0 is not a whole number of 1 or more: copy it again.",
+        "query_pre_attn_scalar=0 is not a whole number from 1 to 134,217,728: copy it again.",
+    ),
+    "a length that no run has": (
+        lambda f: change_config(f, max_position_embeddings=2**62),
+        "max_position_embeddings=4611686018427387904 is not a whole number from 1 to 134,217,728: copy it again.",
     ),
     "no key": (lambda f: (f / "config.json").write_text("{}"), "has no model_type"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
