@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -19,7 +20,7 @@ from megajax.config.missing_features import missing_feature
 from megajax.config.other_values import choice_cure
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
-from megajax.config.tree import NAMED, Tree, read_file, read_override, show
+from megajax.config.tree import NAMED, Tree, as_override, read_file, read_override, show
 from megajax.errors import ConfigError, shown
 
 
@@ -195,9 +196,32 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     if mistake["type"] == "missing":
         return f"{key} is not set ({location}): add it{_meaning(key)}."
     problem, cure = describe_problem(*(item for item in mistakes if _key(item) == key))
+    if problem == "is not a list":
+        cure = _as_list(_with_n(key), mistake["input"]) or cure
+    elif problem == "is not a mapping" and _last(key).isdigit():
+        cure = _as_list(_with_n(key).removesuffix(".N"), mistake["input"])
     first = next((name for name, _ in keys() if name.startswith(f"{_with_n(key)}.")), "")
     cure = cure.replace("{first}", key + first.removeprefix(_with_n(key)))
     return f"{key}={show(mistake['input'])} {problem} ({location}): {cure}."
+
+
+def _as_list(key: str, value: Any) -> str:
+    """How to write `value` in the list that `key` is, as the end of a sentence; "" if its items may be anything."""
+    fields = {name.removeprefix(f"{key}.N."): field for name, field in keys() if name.startswith(f"{key}.N.")}
+    fields = {name: field for name, field in fields.items() if "." not in name}
+    if not fields:
+        known = not isinstance(value, list | dict) and not key.endswith(".N")
+        return f"write [{value if isinstance(value, str) else as_override(value)}]" if known else ""
+    first, *others = [name for name, field in fields.items() if field.is_required()]
+    if isinstance(value, dict) and value.keys() <= fields.keys():
+        return f"write [{as_override(value)}]"
+    if not isinstance(value, dict) or not all(others or isinstance(own, dict) for own in value.values()):
+        return f"write [{{{', '.join(f'{name}: ...' for name in (first, *others))}}}]"
+    entries = []
+    for name, own in value.items():  # {name: path}, or {name: {prefix: path}}
+        named = [name] if get_origin(fields[first].annotation) is tuple else yaml.safe_load(name)
+        entries.append({first: named, **(own if isinstance(own, dict) else dict.fromkeys(others, own))})
+    return f"write {as_override(entries)}"
 
 
 def _key(mistake: Any) -> str:

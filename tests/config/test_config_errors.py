@@ -35,6 +35,35 @@ def message(path: str, *overrides: str) -> str:
     return str(caught.value)
 
 
+LISTS = {  # key=value → what to write
+    "data.valid_sets={easy: a, hard: b}": "[{name: easy, prefix: a}, {name: hard, prefix: b}]",
+    "data.valid_sets={easy: {prefix: a}}": "[{name: easy, prefix: a}]",
+    "data.valid_sets={name: easy, prefix: a}": "[{name: easy, prefix: a}]",
+    "data.stages={from_step: 5, train: b}": "[{from_step: 5, train: b}]",
+    "data.stages={5: b}": "[{from_step: 5, train: b}]",
+    "optimizer.groups={embedding.*: {learning_rate: 0.1}}": "[{parameters: [embedding.*], learning_rate: 0.1}]",
+    "lora.targets=query,value": "[query,value]",
+    "mesh.experts_over=expert": "[expert]",
+}
+
+
+@pytest.mark.parametrize("typed", LISTS)
+def test_what_is_no_list_is_answered_with_the_list_which_is_accepted(typed):
+    key, value = typed.split("=", 1)
+    more = ["data={kind: indexed, train: a}", "checkpoint.init_from=a"]
+    more += ["lora.rank=1"] if key.startswith("lora") else []
+    sentence = message("good.yaml", *more, f"{key}={value}")
+    assert f"{key}=" in sentence and "is not a list (" in sentence
+    assert sentence.endswith(f": write {LISTS[typed]}.")
+    load_config("good.yaml", [*more, f"{key}={LISTS[typed]}"])
+
+
+@pytest.mark.parametrize("typed", ["data.valid_sets=a", "data.valid_sets=[a, b]", "data.stages=[5]", "data.stages=5"])
+def test_a_list_of_mappings_is_shown_with_its_keys(typed):
+    form = "[{name: ..., prefix: ...}]" if "sets" in typed else "[{from_step: ..., train: ...}]"
+    assert message("good.yaml", "data={kind: indexed, train: a}", typed).endswith(f": write {form}.")
+
+
 OVERRIDES = {
     "steps=3": "steps is not a config key (@): did you mean run.steps?",
     "model.learning_rate=1": ("model.learning_rate is not a config key (@): did you mean schedule.learning_rate?"),
@@ -48,8 +77,8 @@ OVERRIDES = {
     "model.init_std='0.1'": ("model.init_std='0.1' is not a number (@): write one such as 0.1, without quotes."),
     "optimizer.epsilon=.inf": "optimizer.epsilon=.inf is not a finite number (@): write one such as 0.1.",
     "run.name=''": "run.name='' is empty (@): write a name.",
-    "model.layer_pattern=local": ("model.layer_pattern=local is not a list (@): write it in brackets, with commas."),
-    "pipeline.layout=4": "pipeline.layout=4 is not a list (@): write it in brackets, with commas.",
+    "model.layer_pattern=local": ("model.layer_pattern=local is not a list (@): write [local]."),
+    "pipeline.layout=4": "pipeline.layout=4 is not a list (@): write [4].",
     "pipeline.layout=[]": "pipeline.layout=[] is empty (@): give at least one entry.",
     "pipeline.layout=[2, -1]": "pipeline.layout.1=-1 is too small (@): use 0 or more.",
     "pipeline.layout=['2']": ("pipeline.layout.0='2' is not a whole number (@): write one such as 4, without quotes."),
