@@ -14,6 +14,7 @@ from megajax.errors import ConfigError, shown
 
 # In a run directory, for modules with and without jax.
 CONFIG, METRICS, LOCK, SUBDIRECTORY = "config.yaml", "metrics.jsonl", "lock", "checkpoints"
+CONSOLE_LOG = "console.log"
 HEARTBEAT_SECONDS = 10.0  # the owner of a lock touches it this often
 
 MOST_DIGITS = 18  # of a number in a name or an argument: below 2**63

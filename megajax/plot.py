@@ -22,7 +22,7 @@ from megajax import metrics_file
 from megajax.command_parser import CommandParser
 from megajax.console import user_errors
 from megajax.errors import InputError, shown
-from megajax.files import METRICS
+from megajax.files import CONFIG, CONSOLE_LOG, METRICS
 
 Record = dict[str, Any]  # a line of metrics.jsonl
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
@@ -39,9 +39,13 @@ def read_records(run_dir: Path) -> list[Record]:
     An incomplete last line is ignored: the run is writing it. Damaged lines are left out with a warning.
     """
     path = run_dir / METRICS
+    begun = f"wait for its first log line; if it has ended, {run_dir / CONSOLE_LOG} says why"
+    if not path.exists():
+        cure = begun if (run_dir / CONFIG).is_file() else "give the directory of a run"
+        raise InputError(f"{run_dir} has no {METRICS}: {cure}.")
     records: list[Record] = [{**record} for _, record in metrics_file.read(path)]
     if not any(record.get("loss") is not None for record in records):
-        raise InputError(f"{path} has no logged loss yet: wait for the run's first log line, or give another run.")
+        raise InputError(f"{path} has no logged loss: {begun}.")
     return records
 
 

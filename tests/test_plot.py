@@ -134,8 +134,12 @@ def test_a_last_line_that_is_still_written_is_left_out(make_run):
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(make_run, error_of, tmp_path):
     run, no_time = make_run(), make_run("no_time", [{"step": 1, "loss": 1.0}])
     file = run / "metrics.jsonl"
-    assert "nowhere/metrics.jsonl cannot be read (No such file" in error_of("nowhere")
-    assert "has no logged loss yet" in error_of(make_run("empty", []))
+    assert "nowhere has no metrics.jsonl: give the directory of a run." in error_of("nowhere")
+    empty = make_run("empty", [])
+    assert "empty/metrics.jsonl has no logged loss: wait for its first log line; if it has" in error_of(empty)
+    (empty / "metrics.jsonl").rename(empty / "config.yaml")
+    assert f"{empty} has no metrics.jsonl: wait for its first" in (error := error_of(empty))
+    assert f"{empty / 'console.log'} says why." in error
     assert "lines of the metrics of no_time have no time: use --x=step" in error_of(no_time, "--x", "hours")
     assert "cannot be written" in error_of(run, "--output", file / "loss.png")
     for smooth in ("-1", "2.5", "nan", "inf"):
@@ -144,4 +148,5 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(make_run, error_of, tmp_p
     far = make_run("far", [{"step": step, "loss": loss} for step, loss in enumerate([-1e308, 1e308])])
     assert "far/loss cannot be drawn" in error_of(far)
     assert re.search("RUN.*python -m megajax.plot --help", error_of())
-    assert {path.name for path in tmp_path.rglob("*")} == {"run", "no_time", "empty", "far", "metrics.jsonl"}
+    names = {"run", "no_time", "empty", "far", "metrics.jsonl", "config.yaml"}
+    assert {path.name for path in tmp_path.rglob("*")} == names

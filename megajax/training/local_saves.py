@@ -84,10 +84,10 @@ class LocalSaves:
         self.report()
         if self._tier.is_writing and not self._warned:
             self._warned = True
-            interval = self.config.checkpoint.local_interval
+            key, interval = "checkpoint.local_interval", self.config.checkpoint.local_interval
             self._note(
-                f"megajax: warning: checkpoint.local_interval={interval} is too short: at step {step} the last local "
-                "checkpoint is not written yet, so training waits for it"
+                f"megajax: warning: {key}={interval} ({self.config.where(key)}) is too short: at step {step} the last "
+                "local checkpoint is not written yet, so training waits for it: set it higher"
             )
         self.report(wait=True)
         self._tier.save(step, replace(state, frozen={}), self._saver.description(step, samples) | more)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from megajax.config import Config
 from megajax.console import CRASH, DONE, STOPPED, outcome
+from megajax.files import CONSOLE_LOG
 from megajax.training import events
 from megajax.training.background import Background
 from megajax.training.logs import CONSOLE
 from megajax.training.trackers import Tracker, check_trackers, start_trackers
 
-NAME = "console.log"
 CLOSING_SECONDS = 60.0  # for what W&B or MLflow has not been sent yet
 
 
@@ -34,7 +34,7 @@ class Monitoring:
 
     def start(self, say: Callable[[str], None]) -> None:
         """Begin, on process 0. Raises InputError if a tracker cannot start."""
-        self._kept = KeptConsole(Path(self.config.run.dir) / NAME)
+        self._kept = KeptConsole(Path(self.config.run.dir) / CONSOLE_LOG)
         self._services, self._events = Background(self._note), Background(self._note)
         self._trackers.extend(start_trackers(self.config, say))
 

@@ -8,6 +8,7 @@ from typing import Any
 from megajax.checkpoint import Checkpoints, SaveOutcome
 from megajax.checkpoint.storage import is_in_bucket
 from megajax.config import Config
+from megajax.config.sentences import counted
 from megajax.errors import ConfigError, InputError
 from megajax.training import logs
 
@@ -40,13 +41,15 @@ class SaveReports:
         self._last_start = time.perf_counter()
         interval, key = self.config.run.checkpoint_interval, "run.checkpoint_interval"
         if between and outcome is not None and outcome.error is None and interval and not self._warned:
-            self._warned = True
-            self._say(
-                f"{key}={interval} ({self.config.where(key)}) is too short for this disk: a save takes "
-                f"{outcome.seconds:.1f} s, and after {between:.1f} s the next one began, so training waits for it: set "
-                f"it to {ceil(interval * outcome.seconds / between * 1.1)} or more",
-                True,
-            )
+            enough = ceil(1.1 * outcome.seconds * (step - waits) / between)  # steps that take as long as a save
+            if enough > interval:  # the last save of a run may follow another one early
+                self._warned = True
+                self._say(
+                    f"{key}={interval} ({self.config.where(key)}) is too short for this disk: a save takes "
+                    f"{outcome.seconds:.3g} s, and the {counted(step - waits, 'step')} before the next one took "
+                    f"{between:.3g} s, so training waits for saves: set it to {enough} or more",
+                    True,
+                )
         return outcome
 
     def report(self, outcome: SaveOutcome, newest: int | None, ending: bool) -> None:

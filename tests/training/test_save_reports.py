@@ -47,7 +47,9 @@ def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_
     assert reports.wait_for_last(checkpoints, 10).step == 5
     (waits, _), (warning, is_warning) = lines
     assert waits == "step 10: the save of step 5 is not complete yet; training waits for it"
-    assert is_warning and "run.checkpoint_interval=5" in warning and "a save takes 4.0 s" in warning
+    assert (
+        is_warning and "run.checkpoint_interval=5" in warning and "a save takes 4 s, and the 5 steps before" in warning
+    )
     # 5 steps take 0.3 s or more here, and a save 4: at most 5·4 / 0.3 · 1.1 steps.
     assert 5 < int(warning.split("set it to ")[1].split()[0]) <= 74
 
@@ -63,6 +65,19 @@ def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_
         "checkpoint_stall_seconds": 0.3,
     }
     assert not reports.take()
+
+
+def test_an_early_last_save_does_not_make_the_interval_too_short(make_config):
+    """Saves take 4 s, 100 steps at least 5: enough between saves of the interval, not before the last save."""
+    lines = []
+    reports = SaveReports(make_config("run.checkpoint_interval=100"), True, lambda text, warning: lines.append(warning))
+    checkpoints = Slow()
+    checkpoints.saving = None
+    reports.wait_for_last(checkpoints, 5)
+    checkpoints.saving = 5
+    time.sleep(0.1)
+    reports.wait_for_last(checkpoints, 6)  # a step takes 0.1 s or more: 44 steps as long as a save
+    assert lines == [False]
 
 
 def test_a_trainer_that_has_to_wait_for_its_last_save_says_so(build, monkeypatch, capsys):
