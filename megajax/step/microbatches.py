@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.parallel.traced import traced
+from megajax.parallel.replayed import replayed
 from megajax.step.graph import Graph
 from megajax.step.nodes import Arrays, Results, StepArrays, Streams, Table
 
@@ -36,7 +36,8 @@ def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Resul
         return microbatch(zeros, 0, {name: field[0] for name, field in batch.items()})
 
     loops = (jnp.arange(len(batch["tokens"])), dict(batch))
-    run, (_, shapes) = traced(microbatch, zeros, *jax.tree.map(lambda a: a[0], loops))
+    one = jax.make_jaxpr(microbatch, return_shape=True)(zeros, *jax.tree.map(lambda a: a[0], loops))
+    run, (_, shapes) = replayed(*one), one[1]
 
     def body(carry, loop):
         table, total = carry

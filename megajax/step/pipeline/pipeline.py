@@ -194,7 +194,7 @@ class _Run:
         """
         x, (activations, metrics) = jnp.where(*x), buffers
         if not self.training:
-            x, _ = self.stack.forward_values(self.weights[r], x, inputs, self.first_layers[r], save=False)
+            x, _ = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], save=False)
             return x, activations, metrics
 
         def keeper(s: int, loop: Any, state: Any) -> ForwardBuffers:

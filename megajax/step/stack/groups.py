@@ -93,22 +93,23 @@ class RematGroups:
         return self._traced[key]
 
     def _group_forward(self, weights: GroupWeights, x, inputs, layers, *, program: GroupProgram, save: bool):
-        gathered, run = self.weights.gather(weights, program, backward=False), self._runner(inputs, layers, program)
+        gathered = self.weights.gather(weights, program, backward=False)
         trained, others = self._divided(gathered, program)
+        run = self._runner(inputs, layers, program, others)
         if not save or program.policy.keeps_input:
-            (y, _), metrics = run(trained, x, others)
+            (y, _), metrics = run(trained, x)
             return y, (x if save else None), metrics
         names = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
         run = with_policy(run, program.policy, names, self.attention_is_fused)
-        (y, _), pull, metrics = jax.vjp(lambda trained, x: run(trained, x, others), trained, x, has_aux=True)
+        (y, _), pull, metrics = jax.vjp(run, trained, x, has_aux=True)
         return y, Residuals.of(pull, (gathered, inputs)), metrics
 
     def _group_backward(self, weights: GroupWeights, saved, dy, inputs: BlockInputs, layers, *, program: GroupProgram):
         gathered = self.weights.gather(weights, program, backward=True)
         if program.policy.keeps_input:
             x, dy = lax.optimization_barrier((saved, dy))  # else XLA merges the recomputation with the forward pass
-            (trained, others), run = self._divided(gathered, program), self._runner(inputs, layers, program)
-            _, pull, _ = jax.vjp(lambda trained, x: run(trained, x, others), trained, x, has_aux=True)
+            trained, others = self._divided(gathered, program)
+            _, pull, _ = jax.vjp(self._runner(inputs, layers, program, others), trained, x, has_aux=True)
         else:
             pull = saved.pull((gathered, inputs))
         has_losses = any(self.blocks[kind.block].losses for kind in program.kinds)
@@ -125,14 +126,14 @@ class RematGroups:
         trained = tuple({name: w for name, w in layer.items() if name in names} for layer, names in layers)
         return trained, tuple({n: w for n, w in layer.items() if n not in names} for layer, names in layers)
 
-    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram) -> Callable:
-        """(weights with gradients, x, others as in `_divided`) → ((y, sum of the layers' losses), metrics).
+    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram, others: GroupWeights) -> Callable:
+        """(weights with gradients, x) → ((y, sum of the layers' losses), metrics); the `others` as in `_divided`.
 
         `layers` as in `Group`. The losses are this device's share, None if there are none. They are an output beside y,
         because their gradient does not depend on that of y.
         """
 
-        def run(trained: GroupWeights, x: jax.Array, others: GroupWeights):
+        def run(trained: GroupWeights, x: jax.Array):
             metrics: list[dict[str, jax.Array]] = []
             for i, (kind, own, other) in enumerate(zip(program.kinds, trained, others, strict=True)):
                 state, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i

@@ -111,7 +111,7 @@ class LayerStack:
 
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
         """All layers once; keeps residuals and metrics of each group, None for residuals if not `save`."""
-        x, kept = self.forward_values(arrays.stacks[self.NAME], streams[HIDDEN], batch.inputs, save=save)
+        x, kept = self.run_forward(arrays.stacks[self.NAME], streams[HIDDEN], batch.inputs, save=save)
         return {HIDDEN: x}, [values for _, values in kept]
 
     def backward(
@@ -127,28 +127,24 @@ class LayerStack:
         name = self.NAME
         return {HIDDEN: dx}, table, Results({name: [*found]}, {}, {name: [*metrics]}, {name: [*amax]})
 
-    def forward_values(self, weights: ByGroup[GroupWeights], x, inputs: BlockInputs, first: Any = 0, save: bool = True):
-        """`run_forward` with values: (x, by segment (nothing, (residuals, metrics)))."""
-        keeper = lambda s, loop, state: ForwardValues(self.segments[s])  # noqa: E731
-        return self.run_forward(weights, x, inputs, first, keeper, [()] * len(self.segments), save)
-
     def run_forward(
         self,
         weights: ByGroup[GroupWeights],
         x: jax.Array,
         inputs: BlockInputs,
-        first: Any,
-        keeper: Callable[[int, Any, Any], ForwardKeeper],
-        states: Sequence[Any],
+        first: Any = 0,
+        keeper: Callable[[int, Any, Any], ForwardKeeper] | None = None,
+        states: Sequence[Any] | None = None,
         save: bool = True,
     ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
         """The residual stream through all layers → (x, by segment (the keepers' last state, their stacked outputs)).
 
         `first` is the layer index of the first slot, or of every slot if the layers are not consecutive.
-        `keeper(segment's index, loop, state)` makes the keeper of an iteration; `states` holds each segment's first
-        state.
+        `keeper(segment's index, loop, state)` makes the keeper of an iteration, by default of values; `states` holds
+        each segment's first state.
         """
-        kept = []
+        kept, states = [], states or [()] * len(self.segments)
+        keeper = keeper or (lambda s, loop, state: ForwardValues(self.segments[s]))
         for s, (segment, groups) in enumerate(zip(self.segments, weights, strict=True)):
 
             def body(carry, loop, s=s, segment=segment, groups=groups):

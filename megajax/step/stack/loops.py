@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config.segments import Segment
-from megajax.parallel.traced import traced
+from megajax.parallel.replayed import replayed
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,8 @@ def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse
     if segment.policy.on_host:  # its residuals are in the host's memory
         return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
 
-    run, (_, shapes) = traced(body, carry, (jnp.int32(0), *jax.tree.map(lambda a: a[0], xs)))
+    one = jax.make_jaxpr(body, return_shape=True)(carry, (jnp.int32(0), *jax.tree.map(lambda a: a[0], xs)))
+    run, (_, shapes) = replayed(*one), one[1]
 
     def iteration(i, state):
         carry, stacks = state
