@@ -40,8 +40,8 @@ class Need(NamedTuple):
     kinds: Iterable[str]
 
 
-def parts_of(kind: str) -> tuple[type[Any], ...]:
-    """The classes of a kind's parts. Raises ConfigError if it is not registered."""
+def parts_of(kind: str) -> dict[str, type[Any]]:
+    """The classes of a kind's sublayers by name. Raises ConfigError if it is not registered."""
     if kind not in KINDS:
         known = ", ".join(sorted({*KINDS, *BUILT_IN}))
         raise ConfigError(
@@ -71,12 +71,12 @@ def check_parts(config: Config, sizes: dict[str, int]) -> None:
 
 def takes_order(kind: str) -> bool:
     """Whether a sublayer of a kind takes the tokens in the order of their sequences."""
-    return kind not in BUILT_IN and any(part.IN_ORDER for part in parts_of(kind))
+    return kind not in BUILT_IN and any(part.IN_ORDER for part in parts_of(kind).values())
 
 
 def lacking(kind: str, ability: str) -> type[Any] | None:
     """The first part of a kind of block that does not declare an ability."""
-    return next((part for part in parts_of(kind) if ability not in part.SUPPORTS), None)
+    return next((part for part in parts_of(kind).values() if ability not in part.SUPPORTS), None)
 
 
 def how_to_declare(part: type[Any], ability: str) -> str:

@@ -8,9 +8,8 @@ from megajax.config.model_schema import ModelConfig
 DENSE, MOE = "dense", "moe"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 MTP = "mtp"  # the blocks of the multi-token prediction modules
-KINDS: dict[
-    str, tuple[type[Any], ...]
-] = {}  # the classes of each kind's parts, in order; `model.block.register` fills it
+# The sublayers' classes of each kind by name, in order; `model.block.register` fills it.
+KINDS: dict[str, dict[str, type[Any]]] = {}
 
 
 class LayerKind(NamedTuple):
@@ -25,7 +24,7 @@ class LayerKind(NamedTuple):
         """Whether a part of its block divides its weights over `mesh.experts_over`."""
         if self.block not in KINDS:  # the built-in ones need jax
             return self.block == MOE
-        return any(part.HAS_EXPERTS for part in KINDS[self.block])
+        return any(part.HAS_EXPERTS for part in KINDS[self.block].values())
 
 
 @cached

@@ -24,27 +24,35 @@ from megajax.model.prediction import Join
 from megajax.model.sublayer import LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
+BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are the numbers of `step.graph` and `step.mtp`
 # Members of a sublayer for which there is no default.
 REQUIRED = ("NAME", "LINEAR", "apply")
 
 
-def register(kind: str, *parts: type[Sublayer]) -> None:
-    """Register blocks of these parts as `kind`, for `model.block_pattern`; before the config is loaded.
+def register(kind: str, *parts: type[Sublayer], **named: type[Sublayer]) -> None:
+    """Register blocks of these sublayers as `kind`, for `model.block_pattern`; before the config is loaded.
 
-    Raises ConfigError for a name that other parts have, and for a part that lacks a member.
+    `named` ones follow and have other names than their class's NAME: `register("pair", Attention, second=Attention)`.
+    Raises ConfigError for a kind that has other sublayers already, for a name or a metric that two of them have, and
+    for one that lacks a member.
     """
-    if not parts or not kind.isidentifier() or kind == MTP:
-        raise ConfigError(f"register({kind!r}) is not a kind of block: give a name, such as my_block, and its parts.")
-    for part in parts:
+    for part in (*parts, *named.values()):
         _check_part(part)
-    for values in ([part.NAME for part in parts], [name for part in parts for name in part.METRICS]):
+    own = [*((part.NAME, part) for part in parts), *named.items()]
+    if not own or not kind.isidentifier() or kind == MTP:
+        raise ConfigError(f"register({kind!r}) is no kind of block: give a name, such as my_block, and its sublayers.")
+    for values in ([name for name, _ in own], [metric for _, part in own for metric in part.METRICS]):
         if again := sorted({value for value in values if values.count(value) > 1}):
-            raise ConfigError(f"two parts of the block {kind} have the name or the metric {again[0]}: rename one.")
-    names = [f"{part.__module__}.{part.__qualname__}" for part in parts]
-    known = [f"{part.__module__}.{part.__qualname__}" for part in KINDS.get(kind, ())]
+            cure = "name one of them, register(..., second=TheClass)" if again[0] in dict(own) else "rename one"
+            raise ConfigError(f"two sublayers of the block {kind} have the name or the metric {again[0]}: {cure}.")
+    names, known = _described(dict(own)), _described(KINDS.get(kind, {}))
     if known and names != known:
-        raise ConfigError(f"the kind of block {kind} has the parts {', '.join(known)} already: choose another name.")
-    KINDS[kind] = parts
+        raise ConfigError(f"the kind of block {kind} has {', '.join(known)} already: choose another name.")
+    KINDS[kind] = dict(own)
+
+
+def _described(parts: Mapping[str, type[Sublayer]]) -> list[str]:
+    return [f"{name} ({part.__module__}.{part.__qualname__})" for name, part in parts.items()]
 
 
 def _check_part(part: type[Sublayer]) -> None:
@@ -60,19 +68,18 @@ register(MOE, Attention, MoE)
 
 
 class Block(nnx.Module):
-    """The parts of one kind of block.
+    """The sublayers of one kind of block.
 
-    A name is the part's name and the name within the part: `attention.qkv`.
+    A name is the sublayer's name and the name within it: `attention.qkv`.
     """
 
     def __init__(self, config: ModelConfig, kind: str):
         self.config, self.kind = config, kind
-        parts = [LatentAttention if part is Attention and config.is_latent else part for part in parts_of(kind)]
-        self.names = tuple(part.NAME for part in parts)
-        for part in parts:
-            module = part(config)
+        self.names = tuple(parts_of(kind))
+        for name, part in parts_of(kind).items():
+            module = (LatentAttention if part is Attention and config.is_latent else part)(config)
             module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
-            setattr(self, part.NAME, module)
+            setattr(self, name, module)
 
     @property
     def parts(self) -> dict[str, Sublayer]:
@@ -168,7 +175,7 @@ class Block(nnx.Module):
     def _dropout(self, y: jax.Array, ctx: LayerContext, branch: int) -> jax.Array:
         if ctx.inputs.dropout_key is None:
             return y
-        key = jax.random.fold_in(ctx.inputs.dropout_key, len(self.names) * ctx.layer + branch + 1)
+        key = dropout_key(ctx.inputs.dropout_key, len(self.names), ctx.layer, branch)
         return ops.dropout(y, self.config.dropout, key, ctx.inputs.token_ids)
 
 
@@ -189,6 +196,13 @@ class PredictionBlock(Block):
         """
         x, metrics = super().apply(weights, self.join(_of_part(weights, "join"), x, ctx.comm), ctx)
         return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias")), metrics
+
+
+def dropout_key(key: jax.Array, count: int, layer: jax.Array | int, branch: int) -> jax.Array:
+    """The key for the dropout of sublayer `branch` of `count` in a layer: a different one for each."""
+    if count == 2:
+        return jax.random.fold_in(key, 2 * layer + branch + 1)
+    return jax.random.fold_in(jax.random.fold_in(key, BRANCHES + branch), layer)
 
 
 def blocks_of(config: ModelConfig) -> dict[str, Block]:

@@ -18,11 +18,14 @@ from megajax.inference.sampling import Sampling
 from megajax.mesh import build_mesh
 from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, register
 from megajax.model.attention import Attention
+from megajax.model.block import dropout_key
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.sublayer import SublayerSizes
 from megajax.plan.costs import active_parameter_count, flops_per_token
 from megajax.plan.memory import estimate_memory
+from megajax.step.graph import ADAPTERS, JITTER
+from megajax.step.mtp import DROPOUT
 from megajax.step.nodes import Field, Results
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
@@ -94,7 +97,7 @@ class Mean(Sublayer):
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
     for name, parts in {"squared": (Attention, Squared), "again": (Attention, Squared), "mean": (Mean, MLP)}.items():
-        monkeypatch.setitem(KINDS, name, parts)
+        monkeypatch.setitem(KINDS, name, {part.NAME: part for part in parts})
 
 
 def make(table, mesh, microbatches=1, model=None, **sections):
@@ -118,7 +121,7 @@ def train(table, program):
 @pytest.fixture(scope="module")
 def expected(table):
     patch = pytest.MonkeyPatch()
-    patch.setitem(KINDS, "squared", (Attention, Squared))
+    patch.setitem(KINDS, "squared", {"attention": Attention, "mlp": Squared})
     yield train(table, build(make(table, {}), 1))
     patch.undo()
 
@@ -146,6 +149,30 @@ def test_it_trains_as_on_one_device(table, expected, tmp_path, mesh, microbatche
     restored = StateSaver(program).restore(checkpoints, STEPS)
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, restored.layer_state, state.layer_state)
+
+
+def test_two_sublayers_of_one_class_have_names_and_weights_of_their_own(table, monkeypatch):
+    """Three sublayers in a layer: attention twice, then the MLP; with dropout, whose keys are per sublayer."""
+    monkeypatch.setitem(KINDS, "twice", {"attention": Attention, "second": Attention, "mlp": MLP})
+    model, runs = {"block_pattern": ["twice", "dense"], "num_layers": 2, "dropout": 0.1}, []
+    for mesh in ({"fsdp": 2, "tensor": 2}, {}):
+        runs.append(train(table, build(make(table, mesh, model=model), 4 if mesh else 1)))
+    for found, wanted in zip(runs[0][0], runs[1][0], strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    first, second = (runs[0][1][f"blocks.twice.{name}.query"] for name in ("attention", "second"))
+    assert first.shape == second.shape and not np.allclose(first, second)
+
+
+def test_no_two_dropout_keys_coincide():
+    """Kinds of one to four sublayers beside each other, the embedding, jitter, adapters, and prediction modules."""
+    key, found = jax.random.key(0), [0, JITTER, ADAPTERS, *range(DROPOUT, DROPOUT + 8)]
+    found = [tuple(np.asarray(jax.random.key_data(jax.random.fold_in(key, number)))) for number in found]
+    layers = jnp.arange(40)
+    for count in (2, 4):  # those of one and of three are among those of four: a layer has one kind
+        for branch in range(count):
+            keys = jax.vmap(lambda layer, n=count, b=branch: dropout_key(key, n, layer, b))(layers)
+            found += map(tuple, np.asarray(jax.random.key_data(keys)))
+    assert len(set(found)) == len(found)
 
 
 def test_its_state_and_its_loss_decide(table, expected):
@@ -266,7 +293,7 @@ def test_a_part_without_a_cache_is_evaluated_but_does_not_generate(table):
 
 def test_a_registered_kind_with_experts_is_one_everywhere(table, monkeypatch):
     """Estimates, segments, stages, the summary and the load map are those of the built-in kind with the same parts."""
-    monkeypatch.setitem(KINDS, "routed", (Attention, MoE))
+    monkeypatch.setitem(KINDS, "routed", {"attention": Attention, "moe": MoE})
     found = {}
     for name in ("moe", "routed"):
         model = {**MIXTRAL, "num_layers": 4, "block_pattern": ["dense", name]}
@@ -326,12 +353,12 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     for parts, kind, sentence in (
         ((Attention, Lacking), "mine", "Lacking does not define LINEAR and apply"),
         ((Attention, Wrong), "mine", "Wrong.SUPPORTS has 'contxt': use tensor, context"),
-        ((Attention, Attention), "mine", "two parts of the block mine have the name .* attention"),
-        ((Mean, MLP), "dense", "dense has the parts .*Attention.* already: choose another name"),
-        ((), "mine", "give a name, such as my_block, and its parts"),
+        ((Attention, Attention), "mine", "two sublayers of the block mine have the name .* attention: name one"),
+        ((Mean, MLP), "dense", "dense has attention .*Attention.* already: choose another name"),
+        ((), "mine", "give a name, such as my_block, and its sublayers"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             register(kind, *parts)
     assert "mine" not in KINDS
     register("mean", Mean, MLP)  # again, as in a notebook
-    assert KINDS["mean"] == (Mean, MLP)
+    assert KINDS["mean"] == {"mean": Mean, "mlp": MLP}

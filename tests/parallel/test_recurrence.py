@@ -38,7 +38,7 @@ def extension():
 
 def test_it_is_a_loop_over_tokens():
     """Two documents in the first sequence, padding at the end of the second."""
-    make, _ = KINDS["recurrent"]
+    make = KINDS["recurrent"]["recurrence"]
     config = make_config(MODEL).model
     D, F, (B, S), rng = config.hidden_size, config.ffn_hidden_size, (2, 6), np.random.default_rng(0)
     w = {"value": rng.standard_normal((D, F)), "decay": rng.standard_normal(F), "output": rng.standard_normal((F, D))}

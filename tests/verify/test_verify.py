@@ -141,7 +141,7 @@ def test_a_checkpoint_that_loses_layer_state_is_named(one, expected, checkpoint,
 
 def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     """Rounding moves FP8's runs by the measured distance; histories and the block's own state are compared."""
-    monkeypatch.setitem(KINDS, "squared", ())
+    monkeypatch.setitem(KINDS, "squared", {})
     del KINDS["squared"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
