@@ -55,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--precision=fp8, but precision.fp8.recipe=none ({where}): set it to current or delayed."
             )
-        meshes = [own_mesh(config)]
-        if options.mesh:
+        if not options.mesh:
+            meshes = [own_mesh(config)]
+        else:
             given = {text: dict.fromkeys(AXES, 1) | read_mesh(text, "--mesh") for text in options.mesh}
             meshes = [limited(sizes, f"--mesh={text}", "make it smaller") for text, sizes in given.items()]
         for sizes in meshes:

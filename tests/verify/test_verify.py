@@ -232,8 +232,8 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--mesh", "tensor=-1"], "--mesh=tensor=-1 is not a mesh"),
-        (["--mesh", "rows=2"], "--mesh=rows=2 is not a mesh"),
+        (["--mesh", "tensor=-1"], "--mesh=tensor=-1: tensor=-1 is no axis with a size"),
+        (["--mesh", "rows=2"], "--mesh=rows=2: rows is no axis of a mesh"),
         (["--mesh", "data=32"], "needs 32 devices; verify has 16"),
         (["--mesh", "tensor=3"], "mesh.tensor=3 does not divide"),
         (["--steps", "0"], "--steps=0 is below 1"),
