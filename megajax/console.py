@@ -227,6 +227,14 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
+def described(error: BaseException) -> tuple[str, int]:
+    """The sentence and the exit status of any error that ends a command; of SystemExit those of its cause."""
+    if isinstance(error, SystemExit):
+        sentence = described(error.__context__)[0] if error.__context__ is not None else ""
+        return sentence, error.code if isinstance(error.code, int) else CRASH
+    return outcome(error) or (str(error) or type(error).__name__, CRASH)
+
+
 def _fail(sentence: str, status: int) -> NoReturn:
     if status == MISTAKE and os.environ.get(TRACEBACK) not in (None, "", "0"):
         traceback.print_exc()

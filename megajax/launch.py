@@ -30,6 +30,8 @@ from megajax.config.sentences import counted
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.files import is_number, whole_number
+from megajax.restart_sign import RestartSign
+from megajax.training.ending import Ending
 
 FINAL = (DONE, MISTAKE, BAD_NUMBERS, INTERRUPTED)  # never restarted
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -207,11 +209,12 @@ class Launcher:
             )
         self._received: list[int] = []  # signals that are not forwarded yet
         self._asked: set[int] = set()
+        self._sign = RestartSign(config.run.dir)
 
     def run(self) -> int:
         """Start the processes, and again after each crash; the exit status of the last start."""
         failures, newest = 0, self._newest_step()
-        with self._signals():
+        with self._signals(), self._sign:
             while True:
                 status = self._start()
                 over = status == STOPPED and self.config.run.max_minutes is not None
@@ -238,7 +241,9 @@ class Launcher:
                 newest_is = "there is no checkpoint yet" if step is None else f"the newest checkpoint is of step {step}"
                 _say(f"restart in {pause} s on {counted(len(self.devices), 'device')}; {newest_is}")
                 end = time.monotonic() + pause
+                self._sign.give()
                 while time.monotonic() < end and not self._received:
+                    self._sign.renew()
                     time.sleep(0.05)
                 if self._received:
                     return INTERRUPTED if signal.SIGINT in self._received else STOPPED
@@ -255,29 +260,43 @@ class Launcher:
             for index, environment in enumerate(child_environments(self.devices, count)):
                 children.append(Child(index, self.command(), environment, prefixed=count > 1))
             output = Output(children)
-            status = self._wait(children, output)
+            first = self._wait(children, output)
         finally:
             for child in children:
                 child.kill()
         output.close(self.waits.drain)
-        return status
+        if first is None:
+            return DONE
+        self._tell(children, first)
+        return first.process.returncode
 
-    def _wait(self, children: list[Child], output: Output) -> int:
-        first, end = DONE, float("inf")
+    def _tell(self, children: list[Child], first: Child) -> None:
+        """Send the event that process 0, or process 1 if that one is lost, could not send before a signal ended it."""
+        statuses, ending = [child.process.returncode for child in children], Ending(self.config)
+        if statuses[0] < 0 and LOST not in statuses[:2] and -first.process.returncode not in self._asked:
+            ending.speaks = True
+            text = f"process {first.index} {_ending(first.process.returncode)}."
+            ending.tell("lost", text, _shell_status(first.process.returncode))
+
+    def _wait(self, children: list[Child], output: Output) -> Child | None:
+        """Wait for all processes, after a failure for a short time; the first one that failed."""
+        first, end = None, float("inf")
         running = list(children)
         while running and time.monotonic() < end:
             output.copy(0.05)
+            self._sign.renew()
             self._forward(running)
             ended = [child for child in running if child.has_ended()]
             running = [child for child in running if child not in ended]
             # Of processes that end together, one with a mistake is the cause of the others' crash.
             failed = sorted((c for c in ended if c.process.returncode), key=lambda c: c.process.returncode not in FINAL)
-            if first == DONE and failed:
-                first = failed[0].process.returncode
-                if first not in FINAL + (STOPPED,):
-                    _say(f"process {failed[0].index} {_ending(first)}")
-                if first != STOPPED:
-                    end = time.monotonic() + (self.waits.mistake if first in FINAL else self.waits.crash)
+            if first is None and failed:
+                first = failed[0]
+                status = first.process.returncode
+                if status not in FINAL + (STOPPED,):
+                    _say(f"process {first.index} {_ending(status)}")
+                if status != STOPPED:
+                    end = time.monotonic() + (self.waits.mistake if status in FINAL else self.waits.crash)
         return first
 
     def _forward(self, running: list[Child]) -> None:

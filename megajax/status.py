@@ -1,7 +1,7 @@
 """A line for each run: state, step, loss, speed, newest checkpoint. `megajax status RUN ... [--follow]`.
 
-It reads the run directories only, so it works on any machine that sees them. States: running, silent (its lock has no
-sign of life), done, and ended (at an earlier step).
+It reads the run directories only, so it works on any machine that sees them. States: starting, running, restarting (by
+megajax launch), silent (its lock has no sign of life), done, and ended (at an earlier step).
 """
 
 import argparse
@@ -18,18 +18,18 @@ from megajax.config.tree import read_file
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.files import CONFIG, HEARTBEAT_SECONDS, LOCK, METRICS
+from megajax.restart_sign import restarting_since
 
 SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # clocks of hosts differ
 
 
 def status(run_dir: Path, now: float) -> dict[str, Any]:
     """What a run directory says: state, step and steps, the last logged values, and the ages in seconds."""
-    path, lock = run_dir / CONFIG, run_dir / LOCK
+    path, state = run_dir / CONFIG, _life(run_dir, now)
     if not path.is_file():
-        if not lock.exists():
+        if state is None:
             raise InputError(f"{run_dir} has no {CONFIG}: give the directory of a run.")
-        state = "starting" if now - lock.stat().st_mtime < SILENT_SECONDS else "silent"
-        return {"state": state, "step": 0, "steps": "?", "age": None}
+        return {"state": "starting" if state == "running" else state, "step": 0, "steps": "?", "age": None}
     config = read_file(path).values
     values: dict[str, Any] = {"step": 0}
     for entry in metrics_file.read_tail(run_dir / METRICS):
@@ -40,15 +40,23 @@ def status(run_dir: Path, now: float) -> dict[str, Any]:
     steps = section.get("steps") if isinstance(section, dict) else None
     if type(steps) is not int:
         raise InputError(f"{path} has no run.steps, a number: give the directory of a run that has begun to train.")
-    state = "done" if values["step"] >= steps else "ended"
-    if lock.exists():
-        state = "running" if now - lock.stat().st_mtime < SILENT_SECONDS else "silent"
+    state = state or ("done" if values["step"] >= steps else "ended")
     return values | {"state": state, "steps": steps, "age": now - values["time"] if "time" in values else None}
+
+
+def _life(run_dir: Path, now: float) -> str | None:
+    """The state of a run whose process or launcher has left a sign of life."""
+    if now - (restarting_since(run_dir) or 0) < SILENT_SECONDS:
+        return "restarting"
+    try:
+        return "running" if now - (run_dir / LOCK).stat().st_mtime < SILENT_SECONDS else "silent"
+    except FileNotFoundError:
+        return None
 
 
 def line(name: str, found: dict[str, Any], now: float) -> str:
     """The line of a run."""
-    parts = [f"{name}  {found['state']:8}  step {found['step']}/{found['steps']}"]
+    parts = [f"{name}  {found['state']:10}  step {found['step']}/{found['steps']}"]
     for key, form in (
         ("loss", "loss {:.4f}"),
         ("eval_loss", "evaluation loss {:.4f}"),
@@ -83,7 +91,7 @@ def lines(runs: Sequence[Path]) -> tuple[list[str], bool, InputError | None]:
         except InputError as problem:
             error = error or problem
             continue
-        running |= found["state"] in ("starting", "running")
+        running |= found["state"] in ("starting", "running", "restarting")
         shown.append(line(f"{name:{width}}", found, now))
     return shown, running, error
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from megajax import threads
 from megajax.config import Config
 from megajax.config.cli import parse_command_line
-from megajax.console import INTERRUPTED, STOPPED, user_errors
+from megajax.console import INTERRUPTED, STOPPED, described, user_errors
 from megajax.runtime import keep_compiled, prepare_environment, process_start_time
+from megajax.training.ending import Ending
 from megajax.training.leftovers import Leftovers
 from megajax.training.requests import STOP_SIGNALS, read_by_a_thread
 
@@ -19,12 +20,12 @@ def main(argv: list[str]) -> int:
     """Train with the config of the command line; returns the exit status."""
     with user_errors():
         config = parse_command_line(argv, "megajax.train")
-        leftovers = Leftovers(config.run.dir)
-        with _signals_end_the_process(leftovers.remove):
-            return _train(config, leftovers)
+        leftovers, ending = Leftovers(config.run.dir), Ending(config)
+        with _signals_end_the_process(ending, leftovers.remove):
+            return _train(config, leftovers, ending)
 
 
-def _train(config: Config, leftovers: Leftovers) -> int:
+def _train(config: Config, leftovers: Leftovers, ending: Ending) -> int:
     """Train; returns the exit status."""
     flags = prepare_environment(config)
     keep_compiled(config)
@@ -36,7 +37,7 @@ def _train(config: Config, leftovers: Leftovers) -> int:
 
     start_processes(peer_timeout=config.run.peer_timeout_seconds)
     check_processes(config)  # before the watch, which reports a lost peer: here all end with the same error
-    with Watch(config) as watch, leftovers, user_errors():
+    with Watch(config, ending) as watch, leftovers, user_errors():
         from megajax.training.loop import Trainer
 
         watch.status = Trainer(config, flags=flags, start_time=process_start_time(), watch=watch).run()
@@ -44,7 +45,7 @@ def _train(config: Config, leftovers: Leftovers) -> int:
 
 
 @contextlib.contextmanager
-def _signals_end_the_process(clean_up: Callable[[], None]) -> Iterator[None]:
+def _signals_end_the_process(ending: Ending, clean_up: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C and requests to stop end the process immediately, even in a compilation, except while the trainer runs.
 
     Python runs a handler only between two steps of the main thread, which waits for XLA. So the signal's number comes
@@ -57,13 +58,17 @@ def _signals_end_the_process(clean_up: Callable[[], None]) -> Iterator[None]:
         while number := os.read(reader, 1):
             if signal.getsignal(number[0]) is not read_by_a_thread:  # the trainer has it
                 continue
-            interrupted = number[0] == signal.SIGINT
-            stopped = "megajax: stopped on request before the first step: there is nothing to save."
-            print("\nmegajax: error: interrupted." if interrupted else stopped, file=sys.stderr, flush=True)
+            ending.begin()
+            text, status = "stopped on request before the first step: there is nothing to save.", STOPPED
+            if number[0] == signal.SIGINT:
+                text, status = described(KeyboardInterrupt())
+            shown = f"\nmegajax: error: {text}" if status == INTERRUPTED else f"megajax: {text}"
+            print(shown, file=sys.stderr, flush=True)
             try:
+                ending.tell("end", text, status)
                 clean_up()
             finally:
-                os._exit(INTERRUPTED if interrupted else STOPPED)
+                os._exit(status)
         os.close(reader)
 
     try:

@@ -31,7 +31,7 @@ SETTINGS = (
     *(f"checkpoint.keep_every={KEPT}", "model.dropout=0.1", "batch.num_microbatches=2", "data.split='8,2,0'"),
 )
 SIGNALS = (*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGINT)
-STOPPED = 75  # exit status after SIGTERM and SIGINT
+STOPPED, INTERRUPTED = 75, 130  # exit statuses after SIGTERM and SIGINT, and after SIGINT before the first step
 LONGEST = 1800.0  # seconds without output, of a process with low priority on a busy machine
 
 
@@ -51,17 +51,19 @@ def disturb(
             wait(run, 0.0, lambda run=run: "\nstep" in run.output)
         if kind is not None and time.monotonic() + pause < end:
             wait(run, time.monotonic() + pause)
-            if "\nstep" not in run.output:  # SIGTERM would end it without a save
-                kind = signal.SIGKILL
         else:
             wait(run, end if kind else 0.0, lambda run=run: "\nstep" in run.output and may_end())
             kind = None
-        run.process.send_signal(kind or signal.SIGTERM)
+        sent = kind or signal.SIGTERM
+        run.process.send_signal(sent)
         status = run.finish()
-        assert status == (-kind if kind == signal.SIGKILL else STOPPED), f"status {status}\n{run.output}"
+        expected = {-sent} if sent == signal.SIGKILL else {STOPPED}
+        if "\nstep" not in run.output:  # there is nothing to save, or Python has only started
+            expected |= {-sent, INTERRUPTED} if sent == signal.SIGINT else {-sent}
+        assert status in expected, f"status {status}\n{run.output}"
         assert saved <= resumed_in(run.output) or "resuming" not in run.output, f"step {saved} is lost\n{run.output}"
         saved = max(saved, saved_in(run.output))
-        print(f"{(kind or signal.SIGTERM).name} at step {saved} or later, status {status}", flush=True)
+        print(f"{sent.name} at step {saved} or later, status {status}", flush=True)
         if kind is None:
             return number
     raise AssertionError

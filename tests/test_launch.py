@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -32,7 +33,8 @@ CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 def config(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(CONFIG)
-    return load_config(path, [f"run.dir={tmp_path / 'run'}"])
+    (tmp_path / "run").mkdir()
+    return load_config(path, [f"run.dir={tmp_path / 'run'}", f"logging.on_event=tee -a {tmp_path / 'events'}"])
 
 
 @pytest.fixture
@@ -106,11 +108,19 @@ def test_an_end_that_a_restart_would_repeat_is_passed_on(run, status):
 
 
 @pytest.mark.parametrize("end", [1, 4, 134, 75, CRASH], ids=str)
-def test_a_crash_a_lost_peer_and_a_stop_that_the_launcher_did_not_ask_for_are_restarted(run, end):
+def test_a_crash_a_lost_peer_and_a_stop_that_the_launcher_did_not_ask_for_are_restarted(run, end, tmp_path):
+    """A process tells of its end itself, unless a signal ends it."""
     status, starts, errors = run(end, 0)
     assert (status, starts) == (0, 2)
     assert "restart in 0 s on 2 devices; there is no checkpoint yet" in errors
-    assert ("was ended by SIGKILL" in errors) == (end == CRASH)
+    assert ("was ended by SIGKILL" in errors) == (end == CRASH) == (tmp_path / "events").exists()
+
+
+def test_a_run_is_restarting_until_a_process_has_the_lock(run, config):
+    sign = Path(config.run.dir, "restarting")
+    sees_the_sign = f"import os; raise SystemExit(0 if os.path.exists({str(sign)!r}) else 2)"
+    assert run(sees_the_sign)[0] == 2
+    assert run(4, sees_the_sign)[:2] == (0, 2) and not sign.exists()
 
 
 def test_the_end_of_the_time_limit_is_passed_on(run):
@@ -131,11 +141,13 @@ def test_a_process_with_a_mistake_is_not_restarted_when_it_takes_others_with_it(
     assert run(code, processes=2)[:2] == (2, 1)
 
 
-def test_the_survivors_of_a_crash_are_ended(run):
+def test_the_survivors_of_a_crash_are_ended_and_the_event_names_the_cause(run, tmp_path):
     begin = time.monotonic()
     code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os.abort(); time.sleep(60)"
     assert run(code, 0, processes=2, waits=SHORT._replace(crash=0.1))[:2] == (0, 2)
     assert time.monotonic() - begin < 20
+    event = json.loads((tmp_path / "events").read_text())
+    assert (event["event"], event["status"], event["text"]) == ("lost", 134, "process 1 was ended by SIGABRT.")
 
 
 def test_a_restart_uses_as_many_of_the_remaining_devices_as_the_mesh_and_the_batch_allow(run, config):

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import time
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,18 @@ def test_a_line_says_where_each_run_is(make, capsys):
     for part in ("step 30/100", "loss 0.3000", "evaluation loss 3.5000", "0.5 s/step", "4,096 tok/s/dev"):
         assert part in a
     assert "saved step 29 2 h ago" in a and a.endswith("logged 2 min ago")
+
+
+def test_a_run_whose_launcher_starts_it_again_is_restarting_until_a_process_has_the_lock(make, capsys):
+    run, now = make("a", 30, 20), time.time()
+    for age in (5, 30, 600):
+        (sign := Path(run, "restarting")).touch()
+        os.utime(sign, (now - age, now - age))
+        assert main([run]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["restarting", "running", "running"]
+    (Path(run, "lock")).unlink()
+    assert main([run]) == 0
+    assert capsys.readouterr().out.split()[1] == "ended"  # the launcher was killed too
 
 
 def test_a_path_can_be_pasted_into_a_shell(make, capsys):

@@ -284,7 +284,7 @@ class LoggingConfig(Section):
     on_event: Text | None = Field(
         default=None,
         description="Command that gets a JSON object as its input, or http(s) URL to which it is posted, on a loss"
-        " spike, a rollback, a hang, a lost process and the end of the run; $NAME: a variable of the environment.",
+        " spike, a rollback and the end of the process, whatever its cause; $NAME: a variable of the environment.",
     )
     profile_start: Count | None = Field(default=None, description="First step of a jax.profiler trace; null: none.")
     profile_steps: Count = Field(default=3, description="Number of steps in the trace.")

@@ -1,4 +1,4 @@
-"""`logging.on_event`: a command or a webhook that hears of loss spikes, rollbacks, hangs and the end of a run."""
+"""`logging.on_event`: a command or a webhook that hears of loss spikes, rollbacks and the end of a run."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def check_target(config: Config) -> None:
 
 
 def event(config: Config, kind: str, step: int | None, text: str, status: int | None = None) -> dict[str, Any]:
-    """The JSON object of an event: "spike", "rollback", "hang", "lost" (a process) or "end" (with its status)."""
+    """The JSON object of an event: "spike", "rollback", or with an exit status "hang", "lost" (a process) or "end"."""
     run = {"run": config.run.name, "run_dir": os.path.abspath(config.run.dir), "host": socket.gethostname()}
     found = {"event": kind, **run, "step": step, "time": round(time.time(), 3), "text": text}
     return found if status is None else found | {"status": status}

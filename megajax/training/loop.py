@@ -247,7 +247,9 @@ class Trainer:
 
     def _lock(self) -> None:
         """Take the run directory, and adapt to changes by its last owner since this Trainer was built."""
-        if not self.directory.take(self._seen):
+        changed = self.directory.take(self._seen)
+        self.watch.ending.owns_run = True
+        if not changed:
             return
         if self._state is not None:
             raise InputError(f"another process trained in {self.run_dir} meanwhile: build the Trainer again.")
@@ -322,18 +324,21 @@ class Trainer:
     def _is_done(self) -> bool:
         if self.step < self.config.run.steps:
             return False
-        logs.say(logs.nothing_line(self.config, self.step, self.sizes.samples_before(self.step)))
+        self.watch.last_line = logs.nothing_line(self.config, self.step, self.sizes.samples_before(self.step))
+        logs.say(self.watch.last_line)
         return True
 
     def _end(self, log: logs.MetricsLog | None, status: int | None) -> None:
         """Close everything, after the run has ended with `status` or with an error."""
         error = sys.exception()
+        self.watch.ending.step, self.watch.last_line = self.step, self.monitoring.last_line
         with (
             self.watch.working("the end of the run"),
             contextlib.ExitStack() as last_first,
         ):  # runs all callbacks, even if one of them raises
             last_first.callback(self.close)
-            last_first.callback(self.monitoring.end, self.step, status, error)
+            last_first.callback(self.watch.run_ended, status, error)
+            last_first.callback(self.monitoring.end, status, error)
             if log is not None:
                 if self.writer and self.config.model.num_experts:
                     last_first.callback(logs.draw_load_map, self.run_dir, expert_layers(self.config.model))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megajax.config import Config
-from megajax.console import CRASH, DONE, STOPPED, outcome
+from megajax.console import DONE, STOPPED, described
 from megajax.files import CONSOLE_LOG
 from megajax.training import events
 from megajax.training.background import Background
@@ -44,23 +44,25 @@ class Monitoring:
             assert self._services is not None
             self._services.submit(tracker.name, lambda tracker=tracker: tracker.write(step, numbers))
 
-    def event(self, kind: str, step: int, text: str, status: int | None = None) -> None:
-        """Send an event, if `logging.on_event` is set."""
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Send an event of a run that goes on, if `logging.on_event` is set."""
         if self._events is not None and self.config.logging.on_event is not None:
-            found = events.event(self.config, kind, step, text, status)
+            found = events.event(self.config, kind, step, text)
             self._events.submit("logging.on_event", lambda: events.deliver(self.config, found))
 
-    def end(self, step: int, status: int | None, error: BaseException | None) -> None:
+    @property
+    def last_line(self) -> str:
+        """The console's last line."""
+        return "" if self._kept is None else self._kept.last
+
+    def end(self, status: int | None, error: BaseException | None) -> None:
         """The run ends with a status or an error."""
         if self._kept is None or self._services is None or self._events is None:
             return
-        text = self._kept.last
         if error is not None:
-            sentence, status = outcome(error) or (str(error) or type(error).__name__, CRASH)
-            text = f"megajax: error: {sentence}"
-            CONSOLE.info(text)
+            sentence, status = described(error)
+            CONSOLE.info(f"megajax: error: {sentence}")
         failed = status not in (DONE, STOPPED)
-        self.event("end", step, text, status)
         for tracker in self._trackers:
             self._services.submit(tracker.name, lambda tracker=tracker: tracker.close(failed))
         self._services.close(CLOSING_SECONDS)

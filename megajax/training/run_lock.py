@@ -61,6 +61,11 @@ class RunLock:
             atexit.unregister(self.release)
         self.held, self._thread = False, None
 
+    def is_taken(self) -> bool:
+        """Whether another process that still runs holds the lock."""
+        self._mine, owner = _this_process(), read_owner(self.path)
+        return owner is not None and not self._is_mine(owner) and self._is_alive(owner, lambda _: None)
+
     def __enter__(self) -> "RunLock":
         self.acquire()
         return self
@@ -76,7 +81,7 @@ class RunLock:
             owner = read_owner(self.path)
             if owner is None and not self.path.exists():
                 continue  # released just now
-            if owner is not None and {**owner, "since": ""} == {**self._mine, "since": ""}:
+            if owner is not None and self._is_mine(owner):
                 return  # another Trainer of this process holds it
             if self._is_alive(owner, say):
                 raise InputError(
@@ -89,6 +94,9 @@ class RunLock:
         self.lost = False
         self._thread = threads.start(f"the sign of life in {self.path}", self._beat, needed=True)
         atexit.register(self.release)
+
+    def _is_mine(self, owner: Owner) -> bool:
+        return {**owner, "since": ""} == {**self._mine, "since": ""}
 
     def _created(self) -> bool:
         try:

@@ -20,9 +20,9 @@ import jax
 
 from megajax import threads
 from megajax.config import Config
-from megajax.console import LOST
+from megajax.console import CRASH, LOST, described
 from megajax.messages import Messages
-from megajax.training import events
+from megajax.training.ending import Ending, within_seconds
 from megajax.training.peers import Peers
 from megajax.training.step_times import find_slowest
 
@@ -37,23 +37,26 @@ class Watch:
 
     It watches this process and the others from a thread; outside the context it does nothing, so a notebook is never
     ended. `status` is the run's exit status. A run of several processes ends with the context and without jax's own
-    shutdown, which waits for all processes, and aborts if one is gone.
+    shutdown, which waits for all processes, and aborts if one is gone. `logging.on_event` hears of the end at its end.
     """
 
-    def __init__(self, config: Config):
-        self.status = 0
+    def __init__(self, config: Config, ending: Ending | None = None):
+        self.status, self.last_line = 0, ""
+        self.ending = ending or Ending(config)
+        self.ending.speaks = Messages("signs").index == 0
+        self._entered = False
         self.peers: Peers | None = None
         self._config = config
-        self._step: int | None = None
         self._steps, self._last = deque[float](maxlen=RECENT), 0.0
         self._usual = 0.0  # seconds of a step; 0: not known yet
         self._work = "the start"  # what the process does instead of steps
         self._since = 0.0  # seconds since the last step, or the begin of other work
         self._slow: int | None = None  # the process that stood out at the last logged step
         self._executors: list[Executor] = []
-        self._over, self._ending = threading.Event(), threading.Lock()  # the lock is never released
+        self._over = threading.Event()
 
     def __enter__(self) -> "Watch":
+        self._entered = True
         if Messages("signs").count > 1:
             self.peers = Peers(self._config.run.peer_timeout_seconds)
             self._warn_of_a_short_timeout()
@@ -75,7 +78,7 @@ class Watch:
         if not self._work and self._last:
             self._steps.append(now - self._last)
             self._usual = statistics.median(self._steps)
-        self._step, self._last, self._work, self._since = step, now, "", 0.0
+        self.ending.step, self._last, self._work, self._since = step, now, "", 0.0
         if self.peers is not None:
             self.peers.step = step
 
@@ -113,19 +116,28 @@ class Watch:
         if self.peers is not None:
             if _collective_failed(error):
                 self._wait_for_verdict(self.peers)
-            status = self.status if error is None else 1
-            if isinstance(error, SystemExit):
-                status = error.code if isinstance(error.code, int) else 1
-            elif error is not None:
+            if error is not None and not isinstance(error, SystemExit):
                 sys.excepthook(kind, error, trace)
             self._work, self._since = "the end of the other processes", 0.0
+            status = self.status if error is None else described(error)[1]
             self.peers.leave(status, agreed=error is None)  # a closed pipe ends this process alone with status 0
-            self._ending.acquire()
+            self.ending.begin()
+            self._tell(self.status, error)
             _exit(status)
         with self.working("the end of the process"):
             for executor in self._executors:
                 executor.shutdown()
         self._over.set()
+        self.ending.begin()
+        self._tell(self.status, error)
+
+    def run_ended(self, status: int | None, error: BaseException | None) -> None:
+        """A run has ended, with a status or an error; outside the context the process goes on, and this is told now."""
+        if not self._entered:
+            self._tell(CRASH if status is None else status, error)
+
+    def _tell(self, status: int, error: BaseException | None) -> None:
+        self.ending.tell("end", *((self.last_line, status) if error is None else described(error)))
 
     def end_with(self, executor: Executor) -> None:
         """Python waits for the threads of `executor` before the process ends: so that this has a limit, too."""
@@ -160,7 +172,7 @@ class Watch:
 
     def _hang(self, limit: float) -> str:
         process = f"process {self.peers.index}: " if self.peers else ""
-        what = self._work or f"the step after step {self._step}"
+        what = self._work or f"the step after step {self.ending.step}"
         usual = f", a usual step {self._usual:.3g} s" if self._usual and not self._work else ""
         return (
             f"{process}{what} has taken {self._since:.0f} s{usual}: it hangs. The stacks of all threads are in "
@@ -172,10 +184,10 @@ class Watch:
         return Path(self._config.run.dir) / f"hang-{self.peers.index if self.peers else 0}.txt"
 
     def _write_stacks(self, sentence: str) -> None:
-        steps = {0: self._step}
+        steps = {0: self.ending.step}
         if self.peers is not None:
             others = {process: sign["step"] for process, sign in dict(self.peers.signs).items()}
-            steps = others | {self.peers.index: self._step}
+            steps = others | {self.peers.index: self.ending.step}
         lines = [f"last known step of process {process}: {step}" for process, step in sorted(steps.items())]
         self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
         with self._stacks_file().open("w", encoding="utf-8") as file:
@@ -185,15 +197,14 @@ class Watch:
             faulthandler.dump_traceback(file, all_threads=True)  # 100 threads, the main one last
 
     def _end(self, sentence: str, hung: bool) -> None:
-        self._ending.acquire()
+        self.ending.begin()
         if hung:
-            _within_seconds(2, self._write_stacks, sentence)
-        _within_seconds(2, os.write, 2, f"\nmegajax: error: {sentence}\n".encode())
+            within_seconds(2, "the record of the hang", self._write_stacks, sentence)
+        within_seconds(2, "the report of the end", os.write, 2, f"\nmegajax: error: {sentence}\n".encode())
         if self.peers is not None:
             self.peers.leave(LOST, sentence, hung)
-        if self._config.logging.on_event is not None and (self.peers is None or self.peers.speaks_for_all):
-            found = events.event(self._config, "hang" if hung else "lost", self._step, sentence, LOST)
-            _within_seconds(events.SECONDS, events.deliver, self._config, found)
+            self.ending.speaks = self.peers.speaks_for_all
+        self.ending.tell("hang" if hung else "lost", sentence, LOST)
         _exit(LOST)
 
 
@@ -202,11 +213,6 @@ def _collective_failed(error: BaseException | None) -> bool:
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
         return True
     return error is not None and _collective_failed(error.__context__)
-
-
-def _within_seconds(seconds: float, function: Any, *arguments: Any) -> None:
-    """Call `function`, but don't wait longer: a file system or a pipe may hang, too."""
-    threads.start("the report of the end", function, *arguments).join(seconds)
 
 
 def _exit(status: int) -> None:

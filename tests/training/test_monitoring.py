@@ -7,6 +7,7 @@ import re
 import shlex
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -20,12 +21,14 @@ import pytest
 
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
 from megajax.errors import ConfigError, InputError, ThreadError
-from megajax.training import trackers
+from megajax.training import run_lock, trackers
 from megajax.training.background import Background
+from megajax.training.ending import Ending
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import Trainer
 from megajax.training.monitoring import Monitoring
 from megajax.training.tags import tag
+from megajax.training.watch import Watch
 
 
 @pytest.fixture
@@ -113,17 +116,14 @@ def test_the_services_get_each_number_of_a_line_by_its_tag(tmp_path, make_config
 
 @pytest.mark.parametrize("status", [DONE, STOPPED, MISTAKE, BAD_NUMBERS, LOST, INTERRUPTED])
 def test_a_run_that_was_stopped_has_not_failed(make_config, tmp_path, status):
-    """MLflow's status of a run that ends with each status, and the status and time of the event."""
+    """MLflow's status of a run that ends with each status."""
     mlflow = pytest.importorskip("mlflow")
-    hook, uri = f"logging.on_event=tee {tmp_path / 'event'}", f"file:{tmp_path / 'mlruns'}"
-    monitoring = Monitoring(make_config(f"run.dir={tmp_path}", f"logging.mlflow={uri}", hook), print)
+    uri = f"file:{tmp_path / 'mlruns'}"
+    monitoring = Monitoring(make_config(f"run.dir={tmp_path}", f"logging.mlflow={uri}"), print)
     monitoring.start(print)
-    monitoring.end(7, status, None)
+    monitoring.end(status, None)
     run = mlflow.MlflowClient(tracking_uri=uri).get_run((tmp_path / "mlflow_id").read_text())
     assert run.info.status == ("FINISHED" if status in (DONE, STOPPED) else "FAILED")
-    event = json.loads((tmp_path / "event").read_text())
-    assert (event["event"], event["step"], event["status"]) == ("end", 7, status)
-    assert abs(event["time"] - time.time()) < 60
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,36 @@ def test_a_run_that_was_stopped_has_not_failed(make_config, tmp_path, status):
 )
 def test_the_event_of_an_error_has_the_exit_status_of_the_command(make_config, tmp_path, error, monkeypatch):
     monkeypatch.setattr("sys.stdout", (tmp_path / "stdout").open("w"))  # a closed pipe is replaced by /dev/null
-    with pytest.raises(SystemExit) as ended, user_errors():
+    config = make_config(f"run.dir={tmp_path}", f"logging.on_event=tee -a {tmp_path / 'events'}")
+    with pytest.raises(SystemExit) as ended, Watch(config) as watch, user_errors():
+        watch.stepped(7)
         raise error
-    monitoring = Monitoring(make_config(f"run.dir={tmp_path}", f"logging.on_event=tee {tmp_path / 'event'}"), print)
-    monitoring.start(print)
-    monitoring.end(7, None, error)
-    assert json.loads((tmp_path / "event").read_text())["status"] == ended.value.code
+    event = json.loads((tmp_path / "events").read_text())
+    assert (event["event"], event["step"], event["status"]) == ("end", 7, ended.value.code)
+    assert abs(event["time"] - time.time()) < 60 and (str(error) in event["text"] or isinstance(error, OSError))
+
+
+def test_an_end_before_the_first_step_is_told_if_the_directory_is_this_runs(make_config, tmp_path):
+    """Not the end of a start that is refused in a new directory, or while another process trains there."""
+    run_dir, told = tmp_path / "run", tmp_path / "events"
+    config = make_config(f"run.dir={run_dir}", f"logging.on_event=tee -a {told}")
+
+    def end(process: int) -> bool:
+        ending = Ending(config)
+        ending.speaks = process == 0
+        ending.tell("end", "no data", MISTAKE)
+        found, _ = told.exists(), told.unlink(missing_ok=True)
+        return found
+
+    assert not end(0)
+    run_dir.mkdir()
+    assert end(0) and not end(1)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        owner = {"process": other.pid, "started": run_lock._started(other.pid)}
+        (run_dir / "lock").write_text(json.dumps(run_lock._this_process() | owner))
+        assert not end(0)
+        other.kill()
+    assert end(0)
 
 
 def records_of(log: bytes) -> list[bytes]:

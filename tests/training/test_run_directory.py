@@ -1,6 +1,7 @@
 """What a run directory says of its run: it is true, complete, written by one process, and never damaged."""
 
 import contextlib
+import json
 import resource
 import shutil
 import signal
@@ -324,11 +325,14 @@ def test_a_refused_start_leaves_nothing_behind(start, tmp_path):
 )
 def test_a_signal_before_the_first_step_leaves_nothing_behind(start, tmp_path, number, status, word):
     path = tmp_path / "runs" / "run"
-    run = start(f"run.dir={path}", JAX_ENABLE_COMPILATION_CACHE="false")
+    hook = f"logging.on_event=tee -a {tmp_path / 'events'}"
+    run = start(f"run.dir={path}", hook, JAX_ENABLE_COMPILATION_CACHE="false")
     assert run.read_until((path / "lock").exists)
     run.process.send_signal(number)
     assert run.finish() == status and word in run.output
     assert not (tmp_path / "runs").exists()
+    event = json.loads((tmp_path / "events").read_text())
+    assert (event["event"], event["status"]) == ("end", status) and word in event["text"]
 
 
 def test_a_start_leaves_the_directory_of_another_process(tmp_path):

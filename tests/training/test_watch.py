@@ -1,6 +1,7 @@
 """A process that hangs, or whose peers are gone, ends with a sentence."""
 
 import json
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -185,8 +186,7 @@ def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_
             time.sleep(0.01)
         return ended(5)
 
-    with Watch(config) as watched:
-        assert a_step_that_hangs(watched) == [4]
+    assert a_step_that_hangs(Watch(config).__enter__()) == [4]
     sentence = capfd.readouterr().err
     assert "the step after step 4 has taken 1 s" in sentence and f"{tmp_path}/hang-0.txt" in sentence
     stacks = (tmp_path / "hang-0.txt").read_text()
@@ -195,16 +195,31 @@ def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_
     assert (event["event"], event["step"], event["status"]) == ("hang", 4, LOST) and event["text"] in sentence
 
 
+def test_a_failed_collective_after_a_loss_is_told_once_as_the_loss(make_config, tmp_path, ended, processes, capfd):
+    those, clients = processes(2, timeout=1.2)
+    time.sleep(0.3)  # for the first signs
+    watched = Watch(make_config(f"run.dir={tmp_path}", f"logging.on_event=tee -a {tmp_path / 'events'}"))
+    watched.peers, clients[1].lost = those[0], True
+    error = jax.errors.JaxRuntimeError("Gloo: connection closed by peer")
+    for work, arguments in ((watched._watch, ()), (watched.__exit__, (type(error), error, None))):
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+    assert ended(10) == [LOST]
+    event = json.loads((tmp_path / "events").read_text())
+    assert (event["event"], event["status"]) == ("lost", LOST) and event["text"] in capfd.readouterr().err
+    assert event["text"].startswith("process 1 on host") and "was lost" in event["text"]
+
+
 @pytest.mark.parametrize(("error", "agreed"), [(None, True), (SystemExit(0), False)])
 def test_only_the_status_of_a_run_is_one_on_which_all_agree(make_config, monkeypatch, processes, error, agreed):
     """After a closed pipe a process ends with status 0, and the others would wait for it."""
     those, _ = processes(2, timeout=60)
     left = {}
     monkeypatch.setattr(those[1], "leave", lambda status, **more: left.update(status=status, **more))
-    monkeypatch.setattr(watch, "_exit", lambda status: None)
+    monkeypatch.setattr(watch, "_exit", sys.exit)
     watched = Watch(make_config())
     watched.peers = those[1]
-    watched.__exit__(type(error), error, None)
+    with pytest.raises(SystemExit):
+        watched.__exit__(type(error), error, None)
     assert left == {"status": 0, "agreed": agreed}
 
 
@@ -212,11 +227,14 @@ def test_a_thread_that_holds_the_end_of_the_process_hangs_too(make_config, tmp_p
     monkeypatch.setattr(watch, "OTHER_WORK", 1)
     free, executor = threading.Event(), ThreadPoolExecutor(1)
     executor.submit(free.wait, 20)
-    statuses = []
-    threading.Thread(target=lambda: (statuses.extend(ended(10)), free.set())).start()
-    with Watch(make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1")) as watched:
-        watched.end_with(executor)
-    assert statuses == [4] and "the end of the process has taken 1 s" in capfd.readouterr().err
+
+    def end():
+        with Watch(make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1")) as watched:
+            watched.end_with(executor)
+
+    threading.Thread(target=end, daemon=True).start()
+    assert ended(10) == [4] and "the end of the process has taken 1 s" in capfd.readouterr().err
+    free.set()
 
 
 def test_the_limit_is_a_multiple_of_the_median_step_and_generous_for_other_work(make_config):
