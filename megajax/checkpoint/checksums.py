@@ -116,7 +116,7 @@ def _problem(directory: Folder, piece: Piece, size: int, crc: str) -> str:
     except OSError as error:
         return f"{piece.name} cannot be read: {error.strerror or error}"
     if length != size:
-        return f"{piece.name} has {counted(length, 'byte')} instead of {size}"
+        return f"{piece.name} has {counted(str(length), 'byte')} instead of {size}"
     return "" if found == crc else f"{piece.name} has other bits than when it was saved"
 
 

@@ -83,8 +83,8 @@ class IndexedDataset:
         for name, mine, first in zip((self._idx, self._bin), self.sizes, expected, strict=True):
             if mine != first:
                 raise InputError(
-                    f"{name} has {counted(mine, 'byte')} on host {socket.gethostname()} and {first} for process 0: "
-                    "give every host the same files."
+                    f"{name} has {counted(str(mine), 'byte')} on host {socket.gethostname()} and {first} for process "
+                    "0: give every host the same files."
                 )
 
     def _open_index(self) -> tuple[bytes, int, Callable[[], np.ndarray]]:
@@ -103,7 +103,7 @@ class IndexedDataset:
         """(dtype code, sequences, boundaries) of an index of `size` bytes; InputError if they do not fit it."""
         if len(header) < HEADER.size:
             raise InputError(
-                f"{self._idx} is truncated: it has {counted(size, 'byte')}, but its header takes {HEADER.size}; "
+                f"{self._idx} is truncated: it has {counted(str(size), 'byte')}, but its header takes {HEADER.size}; "
                 "write it again."
             )
         magic, version, code, count, num_boundaries = HEADER.unpack(header)
@@ -121,13 +121,13 @@ class IndexedDataset:
         expected = _tables_end(count, num_boundaries)
         if size < expected:
             raise InputError(
-                f"{self._idx} is truncated: it has {counted(size, 'byte')}, but its header says {expected}; write "
+                f"{self._idx} is truncated: it has {counted(str(size), 'byte')}, but its header says {expected}; write "
                 "it again."
             )
         if size - expected not in (0, count):
             raise InputError(
-                f"{self._idx} has {counted(size - expected, 'byte')} after its tables, only {count} (a mode for each "
-                "sequence) or none fit; write it again."
+                f"{self._idx} has {counted(str(size - expected), 'byte')} after its tables, only {count} (a mode for "
+                "each sequence) or none fit; write it again."
             )
         return code, count, num_boundaries
 
@@ -144,7 +144,7 @@ class IndexedDataset:
             tokens = data[: size - size % self.dtype.itemsize].view(self.dtype)
         if size % self.dtype.itemsize:
             raise InputError(
-                f"{self._bin} has {counted(size, 'byte')}, which is not a multiple of {self._idx}'s token size "
+                f"{self._bin} has {counted(str(size), 'byte')}, which is not a multiple of {self._idx}'s token size "
                 f"{self.dtype.itemsize}; write both again."
             )
         return tokens, size
@@ -192,8 +192,8 @@ class IndexedDataset:
             position = int(ends[-1])
         if position != bin_size:
             raise InputError(
-                f"{self._bin} has {counted(bin_size, 'byte')}, but {self._idx} says {position}: the two do not belong "
-                "together or one is damaged; write both again."
+                f"{self._bin} has {counted(str(bin_size), 'byte')}, but {self._idx} says {position}: the two do not "
+                "belong together or one is damaged; write both again."
             )
 
     def __reduce__(self) -> Any:
