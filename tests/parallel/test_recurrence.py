@@ -1,4 +1,4 @@
-"""A sublayer with a state between tokens, from the docs: against a loop, on meshes, with documents, token by token."""
+"""A sublayer with a state between tokens, from the docs: against a loop, and with documents on four devices."""
 
 import math
 
@@ -15,9 +15,8 @@ from megajax.config.kinds import KINDS, LayerKind
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
-from megajax.inference.sampling import Sampling
 from megajax.mesh import AXES, build_mesh
-from megajax.model import LayerContext, Transformer, bind
+from megajax.model import LayerContext
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.sublayer import BlockInputs
 from megajax.training.batches import to_global
@@ -29,11 +28,7 @@ PACKED = {"data": {"reset_attention": True, "synthetic_documents": 3}}
 
 @pytest.fixture(scope="module", autouse=True)
 def extension():
-    before = dict(KINDS)
     import_extensions(["docs/examples/recurrence.py"])
-    yield
-    KINDS.clear()
-    KINDS.update(before)
 
 
 def test_it_is_a_loop_over_tokens():
@@ -80,59 +75,19 @@ def first_steps(table, program):
     return np.array(steps), table.canonical(program, state.params)
 
 
-@pytest.fixture(scope="module")
-def of_one_device(table):
-    found = {}
-
-    def get(packed: bool):
-        if packed not in found:
-            found[packed] = first_steps(table, build(make(table, {}, **(PACKED if packed else {}))))
-        return found[packed]
-
-    return get
-
-
-@pytest.mark.parametrize(
-    ("mesh", "microbatches", "packed"),
-    [
-        ({"fsdp": 2, "tensor": 2}, 1, False),
-        ({"context": 2, "fsdp": 2}, 1, False),
-        ({"context": 4}, 1, True),
-        ({"pipeline": 2}, 2, False),
-    ],
-    ids=["fsdp2-tensor2", "context2-fsdp2", "context4-documents", "pipeline2"],
-)
-def test_it_trains_as_on_one_device(table, of_one_device, mesh, microbatches, packed):
-    found = first_steps(table, build(make(table, mesh, microbatches, **(PACKED if packed else {}))))
-    expected = of_one_device(packed)
+def test_four_devices_of_context_have_the_states_of_one(table):
+    """With documents that cross the devices' tokens; `test_testing.py` has the other meshes."""
+    found, expected = (first_steps(table, build(make(table, mesh, **PACKED))) for mesh in ({"context": 4}, {}))
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-5)
     for name, w in expected[1].items():
         np.testing.assert_allclose(found[1][name], w, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def generating(table, **settings):
-    config = table.make_config(MODEL | settings.pop("model", {}), {})
-    weights = {name: jnp.asarray(w) for name, w in table.weights_of(config).items()}
-    mesh = build_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
-    return bind(Transformer(config.model), weights), LanguageModel(config, dict(weights), {}, mesh, **settings)
-
-
-def test_it_generates_with_what_it_kept(table):
-    """Greedy tokens after prompts of two lengths are those of whole sequences, by the plain model."""
-    model, language_model = generating(table)
-    prompts = [[3, 1, 4, 1, 5], [9, 2]]
-    *_, found = Generator(language_model, Sampling(temperature=0.0)).tokens(prompts, 5)
-    for prompt, tokens in zip(prompts, found, strict=True):
-        text = list(prompt)
-        for _ in range(5):
-            padded = np.array([[*text, *[0] * (12 - len(text))]])
-            text.append(int(jnp.argmax(model(padded)[0, len(text) - 1])))
-        assert tokens == text[len(prompt) :]
-
-
 def test_what_it_cannot_do_is_refused(table):
     """Drafts that are not accepted stay in its state; in a pipeline prediction modules get pieces of sequences."""
-    _, language_model = generating(table, model={"mtp_layers": 1}, speculate=1)
+    config = table.make_config(MODEL | {"mtp_layers": 1}, {})
+    weights = {name: jnp.asarray(w) for name, w in table.weights_of(config).items()}
+    language_model = LanguageModel(config, weights, {}, build_mesh({}, jax.devices()[:1]), speculate=1)
     with pytest.raises(InputError, match="drafts of Recurrence .block recurrent."):
         Generator(language_model)
     with pytest.raises(ConfigError, match=r"mtp_layers=1.*mesh.pipeline=1 or model.mtp_layers=0"):

@@ -1,0 +1,186 @@
+"""Checks of an extension, for its own tests; they need 8 devices, virtual ones will do.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest test_my_sublayer.py
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.config import Config
+from megajax.config.kinds import KINDS, LayerKind
+from megajax.inference.generation import Generator
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.sampling import Sampling
+from megajax.mesh import AXES, build_mesh
+from megajax.model import Block, LayerContext, Sublayer, Transformer, init_parameters, parameters, register
+from megajax.model.block import layer_state
+from megajax.model.comm import Comm, TokenPositions
+from megajax.model.sublayer import BlockInputs
+from megajax.training.batches import to_global
+from megajax.verify.differences import compare
+from megajax.verify.runs import Run, batches
+
+LENGTH, STEPS = 16, 2
+PACKED = {"data": {"reset_attention": True}}
+
+
+def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = None) -> list[str]:
+    """Check a sublayer in all that its class declares; returns a line for each comparison.
+
+    A small Llama in which it is every second layer trains two steps on meshes of each axis that it supports and with
+    each kind of recomputation: loss, gradients and updates must be those of one device. No token may depend on a later
+    one or, with "documents", on another document. With "decoding", tokens one by one must be those of whole sequences,
+    and without experts its matmuls must be those of `matmul_parameters`. `model` has other settings of the section
+    model. Raises AssertionError with what differs.
+    """
+    kind = _kind(sublayer)
+    KINDS.pop(kind, None)
+    register(kind, sublayer)
+    try:
+        return [*_checks(sublayer, {"block_pattern": ["dense", kind], **(model or {})})]
+    finally:
+        KINDS.pop(kind)
+
+
+def _kind(sublayer: type[Sublayer]) -> str:
+    return f"checked_{sublayer.__name__}"
+
+
+def _checks(sublayer: type[Sublayer], model: Mapping[str, Any]) -> Iterator[str]:
+    able, plain = sublayer.SUPPORTS, _config(model, {})
+    one: dict[str, int] = dict.fromkeys(AXES, 1)
+    if not sublayer.HAS_EXPERTS:
+        _check_cost(sublayer, plain)
+        yield "matmul_parameters: those of its matmuls"
+    half = LENGTH // 2
+    _check_dependence(sublayer, plain, slice(half), slice(half, None), "a later token")
+    yield "no token depends on a later one"
+    if "documents" in able:
+        _check_dependence(sublayer, _config(model, PACKED), slice(half, None), slice(half), "another document")
+        yield "no token depends on another document"
+    if "decoding" in able:
+        _check_decoding(sublayer, plain)
+        yield "token by token: as whole sequences"
+    for sections, runs in _runs(sublayer):
+        expected = Run(_config(model, sections), one).train()
+        for mesh, changed in runs:
+            named = ", ".join([*(f"{axis} {size}" for axis, size in mesh.items()), *_settings(sections | changed)])
+            difference = compare(Run(_config(model, sections | changed), one | mesh).train(), expected).first
+            assert difference is None, f"{sublayer.__name__} on {named}: {difference}"
+            yield f"{named}: as on one device"
+
+
+def _runs(sublayer: type[Sublayer]) -> Iterator[tuple[dict[str, Any], list[tuple[dict[str, int], dict[str, Any]]]]]:
+    """(sections of the config, pairs of a mesh and other sections to compare with them on one device)."""
+    able = sublayer.SUPPORTS
+    meshes: list[dict[str, int]] = [{"tensor": 2, "fsdp": 2} if "tensor" in able else {"fsdp": 2}]
+    meshes += [{"context": 2, "fsdp": 2}] if "context" in able else []
+    meshes += [{"tensor": 2, "context": 2}] if {"tensor", "context"} <= able else []
+    meshes += [{"expert": 2}] if sublayer.HAS_EXPERTS else []
+    recomputed = [({}, {"remat": {"policy": policy}}) for policy in ("full", "save_matmuls")]
+    yield {}, [*((mesh, {}) for mesh in meshes), *recomputed]
+    stages = {"batch": {"num_microbatches": 2}}
+    yield stages, [({"pipeline": 2}, {})]
+    if "empty_slots" in able:
+        yield stages | {"model": {"num_layers": 3}}, [({"pipeline": 2}, {})]
+    if "documents" in able:
+        yield PACKED, [({"context": 2} if "context" in able else {"fsdp": 2}, {})]
+
+
+def _settings(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [f"{section}.{key}={value}" for section, own in sections.items() for key, value in own.items()]
+
+
+def _config(model: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> Config:
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"steps": STEPS},
+        "model": {
+            "vocab_size": 250,
+            "num_layers": 4,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 64,
+            "init_std": 0.1,
+            **model,
+        },
+        "precision": {"compute": "float32"},
+        "batch": {"global_size": 8, "sequence_length": LENGTH},
+        "data": {"kind": "synthetic"},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+        "logging": {"norms_interval": 0},
+    }
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section}
+    return Config.model_validate(settings)
+
+
+def _check_dependence(sublayer: type[Sublayer], config: Config, counted: slice, changed: slice, what: str) -> None:
+    """The loss of the tokens `counted` must not depend on the tokens `changed`; a document is half of a sequence."""
+    program = Run(config, dict.fromkeys(AXES, 1)).program
+    state, losses, fields = program.init_state(), [], next(batches(config, seed=0))
+    mask, index = np.zeros_like(fields["loss_mask"]), np.broadcast_to(np.arange(LENGTH), fields["tokens"].shape)
+    mask[:, counted] = True
+    if "segment_ids" in fields:
+        fields |= {"segment_ids": index // (LENGTH // 2), "positions": index % (LENGTH // 2)}
+    for shift in (0, 1):
+        tokens = fields["tokens"].copy()
+        tokens[:, changed] = (tokens[:, changed] + shift) % config.model.vocab_size
+        batch = to_global(program, fields | {"tokens": tokens, "loss_mask": mask})
+        losses.append(float(program.eval_step(state.weights, state.layer_state, batch)[0]))
+    assert losses[0] == losses[1], f"{sublayer.__name__}: a token depends on {what}: losses {losses}"
+
+
+def _check_decoding(sublayer: type[Sublayer], config: Config, count: int = 5) -> None:
+    """Greedy tokens after two prompts of different lengths."""
+    weights = init_parameters(Transformer(config.model), 0, config.model.init_std)
+    state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(config.model))
+    model = LanguageModel(config, weights, state, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    *_, found = Generator(model, Sampling(temperature=0.0)).tokens(prompts, count)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        text = list(prompt)
+        for _ in range(count):
+            padded = np.array([text + [0] * (LENGTH - len(text))])
+            text.append(int(jnp.argmax(model(padded)[0, len(text) - 1])))
+        expected = text[len(prompt) :]
+        assert tokens == expected, f"{sublayer.__name__} token by token: {tokens} instead of {expected}"
+
+
+def _check_cost(sublayer: type[Sublayer], config: Config) -> None:
+    """The multiplications of `apply` that have a weight as operand, per token."""
+    block, (B, S) = Block(config.model, _kind(sublayer)), (2, LENGTH)
+    weights = block.fuse({name: jnp.zeros(p.shape) for name, p in parameters(block).items()})
+    state = {name: jnp.zeros(a.shape, a.dtype) for name, a in block.layer_state.items()}
+    positions = jnp.broadcast_to(jnp.arange(S), (B, S))
+    inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S), None)
+    ctx = LayerContext(Comm(), inputs, 0, LayerKind(_kind(sublayer), None), state=state)
+    x = jnp.zeros((B * S, config.model.hidden_size))
+    part = block.parts[sublayer.NAME]
+    jaxpr = jax.make_jaxpr(lambda weights, x: block.apply(weights, x, ctx)[0])(weights, x)
+    found, declared = _multiplications(jaxpr.jaxpr) / (B * S), part.matmul_parameters()
+    attention = part.attention_flops(S) / 6  # of all tokens with all, forward
+    most = declared + attention
+    assert declared <= found * 1.001 and found <= 1.001 * most, (
+        f"{sublayer.__name__}.matmul_parameters() is {declared}, but its matmuls multiply {found:.0f} numbers per token"
+    )
+
+
+def _multiplications(jaxpr: Any) -> float:
+    """The multiplications of all matmuls in a jaxpr, those of loops by their number."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive is jax.lax.dot_general_p:
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += inner * math.prod(equation.outvars[0].aval.shape)
+        for value in equation.params.values():
+            if isinstance(inside := getattr(value, "jaxpr", value), jax.extend.core.Jaxpr):
+                total += equation.params.get("length", 1) * _multiplications(inside)
+    return total

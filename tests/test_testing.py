@@ -1,0 +1,81 @@
+"""`megajax.testing.check_sublayer`: it passes what is right and names what is wrong."""
+
+import jax.numpy as jnp
+import pytest
+
+from megajax.config.extensions import import_extensions
+from megajax.config.kinds import KINDS
+from megajax.model.mlp import MLP
+from megajax.testing import check_sublayer
+
+
+@pytest.fixture(scope="module")
+def recurrence():
+    import_extensions(["docs/examples/recurrence.py"])
+    return KINDS["recurrent"]["recurrence"]
+
+
+def test_the_recurrence_of_the_docs_is_what_it_declares(recurrence):
+    assert [line.partition(":")[0] for line in check_sublayer(recurrence)] == [
+        "matmul_parameters",
+        "no token depends on a later one",
+        "no token depends on another document",
+        "token by token",
+        "tensor 2, fsdp 2",
+        "context 2, fsdp 2",
+        "tensor 2, context 2",
+        "remat.policy=full",
+        "remat.policy=save_matmuls",
+        "pipeline 2, batch.num_microbatches=2",
+        "pipeline 2, batch.num_microbatches=2, model.num_layers=3",
+        "context 2, data.reset_attention=True",
+    ]
+    assert not [kind for kind in KINDS if kind.startswith("checked")]
+
+
+class Backwards(MLP):
+    """Each token sees the next one."""
+
+    def apply(self, w, x, ctx):
+        B, S = ctx.inputs.positions.shape
+        rolled = jnp.roll(x.reshape(B, S, -1), -1, axis=1)
+        return super().apply(w, rolled.reshape(x.shape), ctx)
+
+
+class Across(MLP):
+    """Each token sees the one before, of whatever document."""
+
+    def apply(self, w, x, ctx):
+        B, S = ctx.inputs.positions.shape
+        before = jnp.pad(x.reshape(B, S, -1), ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return super().apply(w, x + before.reshape(x.shape), ctx)
+
+
+class OfOneSequence(Across):
+    """It has no cache, and with context a device's first token has none before it."""
+
+    SUPPORTS = frozenset({"decoding"})
+
+
+class OnlyOnOneDevice(Across):
+    SUPPORTS = frozenset({"context"})
+
+
+class Cheap(MLP):
+    def matmul_parameters(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (Cheap, r"Cheap.matmul_parameters\(\) is 1, but its matmuls multiply 6144 numbers per token"),
+        (Backwards, "Backwards: a token depends on a later token"),
+        (Across, "Across: a token depends on another document"),
+        (OfOneSequence, "OfOneSequence token by token: "),
+        (OnlyOnOneDevice, "OnlyOnOneDevice on context 2, fsdp 2: the gradient of "),
+    ],
+)
+def test_what_is_wrong_is_named(wrong, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        check_sublayer(wrong)
