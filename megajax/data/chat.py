@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import batched
+from itertools import batched, chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -115,7 +115,8 @@ def _rendered(records: Sequence[Chat | Completion], rendering: Rendering) -> Ite
 def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
     """Whether each token has a character of the spans, bool [tokens]; offsets are those of the tokens."""
     found = np.zeros(len(offsets), bool)
-    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    flat = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets))  # np.array takes four times as long
+    starts, ends = flat.reshape(-1, 2).T
     for start, end in spans:
         found |= (ends > start) & (starts < end)
     return found

@@ -73,7 +73,7 @@ class Encoder:
         documents: list[np.ndarray] = []
         for ids in self._encode(self.tokenizer, block, numbered, bad):
             try:
-                documents.append(np.asarray(ids, dtype))
+                documents.append(np.fromiter(ids, dtype, len(ids)))
             except OverflowError:  # NumPy's, for an integer that the dtype does not have
                 self._check([min(ids), max(ids)], self.tokenizer.vocab_size)
                 raise
