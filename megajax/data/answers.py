@@ -82,7 +82,7 @@ def _by_answer(template: Template, chat: Chat, whole: str, room: int | None) -> 
     """
     samples, text, spans = [], "", []
     for number, answer in enumerate(chat.answers):
-        start, after = _answer(template, chat, 0, answer)
+        start, after = _answer(template, chat, 0, answer, whole)
         if spans and not after.startswith(text):
             samples.append((text, spans))
             spans = []
@@ -97,11 +97,15 @@ def _by_answer(template: Template, chat: Chat, whole: str, room: int | None) -> 
     return AnswerSamples([*samples, (text, spans)] if spans else samples, beyond)
 
 
-def _answer(template: Template, chat: Chat, first: int, answer: int) -> tuple[int, str]:
-    """(where an answer begins in the text, the text of the head and the messages from `first` up to the answer)."""
+def _answer(template: Template, chat: Chat, first: int, answer: int, whole: str | None = None) -> tuple[int, str]:
+    """(where an answer begins in the text, the text of the head and the messages from `first` up to the answer).
+
+    `whole` is the text of the chat, if it is known.
+    """
     messages = _window(chat, first, answer + 1)
     before = template.render(messages[:-1], True, **chat.arguments)
-    after = template.render(messages, **chat.arguments)
+    is_whole = whole is not None and len(messages) == len(chat.messages)
+    after = whole if is_whole else template.render(messages, **chat.arguments)
     if after.startswith(before):
         return len(before), after
     bare = template.render(messages[:-1], **chat.arguments)  # a generation prompt that the answer does not begin with

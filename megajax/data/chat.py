@@ -217,7 +217,7 @@ def encode_files(
             dropped += 1
             continue
         cut += len(ids) > capacity
-        tokens.append(np.array(ids[:capacity], np.int32))
+        tokens.append(np.fromiter(ids, np.int32, min(capacity, len(ids))))
         counted.append(mask[:capacity])
         lengths.append(len(tokens[-1]))
     if not lengths:
