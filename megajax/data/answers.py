@@ -104,8 +104,9 @@ def _answer(template: Template, chat: Chat, first: int, answer: int, whole: str 
     """
     messages = _window(chat, first, answer + 1)
     before = template.render(messages[:-1], True, **chat.arguments)
-    is_whole = whole is not None and len(messages) == len(chat.messages)
-    after = whole if is_whole else template.render(messages, **chat.arguments)
+    after = whole if len(messages) == len(chat.messages) else None
+    if after is None:
+        after = template.render(messages, **chat.arguments)
     if after.startswith(before):
         return len(before), after
     bare = template.render(messages[:-1], **chat.arguments)  # a generation prompt that the answer does not begin with

@@ -226,10 +226,10 @@ class DocumentSamples(Samples):
 
     def __getitem__(self, index: int) -> np.ndarray:
         sample = np.zeros(self.sequence_length + 1, np.int32)
-        filled = 0
+        filled, is_wide = 0, self.dataset.dtype.itemsize > sample.itemsize
         for start, stop in self._order.pieces(index):
             tokens = self.dataset.tokens[start:stop]
-            if tokens.dtype.itemsize > sample.itemsize:  # the others fit; `to_global` compares with the vocabulary
+            if is_wide:  # the others fit; `to_global` compares with the vocabulary
                 id_range(tokens, self.dataset.token_file, start)
             sample[filled : filled + stop - start] = tokens
             filled += stop - start
