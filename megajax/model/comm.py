@@ -72,8 +72,8 @@ class Comm:
         """The maxima over the devices along these axes."""
         return x
 
-    def gather[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
-        """`[n, ...]` → `[devices · n, ...]`: those of all devices along these axes, in their order."""
+    def gather[Arrays](self, x: Arrays, axes: str | Sequence[str], dim: int = 0) -> Arrays:
+        """`[n, ...]` → `[devices · n, ...]`: those of all devices along these axes, by `dim`."""
         return x
 
     def in_order[Arrays](self, x: Arrays, back: bool = False) -> Arrays:

@@ -152,9 +152,9 @@ class MeshComm(Comm):
         present = self._present(axes)
         return collectives.pmax(x, present) if present else x
 
-    def gather[Arrays](self, x: Arrays, axes: str | Sequence[str]) -> Arrays:
+    def gather[Arrays](self, x: Arrays, axes: str | Sequence[str], dim: int = 0) -> Arrays:
         present = self._present(axes)
-        return jax.tree.map(lambda a: collectives.all_gather(a, present, tiled=True), x) if present else x
+        return jax.tree.map(lambda a: collectives.all_gather(a, present, axis=dim, tiled=True), x) if present else x
 
     def in_order[Arrays](self, x: Arrays, back: bool = False) -> Arrays:
         if self.context_size == 1:

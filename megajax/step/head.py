@@ -16,8 +16,13 @@ from megajax.parallel.weights.sums import after_microbatch, of_microbatch
 from megajax.step_plan import StepPlan, loss_chunks
 
 NORMS = ("final_norm", "final_norm_bias")
+Fields = Mapping[str, jax.Array]
+# (this shard's logits [c, V / tensor], targets, mask, fields) of a chunk → (sums of losses, gradient of the logits)
+ChunkLoss = Callable[[jax.Array, jax.Array, jax.Array, Fields], tuple[dict[str, jax.Array], jax.Array]]
 # (log-probabilities of the targets, mask, fields) of a chunk's tokens → (losses, factors of the gradients of -log p)
-TokenLoss = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
+TokenLoss = Callable[[jax.Array, jax.Array, Fields], tuple[jax.Array, jax.Array]]
+# (FP32 logits [c, V], mask, fields) of a chunk's tokens → (losses, gradients of the logits)
+LogitLoss = TokenLoss
 
 
 class LossHead:
@@ -30,20 +35,26 @@ class LossHead:
         self.config, self.comm = config, comm
         self.implementation: ops.LossImplementation = plan.kernels.loss
         # FP32 logits would take a tenth of the head's time; Megatron and MaxText round them to BF16 too.
-        self.logits_dtype = jnp.bfloat16 if config.precision.compute == "bfloat16" else jnp.float32
+        self.dtype = jnp.dtype(config.precision.compute)
+        self.logits_dtype = jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32
         self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
         self.names = (self.weight_name, *norms[: 1 if config.model.norm == "rmsnorm" else 2])
 
     @jax.named_scope("head")
     def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
-        """Summed loss of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
+        """Summed cross-entropy of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
+        # XLA removes the unused gradient; a kernel would write it.
+        return self.losses_of(weights, x, targets, mask, self.cross_entropy(1.0, implementation="reference"))
+
+    @jax.named_scope("head")
+    def losses_of(self, weights, x, targets, mask, chunk_loss: ChunkLoss, fields: Fields | None = None) -> jax.Array:
+        """The sum `loss` of a chunk loss: this device's share; forward pass only."""
 
         def body(loss, chunk):
-            # XLA removes the unused gradient; a kernel would write it.
-            chunk_loss, _, _, _ = self._chunk(weights, chunk, 1.0, "reference")
-            return loss + chunk_loss, None
+            logits, _, _ = self._logits(weights, chunk[0])
+            return loss + chunk_loss(logits, *chunk[1:])[0]["loss"], None
 
-        loss, _ = lax.scan(body, jnp.zeros((), jnp.float32), self._chunks(x, targets, mask))
+        loss, _ = lax.scan(body, jnp.zeros((), jnp.float32), self._chunks(x, targets, mask, fields))
         return loss / self.comm.tensor_size
 
     @jax.named_scope("head")
@@ -66,27 +77,20 @@ class LossHead:
         x,
         targets,
         mask,
-        scale,
         accumulated: Mapping[str, jax.Array],
-        *,
-        smoothing: float = 0.0,
-        token_loss: TokenLoss | None = None,
-        fields: Mapping[str, jax.Array] | None = None,
+        chunk_loss: ChunkLoss,
+        fields: Fields | None = None,
     ):
-        """(this device's shares of the summed losses, dx, `accumulated` plus the weights' gradients).
+        """(this device's shares of the sums of losses, dx, `accumulated` plus the weights' gradients).
 
-        The gradients are those of `scale · (loss + z-loss)`, with z-loss = `model.z_loss · Σ lse²`, of the weights in
-        `accumulated`. `token_loss` replaces the cross-entropy by a function of the log-probabilities and of `fields`
-        `[T, ...]`.
+        Targets, mask and fields are `[T, ...]`. Only the weights in `accumulated` have gradients.
         """
         totals = {name: accumulated[name] for name in self.names if name in accumulated}
-        chunks = self._chunks(x, targets, mask, fields)
 
         def body(carry, chunk):
-            gradients, loss, z_loss = carry
-            chunk_loss, chunk_z, dlogits, (h, pull) = self._chunk(
-                weights, chunk, scale, self.implementation, smoothing, token_loss
-            )
+            gradients, sums = carry
+            logits, h, pull = self._logits(weights, chunk[0])
+            losses, dlogits = chunk_loss(logits, *chunk[1:])
             w = weights[self.weight_name]
             tied = self.model.tie_embeddings
             dw = {}
@@ -96,41 +100,65 @@ class LossHead:
             dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
             dnorms, dx = pull(self.comm.leave(dh))
             gradients = {name: gradients[name] + {**dnorms, **dw}[name] for name in totals}
-            return (gradients, loss + chunk_loss, z_loss + chunk_z), dx
+            return (gradients, {name: sums[name] + losses.get(name, 0) for name in sums}), dx
 
-        zero = jnp.zeros((), jnp.float32)
-        (gradients, loss, z_loss), dx = lax.scan(body, (of_microbatch(totals), zero, zero), chunks)
-        shares = self.comm.tensor_size
-        sums = {"loss": loss / shares, "z_loss": z_loss / shares}
+        zeros = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss")}
+        chunks = self._chunks(x, targets, mask, fields)
+        (gradients, sums), dx = lax.scan(body, (of_microbatch(totals), zeros), chunks)
+        sums = {name: total / self.comm.tensor_size for name, total in sums.items()}
         return sums, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **after_microbatch(totals, gradients)}
 
-    def _chunk(
-        self,
-        weights,
-        chunk,
-        scale: jax.Array | float,
-        implementation: ops.LossImplementation,
-        smoothing: float = 0.0,
-        token_loss: TokenLoss | None = None,
-    ):
-        x_cd, targets_c, mask_c, fields = chunk
-        logits, h, pull = self._logits(weights, x_cd)
-        vocabulary, own_loss = self._vocabulary(logits), None
-        if token_loss is not None:
-            losses, mask_c = token_loss(ops.chunk_log_probs(logits, targets_c, **vocabulary), mask_c, fields)
-            own_loss = losses.sum()
-        loss, z_loss, dlogits = ops.chunk_loss_and_grad(
-            logits,
-            targets_c,
-            mask_c,
-            scale,
-            h.dtype,
-            z_loss=self.model.z_loss,
-            smoothing=smoothing,
-            implementation=implementation,
-            **vocabulary,
-        )
-        return loss if own_loss is None else own_loss, z_loss, dlogits, (h, pull)
+    # Losses of a chunk
+
+    def cross_entropy(
+        self, scale: jax.Array | float, smoothing: float = 0.0, implementation: ops.LossImplementation | None = None
+    ) -> ChunkLoss:
+        """Cross-entropy with its z-loss, `model.z_loss · Σ lse²`; the gradient is that of `scale` times their sum."""
+
+        def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
+            found, z_loss, dlogits = ops.chunk_loss_and_grad(
+                logits,
+                targets,
+                mask,
+                scale,
+                self.dtype,
+                z_loss=self.model.z_loss,
+                smoothing=smoothing,
+                implementation=implementation or self.implementation,
+                **self._vocabulary(logits),
+            )
+            return {"loss": found, "z_loss": z_loss}, dlogits
+
+        return loss
+
+    def of_log_probs(self, scale: jax.Array, token_loss: TokenLoss) -> ChunkLoss:
+        """A function of the targets' log-probabilities; the gradient is that of `scale` times its sum."""
+        cross_entropy = self.cross_entropy(scale)
+
+        def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
+            log_probs = ops.chunk_log_probs(logits, targets, **self._vocabulary(logits))
+            losses, factors = token_loss(log_probs, mask, fields)
+            return {"loss": losses.sum()}, cross_entropy(logits, targets, factors, fields)[1]
+
+        return loss
+
+    def of_logits(self, scale: jax.Array | float, logit_loss: LogitLoss) -> ChunkLoss:
+        """A function of a chunk's logits, gathered over `tensor`; the gradient is that of `scale` times its sum."""
+        comm, cap = self.comm, self.model.logit_softcap
+
+        def capped(logits: jax.Array) -> jax.Array:
+            logits = logits.astype(jnp.float32)[:, : self.model.vocab_size]
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+        def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
+            width = logits.shape[1]
+            whole, pull = jax.vjp(capped, comm.gather(logits, "tensor", dim=1))
+            losses, slopes = logit_loss(whole, mask, fields)
+            (gradient,) = pull(scale * slopes)
+            own = lax.dynamic_slice_in_dim(gradient, comm.index("tensor") * width, width, 1)
+            return {"loss": losses.sum()}, own.astype(self.dtype)
+
+        return loss
 
     def _logits(self, weights, x_cd: jax.Array):
         """(logits of this shard of the vocabulary, the head's input, the pullback of the norm)."""

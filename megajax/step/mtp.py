@@ -81,7 +81,9 @@ class MultiTokenPrediction:
         dh, losses, found, amax = None, [], [], []
         for k, module in reversed([*enumerate(passes)]):
             target, mask = (batch.fields[name][..., k].reshape(-1) for name in ("mtp_targets", "mtp_mask"))
-            sums, dy, table = self.head.losses_and_gradients(arrays.table, module.y, target, mask, scales[k], table)
+            sums, dy, table = self.head.losses_and_gradients(
+                arrays.table, module.y, target, mask, table, self.head.cross_entropy(scales[k])
+            )
             losses.insert(0, sums["loss"])
             dy = dy if dh is None else dy + dh
             group = self._group(weights, k)

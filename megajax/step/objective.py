@@ -1,7 +1,7 @@
 """The objective of training: a terminal node. `objective.kind` names it; `register` adds one.
 
-A class of your own derives from `Elementwise` or `Segment`, and declares its settings (`Settings`, the keys of
-`objective.settings`) and the batch fields that it reads besides the usual ones (`FIELDS`).
+A class of your own derives from `Elementwise`, `Logits` or `Segment`, and declares its settings (`Settings`, the keys
+of `objective.settings`) and the batch fields that it reads besides the usual ones (`FIELDS`).
 """
 
 import math
@@ -15,7 +15,7 @@ from megajax.config.fields import BATCH_AXES, Section
 from megajax.config.objectives import NEXT_TOKEN, OBJECTIVES, settings_of
 from megajax.errors import ConfigError
 from megajax.parallel.comm import MeshComm
-from megajax.step.head import LossHead
+from megajax.step.head import ChunkLoss, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step_plan import StepPlan
 
@@ -52,17 +52,17 @@ class Objective:
         return {"loss": losses["loss"]}
 
     def one_pass(
-        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table, **how: Any
+        self, loss: ChunkLoss, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        """`TerminalNode.turn` by one pass over the head; `how` are arguments of `LossHead.losses_and_gradients`."""
-        losses, dx, table = self.head.losses_and_gradients(
-            arrays.table, streams[HIDDEN], *_targets(batch), arrays.scales[self.NAME], table, **how
-        )
+        """`TerminalNode.turn` by one pass over the head."""
+        fields = self.of_tokens(batch)
+        of_head = streams[HIDDEN], fields.pop("targets"), fields["loss_mask"]
+        losses, dx, table = self.head.losses_and_gradients(arrays.table, *of_head, table, loss, fields)
         return plus(gradients, {HIDDEN: dx}), table, Results(losses=losses)
 
     def of_tokens(self, batch: Microbatch) -> dict[str, jax.Array]:
-        """The fields that it reads, `[T]`."""
-        return {name: batch.fields[name].reshape(-1) for name in self.fields()}
+        """The fields that it reads, `[T, ...]`."""
+        return {name: (a := batch.fields[name]).reshape(-1, *a.shape[2:]) for name in self.fields()}
 
 
 class NextToken(Objective):
@@ -75,10 +75,12 @@ class NextToken(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        return self.one_pass(arrays, streams, gradients, batch, table, smoothing=self.smoothing)
+        loss = self.head.cross_entropy(arrays.scales[self.NAME], self.smoothing)
+        return self.one_pass(loss, arrays, streams, gradients, batch, table)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
-        return {"loss": self.head.losses(arrays.table, streams[HIDDEN], *_targets(batch))}
+        fields = self.of_tokens(batch)
+        return {"loss": self.head.losses(arrays.table, streams[HIDDEN], fields["targets"], fields["loss_mask"])}
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
         return {"loss": losses["loss"], **({"z_loss": losses["z_loss"]} if self.z_loss else {})}
@@ -107,9 +109,8 @@ class Elementwise(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        how = {"token_loss": self._token_loss, "fields": self.of_tokens(batch)}
-        gradients, table, results = self.one_pass(arrays, streams, gradients, batch, table, **how)
-        return gradients, table, Results(losses={"loss": results.losses["loss"]})
+        loss = self.head.of_log_probs(arrays.scales[self.NAME], self._token_loss)
+        return self.one_pass(loss, arrays, streams, gradients, batch, table)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(batch)
@@ -122,6 +123,36 @@ class Elementwise(Objective):
         (slopes,) = pull(jnp.ones_like(losses))
         counts = mask > 0  # in padding the fields are zero, so that the function may not be finite
         return jnp.where(counts, mask * losses, 0), jnp.where(counts, -mask * slopes, 0)
+
+
+class Logits(Elementwise):
+    """The sum of a function of each token's logits, such as the distance from a teacher's: one pass over the head.
+
+    It sees a chunk of tokens at a time, gathered over `tensor`: `[T, V]` is never in memory. Mask and divisor are those
+    of `Elementwise`.
+    """
+
+    def loss(self, logits: jax.Array, fields: Arrays) -> jax.Array:
+        """Losses `[tokens]` from the FP32 logits `[tokens, V]` and the fields `[tokens, ...]`; differentiable."""
+        raise NotImplementedError
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        loss = self.head.of_logits(arrays.scales[self.NAME], self._logit_loss)
+        return self.one_pass(loss, arrays, streams, gradients, batch, table)
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        fields = self.of_tokens(batch)
+        of_head = streams[HIDDEN], fields["targets"], fields["loss_mask"]
+        loss = self.head.of_logits(1.0, self._logit_loss)
+        return {"loss": self.head.losses_of(arrays.table, *of_head, loss, fields)}
+
+    def _logit_loss(self, logits: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
+        losses, pull = jax.vjp(lambda values: self.loss(values, fields), logits)
+        (slopes,) = pull(jnp.ones_like(losses))
+        counts = mask > 0
+        return jnp.where(counts, mask * losses, 0), jnp.where(counts[:, None], mask[:, None] * slopes, 0)
 
 
 class Segment(Objective):
@@ -164,9 +195,8 @@ class Segment(Objective):
         (slopes,) = pull(jnp.ones_like(losses))
         ids = fields["segments"]
         factors = jnp.where(ids >= 0, -fields["loss_mask"] * slopes[jnp.maximum(ids, 0)], 0)
-        _, dx, table = self.head.losses_and_gradients(
-            arrays.table, x, fields["targets"], factors, arrays.scales[self.NAME], table
-        )
+        loss = self.head.cross_entropy(arrays.scales[self.NAME])
+        _, dx, table = self.head.losses_and_gradients(arrays.table, x, fields["targets"], factors, table, loss)
         return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": self._share(losses)})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
@@ -214,8 +244,3 @@ def make_objective(plan: StepPlan, comm: MeshComm) -> Any:
     """The node that `objective.kind` names."""
     kind = plan.config.objective.kind
     return (NextToken if kind == NEXT_TOKEN else OBJECTIVES[kind])(plan, comm)
-
-
-def _targets(batch: Microbatch) -> tuple[jax.Array, jax.Array]:
-    """Targets and mask, `[T]`."""
-    return batch.fields["targets"].reshape(-1), batch.fields["loss_mask"].reshape(-1)
