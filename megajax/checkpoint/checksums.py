@@ -14,7 +14,6 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from megajax.checkpoint.storage import Folder, sizes, store_errors, write_text
-from megajax.config.sentences import counted
 from megajax.errors import InputError, shown
 from megajax.files import read_bytes
 from megajax.json_files import Count, Damaged, damaged, parse
@@ -116,7 +115,7 @@ def _problem(directory: Folder, piece: Piece, size: int, crc: str) -> str:
     except OSError as error:
         return f"{piece.name} cannot be read: {error.strerror or error}"
     if length != size:
-        return f"{piece.name} has {counted(str(length), 'byte')} instead of {size}"
+        return f"{piece.name} has {length} bytes instead of {size}"
     return "" if found == crc else f"{piece.name} has other bits than when it was saved"
 
 
