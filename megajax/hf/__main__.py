@@ -18,7 +18,7 @@ from megajax.config.tree import Dumper
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.hf.adapters import export_adapters
-from megajax.hf.compare import compare, compare_logits, summary
+from megajax.hf.compare import check_reference, compare, compare_logits, summary
 from megajax.hf.convert import read_model
 from megajax.hf.exporting import export_step
 from megajax.hf.folder import folder_bytes
@@ -85,6 +85,8 @@ def _compare(parser: CommandParser, argv: Sequence[str]) -> int:
         "--logits", action="store_true", help="also run both models on a few tokens; needs torch and transformers"
     )
     options = parser.parse_args(argv)
+    if options.logits:
+        check_reference()
     use_cpu()
     run = _one(options.run, options.step)
     differences = compare(options.folder, run)

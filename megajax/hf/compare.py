@@ -1,5 +1,6 @@
 """`hf compare`: the tensors of a Hugging Face folder and the weights of a run, difference by difference."""
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
 from megajax.config import ModelConfig
 from megajax.config.sentences import counted
+from megajax.console import command
 from megajax.errors import InputError
 from megajax.hf.convert import in_order, open_readers
 from megajax.model import Transformer, bind, parameters
@@ -65,7 +67,11 @@ def compare(folder: Path, run: str) -> list[Difference]:
     config = run_config(run_dir, "RUN_DIR")
     model = config.model
     if config.lora.rank is not None:
-        raise InputError(f"RUN_DIR={run} has adapters only (lora.rank={config.lora.rank}): export it, then compare.")
+        raise InputError(
+            f"RUN_DIR={run} has adapters only (lora.rank={config.lora.rank}), and the tensors of a folder are merged: "
+            "to check an export, compare the losses of both on the same texts, "
+            f"{command('evaluate', run, '--data', 'FILE')} and {command('evaluate', folder, '--data', 'FILE')}."
+        )
     checkpoint = run_dir / SUBDIRECTORY / str(step)
     ours = open_weights(checkpoint) | open_layer_state(checkpoint, model)
     found: dict[str, Difference] = {}
@@ -99,7 +105,7 @@ def summary(differences: list[Difference], folder: Path, run: str) -> str:
 def compare_logits(folder: Path, run: str, count: int = 32) -> str:
     """One line: the difference of both models' logits, in FP32 on the CPU, on `count` random tokens.
 
-    Both models are in memory at the same time. Raises InputError if torch or transformers is not installed.
+    Both models are in memory at the same time.
     """
     run_dir, step = find_checkpoint(run, "RUN_DIR")
     model = run_config(run_dir, "RUN_DIR").model
@@ -129,14 +135,21 @@ def run_logits(checkpoint: Path, model: ModelConfig, tokens: np.ndarray) -> np.n
     return np.asarray(jax.jit(lambda p, s, t: bind(network, p)(t, state=s))(params, state, tokens))
 
 
-def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+def check_reference() -> None:
+    """Raise InputError if `compare_logits` cannot import what it needs."""
     try:
-        import torch  # type: ignore[import-not-found]
-        from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
+        importlib.import_module("torch")
+        importlib.import_module("transformers")
     except ImportError as error:
         raise InputError(
             f"--logits needs torch and transformers ({error}): install both, or leave --logits out."
         ) from None
+
+
+def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    import torch  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     with torch.inference_mode():
         return model(torch.from_numpy(tokens)).logits.numpy()

@@ -15,6 +15,7 @@ from megajax.config.kinds import block_layers
 from megajax.errors import InputError
 from megajax.hf import adapters
 from megajax.hf.__main__ import main
+from megajax.hf.compare import compare
 from megajax.hf.convert import load, read_model
 from megajax.hf.folder import SINGLE
 from megajax.inference.load import load_run
@@ -148,6 +149,8 @@ def test_another_base_and_adapters_as_a_base_are_refused(run, tmp_path):
     on_top = make_config(base, tmp_path / "run", name, f"checkpoint.init_from={trainer.run_dir}")
     with pytest.raises(InputError, match=r"has adapters only: write the merged model with python -m megajax.hf export"):
         Trainer(on_top, devices=jax.devices()[:2])
+    with pytest.raises(InputError, match=r"adapters only \(lora.rank=2\).* compare the losses of both .*evaluate"):
+        compare(base, str(trainer.run_dir))
     with pytest.raises(InputError, match=r"with other settings: restore them.*\n  lora.rank=2, but this run has 4"):
         Trainer(make_config(base, trainer.run_dir, name, "lora.rank=4"), devices=jax.devices()[:2])
 

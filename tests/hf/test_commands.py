@@ -358,7 +358,8 @@ def test_mistakes_are_sentences(imported, unpack, tmp_path, capsys):
     other = error_of(capsys, "compare", unpack("tiny_mistral"), run_dir, lines=5)  # one for each setting
     assert "HF_FOLDER=" in other and "was saved with other settings" in other and "name another folder" in other
     assert "has no checkpoints: give the directory of a run" in error_of(capsys, "compare", folder, folder)
-    assert "--logits needs torch and transformers (" in error_of(capsys, "compare", folder, run_dir, "--logits")
+    needs = error_of(capsys, "compare", folder, tmp_path / "no_run", "--logits")  # said before anything is read
+    assert "--logits needs torch and transformers (" in needs
     (tmp_path / "c.yaml").write_text((run_dir / "config.yaml").read_text())
     planning = ("plan", tmp_path / "c.yaml", folder)
     assert "--per-process=8 does not divide --devices=12" in error_of(capsys, *planning, "--devices", "12")
