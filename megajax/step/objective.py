@@ -28,7 +28,8 @@ class Objective:
     NAME = "loss"
     EVALUATED = ("loss",)
     reads_positions = False
-    FIELDS: ClassVar[Mapping[str, Any]] = {}  # dtypes of fields [rows, sequence_length] of its own, by name
+    # Fields [rows, sequence_length, *extra] of its own by name: the dtype, or (dtype, *extra)
+    FIELDS: ClassVar[Mapping[str, Any]] = {}
 
     class Settings(Section):
         """The keys of `objective.settings`."""
@@ -39,7 +40,8 @@ class Objective:
             self.settings = settings_of(plan.config)
 
     def fields(self) -> dict[str, Field]:
-        own = {name: Field(dtype, "objective.kind") for name, dtype in self.FIELDS.items()}
+        declared = {name: own if isinstance(own, tuple) else (own,) for name, own in self.FIELDS.items()}
+        own = {name: Field(dtype, "objective.kind", tuple(extra)) for name, (dtype, *extra) in declared.items()}
         return {"targets": Field(jnp.int32), "loss_mask": Field(jnp.float32)} | own
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
@@ -62,7 +64,7 @@ class Objective:
 
     def of_tokens(self, batch: Microbatch) -> dict[str, jax.Array]:
         """The fields that it reads, `[T, ...]`."""
-        return {name: (a := batch.fields[name]).reshape(-1, *a.shape[2:]) for name in self.fields()}
+        return {name: batch.fields[name].reshape(-1, *field.extra) for name, field in self.fields().items()}
 
 
 class NextToken(Objective):

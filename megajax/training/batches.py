@@ -66,10 +66,10 @@ def to_global(
 
 def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str) -> None:
     program.graph.check_fields(fields, derived=False)
-    given = [name for name, field in program.graph.fields.items() if not field.derived and not field.optional]
+    given = {name: own for name, own in program.graph.fields.items() if not own.derived and not own.optional}
     held = rows_of_process(program.batch_sharding, program.plan.batch_shape)
-    shape = (len(held), program.plan.batch_shape[2])
-    for name in given:
+    for name, own in given.items():
+        shape = (len(held), program.plan.batch_shape[2], *own.extra)
         if (found := np.shape(fields[name])) != shape:
             wanted = f"{counted(shape[0], 'row')} of {counted(shape[1], 'token')}"
             problem = f"{source} has {name} of the shape {[*found]}, but this process has {wanted}"
