@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from megajax.config.fields import Section
 from megajax.config.schema import Config
 from megajax.config.tree import COMMAND_LINE, show
 from megajax.errors import ConfigError
@@ -18,7 +19,12 @@ def value(config: Config, key: str) -> Any:
 
 def format_keys(config: Config, *keys: str) -> str:
     """`key=value`, several joined by "and"."""
-    return " and ".join(f"{key}={show(value(config, key))}" for key in keys)
+    return " and ".join(f"{key}={show(_plain(value(config, key)))}" for key in keys)
+
+
+def _plain(found: Any) -> Any:
+    """A section as the keys that were set in it; other values unchanged."""
+    return found.model_dump(mode="json", exclude_unset=True) if isinstance(found, Section) else found
 
 
 def fail(config: Config, problem: str, cure: str, *keys: str) -> NoReturn:

@@ -285,6 +285,7 @@ WARNED = {
     "model.rope_theta=500000.0": ("model.position=learned", "model.position=learned"),
     "model.rope_fraction=0.5": ("model.position=none", "model.position=none"),
     "model.max_positions=64": ("", "model.position=rope"),
+    "model.rope_scaling={factor: 8.0}": ("model.position=none", "model.position=none"),
     "model.rope_scaling.beta_fast=16.0": ("model.rope_scaling={factor: 8}", "model.rope_scaling.kind=llama3"),
     "model.v_head_dim=16": ("", "model.kv_lora_rank=null"),
     "model.rope_local_theta=500.0": ("", "model.sliding_window=null"),
@@ -310,13 +311,44 @@ WARNED = {
     "data.begin_of_document=true": ("", "data.kind=synthetic"),
     "data.synthetic_documents=4": ("", "data.reset_attention=false"),
     "kernels.context=all_gather": ("", "mesh.context=1"),
+    "kernels.dispatch=all_gather": ("model.num_experts=8", "mesh.expert=1"),
+    "mesh.experts_over=[data]": ("model.num_experts=8", "mesh.data=1"),
+    "kernels.grouped_matmul=reference": ("", "model.num_experts=null"),
+    "model.router.bias_update_rate=0.5": ("model.num_experts=8", "model.router.expert_bias=false"),
+    "model.router.group_score=max": ("model.num_experts=8", "model.router.num_groups=1"),
+    "model.mtp_loss_weight=0.5": ("", "model.mtp_layers=0"),
+    "model.q_lora_rank=8": ("", "model.kv_lora_rank=null"),
+    "model.qk_nope_head_dim=16": ("", "model.kv_lora_rank=null"),
+    "model.qk_rope_head_dim=16": ("", "model.kv_lora_rank=null"),
+    "optimizer.muon.momentum=0.5": ("", "optimizer.kind=adamw"),
+    "lora.dropout=0.5": ("", "lora.rank=null"),
+    "lora.targets=[query]": ("", "lora.rank=null"),
+    "run.spike_window=7": ("", "run.spike_factor=null"),
+    "logging.mlflow_experiment=e": ("", "logging.mlflow=null"),
+    "logging.prometheus_host=0.0.0.0": ("", "logging.prometheus_port=null"),
+    "checkpoint.local_interval=5": ("", "checkpoint.local_dir=null"),
+    "checkpoint.export_hf.every=2": ("", "checkpoint.export_hf.dir=null"),
+    "checkpoint.export_hf.dtype=bfloat16": ("", "checkpoint.export_hf.dir=null"),
+    "data.chat_template=a.jinja": ("", "data.kind=synthetic"),
+    "data.chat_template_args={a: 1}": ("", "data.kind=synthetic"),
+    "data.pack=false": ("", "data.kind=synthetic"),
+    "data.too_long=drop": ("", "data.kind=synthetic"),
+    "data.text_key=other": ("", "data.kind=synthetic"),
+    "data.fim_rate=0.5": ("", "data.kind=synthetic"),
+    "data.fim_spm_rate=0.25": ("", "data.fim_rate=0.0"),
+    "data.fim_tokens.prefix=<p>": ("", "data.fim_rate=0.0"),
+    "data.train_samples=900": ("", "data.order=shuffled"),
+    "data.drop_last_validation_sample=false": ("", "data.order=shuffled"),
+    "data.index_cache=elsewhere": ("", "data.order=shuffled"),
+    "data.reset_positions=true": ("", "data.synthetic_documents=null"),
 }
 
 
 @pytest.mark.parametrize("override", WARNED)
 def test_a_setting_without_effect_is_warned_about(override: str):
     other, reason = WARNED[override]
-    expected = f"{override} has no effect with {reason} (the command line: {override}): remove it."
+    shown = override.replace("{a: 1}", "'{a: 1}'")
+    expected = f"{shown} has no effect with {reason} (the command line: {override}): remove it."
     quiet = ["schedule.decay_steps=1000"]
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", [*quiet, *([other] if other else []), override])

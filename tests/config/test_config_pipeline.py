@@ -10,7 +10,14 @@ from config_errors import first_place
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.config.stages import count_layer_slots, first_slots, in_step, layout_in_step, virtual_stages
+from megajax.config.stages import (
+    count_layer_slots,
+    first_slots,
+    gathered_slots,
+    in_step,
+    layout_in_step,
+    virtual_stages,
+)
 from megajax.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("base_config")
@@ -410,3 +417,10 @@ def test_a_default_that_someone_wrote_is_not_warned_about(override):
         warnings.simplefilter("error")
         load(override)
         load(f"{override} mesh.pipeline=-1")
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"), [(12, 4, ()), (8, 2, (0, 3)), (10, 2, (0, 4)), (16, 2, (0, 7)), (8, 1, ())]
+)
+def test_fsdp_gathers_the_first_and_last_of_four_slots_or_more_once_a_step(layers, stages, expected):
+    assert gathered_slots(load(f"model.num_layers={layers}"), stages) == expected

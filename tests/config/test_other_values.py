@@ -57,6 +57,7 @@ def test_every_choice_has_a_table_of_names_that_are_none_of_its_own():
         ("model.layer_pattern=[global, full_attention]", "did you mean global?"),
         ("mesh.experts_over=[tp]", "did you mean tensor?"),
         ("optimizer.muon.coefficients=jordan", "did you mean quintic?"),
+        ("model.rope_scaling.kind=su", "did you mean longrope?"),  # as the reader of config.json takes it
     ],
 )
 def test_a_value_of_another_framework_is_answered_with_ours(override: str, answer: str):

@@ -16,6 +16,7 @@ from megajax.config import DataConfig
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import make_loader
 from megajax.data.megatron import MegatronBlend
+from megajax.data.text import open_text
 
 REFERENCE = Path(__file__).parents[1] / "data_files/chat.json"
 CHANGED = {  # by kind of data: settings, each with a second value; FOLDER is the test's
@@ -156,6 +157,19 @@ def test_every_file_of_a_glob_is_in_the_name_of_what_is_stored(folder):
         before = found
 
 
+def test_a_text_that_changes_in_its_middle_is_read_again(folder):
+    path = folder / "long.jsonl"
+    lines = [json.dumps({"text": "a" * 1000})] * 2400  # longer than the two ends that are compared by their content
+    tokens = []
+    for _ in range(2):
+        path.write_text("\n".join(lines))
+        data = {"kind": "text", "tokenizer": "byte", "train": str(path), "index_cache": str(folder / "shared")}
+        config = config_of(folder, "text", "shared").model_dump() | {"data": data}
+        tokens.append(open_text(megajax.Config.model_validate(config), str(path)).tokens[:])
+        lines[1200] = lines[1200].replace("aa", "ab", 1)
+    assert np.count_nonzero(tokens[0] != tokens[1]) == 1
+
+
 def test_sources_of_other_sizes_have_another_order_however_many_samples_they_have_together(tmp_path):
     """Without weights, in Megatron's order, where each source has one epoch."""
 
@@ -167,3 +181,14 @@ def test_sources_of_other_sizes_have_another_order_however_many_samples_they_hav
         found = order(sizes, "shared")
         assert np.bincount(found.datasets).tolist() == [*sizes]
         assert np.array_equal(found.datasets, order(sizes, f"own-{sizes[0]}").datasets)
+
+
+def test_blends_of_other_weights_or_lengths_have_another_order(tmp_path):
+    def order(weights, samples, cache):
+        sources = [range(40), range(40)]
+        return MegatronBlend(sources, weights, samples, tmp_path / cache)  # pyright: ignore[reportArgumentType]
+
+    for weights, samples in (((0.5, 0.5), 20), ((0.75, 0.25), 20), ((0.25, 0.75), 20), ((0.25, 0.75), 40)):
+        found = order(weights, samples, "shared")
+        assert np.bincount(found.datasets).tolist() == [round(weight * samples) for weight in weights]
+        assert np.array_equal(found.datasets, order(weights, samples, f"own-{weights[0]}-{samples}").datasets)

@@ -164,6 +164,11 @@ def test_a_run_may_leave_the_modules_out(with_module):
     found = read(with_module, model={"mtp_layers": 0}, fsdp=4)
     np.testing.assert_array_equal(found["final_norm"], V3["final_norm"])
     np.testing.assert_array_equal(found[BIAS], V3[BIAS])
+    tensors = load_file(with_module / SINGLE)
+    second = {n.replace("layers.3.", "layers.4."): w for n, w in tensors.items() if "layers.3." in n}
+    save_file(tensors | second, with_module / SINGLE)
+    change_config(with_module, num_nextn_predict_layers=2)
+    np.testing.assert_array_equal(read(with_module, model={"mtp_layers": 0}, fsdp=4)[BIAS], V3[BIAS])
     change_config(with_module, num_nextn_predict_layers=0)
     with pytest.raises(InputError, match=r"has the tensor model\.layers\.3\..*, which its model_type does not have"):
         read(with_module, fsdp=4)

@@ -185,6 +185,15 @@ def test_a_special_token_without_a_text_ends_a_text(references, llama):
     assert "".join(pieces) == 2 * texts[0]
 
 
+@pytest.mark.parametrize("name", Sampling._fields)
+def test_a_number_of_the_sampling_outside_its_range_is_refused(name):
+    for good in (0, 1):
+        Sampling()._replace(**{name: good}).check()
+    for bad in (-1, float("nan"), float("inf"), *((1.5,) if name in ("top_p", "min_p") else ())):
+        with pytest.raises(InputError, match=f"^--{name.replace('_', '-')}={bad} is not a number of 0 "):
+            Sampling()._replace(**{name: bad}).check()
+
+
 def plain_remaining(logits: np.ndarray, sampling: Sampling) -> set[int]:
     """The tokens that remain, by a loop over the tokens from the likeliest."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -192,7 +193,13 @@ def test_the_table_names_the_losses_and_the_overrides(config, capsys):
     assert main([str(config), "--gpus", "2", "mesh.pipeline=2", "--tokens", "1e12", "--markdown"]) == 0
     printed = capsys.readouterr().out
     assert "| pipeline 2, " in printed
-    assert "bubble" in printed and "The fastest: mesh.data=" in printed and "GPU-hours" in printed
+    assert "bubble" in printed and "The fastest: mesh.data=" in printed
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")]
+    speed = float(rows[2][rows[0].index("tokens/s a GPU")].replace(",", ""))  # of the fastest
+    [(days, hours)] = re.findall(r"([\d,.]+) days, ([\d,.]+) GPU-hours", printed)
+    days, hours = (float(number.replace(",", "")) for number in (days, hours))
+    assert hours == pytest.approx(1e12 / speed / 3600, rel=1e-3)
+    assert days == pytest.approx(hours / 24 / 2, rel=1e-3)  # on two GPUs
 
 
 def test_one_mesh_is_explained(config, capsys):

@@ -117,3 +117,20 @@ def test_attention_without_a_library_is_what_is_in_its_scope():
     assert part("core_attention/", "dot") == ("attention", "matmuls")
     assert part("core_attention/", "exponential") == ("attention", "elementwise")
     assert part("", "dot") == ("matmuls", "attention")
+
+
+@pytest.mark.parametrize("kind", hlo.COLLECTIVES)
+def test_bytes_between_hosts_are_those_of_the_rings_of_the_groups_on_several_hosts(ops, kind):
+    """Two hosts of eight. Over `data` eight groups of two have a device on both; over `fsdp` each group is in one."""
+    gather, whole = ops["gather-start"], 6e8
+    mesh = "replica_groups=mesh['data'=2, 'fsdp'=8] {{'{}'}}"
+    over = {axis: replace(gather, kind=kind, attributes=mesh.format(axis)) for axis in ("data", "fsdp")}
+    passes = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(kind, 0)
+    assert over["data"].between_hosts(8) == 8 * passes * whole / 2
+    assert over["fsdp"].between_hosts(8) == 0
+
+
+def test_arrays_have_the_bytes_of_their_dtypes():
+    sizes = {"pred": 1, "s8": 1, "f8e4m3fn": 1, "u16": 2, "bf16": 2, "s32": 4, "f32": 4, "s64": 8, "c64": 8}
+    assert {dtype: hlo.Array(dtype, (3, 5)).bytes for dtype in sizes} == {d: 15 * size for d, size in sizes.items()}
+    assert hlo.Array("s4", (3, 6)).bytes == 9

@@ -1,5 +1,6 @@
 """Traces of made-up GPUs: exposed time, waiting, gaps and bubbles worked out by hand."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from megajax.plan.candidates import Candidate
 from megajax.plan.rates import H200
 from megajax.profile import hlo, parts, timeline, trace
 from megajax.profile.prediction import joined, predict
-from megajax.profile.report import largest_gap
+from megajax.profile.report import device_lines, largest_gap, table
 from megajax.step.pipeline.schedules import make_schedule
 
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
@@ -73,6 +74,21 @@ def test_a_step_is_divided_into_work_exposed_collectives_and_gaps(kernels, readi
     mean = {**shared, "matmuls": 4.5, "collectives over fsdp": 1, "waiting for the slowest device": 0.5}
     assert measured.mean == pytest.approx(mean)
     assert measured.step == pytest.approx(11)
+    # Of each GPU its step, what it computes, communicates and waits, and of that for the host.
+    figures = [re.findall(r"\d+\.\d+", line) for line in device_lines(measured)]
+    assert figures == [["11.00", "8.00", "2.00", "1.00", "0.75"], ["11.00", "9.00", "1.00", "1.00", "0.75"]]
+
+
+def test_the_table_has_each_rows_share_of_the_step_and_difference_from_the_prediction():
+    measured = timeline.Measured({"matmuls": 6.0, "collectives over tensor": 2.0}, {})
+    predicted = {"matmuls": 5.0, "optimizer": 1.5}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(measured, predicted, H200)[2:]]
+    assert cells == [
+        ["matmuls", "6.00", "75.0%", "5.00", "+1.00"],
+        ["optimizer", "0.00", "0.0%", "1.50", "-1.50"],
+        ["exposed collectives over tensor", "2.00", "25.0%", "0.00", "+2.00"],
+        ["step", "8.00", "100.0%", "6.50", "+1.50"],
+    ]
 
 
 def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_own(reading):

@@ -8,7 +8,7 @@ import pytest
 
 import megajax
 from megajax import average
-from megajax.checkpoint.weights import open_layer_state, run_config
+from megajax.checkpoint.weights import description, open_layer_state, run_config
 from megajax.config import load_config
 from megajax.hf.adapters import open_merged
 from megajax.inference.load import load_run
@@ -101,6 +101,9 @@ def test_adapters_are_averaged_and_merged_into_their_base(run, build, tmp_path):
     trainer = build("adapted", f"checkpoint.init_from={run_dir}", *lora)
     adapters = save_random(trainer, (1, 2))
     assert average.main([str(trainer.directory.path), "--last", "2", "--out", str(out)]) == 0
+    saved_as, averaged = description(trainer.directory.path / "checkpoints/2"), description(out / "checkpoints/2")
+    for section in ("step", "model", "lora"):  # what a start from it compares
+        assert averaged[section] == saved_as[section], section
     mean, query = numpy_mean(adapters, (1, 2), "params"), "blocks.moe.attention.query"
     with open_merged(out, 2, run_config(out, "RUN")) as merged:
         for layer, base in enumerate(saved[7]["params"][query]):

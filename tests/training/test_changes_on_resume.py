@@ -1,17 +1,25 @@
 """Every config key is compared when a run resumes, or stands here with the reason why it may change."""
 
+import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
+import jax
 import pytest
 from pydantic import BaseModel
 
-from megajax.checkpoint.description import differences
+from megajax.checkpoint.description import Difference, config_allows, differences, refuse_changes
+from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
 from megajax.config.fields import Section
 from megajax.config.load import load_config
+from megajax.config.sentences import value
 from megajax.data.contents import data_contents
+from megajax.errors import InputError
+from megajax.mesh import build_mesh
 from megajax.training.saving import MUST_AGREE, compared_settings
+from megajax.training.step import TrainProgram
 
 # Keys, or sections, that a resumed run may change.
 MAY_CHANGE = {
@@ -158,3 +166,37 @@ def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_pat
     assert lines == [
         f"data.{name} has another content than at the checkpoint" for name in ("tokenizer", "chat_template")
     ]
+
+
+def test_a_change_is_allowed_by_its_key_or_its_section_and_by_no_other_key(bases):
+    (_, config), *_ = bases
+    sections = {key.rpartition(".")[0] for key in COMPARED_ON_RESUME} - {""}
+    for entry in {*COMPARED_ON_RESUME, *sections}:
+        allows = config.checkpoint.model_copy(update={"allow_changes": (entry,)})
+        for key in (*COMPARED_ON_RESUME, "data.train.files"):
+            found = config_allows(config.model_copy(update={"checkpoint": allows}), Difference(key, 1, 2))
+            assert found == (key.split(".")[: entry.count(".") + 1] == entry.split(".")), (entry, key)
+
+
+def arrays(config) -> dict[str, Any]:
+    """The arrays of a run's state."""
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    leaves = jax.tree_util.tree_leaves_with_path(replace(program.abstract_state, frozen={}))
+    return {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        *((LORA, change) for change in ("lora.rank=3", "lora.alpha=9", "lora.targets=[key]")),
+        *(((), change) for change in ("optimizer.kind=lion", "optimizer.state=int8", "run.seed=5")),
+        *(((), change) for change in ("model.rope_theta=5.0", "model.num_layers=3", "model.qk_norm=true")),
+    ],
+)
+def test_what_is_named_is_let_through_if_the_arrays_of_the_state_stay_the_same(tiny, base, change):
+    key = change.partition("=")[0]
+    named = (*base, "data.kind=synthetic", f"checkpoint.allow_changes=[{key}]")
+    saved, mine = (load_config(tiny, [*named, *changes]) for changes in ((), (change,)))
+    found, same = [Difference(key, *(value(each, key) for each in (saved, mine)))], arrays(saved) == arrays(mine)
+    with contextlib.nullcontext() if same else pytest.raises(InputError, match=f"{key}=.*can't let it through"):
+        refuse_changes(found, mine, "the checkpoint")

@@ -1,6 +1,8 @@
 """The speed of the logged steps, and the time that is left."""
 
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -69,3 +71,8 @@ def test_the_peak_memory_is_that_of_the_device_with_the_most(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", lambda: [device(2**30), device(3 * 2**30), device(2**30)])
     assert peak_memory_gib() == 3.0
+
+
+def test_the_peak_memory_without_statistics_of_devices_is_that_of_the_process():
+    [kib] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak_memory_gib() == pytest.approx(int(kib) / 2**20, rel=0.01)

@@ -1,0 +1,75 @@
+"""The figures of the summary, worked out by hand."""
+
+import jax
+
+from megajax import Config
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.training.step import TrainProgram
+from megajax.training.summary import summary
+
+V, D, H = 250, 32, 8
+DENSE = {"num_layers": 8, "hidden_size": D, "num_heads": 4, "num_kv_heads": 1, "ffn_hidden_size": 64, "vocab_size": V}
+DENSE |= {"vocab_multiple": 1}
+EXPERTS = {"num_layers": 4, "moe_layer_interval": 2, "num_experts": 8, "experts_per_token": 2}
+EXPERTS |= {"expert_ffn_hidden_size": 48}
+ATTENTION = D * H * (4 + 2 * 1) + 4 * H * D  # with one KV head
+
+
+def lines(model: dict, mesh: dict, microbatches: int, **sections: dict) -> dict[str, str]:
+    """The lines of the summary on eight devices by their first word; 16 sequences of 64 tokens in a step."""
+    batch = {"global_size": 16, "num_microbatches": microbatches, "sequence_length": 64, **sections.pop("batch", {})}
+    config = Config.model_validate(
+        {"model": model, "mesh": mesh, "batch": batch, "data": {"kind": "synthetic"}, **sections}
+    )
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
+    found = [line.partition(" ") for line in summary(program, ["--xla_gpu_flag", "VARIABLE=1"]).splitlines()]
+    return {word: text.strip() for word, _, text in reversed(found)}  # of two lines the first
+
+
+def test_experts_a_ramp_up_and_chunks_of_context():
+    mesh = {"data": 2, "expert": 2, "context": 2, "experts_over": ["expert", "data"]}
+    found = lines(DENSE | EXPERTS, mesh, 4, batch={"schedule": "0: 8, 1K: 16"})
+    assert found["mesh"] == "data 2 × expert 2 × context 2"
+    assert "4 microbatches of 1 sequence per device" in found["batch"]  # of 4 on 2 · 2 devices
+    # 2 steps of 8 · 64 tokens are the first to reach 1000.
+    assert found["ramp-up"].startswith(
+        "8 sequences in 2 microbatches, from step 3 (1,024 tokens) on 16 sequences in 4 "
+    )
+    assert found["experts"].startswith("2 per device, divided over data × expert;")  # of 8 on 2 · 2 devices
+    assert "two chunks of 16 tokens" in found["context"]  # of 64 on 2 devices
+    expert, norms = 3 * D * 48, 2 * D
+    whole = 2 * V * D + D + 4 * (ATTENTION + norms) + 2 * 3 * D * 64 + 2 * (8 * D + 8 * expert)
+    assert (
+        f"{whole:,} parameters, {whole - 2 * 6 * expert:,} active per token (2 of 8 experts in 2 of 4 layers"
+        in (found["model"])
+    )
+    # Six for each weight of a matmul that a token meets, and for scores and values half of the tokens.
+    matmuls = V * D + 4 * ATTENTION + 2 * 3 * D * 64 + 2 * (8 * D + 2 * expert)
+    assert f"{6 * (matmuls + 4 * 64 * 4 * H) / 1e3:.0f} kFLOP per token" in found["model"]
+    assert found["set"] == "VARIABLE=1"  # not the flags of GPUs
+
+
+def test_stages_and_rounds_of_a_pipeline():
+    mesh = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+    found = lines(DENSE | {"mtp_layers": 1}, mesh, 4, pipeline={"rounds": 2})
+    P, R, M = 2, 2, 4
+    assert f"{P} stages × {R} rounds of 2 layers, idle for {(P - 1) / (M * R + P - 1):.1%}" in found["pipeline"]
+    assert f"at most {(R * P + P - 1) / R:g} of {M} microbatches" in found["pipeline"]
+    assert f"each of {M} microbatches" in found["note"]
+    assert found["modules"].startswith("1 for ")
+    names = [f"blocks.{kind}.attention.{name}" for kind in ("dense", "mtp") for name in ("key", "value")]
+    assert found["replicated"].endswith(": " + ", ".join(names))
+
+
+def test_recomputed_layers_halves_of_weights_and_padding():
+    found = lines(
+        DENSE | {"hidden_size": 36, "head_dim": H},
+        {"fsdp": 8},
+        2,
+        remat={"policy": "full", "layers": 3},
+        optimizer={"master": "split"},
+    )
+    assert "layers: 3 × 1 (full), 5 × 1 (none)" in found["kernels"]
+    assert "master weights in two halves" in found["precision"]
+    assert "embedding.tokens" in found["stored"] and "final_norm" not in found["stored"]
