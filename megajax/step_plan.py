@@ -15,6 +15,8 @@ from jax.sharding import Mesh
 from megajax import ops
 from megajax.config import Config
 from megajax.config.block_kinds import takes_order
+from megajax.config.context import RING, ContextStrategy
+from megajax.config.dispatch import ALL_GATHER, Dispatch
 from megajax.config.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
 from megajax.config.segments import Segment, Unrolling, choose_unrolling, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
@@ -105,9 +107,9 @@ class Kernels:
 class Collectives:
     """The choice of a layer's collectives."""
 
-    context: str = "ring"  # for keys and values, `kernels.context`
+    context: ContextStrategy = RING  # for keys and values
     latents: bool = False  # send latents instead, and compute keys and values from them on every device
-    dispatch: str = "all_gather"  # or "all_to_all", for tokens to experts on other devices
+    dispatch: Dispatch = ALL_GATHER  # for tokens to experts on other devices
     experts_over: tuple[str, ...] = ("expert",)  # mesh axes that divide the experts
     expert_shards: int = 1  # number of devices along `experts_over`
     copied: bool = False  # copy engines send the pieces over `tensor`
@@ -190,13 +192,13 @@ class StepPlan:
     def balances_context(self) -> bool:
         """Whether the tokens of a sequence are distributed over `context` by the work of its documents.
 
-        Not with all-to-all, where devices share the heads instead. Not if all layers have windows: then all tokens have
+        Not where the devices share the heads instead. Not if all layers have windows: then all tokens have
         about the same work, and the ring skips devices. Not if a sublayer puts the tokens in order (`Comm.in_order`).
         """
         if any(map(takes_order, block_layers(self.config.model))):
             return False
         whole = any(window is None for window in layer_windows(self.config.model))
-        shared = self.sizes["context"] > 1 and self.config.kernels.context != "all_to_all"
+        shared = self.config.context_strategy.key_shards(self.sizes["context"]) > 1
         return self.config.data.reset_attention and shared and whole
 
     # The layers
@@ -285,7 +287,7 @@ class StepPlan:
     @property
     def collectives(self) -> Collectives:
         return Collectives(
-            context=self.config.kernels.context,
+            context=self.config.context_strategy,
             latents=self.sends_latents,
             dispatch=self.config.dispatch(self.sizes),
             experts_over=self.config.mesh.experts_over,
@@ -298,12 +300,11 @@ class StepPlan:
     def sends_latents(self) -> bool:
         """Whether `context` sends the latents of latent attention instead of keys and values.
 
-        Not with all-to-all, where each device needs some of the heads only, and not with up-projections in FP8 or with
-        adapters.
+        Not if each device needs some of the heads only, and not with up-projections in FP8 or with adapters.
         """
-        config, gathers = self.config, self.config.kernels.context != "all_to_all"
+        config, sends = self.config, self.config.context_strategy.sends_latents
         plain = config.precision.fp8.recipe == "none" and config.lora.rank is None
-        return config.model.is_latent and self.sizes["context"] > 1 and gathers and plain
+        return config.model.is_latent and self.sizes["context"] > 1 and sends and plain
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
@@ -350,7 +351,7 @@ def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]
 
 def _unsupported_by_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not support."""
-    if sizes["context"] == 1 or config.kernels.context == "all_to_all":
+    if config.context_strategy.key_shards(sizes["context"]) == 1:
         return ()
     windows = [window for window in layer_windows(config.model) if window is not None]
     settings = {

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from attention_bench import milliseconds, on_cpu
 from jax.sharding import PartitionSpec as P
 
+from megajax.config.context import RING, STRATEGIES, ContextStrategy
 from megajax.mesh import build_mesh, mesh_sizes
+from megajax.model.comm import AttentionSettings
 from megajax.ops import Implementation
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, balanced_order, stored_order, token_positions_of
 from megajax.step_plan import Collectives, Kernels
-
-STRATEGIES = ("ring", "all_gather", "all_to_all")
 
 
 def heads() -> tuple[int, int, int]:
@@ -49,11 +49,11 @@ def seen_pairs(segment_ids: np.ndarray) -> int:
     return sum(int((n * (n + 1) // 2).sum()) for n in lengths)
 
 
-def batch_of(segment_ids: np.ndarray, context: int, strategy: str) -> dict[str, np.ndarray]:
+def batch_of(segment_ids: np.ndarray, context: int, strategy: ContextStrategy) -> dict[str, np.ndarray]:
     """Fields `[1, B, S]` in the devices' order of tokens."""
     packed = segment_ids.max() > 0
     B, S = segment_ids.shape
-    balanced = packed and context > 1 and strategy != "all_to_all"
+    balanced = packed and strategy.key_shards(context) > 1
     order = balanced_order(segment_ids, context) if balanced else np.tile(stored_order(S, context), (B, 1))
     fields = {"tokens": np.zeros((B, S), np.int32)}
     if packed:
@@ -71,14 +71,14 @@ def step(comm: MeshComm, context: int) -> Callable:
         positions = token_positions_of({name: field[0] for name, field in fields.items()}, context)
 
         def attend(q, k, v):
-            return comm.attend(q, k, v, positions, window=None, softcap=None)[0]
+            return comm.attend(q, k, v, positions, AttentionSettings())[0]
 
         return jax.vjp(attend, q, k, v)[1](dout)
 
     return run
 
 
-def measure(S: int, documents: int, strategy: str, context: int) -> tuple[float, float]:
+def measure(S: int, documents: int, strategy: ContextStrategy, context: int) -> tuple[float, float]:
     """(ms of forward and backward, TFLOP/s a device)."""
     N, K, H = heads()
     mesh = build_mesh({axis: context if axis == "context" else 1 for axis in AXES}, jax.devices()[:context])
@@ -120,14 +120,13 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for S in lengths:
         for documents in counts:
-            alone, rate = measure(S, documents, "ring", 1)
+            alone, rate = measure(S, documents, RING, 1)
             print(f"| {S} | {documents} | 1 | – | {alone:.2f} | {rate:.0f} | |", flush=True)
-            for strategy in STRATEGIES:
+            for strategy in STRATEGIES.values():
                 ms, rate = measure(S, documents, strategy, len(devices))
                 share = f"{100 * alone / ms:.0f} %" if documents == 1 else ""
-                print(
-                    f"| {S} | {documents} | {len(devices)} | {strategy} | {ms:.2f} | {rate:.0f} | {share} |", flush=True
-                )
+                row = f"{len(devices)} | {strategy.name} | {ms:.2f} | {rate:.0f} | {share}"
+                print(f"| {S} | {documents} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

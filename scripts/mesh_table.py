@@ -99,7 +99,7 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
         "schedule": config.pipeline.schedule,
         "R": config.pipeline.rounds,
         "context": config.kernels.context if sizes["context"] > 1 else "",
-        "dispatch": config.dispatch(sizes) if config.expert_shards(sizes) > 1 else "",
+        "dispatch": config.dispatch(sizes).name if config.expert_shards(sizes) > 1 else "",
         "documents": "packed" if config.data.reset_attention else "",
         "remat": config.remat.policy,
         "M": config.batch.num_microbatches,

@@ -18,6 +18,7 @@ from megajax.config.extensions import import_extensions
 from megajax.config.length_checks import check_one_length
 from megajax.config.missing_features import missing_feature
 from megajax.config.other_values import choice_cure
+from megajax.config.registry import Registry
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
 from megajax.config.tree import NAMED, Tree, as_override, read_file, read_override, show
@@ -125,7 +126,7 @@ def help_text(part: str = "all") -> str:
     lines = ["Config keys, as section.key=value on the command line, nested in YAML files:"]
     for section, info in Config.model_fields.items():
         found = [
-            f"  {key}  {field.description} [{_type_name(field.annotation)}, {_default(field)}]"
+            f"  {key}  {field.description} [{type_of(field)}, {_default(field)}]"
             for key, field in keys()
             if key.startswith(f"{section}.") and (part == "all" or f"{key}.".startswith(f"{part}."))
         ]
@@ -160,6 +161,12 @@ def _class_in(annotation: Any, index: str = "") -> tuple[type[BaseModel] | None,
         index = "N."
     found = (_class_in(item, index) for item in get_args(annotation))
     return next((pair for pair in found if pair[0] is not None), (None, ""))
+
+
+def type_of(field: FieldInfo) -> str:
+    """The type of a key, in words."""
+    registry = Registry.of(field)
+    return " | ".join(registry.choices) if registry else _type_name(field.annotation)
 
 
 def _type_name(annotation: Any) -> str:
@@ -321,7 +328,9 @@ def describe_problem(*mistakes: Any) -> tuple[str, str]:
     """The problem with a value, and the correction; `mistakes` are those of each type that it may have."""
     mistake = mistakes[0]
     if choices := _choices(mistakes):
-        return "is not a choice", choice_cure(_with_n(_key(mistake)), show(mistake["input"]), choices)
+        key = _with_n(_key(mistake))
+        more = any(name == key and Registry.of(field) is not None for name, field in keys())
+        return "is not a choice", choice_cure(key, show(mistake["input"]), choices, more)
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "value_error":
         problem, _, cure = str(context["error"]).partition(": ")

@@ -2,6 +2,7 @@
 
 import math
 
+from megajax.config.context import STRATEGIES
 from megajax.config.fields import BATCH_AXES
 from megajax.config.fitting import axis_sizes, fits_kv_heads, microbatch_numbers, tensor_keys
 from megajax.config.kinds import is_gated, mlp_widths
@@ -82,7 +83,7 @@ def check_local_batch(config: Config, sizes: dict[str, int]) -> None:
 
 
 def check_context(config: Config, sizes: dict[str, int]) -> None:
-    """Each device has two chunks of every sequence, and with all-to-all some of the heads."""
+    """Each device has two chunks of every sequence, and with some strategies a part of the heads."""
     context, model = sizes["context"], config.model
     if context == 1:
         return
@@ -91,12 +92,13 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
         problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {format_keys(config, length)}"
         fail(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
     heads = model.num_heads // sizes["tensor"]
-    if config.kernels.context == "all_to_all" and heads % context:
+    if heads % config.context_strategy.head_shards(context):
         had = format_keys(config, "model.num_heads")
         if sizes["tensor"] > 1:
             had += f" / {format_axis(config, sizes, 'tensor')} = {heads}"
         problem = f"{format_keys(config, 'kernels.context')} divides the heads over {name}, which does not divide {had}"
-        cure = f"use kernels.context=ring, or mesh.context={listed(axis_sizes(config, 'context', divisors(heads)))}"
+        others = listed([each.name for each in STRATEGIES.values() if not each.divides_heads])
+        cure = f"use kernels.context={others}, or mesh.context={listed(axis_sizes(config, 'context', divisors(heads)))}"
         fail(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
 
 

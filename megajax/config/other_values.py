@@ -185,12 +185,11 @@ def plain(value: object) -> str:
     return re.sub(r"[\s._+-]", "", str(value)).lower()
 
 
-# Keys with registered choices beside the built-in ones.
-REGISTERED = {"remat.policy": ", or name the module that registers it in run.extensions"}
+def choice_cure(key: str, value: object, choices: Sequence[str], registered: bool = False) -> str:
+    """The correction of a value that is none of the `choices` of `key` (with N): by its meaning elsewhere, or near.
 
-
-def choice_cure(key: str, value: object, choices: Sequence[str]) -> str:
-    """The correction of a value that is none of the `choices` of `key` (with N): by its meaning elsewhere, or near."""
+    `registered`: extensions may add choices.
+    """
     if feature := missing_feature("", value):
         return feature
     given = plain(value)
@@ -200,7 +199,7 @@ def choice_cure(key: str, value: object, choices: Sequence[str]) -> str:
         near = [spelled[name] for name in difflib.get_close_matches(given, spelled, 1, 0.75)]
         other = OtherName((), near[0], "") if near else None
     if other is None:
-        return f"use {listed(choices)}{REGISTERED.get(key, '')}"
+        return f"use {listed(choices)}" + ", or name the module that registers it in run.extensions" * registered
     if not other.ours:
         return f"{other.note}; use {listed(choices)}"
     meant = f"use {other.ours}, {other.note}; the" if other.note else f"did you mean {other.ours}? The"

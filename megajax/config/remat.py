@@ -6,11 +6,8 @@ It does not import jax: the config, the planner and the step use the same declar
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
-from pydantic import ValidatorFunctionWrapHandler
-from pydantic_core import PydanticKnownError
-
+from megajax.config.registry import Registry
 from megajax.errors import ConfigError
 
 # Names that built-in parts give to their values: attention's output, and the term that a part adds to the stream.
@@ -69,7 +66,15 @@ class RematPolicy:
             )
 
 
-POLICIES: dict[str, RematPolicy] = {}
+NONE = RematPolicy("none", Keep.ALL)
+POLICIES = Registry(
+    "remat policy",
+    NONE,
+    RematPolicy("full", Keep.INPUT),
+    RematPolicy("selective", Keep.ALL, recomputed_by_blocks=(ATTENTION,)),
+    RematPolicy("save_matmuls", Keep.NAMED),
+    RematPolicy("offload", Keep.NAMED, on_host=True),
+)
 
 
 def register_remat(policy: RematPolicy) -> None:
@@ -77,32 +82,8 @@ def register_remat(policy: RematPolicy) -> None:
 
     Raises ConfigError for a name that another policy has, and for one that keeps no value.
     """
-    if not policy.name.isidentifier():
-        raise ConfigError(f"{policy.name!r} is not a name of a remat policy: use letters, digits and _.")
-    if POLICIES.get(policy.name, policy) != policy:
-        raise ConfigError(f"the remat policy {policy.name} exists already: choose another name.")
     if isinstance(policy.keep, str) or not policy.keep:
         raise ConfigError(
             f"the remat policy {policy.name} has keep={policy.keep!r}: use names in a tuple, or Keep.INPUT."
         )
-    POLICIES[policy.name] = policy
-
-
-NONE = RematPolicy("none", Keep.ALL)
-for _policy in (
-    NONE,
-    RematPolicy("full", Keep.INPUT),
-    RematPolicy("selective", Keep.ALL, recomputed_by_blocks=(ATTENTION,)),
-    RematPolicy("save_matmuls", Keep.NAMED),
-    RematPolicy("offload", Keep.NAMED, on_host=True),
-):
-    register_remat(_policy)
-
-
-def registered_or_built_in(name: Any, built_in: ValidatorFunctionWrapHandler) -> str:
-    """A validator of `remat.policy`: registered names are valid beside the built-in ones."""
-    if not isinstance(name, str):
-        return built_in(name)
-    if name not in POLICIES:
-        raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{known}'" for known in POLICIES)})
-    return name
+    POLICIES.add(policy)

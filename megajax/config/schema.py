@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PrivateAttr, WrapValidator, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
+from megajax.config.context import RING, STRATEGIES, ContextStrategy
 from megajax.config.data_schema import DataConfig
+from megajax.config.dispatch import AUTO, DISPATCHES, Dispatch, choose_dispatch
 from megajax.config.fields import (
     BATCH_AXES,
     AxisSize,
@@ -34,7 +36,7 @@ from megajax.config.fields import (
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
 from megajax.config.optimizer_schema import OptimizerConfig
-from megajax.config.remat import POLICIES, RematPolicy, registered_or_built_in
+from megajax.config.remat import NONE, POLICIES, RematPolicy
 from megajax.config.run_schema import RunConfig
 from megajax.config.tree import Dumper
 
@@ -217,10 +219,8 @@ class CheckpointConfig(Section):
 class RematConfig(Section):
     """Recomputation of activations in the backward pass, to save memory."""
 
-    policy: Annotated[
-        Literal["none", "full", "selective", "save_matmuls", "offload"], WrapValidator(registered_or_built_in)
-    ] = Field(
-        default="none",
+    policy: Annotated[str, POLICIES] = Field(
+        default=NONE.name,
         description="none: recompute nothing; full: whole blocks; selective: attention; save_matmuls: everything except"
         " matmuls; offload: as save_matmuls, with the saved values in host memory; or a policy registered by"
         " run.extensions.",
@@ -241,11 +241,11 @@ class KernelsConfig(Section):
     """Which kernels and collectives compute the step."""
 
     attention: Literal["auto", "cudnn", "pallas", "reference"] = Field(default="auto", description="Attention kernel.")
-    context: Literal["ring", "all_gather", "all_to_all"] = Field(
-        default="ring", description="Communication of attention over mesh.context."
+    context: Annotated[str, STRATEGIES] = Field(
+        default=RING.name, description="Communication of attention over mesh.context."
     )
-    dispatch: Literal["auto", "all_to_all", "all_gather"] = Field(
-        default="auto",
+    dispatch: Annotated[str, DISPATCHES] = Field(
+        default=AUTO,
         description="Communication of tokens to experts on other devices; auto: all_gather up to 8 devices or up to"
         " experts_per_token, else all_to_all.",
     )
@@ -371,16 +371,14 @@ class Config(Section):
         """The number of devices that the experts are divided among, on a mesh of `sizes`."""
         return math.prod(sizes[axis] for axis in self.mesh.experts_over)
 
-    def dispatch(self, sizes: Mapping[str, int]) -> str:
-        """The strategy of `kernels.dispatch` on a mesh of `sizes`.
+    @property
+    def context_strategy(self) -> ContextStrategy:
+        """The declarations of `kernels.context`."""
+        return STRATEGIES[self.kernels.context]
 
-        An all-gather sends no more rows than an all-to-all if `experts_per_token` is at least the number of devices. On
-        one host it was faster with more devices too (docs/log.md).
-        """
-        if self.kernels.dispatch != "auto":
-            return self.kernels.dispatch
-        shards = self.expert_shards(sizes)
-        return "all_gather" if shards <= max(8, self.model.experts_per_token) else "all_to_all"
+    def dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
+        """The declarations of `kernels.dispatch` on a mesh of `sizes`."""
+        return choose_dispatch(self.kernels.dispatch, self.expert_shards(sizes), self.model.experts_per_token)
 
     def where(self, key: str) -> str:
         """The location where `key` ("section.name") was set: a file and line, an override, or "default"."""

@@ -4,6 +4,7 @@ XLA partitions everything else; attention and experts are divided by hand, so th
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from megajax import ops
 from megajax.inference.weights import EXPERT_AXES, SHARED_AXES, dividing
 from megajax.mesh import mesh_sizes
-from megajax.model.comm import Comm, LatentKeys, TokenPositions
+from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
 from megajax.step_plan import Kernels
 
 
@@ -49,14 +50,14 @@ class WholeSequences(Comm):
     def sequence_length(self, own: int) -> int:
         return self.max_length  # new tokens have the rotary positions of those in the cache
 
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
+    def attend(self, q, k, v, positions, settings: AttentionSettings):
         def attention(q, k, v, sinks):
-            settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
-            return ops.attention(q, k, v, **settings, implementation=self.kernels.attention)
+            how = vars(replace(settings, sinks=sinks, measured=False))
+            return ops.measured_attention(q, k, v, **how, implementation=self.kernels.attention)[0]
 
         heads = P(self.heads(k.shape[2]))
         whole = P(self.sequences(len(q)), None, *heads)
-        return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, sinks), None
+        return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, settings.sinks), None
 
     def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
         over = dividing(w_up.shape[0], EXPERT_AXES, self.sizes)
@@ -109,14 +110,13 @@ class Prefill(WholeSequences):
     def token_positions(self, positions: jax.Array) -> TokenPositions:
         return TokenPositions(positions, is_real=positions < self.lengths[:, None])
 
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
-        self.keep(LayerCache(self.cached(k, window), self.cached(v, window)))
-        return super().attend(q, k, v, positions, window=window, softcap=softcap, scale=scale, sinks=sinks)
+    def attend(self, q, k, v, positions, settings: AttentionSettings):
+        self.keep(LayerCache(self.cached(k, settings.window), self.cached(v, settings.window)))
+        return super().attend(q, k, v, positions, settings)
 
-    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale, measured=False):
-        self.keep(LayerCache(self.cached(_as_one_head(keys), window), None))
-        settings = {"window": window, "softcap": softcap, "scale": scale}
-        return super().attend(q, *keys.heads(self.column_linear), positions, **settings)
+    def attend_latent(self, q, keys: LatentKeys, positions, settings: AttentionSettings):
+        self.keep(LayerCache(self.cached(_as_one_head(keys), settings.window), None))
+        return super().attend(q, *keys.heads(self.column_linear), positions, settings)
 
     def cached(self, x: jax.Array, window: int | None) -> jax.Array:
         """Keys or values `[B, S, K, H]` of the prompts as the cache keeps them, `[B, K, W, H]`."""
@@ -142,18 +142,18 @@ class Decode(WholeSequences):
     def token_spec(self, count: int) -> P:
         return P()  # so few tokens are on all devices, with a part of the weights on each
 
-    def attend(self, q, k, v, positions, *, window, softcap, scale=None, sinks=None, measured=False):
+    def attend(self, q, k, v, positions, settings: AttentionSettings):
         cache = self.earlier()
-        attention = partial(_attend_to_cache, window=window, softcap=softcap, scale=scale)
+        attention = partial(_attend_to_cache, settings)
         heads = self.heads(k.shape[2])
         rows = self.sequences(len(q))
         token, stored = P(rows, None, heads), P(rows, heads)
         specs = (token, token, token, stored, P(rows), P(heads))
-        out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, positions.index, sinks)
+        out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, positions.index, settings.sinks)
         self.keep(cache)
         return out, None
 
-    def attend_latent(self, q, keys: LatentKeys, positions, *, window, softcap, scale, measured=False):
+    def attend_latent(self, q, keys: LatentKeys, positions, settings: AttentionSettings):
         """The up-projection of the keys is applied to the queries, and that of the values to the output.
 
         So the cache is read as one head, and no key or value of an earlier token is computed again (DeepSeek-V2).
@@ -165,7 +165,7 @@ class Decode(WholeSequences):
         absorbed = jnp.einsum("bsnh,rnh->bsnr", nope, up_keys.reshape(R, N, -1))
         q = jnp.concatenate([rotary, absorbed.astype(q.dtype)], axis=-1)
         shared = rotary.shape[-1]
-        attention = partial(_attend_to_cache, window=window, softcap=softcap, scale=scale, shared=shared)
+        attention = partial(_attend_to_cache, settings, shared=shared)
         token, stored = P(self.sequences(len(q)), None, self.heads(N)), P(self.sequences(len(q)))
         specs = (token, stored, P(), stored, P(self.sequences(len(q))), P())
         arguments = q, _as_one_head(keys), None, cache, positions.index, None
@@ -185,7 +185,7 @@ def newest_position(slots: jax.Array, last: jax.Array) -> jax.Array:
 
 
 def _attend_to_cache(
-    q, k, v, cache: LayerCache, positions, sinks, *, window, softcap, scale, shared: int = 0
+    settings: AttentionSettings, q, k, v, cache: LayerCache, positions, sinks, shared: int = 0
 ) -> tuple[jax.Array, LayerCache]:
     """Puts new tokens into the cache and attends to it: q [B, S, N, H], positions [B, S] -> ([B, S, N, ·], the cache).
 
@@ -199,8 +199,8 @@ def _attend_to_cache(
     stored = newest_position(jnp.arange(width), positions[:, -1])[:, None]
     own = jnp.maximum(positions, 0)[..., None]  # a token before the first is never read, but must not become NaN
     visible = (stored >= 0) & (stored <= own)
-    if window is not None:
-        visible &= stored > own - window
+    if settings.window is not None:
+        visible &= stored > own - settings.window
     read = keys[..., shared:] if values is None else values
-    out = ops.cached_attention(q, keys, read, visible, softcap=softcap, scale=scale, sinks=sinks)
+    out = ops.cached_attention(q, keys, read, visible, softcap=settings.softcap, scale=settings.scale, sinks=sinks)
     return out, LayerCache(keys, values)

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.block_kinds import EVERYTHING
-from megajax.model.comm import Comm
+from megajax.model.comm import AttentionSettings, Comm
 from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     MAX_SCORE,
@@ -64,9 +64,14 @@ class Attention(Sublayer):
         def core(projected):
             q, k, v = self.heads(w, projected, ctx)
             c = self.config
-            settings = {"window": ctx.kind.window, "softcap": c.attention_softcap, "scale": c.attention_scale}
-            settings |= {"sinks": w.get("sinks"), "measured": c.qk_clip is not None and ctx.inputs.measures}
-            return comm.attend(q, k, v, ctx.inputs.token_positions, **settings)
+            settings = AttentionSettings(
+                ctx.kind.window,
+                c.attention_softcap,
+                c.attention_scale,
+                sinks=w.get("sinks"),
+                measured=c.qk_clip is not None and ctx.inputs.measures,
+            )
+            return comm.attend(q, k, v, ctx.inputs.token_positions, settings)
 
         core = jax.checkpoint(core) if "attention" in ctx.recompute else core
         out, largest = core(projected)

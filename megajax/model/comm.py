@@ -44,6 +44,17 @@ class LatentKeys:
         return jnp.concatenate([shared, key.reshape(B, S, N, -1)], axis=-1), value.reshape(B, S, N, -1)
 
 
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How a layer attends, besides its queries, keys and values."""
+
+    window: int | None = None  # number of tokens that a token sees; None: all before it
+    softcap: float | None = None  # of the scores
+    scale: float | None = None  # factor of the scores; None: `H ** -0.5`
+    sinks: jax.Array | None = None  # [N], of the same heads as the queries
+    measured: bool = False  # whether the largest scores are wanted
+
+
 class Comm:
     """The linear layers, attention and experts of a layer, and sums and exchanges between devices; here of one device.
 
@@ -132,42 +143,23 @@ class Comm:
 
     @jax.named_scope("core_attention")
     def attend(
-        self,
-        q,
-        k,
-        v,
-        positions: TokenPositions,
-        *,
-        window: int | None,
-        softcap: float | None,
-        scale: float | None = None,
-        sinks=None,
-        measured: bool = False,
+        self, q, k, v, positions: TokenPositions, settings: AttentionSettings
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Causal attention of queries `[B, S, N, H]` to the whole sequence; `sinks [N]` are for the same heads.
+        """Causal attention of queries `[B, S, N, H]` to the whole sequence.
 
-        `scale` multiplies the scores; None: `H ** -0.5`. If `measured`, the second result bounds the largest score of
-        each head over this device's real tokens (`ops.partial_attention.largest_score`), `[N]` FP32, 0 for heads that
-        another device has; else None.
+        If `settings.measured`, the second result bounds the largest score of each head over this device's real tokens
+        (`ops.partial_attention.largest_score`), `[N]` FP32, 0 for heads that another device has; else None.
         """
-        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "implementation": "reference"}
-        settings |= {"document_starts": positions.document_starts, "is_real": positions.is_real}
-        return ops.measured_attention(q, k, v, **settings, measured=measured)
+        starts, is_real, how = positions.document_starts, positions.is_real, vars(settings)
+        return ops.measured_attention(
+            q, k, v, **how, document_starts=starts, is_real=is_real, implementation="reference"
+        )
 
     def attend_latent(
-        self,
-        q,
-        keys: LatentKeys,
-        positions: TokenPositions,
-        *,
-        window: int | None,
-        softcap: float | None,
-        scale: float,
-        measured: bool = False,
+        self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings
     ) -> tuple[jax.Array, jax.Array | None]:
         """`attend` to keys and values that are computed from latents: `[B, S, N, H]` → `[B, S, N, W]`."""
-        settings = {"window": window, "softcap": softcap, "scale": scale, "measured": measured}
-        return self.attend(q, *keys.heads(self.column_linear), positions, **settings)
+        return self.attend(q, *keys.heads(self.column_linear), positions, settings)
 
     # What follows from these
 

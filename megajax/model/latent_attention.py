@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.block_kinds import EVERYTHING
-from megajax.model.comm import LatentKeys
+from megajax.model.comm import AttentionSettings, LatentKeys
 from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     MAX_SCORE,
@@ -74,13 +74,13 @@ class LatentAttention(Sublayer):
 
         def core(query_input, down):
             q, keys = self.heads(w, query_input, down, ctx)
-            settings = {
-                "window": ctx.kind.window,
-                "softcap": self.config.attention_softcap,
-                "scale": self.score_scale(),
-            }
-            settings |= {"measured": self.config.qk_clip is not None and ctx.inputs.measures}
-            out, largest = comm.attend_latent(q, keys, ctx.inputs.token_positions, **settings)
+            settings = AttentionSettings(
+                ctx.kind.window,
+                self.config.attention_softcap,
+                self.score_scale(),
+                measured=self.config.qk_clip is not None and ctx.inputs.measures,
+            )
+            out, largest = comm.attend_latent(q, keys, ctx.inputs.token_positions, settings)
             return checkpoint_name(out, "attention"), largest
 
         if "attention" in ctx.recompute:

@@ -11,18 +11,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config.fields import BATCH_AXES
-from megajax.model.comm import Comm, LatentKeys, TokenPositions
+from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
 from megajax.model.lora import Adapted
 from megajax.model.sublayer import add_bias
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
 from megajax.parallel import collectives
-from megajax.parallel.context import attention as over_context
-from megajax.parallel.context import latents
-from megajax.parallel.context.ring import Strategy
+from megajax.parallel.context import ContextAttention, context_attention
 from megajax.parallel.context.token_order import to_consecutive, to_stored
-from megajax.parallel.experts.dispatch import ExpertParallel
+from megajax.parallel.experts import expert_parallel
 from megajax.parallel.tensor import linear
 from megajax.parallel.tensor.adapters import TensorAdapters
 from megajax.parallel.tensor.ring import TensorRing
@@ -71,7 +69,8 @@ class MeshComm(Comm):
         )
         self.adapters = TensorAdapters(self.tensor_parallel)
         self.tensor_parallel = replace(self.tensor_parallel, frozen=frozen)
-        self.expert_parallel = ExpertParallel(collectives, kernels.experts, self.max_over_devices)
+        self.context_attention = context_attention(collectives.context, self.context_size)
+        self.expert_parallel = expert_parallel(collectives, kernels.experts, self.max_over_devices)
 
     def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
         if isinstance(w, Adapted):
@@ -107,34 +106,26 @@ class MeshComm(Comm):
         return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity, biases))
 
     @jax.named_scope("core_attention")
-    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None, measured=False):
-        scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), softcap, self.kernels.attention, measured)
-        strategy, size, starts = self.collectives.context, self.context_size, positions.document_starts
-        if size == 1:
-            settings = {"window": window, "document_starts": starts, "sinks": sinks, **vars(scores)}
-            return ops.measured_attention(q, k, v, **settings, is_real=positions.is_real)
-        if window is not None and window >= q.shape[1] * size:
-            window = None  # it includes every earlier token
-        return over_context.attention(strategy, size, scores, window, q, k, v, positions, sinks)
+    def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
+        return self._over_context(q, positions, settings).attend(q, k, v, positions, settings.sinks)
 
-    def attend_latent(
-        self, q, keys: LatentKeys, positions: TokenPositions, *, window, softcap, scale, measured=False
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings):
         if not self.collectives.latents:
-            settings = {"window": window, "softcap": softcap, "scale": scale, "measured": measured}
-            return super().attend_latent(q, keys, positions, **settings)
+            return super().attend_latent(q, keys, positions, settings)
+        return self._over_context(q, positions, settings).attend_latent(self.column_linear, q, keys, positions)
+
+    def _over_context(self, q, positions: TokenPositions, settings: AttentionSettings) -> ContextAttention:
+        """Attention of these queries over `context`."""
+        scale, window = self.scales.next(settings.scale or q.shape[-1] ** -0.5), settings.window
+        scores = Scores(scale, settings.softcap, self.kernels.attention, settings.measured)
         if window is not None and window >= q.shape[1] * self.context_size:
             window = None  # it includes every earlier token
-        scores = Scores(self.scales.next(scale), softcap, self.kernels.attention, measured)
-        whole = positions.chunks is None
-        strategy = Strategy(self.collectives.context, self.context_size, scores, window, whole)
-        return latents.attention(strategy, self.column_linear, q, keys, positions)
+        return self.context_attention(self.context_size, scores, window, zigzag=positions.chunks is None)
 
     @property
     def attention_is_fused(self) -> bool:
         """Whether a layer's attention is one cuDNN call."""
-        whole = self.context_size == 1 or self.collectives.context == "all_to_all"
-        return self.kernels.attention == "cudnn" and whole
+        return self.kernels.attention == "cudnn" and self.collectives.context.key_shards(self.context_size) == 1
 
     # On named axes
 

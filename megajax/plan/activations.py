@@ -8,7 +8,6 @@ from megajax.config.remat import ATTENTION, NONE, RematPolicy
 from megajax.config.segments import Segment
 from megajax.model.lora import adapted_inputs
 from megajax.model.sublayer import Shares, SublayerSizes
-from megajax.parallel.context.ring import UNROLLED_STEPS
 from megajax.plan.costs import planned_blocks, unsaved
 from megajax.step_plan import StepPlan
 
@@ -65,7 +64,7 @@ class Activations:
         """
         mlp, D, number = self.parts[block][-1], self.config.model.hidden_size, self.compute * self.tokens
         width, row = number * mlp.width / self.shares.tensor, number * self._row(mlp)
-        early = 3 * row if policy.keeps_input and self.plan.collectives.dispatch == "all_to_all" else 0
+        early = 3 * row if policy.keeps_input and not self.plan.collectives.dispatch.gathers_tokens else 0
         of_mlp = 2 * number * D + early + row + mlp.products * width + max(2 * width + reduced, weight_gradients)
         return int(max(of_mlp, number * self.scores))
 
@@ -77,11 +76,12 @@ class Activations:
         are prepared before it, halves of the output and of its projection's input too.
         """
         model, context = self.config.model, self.plan.sizes["context"]
-        if context == 1 or self.plan.collectives.context != "ring" or model.is_latent:
+        unrolled = self.plan.collectives.context.unrolled_steps
+        if context == 1 or not unrolled or model.is_latent:
             return 0
         queries = model.num_heads * model.head_dim / self.shares.tensor
         keys = model.num_kv_heads * (model.head_dim + model.value_dim) / self.shares.tensor
-        return queries * (1 if context - 1 <= UNROLLED_STEPS else 3) + keys
+        return queries * (1 if context - 1 <= unrolled else 3) + keys
 
     @property
     def scores(self) -> float:

@@ -199,7 +199,7 @@ class _Step:
             working=moment.working + more + self.pending(gradients),
         )
         is_last = above.stop == len(self.slots) and self.sizes["fsdp"] == 1
-        exchanges = self.plan.collectives.dispatch == "all_to_all"  # the operands would be in its pool
+        exchanges = not self.plan.collectives.dispatch.gathers_tokens  # the operands would be in its pool
         late = sum(self.activations.operands(self.slots[slot].block) for slot in above if is_last and not exchanges)
         return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
 

@@ -17,7 +17,6 @@ from megajax.config.kinds import LayerKind
 from megajax.config.remat import RematPolicy
 from megajax.mesh import axes_across
 from megajax.model.sublayer import Shares, Sublayer, SublayerSizes
-from megajax.parallel.experts.dispatch import ROOM
 from megajax.plan.costs import attended_keys, planned_blocks, unsaved
 from megajax.plan.rates import Rates
 from megajax.step_plan import StepPlan
@@ -38,7 +37,6 @@ CONTEXT_EXPOSED = 0.29
 INPUT_COLLECTIVES, OUTPUT_COLLECTIVES = 3, 2
 # Of the experts' tokens, if `tensor` divides their widths: gathered and reduced in both passes. Nothing hides them.
 EXPERT_COLLECTIVES = 4
-PART_OF_KEYS = {"ring": 0.95, "all_gather": 0.93, "all_to_all": 1.0}  # rate of attention to parts of the keys
 IMBALANCE = 0.124  # work of the most loaded device's experts above the mean, for each doubling of the devices
 
 
@@ -165,7 +163,7 @@ class Device:
         rows, received = self.rows(part), self.rows(part, self.plan.collectives.expert_shards)
         kept = sizes.kept - rows + sizes.width / tensor
         numbers = STREAM_PASSES * D / tensor + KEPT_PASSES * kept
-        if self.plan.collectives.dispatch == "all_gather":
+        if self.plan.collectives.dispatch.gathers_tokens:
             numbers += ROUTED_PASSES * received
         else:
             numbers += ROUTED_PASSES * rows + (ARRIVED_PASSES * received if received > rows else 0)
@@ -202,7 +200,7 @@ class Device:
         if shards == 1:
             return Work(attention=flops / rate)
         width = model.num_kv_heads * (model.head_dim + model.value_dim) / self.sizes["tensor"]
-        work = Work(attention=flops / rate / PART_OF_KEYS[self.config.kernels.context])
+        work = Work(attention=flops / rate / self.plan.collectives.context.attention_rate)
         if self.plan.sends_latents:
             assert model.kv_lora_rank and model.qk_nope_head_dim
             # Keys and values of the others' tokens, in both passes, with their gradients; one's own again.
@@ -222,8 +220,7 @@ class Device:
         stream = self.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
         between = any(axis in self.between_hosts for axis in axes)
         bandwidth = self.rates.group_bytes(between, min(self.stride(axis) for axis in axes))
-        gathers = self.plan.collectives.dispatch == "all_gather"
-        rows = shards if gathers else min(shards, ROOM) * self.config.model.experts_per_token
+        rows = self.plan.collectives.dispatch.rows_per_token(shards, self.config.model.experts_per_token)
         sent = 4.5 * stream * rows * (shards - 1) / shards
         return Traffic(sent, sent / bandwidth, sent / bandwidth)
 

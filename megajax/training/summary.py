@@ -66,7 +66,8 @@ def summary(
     if config.model.num_experts and plan.collectives.expert_shards > 1:
         experts = config.model.num_experts // plan.collectives.expert_shards
         axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)
-        lines.append(f"experts    {experts} per device, divided over {axes}; dispatch: {plan.collectives.dispatch}")
+        dispatch = plan.collectives.dispatch.name
+        lines.append(f"experts    {experts} per device, divided over {axes}; dispatch: {dispatch}")
     if config.model.num_experts:
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
     if sizes["context"] > 1:

@@ -116,13 +116,12 @@ class _Units:
 
     @classmethod
     def of(cls, config: Config, meshes: Sequence[Sizes]) -> "_Units":
-        divided = config.kernels.context == "all_to_all"
         each = {
             "pipeline": [m["pipeline"] for m in meshes],
             "batch": [config.batch_shards(m) for m in meshes],
             "context": [m["context"] for m in meshes],
             "tensor": [m["tensor"] for m in meshes],
-            "heads": [m["tensor"] * (m["context"] if divided else 1) for m in meshes],
+            "heads": [m["tensor"] * config.context_strategy.head_shards(m["context"]) for m in meshes],
             "experts": [config.expert_shards(m) for m in meshes],
         }
         return cls({name: math.lcm(*numbers) for name, numbers in each.items()})

@@ -143,7 +143,7 @@ REFUSED = [
         (
             "kernels.context=all_to_all divides the heads over mesh.context=3 (from -1), which does not"
             " divide model.num_heads=8 / mesh.tensor=2 = 4 (the command line: kernels.context=all_to_all):"
-            " use kernels.context=ring, or mesh.context=1 or 2."
+            " use kernels.context=ring or all_gather, or mesh.context=1 or 2."
         ),
     ),
 ]

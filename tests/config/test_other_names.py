@@ -9,7 +9,7 @@ from migration_tables import TABLES
 
 from megajax.config import Config, load_config
 from megajax.config.counterparts import plain
-from megajax.config.load import keys, suggestion
+from megajax.config.load import keys, suggestion, type_of
 from megajax.config.megatron_names import MEGATRON, MEGATRON_WITHOUT
 from megajax.config.missing_features import FEATURES
 from megajax.config.other_names import ALL
@@ -24,7 +24,7 @@ def test_every_row_names_a_key_of_ours_or_says_why_there_is_none():
         assert key in KEYS | {"include"} if row.ours else row.note, row
         assert not KEYS & set(row.names), row
         if equals:
-            assert value in str(dict(keys())[key].annotation) or value in ("-1", "true", "false"), row
+            assert value in type_of(dict(keys())[key]) or value in ("-1", "true", "false"), row
 
 
 def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_missing():

@@ -7,6 +7,7 @@ import pytest
 from megajax.config import load_config
 from megajax.config.load import keys
 from megajax.config.other_values import OTHER_VALUES, choice_cure, plain
+from megajax.config.registry import Registry
 from megajax.config.tree import NAMED
 from megajax.errors import ConfigError
 
@@ -24,6 +25,7 @@ def choices(annotation: Any, key: str) -> dict[str, list[str]]:
 
 
 CHOICES = {name: values for key, field in keys() for name, values in choices(field.annotation, key).items()}
+CHOICES |= {key: registry.choices for key, field in keys() if (registry := Registry.of(field)) is not None}
 del CHOICES["run.eval_steps"]  # a number or all, with a sentence of its own
 
 

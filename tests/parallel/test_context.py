@@ -13,8 +13,8 @@ from mesh_models import GPT2
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
-from megajax.parallel.context import attention as context
-from megajax.parallel.context import ring, token_order
+from megajax.parallel.context import ATTENTION, token_order
+from megajax.parallel.context.ring import Ring, Work
 from megajax.training.step import TrainProgram
 
 B, S, H = 2, 48, 8
@@ -82,7 +82,8 @@ def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks,
         positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
 
         def attention(q, k, v, sinks):
-            return context.attention(strategy, size, scores, window, q, k, v, positions, sinks)[0]
+            over_context = ATTENTION[strategy](size, scores, window, positions.chunks is None)
+            return over_context.attend(q, k, v, positions, sinks)[0]
 
         out, pull = jax.vjp(attention, q, k, v, sinks)
         return out, *pull(dout)
@@ -192,16 +193,16 @@ def test_the_ring_visits_every_device_and_returns(window):
     """Coded by rank: a device gets the code of each other device once, and adds its own code to each sum."""
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
-    strategy = ring.Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag=True)
+    ring = Ring(size, Scores(1.0, None, "reference"), window, zigzag=True)
 
     def local(codes):
-        work = ring.Work(
+        work = Work(
             own=lambda: codes,
             start=lambda own: (own, own),
             compute=lambda other, codes: (other, codes),
             combine=lambda other, results, added, seen: (added + codes, seen + 100.0 * results[1]),
         )
-        return ring.go_round(strategy, 2 * chunk, codes, work)
+        return ring.go_round(2 * chunk, codes, work)
 
     codes = 2.0 ** np.arange(size)  # a sum identifies its devices
     specs = {"in_specs": P("context"), "out_specs": P("context")}
@@ -216,7 +217,7 @@ def test_the_ring_visits_every_device_and_returns(window):
 
 def test_narrow_windows_skip_steps_of_the_ring():
     def sweeps(window, size=8, length=12, zigzag=True):
-        return ring._sweeps(ring.Strategy("ring", size, Scores(1.0, None, "reference"), window, zigzag), length)
+        return Ring(size, Scores(1.0, None, "reference"), window, zigzag)._sweeps(length)
 
     assert sweeps(None) == [(1, 7)]
     assert sweeps(1) == []  # itself alone

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops import experts as ops
-from megajax.parallel.experts import dispatch
+from megajax.parallel.experts.exchanged import exchange, plan
 
 AXES = ("outer", "inner")  # experts may be divided over several axes
 DEVICES, LOCAL, TOKENS, K = 4, 2, 5, 2
@@ -51,9 +51,9 @@ def on_devices(room: int):
         """Own assignments' `rows` → (those that arrive, how many for each own expert, the rows sent back, rounds)."""
         permutation = ops.sort_by_expert(experts[0], EXPERTS, ROWS)
         most = ops.most_rows(DEVICES * TOKENS, K, LOCAL)
-        routes = dispatch.plan(AXES, permutation.group_sizes, DEVICES, room, (ROWS, most))
-        there = dispatch.exchange(AXES, room, routes.rounds, routes.sent, routes.arrived, (rows[0][permutation.order],))
-        (back,) = dispatch.exchange(AXES, room, routes.rounds, routes.arrived, routes.sent, there)
+        routes = plan(AXES, permutation.group_sizes, DEVICES, room, (ROWS, most))
+        there = exchange(AXES, room, routes.rounds, routes.sent, routes.arrived, (rows[0][permutation.order],))
+        (back,) = exchange(AXES, room, routes.rounds, routes.arrived, routes.sent, there)
         return there[0][None], routes.group_sizes[None], back[permutation.inverse][None], routes.rounds[None]
 
     return run

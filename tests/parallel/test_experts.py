@@ -17,7 +17,7 @@ from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.sublayer import BlockInputs, LayerContext
-from megajax.parallel.experts.dispatch import exchange, plan
+from megajax.parallel.experts.exchanged import exchange, plan
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram

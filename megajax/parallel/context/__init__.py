@@ -1,1 +1,24 @@
-"""Attention over `context`."""
+"""Attention over `context`: the class of each strategy of `kernels.context`, in a file of its own."""
+
+from megajax.config.context import ALL_GATHER, ALL_TO_ALL, RING, STRATEGIES, ContextStrategy
+from megajax.parallel.context.gathered import Gathered
+from megajax.parallel.context.heads import OverHeads
+from megajax.parallel.context.ring import Ring
+from megajax.parallel.context.strategy import ContextAttention
+
+ATTENTION: dict[str, type[ContextAttention]] = {
+    RING.name: Ring,
+    ALL_GATHER.name: Gathered,
+    ALL_TO_ALL.name: OverHeads,
+}
+
+
+def register(strategy: ContextStrategy, attention: type[ContextAttention]) -> None:
+    """Register an extension's strategy for `kernels.context`. Raises ConfigError for a name that is taken."""
+    STRATEGIES.add(strategy)
+    ATTENTION[strategy.name] = attention
+
+
+def context_attention(strategy: ContextStrategy, devices: int) -> type[ContextAttention]:
+    """Attention over this number of devices."""
+    return ATTENTION[strategy.name] if devices > 1 else ContextAttention

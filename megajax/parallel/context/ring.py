@@ -1,10 +1,10 @@
-"""A ring over `context`: keys go around while each device works with those that it has.
-
-See attention.py and latents.py, which say what goes around.
+"""`ring` (Liu et al. 2023): keys and values are sent around the ring; each device computes attention to the keys that
+it has while the next keys arrive.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,21 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.ops.partial_attention import Scores
+from megajax.config.context import RING
+from megajax.model.comm import LatentKeys, TokenPositions
+from megajax.ops.partial_attention import Part, Ranges, Scores, attend, attend_backward, merge
 from megajax.parallel import collectives
+from megajax.parallel.context.strategy import Keys, Sent, ToParts, heads_of, latent_gradients
+from megajax.parallel.context.token_order import key_ranges
 
-UNROLLED_STEPS = 7  # with more steps around the ring they run in a loop
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How attention is divided over `context`."""
-
-    name: str
-    context: int
-    scores: Scores
-    window: int | None
-    zigzag: bool  # whether each device has one early and one late chunk
+Gradients = tuple[jax.Array, jax.Array, jax.Array]  # dq, dk and dv
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,14 @@ class Block:
             return (Block(None, None),)
         half = (other > rank).astype(jnp.int32)
         return Block(1, 0), Block(half, half)
+
+    def add(self, total: Gradients, of_block: Gradients) -> Gradients:
+        """`total` with the gradients of this block."""
+        dq, dk, dv = (
+            whole + in_half(g, half).astype(whole.dtype)
+            for whole, g, half in zip(total, of_block, (self.q_half, self.k_half, self.k_half), strict=True)
+        )
+        return dq, dk, dv
 
 
 def half_of(tree: Any, half: jax.Array | int | None) -> Any:
@@ -71,15 +72,6 @@ def in_half(part: jax.Array, half: jax.Array | int | None, axis: int = 1, empty:
     return jnp.concatenate([jnp.where(half == h, part, empty) for h in (0, 1)], axis)
 
 
-def _sweeps(strategy: Strategy, length: int) -> list[tuple[int, int]]:
-    """(direction, steps) of the keys around the ring: all the way, or a few steps in both directions for a window."""
-    C, window = strategy.context, strategy.window
-    if window is None or not strategy.zigzag:
-        return [(1, C - 1)]
-    near = -(-(window - 1) // (length // 2))  # number of chunks before a query's own chunk that it may see
-    return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]
-
-
 @dataclass(frozen=True)
 class Work:
     """A device's work while keys and values are sent around the ring.
@@ -93,40 +85,149 @@ class Work:
     combine: Callable  # (owner of the keys, results, moving, local) → (moving, local)
 
 
-def go_round(strategy: Strategy, length: int, fixed: Any, work: Work) -> Any:
-    """`(moving, local)` at the end, with `moving` back on its own device; `fixed` are this device's keys and values.
+class Ring(ToParts):
+    def forward(self, q, kv, positions) -> Part:
+        return self._forward(q, kv, lambda kv: kv, positions)
 
-    At step i of a sweep a device has the arrays of the device i ranks before it, or after it. Without the barriers XLA
-    starts transfers too late for the attention that hides them.
+    def forward_latent(self, linear, q, keys, positions) -> Part:
+        def heads(sent: Sent) -> Keys:
+            return heads_of(linear, keys, sent, keys.up)
 
-    Each step sends one message: GPUs start kernels in launch order, so attention after a second message would wait for
-    the end of the first one.
-    """
-    C, rank = strategy.context, lax.axis_index("context")
-    sweeps = _sweeps(strategy, length)
+        return self._forward(q, (keys.latent, keys.rotary), heads, positions)
 
-    def send(message: jax.Array, by: int) -> jax.Array:
-        return collectives.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
+    def _forward(self, q, sent: Sent, heads: Callable[[Sent], Keys], positions: TokenPositions) -> Part:
+        """Attention to the keys of all devices; `sent` goes around, and `heads` makes keys and values of it."""
+        scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
 
-    own_message = _words(fixed)
-    first, own = lax.optimization_barrier(([send(own_message, direction) for direction, _ in sweeps], work.own()))
-    moving, local = work.start(own)
-    for keys, (direction, steps) in zip(first, sweeps, strict=True):
+        def start(part):
+            return None, (part[0].astype(part[1].dtype), part[1])
 
-        def step(state, i, direction=direction, last=False):
-            keys, moving, local = state
-            outgoing = keys[:0] if last else keys
-            message = send(jnp.concatenate([outgoing, _words(moving)]), direction)
-            other = (rank - direction * i) % C
-            message, results = lax.optimization_barrier((message, work.compute(other, _arrays(keys, fixed))))
-            next_keys, arrived = jnp.split(message, [outgoing.size])
-            return (next_keys, *work.combine(other, results, _arrays(arrived, moving), local)), None
+        def compute(other, sent):
+            kv, seen, parts = heads(sent), ranges(other), []
+            for block in Block.of(scores, rank, other):
+                keys, values = half_of(kv, block.k_half)
+                parts.append(attend(scores, "full", half_of(q, block.q_half), keys, values, seen))
+            return parts
 
-        unroll = max(steps - 1, 1) if steps <= UNROLLED_STEPS else 1
-        state, _ = lax.scan(step, (keys, moving, local), jnp.arange(1, steps), unroll=unroll)
-        (_, moving, local), _ = step(state, steps, last=True)
-        moving = _arrays(send(_words(moving), -direction * steps), moving)
-    return moving, local
+        def combine(other, parts, moving, whole):
+            for block, (out, lse) in zip(Block.of(scores, rank, other), parts, strict=True):
+                whole = merge(whole, (in_half(out, block.q_half), in_half(lse, block.q_half, 2, -jnp.inf)))
+            return moving, whole
+
+        def own():
+            return attend(scores, "causal", q, *heads(sent), ranges(rank))
+
+        return self.go_round(q.shape[1], sent, Work(own, start, compute, combine))[1]
+
+    def backward(self, q, kv, positions, whole, dout) -> tuple[jax.Array, Keys]:
+        scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
+
+        def start(gradients):
+            dq, dk, dv = (g.astype(whole[1].dtype) for g in gradients)
+            return (dk, dv), dq
+
+        def compute(other, kv):
+            return self._block_gradients(other, ranges(other), q, kv, whole, dout)
+
+        def combine(other, gradients, dkv, dq):
+            dk, dv = dkv
+            for block, one in zip(Block.of(scores, rank, other), gradients, strict=True):
+                dq, dk, dv = block.add((dq, dk, dv), one)
+            return (dk, dv), dq
+
+        own = partial(attend_backward, scores, "causal", q, *kv, ranges(rank), whole, dout)
+        dkv, dq = self.go_round(q.shape[1], kv, Work(own, start, compute, combine))
+        return dq, dkv
+
+    def backward_latent(self, linear, q, keys, positions, whole, dout) -> tuple[jax.Array, LatentKeys]:
+        scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
+        dtype, sent = whole[1].dtype, (keys.latent, keys.rotary)
+        heads = partial(heads_of, linear, keys)
+
+        def own():
+            kv, pull = jax.vjp(heads, sent, keys.up)
+            dq, *dkv = attend_backward(scores, "causal", q, *kv, ranges(rank), whole, dout)
+            return dq, *pull(tuple(g.astype(a.dtype) for g, a in zip(dkv, kv, strict=True)))
+
+        def start(gradients):
+            dq, dsent, dup = jax.tree.map(lambda g: g.astype(dtype), gradients)
+            return dsent, (dq, dup)
+
+        def compute(other, sent):
+            kv, pull = jax.vjp(heads, sent, keys.up)
+            total: Any = tuple(jnp.zeros(a.shape, dtype) for a in (q, *kv))
+            of_blocks = self._block_gradients(other, ranges(other), q, kv, whole, dout)
+            for block, one in zip(Block.of(scores, rank, other), of_blocks, strict=True):
+                total = block.add(total, one)
+            dq, *dkv = total
+            return dq, *pull(tuple(g.astype(a.dtype) for g, a in zip(dkv, kv, strict=True)))
+
+        def combine(other, gradients, moving, local):
+            dq, dsent, dup = gradients
+            return jax.tree.map(lambda total, g: total + g.astype(dtype), (moving, local), (dsent, (dq, dup)))
+
+        dsent, (dq, dup) = self.go_round(q.shape[1], sent, Work(own, start, compute, combine))
+        return dq, latent_gradients(keys, dsent, dup)
+
+    def _block_gradients(self, other, seen: Ranges | None, q, kv: Keys, whole: Part, dout) -> list[Gradients]:
+        """The gradients of each block of scores with the keys and values of the device `other`."""
+        scores, gradients = self.scores, []
+        lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
+        for block in Block.of(scores, lax.axis_index("context"), other):
+            queries, outs, lses, douts = half_of((q, whole[0], lse, dout), block.q_half)
+            keys, values = half_of(kv, block.k_half)
+            part = outs, lses.swapaxes(1, 2)
+            gradients.append(attend_backward(scores, "full", queries, keys, values, seen, part, douts))
+        return gradients
+
+    def _ranges(self, positions: TokenPositions) -> Callable[[jax.Array], Ranges | None]:
+        """Device of `context` → the range of its keys that each query here sees; None with cuDNN's blocks."""
+        if self.scores.implementation == "cudnn":
+            return lambda rank: None
+        return lambda rank: key_ranges(positions, self.window, rank, self.devices)
+
+    def go_round(self, length: int, fixed: Any, work: Work) -> Any:
+        """`(moving, local)` at the end, with `moving` back on its own device; `fixed` are its own keys and values.
+
+        At step i of a sweep a device has the arrays of the device i ranks before it, or after it. Without the barriers
+        XLA starts transfers too late for the attention that hides them.
+
+        Each step sends one message: GPUs start kernels in launch order, so attention after a second message would wait
+        for the end of the first one.
+        """
+        C, rank = self.devices, lax.axis_index("context")
+        sweeps = self._sweeps(length)
+
+        def send(message: jax.Array, by: int) -> jax.Array:
+            return collectives.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
+
+        own_message = _words(fixed)
+        first, own = lax.optimization_barrier(([send(own_message, direction) for direction, _ in sweeps], work.own()))
+        moving, local = work.start(own)
+        for keys, (direction, steps) in zip(first, sweeps, strict=True):
+
+            def step(state, i, direction=direction, last=False):
+                keys, moving, local = state
+                outgoing = keys[:0] if last else keys
+                message = send(jnp.concatenate([outgoing, _words(moving)]), direction)
+                other = (rank - direction * i) % C
+                message, results = lax.optimization_barrier((message, work.compute(other, _arrays(keys, fixed))))
+                next_keys, arrived = jnp.split(message, [outgoing.size])
+                return (next_keys, *work.combine(other, results, _arrays(arrived, moving), local)), None
+
+            unroll = max(steps - 1, 1) if steps <= RING.unrolled_steps else 1
+            state, _ = lax.scan(step, (keys, moving, local), jnp.arange(1, steps), unroll=unroll)
+            (_, moving, local), _ = step(state, steps, last=True)
+            moving = _arrays(send(_words(moving), -direction * steps), moving)
+        return moving, local
+
+    def _sweeps(self, length: int) -> list[tuple[int, int]]:
+        """(direction, steps) of the keys around the ring: all the way, or a few both ways for a window."""
+        C, window = self.devices, self.window
+        if window is None or not self.zigzag:
+            return [(1, C - 1)]
+        near = -(-(window - 1) // (length // 2))  # number of chunks before a query's own chunk that it may see
+        return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]
 
 
 def _words(tree: Any) -> jax.Array:

@@ -134,6 +134,21 @@ def _moves(context: int, odd: int) -> list[tuple[int, int]]:
     return [(min(chunk, 2 * context - 1 - chunk), chunk // 2) for chunk in range(odd, 2 * context, 2)]
 
 
+def as_sequence(a: jax.Array, context: int) -> jax.Array:
+    """Whole sequences `[B, S, ...]` in the devices' order → in the order of the sequence."""
+    return _take_chunks(a, np.argsort(chunk_order(context)))
+
+
+def as_stored(a: jax.Array, context: int) -> jax.Array:
+    """Inverse of `as_sequence`."""
+    return _take_chunks(a, chunk_order(context))
+
+
+def _take_chunks(a: jax.Array, chunks: np.ndarray) -> jax.Array:
+    pieces = jnp.split(a, len(chunks), axis=1)
+    return jnp.concatenate([pieces[chunk] for chunk in chunks], axis=1)
+
+
 def sequence_ranges(positions: TokenPositions, window: int | None) -> Ranges:
     """The keys that this device's queries see, among the keys of the whole sequence in order."""
     return ops.causal_ranges(positions.index, positions.document_starts, window)

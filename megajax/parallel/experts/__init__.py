@@ -1,1 +1,25 @@
-"""Experts on several devices."""
+"""Tokens to experts on other devices: the class of each choice of `kernels.dispatch`, in a file of its own."""
+
+from megajax.config.dispatch import ALL_GATHER, ALL_TO_ALL, DISPATCHES, Dispatch
+from megajax.ops.experts import ExpertKernels, MaxOverDevices
+from megajax.parallel.experts.dispatch import ExpertParallel
+from megajax.parallel.experts.exchanged import Exchanged
+from megajax.parallel.experts.gathered import Gathered
+from megajax.step_plan import Collectives
+
+EXPERTS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATHER.name: Gathered}
+
+
+def register(dispatch: Dispatch, experts: type[ExpertParallel]) -> None:
+    """Register an extension's choice for `kernels.dispatch`. Raises ConfigError for a name that is taken."""
+    DISPATCHES.add(dispatch)
+    EXPERTS[dispatch.name] = experts
+
+
+def expert_parallel(
+    collectives: Collectives, kernels: ExpertKernels, max_over_devices: MaxOverDevices
+) -> ExpertParallel:
+    """The experts of a layer on this mesh."""
+    devices = collectives.expert_shards
+    experts = EXPERTS[collectives.dispatch.name] if devices > 1 else ExpertParallel
+    return experts(collectives.experts_over, devices, kernels, max_over_devices)

@@ -5,16 +5,17 @@ With prediction modules each stage has 1/P of every sequence, so to the modules 
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.model.comm import Comm, LatentKeys, TokenPositions
+from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
 from megajax.parallel import collectives
 from megajax.parallel.comm import TOKEN_AXES, MeshComm
-from megajax.parallel.context.attention import among_heads
+from megajax.parallel.context.heads import among_heads
 from megajax.step_plan import StepPlan
 
 
@@ -73,9 +74,9 @@ class SharedTokens(MeshComm):
     def attention_is_fused(self) -> bool:
         return self.whole.attention_is_fused
 
-    def attend(self, q, k, v, positions: TokenPositions, *, window, softcap, scale=None, sinks=None, measured=False):
-        heads, P = q.shape[2], self.stages
-        shares = P * (self.whole.context_size if self.collectives.context == "all_to_all" else 1)
+    def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
+        heads, P, sinks = q.shape[2], self.stages, settings.sinks
+        shares = P * self.collectives.context.head_shards(self.whole.context_size)
         if missing := -heads % shares:  # each query head with its own key, and empty heads
             k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
             q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0))) for a in (q, k, v))
@@ -87,13 +88,12 @@ class SharedTokens(MeshComm):
         first = lax.axis_index("pipeline") * q.shape[2]  # of this stage's heads
         if sinks is not None:
             sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
-        settings = {"window": window, "softcap": softcap, "scale": scale, "sinks": sinks, "measured": measured}
-        out, largest = self.whole.attend(q, k, v, positions, **settings)
+        out, largest = self.whole.attend(q, k, v, positions, replace(settings, sinks=sinks))
         largest = among_heads(largest, first, heads + missing)
         return self._to_tokens(out)[:, :, :heads], largest if largest is None else largest[:heads]
 
-    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, **settings):
-        return Comm.attend_latent(self, q, keys, positions, **settings)
+    def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings):
+        return Comm.attend_latent(self, q, keys, positions, settings)
 
     def _to_heads(self, a: jax.Array) -> jax.Array:
         """`[B, S / P, N, H]` of this stage's tokens → `[B, S, N / P, H]` of its heads."""

@@ -1,0 +1,55 @@
+"""Registries of options that are objects: the built-in ones of a key, and those that extensions add.
+
+In the schema such a key has the type `Annotated[str, registry]`.
+"""
+
+from typing import Any, Protocol
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError, core_schema
+
+from megajax.errors import ConfigError
+
+
+class Option(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Registry[Registered: Option](dict[str, Registered]):
+    """The options of a key, by name."""
+
+    def __init__(self, kind: str, *options: Registered, words: tuple[str, ...] = ()):
+        """`kind`: of the options, for sentences. `words`: values of the key that name none, such as auto."""
+        super().__init__({option.name: option for option in options})
+        self.kind, self.words = kind, words
+
+    @staticmethod
+    def of(field: FieldInfo) -> "Registry | None":
+        """The registry of the options that a key of the schema names."""
+        return next((each for each in field.metadata if isinstance(each, Registry)), None)
+
+    def add(self, option: Registered) -> None:
+        """Add an extension's option; before the config is loaded. Raises ConfigError for a name that is taken."""
+        if not option.name.isidentifier():
+            raise ConfigError(f"{option.name!r} is not a name of a {self.kind}: use letters, digits and _.")
+        if option.name in self.words or self.get(option.name, option) != option:
+            raise ConfigError(f"the {self.kind} {option.name} exists already: choose another name.")
+        self[option.name] = option
+
+    @property
+    def choices(self) -> list[str]:
+        """The values of the key."""
+        return [*self.words, *self]
+
+    def check(self, value: Any) -> str:
+        """`value`, if it is a choice."""
+        if isinstance(value, str) and value in self.choices:
+            return value
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{choice}'" for choice in self.choices)})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": self.choices, "type": "string"}

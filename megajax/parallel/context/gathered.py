@@ -1,0 +1,149 @@
+"""`all_gather` (Llama 3): keys and values of the whole sequence on every device."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.model.comm import LatentKeys, TokenPositions
+from megajax.ops.partial_attention import Part, Ranges, attend, attend_backward, merge
+from megajax.parallel import collectives
+from megajax.parallel.context.strategy import Keys, Linear, Sent, ToParts, heads_of, latent_gradients
+from megajax.parallel.context.token_order import as_sequence, as_stored, sequence_ranges
+
+
+class Gathered(ToParts):
+    def forward(self, q, kv, positions) -> Part:
+        return self._to_all(q, kv, self._gather(kv, positions), positions)
+
+    def backward(self, q, kv, positions, whole, dout) -> tuple[jax.Array, Keys]:
+        def to_owners(g: jax.Array) -> jax.Array:
+            g = self._as_stored(g.astype(whole[1].dtype), positions)
+            return collectives.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
+
+        dq, own, of_all = self._to_all_backward(q, kv, self._gather(kv, positions), positions, whole, dout)
+        dk, dv = (to_owners(g) for g in of_all)
+        return dq, (dk, dv) if own is None else (dk + own[0], dv + own[1])
+
+    def forward_latent(self, linear, q, keys, positions) -> Part:
+        own = heads_of(linear, keys, (keys.latent, keys.rotary), keys.up)
+        of_all = self._heads_of_all(linear, keys, positions, _gather_latents(keys), keys.up)
+        return self._to_all(q, own, of_all, positions)
+
+    def backward_latent(self, linear, q, keys, positions, whole, dout) -> tuple[jax.Array, LatentKeys]:
+        dtype = whole[1].dtype
+        own, pull_own = jax.vjp(partial(heads_of, linear, keys), (keys.latent, keys.rotary), keys.up)
+        heads_of_all = partial(self._heads_of_all, linear, keys, positions)
+        of_all, pull_all = jax.vjp(heads_of_all, _gather_latents(keys), keys.up)
+        dq, down, dall = self._to_all_backward(q, own, of_all, positions, whole, dout)
+        dsent, dup = pull_all(tuple(g.astype(a.dtype) for g, a in zip(dall, of_all, strict=True)))
+        latent, rotary = (collectives.psum_scatter(g.astype(dtype), "context", scatter_dimension=0) for g in dsent)
+        if down is not None:
+            of_own, up = pull_own(tuple(g.astype(a.dtype) for g, a in zip(down, own, strict=True)))
+            latent, rotary, dup = latent + of_own[0], rotary + of_own[1], dup.astype(dtype) + up
+        return dq, latent_gradients(keys, (latent, rotary), dup)
+
+    def _to_all(self, q, own: Keys, of_all: Keys, positions: TokenPositions) -> Part:
+        """This device's queries to its `own` keys and values and those of whole sequences, `of_all`, in their order."""
+        scores, (k, v), (k_all, v_all) = self.scores, own, of_all
+        if scores.implementation != "cudnn":
+            return attend(scores, "prefix", q, k_all, v_all, sequence_ranges(positions, self.window))
+        # Each chunk attends to its own keys, and to the keys before it.
+        (q, k, v), (k_all, v_all) = _by_chunk((q, k, v)), _for_both((k_all, v_all))
+        one = attend(scores, "causal", q, k, v, None)
+        out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, _before_chunk(positions)))
+        B, c, N, H = q.shape
+        lse = lse.reshape(B // 2, 2, N, c).swapaxes(1, 2)
+        return out.reshape(B // 2, 2 * c, N, H), lse.reshape(B // 2, N, 2 * c)
+
+    def _to_all_backward(
+        self, q, own: Keys, of_all: Keys, positions: TokenPositions, whole: Part, dout
+    ) -> tuple[jax.Array, Keys | None, Keys]:
+        """(dq, gradients of `own` or None, gradients of `of_all`); those of both are added."""
+        scores, (k_all, v_all) = self.scores, of_all
+        if scores.implementation != "cudnn":
+            ranges = sequence_ranges(positions, self.window)
+            dq, dk, dv = attend_backward(scores, "prefix", q, k_all, v_all, ranges, whole, dout)
+            return dq, None, (dk, dv)
+        (q, k, v, dout), (k_all, v_all) = _by_chunk((q, *own, dout)), _for_both((k_all, v_all))
+        out, lse = whole
+        lse = lse.reshape(*lse.shape[:2], 2, -1).transpose(0, 2, 1, 3).reshape(len(q), -1, q.shape[1])
+        seen = _by_chunk(out), lse
+        of_own = attend_backward(scores, "causal", q, k, v, None, seen, dout)
+        before = attend_backward(scores, "prefix", q, k_all, v_all, _before_chunk(positions), seen, dout)
+        dq = (of_own[0].astype(lse.dtype) + before[0]).reshape(dout.shape[0] // 2, -1, *dout.shape[2:])
+        dk, dv = (g.reshape(len(g) // 2, -1, *g.shape[2:]) for g in of_own[1:])
+        dk_all, dv_all = (g.reshape(len(g) // 2, 2, *g.shape[1:]).sum(1, dtype=lse.dtype) for g in before[1:])
+        return dq, (dk, dv), (dk_all, dv_all)
+
+    def _gather(self, kv: Keys, positions: TokenPositions) -> Keys:
+        """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in the sequence's order."""
+
+        def one(a: jax.Array) -> jax.Array:
+            return self._as_sequence(collectives.all_gather(a, "context", axis=1, tiled=True), positions)
+
+        return one(kv[0]), one(kv[1])
+
+    def _heads_of_all(
+        self, linear: Linear, keys: LatentKeys, positions: TokenPositions, sent: Sent, up: jax.Array
+    ) -> Keys:
+        """Output of `_gather_latents` → keys and values of whole sequences, in their order."""
+        latent, rotary = sent
+        C, B, S, _ = rotary.shape
+
+        def of_all(x: jax.Array, w: jax.Array) -> jax.Array:
+            y = linear(x.reshape(-1, x.shape[-1]), w)  # [tensor · C · T / tensor, F], by device of `tensor` first
+            y = y.reshape(-1, C, x.shape[1], y.shape[-1]).swapaxes(0, 1)  # [C, tensor, T / tensor, F]
+            return y.reshape(C, B, S, -1).swapaxes(0, 1).reshape(B * C * S, -1)
+
+        whole = rotary.swapaxes(0, 1).reshape(B, C * S, -1)
+        k, v = heads_of(of_all, keys, (latent, whole), up)
+        return self._as_sequence(k, positions), self._as_sequence(v, positions)
+
+    def _as_sequence(self, a: jax.Array, positions: TokenPositions) -> jax.Array:
+        """`[B, S, ...]` in the devices' order → in the order of the sequence."""
+        if self.zigzag:
+            return as_sequence(a, self.devices)
+        return _take_by_sequence(a, jnp.argsort(_chunk_starts(positions), axis=1))
+
+    def _as_stored(self, a: jax.Array, positions: TokenPositions) -> jax.Array:
+        """`[B, S, ...]` in the order of the sequence → in the devices' order."""
+        if self.zigzag:
+            return as_stored(a, self.devices)
+        order = jnp.argsort(jnp.argsort(_chunk_starts(positions), axis=1), axis=1)
+        return _take_by_sequence(a, order)
+
+
+def _gather_latents(keys: LatentKeys) -> Sent:
+    """The latents `[context, T / tensor, R]` and rotary keys `[context, B, S / context, ...]` of all devices."""
+    return collectives.all_gather(keys.latent, "context"), collectives.all_gather(keys.rotary, "context")
+
+
+def _chunk_starts(positions: TokenPositions) -> jax.Array:
+    """The first indices of all chunks of each sequence in the devices' order, `[B, chunks]`."""
+    assert positions.chunks is not None
+    return positions.chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
+
+
+def _take_by_sequence(a: jax.Array, chunks: jax.Array) -> jax.Array:
+    """The chunks of `[B, S, ...]` in each sequence's own order `[B, chunks]`."""
+    pieces = a.reshape(*chunks.shape, -1)
+    return jnp.take_along_axis(pieces, chunks[..., None], axis=1).reshape(a.shape)
+
+
+def _before_chunk(positions: TokenPositions) -> Ranges:
+    """The ranges of all keys before each query's chunk, `[2B, c]`."""
+    first = _by_chunk(positions.index)[:, :1]
+    end = jnp.broadcast_to(first, _by_chunk(positions.index).shape)
+    return jnp.zeros_like(end), end
+
+
+def _by_chunk(tree: Any) -> Any:
+    """`[B, 2c, ...]` → `[2B, c, ...]`."""
+    return jax.tree.map(lambda a: a.reshape(2 * a.shape[0], a.shape[1] // 2, *a.shape[2:]), tree)
+
+
+def _for_both(tree: Any) -> Any:
+    """`[B, S, ...]` → `[2B, S, ...]`: each sequence for both chunks of its queries."""
+    return jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), tree)

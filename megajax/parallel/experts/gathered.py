@@ -1,0 +1,23 @@
+"""`all_gather`: every device gets all tokens of its group and computes the assignments to its own experts.
+
+The sums are reduce-scattered. A device sends its T tokens to each of the n - 1 others.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.ops.expert_mlp import num_experts
+from megajax.parallel import collectives
+from megajax.parallel.experts.dispatch import ExpertParallel
+from megajax.parallel.weights.exchange import gather_tiles
+
+
+class Gathered(ExpertParallel):
+    def apply(self, activation, x, experts, weights, w_up, w_down, capacity, biases) -> jax.Array:
+        local = num_experts(w_up)
+        x, experts, weights = (gather_tiles(a, self.axes, 0) for a in (x, experts, weights))
+        own = experts - lax.axis_index(self.axes) * local
+        own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
+        y = super().apply(activation, x, own, weights, w_up, w_down, capacity, biases)
+        return collectives.psum_scatter(y, self.axes, scatter_dimension=0, tiled=True)

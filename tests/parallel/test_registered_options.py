@@ -1,0 +1,103 @@
+"""A context strategy and a dispatch from outside the package train on a mesh as one device does."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from mesh_models import MIXTRAL
+
+from megajax.config import load_config
+from megajax.config.context import STRATEGIES, ContextStrategy
+from megajax.config.dispatch import DISPATCHES, Dispatch
+from megajax.errors import ConfigError
+from megajax.model.comm import TokenPositions
+from megajax.parallel import collectives, context, experts
+from megajax.parallel.context import ATTENTION, ContextAttention
+from megajax.parallel.experts import EXPERTS
+from megajax.parallel.experts.dispatch import ExpertParallel
+
+
+class Everything(ContextAttention):
+    """Attention of all queries on each device, which keeps the rows of its own."""
+
+    calls = 0
+
+    def attend(self, q, k, v, positions, sinks=None):
+        Everything.calls += 1
+
+        def gather(a):
+            return collectives.all_gather(a, "context", axis=1, tiled=True)
+
+        order = jnp.argsort(gather(positions.index), axis=1)
+
+        def whole(a):
+            return None if a is None else jnp.take_along_axis(gather(a), order.reshape(*order.shape, 1, 1), axis=1)
+
+        out, largest = super().attend(*map(whole, (q, k, v)), TokenPositions(jnp.sort(order, axis=1)), sinks)
+        return jnp.take_along_axis(out, positions.index[:, :, None, None], axis=1), largest
+
+
+class OneByOne(ExpertParallel):
+    """Each device gets the tokens of one other device after the other, and sends their outputs back."""
+
+    calls = 0
+
+    def apply(self, activation, x, experts, weights, w_up, w_down, capacity, biases):
+        OneByOne.calls += 1
+        n, local, total = self.devices, len(w_up), jnp.zeros_like(x)
+        first = local * lax.axis_index(self.axes)
+
+        def send(a, by):
+            return collectives.ppermute(a, self.axes, [(rank, (rank + by) % n) for rank in range(n)])
+
+        for by in range(n):
+            tokens, chosen, factors = (send(a, by) for a in (x, experts, weights))
+            own = jnp.where((chosen >= first) & (chosen < first + local), chosen - first, local)
+            y = super().apply(activation, tokens, own, factors, w_up, w_down, capacity, biases)
+            total += send(y, -by)
+        return total
+
+
+@pytest.fixture
+def registered():
+    context.register(ContextStrategy("everything"), Everything)
+    experts.register(Dispatch("one_by_one", room=None), OneByOne)
+    yield
+    for options in (STRATEGIES, ATTENTION):
+        options.pop("everything")
+    for options in (DISPATCHES, EXPERTS):
+        options.pop("one_by_one")
+
+
+def test_they_train_as_one_device_does(table, reference, registered):
+    kernels = {"context": "everything", "dispatch": "one_by_one"}
+    config = table.make_config(MIXTRAL, {"context": 2, "expert": 2}, steps=1, kernels=kernels)
+    expected = reference(config)
+    assert Everything.calls == OneByOne.calls == 0 and expected.gradients
+    difference = table.compare(table.train(config, expected.initial), expected)
+    assert not difference.problems(), difference
+    assert Everything.calls and OneByOne.calls
+
+
+def test_each_option_has_its_computation():
+    assert STRATEGIES.keys() == ATTENTION.keys() and DISPATCHES.keys() == EXPERTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [("kernels.context", "ring, all_gather or all_to_all"), ("kernels.dispatch", "auto, all_to_all or all_gather")],
+)
+def test_a_name_that_is_not_registered_is_a_sentence(key, choices):
+    with pytest.raises(ConfigError, match=f"{key}=everything is not a choice .*: use {choices}, or name .*extensions"):
+        load_config("llama3_1b", [f"{key}=everything"])
+
+
+@pytest.mark.parametrize(
+    ("register", "option", "problem"),
+    [
+        (context.register, ContextStrategy("ring"), "the context strategy ring exists already"),
+        (experts.register, Dispatch("auto", None), "the dispatch auto exists already"),
+    ],
+)
+def test_a_name_that_is_taken_is_a_sentence(register, option, problem):
+    with pytest.raises(ConfigError, match=problem):
+        register(option, object)
