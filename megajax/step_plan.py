@@ -94,10 +94,10 @@ class Kernels:
                 capability=capability,
                 dtype=config.precision.compute,
                 widths=(model.hidden_size, width),
-                fp8=settings.recipe != "none",
+                fp8=settings.chosen.has_kernels,
                 over_tensor=not whole and sizes["tensor"] > 1,
             )
-        quantised = settings.recipe != "none"
+        quantised = settings.chosen.has_kernels
         of_fp8 = fp8.choose(settings.backend, platform, capability) if quantised else "reference"
         ours = "pallas" if platform == "gpu" else "reference"
         return cls(*attention, *grouped, of_fp8, ours, ours)
@@ -303,7 +303,7 @@ class StepPlan:
         Not if each device needs some of the heads only, and not with up-projections in FP8 or with adapters.
         """
         config, sends = self.config, self.config.context_strategy.sends_latents
-        plain = config.precision.fp8.recipe == "none" and config.lora.rank is None
+        plain = not config.precision.fp8.chosen.is_on and config.lora.rank is None
         return config.model.is_latent and self.sizes["context"] > 1 and sends and plain
 
     @cached_property

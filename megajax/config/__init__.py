@@ -2,6 +2,7 @@
 
 from megajax.config.data_schema import DataConfig, DataSource
 from megajax.config.fields import AXES
+from megajax.config.fp8_recipes import Fp8Recipe, register_fp8
 from megajax.config.load import help_text, load_config
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig, RopeScaling, RouterConfig
@@ -45,5 +46,7 @@ __all__ = [
     "ScheduleConfig",
     "help_text",
     "load_config",
+    "Fp8Recipe",
+    "register_fp8",
     "register_remat",
 ]

@@ -184,8 +184,12 @@ def _check_attention_kernel(config: Config) -> None:
 def _check_fp8_layers(config: Config) -> None:
     fp8, depth = config.precision.fp8, config.model.num_layers
     keys = ("precision.fp8.first_bf16_layers", "precision.fp8.last_bf16_layers")
-    if fp8.recipe == "none":
+    if not fp8.chosen.is_on:
         return
+    if fp8.chosen.rounded is not None and config.model.num_experts:
+        recipe = "precision.fp8.recipe"
+        problem = f"{format_keys(config, recipe)} is in reference arithmetic, which experts do not have"
+        fail(config, problem, f"set {recipe}=current or delayed", recipe, "model.num_experts")
     if fp8.first_bf16_layers + fp8.last_bf16_layers >= depth:
         problem = f"{format_keys(config, *keys)} leave no layer of {format_keys(config, 'model.num_layers')} in FP8"
         fail(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)

@@ -139,8 +139,9 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
         Rule((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),
         Rule(logging.norms_interval > config.run.steps, "run.steps", ("logging.norms_interval",)),
-        Rule(fp8.recipe == "none", recipe, of_fp8),
-        Rule(fp8.recipe == "current", recipe, delayed),
+        Rule(not fp8.chosen.is_on, recipe, of_fp8),
+        Rule(fp8.chosen.is_on and not fp8.chosen.keeps_history, recipe, delayed),
+        Rule(fp8.chosen.rounded is not None, recipe, ("precision.fp8.backend", "precision.fp8.format")),
     ]
 
 

@@ -104,7 +104,7 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
 
 def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     """cuBLAS needs multiples of 16 in every dimension of an FP8 matmul."""
-    if config.precision.fp8.recipe == "none":
+    if not config.precision.fp8.chosen.has_kernels:
         return
     model, batch, tensor = config.model, config.batch, sizes["tensor"]
     shards = config.batch_shards(sizes)

@@ -33,6 +33,8 @@ from megajax.config.fields import (
     Tokens,
     derived,
 )
+from megajax.config.fp8_recipes import NONE as NO_FP8
+from megajax.config.fp8_recipes import RECIPES, Fp8Recipe
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
 from megajax.config.optimizer_schema import OptimizerConfig
@@ -77,10 +79,10 @@ class PipelineConfig(Section):
 class Fp8Config(Section):
     """FP8 matmuls of the linear layers; embedding, head and attention stay in precision.compute."""
 
-    recipe: Literal["none", "current", "delayed"] = Field(
-        default="none",
+    recipe: Annotated[str, RECIPES] = Field(
+        default=NO_FP8.name,
         description="none: no FP8; current: scale a tensor by its own largest magnitude; delayed: by the largest"
-        " magnitudes of earlier steps.",
+        " magnitudes of earlier steps; or a recipe in reference arithmetic, registered by run.extensions.",
     )
     backend: Literal["xla", "transformer_engine"] = Field(default="xla", description="Library of the FP8 kernels.")
     format: Literal["hybrid", "e4m3"] = Field(
@@ -97,6 +99,11 @@ class Fp8Config(Section):
     )
     first_bf16_layers: CountOrZero = Field(default=0, description="Number of layers at the start that do not use FP8.")
     last_bf16_layers: CountOrZero = Field(default=0, description="Number of layers at the end that do not use FP8.")
+
+    @property
+    def chosen(self) -> Fp8Recipe:
+        """The declarations of the recipe."""
+        return RECIPES[self.recipe]
 
 
 class PrecisionConfig(Section):
@@ -357,11 +364,8 @@ class Config(Section):
     def fp8_layers(self) -> range:
         """The layers whose matmuls run in FP8."""
         fp8 = self.precision.fp8
-        return (
-            range(0)
-            if fp8.recipe == "none"
-            else range(fp8.first_bf16_layers, self.model.num_layers - fp8.last_bf16_layers)
-        )
+        last = self.model.num_layers - fp8.last_bf16_layers
+        return range(fp8.first_bf16_layers, last) if fp8.chosen.is_on else range(0)
 
     def batch_shards(self, sizes: Mapping[str, int]) -> int:
         """The number of devices that the sequences are divided among, on a mesh of `sizes`."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from megajax.checkpoint import find_checkpoint, restore_model
 from megajax.checkpoint.weights import run_config
 from megajax.config import Config, ModelConfig
+from megajax.config.fp8_recipes import NONE
 from megajax.data.special_tokens import first_token, known_end, stop_tokens, usual_first_token
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
 from megajax.errors import InputError
@@ -147,7 +148,7 @@ def _for_inference(config: Config, dtype: str, speculate: int) -> Config:
     model = config.model.model_copy(
         update={"router": router, "mtp_layers": config.model.mtp_layers if speculate else 0}
     )
-    fp8 = config.precision.fp8.model_copy(update={"recipe": "none"})
+    fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})
     precision = config.precision.model_copy(update={"compute": dtype, "fp8": fp8})
     kernels = config.kernels.model_copy(update={"attention": "auto", "grouped_matmul": "auto"})
     data = config.data.model_copy(update={"reset_attention": False})

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_combinations, check_mesh
+from megajax.config.fp8_recipes import CURRENT, NONE
 from megajax.config.load import read_tree
 from megajax.config.remat import POLICIES
 from megajax.config.sentences import counted, value
@@ -68,7 +69,7 @@ class Found:
 
     @property
     def in_fp8(self) -> bool:
-        return self.candidate.config.precision.fp8.recipe != "none"
+        return self.candidate.config.precision.fp8.chosen.is_on
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Search:
 
         With `fp8` the fastest without it is one of them. Raises InputError if there is none.
         """
-        recipes = ("none", "current") if self.fp8 else (None,)
+        recipes = (NONE.name, CURRENT.name) if self.fp8 else (None,)
         found = [each for recipe in recipes for each in self._expanded(recipe, count)]
         if not found:
             raise InputError(self._no_mesh())
@@ -343,7 +344,7 @@ def check_hosts(gpus: int, rates: Rates) -> None:
 def check_fp8(config: Config, rates: Rates, asked: bool = False) -> None:
     """Raises InputError for FP8 on a GPU without it; `asked`: by --fp8."""
     recipe = config.precision.fp8.recipe
-    if rates.name in WITHOUT_FP8 and (asked or recipe != "none"):
+    if rates.name in WITHOUT_FP8 and (asked or config.precision.fp8.chosen.is_on):
         setting = "--fp8" if asked else f"{FP8}={recipe} ({config.where(FP8)})"
         raise InputError(f"{setting} needs a GPU with FP8, which an {rates.name} is not: leave it out.")
 

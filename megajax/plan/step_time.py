@@ -257,7 +257,7 @@ class _Step:
         again = self.config.batch.num_microbatches - 1
         summed = 2 + 2 * self.plan.accumulation.itemsize  # a gradient is read, its sum is read and written
         moved = (WHOLE_BYTES + again * summed) * self.whole
-        if self.config.precision.fp8.recipe != "none":
+        if self.config.precision.fp8.chosen.has_kernels:
             moved += FP8_BYTES * self.stored.in_layers
         return moved / self.rates.memory_bytes
 

@@ -82,7 +82,7 @@ class Weights:
     def fuses_in_turn(self) -> bool:
         """Whether each pass of a layer fuses the weights that are stored in the compute dtype."""
         config = self.config
-        halves = config.optimizer.master == "split" and config.precision.fp8.recipe == "none"
+        halves = config.optimizer.master == "split" and not config.precision.fp8.chosen.has_kernels
         return self.plain and (config.lora.rank is not None or halves)
 
     def fused(self, own: Elements) -> int:

@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         if options.checkpoint:
             check_checkpoint(config, options.steps)
-        precision = options.precision or ("float32" if config.precision.fp8.recipe == "none" else "fp8")
-        if precision == "fp8" and config.precision.fp8.recipe == "none":
+        precision = options.precision or ("fp8" if config.precision.fp8.chosen.is_on else "float32")
+        if precision == "fp8" and not config.precision.fp8.chosen.is_on:
             where = config.where("precision.fp8.recipe")
             raise ConfigError(
                 f"--precision=fp8, but precision.fp8.recipe=none ({where}): set it to current or delayed."

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from megajax.config import Config, ModelConfig
 from megajax.config.checks import check
+from megajax.config.fp8_recipes import NONE
 from megajax.errors import ConfigError
 
 VOCABULARY, WIDTH, HEAD, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 16, 32, 8, 0.1, 1e-3
@@ -82,14 +83,14 @@ def shrink(
 
 def in_fp32(small: Config) -> Config:
     """The same in FP32; only `precision` differs, so it has the same weights and batches."""
-    fp8 = small.precision.fp8.model_copy(update={"recipe": "none"})
+    fp8 = small.precision.fp8.model_copy(update={"recipe": NONE.name})
     precision = small.precision.model_copy(update={"compute": "float32", "fp8": fp8})
     return small.model_copy(update={"precision": precision})
 
 
 def _small_precision(config: Config, precision: Precision) -> dict[str, Any]:
     fp8 = config.precision.fp8
-    small: dict[str, Any] = {"recipe": fp8.recipe if precision == "fp8" else "none"}
+    small: dict[str, Any] = {"recipe": fp8.recipe if precision == "fp8" else NONE.name}
     if precision == "fp8":
         small |= {"backend": "xla", "amax_history_length": min(fp8.amax_history_length, 4)}
         small |= _bf16_layers(config)

@@ -11,7 +11,7 @@ In FP8 the quantised tensor is sent, and its transpose is saved for the backward
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.config.fp8_recipes import Rounding
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.mlp import GATED, ElementwiseImplementation, activate, activate_and_gradient
 from megajax.parallel.tensor.ring import TensorRing
 
-Weight = jax.Array | Fp8Weight
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded:
+    """A weight of a layer whose matmuls round their operands (`config.fp8_recipes`): reference arithmetic."""
+
+    values: jax.Array
+    rounded: Rounding = field(metadata={"static": True})
+
+
+Weight = jax.Array | Fp8Weight | Rounded
 Pieces = Sequence[Any]  # a tensor of all tokens, in the order of TensorRing: arrays [T / tensor, F], in FP8 Operands
 
 
@@ -224,6 +235,9 @@ def _kept(tp: TensorParallel, pieces: Pieces) -> Pieces:
 
 def _products(tp: TensorParallel, xs: Pieces, w: Weight, which: str, dtype) -> list[jax.Array]:
     """For each piece `x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
+    if isinstance(w, Rounded):
+        xs = [w.rounded(x, 1, which) for x in xs]
+        w = w.rounded(w.values, 0 if which == "input" else 1, "weight")
     if not isinstance(w, Fp8Weight):
         return [jnp.einsum("ti,io->to" if which == "input" else "to,io->ti", x, w) for x in xs]
     other = w.transposed if which == "input" else w.values
@@ -234,6 +248,9 @@ def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: Weight, dty
     """`x.T @ dy`, summed over the pieces; for FP8 in `Fp8Weight.gradient`, with the amaxes. None if frozen."""
     if tp.frozen:
         return None
+    if isinstance(w, Rounded):
+        xs, dys = [w.rounded(x, 0, "input") for x in xs], [w.rounded(dy, 0, "gradient") for dy in dys]
+        return replace(w, values=_weight_gradient(tp, xs, dys, w.values, dtype))
     pairs = list(zip(xs, dys, strict=True))
     if not isinstance(w, Fp8Weight):
         return reduce(jnp.add, [jnp.einsum("td,tf->df", x, dy) for x, dy in pairs])
@@ -249,4 +266,4 @@ def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: Weight, dty
 
 def _shape(w: Weight) -> tuple[int, ...]:
     """The weight's shape, `[in, out]`."""
-    return w.values.shape if isinstance(w, Fp8Weight) else w.shape
+    return w.shape if isinstance(w, jax.Array) else w.values.shape

@@ -27,7 +27,7 @@ class Scaling:
     def __init__(self, config: Config):
         self.settings = config.precision.fp8
         self.num_layers = config.model.num_layers + config.model.mtp_layers  # modules after the layers
-        self.layers = linear_layers(config.model)
+        self.layers = linear_layers(config.model) if self.settings.chosen.rounded is None else ()
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
         # Guesses for empty histories, too large rather than too small: saturation is worse than small values.
         tokens = config.batch.global_size * config.batch.sequence_length
@@ -40,7 +40,7 @@ class Scaling:
 
     def first_history(self) -> History:
         """Empty histories for delayed scaling; other recipes have none."""
-        if self.settings.recipe != "delayed":
+        if not self.settings.chosen.keeps_history:
             return {}
         shape = (self.num_layers, self.settings.amax_history_length)
         return {name: jnp.zeros(shape, jnp.float32) for name in self.names}

@@ -12,6 +12,7 @@ from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
+from megajax.parallel.tensor.linear import Rounded
 from megajax.step.stack.adapters import adapted
 from megajax.step.stack.vjp import Layout, Residuals, SplitBackward, with_policy
 from megajax.step.stack.weights import GroupProgram, GroupWeights, StackWeights
@@ -34,6 +35,7 @@ class RematGroups:
         # With sinks, cuDNN's call is one step of an operation, and the operation's result has a checkpoint name.
         model = plan.config.model
         self.attention_is_fused = comm.attention_is_fused and not model.attention_sinks and model.qk_clip is None
+        self.rounded = plan.config.precision.fp8.chosen.rounded
         # All equal groups share one function: jax traces and lowers it once, XLA inlines its calls. Not if every call
         # of attention must be different (`AttentionScales`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
@@ -141,6 +143,9 @@ class RematGroups:
                 kept = {name: a for name, a in other.items() if name in state}
                 ctx = LayerContext(self.comm, inputs, layer, kind, self._recomputed(program), kept)
                 weights = adapted(weights, self.weights.fused[kind.block], self.plan.config.lora, inputs, layer)
+                if program.fp8 and self.rounded is not None:
+                    linear = self.blocks[kind.block].linear_layers
+                    weights = {n: Rounded(w, self.rounded) if n in linear else w for n, w in weights.items()}
                 x, measured = self.blocks[kind.block].apply(weights, x, ctx)
                 metrics.append(measured)
             measured = zip(program.kinds, metrics, strict=True)

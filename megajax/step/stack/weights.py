@@ -119,7 +119,7 @@ class StackWeights:
     @jax.named_scope("weights")
     def weight_amax(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The amax of each linear layer's weight, `[R·slots]`, over all devices; empty without FP8."""
-        if self.scaling.settings.recipe == "none":
+        if not self.scaling.settings.chosen.has_kernels:
             return {}
         blocks = {kind: of_block(params, kind) for kind in self.kinds}
         local = {}
