@@ -190,7 +190,7 @@ def _text(before: list[int], tokens: list[int], tokenizer: Tokenizer | None) -> 
         text = decode_after(tokenizer, [*before, *tokens[:start]], tokens[start:edge])
         parts += [text, *(names[token] for token in tokens[edge : edge + 1])]
         start = edge + 1
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in "".join(parts))
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in "".join(parts))
 
 
 def _name(source: Samples) -> str:

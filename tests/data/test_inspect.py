@@ -143,16 +143,16 @@ def test_the_samples_of_a_blend_in_one_epoch_are_those_of_its_sources(tmp_path, 
 
 def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     source = tmp_path / "c.jsonl"
-    source.write_text("".join(json.dumps({"prompt": "ab", "completion": c}) + "\n" for c in ("c", "de")))
+    source.write_text("".join(json.dumps({"prompt": "ab", "completion": c}) + "\n" for c in ("c", "\ufdd0")))
     lines = shown(f"kind: chat, train: {source}, pack: false, index_cache: {tmp_path}", "--sample", "1")
     assert lines[-3:] == [
-        f"sample 1 of train, number 1 of {source}: 9 tokens, 1 document, 4 tokens of padding; in ⟦⟧: not counted in "
+        f"sample 1 of train, number 1 of {source}: 9 tokens, 1 document, 3 tokens of padding; in ⟦⟧: not counted in "
         "the loss",
-        "--- document 1: 5 tokens, position 0",
-        "⟦ab⟧de<end of document>",
+        "--- document 1: 6 tokens, position 0",
+        "⟦ab⟧\\ufdd0<end of document>",  # three bytes, and a code as Python writes it
     ]
-    # 4 and 5 of 9 tokens are no padding; 2 and 3 of 8 predictions count.
-    assert "first 256 samples of train: padding 50.0%, the loss counts 31.2%" in lines
+    # 4 and 6 of 9 tokens are no padding; 2 and 4 of 8 predictions count.
+    assert "first 256 samples of train: padding 44.4%, the loss counts 37.5%" in lines
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "</s>": 2}, "▁a"))
     words.pre_tokenizer, words.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     words.save(str(tmp_path / "words.json"))

@@ -214,7 +214,7 @@ def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
 
 
 def test_the_loss_of_process_0_while_compiling_ends_the_other_with_a_sentence(tmp_path, start_two):
-    first, second = start_two(f"run.dir={tmp_path / 'two'}", "run.peer_timeout_seconds=10")
+    first, second = both = start_two(f"run.dir={tmp_path / 'two'}", "run.peer_timeout_seconds=10")
     first.read_to("compiling")
     first.process.kill()
     start = time.monotonic()
@@ -222,6 +222,8 @@ def test_the_loss_of_process_0_while_compiling_ends_the_other_with_a_sentence(tm
     assert second.output.splitlines()[-1].startswith(
         f"megajax: error: process 0 on host {socket.gethostname()} was lost"
     ), second.output
+    warned = ["run.peer_timeout_seconds=10" in run.output and "set it to 30 or more" in run.output for run in both]
+    assert warned == [True, False], first.output  # a short timeout, told once
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +241,14 @@ def test_a_negative_token_late_in_a_file_stops_one_device(make_config, late):
     with pytest.raises(InputError, match="data.train holds -7 in t"):
         for _ in range(STEPS):
             trainer.next_batch()
+
+
+def test_a_negative_token_in_the_last_evaluation_loses_no_step(tmp_path, make_config, late, checkpoint_steps):
+    overrides = (f"data.valid={late}", "data.split=null", "run.steps=2", "run.eval_interval=100", "run.eval_steps=4")
+    trainer = Trainer(make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:1])
+    with pytest.raises(InputError, match="data.valid holds -7 in t"):
+        trainer.run()
+    assert checkpoint_steps(tmp_path / "run") == [2]
 
 
 def test_a_negative_token_that_one_process_reads_stops_both(tmp_path, start_two, late):
