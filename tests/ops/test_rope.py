@@ -113,3 +113,13 @@ def test_the_factor_multiplies_the_rotated_part_and_its_gradient(check_op, rng):
 
     x = rng.normal(size=(1, 5, 2, 8))
     check_op(lambda x: apply_rope(x, jnp.asarray(positions), frequencies, 1.5), scaled, [x])
+
+
+def test_yarn_may_end_its_ramp_beyond_the_last_frequency():
+    """By the paper's rule, for a head of 8 and theta 100."""
+    scaling = {"kind": "yarn", "factor": 4.0, "original_max_positions": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    first, last = (8 * np.log(4096 / (2 * np.pi * turns)) / (2 * np.log(100)) for turns in (32, 1))
+    divided = np.clip((np.arange(4) - np.floor(first)) / (np.ceil(last) - np.floor(first)), 0, 1)
+    assert last > 4 and 0 < divided[3] < 1
+    expected = 100 ** (-np.arange(4) / 4) * (1 - divided + divided / 4)
+    np.testing.assert_allclose(rope_frequencies(8, 100.0, scaling=scaling | {"truncate": True}), expected, rtol=1e-6)

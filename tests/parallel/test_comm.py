@@ -132,6 +132,17 @@ def test_own_tokens_are_those_that_leave_keeps(sizes):
         assert np.array_equal(found[index], np.split(values[index], tensor)[position(index, sizes, "tensor")])
 
 
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"tensor": 8}], ids=str)
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_devices_have_equal_parts_of_all_heads_or_neighbours_the_same_one(sizes, heads):
+    values, tensor = coded(sizes, 8, 2)[..., :heads, :], sizes.get("tensor", 1)
+    found = on_devices(sizes, make_comm(sizes).own_heads, values)
+    for index in devices_of(values):
+        device, each = position(index, sizes, "tensor"), max(heads // tensor, 1)
+        first = device * each if heads >= tensor else device // (tensor // heads)
+        assert np.array_equal(found[index], values[index][first : first + each])
+
+
 @over_meshes
 def test_sequences_are_numbered_through_the_batch_axes(sizes):
     found = on_devices(sizes, lambda _: make_comm(sizes).sequence_ids(3), coded(sizes))

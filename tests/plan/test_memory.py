@@ -67,6 +67,11 @@ def test_with_few_tokens_it_needs_most_at_the_end_when_the_embedding_gets_its_gr
     assert memory.working == 4 * (V * D // 2 + LAYER)
 
 
+def test_an_update_has_the_moments_of_the_largest_parameter_that_come_from_the_host_and_go_back():
+    few = ("remat.policy=full", "batch.sequence_length=8", "kernels.loss_chunk_tokens=4", "optimizer.offload=1")
+    assert small(*few).working == 2 * 8 * V * D // 2  # the embedding's shard, two FP32 moments
+
+
 def test_a_head_of_one_chunk_gets_its_gradient_last_beside_the_first_layers():
     four = ("mesh.fsdp=4", "batch={global_size: 4, sequence_length: 8}", "model={vocab_size: 65536}")
     memory = small(*four, "remat.policy=full", gpus=4)

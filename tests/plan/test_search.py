@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megajax.config import load_config
+from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.config.sentences import value
 from megajax.config.stages import layouts_to_try, slot_kinds
@@ -17,6 +17,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.plan.__main__ import main
 from megajax.plan.rates import rates_of
 from megajax.plan.search import Found, Search, explained
+from megajax.plan.variations import Variations
 
 H200 = rates_of("h200")
 
@@ -271,3 +272,16 @@ def test_only_changed_keys_are_named(config):
     assert all(str(value(base, each.split("=")[0])) != each.split("=")[1] for each in changed)
     again, whole = load_config(config, ["mesh.context=1", *changed]), load_config(config, found.overrides)
     assert check_mesh(again, 2) == check_mesh(whole, 2) and again.remat == whole.remat and again.batch == whole.batch
+
+
+def test_each_device_has_whole_sequences_of_each_microbatch():
+    experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 64}
+    model = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 256, **experts}
+    config = Config.model_validate({"model": model, "batch": {"global_size": 32, "sequence_length": 4096}})
+    counts = Counter()
+    for settings in Variations(config, {}, 8, 8).first_pass("none"):
+        shards = math.prod(int(str(settings[f"mesh.{axis}"])) for axis in ("data", "fsdp", "expert"))
+        microbatches = int(str(settings["batch.num_microbatches"]))
+        assert config.batch.global_size % (shards * microbatches) == 0, settings
+        counts[shards, microbatches] += 1
+    assert {shards for shards, _ in counts} == {1, 2, 4, 8} and max(m for _, m in counts) == 32
