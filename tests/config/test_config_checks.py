@@ -9,6 +9,7 @@ import pytest
 from config_errors import first_place
 
 from megajax.config import load_config
+from megajax.config.tree import read_override
 from megajax.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("base_config")
@@ -470,3 +471,11 @@ def test_every_listed_cure_passes_all_checks(overrides, key):
     assert listed, caught.value
     for number in re.findall(r"\d+", listed[1]):
         load_config("x.yaml", [*words, f"{key}={number}"])
+
+
+@pytest.mark.parametrize("key", ["batch.schedule", "data.train", "data.valid", "data.test", "model.router"])
+def test_a_later_mapping_of_data_or_sizes_replaces_the_earlier_one_and_a_section_is_added_to(key):
+    section, name = key.split(".")
+    tree = read_override(f"{key}={{a: 1, b: 2}}")
+    tree.merge(read_override(f"{key}={{b: 3}}"))
+    assert tree.values[section][name] == ({"a": 1, "b": 3} if key == "model.router" else {"b": 3})

@@ -10,6 +10,8 @@ from config_errors import first_place
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
+from megajax.config.kinds import layer_kinds
+from megajax.config.segments import layer_seconds
 from megajax.config.stages import (
     count_layer_slots,
     first_slots,
@@ -424,3 +426,10 @@ def test_a_default_that_someone_wrote_is_not_warned_about(override):
 )
 def test_fsdp_gathers_the_first_and_last_of_four_slots_or_more_once_a_step(layers, stages, expected):
     assert gathered_slots(load(f"model.num_layers={layers}"), stages) == expected
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_pipeline_compiles_a_layer_twice_for_each_round(rounds):
+    config = load(f"pipeline.rounds={rounds} mesh.pipeline=2")
+    [kind, *_] = layer_kinds(config.model)
+    assert layer_seconds(config, kind, {"pipeline": 2}) == 2 * rounds * layer_seconds(config, kind)

@@ -180,3 +180,12 @@ def test_stages_must_divide_the_tokens_of_a_sequence(table):
         model = MODELS["llama"] | {"head_dim": 16, "mtp_layers": 1}
         batch = {"sequence_length": 16, "global_size": 2}
         check_mesh(table.make_config(model, {"pipeline": 2}, batch=batch, microbatches=2, precision=fp8), 2)
+
+
+def test_each_modules_embedding_has_a_dropout_mask_of_its_own():
+    """The numbers that are folded into the step's key: 2^31 + 2 and the module (`step.mtp.DROPOUT`)."""
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "mtp_layers": 3, "dropout": 0.5}
+    config = Config.model_validate({"model": sizes, "batch": {"global_size": 1, "sequence_length": 8}})
+    program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+    assert all(str(2**31 + 2 + module) in step for module in range(3))

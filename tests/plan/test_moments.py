@@ -13,6 +13,7 @@ from megajax import Config
 from megajax.config.checks import check_mesh
 from megajax.config.optimizer_schema import OptimizerConfig
 from megajax.mesh import build_mesh
+from megajax.parallel.weights.offload import largest_share
 from megajax.plan.candidates import Candidate
 from megajax.plan.optimizer import host_bytes, moment_bytes
 from megajax.plan.rates import H200
@@ -78,3 +79,9 @@ def test_moments_on_the_host_take_the_time_of_the_link():
         moved = host_bytes(candidate.plan, candidate.storage.placements)
     assert moved > 8 * 2 * 64 * 4096  # with embedding and head
     assert seconds[1] - seconds[0] == pytest.approx(moved * 0.674 / 22.1e9, rel=0.01)
+
+
+def test_the_largest_arrays_that_fit_into_the_share_are_moved():
+    sizes = {"a": 3.0, "b": 5.0, "c": 2.0}
+    for share, expected in ((0.1, ""), (0.2, "c"), (0.3, "a"), (0.5, "b"), (0.7, "bc"), (0.8, "ab"), (1.0, "abc")):
+        assert largest_share(sizes, share) == {*expected}, share

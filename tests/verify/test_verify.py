@@ -3,24 +3,29 @@
 import os
 import re
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from megajax import ops
 from megajax.config import AXES, Config
 from megajax.config.checks import check_mesh
 from megajax.config.kinds import KINDS
+from megajax.config.optimizer_schema import OptimizerConfig
+from megajax.mesh import build_mesh
 from megajax.model import attention
 from megajax.parallel.weights import exchange
 from megajax.step import gradients
 from megajax.training import saving
 from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
 from megajax.verify import __main__ as command
 from megajax.verify.differences import compare
-from megajax.verify.runs import Run, batches, computed_gradients, position_in_model
+from megajax.verify.runs import Run, batches, computed_gradients, moments, position_in_model
 from megajax.verify.shrink import shrink
 
 ONE = dict.fromkeys(AXES, 1)
@@ -261,3 +266,23 @@ def test_the_gradients_of_an_optimizer_with_other_moments_are_computed(one, expe
     assert found.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", get_args(OptimizerConfig.model_fields["kind"].annotation))
+def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32}
+    batch = {"global_size": 1, "sequence_length": 8}
+    config = Config.model_validate({"model": model, "batch": batch, "optimizer": {"kind": kind}})
+    program, rng = TrainProgram.build(config, build_mesh({}, jax.devices()[:1])), np.random.default_rng(0)
+    params, gradients = (
+        {name: rng.standard_normal(p.stored_shape).astype(np.float32) for name, p in program.placements.items()}
+        for _ in range(2)
+    )
+    _, state = jax.jit(lambda p, g: program.optimizer.update(g, program.optimizer.init(p), p))(params, gradients)
+    found = {}
+    for field, share in moments(config)[kind]:
+        kept = optax.tree_utils.tree_get(state, field)
+        found |= {name: moment / share for name, moment in kept.items() if isinstance(moment, jax.Array)}
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)
