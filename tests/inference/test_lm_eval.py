@@ -1,12 +1,14 @@
 """The adapter for lm-eval answers its three kinds of requests as transformers' model does.
 
 lm-eval itself is not needed: the base class and the registry, of which the adapter uses nothing else, are stand-ins.
+Where it is installed, its own take the adapter.
 """
 
 import importlib
 import sys
 import types
 from collections import namedtuple
+from importlib.util import find_spec
 
 import pytest
 
@@ -68,3 +70,13 @@ def test_requests_are_answered_as_by_the_reference(references, adapter):
     tokens = [0, *adapter.tok_encode(text)]
     (whole_text,) = adapter._loglikelihood_tokens([(("", ""), tokens[:1], tokens[1:])])
     assert rolling == pytest.approx(whole_text[0], rel=1e-6)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="the extra eval is not installed")
+def test_lm_eval_takes_the_adapter(letters_folder, monkeypatch):
+    from lm_eval.api.registry import get_model
+
+    monkeypatch.delitem(sys.modules, "megajax.inference.lm_eval", raising=False)  # of the stand-ins
+    importlib.import_module("megajax.inference.lm_eval")
+    ((likelihood, _),) = get_model("megajax")(str(letters_folder)).loglikelihood([Request(("a", "b"))])
+    assert likelihood < 0

@@ -1,7 +1,10 @@
 """The slowest process of a run, and warnings about GPUs."""
 
+import re
 import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +74,14 @@ class Nvml(SimpleNamespace):
         if not self.xids:
             raise self.NVMLError
         return SimpleNamespace(device="GPU-a", eventData=self.xids.pop())
+
+
+@pytest.mark.skipif(find_spec("pynvml") is None, reason="the extra nvml is not installed")
+def test_the_package_has_what_is_read_of_it():
+    import pynvml
+
+    used = set(re.findall(r"\bNVML\w+|\bnvml[A-Z]\w+", Path(gpu_health.__file__).read_text(encoding="utf-8")))
+    assert used >= {"nvmlInit", "nvmlEventSetWait_v2"} and not {name for name in used if not hasattr(pynvml, name)}
 
 
 @pytest.fixture
