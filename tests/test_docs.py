@@ -13,8 +13,10 @@ from megajax import load_weights
 from megajax.config import RematPolicy, load_config
 from megajax.config.load import keys
 from megajax.config.remat import POLICIES
+from megajax.config.schedules import SCHEDULES
 from megajax.console import COMMANDS
 from megajax.errors import InputError
+from megajax.optim.schedule import make_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -148,7 +150,7 @@ def test_readme_library_example_trains(workplace, capsys):
 
 def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
-    sources = dict(zip(("my_blocks", "my_objectives", "my_remat"), blocks(page, "python"), strict=True))
+    sources = dict(zip(("my_blocks", "my_objectives", "my_remat", "my_schedule"), blocks(page, "python"), strict=True))
     for name, source in sources.items():
         (workplace / f"{name}.py").write_text(source)
     command, focal, remat = blocks(page, "sh")  # not bash: a process can register the block once only
@@ -165,6 +167,12 @@ def test_the_extensions_of_the_docs_train(workplace):
 
     config = load_config("my.yaml", shlex.split(remat)[4:])
     assert config.remat.chosen == POLICIES.pop("attention_outputs") == RematPolicy("attention_outputs", ("attention",))
+
+    of_schedule = ["schedule.kind=steps_down", "schedule.warmup_steps=2", "schedule.decay_steps=10"]
+    config = load_config("my.yaml", ["run.extensions=[my_schedule.py]", "schedule.learning_rate=0.8", *of_schedule])
+    rate = make_schedule(config.schedule)
+    assert [float(rate(step)) for step in (1, 2, 4, 5, 7)] == pytest.approx([0.4, 0.8, 0.8, 0.4, 0.2])
+    SCHEDULES.pop("steps_down")
 
 
 def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):

@@ -18,6 +18,7 @@ from megajax.config.model_checks import check_model
 from megajax.config.objectives import check_objective
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.rollback_checks import check_rollbacks
+from megajax.config.schedules import TAIL
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value, warn
 
@@ -217,7 +218,7 @@ def _check_schedule(config: Config) -> None:
         problem = f"{format_keys(config, keys[0])} is more than {format_keys(config, decay)}"
         fail(config, problem, f"use {at_most(schedule.decay_steps)}", *keys)
     tail = schedule.wsd_decay_steps or 0
-    if schedule.kind == "wsd" and schedule.warmup_steps + tail > schedule.decay_steps:
+    if TAIL in schedule.chosen.reads and schedule.warmup_steps + tail > schedule.decay_steps:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
         problem = f"{format_keys(config, *keys[:2])} together are more than {format_keys(config, decay)}"
         fail(config, problem, "shorten one of them", *keys)

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from megajax.config.kinds import LATENT
+from megajax.config.schedules import DECAY, LOWEST, TAIL
 from megajax.config.schema import Config, lowest_rate
 from megajax.config.sentences import format_keys, value, warn
 
@@ -52,7 +53,7 @@ def _within(key: str, section: str) -> bool:
 
 def ignores_decay_steps(config: Config) -> bool:
     """Whether the learning rate after the warm-up does not depend on `schedule.decay_steps`."""
-    return config.schedule.kind in ("constant", "inverse_sqrt")
+    return DECAY not in config.schedule.chosen.reads
 
 
 def _of_the_model(config: Config) -> list[Rule]:
@@ -108,7 +109,7 @@ def _of_the_data(config: Config) -> list[Rule]:
 
 
 def _of_the_run(config: Config) -> list[Rule]:
-    schedule, logging, fp8 = config.schedule, config.logging, config.precision.fp8
+    reads, logging, fp8 = config.schedule.chosen.reads, config.logging, config.precision.fp8
     pipeline = tuple(f"pipeline.{name}" for name in type(config.pipeline).model_fields)
     recipe, exports = "precision.fp8.recipe", "checkpoint.export_hf"
     one_microbatch = config.batch.num_microbatches == 1 and config.mesh.pipeline == 1
@@ -117,9 +118,7 @@ def _of_the_run(config: Config) -> list[Rule]:
     of_muon = tuple(f"optimizer.muon.{name}" for name in type(config.optimizer.muon).model_fields)
     delayed = tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin"))
     return [
-        Rule(schedule.kind != "wsd", "schedule.kind", ("schedule.wsd_decay_steps",)),
-        Rule(schedule.kind == "constant", "schedule.kind", ("schedule.min_learning_rate",)),
-        Rule(ignores_decay_steps(config), "schedule.kind", ("schedule.decay_steps",)),
+        *(Rule(key not in reads, "schedule.kind", (f"schedule.{key}",)) for key in (TAIL, LOWEST, DECAY)),
         Rule(config.optimizer.kind == "sgd", "optimizer.kind", ("optimizer.beta2", "optimizer.epsilon")),
         Rule(config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
         Rule(config.optimizer.kind != "ademamix", "optimizer.kind", of_ademamix),

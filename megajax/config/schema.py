@@ -40,6 +40,7 @@ from megajax.config.model_schema import ModelConfig
 from megajax.config.optimizer_schema import OptimizerConfig
 from megajax.config.remat import NONE, POLICIES, RematPolicy
 from megajax.config.run_schema import RunConfig
+from megajax.config.schedules import COSINE, SCHEDULES, TAIL, Schedule
 from megajax.config.tree import Dumper
 
 
@@ -140,14 +141,15 @@ class BatchConfig(Section):
 
 def lowest_rate(kind: str, learning_rate: float) -> float:
     """The default of `schedule.min_learning_rate`: above 0, so that the last step of a decay is not lost."""
-    return 0.0 if kind == "inverse_sqrt" else float(f"{learning_rate / 10:.6g}")
+    return float(f"{learning_rate * SCHEDULES[kind].lowest:.6g}")
 
 
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
-        default="cosine", description="Shape after the warm-up; wsd: constant, then a final decay."
+    kind: Annotated[str, SCHEDULES] = Field(
+        default=COSINE.name,
+        description="Shape after the warm-up; wsd: constant, then a final decay; or one registered by run.extensions.",
     )
     learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
     min_learning_rate: PositiveOrZero = derived(
@@ -168,6 +170,11 @@ class ScheduleConfig(Section):
         description="wsd: number of steps of the final decay.",
         json_schema_extra={"derived": "a tenth of decay_steps if kind is wsd"},
     )
+
+    @property
+    def chosen(self) -> Schedule:
+        """The declarations of the schedule."""
+        return SCHEDULES[self.kind]
 
 
 class ExportConfig(Section):
@@ -346,7 +353,7 @@ class Config(Section):
             # A trial run may end within its warm-up.
             steps = max(self.run.steps, schedule.warmup_steps + 1)
             schedule = schedule.model_copy(update={"decay_steps": steps})
-        if schedule.kind == "wsd" and schedule.wsd_decay_steps is None:
+        if TAIL in schedule.chosen.reads and schedule.wsd_decay_steps is None:
             schedule = schedule.model_copy(update={"wsd_decay_steps": max(1, schedule.decay_steps // 10)})
         if self.data.kind == "chat":
             # The last token of a conversation does not predict the next one, and none attends to another.

@@ -14,25 +14,44 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     (warm-up, stable, linear decay) Hu et al. 2024, inverse_sqrt Vaswani et al. 2017.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
-    after = _after_warmup(config)
+    after = (config.chosen.rate or AFTER_WARMUP[config.kind])(config)
     if warmup == 0:
         return after
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
-def _after_warmup(config: ScheduleConfig) -> optax.Schedule:
-    """The learning rate as a function of the number of steps after the warm-up."""
+def _linear(config: ScheduleConfig) -> optax.Schedule:
+    return optax.linear_schedule(config.learning_rate, config.min_learning_rate, _decay(config))
+
+
+def _cosine(config: ScheduleConfig) -> optax.Schedule:
+    alpha = config.min_learning_rate / config.learning_rate
+    return optax.cosine_decay_schedule(config.learning_rate, _decay(config), alpha=alpha)
+
+
+def _wsd(config: ScheduleConfig) -> optax.Schedule:
+    assert config.wsd_decay_steps is not None
+    decay = _decay(config)
+    final = min(config.wsd_decay_steps, decay)
+    peak, low = config.learning_rate, config.min_learning_rate
+    return optax.linear_schedule(peak, low, final, transition_begin=decay - final)
+
+
+def _inverse_sqrt(config: ScheduleConfig) -> optax.Schedule:
     peak, low, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
-    decay = max(config.decay_steps - warmup, 1)
-    if config.kind == "constant":
-        return optax.constant_schedule(peak)
-    if config.kind == "linear":
-        return optax.linear_schedule(peak, low, decay)
-    if config.kind == "cosine":
-        return optax.cosine_decay_schedule(peak, decay, alpha=low / peak)
-    if config.kind == "wsd":
-        assert config.wsd_decay_steps is not None
-        final = min(config.wsd_decay_steps, decay)
-        return optax.linear_schedule(peak, low, final, transition_begin=decay - final)
-    assert config.kind == "inverse_sqrt"
     return lambda count: jnp.maximum(peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(warmup + count, 1)), low)
+
+
+def _decay(config: ScheduleConfig) -> int:
+    """The number of steps from the warm-up to the lowest rate."""
+    return max(config.decay_steps - config.warmup_steps, 1)
+
+
+# The learning rate as a function of the number of steps after the warm-up.
+AFTER_WARMUP = {
+    "constant": lambda config: optax.constant_schedule(config.learning_rate),
+    "linear": _linear,
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "inverse_sqrt": _inverse_sqrt,
+}
