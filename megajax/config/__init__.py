@@ -7,7 +7,7 @@ from megajax.config.load import help_text, load_config
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig, RopeScaling, RouterConfig
 from megajax.config.remat import Keep, RematPolicy, register_remat
-from megajax.config.schedules import Schedule, register_schedule
+from megajax.config.schedules import LearningRateSchedule, register_schedule
 from megajax.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -49,7 +49,7 @@ __all__ = [
     "load_config",
     "Fp8Recipe",
     "register_fp8",
-    "Schedule",
+    "LearningRateSchedule",
     "register_remat",
     "register_schedule",
 ]

@@ -11,7 +11,7 @@ LOWEST, DECAY, TAIL = "min_learning_rate", "decay_steps", "wsd_decay_steps"  # k
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """The shape of the learning rate after the warm-up, by its declarations."""
 
     name: str  # for `schedule.kind`
@@ -21,18 +21,18 @@ class Schedule:
     rate: Callable[[Any], Callable[[Any], Any]] | None = None
 
 
-COSINE = Schedule("cosine")
+COSINE = LearningRateSchedule("cosine")
 SCHEDULES = Registry(
     "schedule",
-    Schedule("constant", reads=()),
-    Schedule("linear"),
+    LearningRateSchedule("constant", reads=()),
+    LearningRateSchedule("linear"),
     COSINE,
-    Schedule("wsd", reads=(LOWEST, DECAY, TAIL)),
-    Schedule("inverse_sqrt", reads=(LOWEST,), lowest=0.0),
+    LearningRateSchedule("wsd", reads=(LOWEST, DECAY, TAIL)),
+    LearningRateSchedule("inverse_sqrt", reads=(LOWEST,), lowest=0.0),
 )
 
 
-def register_schedule(schedule: Schedule) -> None:
+def register_schedule(schedule: LearningRateSchedule) -> None:
     """Register a schedule for `schedule.kind`; before the config is loaded.
 
     Raises ConfigError for a name that another schedule has, for one without `rate`, and for unknown keys in `reads`.

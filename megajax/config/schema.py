@@ -40,7 +40,7 @@ from megajax.config.model_schema import ModelConfig
 from megajax.config.optimizer_schema import OptimizerConfig
 from megajax.config.remat import NONE, POLICIES, RematPolicy
 from megajax.config.run_schema import RunConfig
-from megajax.config.schedules import COSINE, SCHEDULES, TAIL, Schedule
+from megajax.config.schedules import COSINE, SCHEDULES, TAIL, LearningRateSchedule
 from megajax.config.tree import Dumper
 
 
@@ -172,7 +172,7 @@ class ScheduleConfig(Section):
     )
 
     @property
-    def chosen(self) -> Schedule:
+    def chosen(self) -> LearningRateSchedule:
         """The declarations of the schedule."""
         return SCHEDULES[self.kind]
 
