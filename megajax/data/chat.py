@@ -19,11 +19,13 @@ from megajax.data.rendering import Chat, Span
 from megajax.data.samples import Samples
 from megajax.data.sandbox import Stopped
 from megajax.data.special_tokens import document_end, framed, usual_first_token
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megajax.data.workers import one_ahead
 from megajax.errors import InputError, UserError
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from megajax.config import Config
     from megajax.config.data_schema import DataConfig
 
@@ -122,6 +124,30 @@ def counted_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
     return found
 
 
+def counted_in(encoding: "tokenizers.Encoding", spans: Sequence[Span]) -> np.ndarray:
+    """`counted_tokens` of the library's own object: most of its tokens are not looked at."""
+    found = np.zeros(len(encoding), bool)
+
+    def overlaps(token: int, start: int, end: int) -> bool:
+        first, last = encoding.token_to_chars(token) or (0, 0)
+        return last > start and first < end
+
+    for start, end in spans:
+        characters = range(start, max(end, start + 1))  # an empty span may be inside of a token
+        inside = (encoding.char_to_token(i) for i in characters)  # None: a character of no token
+        first = next((token for token in inside if token is not None), None)
+        if first is None or not overlaps(first, start, end):
+            continue
+        inside = (encoding.char_to_token(i) for i in reversed(characters))
+        last = next(token for token in inside if token is not None)
+        while first > 0 and overlaps(first - 1, start, end):  # a character may have several tokens
+            first -= 1
+        while last + 1 < len(found) and overlaps(last + 1, start, end):
+            last += 1
+        found[first : last + 1] = True
+    return found
+
+
 def read_chats(paths: Sequence[str], rendering: Rendering) -> Iterator[Conversation]:
     """The conversations of files. Raises InputError, with file and line, for a line that is none."""
     for found in one_ahead(_batches(paths, rendering)):
@@ -150,15 +176,23 @@ def encode(
     is asked only then. The first token is never counted: nothing predicts it.
     """
     for some in _together(texts):
-        encoded = tokenizer.encode_with_offsets([text.text for text in some])
-        for text, (ids, offsets) in zip(some, encoded, strict=True):
-            mask = counted_tokens(offsets, text.spans)
+        for text, (ids, mask) in zip(some, _counted(some, tokenizer), strict=True):
             if text.bare:
                 begun = framed(ids, usual_first_token(tokenizer))
                 uncounted, ids = len(begun) - len(ids), framed(begun, None, document_end())
                 mask = np.concatenate([[False] * uncounted, mask, [True] * (len(ids) - len(begun))]).astype(bool)
             mask[:1] = False
             yield ids, mask
+
+
+def _counted(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[tuple[list[int], np.ndarray]]:
+    """(tokens, whether each has a character that counts) of each text."""
+    whole = [text.text for text in texts]
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        encodings = tokenizer.encodings(whole)
+        return ((each.ids, counted_in(each, text.spans)) for text, each in zip(texts, encodings, strict=True))
+    encoded = zip(texts, tokenizer.encode_with_offsets(whole), strict=True)
+    return ((ids, counted_tokens(offsets, text.spans)) for text, (ids, offsets) in encoded)
 
 
 def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:

@@ -342,10 +342,13 @@ class HuggingFaceTokenizer:
         with self._reported():
             return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    def encodings(self, texts: Sequence[str]) -> "list[tokenizers.Encoding]":
+        """Each text's tokens with their offsets, as objects of the library."""
         with self._reported():
-            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [(each.ids, each.offsets) for each in encoded]
+            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        return [(each.ids, each.offsets) for each in self.encodings(texts)]
 
     def decode(self, ids: list[int]) -> str:
         with self._reported():

@@ -7,11 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megajax
 from megajax.config.checks import check, check_mesh
+from megajax.data.chat import counted_in, counted_tokens
 from megajax.data.chat_template import load_chat_template
 from megajax.data.conversation import read_record
 from megajax.data.describe import describe_data, has_chats
@@ -382,3 +384,27 @@ def test_a_model_learns_to_answer_and_generates_the_answers(tmp_path):
     assert share_of_right_answers() > 0.9
     (tmp_path / "t.jinja").unlink()  # the run has a copy, which generation uses with the arguments of the training
     assert megajax.load_run(tmp_path / "run").chat_template.render(chats[0]) == f"{seen[0]}={seen[0][0]};"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "words"])
+def test_the_tokens_of_spans_are_those_that_share_a_character_with_them(kind):
+    """Characters of several tokens, characters of none, empty spans; the definition is `counted_tokens`."""
+    texts = ["ab 🙂 é  cd\n\n🙂🙂 ef ", "   ", "naïve 🙂", "a"]
+    if kind == "bytes":  # without merges: each byte is a token
+        tokenizer = tokenizers.ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(["ab cd"], vocab_size=257, show_progress=False)
+    else:
+        model, words = (tokenizers.models.BPE, tokenizers.pre_tokenizers.Metaspace())
+        if kind == "words":  # white space has no token
+            model, words = tokenizers.models.WordLevel, tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer = tokenizers.Tokenizer(model(unk_token="?"))
+        tokenizer.pre_tokenizer = words
+        trainers = tokenizers.trainers
+        made = trainers.BpeTrainer if kind == "pieces" else trainers.WordLevelTrainer
+        tokenizer.train_from_iterator(texts[:3], made(special_tokens=["?"], show_progress=False))
+    rng = np.random.default_rng(0)
+    for encoding in tokenizer.encode_batch(texts):
+        for _ in range(100):
+            spans = np.sort(rng.integers(0, 20, (2, 2)), axis=1).tolist()
+            found = counted_in(encoding, spans)
+            assert np.array_equal(found, counted_tokens(encoding.offsets, spans)), (encoding.tokens, spans)
