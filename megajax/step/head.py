@@ -19,10 +19,8 @@ NORMS = ("final_norm", "final_norm_bias")
 Fields = Mapping[str, jax.Array]
 # (this shard's logits [c, V / tensor], targets, mask, fields) of a chunk → (sums of losses, gradient of the logits)
 ChunkLoss = Callable[[jax.Array, jax.Array, jax.Array, Fields], tuple[dict[str, jax.Array], jax.Array]]
-# (log-probabilities of the targets, mask, fields) of a chunk's tokens → (losses, factors of the gradients of -log p)
+# (log-probabilities of the targets [c] or FP32 logits [c, V], mask, fields) of a chunk's tokens → (losses, derivatives)
 TokenLoss = Callable[[jax.Array, jax.Array, Fields], tuple[jax.Array, jax.Array]]
-# (FP32 logits [c, V], mask, fields) of a chunk's tokens → (losses, gradients of the logits)
-LogitLoss = TokenLoss
 
 
 class LossHead:
@@ -131,18 +129,18 @@ class LossHead:
 
         return loss
 
-    def of_log_probs(self, scale: jax.Array, token_loss: TokenLoss) -> ChunkLoss:
+    def of_log_probs(self, scale: jax.Array | float, token_loss: TokenLoss) -> ChunkLoss:
         """A function of the targets' log-probabilities; the gradient is that of `scale` times its sum."""
         cross_entropy = self.cross_entropy(scale)
 
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
             log_probs = ops.chunk_log_probs(logits, targets, **self._vocabulary(logits))
-            losses, factors = token_loss(log_probs, mask, fields)
-            return {"loss": losses.sum()}, cross_entropy(logits, targets, factors, fields)[1]
+            losses, slopes = token_loss(log_probs, mask, fields)
+            return {"loss": losses.sum()}, cross_entropy(logits, targets, -slopes, fields)[1]
 
         return loss
 
-    def of_logits(self, scale: jax.Array | float, logit_loss: LogitLoss) -> ChunkLoss:
+    def of_logits(self, scale: jax.Array | float, logit_loss: TokenLoss) -> ChunkLoss:
         """A function of a chunk's logits, gathered over `tensor`; the gradient is that of `scale` times its sum."""
         comm, cap = self.comm, self.model.logit_softcap
 

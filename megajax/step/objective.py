@@ -111,20 +111,25 @@ class Elementwise(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        loss = self.head.of_log_probs(arrays.scales[self.NAME], self._token_loss)
+        loss = self.chunk_loss(arrays.scales[self.NAME])
         return self.one_pass(loss, arrays, streams, gradients, batch, table)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(batch)
-        log_probs = self.head.log_probs(arrays.table, streams[HIDDEN], fields["targets"])
-        losses, _ = self._token_loss(log_probs, fields["loss_mask"], fields)
-        return {"loss": losses.sum() / self.sizes["tensor"]}
+        of_head = streams[HIDDEN], fields["targets"], fields["loss_mask"]
+        return {"loss": self.head.losses_of(arrays.table, *of_head, self.chunk_loss(1.0), fields)}
 
-    def _token_loss(self, log_probs: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
-        losses, pull = jax.vjp(lambda values: self.loss(values, fields), log_probs)
+    def chunk_loss(self, scale: jax.Array | float) -> ChunkLoss:
+        """`loss` as the head takes it, with the gradient of `scale` times its sum."""
+        return self.head.of_log_probs(scale, self._with_slopes)
+
+    def _with_slopes(self, values: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
+        """(losses, their derivatives by the values `[tokens, ...]`), times the mask."""
+        losses, pull = jax.vjp(lambda values: self.loss(values, fields), values)
         (slopes,) = pull(jnp.ones_like(losses))
-        counts = mask > 0  # in padding the fields are zero, so that the function may not be finite
-        return jnp.where(counts, mask * losses, 0), jnp.where(counts, -mask * slopes, 0)
+        lead = mask.reshape(-1, *[1] * (slopes.ndim - 1))
+        # In padding the fields are zero, so that the function may not be finite.
+        return jnp.where(mask > 0, mask * losses, 0), jnp.where(lead > 0, lead * slopes, 0)
 
 
 class Logits(Elementwise):
@@ -138,23 +143,8 @@ class Logits(Elementwise):
         """Losses `[tokens]` from the FP32 logits `[tokens, V]` and the fields `[tokens, ...]`; differentiable."""
         raise NotImplementedError
 
-    def turn(
-        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
-    ) -> tuple[Streams, Table, Results]:
-        loss = self.head.of_logits(arrays.scales[self.NAME], self._logit_loss)
-        return self.one_pass(loss, arrays, streams, gradients, batch, table)
-
-    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
-        fields = self.of_tokens(batch)
-        of_head = streams[HIDDEN], fields["targets"], fields["loss_mask"]
-        loss = self.head.of_logits(1.0, self._logit_loss)
-        return {"loss": self.head.losses_of(arrays.table, *of_head, loss, fields)}
-
-    def _logit_loss(self, logits: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
-        losses, pull = jax.vjp(lambda values: self.loss(values, fields), logits)
-        (slopes,) = pull(jnp.ones_like(losses))
-        counts = mask > 0
-        return jnp.where(counts, mask * losses, 0), jnp.where(counts[:, None], mask[:, None] * slopes, 0)
+    def chunk_loss(self, scale: jax.Array | float) -> ChunkLoss:
+        return self.head.of_logits(scale, self._with_slopes)
 
 
 class Segment(Objective):
