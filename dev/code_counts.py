@@ -37,15 +37,19 @@ def main(arguments: list[str]) -> int:
     modules = {_module(path): tree for path, tree in trees.items() if path.parts[0] == PACKAGE}
     graph = {name: set(_imports(tree, modules)) - {name} for name, tree in modules.items()}
     _print("cycles of modules", [f"{len(each)}: {', '.join(each)}" for each in cycles(graph)])
+    repeated = [f"{name}: {', '.join(own)}" for name, own in repeated_classes(modules).items()]
+    _print("public classes of one name", repeated)
+    return 0
+
+
+def repeated_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """The public names of classes that several modules define, with these modules."""
     places = defaultdict[str, list[str]](list)
-    for name, tree in modules.items():
+    for module, tree in modules.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(name)
-    _print(
-        "public classes of one name", [f"{n}: {', '.join(own)}" for n, own in sorted(places.items()) if len(own) > 1]
-    )
-    return 0
+                places[node.name].append(module)
+    return {name: own for name, own in sorted(places.items()) if len(own) > 1}
 
 
 def cycles(graph: Graph) -> list[list[str]]:

@@ -18,8 +18,8 @@ from megajax.runtime import accept_missing_cuda
 
 if TYPE_CHECKING:
     from megajax.inference.language_model import LanguageModel
-    from megajax.inference.scored_sets import Reading
-    from megajax.inference.scoring import Scorer, Window
+    from megajax.inference.scored_sets import SetFormat
+    from megajax.inference.scoring import ScoredWindow, Scorer
 
 WINDOWS_AT_ONCE = 1000
 
@@ -43,17 +43,17 @@ def data_sets(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def evaluate(
-    model: "LanguageModel", path: str, reading: "Reading | None" = None, limit: int | None = None
+    model: "LanguageModel", path: str, reading: "SetFormat | None" = None, limit: int | None = None
 ) -> dict[str, Any]:
     """The figures of a set: documents, tokens, what is scored, loss (nats per token), perplexity, bits per byte.
 
     Each document or chat is scored by itself, in windows of the model's context; with `limit` only the first ones.
     Bits per byte is None if the bytes are unknown.
     """
-    from megajax.inference.scored_sets import Reading, open_set
+    from megajax.inference.scored_sets import SetFormat, open_set
     from megajax.inference.scoring import Scorer
 
-    scorer, opened = Scorer(model), open_set(path, model, reading or Reading())
+    scorer, opened = Scorer(model), open_set(path, model, reading or SetFormat())
     count = tokens = size = 0
     total, sized, pending = 0.0, True, []
     for document in islice(opened.documents, limit):
@@ -73,7 +73,7 @@ def evaluate(
     return {"documents": count, "tokens": tokens, "scored": opened.scored} | figures
 
 
-def _added(scorer: "Scorer", pending: "list[Window]", total: float, tokens: int) -> tuple[float, int]:
+def _added(scorer: "Scorer", pending: "list[ScoredWindow]", total: float, tokens: int) -> tuple[float, int]:
     scores = scorer.scores(pending)
     return total + sum(score.log_likelihood for score in scores), tokens + sum(score.count for score in scores)
 
@@ -95,9 +95,9 @@ def run(options: argparse.Namespace) -> None:
     """Load the model, score the sets and print their table; `options` are those of the parser below."""
     from megajax.inference.load import load_chosen
     from megajax.inference.prompts import chosen_arguments
-    from megajax.inference.scored_sets import Reading
+    from megajax.inference.scored_sets import SetFormat
 
-    sets, reading = data_sets(options.data), Reading(options.json_key, chosen_arguments(options))
+    sets, reading = data_sets(options.data), SetFormat(options.json_key, chosen_arguments(options))
     model = load_chosen(options)
     results = {name: evaluate(model, path, reading, options.limit) for name, path in sets.items()}
     print(report(results))

@@ -15,7 +15,7 @@ TAIL_BYTES = 2**20
 Number = Finite | None  # null: it was not finite
 
 
-class Line(TypedDict, total=False):
+class MetricsLine(TypedDict, total=False):
     """A logged step, an evaluation, a save or a rollback; it may have further values."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore
@@ -35,18 +35,18 @@ class Line(TypedDict, total=False):
     expert_load_max: Number
 
 
-def read(path: Path) -> Iterator[tuple[bytes, Line]]:
+def read(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
     """(line, its values) of a file, as `json_files.read_lines`; a warning names the first damaged line and the number.
 
     A killed process leaves a torn line, after which the resumed run may go on.
     """
     bad: list[Damaged] = []
-    yield from read_lines(path, Line, CURE, bad)
+    yield from read_lines(path, MetricsLine, CURE, bad)
     if bad:
         warnings.warn(f"lines of metrics are left out, {len(bad)} in all; the first: {bad[0]}", stacklevel=2)
 
 
-def read_tail(path: Path) -> Iterator[Line]:
+def read_tail(path: Path) -> Iterator[MetricsLine]:
     """The last lines of a file, if there is one; the first may be cut, and the last is being written."""
     if not path.is_file():
         return
@@ -54,6 +54,6 @@ def read_tail(path: Path) -> Iterator[Line]:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         for line in file.read(2 * TAIL_BYTES).splitlines():
             try:
-                yield parse(line, str(path), Line, CURE)
+                yield parse(line, str(path), MetricsLine, CURE)
             except Damaged:
                 continue

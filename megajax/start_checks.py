@@ -30,7 +30,7 @@ from megajax.messages import Messages
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
 
 
-class Facts(NamedTuple):
+class ProcessFacts(NamedTuple):
     """One process: what it runs, and its GPUs by UUID (`gpus`: those that it uses, `visible`: those that CUDA has)."""
 
     host: str
@@ -52,11 +52,11 @@ def check_processes(config: Config) -> None:
         raise ConfigError(problem)
 
 
-def own_facts(config: Config) -> Facts:
+def own_facts(config: Config) -> ProcessFacts:
     """The facts of this process."""
     platforms = jax.config.values["jax_platforms"] or "cuda"
     visible = cuda_devices() if {"cuda", "gpu"} & set(platforms.split(",")) else []
-    return Facts(
+    return ProcessFacts(
         host=socket.gethostname(),
         versions={"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         code=code_hash(extensions=config.run.extensions),
@@ -122,7 +122,7 @@ def cuda_devices() -> list[str]:
 
 
 def _problem_of_answers(answers: list[str]) -> str:
-    everyone = [Facts(*json.loads(answer)) for answer in answers]
+    everyone = [ProcessFacts(*json.loads(answer)) for answer in answers]
     problem = find_problem(everyone)
     unused = "" if problem else unused_gpus(everyone)
     if unused:
@@ -130,7 +130,7 @@ def _problem_of_answers(answers: list[str]) -> str:
     return problem
 
 
-def find_problem(everyone: Sequence[Facts]) -> str:
+def find_problem(everyone: Sequence[ProcessFacts]) -> str:
     """The first difference between the processes that would stop the run or spoil it, as a sentence; or ""."""
     return (
         _other_code(everyone)
@@ -141,7 +141,7 @@ def find_problem(everyone: Sequence[Facts]) -> str:
     )
 
 
-def _other_code(everyone: Sequence[Facts]) -> str:
+def _other_code(everyone: Sequence[ProcessFacts]) -> str:
     for package, version in everyone[0].versions.items():
         if others := [i for i, facts in enumerate(everyone) if facts.versions.get(package) != version]:
             other = everyone[others[0]].versions.get(package, "not installed")
@@ -159,7 +159,7 @@ def _other_code(everyone: Sequence[Facts]) -> str:
     return ""
 
 
-def _other_config(everyone: Sequence[Facts]) -> str:
+def _other_config(everyone: Sequence[ProcessFacts]) -> str:
     mine = _flat(everyone[0].config)
     others = [i for i, facts in enumerate(everyone) if facts.config != everyone[0].config]
     if not others:
@@ -174,7 +174,7 @@ def _other_config(everyone: Sequence[Facts]) -> str:
     )
 
 
-def _other_flags(everyone: Sequence[Facts]) -> str:
+def _other_flags(everyone: Sequence[ProcessFacts]) -> str:
     mine = set(everyone[0].flags)
     others = [i for i, facts in enumerate(everyone) if set(facts.flags) != mine]
     if not others:
@@ -193,7 +193,7 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     return {key: value for part in below for key, value in part.items()}
 
 
-def _same_gpu(everyone: Sequence[Facts]) -> str:
+def _same_gpu(everyone: Sequence[ProcessFacts]) -> str:
     users: dict[str, list[int]] = {}
     for i, facts in enumerate(everyone):
         for gpu in facts.gpus:
@@ -209,7 +209,7 @@ def _same_gpu(everyone: Sequence[Facts]) -> str:
     )
 
 
-def _other_number(everyone: Sequence[Facts]) -> str:
+def _other_number(everyone: Sequence[ProcessFacts]) -> str:
     gpus = len(everyone[0].gpus)
     if others := [i for i, facts in enumerate(everyone) if len(facts.gpus) != gpus]:
         return (
@@ -228,7 +228,7 @@ def _other_number(everyone: Sequence[Facts]) -> str:
     )
 
 
-def unused_gpus(everyone: Sequence[Facts]) -> str:
+def unused_gpus(everyone: Sequence[ProcessFacts]) -> str:
     """A warning about the first host with GPUs that CUDA shows and no process uses; or ""."""
     for host in dict.fromkeys(facts.host for facts in everyone):
         here = [facts for facts in everyone if facts.host == host]
@@ -243,7 +243,7 @@ def unused_gpus(everyone: Sequence[Facts]) -> str:
     return ""
 
 
-def _named(everyone: Sequence[Facts], processes: Sequence[int]) -> str:
+def _named(everyone: Sequence[ProcessFacts], processes: Sequence[int]) -> str:
     """ "process 3 on host b and 2 more" """
     more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
     return f"process {processes[0]} on {everyone[processes[0]].host}{more}"

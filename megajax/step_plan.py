@@ -18,7 +18,7 @@ from megajax.config.block_kinds import takes_order
 from megajax.config.context import RING, ContextStrategy
 from megajax.config.dispatch import ALL_GATHER, Dispatch
 from megajax.config.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
-from megajax.config.segments import Segment, Unrolling, choose_unrolling, plan_segments
+from megajax.config.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.config.stages import gathered_slots, slot_kinds
 from megajax.mesh import mesh_sizes, within_processes
 from megajax.ops import fp8
@@ -126,7 +126,7 @@ class StepPlan:
     kernels: Kernels
     layer_slots: tuple[LayerKind, ...]  # the kind of each slot, the same on every virtual stage of the pipeline
     unrolling: Unrolling
-    segments: tuple[Segment, ...]  # of the layer slots
+    segments: tuple[LayerSegment, ...]  # of the layer slots
 
     @classmethod
     def make(
@@ -278,7 +278,7 @@ class StepPlan:
         if not count:
             return None
         slots = (prediction_kind(self.config.model),) * count
-        segments = tuple(Segment(k, 1, 1, 1, last.policy, last.fp8) for k in range(count))
+        segments = tuple(LayerSegment(k, 1, 1, 1, last.policy, last.fp8) for k in range(count))
         sizes = {**self.sizes, "pipeline": 1}
         return PredictionPlan(self.config, sizes, self.hardware, self.kernels, slots, self.unrolling, segments)
 

@@ -9,7 +9,7 @@ computed in float32, group by group, from the same operands; all three in one pr
 Quantisation: GB/s read and written, and the share of FP8 numbers that differ from the reference, or the amax's error.
 MLP: TFLOP/s of forward and backward pass. Only rows of groups count as work.
 
-Tilings are ROWSxCOLSxSTAGESxSLOTSxPANEL of `grouped_matmul_kernel.Tiling`, and TOKENSxFEATURESxWARPS of
+Tilings are ROWSxCOLSxSTAGESxSLOTSxPANEL of `grouped_matmul_kernel.MatmulTiling`, and TOKENSxFEATURESxWARPS of
 `fp8_kernels.Tiling`. `--only` is a regular expression for titles, such as "FP8 matmul.*32768" or "quantisation".
 """
 
@@ -152,7 +152,7 @@ def relative_error(found: jax.Array, wanted: jax.Array, factor: float) -> jax.Ar
     return jnp.linalg.norm((found.astype(jnp.float32) - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
 
 
-def multiplications(in_fp8: bool, tiling: kernel.Tiling, tiny: bool) -> dict[str, Callable[..., jax.Array]]:
+def multiplications(in_fp8: bool, tiling: kernel.MatmulTiling, tiny: bool) -> dict[str, Callable[..., jax.Array]]:
     how: Any = {
         "blocks": 2 if tiny else getattr(jax.devices()[0], "core_count", kernel.MULTIPROCESSORS),
         "tiling": tiling,
@@ -181,7 +181,7 @@ def judge_products(shape: Shape, factor: float, arguments: Arguments) -> Callabl
     return say
 
 
-def matmul_sections(tilings: list[kernel.Tiling], tiny: bool) -> Iterator[Section]:
+def matmul_sections(tilings: list[kernel.MatmulTiling], tiny: bool) -> Iterator[Section]:
     def all_at_once(functions, **arguments):
         return [function(**arguments) for function in functions]
 
@@ -257,7 +257,7 @@ def judge_quantised(arguments: Arguments) -> Callable[[str, Any], str]:
     return say
 
 
-def quantisation_sections(tilings: list[fp8_kernels.Tiling], tiny: bool) -> Iterator[Section]:
+def quantisation_sections(tilings: list[fp8_kernels.CastTiling], tiny: bool) -> Iterator[Section]:
     for shape in TINY if tiny else LAYERS:
         lines: dict[tuple[str, str], Callable[..., Any]] = {}
         for tiling in tilings:
@@ -377,10 +377,10 @@ def main() -> None:
     parser.add_argument("--quantise-tilings", nargs="+", default=[])
     parser.add_argument("--only", default="")
     args = parser.parse_args()
-    tilings = [kernel.Tiling(*map(int, text.split("x"))) for text in args.tilings]
-    tilings = tilings or [kernel.Tiling(64, 64, stages=2) if args.tiny else kernel.Tiling()]
-    quantise_tilings = [fp8_kernels.Tiling(*map(int, text.split("x"))) for text in args.quantise_tilings]
-    quantise_tilings = quantise_tilings or [fp8_kernels.Tiling()]
+    tilings = [kernel.MatmulTiling(*map(int, text.split("x"))) for text in args.tilings]
+    tilings = tilings or [kernel.MatmulTiling(64, 64, stages=2) if args.tiny else kernel.MatmulTiling()]
+    quantise_tilings = [fp8_kernels.CastTiling(*map(int, text.split("x"))) for text in args.quantise_tilings]
+    quantise_tilings = quantise_tilings or [fp8_kernels.CastTiling()]
     sections = [
         *matmul_sections(tilings, args.tiny),
         *quantisation_sections(quantise_tilings, args.tiny),

@@ -26,7 +26,7 @@ from megajax.data.special_tokens import read_folder_tokens
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import ConfigError, InputError, UserError
 from megajax.hf import beside
-from megajax.hf.folder import Weights, read_config
+from megajax.hf.folder import FolderTensors, read_config
 from megajax.inference.prompts import read_prompts
 from megajax.plan.rates import H200, read_rates
 from megajax.plot import read_records
@@ -100,7 +100,7 @@ def test_an_index_names_files_of_its_own_folder_only(named, tmp_path):
         path.write_bytes(b"secret")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": named}}))
     with pytest.raises(InputError, match="lacks .*, which its index names"):
-        Weights(folder)
+        FolderTensors(folder)
 
 
 def test_links_out_of_a_model_folder_are_not_followed(tmp_path):
@@ -111,7 +111,7 @@ def test_links_out_of_a_model_folder_are_not_followed(tmp_path):
     reads = {
         "tokenizer.json": lambda: load_tokenizer(str(folder)),
         "config.json": lambda: read_config(folder),
-        "model.safetensors": lambda: Weights(folder),
+        "model.safetensors": lambda: FolderTensors(folder),
         "generation_config.json": lambda: beside.keep(folder, run),
         "tokenizer_config.json": lambda: beside.token_names(folder),
     }
@@ -240,7 +240,7 @@ def test_a_safetensors_header_with_odd_metadata_is_read(tmp_path):
     header = json.dumps({"__metadata__": None, "a": {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]}})
     content = len(header).to_bytes(8, "little") + header.encode() + bytes([56] * 4)
     (tmp_path / "model.safetensors").write_bytes(content)
-    block = Weights(tmp_path).read_stored("a", (slice(0, 2), slice(0, 2)))
+    block = FolderTensors(tmp_path).read_stored("a", (slice(0, 2), slice(0, 2)))
     assert block.astype(float).tolist() == [[1.0, 1.0], [1.0, 1.0]]  # 0x38: exponent 7 of bias 7
 
 
@@ -282,7 +282,7 @@ NAMED_FILES = {
     "template": ("a.jinja", lambda path: find_chat_template(None, path)),
     "rates": ("rates.json", lambda path: read_rates(path, H200)),
     "model": ("config.json", lambda path: read_config(path.parent)),
-    "weights": ("model.safetensors", lambda path: Weights(path.parent)),
+    "weights": ("model.safetensors", lambda path: FolderTensors(path.parent)),
     "metrics": ("metrics.jsonl", lambda path: read_records(path.parent)),
 }
 LARGE_FILES = {"chats", "weights", "extension", "metrics", "tokens"}  # read in pieces, mapped, or code

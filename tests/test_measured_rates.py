@@ -12,7 +12,7 @@ from megajax.plan.rates import H200, read_rates
 from megajax.preflight import __main__ as command
 from megajax.preflight import measurements, rates
 from megajax.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
-from megajax.preflight.measurements import Group
+from megajax.preflight.measurements import DeviceGroup
 from megajax.preflight.programs import COPY, MATMUL, ON_CPUS, Sizes, attention_kind, programs, random_arguments
 from megajax.step_plan import Hardware
 
@@ -101,7 +101,7 @@ def known_timing(program, sizes) -> Timing:
     return Timing(program.kind, program.size, program.work, program.work / rate)
 
 
-def known_links(group: Group, sizes) -> list[Timing]:
+def known_links(group: DeviceGroup, sizes) -> list[Timing]:
     """A smaller group is slower, so that the largest one is recognised."""
     found, part = [], len(group.devices) / 8
     for operation in rates.LINKS:

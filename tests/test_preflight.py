@@ -11,7 +11,7 @@ import pytest
 from megajax.mesh import build_mesh
 from megajax.preflight import __main__ as command
 from megajax.preflight import measurements, network
-from megajax.preflight.measurements import Group, Sample, collective, disk_rates, groups, report
+from megajax.preflight.measurements import DeviceGroup, Sample, collective, disk_rates, groups, report
 
 
 def test_a_sample_far_below_its_equals_is_marked_and_others_are_not():
@@ -73,7 +73,7 @@ def test_a_collective_is_what_its_row_says(operation):
 
 
 def test_rates_count_the_bytes_that_a_device_sends():
-    group = Group("within a host (4)", "a", jax.devices()[:4])
+    group = DeviceGroup("within a host (4)", "a", jax.devices()[:4])
     rates = [sample.rate for sample in measurements.link_rates([group], 2, lambda *_: 0.5)]
     assert rates == pytest.approx([2 * 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9])
     assert measurements.matmul_rates("a", 100, lambda *_: 1e-3)[7].rate == pytest.approx(2 * 100**3 / 1e-3 / 1e12)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megajax
-from megajax.start_checks import Facts, code_hash, find_problem, unused_gpus, used_devices
+from megajax.start_checks import ProcessFacts, code_hash, find_problem, unused_gpus, used_devices
 
 FOUR = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
@@ -18,7 +18,7 @@ FOUR = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 def processes(*gpus: list[str], hosts: tuple[str, ...] = ("one", "two"), visible: list[str] | None = None) -> list:
     """A process for each list of GPUs, the first half of them on the first host."""
     return [
-        Facts(
+        ProcessFacts(
             host=hosts[i * len(hosts) // len(gpus)],
             versions={"Python": "3.12.1", "jax": "0.11.2"},
             code="0123456789ab",

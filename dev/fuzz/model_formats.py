@@ -75,7 +75,7 @@ def quantised(folder: Path) -> Subject:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from megajax.hf.folder import Weights, read_config
+    from megajax.hf.folder import FolderTensors, read_config
 
     values = np.ones((40, 24), ml_dtypes.float8_e4m3fn)
     tensors = {"model.a.weight": values, "model.a.weight_scale_inv": np.ones((3, 2), np.float32)}
@@ -87,7 +87,7 @@ def quantised(folder: Path) -> Subject:
     config.write_text(json.dumps({"model_type": "deepseek_v3", "quantization_config": quantisation}), encoding="utf-8")
 
     def read(_: Path) -> None:
-        with Weights(folder, read_config(folder).get("quantization_config")) as weights:
+        with FolderTensors(folder, read_config(folder).get("quantization_config")) as weights:
             for name in weights.files:
                 shape = weights.shape(name)
                 weights.itemsize(name)

@@ -32,7 +32,7 @@ class Entry(TypedDict):
     crc32: list[str]
 
 
-class Record(TypedDict):
+class ChecksumRecord(TypedDict):
     """The content of `checksums.json`; the last checksum is of `files`."""
 
     format: Literal[1]
@@ -41,7 +41,7 @@ class Record(TypedDict):
     files: dict[str, Entry]
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Bytes `number * PIECE` up to `(number + 1) * PIECE` of a file; an empty file has one piece."""
 
     name: str
@@ -104,7 +104,7 @@ def damage(directory: Folder, index: int = 0, count: int = 1, part: str = "") ->
         return next(filter(None, threads.map(lambda piece: _problem(directory, piece, *recorded[piece]), share)), "")
 
 
-def _problem(directory: Folder, piece: Piece, size: int, crc: str) -> str:
+def _problem(directory: Folder, piece: FilePiece, size: int, crc: str) -> str:
     try:
         with store_errors(directory):
             if not (directory / piece.name).is_file():  # a pipe would block
@@ -123,10 +123,10 @@ def _forbidden(path: Folder) -> InputError:
     return InputError(f"{path} cannot be read: give yourself the permission.")
 
 
-def _recorded(directory: Folder) -> dict[Piece, tuple[int, str]]:
+def _recorded(directory: Folder) -> dict[FilePiece, tuple[int, str]]:
     """The file's size and the CRC-32 of each recorded piece. Raises `Damaged`, or OSError."""
     path, cure = directory / NAME, "use another checkpoint"
-    record = parse(read_bytes(path), str(path), Record, cure)
+    record = parse(read_bytes(path), str(path), ChecksumRecord, cure)
     if record["piece"] != PIECE or record["crc32"] != _own(record["files"]):
         raise damaged(path, "its own checksum differs", cure)
     pieces = {}
@@ -134,11 +134,11 @@ def _recorded(directory: Folder) -> dict[Piece, tuple[int, str]]:
         file, size, crcs = PurePosixPath(name), entry["size"], entry["crc32"]
         if file.is_absolute() or ".." in file.parts or "\0" in name or len(crcs) != _count(size):
             raise damaged(path, f"its entry {shown(name)} is wrong", cure)
-        pieces |= {Piece(name, number): (size, crc) for number, crc in enumerate(crcs)}
+        pieces |= {FilePiece(name, number): (size, crc) for number, crc in enumerate(crcs)}
     return pieces
 
 
-def _read(directory: Folder, piece: Piece, size: int | None = None) -> tuple[str, int]:
+def _read(directory: Folder, piece: FilePiece, size: int | None = None) -> tuple[str, int]:
     """A piece's CRC-32, and the size of its file; nothing is read if that is not `size`."""
     with (directory / piece.name).open("rb") as file:
         length = file.seek(0, 2)
@@ -161,8 +161,8 @@ def _sizes(directory: Folder) -> dict[str, int]:
     return {name: size for name, size in sizes(directory).items() if not PurePosixPath(name).name.startswith(NAME)}
 
 
-def _pieces(sizes: dict[str, int]) -> list[Piece]:
-    return sorted(Piece(name, number) for name, size in sizes.items() for number in range(_count(size)))
+def _pieces(sizes: dict[str, int]) -> list[FilePiece]:
+    return sorted(FilePiece(name, number) for name, size in sizes.items() for number in range(_count(size)))
 
 
 def _count(size: int) -> int:

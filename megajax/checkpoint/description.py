@@ -48,7 +48,7 @@ _DEFAULTS = {
 }
 
 
-class Difference(NamedTuple):
+class SettingDifference(NamedTuple):
     """A setting whose value in a checkpoint differs from this run's."""
 
     key: str
@@ -103,7 +103,7 @@ def describe_data(data: DataConfig) -> dict[str, Any]:
     return data.model_dump(mode="json", include=keys)
 
 
-def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Sequence[str]) -> list[Difference]:
+def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Sequence[str]) -> list[SettingDifference]:
     """All settings of `sections` that differ between a checkpoint's description and this run's."""
     found = []
     for section in sections:
@@ -111,7 +111,9 @@ def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Seq
         if section == "data":
             theirs, ours = _data(theirs, ours), _data(ours, theirs)
         for name in {**theirs, **ours}:
-            difference = Difference(f"{section}.{name}", _value(theirs, section, name), _value(ours, section, name))
+            difference = SettingDifference(
+                f"{section}.{name}", _value(theirs, section, name), _value(ours, section, name)
+            )
             if difference.saved != difference.mine:
                 found.append(difference)
     return found
@@ -128,7 +130,7 @@ def compare_descriptions(
         raise _refusal(checkpoint, f"restore them, or {other}", lines)
 
 
-def refuse_changes(found: Sequence[Difference], config: Config, checkpoint: str) -> None:
+def refuse_changes(found: Sequence[SettingDifference], config: Config, checkpoint: str) -> None:
     """Raise InputError with the differences that `checkpoint.allow_changes` does not name, or cannot let through.
 
     It cannot where the checkpoint's arrays are others than this run's.
@@ -146,7 +148,7 @@ def refuse_changes(found: Sequence[Difference], config: Config, checkpoint: str)
     raise _refusal(checkpoint, cure, lines)
 
 
-def config_allows(config: Config, difference: Difference) -> bool:
+def config_allows(config: Config, difference: SettingDifference) -> bool:
     """Whether `checkpoint.allow_changes` names a difference's key or its section."""
     return any(f"{difference.key}.".startswith(f"{name}.") for name in config.checkpoint.allow_changes)
 
@@ -179,7 +181,7 @@ def _value(description: Mapping[str, Any], section: str, name: str) -> Any:
     return value
 
 
-def _reason(difference: Difference, found: Sequence[Difference], model: ModelConfig) -> str:
+def _reason(difference: SettingDifference, found: Sequence[SettingDifference], model: ModelConfig) -> str:
     """The reason why a state that was saved with a difference has other arrays than this run's; empty if it has not."""
     section = difference.key.partition(".")[0]
     if difference.key in OTHER_ARRAYS:
@@ -189,7 +191,7 @@ def _reason(difference: Difference, found: Sequence[Difference], model: ModelCon
     return ""
 
 
-def _saved_model(found: Sequence[Difference], model: ModelConfig) -> ModelConfig:
+def _saved_model(found: Sequence[SettingDifference], model: ModelConfig) -> ModelConfig:
     """The model of a checkpoint that differs from `model` in the differences `found`."""
     values = model.model_dump(mode="json")
     for key, saved, _ in found:
@@ -199,7 +201,7 @@ def _saved_model(found: Sequence[Difference], model: ModelConfig) -> ModelConfig
     return ModelConfig.model_validate(values)
 
 
-def _note(difference: Difference) -> str:
+def _note(difference: SettingDifference) -> str:
     """What a user should know of a difference in a value that may follow from other keys."""
     if difference.key != "data.train_samples":
         return ""

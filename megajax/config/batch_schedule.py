@@ -21,7 +21,7 @@ class Position(NamedTuple):
     samples: int = 0
 
 
-class Phase(NamedTuple):
+class BatchPhase(NamedTuple):
     """Consecutive steps of `size` sequences each, from a position on."""
 
     start: Position
@@ -32,7 +32,7 @@ class Phase(NamedTuple):
 class BatchSizes:
     """The number of sequences of each step from the first phase on; the last phase does not end."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[BatchPhase, ...]
 
     @classmethod
     def of(cls, config: "Config", start: Position = Position()) -> "BatchSizes":  # noqa: B008  a tuple
@@ -46,14 +46,14 @@ class BatchSizes:
         for (_, size), end in zip(schedule, ends, strict=False):
             steps = max(0, -(-(end - samples) // size))
             if steps:
-                phases.append(Phase(Position(step, samples), size))
+                phases.append(BatchPhase(Position(step, samples), size))
             step, samples = step + steps, samples + steps * size
-        return cls((*phases, Phase(Position(step, samples), schedule[-1][1])))
+        return cls((*phases, BatchPhase(Position(step, samples), schedule[-1][1])))
 
     @classmethod
     def constant(cls, size: int) -> "BatchSizes":
         """The same number of sequences in every step."""
-        return cls((Phase(Position(), size),))
+        return cls((BatchPhase(Position(), size),))
 
     def samples_before(self, step: int) -> int:
         """The number of training samples that the first `step` steps of the run read."""

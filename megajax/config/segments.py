@@ -26,7 +26,7 @@ LOOPS = 8
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerSegment:
     """Consecutive layers of one remat policy and precision, run as `loops` times a body of `unroll` layers."""
 
     start: int
@@ -83,7 +83,7 @@ def plan_segments(
     platform: str,
     kinds: Sequence[LayerKind] | None = None,
     sizes: Mapping[str, int] | None = None,
-) -> tuple[Segment, ...]:
+) -> tuple[LayerSegment, ...]:
     """The segments of layers of these `kinds` (default: all layers) on a mesh of `sizes` (default: one device).
 
     A body contains whole periods of the kinds and whole remat groups.
@@ -111,12 +111,12 @@ def plan_segments(
             )
             unroll = periods // loops * step if loops else 0
             for own in _even(loops, LOOPS if cut else 1):
-                segments.append(Segment(start, own, unroll, group, policy, in_fp8))
+                segments.append(LayerSegment(start, own, unroll, group, policy, in_fp8))
                 start += own * unroll
             rest = count - loops * unroll
             start += rest
             if rest:  # the count does not divide, or the pattern ends inside a period
-                segments.append(Segment(start - rest, 1, rest, group, policy, in_fp8))
+                segments.append(LayerSegment(start - rest, 1, rest, group, policy, in_fp8))
     return tuple(segments)
 
 

@@ -48,7 +48,7 @@ class Text(NamedTuple):
     bare: bool  # a prompt and its completion: the tokens around a text are missing, and its end counts
 
 
-class Conversation(NamedTuple):
+class ConversationSamples(NamedTuple):
     """The samples of a conversation, and the number of its answers that are left out."""
 
     texts: list[Text]
@@ -70,7 +70,7 @@ def read_line(line: bytes) -> Chat | Completion:
     return read_record(record)
 
 
-def conversations(lines: Sequence[bytes], rendering: Rendering) -> list[Conversation]:
+def conversations(lines: Sequence[bytes], rendering: Rendering) -> list[ConversationSamples]:
     """The samples of each line: of a chat those of `answer_samples`, of a prompt and its completion one.
 
     The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises Stopped with the
@@ -88,12 +88,12 @@ def conversations(lines: Sequence[bytes], rendering: Rendering) -> list[Conversa
         if isinstance(each, Completion):
             prompt, completion = each
             text = Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)
-            found.append(Conversation([text]))
+            found.append(ConversationSamples([text]))
             continue
         samples, beyond = next(rendered)
         if not beyond and not any(start < end for _, spans in samples for start, end in spans):
             raise Stopped(i, NO_ANSWER)
-        found.append(Conversation([Text(text, spans, False) for text, spans in samples], beyond))
+        found.append(ConversationSamples([Text(text, spans, False) for text, spans in samples], beyond))
     if bad is not None:
         raise Stopped(len(found), bad)
     return found
@@ -148,13 +148,13 @@ def counted_in(encoding: "tokenizers.Encoding", spans: Sequence[Span]) -> np.nda
     return found
 
 
-def read_chats(paths: Sequence[str], rendering: Rendering) -> Iterator[Conversation]:
+def read_chats(paths: Sequence[str], rendering: Rendering) -> Iterator[ConversationSamples]:
     """The conversations of files. Raises InputError, with file and line, for a line that is none."""
     for found in one_ahead(_batches(paths, rendering)):
         yield from found
 
 
-def _batches(paths: Sequence[str], rendering: Rendering) -> Iterator[list[Conversation]]:
+def _batches(paths: Sequence[str], rendering: Rendering) -> Iterator[list[ConversationSamples]]:
     for block in read_blocks(paths):
         numbered = enumerate(block.text.split(b"\n"), start=block.first_line)
         for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):

@@ -7,12 +7,12 @@ from typing import Any
 from megajax.data.answers import AnswerSamples, samples_of_each, samples_within
 from megajax.data.model_files import TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
 from megajax.data.rendering import Chat, Message, Template, render
-from megajax.data.sandbox import Child, Stopped
+from megajax.data.sandbox import LimitedProcess, Stopped
 from megajax.errors import InputError
 from megajax.files import read_text, why_unreadable
 
 CURE = "correct it, or use another one"
-_child = Child()  # one for all templates: its death changes none of them
+_child = LimitedProcess()  # one for all templates: its death changes none of them
 
 
 class ChatTemplate:

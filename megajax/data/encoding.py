@@ -14,7 +14,7 @@ import numpy as np
 
 from megajax.config.extensions import import_extensions
 from megajax.data.indexed import IndexedWriter, token_dtype
-from megajax.data.json_lines import Block, TextPosition, texts
+from megajax.data.json_lines import LineBlock, TextPosition, texts
 from megajax.data.progress import Progress
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
 from megajax.data.workers import end_with_parent
@@ -65,7 +65,7 @@ class Encoder:
     tokenizer: Tokenizer | None = None
     extensions: tuple[str, ...] = ()  # `run.extensions`, for worker processes
 
-    def __call__(self, block: Block) -> Encoded:
+    def __call__(self, block: LineBlock) -> Encoded:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
         bad: list[str] = []
         numbered = list(texts(block, self.json_key, None if self.strict else bad, self.key_option))
@@ -97,7 +97,7 @@ class Encoder:
                 )
 
     def _encode(
-        self, tokenizer: Tokenizer, block: Block, numbered: Sequence[tuple[int, str]], bad: list[str]
+        self, tokenizer: Tokenizer, block: LineBlock, numbered: Sequence[tuple[int, str]], bad: list[str]
     ) -> Iterator[list[int]]:
         try:
             yield from tokenizer.encode_all([text for _, text in numbered])
@@ -139,12 +139,12 @@ def _set_encoder(encoder: Encoder) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
 
 
-def _encode(block: Block) -> Encoded:
+def _encode(block: LineBlock) -> Encoded:
     assert _encoder is not None
     return _encoder(block)
 
 
-def encode_blocks(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Generator[Encoded]:
+def encode_blocks(encoder: Encoder, blocks: Iterable[LineBlock], workers: int) -> Generator[Encoded]:
     """Encodes the blocks in worker processes, a bounded number ahead, and yields the results in input order.
 
     With one worker a tokenizer that has threads uses all cores; else each worker is a process with one thread.
@@ -171,7 +171,7 @@ def encode_blocks(encoder: Encoder, blocks: Iterable[Block], workers: int) -> Ge
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
+def _submit(pool: ProcessPoolExecutor, block: LineBlock) -> Future[Encoded]:
     """`pool.submit` with Ctrl-C blocked: it may start a worker, which inherits this and ends with this process."""
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

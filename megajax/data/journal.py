@@ -54,7 +54,7 @@ class Sums(TypedDict):
     tokens: Count
 
 
-class Record(TypedDict):
+class JournalRecord(TypedDict):
     """A point on the disk, and the settings of its run."""
 
     settings: dict[str, Any]
@@ -94,7 +94,7 @@ class Journal:
 
     def _load(self) -> None:
         try:
-            values = json_files.read(self._record, Record, "start again without --resume")
+            values = json_files.read(self._record, JournalRecord, "start again without --resume")
             self._check_settings(values["settings"])
             self.point = Point(values["position"], bad=values["bad"], **values["sums"])
             partial, whole = Path(f"{self.prefix}.bin.partial"), Path(f"{self.prefix}.bin")

@@ -49,7 +49,7 @@ class TextPosition(NamedTuple):
     text_bytes: Count = 0
 
 
-class Block(NamedTuple):
+class LineBlock(NamedTuple):
     """Consecutive lines of a file: the number of the first one (from 1), their bytes in the file, and where they end.
 
     Of a Parquet file each line is a row, of a JSON array an object; `unit` is the word for errors.
@@ -97,7 +97,7 @@ def read_blocks(
     option: str = "--json-key",
     start: TextPosition | None = None,
     limits: Limits = LIMITS,
-) -> Iterator[Block]:
+) -> Iterator[LineBlock]:
     """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all.
 
     `option` is the setting that gave the column. `start` is the end of an earlier block; compressed and Parquet files
@@ -115,7 +115,7 @@ def read_blocks(
             yield from _read_lines(path, first, limits)
 
 
-def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[Block]:
+def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:
     line = start.line
     with open(path, "rb") as stored:
         try:
@@ -134,7 +134,7 @@ def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[Bloc
                 rest = _rest_of_line(lines, path, text, line, limits.most_bytes)
                 own, text = own + rest, text + rest
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
-                yield Block(path, first, own, stored.tell() - position, TextPosition(start.file, line, text_bytes))
+                yield LineBlock(path, first, own, stored.tell() - position, TextPosition(start.file, line, text_bytes))
                 position = stored.tell()
         except DAMAGE as error:
             raise InputError(
@@ -176,13 +176,13 @@ def _array_items(
 
 def _record_blocks(
     path: str, records: Iterator[tuple[Any, int]], start: TextPosition, unit: str, limits: Limits
-) -> Iterator[Block]:
+) -> Iterator[LineBlock]:
     """Values, each with its bytes in the file, as lines of JSON; the first has number `start.line`."""
     first, stored_bytes, lines, size = start.line, 0, [], 0
 
-    def block() -> Block:
+    def block() -> LineBlock:
         end = TextPosition(start.file, first + len(lines))
-        return Block(path, first, "".join(lines).encode(), stored_bytes, end, unit)
+        return LineBlock(path, first, "".join(lines).encode(), stored_bytes, end, unit)
 
     for value, taken in records:
         lines.append(json.dumps(value, default=str) + "\n")
@@ -194,23 +194,23 @@ def _record_blocks(
         yield block()
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line that is not blank, and where it is, for errors."""
 
     text: bytes
     location: str
 
 
-def located_lines(paths: Sequence[str]) -> Iterator[Line]:
+def located_lines(paths: Sequence[str]) -> Iterator[TextLine]:
     """The lines, rows or objects of the files, in order."""
     for block in read_blocks(paths):
         for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
             if line.strip():
-                yield Line(line, f"{block.path}, {block.unit} {number}")
+                yield TextLine(line, f"{block.path}, {block.unit} {number}")
 
 
 def texts(
-    block: Block, json_key: str, bad: list[str] | None = None, option: str = "--json-key"
+    block: LineBlock, json_key: str, bad: list[str] | None = None, option: str = "--json-key"
 ) -> Iterator[tuple[int, str]]:
     """The line number and the text under `json_key` of each non-blank line.
 

@@ -36,7 +36,7 @@ class Stopped(Exception):
         self.made, self.error = made, error
 
 
-class Child:
+class LimitedProcess:
     """A process that works within limits: started by the first work, and again after its death.
 
     It ends with this object and with this process, also if that is killed.
@@ -126,7 +126,7 @@ def restart_clock() -> None:
 
 
 def serve(counter: float, memory: float, seconds: float) -> None:
-    """Be a `Child`'s process: work until the parent closes the connection."""
+    """Be a `LimitedProcess`'s process: work until the parent closes the connection."""
     global _limit
     _limit = seconds
     for kind, limit in ((resource.RLIMIT_AS, int(memory)), (resource.RLIMIT_CORE, 0)):
@@ -139,7 +139,7 @@ def serve(counter: float, memory: float, seconds: float) -> None:
 
 
 def _works(parent: Connection, made: memoryview) -> bool:
-    """Answer one call of `Child.run`; False: there is none."""
+    """Answer one call of `LimitedProcess.run`; False: there is none."""
     values, error = [], None
     try:
         work, arguments = parent.recv()

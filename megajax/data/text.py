@@ -29,7 +29,7 @@ from megajax.data.index_cache import (
     storage_errors,
 )
 from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, open_checked, token_dtype
-from megajax.data.json_lines import Block, check_inputs, matching_files, read_blocks
+from megajax.data.json_lines import LineBlock, check_inputs, matching_files, read_blocks
 from megajax.data.progress import Progress, show_progress
 from megajax.data.special_tokens import document_tokens
 from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
@@ -154,7 +154,7 @@ class _Tokenising:
     def _pass(self, paths: Sequence[str], wait: bool) -> None:
         taken: dict[str, tuple[ExitStack, Path]] = {}
 
-        def blocks() -> Iterator[Block]:
+        def blocks() -> Iterator[LineBlock]:
             for path in paths:
                 claim = ExitStack()
                 claims.push(claim)  # after an error its folder is removed

@@ -24,7 +24,7 @@ PART = 2**18  # numbers that are compared at a time, in the processor's cache
 
 
 @dataclass
-class Difference:
+class TensorDifference:
     """One tensor's differences."""
 
     name: str
@@ -58,7 +58,7 @@ class Difference:
         return f"{self.name}  [{shape}] {self.dtype}  {self.absolute:.3g}  {self.relative:.3g}{mark}"
 
 
-def compare(folder: Path, run: str) -> list[Difference]:
+def compare(folder: Path, run: str) -> list[TensorDifference]:
     """The differences of each tensor of `folder` from the newest checkpoint of a run, or from `RUN/checkpoints/STEP`.
 
     Reads in pieces. Raises InputError if the folder or the run is not readable, or if they are of other models.
@@ -74,12 +74,12 @@ def compare(folder: Path, run: str) -> list[Difference]:
         )
     checkpoint = run_dir / SUBDIRECTORY / str(step)
     ours = open_weights(checkpoint) | open_layer_state(checkpoint, model)
-    found: dict[str, Difference] = {}
+    found: dict[str, TensorDifference] = {}
     with open_readers(folder, model, {name: a.shape for name, a in ours.items()}, "HF_FOLDER") as readers:
         for name, reader in readers.items():
             for tensor, index, block in reader.blocks():
                 if tensor not in found:
-                    found[tensor] = Difference(tensor, reader.weights.shape(tensor), block.dtype.name)
+                    found[tensor] = TensorDifference(tensor, reader.weights.shape(tensor), block.dtype.name)
                 found[tensor].add(ours[name][index].reshape(block.shape), block)
     return sorted(found.values(), key=lambda difference: in_order(difference.name))
 
@@ -89,7 +89,7 @@ def _largest(numbers: np.ndarray) -> float:
     return float(np.where(np.isnan(numbers), np.inf, numbers).max(initial=0))
 
 
-def summary(differences: list[Difference], folder: Path, run: str) -> str:
+def summary(differences: list[TensorDifference], folder: Path, run: str) -> str:
     """The last line of the report."""
     worst = max(differences, key=lambda d: d.absolute)
     unequal = [d for d in differences if d.unequal]

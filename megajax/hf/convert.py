@@ -19,7 +19,7 @@ from megajax.errors import ConfigError, InputError, shown
 from megajax.files import is_number
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
-from megajax.hf.folder import HEAD, Weights, read_config, write_folder
+from megajax.hf.folder import HEAD, FolderTensors, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
@@ -102,7 +102,7 @@ def _as_stored(folder: Path, family: Family, section: dict[str, Any], config: Ma
     modules = [tensor for ours, tensor in tensors.items() if ours.startswith(f"blocks.{MTP}.")]
     names = {name for tensor in modules for name in tensor_names(tensor, model).values()}
     changed = dict(section)
-    with contextlib.suppress(InputError), Weights(folder, config.get("quantization_config")) as weights:
+    with contextlib.suppress(InputError), FolderTensors(folder, config.get("quantization_config")) as weights:
         if names and names.isdisjoint(weights.files):
             del changed["mtp_layers"]  # transformers writes the number, but not the modules
         embedding = tensors["embedding.tokens"].theirs
@@ -176,7 +176,7 @@ def open_readers(
     shapes = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
     assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
     theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
-    with Weights(folder, config.get("quantization_config")) as weights:
+    with FolderTensors(folder, config.get("quantization_config")) as weights:
         embedding = entries["embedding.tokens"]
         if model.tie_embeddings and embedding.theirs not in weights.files and HEAD in weights.files:
             entries["embedding.tokens"] = replace(embedding, theirs=HEAD)

@@ -45,7 +45,7 @@ class Header(TypedDict, total=False):
     data_offsets: tuple[Count, Count]
 
 
-class Weights:
+class FolderTensors:
     """The tensors of a folder: their shapes, and slices of them. Nothing is read before it is asked for.
 
     Quantised tensors, by the `quantization_config` of config.json, are dequantised as they are read. Raises InputError,
@@ -65,7 +65,7 @@ class Weights:
         self.files = {name: file for name, file in self._stored_in.items() if name not in parts}
         self.files |= {name: self._stored_in[min(tensor.parts)] for name, tensor in self._quantised.items()}
 
-    def __enter__(self) -> "Weights":
+    def __enter__(self) -> "FolderTensors":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -206,7 +206,7 @@ def text_names(names: Iterable[str], folder: Path) -> dict[str, str]:
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of the files with weights."""
-    with Weights(folder) as weights:
+    with FolderTensors(folder) as weights:
         return sum((folder / name).stat().st_size for name in set(weights.files.values()))
 
 

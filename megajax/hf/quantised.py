@@ -26,7 +26,7 @@ E4M3 = _BYTES.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 E8M0 = np.append(np.ldexp(np.float32(1), _BYTES[:-1] - 127), np.float32(np.nan))
 
 
-class Stored(Protocol):
+class StoredTensors(Protocol):
     """The tensors as the files have them."""
 
     folder: Path
@@ -42,9 +42,9 @@ class Quantised(Protocol):
     @property
     def parts(self) -> dict[str, tuple[str, ...]]: ...  # the stored tensors, and the dtypes that each may have
 
-    def shape(self, stored: Stored) -> tuple[int, ...]: ...
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]: ...
 
-    def read(self, stored: Stored, slices: Slices) -> np.ndarray: ...
+    def read(self, stored: StoredTensors, slices: Slices) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Fp8:
     def scales(self) -> str:
         return self.name + FP8_SCALE
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
         """The shape of the weight; InputError if the scales do not fit it."""
         shape, found = (stored.stored_shape(part) for part in self.parts)
         expected = [] if self.block is None else [-(-size // b) for size, b in zip(shape, self.block, strict=False)]
@@ -73,7 +73,7 @@ class Fp8:
             )
         return shape
 
-    def read(self, stored: Stored, slices: Slices) -> np.ndarray:
+    def read(self, stored: StoredTensors, slices: Slices) -> np.ndarray:
         values = _numbers(E4M3, stored.read_stored(self.name, slices).view(np.uint8))
         if self.block is None:
             values *= stored.read_stored(self.scales, ()).astype(np.float32)
@@ -107,7 +107,7 @@ class Mxfp4:
     def scales(self) -> str:
         return f"{self.name}_scales"
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
         """The shape of the matrices; InputError if the scales do not fit the blocks."""
         blocks, scales = (stored.stored_shape(part) for part in self.parts)
         if len(blocks) != 4 or blocks[3] != GROUP // 2 or blocks[:3] != scales:
@@ -118,7 +118,7 @@ class Mxfp4:
         experts, out, groups, _ = blocks
         return experts, groups * GROUP, out
 
-    def read(self, stored: Stored, slices: Slices) -> np.ndarray:
+    def read(self, stored: StoredTensors, slices: Slices) -> np.ndarray:
         experts, inner, out = slices
         groups = slice(inner.start // GROUP, -(-inner.stop // GROUP))
         scales = E8M0[stored.read_stored(self.scales, (experts, out, groups))]

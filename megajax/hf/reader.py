@@ -14,7 +14,7 @@ from jax import lax
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
-from megajax.hf.folder import HEAD, Weights
+from megajax.hf.folder import HEAD, FolderTensors
 from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
 
 PIECE_BYTES = 2**28  # of a piece in FP32
@@ -33,7 +33,7 @@ class Reader:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: FolderTensors,
         tensor: Tensor,
         model: ModelConfig,
         padded: Sequence[int],
@@ -137,7 +137,7 @@ class Reader:
             total += self.weights.read(name, block).astype(np.float64).sum(axis=0)
         return (total / rows).astype(np.float32)
 
-    def _read(self, piece: "Piece") -> np.ndarray:
+    def _read(self, piece: "TensorPiece") -> np.ndarray:
         slices = self.tensor.their_slices(self.rest, piece.wanted)
         block = self.weights.read(piece.name, slices)
         for copy in self._copies:
@@ -150,17 +150,17 @@ class Reader:
                 )
         return block
 
-    def _read_ours(self, piece: "Piece") -> np.ndarray:
+    def _read_ours(self, piece: "TensorPiece") -> np.ndarray:
         return self.tensor.to_ours(self._read(piece), self.rest, piece.wanted)
 
-    def _pieces(self, bounds: Sequence[slice]) -> Iterator["Piece"]:
+    def _pieces(self, bounds: Sequence[slice]) -> Iterator["TensorPiece"]:
         """The blocks of tensors that hold a shard, without the vocabulary's padding."""
         stacked, wanted = self._held(bounds)
         for at, name in self._tensors(stacked):
             for part in self._cuts(wanted):
                 starts = (s.start - b.start for s, b in zip(part, bounds[len(at) :], strict=True))
                 lengths = (s.stop - s.start for s in part)
-                yield Piece(name, part, (*at, *starts), (*(1 for _ in at), *lengths))
+                yield TensorPiece(name, part, (*at, *starts), (*(1 for _ in at), *lengths))
 
     def _held(self, bounds: Sequence[slice]) -> tuple[Slices, Slices]:
         """`bounds` without the padding: of the dimensions that are spread over tensors, and of the others."""
@@ -184,7 +184,7 @@ class Reader:
             yield (*wanted[:cut], own, *wanted[cut + 1 :])
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A block of one tensor, and where it belongs in a device's shard."""
 
     name: str  # of the tensor
@@ -199,7 +199,7 @@ def _with_piece(shard, block, start, tensor: Tensor, rest, wanted, lengths) -> j
     return lax.dynamic_update_slice(shard, piece, tuple(start))
 
 
-def check_tensors(weights: Weights, readers: Sequence[Reader], unused: tuple[str, ...]) -> None:
+def check_tensors(weights: FolderTensors, readers: Sequence[Reader], unused: tuple[str, ...]) -> None:
     """Raise InputError for tensors that are missing, have another shape, or that no parameter needs.
 
     Tensors whose names begin with one of `unused` are allowed.

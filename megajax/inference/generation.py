@@ -16,14 +16,14 @@ from megajax.errors import InputError
 from megajax.inference.comm import Decode, Prefill
 from megajax.inference.language_model import LanguageModel, positions_from
 from megajax.inference.sampling import DEFAULT, Sampling, choose
-from megajax.inference.speculation import Drafter, Drafts, Verified, Window
+from megajax.inference.speculation import Drafter, Drafts, DraftWindow, Verified
 from megajax.inference.weights import ModelWeights
 
 LENGTH_MULTIPLE = 64  # of lengths, by default
 NONE = -1  # instead of a token after the end of a sequence
 
 
-class Progress(NamedTuple):
+class GenerationState(NamedTuple):
     """The state between tokens."""
 
     caches: tuple[Any, ...]  # what the layers keep
@@ -110,7 +110,9 @@ class Generator:
                 f"{self.model.max_length} tokens: shorten it."
             )
 
-    def _prefill_program(self, weights: ModelWeights, tokens, lengths, seed, *, size: int, room: int) -> Progress:
+    def _prefill_program(
+        self, weights: ModelWeights, tokens, lengths, seed, *, size: int, room: int
+    ) -> GenerationState:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
         B, written = len(tokens), self.drafter.written if self.drafter else 1
         comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, written)
@@ -118,21 +120,21 @@ class Generator:
         newest = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
         empty, none = jnp.full((B, room), NONE, jnp.int32), jnp.zeros(B, jnp.int32)
-        start = Progress(tuple(comm.caches), empty, none, lengths - 1, jnp.zeros(B, bool), keys)
+        start = GenerationState(tuple(comm.caches), empty, none, lengths - 1, jnp.zeros(B, bool), keys)
         progress, token = self._with_token(start, self.model.model.logits(weights.outer, newest), ~start.done)
         if self.drafter is None:
             return progress
-        window = Window(h, tokens, none, lengths - 1)
+        window = DraftWindow(h, tokens, none, lengths - 1)
         drafts, caches = self.drafter.draft(weights, window, token, keys, comm)
         verified = Verified(jnp.int32(0), jnp.zeros(self.drafter.count, jnp.int32))
         return progress._replace(caches=(*start.caches, *caches), drafts=drafts, verified=verified)
 
-    def _decode_program(self, weights: ModelWeights, progress: Progress, ends: jax.Array) -> Progress:
+    def _decode_program(self, weights: ModelWeights, progress: GenerationState, ends: jax.Array) -> GenerationState:
         """The state after steps until each sequence has its `ends [B]` new tokens, or more with drafts, or is done."""
         step = self._step if self.drafter is None else partial(self._speculative_step, self.drafter)
         return lax.while_loop(lambda p: p.active(ends).any(), partial(step, ends, weights), progress)
 
-    def _step(self, ends: jax.Array, weights: ModelWeights, progress: Progress) -> Progress:
+    def _step(self, ends: jax.Array, weights: ModelWeights, progress: GenerationState) -> GenerationState:
         """One token more of the sequences that go on."""
         comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
         newest = jnp.take_along_axis(progress.tokens, progress.count[:, None] - 1, axis=1)
@@ -141,14 +143,18 @@ class Generator:
         active = progress.active(ends)
         return self._with_token(progress._replace(caches=tuple(comm.caches)), logits, active)[0]
 
-    def _with_token(self, progress: Progress, logits: jax.Array, active: jax.Array) -> tuple[Progress, jax.Array]:
+    def _with_token(
+        self, progress: GenerationState, logits: jax.Array, active: jax.Array
+    ) -> tuple[GenerationState, jax.Array]:
         """(the state with one token more of the `active` sequences, the tokens), chosen by `logits [B, V]`."""
         position = progress.position + 1
         keys = jax.vmap(jax.random.fold_in)(progress.keys, position)
         token = choose(logits, self.sampling, keys)
         return self._with_tokens(progress, token[:, None], jnp.zeros_like(position), active), token
 
-    def _with_tokens(self, progress: Progress, tokens: jax.Array, last: jax.Array, active: jax.Array) -> Progress:
+    def _with_tokens(
+        self, progress: GenerationState, tokens: jax.Array, last: jax.Array, active: jax.Array
+    ) -> GenerationState:
         """The state of the `active` sequences with the new `tokens [B, S]` up to the index `last [B]`."""
         new = jnp.arange(tokens.shape[1]) <= last[:, None]
         stopped = new & (tokens[..., None] == self.stop).any(axis=2)
@@ -162,7 +168,9 @@ class Generator:
             done=progress.done | active & stopped.any(axis=1),
         )
 
-    def _speculative_step(self, drafter: Drafter, ends, weights: ModelWeights, progress: Progress) -> Progress:
+    def _speculative_step(
+        self, drafter: Drafter, ends, weights: ModelWeights, progress: GenerationState
+    ) -> GenerationState:
         """The accepted drafts and the token after them, then the next drafts; other sequences than the active stay."""
         active, drafts, verified = progress.active(ends), progress.drafts, progress.verified
         assert drafts is not None and verified is not None

@@ -16,7 +16,7 @@ from megajax.files import is_number
 from megajax.inference.generation import continue_texts
 from megajax.inference.load import load_model
 from megajax.inference.sampling import Sampling
-from megajax.inference.scoring import Scorer, Window, windows
+from megajax.inference.scoring import ScoredWindow, Scorer, windows
 from megajax.mesh import named_mesh
 
 _as_command = __name__ == "__main__"
@@ -87,7 +87,7 @@ class MegajaxLM(TemplateLM):
                 f"an answer to score has {longest} tokens, but the model's context has {self.model.max_length}: choose "
                 "another task."
             )
-        found = self.scorer.scores([Window([*context, *rest], len(context)) for _, context, rest in requests])
+        found = self.scorer.scores([ScoredWindow([*context, *rest], len(context)) for _, context, rest in requests])
         return [(score.log_likelihood, score.is_greedy) for score in found]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:

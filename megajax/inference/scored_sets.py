@@ -16,17 +16,17 @@ from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, match
 from megajax.data.special_tokens import CONFIG, end_of_document
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
-from megajax.inference.scoring import Window, answer_windows, windows
+from megajax.inference.scoring import ScoredWindow, answer_windows, windows
 
 
 class Document(NamedTuple):
     """Windows that predict a document's tokens, or a chat's answers, and the bytes of that text (None: unknown)."""
 
-    windows: list[Window]
+    windows: list[ScoredWindow]
     size: int | None
 
 
-class Reading(NamedTuple):
+class SetFormat(NamedTuple):
     """How sets are read: the key of a text (None: "text", unless lines are chats), and the template's arguments."""
 
     json_key: str | None = None
@@ -40,7 +40,7 @@ class DataSet(NamedTuple):
     scored: str
 
 
-def open_set(path: str, model: LanguageModel, reading: Reading) -> DataSet:
+def open_set(path: str, model: LanguageModel, reading: SetFormat) -> DataSet:
     """The chats or texts of JSON lines, of Parquet files or of a glob, or the documents of `PREFIX.bin` and `.idx`.
 
     Lines are chats if the first one has the keys of a chat and no key was given. Errors are those of preprocessing and
@@ -63,7 +63,7 @@ def _first_record(files: Sequence[str]) -> Any:
         return None
 
 
-def _chats(files: Sequence[str], model: LanguageModel, reading: Reading) -> Iterator[Document]:
+def _chats(files: Sequence[str], model: LanguageModel, reading: SetFormat) -> Iterator[Document]:
     """Chats with the tokens, and the answers, of training."""
     if model.tokenizer is None:
         raise InputError(f"{model.folder} has no tokenizer, so chats cannot become tokens: add tokenizer.json.")

@@ -17,7 +17,7 @@ SHORTEST = 64
 CHUNK_BYTES = 2**30  # limit of a chunk's FP32 logits
 
 
-class Window(NamedTuple):
+class ScoredWindow(NamedTuple):
     """A sequence of tokens, of which those from `start` on are predicted, each from all before it in the window."""
 
     tokens: Sequence[int]
@@ -33,7 +33,7 @@ class Score(NamedTuple):
     count: int
 
 
-def windows(tokens: Sequence[int], length: int, start: int = 1, stop: int | None = None) -> list[Window]:
+def windows(tokens: Sequence[int], length: int, start: int = 1, stop: int | None = None) -> list[ScoredWindow]:
     """Windows of at most `length` + 1 tokens that together predict each token from `start` to `stop` once.
 
     A window begins with the last token of the one before it, the last window earlier, so that it is full too. These are
@@ -43,11 +43,11 @@ def windows(tokens: Sequence[int], length: int, start: int = 1, stop: int | None
     for first in range(start, stop, length):
         end = min(first + length, stop)
         begin = max(0, end - length - 1)
-        out.append(Window(tokens[begin:end], first - begin))
+        out.append(ScoredWindow(tokens[begin:end], first - begin))
     return out
 
 
-def answer_windows(tokens: Sequence[int], counted: np.ndarray, length: int) -> list[Window]:
+def answer_windows(tokens: Sequence[int], counted: np.ndarray, length: int) -> list[ScoredWindow]:
     """Windows of at most `length` + 1 tokens that together predict each token of a chat that is `counted` once.
 
     Answers that end in the first window share it. Each later one has its own, which ends with it, so that it is
@@ -59,7 +59,7 @@ def answer_windows(tokens: Sequence[int], counted: np.ndarray, length: int) -> l
     out = []
     if shared:
         start, stop = shared[0][0], shared[-1][1]
-        out.append(Window(tokens[:stop], start, counted[start:stop]))
+        out.append(ScoredWindow(tokens[:stop], start, counted[start:stop]))
     for start, stop in answers[len(shared) :]:
         out += windows(tokens, length, start, stop)
     return out
@@ -72,14 +72,16 @@ class Scorer:
         self.model, self.tokens_per_batch = model, tokens_per_batch
         self._program = jax.jit(self._predictions)
 
-    def scores(self, all_windows: Sequence[Window]) -> list[Score]:
+    def scores(self, all_windows: Sequence[ScoredWindow]) -> list[Score]:
         """The score of each window; one that is longer than the context is cut at its beginning."""
         limit = self.model.max_length
         kept = []
         for tokens, start, counted in all_windows:
             cut = max(0, len(tokens) - 1 - limit)
             first = max(1, start - cut)
-            kept.append(Window(tokens[cut:], first, counted if counted is None else counted[first + cut - start :]))
+            kept.append(
+                ScoredWindow(tokens[cut:], first, counted if counted is None else counted[first + cut - start :])
+            )
         out: list[Score | None] = [None] * len(kept)
         order = sorted(range(len(kept)), key=lambda i: -len(kept[i].tokens))
         while order:
@@ -94,7 +96,7 @@ class Scorer:
         """The next power of two, so that few programs are compiled."""
         return min(max(SHORTEST, 1 << max(0, length - 1).bit_length()), self.model.max_length)
 
-    def _batch(self, batch: Sequence[Window], length: int, count: int) -> list[Score]:
+    def _batch(self, batch: Sequence[ScoredWindow], length: int, count: int) -> list[Score]:
         inputs, targets = np.zeros((2, count, length), np.int32)
         for row, (tokens, *_) in enumerate(batch):
             inputs[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]

@@ -52,7 +52,7 @@ class Verified(NamedTuple):
         return f"speculation: {1 + sum(shares):.2f} tokens per step; {drafts} {each} of {steps}."
 
 
-class Window(NamedTuple):
+class DraftWindow(NamedTuple):
     """Consecutive tokens with the model's outputs; those behind the index `last` are not part of the text."""
 
     outputs: jax.Array  # [B, W, D]
@@ -71,7 +71,7 @@ class Drafter:
 
     def verify(
         self, weights: ModelWeights, drafts: Drafts, position: jax.Array, keys: jax.Array, comm: Decode
-    ) -> tuple[jax.Array, jax.Array, Window]:
+    ) -> tuple[jax.Array, jax.Array, DraftWindow]:
         """(number of accepted drafts `[B]`, the token after them `[B]`, the window that ends with the last accepted).
 
         `position [B]` is that of the newest token, which is verified with the drafts after it.
@@ -85,10 +85,10 @@ class Drafter:
         accepted, rest = verify(p, drafts.distributions, drafts.tokens, uniform(keys, positions))
         token = _draw(rest, keys, position + 1 + accepted, REPLACE)
         outputs = jnp.concatenate([drafts.outputs, h], axis=1)
-        return accepted, token, Window(outputs, tokens, position - before, accepted + before)
+        return accepted, token, DraftWindow(outputs, tokens, position - before, accepted + before)
 
     def draft(
-        self, weights: ModelWeights, window: Window, newest: jax.Array, keys: jax.Array, comm: Prefill | Decode
+        self, weights: ModelWeights, window: DraftWindow, newest: jax.Array, keys: jax.Array, comm: Prefill | Decode
     ) -> tuple[Drafts, tuple[Any, ...]]:
         """(the drafts after the token `newest [B]`, the modules' caches); `newest` follows the window's last token."""
         first, last, count = window.first, window.last, self.modules

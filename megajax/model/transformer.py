@@ -21,7 +21,7 @@ from megajax.model.sublayer import BlockInputs, LayerContext, State, Weights, de
 from megajax.model.width import std_factor
 
 
-class Embedding(nnx.Module):
+class EmbeddingTables(nnx.Module):
     """Token embedding `[V, D]` and, for learned positions, position embedding `[max_positions, D]`."""
 
     def __init__(self, config: ModelConfig):
@@ -43,7 +43,7 @@ class Transformer(nnx.Module):
         """`lora` adds adapters; they have no effect on `__call__`."""
         V, D = config.padded_vocab_size, config.hidden_size
         self.config, lora = config, lora or LoraConfig()
-        self.embedding = Embedding(config)
+        self.embedding = EmbeddingTables(config)
         blocks = {kind: add_adapters(block, lora) for kind, block in blocks_of(config).items()}
         axes = {kind: "modules" if kind == MTP else "layers" for kind in blocks}
         self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})

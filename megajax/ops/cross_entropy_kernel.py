@@ -27,7 +27,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)  # finite, because the difference of 
 
 
 @dataclass(frozen=True)
-class Tiling:
+class RowTiling:
     """The division of a row into steps.
 
     A vector has `lanes` columns, a power of two. Each lane has its own maximum and sum up to the end of the row, so
@@ -55,7 +55,7 @@ def chunk_loss_and_grad(
     smoothing: float = 0.0,
     reduce_max: Callable[[jax.Array], jax.Array] | None = None,
     reduce_sum: Callable[[jax.Array], jax.Array] | None = None,
-    tiling: Tiling = Tiling(),
+    tiling: RowTiling = RowTiling(),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`cross_entropy.chunk_loss_and_grad`, in float32 for logits of any dtype; `interpret` runs it on any device."""
@@ -108,7 +108,7 @@ class _Passes:
     z_loss: float
     smoothing: float
     share_of_each: float  # of the smoothing, for one token of the vocabulary
-    tiling: Tiling
+    tiling: RowTiling
     interpret: bool
 
     def cross_entropy_statistics(self, logits, true_columns, maximum, total) -> None:
@@ -235,7 +235,7 @@ def _over_rows(
     kernel: Callable[..., None],
     inputs: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    tiling: Tiling,
+    tiling: RowTiling,
     interpret: bool,
 ) -> list[jax.Array]:
     """The outputs of one program per row; arrays are [C, V], [C], or [1] for all rows."""

@@ -37,7 +37,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Tiling:
+class CastTiling:
     """The division of a tensor into tiles; powers of two.
 
     A row of a tile is 2 · `features` bytes read and `features` bytes written; a row of the transpose is `tokens` bytes.
@@ -52,7 +52,7 @@ class Tiling:
 
 
 def cast_transpose(
-    x_tf: jax.Array, scale: jax.Array, dtype: Any, *, tiling: Tiling = Tiling(), interpret: bool = False
+    x_tf: jax.Array, scale: jax.Array, dtype: Any, *, tiling: CastTiling = CastTiling(), interpret: bool = False
 ) -> Quantised:
     """x [T, F] quantised: q [T, F] and q_t [F, T] in `dtype`, amax."""
     return _over_tiles(_as_is, [x_tf[:, None]], tiling, interpret, scale, dtype)
@@ -64,7 +64,7 @@ def gated_cast_transpose(
     scale: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = Tiling(),
+    tiling: CastTiling = CastTiling(),
     interpret: bool = False,
 ) -> Quantised:
     """activation(gate) · up quantised: gate_up [T, 2F], gate first -> q [T, F], q_t [F, T], amax."""
@@ -78,7 +78,7 @@ def gated_backward_cast_transpose(
     scale: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = Tiling(),
+    tiling: CastTiling = CastTiling(),
     interpret: bool = False,
 ) -> Quantised:
     """The gradient of gate_up [T, 2F] for dact [T, F], quantised -> q [T, 2F], q_t [2F, T], amax."""
@@ -86,13 +86,15 @@ def gated_backward_cast_transpose(
     return _over_tiles(_gated_backward(kind, interpret), operands, tiling, interpret, scale, dtype, parts=2)
 
 
-def gated_amax(kind: str, gate_up_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False) -> jax.Array:
+def gated_amax(
+    kind: str, gate_up_tf: jax.Array, *, tiling: CastTiling = CastTiling(), interpret: bool = False
+) -> jax.Array:
     """Only the amax of `gated_cast_transpose`."""
     return _over_tiles(_gated(kind, interpret), [halves(gate_up_tf)], tiling, interpret)[-1]
 
 
 def gated_backward_amax(
-    kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, tiling: Tiling = Tiling(), interpret: bool = False
+    kind: str, gate_up_tf: jax.Array, dact_tf: jax.Array, *, tiling: CastTiling = CastTiling(), interpret: bool = False
 ) -> jax.Array:
     """Only the amax of `gated_backward_cast_transpose`."""
     return _over_tiles(_gated_backward(kind, interpret), [halves(gate_up_tf), dact_tf[:, None]], tiling, interpret)[-1]
@@ -130,7 +132,7 @@ def halves(gate_up_tf: jax.Array) -> jax.Array:
 def _over_tiles(
     compute: Computation,
     operands: list[jax.Array],
-    tiling: Tiling,
+    tiling: CastTiling,
     interpret: bool,
     scale: jax.Array | None = None,
     dtype: Any = None,
@@ -178,7 +180,7 @@ def _over_tiles(
 
 
 def _kernel(
-    compute: Computation, parts: list[int], T: int, F: int, tiling: Tiling, interpret: bool, dtype: Any
+    compute: Computation, parts: list[int], T: int, F: int, tiling: CastTiling, interpret: bool, dtype: Any
 ) -> Callable[..., None]:
     """The kernel for operands with these numbers of parts."""
     block_t, block_f = tiling.tokens, tiling.features

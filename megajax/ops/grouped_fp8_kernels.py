@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from megajax.ops import mlp_kernel
-from megajax.ops.fp8_kernels import Tiling, halves, largest_magnitude
+from megajax.ops.fp8_kernels import CastTiling, halves, largest_magnitude
 from megajax.ops.fp8_reference import Quantised, saturate
 from megajax.ops.grouped_fp8_reference import amax
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, padded_rows, steps
@@ -33,7 +33,7 @@ __all__ = [
     "gated_cast_transpose",
 ]
 
-TILING = Tiling()
+TILING = CastTiling()
 
 
 class _Pass(NamedTuple):
@@ -45,7 +45,7 @@ class _Pass(NamedTuple):
     compute: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
     parts: int
     sums: int
-    tiling: Tiling
+    tiling: CastTiling
     interpret: bool
 
 
@@ -55,7 +55,7 @@ def cast_transpose(
     scale: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = TILING,
+    tiling: CastTiling = TILING,
     interpret: bool = False,
 ) -> Quantised:
     """x [R, F] quantised: q [R, F] and q_t [F, P] in `dtype`, amax."""
@@ -76,7 +76,7 @@ def gated_cast_transpose(
     scale: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = TILING,
+    tiling: CastTiling = TILING,
     interpret: bool = False,
 ) -> Quantised:
     """activation(gate) · up · weight quantised: gate_up [R, 2F], gate first -> q [R, F], q_t [F, P], amax."""
@@ -94,7 +94,7 @@ def gated_backward_cast_transpose(
     scale: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = TILING,
+    tiling: CastTiling = TILING,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """For dact [R, F] the gradient of gate_up, quantised -> q [R, 2F], q_t [2F, P], amax, gradient of the weights [R].
@@ -113,7 +113,7 @@ def gated_amax(
     weights_r: jax.Array,
     group_sizes_e: jax.Array,
     *,
-    tiling: Tiling = TILING,
+    tiling: CastTiling = TILING,
     interpret: bool = False,
 ) -> jax.Array:
     """Only the amax of `gated_cast_transpose`."""
@@ -127,7 +127,7 @@ def gated_backward_amax(
     dact_rf: jax.Array,
     group_sizes_e: jax.Array,
     *,
-    tiling: Tiling = TILING,
+    tiling: CastTiling = TILING,
     interpret: bool = False,
 ) -> jax.Array:
     """Only the amax of `gated_backward_cast_transpose`."""
@@ -135,14 +135,14 @@ def gated_backward_amax(
     return _over_steps(how, operands, weights_r, group_sizes_e)[-1]
 
 
-def _gated(kind: str, tiling: Tiling, interpret: bool) -> _Pass:
+def _gated(kind: str, tiling: CastTiling, interpret: bool) -> _Pass:
     def compute(gate, up, weight):
         return (mlp_kernel.gated(kind, gate, up, interpret) * weight,), ()
 
     return _Pass("grouped_activation", compute, 1, 0, tiling, interpret)
 
 
-def _gated_backward(kind: str, tiling: Tiling, interpret: bool) -> _Pass:
+def _gated_backward(kind: str, tiling: CastTiling, interpret: bool) -> _Pass:
     def compute(gate, up, dact, weight):
         act, gradients = mlp_kernel.gated_gradients(kind, gate, up, dact, interpret)
         return [gradient * weight for gradient in gradients], (jnp.sum(act * dact, axis=1),)

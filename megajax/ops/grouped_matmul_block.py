@@ -22,7 +22,7 @@ STORE_ROWS = 64  # rows of the result in one store buffer, which is SWIZZLE byte
 
 
 @dataclass(frozen=True)
-class Tiling:
+class MatmulTiling:
     """The division of a kernel's work. The default was fastest on an H200; tests use smaller ones.
 
     A warpgroup computes rows × cols of the result, a block twice as many columns. The ring has `stages` buffers for
@@ -45,7 +45,7 @@ class Tiling:
         return pl.ds(wg * self.cols, self.cols)
 
 
-class Work(Protocol):
+class KernelWork(Protocol):
     """The computation of a kernel, tile by tile. A tile is a tuple of scalars."""
 
     @property
@@ -79,17 +79,17 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Block:
+class ThreadBlock:
     """A block's shared memory, and the loops of its warpgroups over tiles."""
 
-    tiling: Tiling
+    tiling: MatmulTiling
     a: Any  # the rings of operands
     b: Any
     parts: Any  # store buffers [COMPUTE, slots, STORE_ROWS, width]
     arrived: Any  # barriers, one for each stage
     consumed: Any
 
-    def run(self, work: Work) -> None:
+    def run(self, work: KernelWork) -> None:
         wg = lax.axis_index("wg")
 
         @pl.when(wg == COMPUTE)
@@ -102,7 +102,7 @@ class Block:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             self._compute(work, wg)
 
-    def _over_tiles(self, work: Work, body: Callable) -> jax.Array:
+    def _over_tiles(self, work: KernelWork, body: Callable) -> jax.Array:
         """Calls body(tile, steps done before it) -> steps done after it for this block's tiles; the number of steps."""
         row_tiles, col_tiles = work.count()
 
@@ -111,7 +111,7 @@ class Block:
 
         return plgpu.nd_loop((row_tiles * col_tiles,), collective_axes="block", init_carry=jnp.int32(0))(at)
 
-    def _load(self, work: Work) -> None:
+    def _load(self, work: KernelWork) -> None:
         stages = self.tiling.stages
 
         def load_tile(tile, done):
@@ -130,7 +130,7 @@ class Block:
         def _wait(step):
             plgpu.barrier_wait(self.consumed.at[lax.rem(step, stages)])
 
-    def _compute(self, work: Work, wg: jax.Array) -> None:
+    def _compute(self, work: KernelWork, wg: jax.Array) -> None:
         tiling, stages = self.tiling, self.tiling.stages
 
         def release(step) -> None:
@@ -159,7 +159,7 @@ class Block:
         self._over_tiles(work, compute_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _store(self, work: Work, tile: tuple, values: jax.Array, wg: jax.Array) -> None:
+    def _store(self, work: KernelWork, tile: tuple, values: jax.Array, wg: jax.Array) -> None:
         """Copies a warpgroup's results to memory, part by part."""
         values = (values if work.scale is None else values * work.scale).astype(self.parts.dtype)
         width, own_col = self.parts.shape[-1], wg * self.tiling.cols
@@ -179,7 +179,7 @@ class Block:
 def launch(
     body: Callable,
     name: str,
-    tiling: Tiling,
+    tiling: MatmulTiling,
     a: jax.ShapeDtypeStruct,
     b: jax.ShapeDtypeStruct,
     out: jax.ShapeDtypeStruct,

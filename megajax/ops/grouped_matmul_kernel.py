@@ -21,12 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from megajax.ops.grouped_matmul_block import STORE_ROWS, SWIZZLE, Block, Tiling, launch
+from megajax.ops.grouped_matmul_block import STORE_ROWS, SWIZZLE, MatmulTiling, ThreadBlock, launch
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, row_tiles, running_sum, step_bounds
 
 COLUMNS = 64  # the widths of 16-bit operands and of results are multiples of this
 MULTIPROCESSORS = 132  # of H100 SXM, H200 and GH200
-TILING = Tiling()
+TILING = MatmulTiling()
 
 
 def columns(fp8: bool) -> int:
@@ -40,7 +40,7 @@ def matmul(
     group_sizes_e: jax.Array,
     *,
     transpose_w: bool = False,
-    tiling: Tiling = TILING,
+    tiling: MatmulTiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
@@ -50,7 +50,7 @@ def matmul(
     """
 
     def kernel(tiles_ref, x_ref, w_ref, out_ref, *memory) -> None:
-        Block(tiling, *memory).run(_Rows(tiling, None, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
+        ThreadBlock(tiling, *memory).run(_Rows(tiling, None, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
 
     T, N = x_tk.shape[0], w.shape[1 if transpose_w else 2]
     depth, w = _depth(x_tk.dtype), w.astype(x_tk.dtype)
@@ -69,7 +69,7 @@ def fp8_matmul(
     dtype: Any,
     *,
     rows: int | None = None,
-    tiling: Tiling = TILING,
+    tiling: MatmulTiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
@@ -79,7 +79,7 @@ def fp8_matmul(
     """
 
     def kernel(tiles_ref, scale_ref, x_ref, w_ref, out_ref, *memory) -> None:
-        Block(tiling, *memory).run(_Rows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
+        ThreadBlock(tiling, *memory).run(_Rows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
 
     T, depth = x_tk.shape[0] if rows is None else rows, _depth(x_tk.dtype)
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
@@ -95,7 +95,7 @@ def weight_gradient(
     group_sizes_e: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = TILING,
+    tiling: MatmulTiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
@@ -105,7 +105,7 @@ def weight_gradient(
     """
 
     def kernel(bounds_ref, x_ref, dy_ref, out_ref, *memory) -> None:
-        Block(tiling, *memory).run(_Weights(tiling, None, bounds_ref, x_ref, dy_ref, out_ref))
+        ThreadBlock(tiling, *memory).run(_Weights(tiling, None, bounds_ref, x_ref, dy_ref, out_ref))
 
     E, M, N = group_sizes_e.shape[0], x_tm.shape[1], dy_tn.shape[1]
     sizes = group_sizes_e.astype(jnp.int32)
@@ -124,7 +124,7 @@ def fp8_weight_gradient(
     group_sizes_e: jax.Array,
     dtype: Any,
     *,
-    tiling: Tiling = TILING,
+    tiling: MatmulTiling = TILING,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> jax.Array:
@@ -134,7 +134,7 @@ def fp8_weight_gradient(
     """
 
     def kernel(bounds_ref, scale_ref, x_ref, dy_ref, out_ref, *memory) -> None:
-        Block(tiling, *memory).run(_TransposedWeights(tiling, scale_ref[0], bounds_ref, x_ref, dy_ref, out_ref))
+        ThreadBlock(tiling, *memory).run(_TransposedWeights(tiling, scale_ref[0], bounds_ref, x_ref, dy_ref, out_ref))
 
     assert _depth(x_mp.dtype) == STEP
     a = jax.ShapeDtypeStruct((tiling.rows, STEP), x_mp.dtype)
@@ -162,7 +162,7 @@ def _depth(dtype: Any) -> int:
 class _Rows:
     """Rows of x times the w of their group."""
 
-    tiling: Tiling
+    tiling: MatmulTiling
     scale: Any
     transpose_w: bool
     tiles: Any
@@ -217,7 +217,7 @@ class _Rows:
 class _Weights:
     """x_eᵀ dy_e of each group."""
 
-    tiling: Tiling
+    tiling: MatmulTiling
     scale: Any
     bounds: Any
     x: Any

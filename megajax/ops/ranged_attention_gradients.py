@@ -19,7 +19,7 @@ from megajax.ops.ranged_attention_kernels import (
     ROWS,
     WARPGROUPS,
     Bounds,
-    Kernel,
+    RangedAttentionKernel,
     accumulator,
     keep_range,
     per_column,
@@ -27,7 +27,7 @@ from megajax.ops.ranged_attention_kernels import (
 )
 
 
-class _Gradient(Kernel):
+class _Gradient(RangedAttentionKernel):
     """The softmax weights, recomputed from the log-sum-exp, and the gradient of the scores."""
 
     def weights(self, products: jax.Array, mask: Callable, whole: jax.Array, log2_sum: jax.Array):

@@ -51,7 +51,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class RangedAttentionKernel:
     """The base class of the three kernels. `group` query heads read one KV head."""
 
     columns = 128  # of a tile
@@ -170,7 +170,7 @@ def keep_range(x: jax.Array, first: jax.Array, end: jax.Array, start: jax.Array,
 
 
 @dataclass(frozen=True)
-class Forward(Kernel):
+class Forward(RangedAttentionKernel):
     """The output and the log-sum-exp. Rows are queries, columns keys."""
 
     def scratch(self, dtype: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megajax.ops.newton_schulz import coefficients, newton_schulz
 from megajax.optim.ademamix import ademamix
 from megajax.optim.groups import decays, rates
 from megajax.optim.states import small_states
-from megajax.parallel.weights.matrices import Layout, on_whole_matrices
+from megajax.parallel.weights.matrices import MatrixLayout, on_whole_matrices
 from megajax.sharding import Placement
 
 
@@ -55,7 +55,7 @@ def make_optimizer(
 def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh) -> optax.GradientTransformation:
     """Momenta by name → orthogonal updates of their matrices, scaled; computed in BF16 unless the step is in FP32."""
     muon, sizes = config.optimizer.muon, mesh_sizes(mesh)
-    layouts = {name: Layout.of(placement, sizes, muon.per_head) for name, placement in placements.items()}
+    layouts = {name: MatrixLayout.of(placement, sizes, muon.per_head) for name, placement in placements.items()}
     scales = {name: _update_scale(muon, layout.inputs, layout.outputs) for name, layout in layouts.items()}
     dtype = jnp.float32 if config.precision.compute == "float32" else jnp.bfloat16
     steps = coefficients(muon.coefficients, muon.steps)

@@ -5,7 +5,7 @@ from functools import cache
 
 from megajax.config.fields import BATCH_AXES
 from megajax.config.remat import ATTENTION, NONE, RematPolicy
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.model.lora import adapted_inputs
 from megajax.model.sublayer import Shares, SublayerSizes
 from megajax.plan.costs import planned_blocks, unsaved
@@ -32,13 +32,13 @@ class Activations:
         }
         self.adapted = {kind: adapted_inputs(config, block) for kind, block in self.blocks.items()}
 
-    def saved(self, block: str, segment: Segment, stacked: bool) -> int:
+    def saved(self, block: str, segment: LayerSegment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values_of_block` for `stacked`."""
         policy = segment.policy
         ring = self.ring if policy.recomputes_nothing and not stacked else 0
         return int(self.compute * self.tokens * (ring + self._values(block, stacked and policy.keeps_all, policy)))
 
-    def recomputed(self, block: str, segment: Segment, stacked: bool) -> int:
+    def recomputed(self, block: str, segment: LayerSegment, stacked: bool) -> int:
         """Bytes that a layer recomputes before its backward pass starts."""
         values = self._values(block, False, NONE) * self.compute * self.tokens
         own = 0 if segment.policy.keeps_input else self.saved(block, segment, stacked)

@@ -11,7 +11,7 @@ from megajax.config import Config
 from megajax.plan.memory import MemoryEstimate, estimate_memory, moments
 from megajax.plan.optimizer import declared, host_bytes, newton_schulz_flops, shards, state_bytes
 from megajax.plan.rates import Rates
-from megajax.plan.step_time import StepTime, Stored, estimate_time
+from megajax.plan.step_time import StepTime, StoredState, estimate_time
 from megajax.sharding import BLOCKS, Placement, place_all, stored_rows
 from megajax.step_plan import HOPPER, StepPlan
 
@@ -62,7 +62,7 @@ class Storage:
     """The weights and the optimizer's state on a device."""
 
     placements: Mapping[str, Placement]
-    state: Stored
+    state: StoredState
     bytes: int  # of all steps with this storage, at any time
 
 
@@ -85,4 +85,4 @@ def _storage(stored: _Stored) -> Storage:
         by_axes[placement.storage_axes] += count[name]
     in_layers = sum(number for name, number in count.items() if name.startswith(BLOCKS))
     muon, host = newton_schulz_flops(plan, placements), host_bytes(plan, placements)
-    return Storage(placements, Stored(by_axes, in_layers, muon, host), sum(state_bytes(plan, placements)))
+    return Storage(placements, StoredState(by_axes, in_layers, muon, host), sum(state_bytes(plan, placements)))

@@ -60,13 +60,13 @@ class StepProgram(Protocol):
 
 
 @dataclass(frozen=True)
-class CompiledStep[Program: StepProgram]:
+class CompiledStep[StoredProgram: StepProgram]:
     """A train step compiled for H200s, and the seconds that each part of compiling took.
 
     text: the compiled module in XLA's text form. memory: bytes per device by part, as `memory_of` gives them.
     """
 
-    program: Program
+    program: StoredProgram
     text: str
     memory: dict[str, int]
     trace_seconds: float
@@ -74,13 +74,13 @@ class CompiledStep[Program: StepProgram]:
     compile_seconds: float
 
 
-def compile_for_h200[Program: StepProgram](
-    build: Callable[[Config, Mesh], Program],
+def compile_for_h200[StoredProgram: StepProgram](
+    build: Callable[[Config, Mesh], StoredProgram],
     config: Config,
     gpus: int,
     store: Path | None = None,
     device: str = "h200",
-) -> CompiledStep[Program]:
+) -> CompiledStep[StoredProgram]:
     """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` H200s that need not exist.
 
     Call it once per process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself
@@ -143,7 +143,7 @@ def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
             main.attributes[attributes] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
 
 
-class Program(TypedDict):
+class StoredProgram(TypedDict):
     """A stored program."""
 
     text: str
@@ -170,7 +170,7 @@ def compiled(
         if path.is_file():
             cure = "remove it, and the program is compiled again"
             with reading(path, cure):
-                found = parse(read_gzip(path), str(path), Program, cure)
+                found = parse(read_gzip(path), str(path), StoredProgram, cure)
             return found["text"], found["memory"]
     executable = lowered.compile({**options} if options else None)
     text, memory = executable.as_text(), memory_of(executable)

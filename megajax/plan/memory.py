@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megajax.config.kinds import MTP
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.plan.activations import Activations
 from megajax.plan.optimizer import moment_bytes, state_bytes
-from megajax.plan.weights import Elements, Weights
+from megajax.plan.weights import Elements, StepWeights
 from megajax.sharding import Placement
 from megajax.step.embedding import TOKENS
 from megajax.step.pipeline.buffers import choose_buffer_slots
@@ -68,7 +68,7 @@ class _Step:
         self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
         self.compute = self.activations.compute
         self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
-        self.weights = Weights(plan, placements, self.activations.blocks, self.compute)
+        self.weights = StepWeights(plan, placements, self.activations.blocks, self.compute)
         self.repeats = self.weights.repeats
 
     def moments(self) -> Iterator[MemoryEstimate]:
@@ -90,7 +90,7 @@ class _Step:
 
     # The moments
 
-    def in_forward(self, segment: Segment) -> MemoryEstimate:
+    def in_forward(self, segment: LayerSegment) -> MemoryEstimate:
         """The forward pass of a loop: its body's activations are copied to the loop's stacks when the body ends.
 
         The arrays for gradients depend on nothing, so they exist already.
@@ -133,7 +133,7 @@ class _Step:
             working=max(head.working, own.working(MTP, segments[-1].policy, self.compute * module.whole) // stages),
         )
 
-    def in_backward(self, segment: Segment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
+    def in_backward(self, segment: LayerSegment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
         """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
         group, looped = slots[: segment.group_size], segment.loops > 1
         own, after = self.weights.layers(group), slots[-1] + 1
@@ -183,7 +183,7 @@ class _Step:
         return max(start, end, key=lambda each: each.total)
 
     def with_layer_above(
-        self, moment: MemoryEstimate, segment: Segment, slots: Sequence[int], above: range, done: Elements
+        self, moment: MemoryEstimate, segment: LayerSegment, slots: Sequence[int], above: range, done: Elements
     ) -> MemoryEstimate:
         """A group's backward pass with the gradients of the group above, which are reduced, or added to the sums.
 
@@ -350,16 +350,16 @@ class _Step:
         """Bytes of saved activations besides their buffers."""
         return 0
 
-    def saved_by(self, slot: int, segment: Segment) -> int:
+    def saved_by(self, slot: int, segment: LayerSegment) -> int:
         """Bytes that one layer of a segment saves."""
         return self.activations.saved(self.slots[slot].block, segment, self.is_stacked(segment))
 
-    def recomputed(self, segment: Segment, group: Sequence[int]) -> int:
+    def recomputed(self, segment: LayerSegment, group: Sequence[int]) -> int:
         """Bytes that the backward pass of a remat group recomputes; they are live at the same time."""
         blocks = [self.slots[slot].block for slot in group]
         return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
 
-    def layer_working(self, segment: Segment, slots: Sequence[int], reduced: int = 0) -> int:
+    def layer_working(self, segment: LayerSegment, slots: Sequence[int], reduced: int = 0) -> int:
         """Bytes of the gradients of activations, of a loop's copies, and of the layer above's gradients (`reduced`)."""
         blocks = {self.slots[slot].block for slot in slots}
         # In FP8 each piece that arrives over `tensor` has its own product, and they are added at the end.
@@ -370,24 +370,24 @@ class _Step:
         )
         return working + self.loop_copies(segment)
 
-    def loop_copies(self, segment: Segment) -> int:
+    def loop_copies(self, segment: LayerSegment) -> int:
         """Bytes of a layer's saved activations, which a loop copies out of its stacks."""
         if segment.loops == 1:
             return 0
         return max(self.saved_by(slot, segment) for slot in self.slots_of(segment))
 
-    def is_stacked(self, segment: Segment) -> bool:
+    def is_stacked(self, segment: LayerSegment) -> bool:
         """Whether residuals are copied into arrays of several iterations or microbatches."""
         return segment.loops > 1
 
     # Layers
 
-    def parts(self, segment: Segment) -> list[range]:
+    def parts(self, segment: LayerSegment) -> list[range]:
         """The slots of each remat group of one loop."""
         slots = self.slots_of(segment)
         return [slots[u : u + segment.group_size] for u in range(0, segment.unroll, segment.group_size)]
 
-    def slots_of(self, segment: Segment) -> range:
+    def slots_of(self, segment: LayerSegment) -> range:
         return range(segment.start, segment.start + segment.count)
 
     def cast(self, slots: int) -> int:
@@ -432,7 +432,7 @@ class _Pipelined(_Step):
         bodies = [(slot, s) for s in self.segments for slot in self.slots_of(s)[: s.unroll]]
         return sum(self.saved_by(slot, segment) for slot, segment in bodies)
 
-    def is_stacked(self, segment: Segment) -> bool:
+    def is_stacked(self, segment: LayerSegment) -> bool:
         return True
 
     @property

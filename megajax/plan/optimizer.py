@@ -12,7 +12,7 @@ from megajax.model.lora import is_trained
 from megajax.ops.newton_schulz import coefficients, operations
 from megajax.parallel.weights.blocks import bytes_per_number
 from megajax.parallel.weights.masters import is_split
-from megajax.parallel.weights.matrices import Layout, groups, rounds
+from megajax.parallel.weights.matrices import MatrixLayout, groups, rounds
 from megajax.parallel.weights.offload import OFFLOADED, largest_share
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
@@ -88,7 +88,7 @@ def newton_schulz_flops(plan: StepPlan, placements: Mapping[str, Placement]) -> 
     muon, own = config.optimizer.muon, declared(config.model, config.lora)
     steps = coefficients(muon.coefficients, muon.steps)
     trained = {name: p for name, p in placements.items() if own[name].muon and is_trained(config.lora, name)}
-    layouts = {name: Layout.of(p, plan.sizes, muon.per_head) for name, p in trained.items()}
+    layouts = {name: MatrixLayout.of(p, plan.sizes, muon.per_head) for name, p in trained.items()}
     for shape, names in groups(layouts).items():
         count, each = rounds(shape, plan.sizes, sum(layouts[name].count for name in names))
         one = operations(steps, shape.rows, shape.columns)

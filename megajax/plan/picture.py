@@ -35,7 +35,7 @@ TICKS = 10  # of the time axis
 
 
 @dataclass
-class Phase:
+class StepPhase:
     """A part of a step: computation, and collectives by axis. Its length is the computation and what nothing hides."""
 
     name: str
@@ -95,7 +95,7 @@ def of_phases(found: Found) -> str:
     return written(drawing)
 
 
-def phases_of(found: Found) -> Iterator[Phase]:
+def phases_of(found: Found) -> Iterator[StepPhase]:
     """The phases of a step without a pipeline.
 
     A third of a layer's work and of its collectives is the forward pass. Over `fsdp` weights are gathered in every
@@ -108,16 +108,16 @@ def phases_of(found: Found) -> Iterator[Phase]:
         edge = {"forward": microbatch == 0, "backward": microbatch == count - 1}
         for name in ("forward", "head", "backward"):
             if name == "head":
-                yield Phase(name, time.head / count)
+                yield StepPhase(name, time.head / count)
                 continue
             traffic = {axis: each * (shares[name] / count) for axis, each in time.activations.items()}
             for axis, each in time.weights.items():
                 factor = shares[name] / count if axis == "fsdp" else shares[name] * edge[name]
                 traffic[axis] = traffic.get(axis, Traffic()) + each * factor
-            yield Phase(name, own * shares[name] + (again if name == "backward" else 0), traffic)
-    yield Phase("casts", time.conversions)
-    yield Phase("update", time.optimizer)
-    yield Phase("waiting", time.waiting)
+            yield StepPhase(name, own * shares[name] + (again if name == "backward" else 0), traffic)
+    yield StepPhase("casts", time.conversions)
+    yield StepPhase("update", time.optimizer)
+    yield StepPhase("waiting", time.waiting)
 
 
 def _ms(seconds: float) -> str:

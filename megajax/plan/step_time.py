@@ -14,7 +14,7 @@ from megajax.config.kinds import LayerKind, prediction_kind, prediction_layers
 from megajax.config.remat import ATTENTION, RematPolicy
 from megajax.plan.costs import flops_per_token
 from megajax.plan.rates import Rates
-from megajax.plan.work import Device, Traffic, Work, added
+from megajax.plan.work import Device, PassSeconds, Traffic, added
 from megajax.step.pipeline.schedules import Flags, Schedule, make_schedule
 from megajax.step_plan import StepPlan
 
@@ -44,7 +44,7 @@ class StepTime:
     attention: float
     head: float
     elementwise: float
-    recomputed: Work
+    recomputed: PassSeconds
     loops: float  # copies of saved activations in loops and pipelines, casts in loops
     optimizer: float
     conversions: float  # casts of weights and gradients, sums of gradients over microbatches
@@ -104,7 +104,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredState:
     """The state of a device.
 
     parameters: their number, by the axes that shard them in storage only. in_layers: the number of those in layers.
@@ -117,7 +117,7 @@ class Stored:
     on_host: float
 
 
-def estimate_time(plan: StepPlan, rates: Rates, stored: Stored, recomputes: bool = True) -> StepTime:
+def estimate_time(plan: StepPlan, rates: Rates, stored: StoredState, recomputes: bool = True) -> StepTime:
     """The time of a step with this plan; without `recomputes` a lower limit for all remat policies."""
     return _Step(plan, rates, stored).time(recomputes)
 
@@ -138,7 +138,7 @@ def utilization(plan: StepPlan, rates: Rates, seconds: float) -> float:
 class _Step:
     """The time of a step, from the times of its layers."""
 
-    def __init__(self, plan: StepPlan, rates: Rates, stored: Stored):
+    def __init__(self, plan: StepPlan, rates: Rates, stored: StoredState):
         self.stored, self.device, self.rates = stored, Device(plan, rates), rates
         self.plan, self.config, self.sizes = plan, plan.config, plan.sizes
         self.parameters = sum(stored.parameters.values())
@@ -180,14 +180,14 @@ class _Step:
 
     # The step
 
-    def slots(self) -> tuple[Work, Work, float]:
+    def slots(self) -> tuple[PassSeconds, PassSeconds, float]:
         """Of the layers of a virtual stage, for one microbatch: (their work, what is recomputed, seconds of copies)."""
         equal = Counter[tuple[LayerKind, bool, RematPolicy, bool, bool]]()
         for segment in self.plan.segments:
             for i in range(segment.count):
                 kind, last = self.plan.layer_slots[segment.start + i], (i + 1) % segment.group_size == 0
                 equal[kind, segment.fp8, segment.policy, last, self.plan.is_pipelined or segment.loops > 1] += 1
-        layers, remat, copies = Work(), Work(), 0.0
+        layers, remat, copies = PassSeconds(), PassSeconds(), 0.0
         for (kind, fp8, policy, last, copied), count in equal.items():
             work = self.device.layer(kind, fp8)
             again = self.recomputed(kind, work, policy)
@@ -197,7 +197,7 @@ class _Step:
             copies += count * self.device.saved(kind, policy) if copied else 0.0
         return layers, remat, COPIES * copies / self.rates.memory_bytes
 
-    def recomputed(self, kind: LayerKind, work: Work, policy: RematPolicy) -> Work:
+    def recomputed(self, kind: LayerKind, work: PassSeconds, policy: RematPolicy) -> PassSeconds:
         """A layer's forward pass, or the part that its remat policy computes again.
 
         Collectives and matmuls run again unless the results of all of them are kept.
@@ -206,10 +206,10 @@ class _Step:
             return work * FORWARD
         attention = 0.0 if policy.keeps(ATTENTION) else work.attention
         if policy.keeps_all:
-            return Work(attention=attention) * FORWARD
+            return PassSeconds(attention=attention) * FORWARD
         names = set(self.device.blocks[kind.block].saved_names) - {ATTENTION}
         if all(map(policy.keeps, names)):
-            return Work(attention=attention, elementwise=work.elementwise) * FORWARD
+            return PassSeconds(attention=attention, elementwise=work.elementwise) * FORWARD
         return replace(work, attention=attention) * FORWARD
 
     def casts(self) -> float:
@@ -220,7 +220,7 @@ class _Step:
     def time(self, recomputes: bool) -> StepTime:
         """The parts of the step; without `recomputes` no recomputation, and no copies of what is saved."""
         config, (layers, remat, copies) = self.config, self.slots()
-        remat, loops = (remat, copies + self.casts()) if recomputes else (Work(), 0.0)
+        remat, loops = (remat, copies + self.casts()) if recomputes else (PassSeconds(), 0.0)
         again = remat.total
         modules = len(prediction_layers(config.model))
         if modules:
@@ -266,7 +266,7 @@ class _Step:
         matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.muon.items())
         return UPDATE_BYTES * self.parameters / self.rates.memory_bytes + matmuls + self.stored.on_host / HOST_BYTES
 
-    def pipelined(self, layers: Work, again: float, head: float) -> tuple[float, float, Traffic]:
+    def pipelined(self, layers: PassSeconds, again: float, head: float) -> tuple[float, float, Traffic]:
         """(seconds of all ticks without sends, of their sends and loop, sends).
 
         `again`: what the backward pass recomputes, and the loops' cost.

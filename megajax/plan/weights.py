@@ -36,7 +36,7 @@ class Elements:
         return Elements(*(count * number for number in vars(self).values()))
 
 
-class Weights:
+class StepWeights:
     """The weights of a step by name and by kind of layer."""
 
     def __init__(self, plan: StepPlan, placements: Mapping[str, Placement], blocks: Mapping[str, Block], compute: int):

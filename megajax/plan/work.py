@@ -61,7 +61,7 @@ def added(one: Mapping[str, Traffic], other: Mapping[str, Traffic]) -> dict[str,
 
 
 @dataclass
-class Work:
+class PassSeconds:
     """Seconds of one layer's or head's forward and backward pass on one device."""
 
     matmuls: float = 0
@@ -73,17 +73,17 @@ class Work:
     def total(self) -> float:
         return self.matmuls + self.attention + self.elementwise + sum(each.exposed for each in self.traffic.values())
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
+    def __add__(self, other: "PassSeconds") -> "PassSeconds":
+        return PassSeconds(
             self.matmuls + other.matmuls,
             self.attention + other.attention,
             self.elementwise + other.elementwise,
             added(self.traffic, other.traffic),
         )
 
-    def __mul__(self, factor: float) -> "Work":
+    def __mul__(self, factor: float) -> "PassSeconds":
         traffic = {axis: each * factor for axis, each in self.traffic.items()}
-        return Work(factor * self.matmuls, factor * self.attention, factor * self.elementwise, traffic)
+        return PassSeconds(factor * self.matmuls, factor * self.attention, factor * self.elementwise, traffic)
 
 
 class Device:
@@ -93,21 +93,23 @@ class Device:
         self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
         self.number = 4 if self.config.precision.compute == "float32" else 2  # bytes
         self.blocks = planned_blocks(self.config.model)
-        self._layers: dict[tuple[LayerKind, bool], Work] = {}
+        self._layers: dict[tuple[LayerKind, bool], PassSeconds] = {}
 
     # One layer
 
-    def layer(self, kind: LayerKind, fp8: bool) -> Work:
+    def layer(self, kind: LayerKind, fp8: bool) -> PassSeconds:
         """The forward and backward pass of a layer for one microbatch."""
         if (kind, fp8) not in self._layers:
             parts = [self.part(part, kind, fp8) for part in self.blocks[kind.block].parts.values()]
-            self._layers[kind, fp8] = sum(parts, Work())
+            self._layers[kind, fp8] = sum(parts, PassSeconds())
         return self._layers[kind, fp8]
 
-    def part(self, part: Sublayer, kind: LayerKind, fp8: bool) -> Work:
+    def part(self, part: Sublayer, kind: LayerKind, fp8: bool) -> PassSeconds:
         """The forward and backward pass of a part of a layer."""
         tokens = self.plan.tokens
-        work = Work(self.matmuls(part, fp8), elementwise=tokens * self.passes(part, fp8) / self.rates.memory_bytes)
+        work = PassSeconds(
+            self.matmuls(part, fp8), elementwise=tokens * self.passes(part, fp8) / self.rates.memory_bytes
+        )
         flops = part.attention_flops(attended_keys(self.config.batch.sequence_length, kind.window))
         if flops:
             work += self.attention(flops * tokens / self.sizes["tensor"], fp8)
@@ -130,11 +132,11 @@ class Device:
         flops = 6 * tokens * part.matmul_parameters() / tensor
         return waste * flops / self.rates.matmul_flops(smallest, fp8)
 
-    def unused(self, kind: LayerKind, fp8: bool) -> Work:
+    def unused(self, kind: LayerKind, fp8: bool) -> PassSeconds:
         """The matmul of a layer whose output no backward pass needs, so that recomputation leaves it out: the last."""
         part = list(self.blocks[kind.block].parts.values())[-1]
         share = self.part_sizes(part).width * self.config.model.hidden_size / part.matmul_parameters()
-        return Work(self.matmuls(part, fp8) * share)
+        return PassSeconds(self.matmuls(part, fp8) * share)
 
     def saved(self, kind: LayerKind, policy: RematPolicy) -> float:
         """Bytes of a layer that are kept for the backward pass, with one remat policy."""
@@ -193,14 +195,14 @@ class Device:
             return 0
         return (model.q_lora_rank or model.hidden_size) + model.kv_lora_rank + (model.qk_rope_head_dim or 0)
 
-    def attention(self, flops: float, fp8: bool) -> Work:
+    def attention(self, flops: float, fp8: bool) -> PassSeconds:
         """Attention of this device's queries, with the collectives of keys and values."""
         model, tokens, shards = self.config.model, self.plan.tokens, self.sizes["context"]
         rate = self.rates.attention(model.head_dim, self.config.batch.sequence_length)
         if shards == 1:
-            return Work(attention=flops / rate)
+            return PassSeconds(attention=flops / rate)
         width = model.num_kv_heads * (model.head_dim + model.value_dim) / self.sizes["tensor"]
-        work = Work(attention=flops / rate / self.plan.collectives.context.attention_rate)
+        work = PassSeconds(attention=flops / rate / self.plan.collectives.context.attention_rate)
         if self.plan.sends_latents:
             assert model.kv_lora_rank and model.qk_nope_head_dim
             # Keys and values of the others' tokens, in both passes, with their gradients; one's own again.

@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     unit: str
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Devices that communicate, in order; `kind` names their class of links."""
 
     kind: str
@@ -71,28 +71,30 @@ def _rate(sample: Sample) -> str:
 # Groups of devices
 
 
-def groups(devices: Sequence[Any], hosts: Sequence[str], mesh: Any = None) -> list[Group]:
+def groups(devices: Sequence[Any], hosts: Sequence[str], mesh: Any = None) -> list[DeviceGroup]:
     """The groups to measure, in an order that keeps no process waiting for more than one other group at a time.
 
     `hosts`: the host of each process; `mesh`: with it the lines of its axes too.
     """
     by_host = devices_by_host(devices, hosts)
     names, first = list(by_host), next(iter(by_host.values()))
-    found = [Group(f"within a host ({len(own)})", host, own) for host, own in by_host.items() if len(own) > 1]
+    found = [DeviceGroup(f"within a host ({len(own)})", host, own) for host, own in by_host.items() if len(own) > 1]
     for host, own in by_host.items():
         if len(own) > 2:
             found += [
-                Group("pair within a host", f"{host} devices {i} and {i + 1}", [own[i], own[i + 1]])
+                DeviceGroup("pair within a host", f"{host} devices {i} and {i + 1}", [own[i], own[i + 1]])
                 for i in _even_first(len(own) - 1)
             ]
     if len(names) > 1 and len({len(own) for own in by_host.values()}) == 1:
         found += [
-            Group(f"between hosts ({len(names)})", f"device {i} of each host", [own[i] for own in by_host.values()])
+            DeviceGroup(
+                f"between hosts ({len(names)})", f"device {i} of each host", [own[i] for own in by_host.values()]
+            )
             for i in range(len(first))
         ]
     if len(names) > 2:
         found += [
-            Group("pair of hosts", f"{names[i]} and {names[i + 1]}", by_host[names[i]] + by_host[names[i + 1]])
+            DeviceGroup("pair of hosts", f"{names[i]} and {names[i + 1]}", by_host[names[i]] + by_host[names[i + 1]])
             for i in _even_first(len(names) - 1)
         ]
     return found + (_axis_groups(mesh) if mesh is not None else [])
@@ -111,7 +113,7 @@ def _even_first(count: int) -> list[int]:
     return [*range(0, count, 2), *range(1, count, 2)]
 
 
-def _axis_groups(mesh: Any) -> list[Group]:
+def _axis_groups(mesh: Any) -> list[DeviceGroup]:
     import numpy as np
 
     found = []
@@ -119,7 +121,7 @@ def _axis_groups(mesh: Any) -> list[Group]:
         size = mesh.devices.shape[index]
         if size > 1:
             for line in np.moveaxis(mesh.devices, index, -1).reshape(-1, size).tolist():
-                found.append(Group(f"mesh.{axis}={size}", f"devices {', '.join(str(d.id) for d in line)}", line))
+                found.append(DeviceGroup(f"mesh.{axis}={size}", f"devices {', '.join(str(d.id) for d in line)}", line))
     return found
 
 
@@ -200,7 +202,9 @@ def sent_bytes(operation: str, devices: int, buffer: float) -> float:
     return (2 if operation == "all-reduce" else 1) * (1 - 1 / devices) * buffer
 
 
-def link_rates(found: Iterable[Group], megabytes: int, seconds_per_call: Timer = seconds_per_call) -> list[Sample]:
+def link_rates(
+    found: Iterable[DeviceGroup], megabytes: int, seconds_per_call: Timer = seconds_per_call
+) -> list[Sample]:
     """GB/s per device of the collectives of the groups that this process takes part in; the group's first one reports.
 
     `megabytes`: a device's buffer. The rate counts `sent_bytes`.

@@ -42,7 +42,7 @@ ON_GPUS = Sizes(16384, (512, 1024, 2048, 4096, 8192), 32768, (2048, 8192, 32768)
 ON_CPUS = Sizes(64, (16, 32, 64), 64, (16, 64), 2, 2**20, (1, 2), 0.0)  # to try the command, not to plan with
 
 
-class Program(NamedTuple):
+class TimedProgram(NamedTuple):
     """A function of a tuple of arrays with these shapes; `kind`, `size` and `work` as in `Timing`."""
 
     kind: str
@@ -52,7 +52,7 @@ class Program(NamedTuple):
     arguments: tuple[jax.ShapeDtypeStruct, ...]
 
 
-def programs(sizes: Sizes, hardware: Hardware) -> Iterator[Program]:
+def programs(sizes: Sizes, hardware: Hardware) -> Iterator[TimedProgram]:
     """All programs, without those that this hardware cannot run."""
     for n in sizes.smallest:
         yield _bf16_matmuls(sizes.tokens, n)
@@ -70,27 +70,27 @@ def programs(sizes: Sizes, hardware: Hardware) -> Iterator[Program]:
             except ConfigError:  # no kernel for these widths
                 break
     shape = jax.ShapeDtypeStruct((sizes.copied // 2,), jnp.bfloat16)
-    yield Program(COPY, sizes.copied, 2 * sizes.copied, lambda arrays: arrays[0] * 1.5, (shape,))
+    yield TimedProgram(COPY, sizes.copied, 2 * sizes.copied, lambda arrays: arrays[0] * 1.5, (shape,))
 
 
-def random_arguments(program: Program) -> tuple[jax.Array, ...]:
+def random_arguments(program: TimedProgram) -> tuple[jax.Array, ...]:
     """Normal random numbers: a matmul of zeros needs less power, and is faster."""
     return tuple(
         jax.random.normal(jax.random.key(i), each.shape).astype(each.dtype) for i, each in enumerate(program.arguments)
     )
 
 
-def _bf16_matmuls(T: int, n: int) -> Program:
+def _bf16_matmuls(T: int, n: int) -> TimedProgram:
     """The three matmuls of a linear layer with T tokens and a weight [n, T]: output and both gradients."""
 
     def matmuls(arrays):
         x, w, dy = arrays
         return x @ w, dy @ w.T, x.T @ dy
 
-    return Program(MATMUL[False], n, 6 * T * T * n, matmuls, _shapes(jnp.bfloat16, (T, n), (n, T), (T, T)))
+    return TimedProgram(MATMUL[False], n, 6 * T * T * n, matmuls, _shapes(jnp.bfloat16, (T, n), (n, T), (T, T)))
 
 
-def _fp8_matmuls(T: int, n: int, matmul: Callable[..., jax.Array]) -> Program:
+def _fp8_matmuls(T: int, n: int, matmul: Callable[..., jax.Array]) -> TimedProgram:
     """The same of tensors that are quantised with their transposes; the scales are applied inside the matmuls."""
 
     def matmuls(arrays):
@@ -99,10 +99,10 @@ def _fp8_matmuls(T: int, n: int, matmul: Callable[..., jax.Array]) -> Program:
         return [matmul(a, b, scale, jnp.bfloat16) for a, b in products]
 
     shapes = _shapes(fp8.E4M3, (T, n), (n, T), (n, T), (T, n)) + _shapes(fp8.E5M2, (T, T), (T, T))
-    return Program(MATMUL[True], n, 6 * T * T * n, matmuls, shapes + _shapes(jnp.float32, ()))
+    return TimedProgram(MATMUL[True], n, 6 * T * T * n, matmuls, shapes + _shapes(jnp.float32, ()))
 
 
-def _attention(sizes: Sizes, S: int, widths: tuple[int, int], hardware: Hardware) -> Program:
+def _attention(sizes: Sizes, S: int, widths: tuple[int, int], hardware: Hardware) -> TimedProgram:
     """Forward and backward pass with the kernel that a step would choose; it counts half of the pairs, as causal."""
     H, W = widths
     N, B = sizes.heads, sizes.attended // S
@@ -128,7 +128,7 @@ def _attention(sizes: Sizes, S: int, widths: tuple[int, int], hardware: Hardware
         return out, gradients(dout)
 
     shapes = _shapes(jnp.bfloat16, (B, S, N, H), (B, S, K, H), (B, S, K, W), (B, S, N, W))
-    return Program(attention_kind(H), S, 3 * B * S * S * N * (H + W), forward_and_backward, shapes)
+    return TimedProgram(attention_kind(H), S, 3 * B * S * S * N * (H + W), forward_and_backward, shapes)
 
 
 def _shapes(dtype: Any, *shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -19,15 +19,15 @@ import jax
 from megajax.errors import InputError
 from megajax.plan.rates import DEVICES, GIB, H200, KEYS, Rates, write_rates
 from megajax.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
-from megajax.preflight.measurements import Group, collective, devices_by_host, seconds_per_call, sent_bytes
+from megajax.preflight.measurements import DeviceGroup, collective, devices_by_host, seconds_per_call, sent_bytes
 from megajax.preflight.programs import (
     COPY,
     MATMUL,
     ON_CPUS,
     ON_GPUS,
     WIDTHS,
-    Program,
     Sizes,
+    TimedProgram,
     attention_kind,
     programs,
     random_arguments,
@@ -84,14 +84,16 @@ def measure(hosts: Sequence[str], sizes: Sizes | None = None) -> Answer:
     return Answer(timings, limit and limit / GIB)
 
 
-def link_groups(devices: Sequence[Any], hosts: Sequence[str]) -> list[Group]:
+def link_groups(devices: Sequence[Any], hosts: Sequence[str]) -> list[DeviceGroup]:
     """Within each host 2, 4, … and all of its devices; between hosts the first device of 2, 4, … and all hosts."""
     by_host = devices_by_host(devices, hosts)
     found = [
-        Group(f"{WITHIN} ({size})", host, own[:size]) for host, own in by_host.items() for size in _powers(len(own))
+        DeviceGroup(f"{WITHIN} ({size})", host, own[:size])
+        for host, own in by_host.items()
+        for size in _powers(len(own))
     ]
     firsts = [own[0] for own in by_host.values()]
-    return found + [Group(f"{BETWEEN} ({size})", "first devices", firsts[:size]) for size in _powers(len(firsts))]
+    return found + [DeviceGroup(f"{BETWEEN} ({size})", "first devices", firsts[:size]) for size in _powers(len(firsts))]
 
 
 def _powers(count: int) -> list[int]:
@@ -99,7 +101,7 @@ def _powers(count: int) -> list[int]:
     return [2**i for i in range(1, count.bit_length()) if 2**i < count] + ([count] if count > 1 else [])
 
 
-def timed(program: Program, sizes: Sizes) -> Timing | None:
+def timed(program: TimedProgram, sizes: Sizes) -> Timing | None:
     """The program's time at the clocks of a GPU under load; None, with a warning, if it cannot run here."""
     try:
         arguments, function = random_arguments(program), jax.jit(program.function)
@@ -114,7 +116,7 @@ def timed(program: Program, sizes: Sizes) -> Timing | None:
         return None
 
 
-def timed_links(group: Group, sizes: Sizes) -> list[Timing]:
+def timed_links(group: DeviceGroup, sizes: Sizes) -> list[Timing]:
     """The collectives of a group, if this process takes part in it; its first one has the timings.
 
     The number of calls does not depend on the time, because all processes must call a collective equally often.

@@ -50,7 +50,7 @@ class Trace:
     device_kind: str
 
 
-class Facts(TypedDict):
+class TraceFacts(TypedDict):
     """The content of `trace.json`; the other facts are not needed here."""
 
     steps: Annotated[int, Field(ge=1, lt=2**31)]
@@ -67,7 +67,7 @@ def read(folder: Path) -> Trace:
     kernels = read_files(traces, folder / FOLDER)
     if not kernels:
         raise InputError(f"{folder / FOLDER} has no operation of a device: {CURE}.")
-    known = json_files.read(facts, Facts, CURE)
+    known = json_files.read(facts, TraceFacts, CURE)
     with reading(folder / FOLDER / MODULE, CURE):
         text = read_gzip(folder / FOLDER / MODULE).decode()
         ops = named(hlo.parse(text))

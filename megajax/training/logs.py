@@ -249,7 +249,7 @@ def say(text: str) -> None:
         CONSOLE.info(text)
 
 
-class Progress:
+class ProgressBar:
     """A progress bar on terminals; elsewhere only lines."""
 
     def __init__(self, start: int, steps: int, writer: bool):

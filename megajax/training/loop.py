@@ -86,7 +86,7 @@ class Trainer:
         self.directory = RunDirectory(self.saver, exports, self.reports, self.note)
         self.run_dir, self.writer = self.directory.path, jax.process_index() == 0
         self.compile_seconds = 0.0
-        self.progress: logs.Progress | None = None
+        self.progress: logs.ProgressBar | None = None
         self._state: TrainState | None = None
         self._start = Start(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self.checks = NumberChecks(self.program, self.note, self.monitoring.event)
@@ -284,7 +284,7 @@ class Trainer:
             on_first_process(lambda: self.monitoring.start(logs.say))
             about_data = describe_data(self.config, self.data, self.sizes)
             logs.say(summary(self.program, self.flags, about_data, self.sizes))
-            self.progress = logs.Progress(self.step, self.config.run.steps, self.writer)
+            self.progress = logs.ProgressBar(self.step, self.config.run.steps, self.writer)
             on_first_process(lambda: remove_damaged_programs(self.config))
             self.compile()
             with ThreadPoolExecutor(1) as thread:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from megajax.checkpoint import Checkpoints, agreed_steps, newest_good, reason
-from megajax.checkpoint.description import Difference
+from megajax.checkpoint.description import SettingDifference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.checkpoint.storage import store_errors
@@ -65,7 +65,7 @@ class Start:
         None: there is none.
         """
         self.resumed_step, self.sizes = step, BatchSizes.of(self.config)
-        self.allowed: list[Difference] = []
+        self.allowed: list[SettingDifference] = []
         self.rollbacks = Rollbacks(self.config)
         self.saved: dict[str, Any] = {}
         self._local = self._newer_local_one()

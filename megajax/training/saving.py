@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megajax.checkpoint import Checkpoints, host_memory, restore_model
 from megajax.checkpoint.description import (
-    Difference,
+    SettingDifference,
     config_allows,
     describe_data,
     describe_lora,
@@ -141,7 +141,7 @@ class StateSaver:
             f"weights{back}."
         )
 
-    def compare(self, description: Mapping[str, Any], name: str) -> tuple[Position, list[Difference]]:
+    def compare(self, description: Mapping[str, Any], name: str) -> tuple[Position, list[SettingDifference]]:
         """The position of a checkpoint, and the settings that changed since and that `checkpoint.allow_changes` names.
 
         `description` is the checkpoint's, `name` its name in errors. Raises InputError with all other changes of
@@ -186,7 +186,7 @@ class StateSaver:
             where = f"data.train ({config.where('data.train')})"
             raise InputError(f"{problem}, and the sources of {where} have no weights, so each has one epoch: {cure}.")
         mine, steps = wanted_samples(config, "train"), config.run.steps
-        if mine != saved and not config_allows(config, Difference("data.train_samples", saved, mine)):
+        if mine != saved and not config_allows(config, SettingDifference("data.train_samples", saved, mine)):
             if not grows:
                 cure = f"set data.train_samples={saved}, or {cure}"
             raise InputError(

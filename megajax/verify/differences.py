@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megajax.verify.runs import Arrays, Trace
+from megajax.verify.runs import Arrays, RunTrace
 
 # FP32's rounding, relative; docs/verify.md derives these figures. The first difference is looked for in this order.
 TOLERANCES = {"gradient": 1e-4, "layer state": 1e-4, "update": 1e-2, "loss": 1e-5, "gradient norm": 1e-5}
@@ -17,7 +17,7 @@ Measures = dict[str, dict[str, float]]  # relative differences by kind, of TOLER
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """The relative differences of a run from its reference, and the largest that rounding explains."""
 
     values: Measures
@@ -50,7 +50,7 @@ class Difference:
         return f"{sentence}; {len(wrong)} of {len(values)} differ, most that of {worst}, by {values[worst]:.1e}"
 
 
-def compare(found: Trace, expected: Trace, exact: Trace | None = None) -> Difference:
+def compare(found: RunTrace, expected: RunTrace, exact: RunTrace | None = None) -> RunDifference:
     """A run against its reference on one device.
 
     `exact` is the reference in FP32, where both runs use another precision. Rounding moved the reference away from it
@@ -67,10 +67,10 @@ def compare(found: Trace, expected: Trace, exact: Trace | None = None) -> Differ
         otherwise = most["gradient"] if kind == "layer state" else most[kind]
         own, factor = ({}, 4) if kind in ("loss", "gradient norm") else (rounding[kind], 2)
         limits[kind] = {name: tolerance + factor * own.get(name, otherwise) for name in values[kind]}
-    return Difference(values, limits, found.problems)
+    return RunDifference(values, limits, found.problems)
 
 
-def _measure(found: Trace, expected: Trace, exact: Trace) -> Measures:
+def _measure(found: RunTrace, expected: RunTrace, exact: RunTrace) -> Measures:
     """‖a − b‖ / ‖exact‖ of everything that both runs have."""
     skipped = found.first - expected.first
     steps = range(found.first, found.first + len(found.losses))
@@ -95,7 +95,7 @@ def _measure(found: Trace, expected: Trace, exact: Trace) -> Measures:
     }
 
 
-def _update(trace: Trace, initial: Arrays, is_rounding: Arrays) -> Arrays:
+def _update(trace: RunTrace, initial: Arrays, is_rounding: Arrays) -> Arrays:
     """What a run added to each weight, and zeros where its gradient is rounding."""
     return {
         name: np.where(is_rounding[name], 0, weight.astype(np.float64) - initial[name])

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megajax.config import AXES, Config
-from megajax.verify.differences import Difference, compare
-from megajax.verify.runs import Run, Trace
+from megajax.verify.differences import RunDifference, compare
+from megajax.verify.runs import Run, RunTrace
 from megajax.verify.shrink import Precision, in_fp32, shrink
 
 ONE_DEVICE: Mapping[str, int] = dict.fromkeys(AXES, 1)
@@ -41,11 +41,11 @@ def report(
     return 1 if wrong else 0
 
 
-def traces(one: Run, mesh: Run, name: str, saved: Path | None) -> Iterator[tuple[str, Trace]]:
+def traces(one: Run, mesh: Run, name: str, saved: Path | None) -> Iterator[tuple[str, RunTrace]]:
     """The mesh's run; with `saved`, one device's checkpoint, also the runs that change to and from one device."""
     with tempfile.TemporaryDirectory() as scratch:
         own = None if saved is None else Path(scratch)
-        work: dict[str, Callable[[], Trace]] = {name: lambda: mesh.train(own)}
+        work: dict[str, Callable[[], RunTrace]] = {name: lambda: mesh.train(own)}
         if saved is not None and own is not None:
             work[f"one device, then {name}"] = lambda: mesh.resume(saved, one.saved)
             work[f"{name}, then one device"] = lambda: one.resume(own, mesh.saved)
@@ -69,7 +69,7 @@ def _working(run: str) -> Iterator[None]:
         yield
 
 
-def rounding_line(precision: Precision, rounding: Difference) -> str:
+def rounding_line(precision: Precision, rounding: RunDifference) -> str:
     """The sentence on the rounding of a precision, measured on one device."""
     computed = {"fp8": "Linear layers compute in FP8, all else in FP32.", "bfloat16": "All is computed in BF16."}
     most = {kind: f"{max(rounding.values[kind].values()):.1e}" for kind in ("gradient", "update", "loss")}
@@ -86,7 +86,7 @@ def mesh_name(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
-def lines(name: str, difference: Difference) -> list[str]:
+def lines(name: str, difference: RunDifference) -> list[str]:
     """The verdict on a run, and a line for each kind of difference."""
     first = (difference.first or "").replace("; ", ";\n  ")
     out = [f"{name} differs:\n  {first}." if first else f"{name} agrees"]

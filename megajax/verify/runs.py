@@ -26,7 +26,7 @@ Arrays = dict[str, np.ndarray]  # by name, in canonical shapes, in the model's o
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTrace:
     """The steps of a run: numbers and layer state of each, weights before and after all of them."""
 
     first: int  # number of the first step, from 1; later steps than 1 follow a checkpoint
@@ -57,11 +57,11 @@ class Run:
         """The step after which a checkpoint is saved."""
         return self.program.config.run.steps // 2
 
-    def train(self, directory: Path | None = None) -> Trace:
+    def train(self, directory: Path | None = None) -> RunTrace:
         """All steps; with `directory` a checkpoint in the middle."""
         return self._steps(self.program.init_state(), 1, directory)
 
-    def resume(self, directory: Path, saved: Arrays) -> Trace:
+    def resume(self, directory: Path, saved: Arrays) -> RunTrace:
         """The steps after a checkpoint, whose state was `saved`."""
         checkpoints = Checkpoints(directory, keep=1, keep_every=None)
         state = self.saver.restore(checkpoints, self.saved_step)
@@ -74,7 +74,7 @@ class Run:
         trace = self._steps(state, self.saved_step + 1)
         return replace(trace, problems=(*(f"{n} is restored with other values" for n in changed), *trace.problems))
 
-    def _steps(self, state: TrainState, first: int, directory: Path | None = None) -> Trace:
+    def _steps(self, state: TrainState, first: int, directory: Path | None = None) -> RunTrace:
         program, config = self.program, self.program.config
         before, gradients, losses, norms, states = canonical(program, state.params), {}, [], [], []
         for step, fields in enumerate(batches(config, config.run.seed), 1):
@@ -95,7 +95,7 @@ class Run:
         unequal = [name for name in sorted(arrays, key=position_in_model) if not _copies_agree(arrays[name])]
         problems = tuple(f"{name} differs between devices that hold copies of it" for name in unequal)
         weights = before, canonical(program, state.params)
-        return Trace(first, np.array(losses), np.array(norms), tuple(states), gradients, weights, problems)
+        return RunTrace(first, np.array(losses), np.array(norms), tuple(states), gradients, weights, problems)
 
     def _save(self, directory: Path, step: int, state: TrainState) -> None:
         self.saved = self._whole(state)

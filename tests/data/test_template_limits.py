@@ -8,7 +8,7 @@ import pytest
 from megajax.data.chat import Rendering, read_chats
 from megajax.data.chat_template import ChatTemplate
 from megajax.data.rendering import Template, render
-from megajax.data.sandbox import Child, Stopped
+from megajax.data.sandbox import LimitedProcess, Stopped
 from megajax.errors import InputError
 
 CHAT = [{"role": "user", "content": "x y"}]
@@ -42,7 +42,7 @@ EXPLODING = {
 @pytest.mark.parametrize("limit", EXPLODING)
 def test_a_template_that_explodes_or_does_not_end_is_a_sentence(limit):
     """The lists of the limits together: some kill the child, which is then started again."""
-    child = Child(200 << 20, 0.2)
+    child = LimitedProcess(200 << 20, 0.2)
     assert child.run("t", "c", render, Template({"default": "{{ messages[0].content }}"}, {}, "t"), CHAT, False, {})
     for source in EXPLODING[limit]:
         start = time.perf_counter()
@@ -66,7 +66,7 @@ def test_a_template_that_explodes_at_one_chat_names_its_line(tmp_path):
 
 def test_a_child_lives_as_long_as_it_is_used(tmp_path):
     """Values of a work, its error, and a child that was killed meanwhile."""
-    child, template = Child(), Template({"default": "{{ messages | length }}"}, {}, "t")
+    child, template = LimitedProcess(), Template({"default": "{{ messages | length }}"}, {}, "t")
     assert child.run("t", "c", render, template, CHAT * 3, False, {}) == ["3"]
     child._process.kill()
     child._process.wait()

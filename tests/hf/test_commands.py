@@ -21,7 +21,7 @@ from megajax.hf import compare as comparison
 from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.convert import read_folder, read_model
-from megajax.hf.folder import INDEX, SINGLE, Weights
+from megajax.hf.folder import INDEX, SINGLE, FolderTensors
 from megajax.hf.plan import plan, shards
 from megajax.hf.reader import unpadded
 from megajax.hf.tensors import tensor_names
@@ -232,14 +232,14 @@ def test_the_plan_counts_what_reading_reads(unpack, tmp_path, monkeypatch, capsy
     path.write_text(capsys.readouterr().out + RUN)
     config = load_config(path, [f"mesh.{axis}={size}" for axis, size in mesh.items()])
     sizes = check_mesh(config, 8)
-    read, sizes_read = Weights.read, []
+    read, sizes_read = FolderTensors.read, []
 
     def note(self, name, slices):
         block = read(self, name, slices)
         sizes_read.append(block.nbytes)
         return block
 
-    monkeypatch.setattr(Weights, "read", note)
+    monkeypatch.setattr(FolderTensors, "read", note)
     program = TrainProgram.build(config, build_mesh(sizes))
     weights = StateSaver(program).restore_weights(str(folder))[0]
     [planned] = plan(config, sizes, folder, 8)

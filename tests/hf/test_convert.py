@@ -16,7 +16,7 @@ from megajax.errors import InputError
 from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.convert import export, family_for, read_model
-from megajax.hf.folder import INDEX, SINGLE, Weights, write_folder
+from megajax.hf.folder import INDEX, SINGLE, FolderTensors, write_folder
 from megajax.hf.gpt_oss import GptOss
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
@@ -126,8 +126,8 @@ def test_a_folder_with_more_tokens_than_the_run_is_refused(unpack):
 
 @pytest.mark.smoke
 def test_a_replicated_shard_is_read_once(unpack, monkeypatch):
-    names, read_block = [], Weights.read
-    monkeypatch.setattr(Weights, "read", lambda self, *block: names.append(block[0]) or read_block(self, *block))
+    names, read_block = [], FolderTensors.read
+    monkeypatch.setattr(FolderTensors, "read", lambda self, *block: names.append(block[0]) or read_block(self, *block))
     folder = unpack("tiny_llama")
     found = read(folder, config_for(read_model(folder), {"data": 2, "tensor": 2}))
     assert names.count("model.norm.weight") == 1 and len(found["final_norm"].addressable_shards) == 4
@@ -199,7 +199,7 @@ def test_a_large_model_is_written_in_several_files(tmp_path):
     write_folder(tmp_path / "out", {}, iter(arrays.items()), shard_bytes=450)
     files = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
     assert sorted(set(files.values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    with Weights(tmp_path / "out") as weights:
+    with FolderTensors(tmp_path / "out") as weights:
         for name, array in arrays.items():
             np.testing.assert_array_equal(weights.read(name, (slice(2, 4), slice(0, 5))), array[2:4])
 

@@ -15,7 +15,7 @@ from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.hf import reader
 from megajax.hf.convert import read_model
-from megajax.hf.folder import SINGLE, Weights
+from megajax.hf.folder import SINGLE, FolderTensors
 from megajax.mesh import build_mesh
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
@@ -70,7 +70,7 @@ SLICES = [(slice(0, 40), slice(0, 30)), (slice(3, 29), slice(7, 17)), (slice(16,
 def test_a_slice_of_fp8_blocks_has_its_scales(tmp_path, rng, dtype):
     values, scales, whole = fp8_blocks(rng.normal(size=(40, 30)).astype(np.float32), (16, 8), dtype)
     save_file({"other": np.ones(5, np.float32), "w": values, "w_scale_inv": scales}, tmp_path / SINGLE)
-    with Weights(tmp_path, FP8) as weights:
+    with FolderTensors(tmp_path, FP8) as weights:
         assert weights.files.keys() == {"other", "w"} and weights.shape("w") == (40, 30)
         for slices in SLICES:
             found = weights.read("w", slices)
@@ -83,7 +83,7 @@ def test_a_slice_of_fp8_blocks_has_its_scales(tmp_path, rng, dtype):
 def test_one_scale_is_that_of_the_whole_tensor(tmp_path, rng, shape):
     values, scale = rng.normal(size=(6, 10)).astype(E4M3), np.full(shape, 0.3, np.float32)
     save_file({"w": values, "w_scale_inv": scale}, tmp_path / SINGLE)
-    with Weights(tmp_path, {"quant_method": "fp8", "weight_block_size": None}) as weights:
+    with FolderTensors(tmp_path, {"quant_method": "fp8", "weight_block_size": None}) as weights:
         assert weights.shape("w") == (6, 10)
         found = weights.read("w", (slice(1, 4), slice(2, 10)))
         np.testing.assert_array_equal(found, values[1:4, 2:].astype(np.float32) * np.float32(0.3))
@@ -95,7 +95,7 @@ def test_a_slice_of_mxfp4_is_transposed_and_scaled(tmp_path, rng):
     blocks, scales, whole = mxfp4(w)
     assert np.abs(whole - w).max() < np.abs(w).max() / 5 and len(np.unique(scales)) > 3
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / SINGLE)
-    with Weights(tmp_path, {"quant_method": "mxfp4"}) as weights:
+    with FolderTensors(tmp_path, {"quant_method": "mxfp4"}) as weights:
         assert weights.files.keys() == {"w"} and weights.shape("w") == (3, 96, 10)
         for slices in (
             (slice(0, 3), slice(0, 96), slice(0, 10)),
@@ -192,5 +192,5 @@ def test_a_mistake_is_a_sentence(tmp_path, mistake):
     settings, tensors, sentence = MISTAKES[mistake]
     save_file(tensors or {"w": W}, tmp_path / SINGLE)
     with pytest.raises(InputError) as error:
-        Weights(tmp_path, settings).shape("w")
+        FolderTensors(tmp_path, settings).shape("w")
     assert sentence in str(error.value) and str(tmp_path) in str(error.value)

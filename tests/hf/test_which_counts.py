@@ -14,7 +14,7 @@ from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.hf.convert import load, read_model
-from megajax.hf.folder import HEAD, INDEX, SINGLE, Weights
+from megajax.hf.folder import HEAD, INDEX, SINGLE, FolderTensors
 from megajax.model import Transformer, parameters
 
 FILES = Path(__file__).parents[1] / "data_files"
@@ -94,7 +94,7 @@ def test_an_index_s_files_count_beside_other_files(unpack):
     save_file(plus(tensors, 1), folder / "zz.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"not read")
     write_index(folder, files)
-    with Weights(folder) as weights:
+    with FolderTensors(folder) as weights:
         assert weights.files == files
     np.testing.assert_array_equal(read(folder)["embedding.tokens"], tensors[EMBEDDING])
     # transformers takes the last file, against the index
@@ -164,7 +164,7 @@ def test_names_of_a_model_without_its_head_are_read(unpack, name):
     folder, tensors = unpack(name)
     prefix = "transformer." if name == "tiny_gpt2" else "model."
     save_file({tensor.removeprefix(prefix): array for tensor, array in tensors.items()}, folder / SINGLE)
-    with Weights(folder) as weights:
+    with FolderTensors(folder) as weights:
         assert weights.files.keys() == tensors.keys()
         for tensor, array in tensors.items():
             found = weights.read(tensor, tuple(slice(0, size) for size in array.shape))

@@ -13,8 +13,8 @@ from megajax import evaluate
 from megajax.data.indexed import IndexedWriter
 from megajax.errors import InputError
 from megajax.hf.convert import read_folder
-from megajax.inference.scored_sets import Reading
-from megajax.inference.scoring import Scorer, Window, answer_windows, windows
+from megajax.inference.scored_sets import SetFormat
+from megajax.inference.scoring import ScoredWindow, Scorer, answer_windows, windows
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_mixtral"])
@@ -22,7 +22,7 @@ def test_scores_are_those_of_transformers_on_a_mesh(references, folder_of, name)
     devices = jax.devices()[:4]
     model = megajax.from_hf(folder_of(name), megajax.build_mesh({"fsdp": 2, "tensor": 2}, devices))
     expected = references[name]["scores"]
-    found = Scorer(model, tokens_per_batch=128).scores([Window(tokens, start) for tokens, start, *_ in expected])
+    found = Scorer(model, tokens_per_batch=128).scores([ScoredWindow(tokens, start) for tokens, start, *_ in expected])
     for score, (tokens, start, likelihood, greedy) in zip(found, expected, strict=True):
         assert score.log_likelihood == pytest.approx(likelihood, abs=1e-4)
         assert (score.is_greedy, score.count) == (greedy, len(tokens) - start)
@@ -131,7 +131,7 @@ def test_a_window_longer_than_the_context_keeps_the_flags_of_its_tokens(letters_
     model, tokens = megajax.from_hf(letters_folder), [5, 17, 2, 9, 20, 11, 3, 8, 14, 6, 1, 12]
     flagged = {2, 3, 5, 6, 10}  # the tokens 2 and 3 are cut off, or have nothing before them
     counted = np.array([i in flagged for i in range(2, 12)])
-    (score,) = Scorer(model).scores([Window(tokens, 2, counted)])
+    (score,) = Scorer(model).scores([ScoredWindow(tokens, 2, counted)])
     logits = np.asarray(model([tokens[3:11]]))[0].astype(np.float64)  # of the tokens 4 to 11
     each = {i: logits[i - 4, tokens[i]] - np.log(np.exp(logits[i - 4]).sum()) for i in range(4, 12)}
     assert score.count == 3 and score.log_likelihood == pytest.approx(each[5] + each[6] + each[10], rel=1e-5)
@@ -234,9 +234,9 @@ def test_what_lines_are_is_decided_by_the_first(chats, tmp_path):
     assert (one["documents"], one["tokens"], one["scored"]) == (1, expected[0][1].sum(), "answers")
     with pytest.raises(InputError, match='both.jsonl, line 4 has neither "messages"'):
         evaluate.evaluate(model, str(path))
-    texts = evaluate.evaluate(model, str(path), Reading(json_key="text"))
+    texts = evaluate.evaluate(model, str(path), SetFormat(json_key="text"))
     assert (texts["documents"], texts["tokens"], texts["scored"]) == (4, 12, "all tokens")
-    toned = evaluate.evaluate(model, str(path), Reading(template_arguments={"tone": "b"}), limit=1)
+    toned = evaluate.evaluate(model, str(path), SetFormat(template_arguments={"tone": "b"}), limit=1)
     assert toned["tokens"] == one["tokens"] and toned["loss"] != one["loss"]
     (directory / "64" / "chat_template.jinja").rename(directory / "away")
     with pytest.raises(InputError, match="line 1: .*64 has no chat template: add chat_template.jinja to the folder"):

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.ops import chunk_loss_and_grad, cross_entropy_kernel
-from megajax.ops.cross_entropy_kernel import Tiling
+from megajax.ops.cross_entropy_kernel import RowTiling
 
 # 7 whole steps of two vectors and a rest: of two vectors, the last one cut off.
 ROWS, COLUMNS, TRUE = 5, 7 * 32 + 21, 7 * 32 + 7
-TILING = Tiling(lanes=16, unroll=2)
+TILING = RowTiling(lanes=16, unroll=2)
 SCALE = 0.125
 OPTIONS: list[dict[str, float]] = [{}, {"z_loss": 1e-2}, {"softcap": 3.0, "z_loss": 1e-2, "smoothing": 0.2}]
 
@@ -54,7 +54,7 @@ def test_losses_and_gradient_with_padding(error, batch, options):
     assert not np.any(found[2][:, TRUE:]) and not np.any(found[2][2])
 
 
-@pytest.mark.parametrize("tiling", [Tiling(), Tiling(lanes=64, unroll=4), Tiling(lanes=32, unroll=1)])
+@pytest.mark.parametrize("tiling", [RowTiling(), RowTiling(lanes=64, unroll=4), RowTiling(lanes=32, unroll=1)])
 @pytest.mark.parametrize("columns", [16, 32, 208, 256])
 def test_rows_shorter_and_longer_than_a_step(error, batch, tiling, columns):
     logits, targets, mask = batch

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.ops import fp8_kernels, fp8_reference
-from megajax.ops.fp8_kernels import Tiling
+from megajax.ops.fp8_kernels import CastTiling
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-TILING = Tiling(tokens=32, features=32)
+TILING = CastTiling(tokens=32, features=32)
 SCALE = 40.0
 OPERATIONS = ["cast", "swiglu", "geglu", "swiglu backward", "geglu backward"]
 

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops import grouped_fp8_kernels, grouped_fp8_reference, grouped_matmul, grouped_matmul_kernel, grouped_rows
-from megajax.ops.fp8_kernels import Tiling
+from megajax.ops.fp8_kernels import CastTiling
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -130,7 +130,7 @@ OPERATIONS = {"cast": E4M3, "swiglu": E4M3, "swiglu backward": E5M2, "geglu back
 
 
 def interpreted(module):
-    return {"tiling": Tiling(tokens=32, features=32), "interpret": True} if module is grouped_fp8_kernels else {}
+    return {"tiling": CastTiling(tokens=32, features=32), "interpret": True} if module is grouped_fp8_kernels else {}
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def test_arrays_that_triton_cannot_address_are_larger():
 # Matmuls
 
 K, N, INVERSE = 256, 128, 0.25
-TILING = grouped_matmul_kernel.Tiling(rows=64, cols=128, stages=2)  # wider than N, and a ring that goes round
+TILING = grouped_matmul_kernel.MatmulTiling(rows=64, cols=128, stages=2)  # wider than N, and a ring that goes round
 
 
 def operands(rng, sizes):

@@ -14,7 +14,7 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import ATTENTION, token_order
-from megajax.parallel.context.ring import Ring, Work
+from megajax.parallel.context.ring import Ring, RingWork
 from megajax.training.step import TrainProgram
 
 B, S, H = 2, 48, 8
@@ -196,7 +196,7 @@ def test_the_ring_visits_every_device_and_returns(window):
     ring = Ring(size, Scores(1.0, None, "reference"), window, zigzag=True)
 
     def local(codes):
-        work = Work(
+        work = RingWork(
             own=lambda: codes,
             start=lambda own: (own, own),
             compute=lambda other, codes: (other, codes),

@@ -9,7 +9,7 @@ import jax
 import pytest
 from pydantic import BaseModel
 
-from megajax.checkpoint.description import Difference, config_allows, differences, refuse_changes
+from megajax.checkpoint.description import SettingDifference, config_allows, differences, refuse_changes
 from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
 from megajax.config.fields import Section
@@ -174,7 +174,7 @@ def test_a_change_is_allowed_by_its_key_or_its_section_and_by_no_other_key(bases
     for entry in {*COMPARED_ON_RESUME, *sections}:
         allows = config.checkpoint.model_copy(update={"allow_changes": (entry,)})
         for key in (*COMPARED_ON_RESUME, "data.train.files"):
-            found = config_allows(config.model_copy(update={"checkpoint": allows}), Difference(key, 1, 2))
+            found = config_allows(config.model_copy(update={"checkpoint": allows}), SettingDifference(key, 1, 2))
             assert found == (key.split(".")[: entry.count(".") + 1] == entry.split(".")), (entry, key)
 
 
@@ -197,6 +197,6 @@ def test_what_is_named_is_let_through_if_the_arrays_of_the_state_stay_the_same(t
     key = change.partition("=")[0]
     named = (*base, "data.kind=synthetic", f"checkpoint.allow_changes=[{key}]")
     saved, mine = (load_config(tiny, [*named, *changes]) for changes in ((), (change,)))
-    found, same = [Difference(key, *(value(each, key) for each in (saved, mine)))], arrays(saved) == arrays(mine)
+    found, same = [SettingDifference(key, *(value(each, key) for each in (saved, mine)))], arrays(saved) == arrays(mine)
     with contextlib.nullcontext() if same else pytest.raises(InputError, match=f"{key}=.*can't let it through"):
         refuse_changes(found, mine, "the checkpoint")

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.checkpoint.description import Difference, refuse_changes
+from megajax.checkpoint.description import SettingDifference, refuse_changes
 from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
@@ -96,7 +96,7 @@ def test_sgd_gets_and_loses_no_moments_on_resume(make_config):
     for saved, mine in ((0.9, 0.0), (0.0, 0.9)):
         own = (f"optimizer.beta1={mine}", "optimizer.kind=sgd", "checkpoint.allow_changes=[optimizer]")
         with pytest.raises(InputError, match="optimizer.beta1=.*can't let it through"):
-            refuse_changes([Difference("optimizer.beta1", saved, mine)], make_config(*own), "the checkpoint")
+            refuse_changes([SettingDifference("optimizer.beta1", saved, mine)], make_config(*own), "the checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """Attention over `context`: the class of each strategy of `kernels.context`, in a file of its own."""
 
 from megajax.config.context import ALL_GATHER, ALL_TO_ALL, RING, STRATEGIES, ContextStrategy
-from megajax.parallel.context.gathered import Gathered
+from megajax.parallel.context.gathered import GatheredContext
 from megajax.parallel.context.heads import OverHeads
 from megajax.parallel.context.ring import Ring
 from megajax.parallel.context.strategy import ContextAttention
 
 ATTENTION: dict[str, type[ContextAttention]] = {
     RING.name: Ring,
-    ALL_GATHER.name: Gathered,
+    ALL_GATHER.name: GatheredContext,
     ALL_TO_ALL.name: OverHeads,
 }
 

@@ -13,7 +13,7 @@ from megajax.parallel.context.strategy import Keys, Linear, Sent, ToParts, heads
 from megajax.parallel.context.token_order import as_sequence, as_stored, sequence_ranges
 
 
-class Gathered(ToParts):
+class GatheredContext(ToParts):
     def forward(self, q, kv, positions) -> Part:
         return self._to_all(q, kv, self._gather(kv, positions), positions)
 

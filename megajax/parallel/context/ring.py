@@ -23,14 +23,14 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]  # dq, dk and dv
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoreBlock:
     """One block of scores: this device's queries and another device's keys; half of each, or all (None)."""
 
     q_half: jax.Array | int | None  # 0: the early chunk, 1: the late chunk
     k_half: jax.Array | int | None
 
     @staticmethod
-    def of(scores: Scores, rank: jax.Array, other: jax.Array) -> "tuple[Block, ...]":
+    def of(scores: Scores, rank: jax.Array, other: jax.Array) -> "tuple[ScoreBlock, ...]":
         """The blocks of a device's queries with the keys of another device.
 
         With cuDNN a query sees all keys of a block. In zig-zag a late chunk sees every early chunk. Besides, an early
@@ -38,9 +38,9 @@ class Block:
         work is the same for every device.
         """
         if scores.implementation != "cudnn":
-            return (Block(None, None),)
+            return (ScoreBlock(None, None),)
         half = (other > rank).astype(jnp.int32)
-        return Block(1, 0), Block(half, half)
+        return ScoreBlock(1, 0), ScoreBlock(half, half)
 
     def add(self, total: Gradients, of_block: Gradients) -> Gradients:
         """`total` with the gradients of this block."""
@@ -73,7 +73,7 @@ def in_half(part: jax.Array, half: jax.Array | int | None, axis: int = 1, empty:
 
 
 @dataclass(frozen=True)
-class Work:
+class RingWork:
     """A device's work while keys and values are sent around the ring.
 
     `moving` arrays go around with the keys, and every device updates them; `local` arrays stay on their device.
@@ -104,20 +104,20 @@ class Ring(ToParts):
 
         def compute(other, sent):
             kv, seen, parts = heads(sent), ranges(other), []
-            for block in Block.of(scores, rank, other):
+            for block in ScoreBlock.of(scores, rank, other):
                 keys, values = half_of(kv, block.k_half)
                 parts.append(attend(scores, "full", half_of(q, block.q_half), keys, values, seen))
             return parts
 
         def combine(other, parts, moving, whole):
-            for block, (out, lse) in zip(Block.of(scores, rank, other), parts, strict=True):
+            for block, (out, lse) in zip(ScoreBlock.of(scores, rank, other), parts, strict=True):
                 whole = merge(whole, (in_half(out, block.q_half), in_half(lse, block.q_half, 2, -jnp.inf)))
             return moving, whole
 
         def own():
             return attend(scores, "causal", q, *heads(sent), ranges(rank))
 
-        return self.go_round(q.shape[1], sent, Work(own, start, compute, combine))[1]
+        return self.go_round(q.shape[1], sent, RingWork(own, start, compute, combine))[1]
 
     def backward(self, q, kv, positions, whole, dout) -> tuple[jax.Array, Keys]:
         scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
@@ -131,12 +131,12 @@ class Ring(ToParts):
 
         def combine(other, gradients, dkv, dq):
             dk, dv = dkv
-            for block, one in zip(Block.of(scores, rank, other), gradients, strict=True):
+            for block, one in zip(ScoreBlock.of(scores, rank, other), gradients, strict=True):
                 dq, dk, dv = block.add((dq, dk, dv), one)
             return (dk, dv), dq
 
         own = partial(attend_backward, scores, "causal", q, *kv, ranges(rank), whole, dout)
-        dkv, dq = self.go_round(q.shape[1], kv, Work(own, start, compute, combine))
+        dkv, dq = self.go_round(q.shape[1], kv, RingWork(own, start, compute, combine))
         return dq, dkv
 
     def backward_latent(self, linear, q, keys, positions, whole, dout) -> tuple[jax.Array, LatentKeys]:
@@ -157,7 +157,7 @@ class Ring(ToParts):
             kv, pull = jax.vjp(heads, sent, keys.up)
             total: Any = tuple(jnp.zeros(a.shape, dtype) for a in (q, *kv))
             of_blocks = self._block_gradients(other, ranges(other), q, kv, whole, dout)
-            for block, one in zip(Block.of(scores, rank, other), of_blocks, strict=True):
+            for block, one in zip(ScoreBlock.of(scores, rank, other), of_blocks, strict=True):
                 total = block.add(total, one)
             dq, *dkv = total
             return dq, *pull(tuple(g.astype(a.dtype) for g, a in zip(dkv, kv, strict=True)))
@@ -166,14 +166,14 @@ class Ring(ToParts):
             dq, dsent, dup = gradients
             return jax.tree.map(lambda total, g: total + g.astype(dtype), (moving, local), (dsent, (dq, dup)))
 
-        dsent, (dq, dup) = self.go_round(q.shape[1], sent, Work(own, start, compute, combine))
+        dsent, (dq, dup) = self.go_round(q.shape[1], sent, RingWork(own, start, compute, combine))
         return dq, latent_gradients(keys, dsent, dup)
 
     def _block_gradients(self, other, seen: Ranges | None, q, kv: Keys, whole: Part, dout) -> list[Gradients]:
         """The gradients of each block of scores with the keys and values of the device `other`."""
         scores, gradients = self.scores, []
         lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
-        for block in Block.of(scores, lax.axis_index("context"), other):
+        for block in ScoreBlock.of(scores, lax.axis_index("context"), other):
             queries, outs, lses, douts = half_of((q, whole[0], lse, dout), block.q_half)
             keys, values = half_of(kv, block.k_half)
             part = outs, lses.swapaxes(1, 2)
@@ -186,7 +186,7 @@ class Ring(ToParts):
             return lambda rank: None
         return lambda rank: key_ranges(positions, self.window, rank, self.devices)
 
-    def go_round(self, length: int, fixed: Any, work: Work) -> Any:
+    def go_round(self, length: int, fixed: Any, work: RingWork) -> Any:
         """`(moving, local)` at the end, with `moving` back on its own device; `fixed` are its own keys and values.
 
         At step i of a sweep a device has the arrays of the device i ranks before it, or after it. Without the barriers

@@ -4,10 +4,10 @@ from megajax.config.dispatch import ALL_GATHER, ALL_TO_ALL, DISPATCHES, Dispatch
 from megajax.ops.experts import ExpertKernels, MaxOverDevices
 from megajax.parallel.experts.dispatch import ExpertParallel
 from megajax.parallel.experts.exchanged import Exchanged
-from megajax.parallel.experts.gathered import Gathered
+from megajax.parallel.experts.gathered import GatheredExperts
 from megajax.step_plan import Collectives
 
-EXPERTS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATHER.name: Gathered}
+EXPERTS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATHER.name: GatheredExperts}
 
 
 def register(dispatch: Dispatch, experts: type[ExpertParallel]) -> None:

@@ -13,7 +13,7 @@ from megajax.parallel.experts.dispatch import ExpertParallel
 from megajax.parallel.weights.exchange import gather_tiles
 
 
-class Gathered(ExpertParallel):
+class GatheredExperts(ExpertParallel):
     def apply(self, activation, x, experts, weights, w_up, w_down, capacity, biases) -> jax.Array:
         local = num_experts(w_up)
         x, experts, weights = (gather_tiles(a, self.axes, 0) for a in (x, experts, weights))

@@ -38,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MatrixLayout:
     """The matrices of one stored parameter.
 
     `inputs` and `outputs` are their true size, without the padding of storage. `transposed`: they are turned, so that
@@ -54,7 +54,7 @@ class Layout:
     _heads: int | None  # the dimension of heads that are matrices by themselves
 
     @classmethod
-    def of(cls, placement: Placement, sizes: Mapping[str, int], per_head: bool) -> "Layout":
+    def of(cls, placement: Placement, sizes: Mapping[str, int], per_head: bool) -> "MatrixLayout":
         """The layout of a parameter; `per_head`: heads of a projection's output are matrices by themselves."""
         axes, first = placement.axes, _batch_dims(placement.axes)
         heads = next((dim for dim, axis in enumerate(axes) if axis in HEADS), None)
@@ -105,7 +105,7 @@ class Layout:
 
 
 def on_whole_matrices(
-    compute: Callable[[jax.Array], jax.Array], layouts: Mapping[str, Layout], mesh: Mesh, dtype: Any
+    compute: Callable[[jax.Array], jax.Array], layouts: Mapping[str, MatrixLayout], mesh: Mesh, dtype: Any
 ) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     """Stored arrays by name → `compute` of their matrices `[k, rows, columns]` in `dtype`, in stored form.
 
@@ -131,7 +131,7 @@ def on_whole_matrices(
     return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
 
 
-def groups(layouts: Mapping[str, Layout]) -> dict[Shape, list[str]]:
+def groups(layouts: Mapping[str, MatrixLayout]) -> dict[Shape, list[str]]:
     """Names by the shape of their matrices, which are computed together."""
     found: dict[Shape, list[str]] = {}
     for name, layout in layouts.items():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs, add_metric
 from megajax.parallel.weights.sums import added
 from megajax.step.nodes import Results
@@ -51,7 +51,9 @@ class Carry(NamedTuple):
 class ForwardBuffers:
     """Stores the residuals of a microbatch in its slot of a bank, and adds its metrics to those of the round."""
 
-    def __init__(self, segment: Segment, slot: jax.Array, loop: Any, state: tuple[Any, Any], active: jax.Array | None):
+    def __init__(
+        self, segment: LayerSegment, slot: jax.Array, loop: Any, state: tuple[Any, Any], active: jax.Array | None
+    ):
         """`active` is False for an idle operation, and None if there are no metrics."""
         self.segment, self.loop, self.active = segment, loop, active
         self.position = position(segment, slot, loop)
@@ -73,7 +75,7 @@ class BackwardBuffers:
     If `split`, gradients of weight matrices are deferred, and their operands are stored.
     """
 
-    def __init__(self, operation: "BackwardOperation", s: int, segment: Segment, loop: Any, state: Any):
+    def __init__(self, operation: "BackwardOperation", s: int, segment: LayerSegment, loop: Any, state: Any):
         self.operation, self.segment, self.loop = operation, segment, loop
         self.activations = operation.activations[s]
         self.gradients, self.deferred, self.amax = map(list, state)
@@ -118,7 +120,7 @@ def switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:
     return programs[0](*arguments) if len(programs) == 1 else lax.switch(index, programs, *arguments)
 
 
-def position(segment: Segment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
+def position(segment: LayerSegment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
     """The index of a loop iteration's layers in a buffer `[slots·loops, ...]`."""
     return slot * segment.loops + loop
 
@@ -137,13 +139,15 @@ def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
     return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
 
 
-def accumulate(totals: GroupWeights, gradient: GroupWeights, segment: Segment, loop: jax.Array | int) -> GroupWeights:
+def accumulate(
+    totals: GroupWeights, gradient: GroupWeights, segment: LayerSegment, loop: jax.Array | int
+) -> GroupWeights:
     """Sums of gradients, with one more microbatch's added in a loop's rows."""
     return combine(lambda _, *two: added(*two), totals, gradient, segment, loop)
 
 
 def combine(
-    operation: Callable, totals: GroupWeights, values: GroupWeights, segment: Segment, loop: jax.Array | int
+    operation: Callable, totals: GroupWeights, values: GroupWeights, segment: LayerSegment, loop: jax.Array | int
 ) -> GroupWeights:
     """Totals after `operation(name, total, value)` at iteration `loop`; totals without a value are unchanged."""
 

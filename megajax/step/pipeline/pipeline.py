@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
@@ -319,7 +319,7 @@ class _Run:
         if len(weights) == 1:
             return weights[0]
 
-        def join(segment: Segment, *rounds: Any) -> Any:
+        def join(segment: LayerSegment, *rounds: Any) -> Any:
             return jax.tree.map(lambda *w: jnp.stack(w) if segment.loops == 1 else jnp.concatenate(w), *rounds)
 
         return [join(segment, *groups) for segment, *groups in zip(self.stack.segments, *weights, strict=True)]

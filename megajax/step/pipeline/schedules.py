@@ -41,7 +41,7 @@ class Flags(NamedTuple):
     weight: bool  # deferred weight gradients; at a tick without `split`, backward operations compute all gradients
 
 
-class Run(NamedTuple):
+class TickRun(NamedTuple):
     """Consecutive ticks with the same flags."""
 
     flags: Flags
@@ -54,7 +54,7 @@ class Phase:
 
     start: int
     repeats: int
-    runs: tuple[Run, ...]
+    runs: tuple[TickRun, ...]
 
     @property
     def period(self) -> int:
@@ -116,7 +116,7 @@ class Schedule:
             pair, repeats = runs[i : i + 2], 1
             while len(pair) == 2 and runs[i + 2 * repeats : i + 2 * repeats + 2] == pair:
                 repeats += 1
-            phases.append(Phase(start, repeats, tuple(Run(*run) for run in (pair if repeats > 1 else pair[:1]))))
+            phases.append(Phase(start, repeats, tuple(TickRun(*run) for run in (pair if repeats > 1 else pair[:1]))))
             start += repeats * phases[-1].period
             i += repeats * len(phases[-1].runs)
         return tuple(phases)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
 from megajax.step.stack.adapters import adapted
-from megajax.step.stack.vjp import Layout, Residuals, SplitBackward, with_policy
+from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
 from megajax.step.stack.weights import GroupProgram, GroupWeights, StackWeights
 from megajax.step_plan import StepPlan
 
@@ -43,7 +43,7 @@ class RematGroups:
         self._backward = shared(self._group_backward, static_argnames=("program",))
         self._traced: dict[Any, Any] = {}  # cached layouts and split backward passes
 
-    def at(self, segment: Segment, u: int, first: Any) -> Group:
+    def at(self, segment: LayerSegment, u: int, first: Any) -> Group:
         """Group `u` of a segment's body; `first` is the index of the body's first layer, or of all `[unroll]`."""
         offset, count = u * segment.group_size, segment.group_size
         start = segment.start + offset
@@ -69,14 +69,14 @@ class RematGroups:
         residuals = self.layout(at, weights, dy, inputs).restore(saved) if at.program.stacked else saved
         return self._backward(weights, residuals, dy, inputs, at.layers, program=at.program)
 
-    def layout(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs) -> Layout:
+    def layout(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs) -> ResidualLayout:
         """The layout of a group's stacked residuals; `x` is any residual stream."""
 
         def residuals(*arguments):
             return self._group_forward(*arguments, program=at.program, save=True)[1]
 
         arguments = weights, x, inputs, at.layers
-        return self._once(("layout", at.program, x.shape), inputs, lambda: Layout(residuals, *arguments))
+        return self._once(("layout", at.program, x.shape), inputs, lambda: ResidualLayout(residuals, *arguments))
 
     def split(self, at: Group, weights: GroupWeights, saved: Any, dy: jax.Array, inputs: BlockInputs) -> SplitBackward:
         """The backward pass of a group in two parts, for the arguments `(weights, saved, dy, inputs, at.layers)`."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 from jax import lax
 
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.step.stack.groups import Group, RematGroups
 from megajax.step.stack.weights import Amax, GroupWeights, Metrics
@@ -51,7 +51,7 @@ class BackwardKeeper(Protocol):
 class ForwardValues:
     """Keeps residuals and metrics as values; in a loop they are stacked."""
 
-    def __init__(self, segment: Segment):
+    def __init__(self, segment: LayerSegment):
         self.segment, self.saved, self.metrics = segment, list[Any](), list[Metrics]()
 
     def save(self, u: int, saved: Any, metrics: Metrics) -> None:

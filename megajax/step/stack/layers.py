@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config.data_schema import is_padded
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, is_maximum
 from megajax.parallel.comm import MeshComm
@@ -233,7 +233,7 @@ class LayerStack:
         return lax.optimization_barrier(values)
 
 
-def layers_of(first: Any, segment: Segment, loop: Any) -> Any:
+def layers_of(first: Any, segment: LayerSegment, loop: Any) -> Any:
     """The index of a body's first layer; if `first` has the index of every slot, of all its layers `[unroll]`."""
     start = segment.start + segment.unroll * loop
     return lax.dynamic_slice_in_dim(first, start, segment.unroll) if jnp.ndim(first) else first + start

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.parallel.replayed import replayed
 
 
@@ -40,7 +40,7 @@ def tie_uncast[Weights](weights: Weights, until: Any) -> Weights:
     return jax.tree.unflatten(structure, [stacks.get(i, w) for i, w in enumerate(leaves)])
 
 
-def loop_over_layers(body: Callable, carry, xs: tuple, segment: Segment, reverse: bool = False):
+def loop_over_layers(body: Callable, carry, xs: tuple, segment: LayerSegment, reverse: bool = False):
     """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its outputs are not stacked."""
     if segment.loops == 1:
         return body(carry, (0, *xs))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.parallel import collectives
 from megajax.sharding import EMPTY
 
@@ -27,15 +27,15 @@ class Rows:
         self.table = np.where(own == EMPTY, EMPTY, np.searchsorted(self.layers, own))
         self.filled = (self.table != EMPTY).reshape(len(table), -1)  # [P, R·n]
 
-    def indices_in_body(self, segment: Segment) -> list[int]:
+    def indices_in_body(self, segment: LayerSegment) -> list[int]:
         """The indices of these layers in a segment's body."""
         return [slot - segment.start for slot in self.slots if 0 <= slot - segment.start < segment.unroll]
 
-    def copies(self, segment: Segment) -> int:
+    def copies(self, segment: LayerSegment) -> int:
         """The number of layers at one index of a segment's body: the length of their arrays' leading dimension."""
         return self.rounds * segment.loops
 
-    def layer_of(self, stacked: jax.Array, segment: Segment, j: int) -> jax.Array:
+    def layer_of(self, stacked: jax.Array, segment: LayerSegment, j: int) -> jax.Array:
         """`[R·n, ...]` → the j-th layer of a segment's body in all its loops, `[R·loops, ...]` or `[...]`."""
         indices = self.indices_in_body(segment)
         start = sum(slot < segment.start for slot in self.slots)
@@ -44,12 +44,12 @@ class Rows:
         w = w.reshape(self.copies(segment), len(indices), *stacked.shape[1:])[:, indices.index(j)]
         return w[0] if len(w) == 1 else w
 
-    def first_row(self, segment: Segment, j: int) -> tuple[int, int]:
+    def first_row(self, segment: LayerSegment, j: int) -> tuple[int, int]:
         """(row, step) with one stage and one round: the j-th layer of loop i is in row + i · step."""
         indices = self.indices_in_body(segment)
         return sum(slot < segment.start for slot in self.slots) + indices.index(j), len(indices)
 
-    def stack(self, layers: Sequence[jax.Array], segment: Segment) -> jax.Array:
+    def stack(self, layers: Sequence[jax.Array], segment: LayerSegment) -> jax.Array:
         """These layers of a segment's body in order → `[R · count, ...]`."""
         if self.copies(segment) == 1:
             return _stacked(layers)

@@ -1,8 +1,8 @@
 """Operations on `jax.vjp` functions: select and store their residuals, split one in two.
 
-`Residuals` are the leaves that a remat group keeps from its forward pass. `Layout` stores them in stacked arrays.
-`SplitBackward` splits a backward pass. `with_policy` selects the values that a remat policy saves. This module does not
-depend on layers or meshes, and its functions have no side effects outside their results.
+`Residuals` are the leaves that a remat group keeps from its forward pass. `ResidualLayout` stores them in stacked
+arrays. `SplitBackward` splits a backward pass. `with_policy` selects the values that a remat policy saves. This module
+does not depend on layers or meshes, and its functions have no side effects outside their results.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ class Residuals:
         return cls(list(saved), *static)
 
 
-class Layout:
+class ResidualLayout:
     """The layout of residuals in stacked arrays or buffers: each array once, even if it occurs in several shapes."""
 
     def __init__(self, forward: Callable, *arguments: Any):

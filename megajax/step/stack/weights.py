@@ -11,7 +11,7 @@ from jax import lax
 
 from megajax.config.kinds import LayerKind
 from megajax.config.remat import RematPolicy
-from megajax.config.segments import Segment
+from megajax.config.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.lora import is_trained
 from megajax.ops import fp8
@@ -88,7 +88,7 @@ class StackWeights:
         state = self._state_of_stage(state)
         blocks = {kind: of_block(params, kind) for kind in self.kinds}
 
-        def layer(segment: Segment, j: int) -> dict[str, Any]:
+        def layer(segment: LayerSegment, j: int) -> dict[str, Any]:
             kind = self.slots[segment.start + j].block
             rows, fused = self.kinds[kind], self.fused[kind]
             out: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class StackWeights:
                 out = {name: self._gathered(kind, name, w) for name, w in out.items()}
             return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
 
-        def groups(s: Segment):
+        def groups(s: LayerSegment):
             return tuple(tuple(layer(s, u + i) for i in range(s.group_size)) for u in range(0, s.unroll, s.group_size))
 
         return [groups(segment) for segment in self.segments]
@@ -160,7 +160,9 @@ class StackWeights:
         segments = zip(self.segments, gradients, strict=True)
         return [tuple(self.zeros_of(own, segment, u) for u, own in enumerate(groups)) for segment, groups in segments]
 
-    def zeros_of(self, gradient: GroupWeights, segment: Segment, u: int, lead: tuple[int, ...] = ()) -> GroupWeights:
+    def zeros_of(
+        self, gradient: GroupWeights, segment: LayerSegment, u: int, lead: tuple[int, ...] = ()
+    ) -> GroupWeights:
         """`zero_gradients` of group `u`, with the dimensions `lead` in front of the gradients' own."""
         dtype = self.exchange.sum_dtype
         return tuple(
@@ -169,7 +171,7 @@ class StackWeights:
         )
 
     @jax.named_scope("gradients")
-    def reduce(self, gradient: GroupWeights, segment: Segment, u: int, on_the_way: bool = False) -> GroupWeights:
+    def reduce(self, gradient: GroupWeights, segment: LayerSegment, u: int, on_the_way: bool = False) -> GroupWeights:
         """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `on_the_way`.
 
         Gradients of layers that stay gathered are not summed over `fsdp` here, but in `collect`.
@@ -183,16 +185,16 @@ class StackWeights:
         # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
 
-    def is_gathered(self, segment: Segment, u: int) -> bool:
+    def is_gathered(self, segment: LayerSegment, u: int) -> bool:
         """Whether all layers of group `u` stay gathered."""
         return all(self.stay_gathered(segment, u))
 
-    def stay_gathered(self, segment: Segment, u: int) -> list[bool]:
+    def stay_gathered(self, segment: LayerSegment, u: int) -> list[bool]:
         """For each layer of group `u` whether `fsdp` gathers its weights and reduces its gradients once a step."""
         start = segment.start + u * segment.group_size
         return [slot in self.gathered for slot in range(start, start + segment.group_size)]
 
-    def _reduce_gathered(self, gradient: GroupWeights, segment: Segment, u: int) -> GroupWeights:
+    def _reduce_gathered(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
         """Accumulated gradients of group `u` with those of layers that stay gathered summed over `fsdp`."""
         kinds, stay = self._kinds_of(segment, u), self.stay_gathered(segment, u)
         return tuple(
@@ -212,18 +214,18 @@ class StackWeights:
             groups[0 if not name.startswith(f"{first[0]}.") else 1 if last else 2][name] = g
         return in_turn(groups, lambda name, g: self.exchange.reduce_layer(stored_name(kind, name), g))
 
-    def _scatter_once(self, gradient: GroupWeights, segment: Segment, u: int) -> GroupWeights:
+    def _scatter_once(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
         return tuple(
             {name: self.exchange.scatter_once(stored_name(kind, name), g) for name, g in layer.items()}
             for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
         )
 
-    def _kinds_of(self, segment: Segment, u: int) -> list[str]:
+    def _kinds_of(self, segment: LayerSegment, u: int) -> list[str]:
         """The kinds of blocks of group `u`."""
         start = segment.start + u * segment.group_size
         return [slot.block for slot in self.slots[start : start + segment.group_size]]
 
-    def group_at(self, group: GroupWeights, segment: Segment, index) -> GroupWeights:
+    def group_at(self, group: GroupWeights, segment: LayerSegment, index) -> GroupWeights:
         """The weights of a group in iteration `index` of its segment's loop, which is 0 without a loop."""
 
         def weight(name: str, w: Any) -> Any:
@@ -285,7 +287,7 @@ class StackWeights:
                 out[kind] |= {name: filled for name in self.blocks[kind].needs_filled}
         return out
 
-    def by_kind(self, segment: Segment, groups: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
+    def by_kind(self, segment: LayerSegment, groups: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
         """The layers of each kind in a segment's body, kind by kind."""
         layers = [layer for group in groups for layer in group]
         for kind, rows in self.kinds.items():
@@ -320,7 +322,7 @@ class StackWeights:
         )
 
 
-def reduced_on_the_way(segment: Segment, only_microbatch: bool) -> bool:
+def reduced_on_the_way(segment: LayerSegment, only_microbatch: bool) -> bool:
     """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""
     return only_microbatch and segment.loops == 1
 
