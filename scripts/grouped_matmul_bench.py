@@ -10,7 +10,7 @@ Quantisation: GB/s read and written, and the share of FP8 numbers that differ fr
 MLP: TFLOP/s of forward and backward pass. Only rows of groups count as work.
 
 Tilings are ROWSxCOLSxSTAGESxSLOTSxPANEL of `grouped_matmul_kernel.MatmulTiling`, and TOKENSxFEATURESxWARPS of
-`fp8_kernels.Tiling`. `--only` is a regular expression for titles, such as "FP8 matmul.*32768" or "quantisation".
+`fp8_kernels.CastTiling`. `--only` is a regular expression for titles, such as "FP8 matmul.*32768" or "quantisation".
 """
 
 import argparse

@@ -19,7 +19,7 @@ SIZES = {
     "nothing": (0, 0, 0, 0),
 }
 # Tiles small enough for a short test; stages few enough for the ring to go round.
-TILING = kernel.Tiling(rows=64, cols=64, stages=2)
+TILING = kernel.MatmulTiling(rows=64, cols=64, stages=2)
 
 
 def tensors(rng, dtype, sizes):
