@@ -33,6 +33,7 @@ class Limits(NamedTuple):
     block_bytes: int = 1 << 20  # of text, read together, plus the rest of the last line
     rows: int = 256  # of a Parquet file or a JSON array, at most, in a block
     most_bytes: int = 1 << 26  # of a line, a row or an item: ten times the longest books
+    few: int = 1 << 18  # lines, rows or items that any file may have; a file of more has a byte or more for each
 
 
 LIMITS = Limits()
@@ -106,13 +107,23 @@ def read_blocks(
     start = start or TextPosition()
     for number in range(start.file, len(paths)):
         path, first = paths[number], start if number == start.file else TextPosition(number)
-        with open(path, "rb") as stored:
-            is_parquet = stored.read(len(PARQUET)) == PARQUET
-        if is_parquet:
-            rows = read_rows(path, column, option, first.line - 1, limits.rows, limits.most_bytes)
-            yield from _record_blocks(path, rows, first, "row", limits)
-        else:
-            yield from _read_lines(path, first, limits)
+        most = max(limits.few, os.path.getsize(path))
+        for block in _read_file(path, column, option, first, limits):
+            if block.end.line > most + 1:  # their number may be larger than any time
+                raise InputError(
+                    f"{path} has more than {most:,} {block.unit}s, although it has {os.path.getsize(path):,} bytes: "
+                    "leave out those without text."
+                )
+            yield block
+
+
+def _read_file(path: str, column: str | None, option: str, start: TextPosition, limits: Limits) -> Iterator[Block]:
+    with open(path, "rb") as stored:
+        is_parquet = stored.read(len(PARQUET)) == PARQUET
+    if is_parquet:
+        rows = read_rows(path, column, option, start.line - 1, limits.rows, limits.most_bytes)
+        return _record_blocks(path, rows, start, "row", limits)
+    return _read_lines(path, start, limits)
 
 
 def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:

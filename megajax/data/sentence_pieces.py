@@ -4,11 +4,9 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megajax.data.special_tokens import AddedToken, FolderTokens
-from megajax.data.text_growth import charsmap_growth, check_growth
 from megajax.errors import reported
 
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # after a model's bytes: normalizer_spec.add_dummy_prefix is false
@@ -32,17 +30,12 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str, found: FolderTokens):
         import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2 as messages
 
         self._model = model = sentencepiece.SentencePieceProcessor()
         with reported(f"{path} is not a SentencePiece model", "give the .model file of its trainer"):
             model.LoadFromFile(path)
             pieces = range(model.vocab_size())
             texts = model.IdToPiece([*pieces])  # of a damaged model they need not be UTF-8
-            stored: Any = vars(messages)["ModelProto"].FromString(model.serialized_model_proto())
-        for part in ("normalizer", "denormalizer"):
-            chars: bytes = getattr(stored, f"{part}_spec").precompiled_charsmap
-            check_growth(charsmap_growth(chars), part, Path(path))
         self._reported = partial(reported, f"{path} fails at a text", "give another tokenizer")
         without_prefix = model.serialized_model_proto() + NO_DUMMY_PREFIX
         self._behind = model if found.legacy else sentencepiece.SentencePieceProcessor(model_proto=without_prefix)

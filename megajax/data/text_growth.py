@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from megajax.errors import InputError
@@ -28,7 +27,7 @@ SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 ZERO_WIDTH = r"\(\?|\\[bB]|\}\?"  # what may match nothing beside a character, but not in an empty text
 
 
-def check_growth(factor: float, part: str, path: Path) -> None:
+def check_growth(factor: float, part: str, path: str) -> None:
     """Raise InputError if a part of the tokenizer at `path` may make texts `factor` times as long, which none needs."""
     if factor > MOST_GROWTH:
         raise InputError(

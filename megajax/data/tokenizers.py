@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megajax.data.byte_pairs import add_missing, is_tiktoken, read_gpt2, read_tiktoken
 from megajax.data.indexed import LARGEST_ID
@@ -23,17 +23,15 @@ from megajax.data.special_tokens import (
     FolderTokens,
     read_folder_tokens,
 )
-from megajax.data.text_growth import check_growth, growth
+from megajax.data.tokenizer_trial import try_tokenizer
 from megajax.errors import ACCESS_CURE, InputError, reported, shown
 from megajax.files import check_file, is_number, replace_copy, replaced
-from megajax.json_files import parse
 
 if TYPE_CHECKING:
     import tokenizers
 
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first one counts
 GPT2_FILES = ("vocab.json", "merges.txt")
-PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja")  # files that belong to a tokenizer's
 
 
@@ -118,10 +116,11 @@ def _load(spec: str) -> Tokenizer:
     found = read_folder_tokens(path.parent)
     if path.name == GPT2_FILES[0]:
         return HuggingFaceTokenizer(read_gpt2(path.parent, (*KNOWN_ENDS, *found.names.values())), found, path)
-    if path.suffix == ".json":  # it says itself what it puts before a text
-        return HuggingFaceTokenizer(_read_json(path), replace(found, adds_begin=None), path)
     if path.suffix == ".tiktoken" or is_tiktoken(path):
         return HuggingFaceTokenizer(read_tiktoken(path), found, path)
+    try_tokenizer(path)  # the two above are vocabularies; the others have programs
+    if path.suffix == ".json":  # it says itself what it puts before a text
+        return HuggingFaceTokenizer(_read_json(path), replace(found, adds_begin=None), path)
     return SentencePieceTokenizer(str(path), found)
 
 
@@ -283,13 +282,7 @@ def _read_json(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     with reported(f"{path} is not a Hugging Face tokenizer", "give a tokenizer.json"):
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        for name in PARTS:
-            if (part := getattr(tokenizer, name)) is not None:
-                place = f"the {name} of {path}"
-                step = parse(part.__getstate__(), place, dict[str, Any], "give another tokenizer")
-                check_growth(growth(step), name, path)
-    return tokenizer
+        return tokenizers.Tokenizer.from_file(str(path))
 
 
 class HuggingFaceTokenizer:

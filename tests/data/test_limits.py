@@ -19,7 +19,7 @@ from megajax.data.json_lines import Limits, read_blocks, texts
 from megajax.errors import InputError
 
 MOST = 1 << 20
-SMALL = Limits(most_bytes=MOST)
+SMALL = Limits(most_bytes=MOST, few=1 << 30)
 FORMATS = {"gz": gzip, "bz2": bz2, "xz": lzma, "zst": zstandard}
 
 
@@ -70,6 +70,22 @@ def test_short_lines_or_items_that_expand_without_limit_end_at_a_limit_of_the_fi
     path.write_bytes(bz2.compress(start + each * (3 * MOST // len(each))))
     with pytest.raises(InputError, match=f"its {path.stat().st_size:,} bytes hold more than 2,097,152 bytes of text"):
         lines_of(path, limits=SMALL)
+
+
+def test_a_file_of_few_bytes_has_no_millions_of_lines(tmp_path):
+    """Reading costs time for each: 96 kB of Parquet have 50 million rows without text."""
+    path, limits, count = tmp_path / "a", Limits(few=1000), 5000
+    parquet.write_table(pa.table({"text": pa.nulls(count, pa.string())}), path)
+    files = [path.read_bytes(), bz2.compress(b"{}\n" * count), bz2.compress(b"[" + b"{}," * count + b"{}]")]
+    for unit, content in zip(("row", "line", "item"), files, strict=True):
+        path.write_bytes(content)
+        with pytest.raises(
+            InputError, match=f"{path} has more than 1,000 {unit}s, although it has {len(content)} byte"
+        ):
+            lines_of(path, limits=limits)
+        assert len(lines_of(path, limits=Limits(few=count + 1))) >= count
+    path.write_bytes(b"\n" * count)
+    assert len(lines_of(path, limits=limits)) == count
 
 
 def test_a_line_of_the_longest_length_is_read(tmp_path):
