@@ -117,7 +117,7 @@ def read_blocks(
             yield block
 
 
-def _read_file(path: str, column: str | None, option: str, start: TextPosition, limits: Limits) -> Iterator[Block]:
+def _read_file(path: str, column: str | None, option: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:
     with open(path, "rb") as stored:
         is_parquet = stored.read(len(PARQUET)) == PARQUET
     if is_parquet:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megajax.data.sandbox import Child, Stopped
+from megajax.data.sandbox import LimitedProcess, Stopped
 from megajax.data.text_growth import charsmap_growth, check_growth, growth
 from megajax.errors import InputError, shown
 
@@ -42,7 +42,7 @@ def try_tokenizer(path: Path) -> None:
     if digest in tried:
         return
     work = _try_json if path.suffix == ".json" else _try_pieces
-    child = Child(MEMORY + MEMORY_OF_BYTE * size, SECONDS + size // BYTES_PER_SECOND)
+    child = LimitedProcess(MEMORY + MEMORY_OF_BYTE * size, SECONDS + size // BYTES_PER_SECOND)
     try:
         child.run(f"the tokenizer {path}", CURE, work, str(path))
     except Stopped as stopped:

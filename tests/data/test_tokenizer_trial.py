@@ -8,7 +8,7 @@ import sys
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from megajax.data.sandbox import Child, Stopped
+from megajax.data.sandbox import LimitedProcess, Stopped
 from megajax.data.tokenizer_trial import trial_texts, try_tokenizer
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
@@ -80,7 +80,7 @@ def growing(text):
 
 def test_an_allocation_that_ends_the_process_is_a_sentence():
     with pytest.raises(Stopped) as stopped:
-        Child(memory=2**28).run("the tokenizer", "give another", growing, "a")
+        LimitedProcess(memory=2**28).run("the tokenizer", "give another", growing, "a")
     assert "the tokenizer ends its process (SIG" in str(stopped.value.error)
 
 
