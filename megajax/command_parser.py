@@ -30,6 +30,12 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"megajax {VERSION}", help="print megajax's version")
         self.add_argument("--traceback", action=_PrintTraceback, nargs=0, help="print the traceback of a mistake too")
 
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """As argparse's; but it counts arguments of any number as required if they have no default."""
+        if settings.get("nargs") == "*" and not names[0].startswith("-"):
+            settings.setdefault("default", [])
+        return super().add_argument(*names, **settings)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; but an unknown option is the first error, and it names ours."""
         words = list(sys.argv[1:] if args is None else args)

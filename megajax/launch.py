@@ -217,8 +217,7 @@ class Launcher:
         with self._signals(), self._sign:
             while True:
                 status = self._start()
-                over = status == STOPPED and self.config.run.max_minutes is not None
-                if status in FINAL or self._asked or over:
+                if self._ends_with(status):
                     return self._passed_on(status)
                 try:
                     step = self._newest_step()
@@ -247,6 +246,11 @@ class Launcher:
                     time.sleep(0.05)
                 if self._received:
                     return INTERRUPTED if signal.SIGINT in self._received else STOPPED
+
+    def _ends_with(self, status: int) -> bool:
+        """Whether the launcher ends after this status of the run, in place of a restart."""
+        over = status == STOPPED and self.config.run.max_minutes is not None
+        return status in FINAL or bool(self._asked) or over
 
     def command(self) -> list[str]:
         """The command of a process."""
@@ -293,6 +297,8 @@ class Launcher:
             if first is None and failed:
                 first = failed[0]
                 status = first.process.returncode
+                if not self._ends_with(status):
+                    self._sign.give()  # the lock may be gone before the other processes are
                 if status not in FINAL + (STOPPED,):
                     _say(f"process {first.index} {_ending(status)}")
                 if status != STOPPED:

@@ -56,6 +56,17 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
     assert second.endswith(f"choose train, launch, preflight, plan, verify, {others}.")
 
 
+@pytest.mark.parametrize(
+    ("command", "required"),
+    [("plan", "config"), ("verify", "config"), ("profile", "CONFIG_OR_RUN"), ("inspect", "PREFIX|CONFIG")],
+)
+def test_a_command_without_arguments_asks_for_its_config_and_not_for_overrides(command, required, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        commands.main([command])
+    assert stopped.value.code == 2
+    assert f"the following arguments are required: {required}; " in capsys.readouterr().err
+
+
 def test_the_exit_status_is_that_of_the_command(tmp_path):
     with pytest.raises(SystemExit) as stopped:
         commands.main(["plot", str(tmp_path)])

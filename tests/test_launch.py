@@ -123,6 +123,18 @@ def test_a_run_is_restarting_until_a_process_has_the_lock(run, config):
     assert run(4, sees_the_sign)[:2] == (0, 2) and not sign.exists()
 
 
+def test_a_run_is_restarting_though_its_other_processes_have_not_ended_yet(run, config, tmp_path):
+    """Process 0 loses the lock when a collective fails, seconds before it has found out why and ends."""
+    sign, seen = Path(config.run.dir, "restarting"), tmp_path / "seen"
+    waits = (
+        "import os, time\n"
+        "if os.environ['JAX_PROCESS_ID'] == '1': os._exit(4)\n"
+        f"while not os.path.exists({str(sign)!r}): time.sleep(0.01)\n"
+        f"open({str(seen)!r}, 'w'); os._exit(4)"
+    )
+    assert run(waits, 0, processes=2)[:2] == (0, 2) and seen.exists()
+
+
 def test_the_end_of_the_time_limit_is_passed_on(run):
     assert run(75, max_minutes=1)[:2] == (75, 1)
 

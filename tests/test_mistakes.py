@@ -248,7 +248,18 @@ FILES = {
     "": f"no config is given (the command line): write {USAGE}.",
     "run.yml": "config file run.yml does not exist: did you mean run.yaml?",
     "llama3-8b": "config file llama3-8b does not exist: did you mean configs/llama3_8b.yaml?",
-    "runs/x.yaml": "config file runs/x.yaml does not exist: give the path of a YAML file.",
+    "runs/x.yaml": (
+        "config file runs/x.yaml does not exist: give the path of a YAML file, or the name of one in configs/, such as "
+        "llama3_8b."
+    ),
+    "--config run.yaml": (
+        "--config is not an option: write the name of the config alone, without an option; "
+        "python -m megajax.train --help lists the arguments."
+    ),
+    "--job.config_file=x.toml": (
+        "--job.config_file is not an option: write the name of the config alone, without an option; "
+        "python -m megajax.train --help lists the arguments."
+    ),
     ".": "config file . cannot be read, Is a directory: give a YAML file.",
 }
 

@@ -13,7 +13,7 @@ FEATURES = {
         "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"
     ),
     "distill distillation kd kd_ratio kd_loss teacher teacher_model teacher_checkpoint": (
-        "distillation does not exist yet; the loss is that of the next token"
+        "no distillation is built in; objective.kind names an objective of your own (docs/extensions.md)"
     ),
     "qlora bnb bitsandbytes load_in_4bit load_in_8bit nf4 int4 bnb_4bit_compute_dtype bnb_4bit_quant_type "
     "quantization_config": (
@@ -35,6 +35,9 @@ FEATURES = {
     ),
     "vision multimodal vision_model image_size patch_size encoder_decoder": (
         "models are text decoders; encoders and images do not exist"
+    ),
+    "push_to_hub hub_model_id hub_token hub_strategy": (
+        "nothing is uploaded; checkpoint.export_hf.dir and megajax hf export write folders for Hugging Face"
     ),
     "early_stopping early_stopping_patience load_best_model_at_end": (
         "early stopping does not exist; checkpoint.keep_every keeps checkpoints to choose from"

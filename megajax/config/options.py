@@ -32,6 +32,7 @@ SEVERAL_HOSTS = (
     *("nnodes", "num_nodes", "num_machines", "node_rank", "machine_rank", "hostfile", "master_addr", "master_port"),
     *("rdzv_endpoint", "rdzv_backend", "rdzv_id", "main_process_ip", "main_process_port"),
 )
+CONFIGS = ("config", "config_file", "job.config_file", "cfg")  # options with the file, of which ours is an argument
 NEAR = 0.7
 
 
@@ -45,6 +46,8 @@ def meant(option: str, value: str, options: Sequence[str], takes_keys: bool) -> 
         return f"did you mean {own}?"
     if "--processes" in options and name in SEVERAL_HOSTS:
         return "it starts the processes of one host; scripts/slurm/train.sbatch starts those of several"
+    if takes_keys and name in CONFIGS:
+        return "write the name of the config alone, without an option"
     near = difflib.get_close_matches(option, options, 1, NEAR)
     # --tp is near --top, but it is a name of mesh.tensor.
     if near and not (counterpart(option) and (takes_keys or "--mesh" in options)):

@@ -22,6 +22,7 @@ num_pipeline_repeats | pipeline.rounds
 per_device_batch_size | batch.global_size | which is per_device_batch_size * number of devices *
     gradient_accumulation_steps
 max_target_length | batch.sequence_length
+model_name | include | such as include: models/llama3_8b.yaml, a file of configs/models
 base_emb_dim | model.hidden_size
 base_mlp_dim | model.ffn_hidden_size
 base_num_decoder_layers | model.num_layers
@@ -201,7 +202,7 @@ report_to | logging.wandb | or logging.tensorboard
 # Names of PEFT's LoraConfig, TRL's SFTConfig and what is used with them.
 FINE_TUNING = rows("""
 r, lora.r, lora_r, lora_rank | lora.rank
-lora_alpha | lora.alpha | rank by default, in PEFT 8
+lora_alpha | lora.alpha | the rank by default, in PEFT 8
 target_modules, lora_target_modules, lora_target | lora.targets | query, key, value, output for q_proj, k_proj, v_proj,
     o_proj; gate, up, down for gate_proj, up_proj, down_proj; all of them for all-linear, which is the default
 lora_dropout | lora.dropout

@@ -163,8 +163,12 @@ def _read_text(path: Path, location: str) -> str:
     try:
         return read_text(path, MAX_BYTES)
     except FileNotFoundError:
-        near = _nearest_file(path)
-        cure = f"did you mean {near}?" if near else "give the path of a YAML file."
+        named = NAMED.is_dir() and not location  # an include is a path
+        near = _nearest_file(path, named)
+        cure = "give the path of a YAML file" + (
+            ", or the name of one in configs/, such as llama3_8b." if named else "."
+        )
+        cure = f"did you mean {near}?" if near else cure
         raise ConfigError(f"config file {shown(path)} does not exist{location}: {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -172,17 +176,21 @@ def _read_text(path: Path, location: str) -> str:
         ) from None
 
 
-def _nearest_file(path: Path) -> Path | str | None:
-    """The config with nearly the same name in the same directory, in configs/ and models/ below it, or a named one."""
+def _nearest_file(path: Path, named: bool) -> str | None:
+    """The config with nearly the same name: beside the path, in configs/ and models/ below it, or a `named` one."""
     below = ("", "configs", "configs/models", "models")
-    found: list[Path] = [file for folder in below for file in (path.parent / folder).glob("*.yaml")]
-    stems = {file.stem.lower().replace("-", "_"): file for file in reversed(found)}
-    wanted = re.sub(r"\.ya?ml$", "", path.name).lower().replace("-", "_")
-    near = difflib.get_close_matches(wanted, stems, 1, 0.7)
-    if near:
-        return stems[near[0]]
-    names = [str(file.relative_to(NAMED).with_suffix("")) for file in NAMED.rglob("*.yaml")]
-    return next(iter(difflib.get_close_matches(str(path).removesuffix(".yaml"), names, 1, 0.7)), None)
+    beside = [file for folder in below for file in (path.parent / folder).glob("*.yaml")]
+    found = {_letters(file.stem): str(file) for file in reversed(beside)}
+    if named:
+        for file in [*NAMED.glob("*.yaml"), *NAMED.glob("models/*.yaml")]:
+            found.setdefault(_letters(file.stem), str(file.relative_to(NAMED).with_suffix("")))
+    near = difflib.get_close_matches(_letters(re.sub(r"\.ya?ml$", "", path.name)), found, 1, 0.7)
+    return found[near[0]] if near else None
+
+
+def _letters(name: str) -> str:
+    """Letters and digits in small letters: names of models are written with -, _ and dots."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 # The beginning of a parser's message, and the correction.

@@ -93,7 +93,7 @@ def summary(differences: list[TensorDifference], folder: Path, run: str) -> str:
     """The last line of the report."""
     worst = max(differences, key=lambda d: d.absolute)
     unequal = [d for d in differences if d.unequal]
-    largest = f"largest difference {worst.absolute:.3g}, of {worst.name}"
+    largest = f"largest difference {worst.absolute:.3g}" + (f", of {worst.name}" if worst.absolute else "")
     if not unequal:
         return f"{len(differences)} tensors of {folder} and {run} are the same in the folder's dtype; {largest}"
     return (

@@ -20,6 +20,7 @@ from megajax.inference.weights import abstract_parameters, abstract_state
 from megajax.mesh import build_mesh, named_mesh
 from megajax.model import Transformer
 from megajax.model.lora import is_adapter, merge
+from megajax.runtime import accept_missing_cuda
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -47,11 +48,13 @@ def load_run(
     run's compute dtype). The context is the run's sequence length. Generation drafts `speculate` tokens in each step.
     Raises InputError for an unusable checkpoint, and for drafts without multi-token prediction modules.
     """
+    if is_hf_folder(run):
+        raise InputError(f"{setting}={run} is a folder in Hugging Face's format, not a run: use megajax.from_hf.")
     run_dir, step = find_checkpoint(run, setting)
     config = run_config(run_dir, setting)
     _check_modules(config.model, speculate, f"{setting}={run}")
     config = _for_inference(config, dtype or config.precision.compute, speculate)
-    mesh = mesh or build_mesh({}, jax.devices()[:1])
+    mesh = mesh or _first_device()
     model = Transformer(config.model)
     tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
     params, state = _restored(config, str(run_dir / "checkpoints" / str(step)), model, mesh, setting)
@@ -114,7 +117,7 @@ def from_hf(
     )
     _check_modules(config.model, speculate, f"{setting}={folder}")
     config = _for_inference(config, given, speculate)
-    mesh = mesh or build_mesh({}, jax.devices()[:1])
+    mesh = mesh or _first_device()
     model = Transformer(config.model)
     shapes = abstract_parameters(model, mesh, config.precision.compute)
     params, state = load(folder, shapes, abstract_state(model, mesh), config.model, setting)
@@ -124,6 +127,11 @@ def from_hf(
     about_text["stop_tokens"] = stop_tokens(folder, tokenizer, end, {})
     about_text["begin_token"] = None if tokenizer is None else usual_first_token(tokenizer)
     return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
+
+
+def _first_device() -> Mesh:
+    accept_missing_cuda()
+    return build_mesh({}, jax.devices()[:1])
 
 
 def _check_modules(model: ModelConfig, speculate: int, source: str) -> None:

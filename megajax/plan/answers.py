@@ -9,14 +9,24 @@ from collections.abc import Callable, Sequence
 
 from megajax.config.load import config_path
 from megajax.config.sentences import counted
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError
 from megajax.files import replace_text
 from megajax.plan import DEVICE_NAMES
 from megajax.plan.compile import require_plugin
 from megajax.plan.explain import best_microbatches, explain, mesh_overrides
 from megajax.plan.picture import picture
 from megajax.plan.rates import GIB, Rates, rates_of, read_rates
-from megajax.plan.report import budget, cells, fit, limit_line, mesh_text, table, terminal_width, write_config
+from megajax.plan.report import (
+    budget,
+    cells,
+    fit,
+    limit_line,
+    mesh_text,
+    more_time,
+    table,
+    terminal_width,
+    write_config,
+)
 from megajax.plan.search import Found, Search, check_hosts, explained, missing_settings
 
 COMPILE_SECONDS = 1800.0
@@ -53,12 +63,12 @@ def plan(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
             compiled[number] = xla_gib(options, found, rates)
         except InputError as error:
             notes.append(f"Its memory is an estimate: {error}")
-    usual = search.usual() if options.usual else None
+    usual = _usual(search) if options.usual else None
     fitting = [n for n in range(len(best)) if compiled.get(n, 0) <= rates.memory_gib]
     if not fitting:
         raise InputError("none of the compiled candidates fits by XLA's figures: raise --compile and --top.")
     rows = [cells(best[n], rates, options.margin, compiled.get(n)) for n in fitting]
-    if usual is not None:
+    if isinstance(usual, Found):
         mesh, *others = cells(usual, rates, options.margin)
         rows.append((f"usual: {mesh}", *others))
     where = f"{counted(options.gpus, rates.name)}, hosts of {rates.hosts_of}"
@@ -68,7 +78,7 @@ def plan(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
         *table(rows, options.markdown, terminal_width()),
     ]
     lines.append(limit_line(rates, rows, options.margin))
-    if options.usual:
+    if usual is not None:
         lines.append(_usual_line(usual, best[fitting[0]], rates))
     lines += notes
     if options.fp8:
@@ -79,13 +89,20 @@ def plan(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
     return [*lines, *written(options, winner, rates, changed)]
 
 
-def _usual_line(usual: Found | None, winner: Found, rates: Rates) -> str:
+def _usual(search: Search) -> Found | ConfigError:
+    """The usual recipe, or the reason why the config cannot have it."""
+    try:
+        return search.usual()
+    except ConfigError as error:
+        return error
+
+
+def _usual_line(usual: Found | ConfigError, winner: Found, rates: Rates) -> str:
     """The sentence on the usual recipe beside the winner."""
-    if usual is None:
-        return "The usual recipe is not possible with this config."
-    slower = usual.time.total / winner.time.total - 1
+    if isinstance(usual, ConfigError):
+        return f"The usual recipe is not possible with this config: {usual}"
     fits = "" if usual.gib <= rates.memory_gib else ", and does not fit"
-    return f"The usual recipe takes {slower:+.0%} time{fits}."
+    return f"The usual recipe takes {more_time(usual, winner)}{fits}."
 
 
 def written(options: argparse.Namespace, found: Found, rates: Rates, settings: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from megajax.config.mesh_text import read_mesh
 from megajax.config.sentences import counted, divisors
 from megajax.mesh import describe_hosts
 from megajax.plan.rates import GIB, Rates
-from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, table, terminal_width
+from megajax.plan.report import AXES_SHOWN, budget, cells, limit_line, more_time, table, terminal_width
 from megajax.plan.search import Found, explained, most_microbatches
 from megajax.plan.step_time import StepTime
 from megajax.plan.variations import MICROBATCHES
@@ -169,5 +169,4 @@ def longer(options: argparse.Namespace, overrides: list[str], found: Found, rate
             other = explained(options.config, [*changed, fewer], options.gpus, rates)
         except ValueError:
             return f"Sequences of twice the length, half as many, are refused: {error}"
-    slower = other.time.total / found.time.total - 1
-    return f"Sequences of twice the length, half as many: {slower:+.0%} time, {other.gib:.1f} GiB"
+    return f"Sequences of twice the length, half as many: {more_time(other, found)}, {other.gib:.1f} GiB"

@@ -144,6 +144,12 @@ def fit(line: str, width: int | None) -> list[str]:
     return [*(f"{each}{end}" for each in lines), last]
 
 
+def more_time(one: Found, other: Found) -> str:
+    """How much more time `one` takes than `other`, such as "7% more time"."""
+    share = one.time.total / other.time.total - 1
+    return f"{abs(share):.0%} {'more' if share >= 0 else 'less'} time"
+
+
 def budget(options: argparse.Namespace, found: Found) -> list[str]:
     """Days and GPU-hours for a number of tokens."""
     if not options.tokens:

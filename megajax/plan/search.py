@@ -138,10 +138,10 @@ class Search:
         have = {key: list(own) if isinstance(own, tuple) else own for key, own in have.items()}
         return _as_overrides({key: new for key, new in found.settings.items() if have[key] != new})
 
-    def usual(self) -> Found | None:
+    def usual(self) -> Found:
         """Megatron's habit: tensor over 8 GPUs, 8 stages, data over the rest, a sequence in a microbatch, 1F1B.
 
-        With the least recomputation that fits. None if it is not legal.
+        With the least recomputation that fits. Raises ConfigError if it is not legal.
         """
         tensor = min(8, self.rates.hosts_of, self.gpus)
         pipeline = min(8, self.gpus // tensor)
@@ -149,12 +149,18 @@ class Search:
         microbatches = max(1, self.base.batch.global_size * tensor * pipeline // self.gpus)
         settings: Settings = {f"mesh.{axis}": size for axis, size in sizes.items()}
         settings |= {"batch.num_microbatches": microbatches, "pipeline.schedule": "1f1b", "pipeline.rounds": 1}
-        found = None
+        found, refused = None, None
         for policy in ("none", "selective", "full"):
             remat: Settings = {LAYOUT: None, "remat.policy": policy, "remat.layers": None}
-            found = self.evaluate(self.variations.varied({**settings, **remat})) or found
+            try:
+                found = self._made(self.variations.varied({**settings, **remat}))
+            except ConfigError as error:
+                refused = refused or error
             if found and found.gib <= self.rates.memory_gib:
                 break
+        if found is None:
+            assert refused
+            raise refused
         return found
 
     def _no_mesh(self) -> str:
@@ -221,14 +227,17 @@ class Search:
         self.tried += 1
         self.tell(self.tried)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                config = self._config(_as_overrides({**self.fixed, **settings}))
-            candidate = Candidate.of(config, check_mesh(config, self.gpus))
+            return self._made(settings)
         except ConfigError as error:
             self.refusals[str(error)] += 1
             return None
-        return Found(settings, candidate, self.rates)
+
+    def _made(self, settings: Settings) -> Found:
+        """The candidate with these settings. Raises ConfigError if it is not legal."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = self._config(_as_overrides({**self.fixed, **settings}))
+        return Found(settings, Candidate.of(config, check_mesh(config, self.gpus)), self.rates)
 
     def _sections(self, values: dict) -> dict:
         """The sections of a config, by name."""

@@ -7,7 +7,7 @@ metrics.jsonl keeps its own names, which are fixed.
 GROUPS = {
     "throughput": (
         *("step_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu"),
-        *("slowest_process", "others_own_seconds", "attention_imbalance"),
+        *("slowest_process", "slowest_own_seconds", "others_own_seconds", "attention_imbalance"),
     ),
     "memory": ("peak_memory_gib",),
     "moe": (

@@ -109,7 +109,10 @@ ERRORS = {
     "x.yaml --lr=3e-4": f"--lr is not an option: write schedule.learning_rate=3e-4; {HELP}",
     "x.yaml --mesh.tensor 2": f"--mesh.tensor is not an option: write mesh.tensor=2; {HELP}",
     "--help modle": "modle is not a section of the config (the command line): did you mean the section model?",
-    "x.yaml --diff z.yaml": "config file z.yaml does not exist: give the path of a YAML file.",
+    "x.yaml --diff z.yaml": (
+        "config file z.yaml does not exist: give the path of a YAML file, or the name of one in configs/, such as "
+        "llama3_8b."
+    ),
 }
 
 

@@ -194,13 +194,31 @@ def test_a_mistake_in_an_included_file_names_that_file():
 
 def test_a_missing_or_unreadable_file_is_named():
     assert message("god.yaml") == "config file god.yaml does not exist: did you mean good.yaml?"
-    assert message("no/x.yaml") == "config file no/x.yaml does not exist: give the path of a YAML file."
+    names = "or the name of one in configs/, such as llama3_8b."
+    assert message("no/x.yaml") == f"config file no/x.yaml does not exist: give the path of a YAML file, {names}"
     assert message(".") == "config file . cannot be read, Is a directory: give a YAML file."
     os.mkfifo("pipe.yaml")
     assert message("pipe.yaml") == "config file pipe.yaml cannot be read, it is no regular file: give a YAML file."
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     expected = "config file binary.yaml cannot be read, it is not UTF-8 text: give a YAML file."
     assert message("binary.yaml") == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("DeepSeek-V3", "deepseek_v3"),
+        ("meta-llama/Llama-3.1-8B", "llama3_8b"),
+        ("Qwen3-235B-A22B", "models/qwen3_235b_a22b"),
+        ("Mixtral-8x7B-v0.1", "models/mixtral_8x7b"),
+        ("gpt-oss-20b", "models/gpt_oss_20b"),
+        ("llama2-70b.yaml", "models/llama2_70b"),
+    ],
+)
+def test_the_name_of_a_model_as_others_write_it_finds_its_config(written: str, name: str):
+    assert message(written) == f"config file {written} does not exist: did you mean {name}?"
+    Path("includes.yaml").write_text(f"include: {written}\n")
+    assert message("includes.yaml").endswith("give the path of a YAML file.")  # a name is no include
 
 
 def test_files_that_include_each_other_twice_end_with_a_sentence():

@@ -57,7 +57,8 @@ def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_mis
         ),
         ("lr_scheduler.decay_type", "did you mean schedule.kind?"),
         ("lora.r", "did you mean lora.rank?"),
-        ("lora.lora_alpha", "use lora.alpha, rank by default, in PEFT 8."),
+        ("lora.lora_alpha", "use lora.alpha, the rank by default, in PEFT 8."),
+        ("model_name", "use include, such as include: models/llama3_8b.yaml, a file of configs/models."),
         ("packing", "use data.pack, true by default."),
         # typing errors of ours, with and without the section
         ("model.num_leyers", "did you mean model.num_layers?"),
@@ -85,6 +86,7 @@ def test_a_name_that_is_not_near_gets_no_key(typed: str):
 def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
     assert "such as DPO is built in" in suggestion("loss.kind", "dpo")
     assert "reinforcement learning does not exist" in suggestion("grpo.beta")
+    assert "megajax hf export" in suggestion("push_to_hub", True)
     for named in set(re.findall(r"\b\w+\.[\w.]+\w", " ".join(FEATURES.values()))):
         assert named in KEYS or named.endswith(".md"), named
     assert not any(name in {key.rpartition(".")[2] for key in KEYS} for names in FEATURES for name in names.split())

@@ -179,6 +179,7 @@ def test_compare_tells_rounding_from_differences(imported, tmp_path, capsys, mon
     assert main(["compare", str(folder), str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 32 and lines[-1].startswith(f"30 tensors of {folder} and {run_dir} are the same")
+    assert lines[-1].endswith("largest difference 0")
 
     assert main(["export", str(run_dir), str(tmp_path / "bf16"), "--dtype", "bfloat16"]) == 0
     capsys.readouterr()

@@ -65,6 +65,8 @@ def test_a_path_may_have_equal_signs(tmp_path, monkeypatch):
 def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     model = megajax.from_hf(letters_folder)
+    with pytest.raises(InputError, match="use megajax.from_hf"):
+        megajax.load_run(letters_folder)
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
         for text in TEXTS:
             writer.add_document(model.encode(text, special_tokens=text != TEXTS[0]))  # scored with its beginning once

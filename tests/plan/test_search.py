@@ -264,6 +264,13 @@ def test_a_table_is_aligned_and_marks_what_is_near_the_limit(config, capsys):
     assert f"Limit: {H200.memory_gib} GiB" in lines[lines.index(rows[3]) + 1]
 
 
+def test_a_config_that_the_usual_recipe_does_not_fit_gets_the_reason(config, capsys):
+    pinned = ["mesh.pipeline=1", "mesh.context=1", "model.num_heads=1", "model.num_kv_heads=1"]
+    assert main([str(config), "--gpus", "2", *pinned, "--usual", "--top", "1"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "usual recipe" in line]
+    assert "mesh.tensor=2 does not divide model.num_heads=1" in line and "set mesh.tensor to 1" in line
+
+
 def test_only_changed_keys_are_named(config):
     search = Search(config, ["mesh.context=1"], 2, H200)
     [found] = search.best(1)
