@@ -74,6 +74,12 @@ def takes_order(kind: str) -> bool:
     return kind not in BUILT_IN and any(part.IN_ORDER for part in parts_of(kind).values())
 
 
+def read_streams(kind: str) -> dict[str, type[Any]]:
+    """The streams that a kind reads besides the residual stream, each with the sublayer that reads it."""
+    parts = () if kind in BUILT_IN else parts_of(kind).values()
+    return {stream: part for part in parts for stream in part.STREAMS}
+
+
 def lacking(kind: str, ability: str) -> type[Any] | None:
     """The first part of a kind of block that does not declare an ability."""
     return next((part for part in parts_of(kind).values() if ability not in part.SUPPORTS), None)

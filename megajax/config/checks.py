@@ -8,6 +8,7 @@ from megajax.config.batch_schedule import BatchSizes, samples_before, sizes_by_t
 from megajax.config.block_kinds import check_parts
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
+from megajax.config.encoders import check_encoder, check_encoder_on_mesh
 from megajax.config.expert_checks import check_experts
 from megajax.config.fields import AXES
 from megajax.config.fitting import axis_sizes, microbatch_numbers, microbatches_cure
@@ -49,6 +50,7 @@ def check_combinations(config: Config) -> None:
     _check_fp8_layers(config)
     check_parts(config, sizes)
     check_objective(config)
+    check_encoder(config)
     check_lora(config)
     _check_schedule(config)
     _check_data(config)
@@ -74,6 +76,7 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     check_local_batch(config, sizes)
     check_fp8_shapes(config, sizes)
     check_parts(config, sizes)
+    check_encoder_on_mesh(config, sizes)
     return sizes
 
 

@@ -204,3 +204,10 @@ class Section(BaseModel):
             return values
         extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
         return {key: value for key, value in values.items() if value is not None or not extras.get(key)}
+
+
+class Registered(Section):
+    """A section that names a class of an extension (`kind`) and has the `settings` of it."""
+
+    def __hash__(self) -> int:
+        return hash(repr(self))

@@ -16,9 +16,11 @@ from megajax.config.fields import (
     MlpWidthOrZero,
     Positive,
     PositiveOrZero,
+    Registered,
     RopeFactors,
     RopePattern,
     Section,
+    Text,
     Tokens,
     Vocabulary,
     Width,
@@ -145,6 +147,13 @@ def _head_dim(model: dict[str, Any]) -> int:
     if model["kv_lora_rank"]:
         return (model["qk_nope_head_dim"] or 0) + (model["qk_rope_head_dim"] or 0)
     return model["hidden_size"] // model["num_heads"]
+
+
+class EncoderConfig(Registered):
+    """The encoder, whose stream the layers can read beside their own."""
+
+    kind: Text = Field(default="none", description="none, or the name of a registered encoder.")
+    settings: dict[str, Any] = Field(default={}, description="Settings of the encoder, by name.")
 
 
 class ModelConfig(Section):
@@ -301,6 +310,7 @@ class ModelConfig(Section):
         default=False, description="Multiply the shared expert's output by a learned sigmoid."
     )
     router: RouterConfig = Field(default_factory=RouterConfig, description="Routing of MoE layers.")
+    encoder: EncoderConfig = Field(default_factory=EncoderConfig, description="A second stream beside the tokens'.")
 
     @property
     def is_latent(self) -> bool:

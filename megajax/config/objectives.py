@@ -5,32 +5,12 @@ It does not import the objectives, which need jax: `step.objective.register` put
 
 from typing import Any
 
-from pydantic import ValidationError
-
+from megajax.config.registered import settings_of
 from megajax.config.schema import Config
 from megajax.config.sentences import fail, format_keys, listed
-from megajax.config.tree import show
 
 NEXT_TOKEN = "next_token"
 OBJECTIVES: dict[str, type[Any]] = {}  # the registered classes
-
-
-def settings_of(config: Config) -> Any:
-    """`objective.settings` as the `Settings` of the registered objective. Raises ConfigError for a wrong one."""
-    made, key = OBJECTIVES[config.objective.kind], "objective.settings"
-    try:
-        return made.Settings.model_validate(dict(config.objective.settings))
-    except ValidationError as error:
-        mistake = error.errors(include_url=False)[0]
-    name = ".".join(map(str, mistake["loc"]))
-    known = [*made.Settings.model_fields]
-    own = f"it has {listed(known, 'and')}" if known else "it has none"
-    if mistake["type"] == "extra_forbidden":
-        fail(config, f"{key}.{name} is no setting of {made.__name__}", own, f"{key}.{name}", key)
-    if mistake["type"] == "missing":
-        fail(config, f"{key}.{name} is not set", "add it", "objective.kind")
-    problem = f"{key}.{name}={show(mistake['input'])} is wrong: {mistake['msg'][:1].lower()}{mistake['msg'][1:]}"
-    fail(config, problem, "correct it", f"{key}.{name}", key)
 
 
 def check_objective(config: Config) -> None:
@@ -45,7 +25,7 @@ def check_objective(config: Config) -> None:
         known = listed([NEXT_TOKEN, *sorted(OBJECTIVES)])
         cure = f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
-    settings_of(config)
+    settings_of(config, OBJECTIVES[kind], "objective")
     for other in ("objective.label_smoothing", "model.z_loss"):
         section, _, name = other.partition(".")
         if getattr(getattr(config, section), name):

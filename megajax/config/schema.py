@@ -26,6 +26,7 @@ from megajax.config.fields import (
     Positive,
     PositiveOrZero,
     PowerOfTwo,
+    Registered,
     Section,
     Sequences,
     Steps,
@@ -309,7 +310,7 @@ class LoggingConfig(Section):
     )
 
 
-class ObjectiveConfig(Section):
+class ObjectiveConfig(Registered):
     """The loss that training minimises."""
 
     kind: Text = Field(default="next_token", description="next_token, or the name of a registered objective.")
@@ -318,9 +319,6 @@ class ObjectiveConfig(Section):
         description="next_token: weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
     )
     settings: dict[str, Any] = Field(default={}, description="Settings of a registered objective, by name.")
-
-    def __hash__(self) -> int:
-        return hash((self.kind, self.label_smoothing, repr(sorted(self.settings.items()))))
 
 
 class Config(Section):

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.config import AXES, Config
+from megajax.config.encoders import NO_ENCODER
 from megajax.config.kinds import layer_kinds
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.special_tokens import framed
@@ -52,6 +53,13 @@ class LanguageModel:
         that generation drafts in each step, with the multi-token prediction modules; 0: none.
         """
         assert config.model.mtp_layers or not speculate
+        if config.model.encoder.kind != NO_ENCODER:
+            problem = (
+                f"model.encoder.kind={config.model.encoder.kind}: a model with an encoder can be trained and evaluated"
+            )
+            raise InputError(
+                f"{problem} on batches, but it does not generate or score texts yet: use TrainProgram.eval_step."
+            )
         self.config, self.mesh, self.tokenizer, self.speculate = config.model, mesh, tokenizer, speculate
         self.template_arguments = config.data.template_arguments
         self.max_length = config.batch.sequence_length

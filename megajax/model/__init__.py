@@ -2,6 +2,7 @@
 
 from megajax.config.block_kinds import EVERYTHING
 from megajax.model.block import Block, register
+from megajax.model.encoder import Encoder, register_encoder
 from megajax.model.parameters import bind, declare, init_parameters, parameters
 from megajax.model.sublayer import LayerContext, Sublayer
 from megajax.model.transformer import Transformer
@@ -9,6 +10,7 @@ from megajax.model.transformer import Transformer
 __all__ = [
     "EVERYTHING",
     "Block",
+    "Encoder",
     "LayerContext",
     "Sublayer",
     "Transformer",
@@ -17,4 +19,5 @@ __all__ = [
     "init_parameters",
     "parameters",
     "register",
+    "register_encoder",
 ]

@@ -141,6 +141,11 @@ class Block(nnx.Module):
         return tuple(dict.fromkeys(saved for part in self.parts.values() for saved in part.SAVED))
 
     @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams that the block reads besides the residual stream."""
+        return tuple(dict.fromkeys(name for part in self.parts.values() for name in part.STREAMS))
+
+    @property
     def losses(self) -> tuple[str, ...]:
         """The metrics that are losses, added to the language model's loss."""
         return tuple(name for part in self.parts.values() for name in part.losses())

@@ -50,6 +50,8 @@ class BlockInputs:
     adapter_key: jax.Array | None = None  # None: no dropout of the adapters' inputs
     layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: no metrics
     real: RealTokens | None = None  # None: all tokens are real, none is padding
+    streams: State = field(default_factory=dict)  # that STREAMS name, by name: [T' / tensor, D'] of the same sequences
+    fields: State = field(default_factory=dict)  # of the batch, for layers that read streams: [B, S, ...]
 
     @property
     def measures(self) -> bool:
@@ -114,6 +116,7 @@ class Sublayer(nnx.Module):
     HAS_EXPERTS: ClassVar[bool] = False  # whether its weights are divided over `mesh.experts_over`
     NEEDS_FILLED: ClassVar[bool] = False  # whether its state has `filled`, which is False in an empty layer slot
     IN_ORDER: ClassVar[bool] = False  # whether it uses `comm.in_order`
+    STREAMS: ClassVar[tuple[str, ...]] = ()  # the streams besides the residual stream that it reads (`inputs.streams`)
     # The norm of its output, which the block declares and applies.
     post_norm: nnx.Param | None
     post_norm_bias: nnx.Param | None

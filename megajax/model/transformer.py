@@ -6,6 +6,7 @@ the same code runs on a whole model and on one device's share of heads and MLP w
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,13 @@ from megajax.config import LoraConfig, ModelConfig
 from megajax.config.kinds import MTP, block_layers, layer_kinds, stacked_layers
 from megajax.model.block import blocks_of
 from megajax.model.comm import Comm, TokenPositions
+from megajax.model.encoder import make_encoder
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
 from megajax.model.sublayer import BlockInputs, LayerContext, State, Weights, declare_norm, normalise, scale_embeddings
 from megajax.model.width import std_factor
+
+ENCODER = "encoder."  # prefix of the names of its parameters
 
 
 class EmbeddingTables(nnx.Module):
@@ -47,20 +51,28 @@ class Transformer(nnx.Module):
         blocks = {kind: add_adapters(block, lora) for kind, block in blocks_of(config).items()}
         axes = {kind: "modules" if kind == MTP else "layers" for kind in blocks}
         self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})
+        self.encoder = make_encoder(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)
         self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"), muon=False)
         for parameter in parameters(self).values():
             parameter.set_metadata(scale=parameter.scale * std_factor(config, parameter))
 
-    def __call__(self, tokens_bs: jax.Array, state: Mapping[str, State] | None = None) -> jax.Array:
+    def __call__(
+        self, tokens_bs: jax.Array, state: Mapping[str, State] | None = None, fields: State | None = None
+    ) -> jax.Array:
         """FP32 logits `[B, S, V]` of whole sequences on one device, without the vocabulary's padding.
 
-        `state` is the trained state of the layers, by kind of block and name, `[L, ...]`.
+        `state` is the trained state of the layers, by kind of block and name, `[L, ...]`; `fields` are those that the
+        encoder reads.
         """
         B, S = tokens_bs.shape
         weights = {name: p[...] for name, p in parameters(self).items()}
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
+        if self.encoder is not None:
+            own = {n.removeprefix(ENCODER): w for n, w in weights.items() if n.startswith(ENCODER)}
+            stream = self.encoder.apply(own, fields or {}, Comm())
+            inputs = replace(inputs, streams={self.encoder.NAME: stream}, fields=fields or {})
         x = self.embed(weights, tokens_bs.reshape(-1), positions.reshape(-1))
         for layer, kind in enumerate(layer_kinds(self.config)):
             row, prefix = block_layers(self.config)[kind.block].index(layer), f"blocks.{kind.block}."

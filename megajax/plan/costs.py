@@ -41,7 +41,9 @@ def flops_per_token(config: Config) -> float:
         total += sum(part.attention_flops(attended_keys(S, kind.window)) for part in parts[kind.block])
     total += each * model.hidden_size * model.padded_vocab_size * (1 + model.mtp_layers)
     total += each * 2 * model.hidden_size**2 * model.mtp_layers  # the modules' projections
-    return total + 6 * adapter_parameter_count(Transformer(model, config.lora))
+    whole = Transformer(model, config.lora)
+    total += whole.encoder.flops() / S if whole.encoder else 0
+    return total + 6 * adapter_parameter_count(whole)
 
 
 def adapter_parameter_count(model: Transformer) -> int:

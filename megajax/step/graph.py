@@ -23,6 +23,7 @@ from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import BLOCKS, Placement
 from megajax.step.embedding import Embedding
+from megajax.step.encoder import EncoderNode
 from megajax.step.mtp import MultiTokenPrediction
 from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, StepArrays, Streams, Table, TerminalNode
 from megajax.step.objective import make_objective
@@ -75,7 +76,8 @@ class Graph:
             stacks.append(modules.stack)
         trained = [name for name in placements if is_trained(config.lora, name)]
         table = WeightTable(exchange, trained, embedding.as_stored)
-        nodes = (embedding, layers), (*terminal,)
+        encoders = [EncoderNode(plan, model.encoder, comm, trained)] if model.encoder else []
+        nodes = (*encoders, embedding, layers), (*terminal,)
         return cls(plan, placements, comm, exchange, table, *nodes, layers, (layers, *stacks))
 
     @property

@@ -27,8 +27,8 @@ def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Resul
             saved.append(kept)
         gradients, table, results = graph.turn(arrays, streams, at, table)
         for node, kept in reversed([*zip(graph.inner, saved, strict=True)]):
-            gradients, table, own = node.backward(arrays, kept, gradients, at, table)
-            results = results.joined(own)
+            own, table, found = node.backward(arrays, kept, gradients, at, table)
+            gradients, results = gradients | own, results.joined(found)
         return table, results
 
     zeros = graph.table.zero_gradients(arrays.table)

@@ -22,6 +22,7 @@ from megajax.parallel.weights.sums import added
 from megajax.step.embedding import TOKENS, Embedding
 from megajax.step.head import NORMS, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.stack.groups import StreamGradients
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.weights import ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
@@ -74,6 +75,8 @@ class MultiTokenPrediction:
         weights, scales = arrays.stacks[MTP], arrays.scales[MTP]
         norms = {name: arrays.table[name] for name in NORMS if name in arrays.table}
         h, pull = jax.vjp(self._final_norm, norms, x)
+        batch = batch._replace(inputs=self.stack.with_streams(batch, streams))
+        others = self.stack.first_gradients(gradients, batch.inputs).others
         passes: list[_Forward] = []
         for k in range(len(self.layers)):
             passes.append(self._forward(k, weights, arrays.table, h, batch))
@@ -89,7 +92,10 @@ class MultiTokenPrediction:
             group = self._group(weights, k)
             if module is not passes[-1]:  # else XLA would keep the weights of the forward pass
                 group, _ = self.exchange.tie_gather((group, dy))
-            dpair, gradient, largest = self.stack.groups.backward(self._at(k), group, module.saved, dy, module.inputs)
+            dy = StreamGradients(dy, others)
+            (dpair, others), gradient, largest = self.stack.groups.backward(
+                self._at(k), group, module.saved, dy, module.inputs
+            )
             de, dh = jnp.split(dpair, 2, axis=1)
             table = self.embedding.add_gradients(table, _table(arrays.table), module.tokens, module.inputs, de)
             gradient = self.stack.weights.reduce(gradient, self.stack.segments[k], 0, self.stack.only_microbatch)
@@ -98,7 +104,7 @@ class MultiTokenPrediction:
             amax.insert(0, (largest,))
         dnorms, dx_of_modules = pull(dh)
         table = {**table, **{name: added(table[name], g) for name, g in dnorms.items()}}
-        gradients, metrics = gradients | {HIDDEN: dx + dx_of_modules}, [(each.metrics,) for each in passes]
+        gradients, metrics = gradients | {HIDDEN: dx + dx_of_modules, **others}, [(each.metrics,) for each in passes]
         return gradients, table, Results({MTP: found}, {"mtp_loss": jnp.stack(losses)}, {MTP: metrics}, {MTP: amax})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:

@@ -31,6 +31,7 @@ class Field(NamedTuple):
     derived: bool = False  # `training.batches.to_global` makes it from the other fields
     optional: bool = False  # a batch may lack it
     limit: int | None = None  # values are integers below it
+    length: int | None = None  # instead of S, that of an encoder's sequences, in order over `context`
 
 
 class Microbatch(NamedTuple):
@@ -84,7 +85,9 @@ class InnerNode(Protocol):
 
     @property
     def PLACE(self) -> str:
-        """In a pipeline: "stage", the chain that the schedule divides; "first", on its first virtual stage."""
+        """In a pipeline: "stage", the chain that the schedule divides; "first", on its first virtual stage; "before",
+        before the first tick, each stage for 1/P of the microbatches.
+        """
         ...
 
     def fields(self) -> dict[str, Field]:
@@ -98,7 +101,9 @@ class InnerNode(Protocol):
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        """Gradients of the streams that it gave → (of those that it took, `table` plus its weights', its results)."""
+        """Gradients of the streams from later nodes → (those of the streams that it took, `table` plus its weights',
+        its results).
+        """
         ...
 
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config.fields import BATCH_AXES, Section
-from megajax.config.objectives import NEXT_TOKEN, OBJECTIVES, settings_of
+from megajax.config.objectives import NEXT_TOKEN, OBJECTIVES
+from megajax.config.registered import settings_of
 from megajax.errors import ConfigError
 from megajax.parallel.comm import MeshComm
 from megajax.step.head import ChunkLoss, LossHead
@@ -37,7 +38,7 @@ class Objective:
     def __init__(self, plan: StepPlan, comm: MeshComm):
         self.head, self.comm, self.sizes = LossHead(plan, comm), comm, plan.sizes
         if plan.config.objective.kind != NEXT_TOKEN:
-            self.settings = settings_of(plan.config)
+            self.settings = settings_of(plan.config, type(self), "objective")
 
     def fields(self) -> dict[str, Field]:
         declared = {name: own if isinstance(own, tuple) else (own,) for name, own in self.FIELDS.items()}

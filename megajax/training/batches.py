@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from megajax.config.batch_schedule import BatchSizes
+from megajax.config.encoders import KIND as ENCODER_KIND
 from megajax.config.sentences import counted, fail, format_keys
 from megajax.data import loader
 from megajax.data.samples import Samples
@@ -54,11 +55,12 @@ def to_global(
     local_row[held] = np.arange(len(held))
 
     def field(name: str) -> jax.Array:
-        own = fields[name]
-        lead = order.reshape(*order.shape, *(1,) * (own.ndim - 2))
-        stored = np.take_along_axis(own, lead, axis=1).astype(known[name].dtype)
-        local = stored.reshape(M, len(held), *own.shape[1:])
-        whole = (*shape, *own.shape[2:])
+        own = stored = fields[name]
+        if known[name].length is None:
+            lead = order.reshape(*order.shape, *(1,) * (own.ndim - 2))
+            stored = np.take_along_axis(own, lead, axis=1)
+        local = stored.astype(known[name].dtype).reshape(M, len(held), *own.shape[1:])
+        whole = (M, B, *own.shape[1:])
         return jax.make_array_from_callback(whole, sharding, lambda index: _part(local, local_row, index))
 
     return {name: field(name) for name in fields}
@@ -69,7 +71,7 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
     given = {name: own for name, own in program.graph.fields.items() if not own.derived and not own.optional}
     held = rows_of_process(program.batch_sharding, program.plan.batch_shape)
     for name, own in given.items():
-        shape = (len(held), program.plan.batch_shape[2], *own.extra)
+        shape = (len(held), own.length or program.plan.batch_shape[2], *own.extra)
         if (found := np.shape(fields[name])) != shape:
             wanted = f"{counted(shape[0], 'row')} of {counted(shape[1], 'token')}"
             problem = f"{source} has {name} of the shape {[*found]}, but this process has {wanted}"
@@ -94,11 +96,11 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
 
 
 def check_own_fields(program: TrainProgram) -> None:
-    """Raise ConfigError if the objective reads batch fields that the loader does not make."""
-    key = "objective.kind"
-    if own := sorted(name for name, field in program.graph.fields.items() if field.setting == key):
-        problem = f"{format_keys(program.config, key)} reads the batch field {own[0]}, which data.train does not give"
-        fail(program.config, problem, "train from your own loop (docs/custom_loop.md)", key)
+    """Raise ConfigError if the objective or the encoder reads batch fields that the loader does not make."""
+    for name, field in sorted(program.graph.fields.items()):
+        if (key := field.setting) in ("objective.kind", ENCODER_KIND):
+            problem = f"{format_keys(program.config, key)} reads the batch field {name}, which data.train does not give"
+            fail(program.config, problem, "train from your own loop (docs/custom_loop.md)", key)
 
 
 def fields_of_modules(fields: Mapping[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:

@@ -200,9 +200,9 @@ class TrainProgram:
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape, sharding = self.plan.batch_shape, self.batch_sharding
+        (M, B, S), sharding = self.plan.batch_shape, self.batch_sharding
         return {
-            name: jax.ShapeDtypeStruct((*shape, *field.extra), field.dtype, sharding=sharding)
+            name: jax.ShapeDtypeStruct((M, B, field.length or S, *field.extra), field.dtype, sharding=sharding)
             for name, field in self.graph.fields.items()
             if not field.optional
         }

@@ -12,7 +12,7 @@ from megajax.model.sublayer import BlockInputs, add_metric
 from megajax.parallel.weights.sums import added
 from megajax.step.nodes import Results
 from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
-from megajax.step.stack.groups import Group, RematGroups
+from megajax.step.stack.groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
 
@@ -46,6 +46,7 @@ class Carry(NamedTuple):
     amax: list[ByGroup[tuple[Amax, ...]]]  # by round: FP8's largest magnitudes
     results: Results  # of the terminal nodes, summed over the microbatches
     metrics: list[ByGroup[Metrics]]  # by round: the layers' metrics, summed over the microbatches
+    streams: dict[str, jax.Array]  # gradients of the streams that all stages read: sums [M, T / tensor, D] in FP32
 
 
 class ForwardBuffers:
@@ -80,7 +81,7 @@ class BackwardBuffers:
         self.activations = operation.activations[s]
         self.gradients, self.deferred, self.amax = map(list, state)
 
-    def backward(self, u: int, at: Group, weights: GroupWeights, dx: jax.Array, inputs: BlockInputs):
+    def backward(self, u: int, at: Group, weights: GroupWeights, dx: StreamGradients, inputs: BlockInputs):
         """(dx, gradients of the weights; if split, without those of matrices) of group `u`."""
         own, groups = self.operation, self.operation.groups
         saved = read(self.activations[u], position(self.segment, own.slot, self.loop))

@@ -39,6 +39,7 @@ from megajax.step.pipeline.buffers import (
 )
 from megajax.step.pipeline.schedules import Flags, Schedule, Table, check, make_schedule
 from megajax.step.pipeline.shared_tokens import TokenShares
+from megajax.step.pipeline.streams import SharedStreams
 from megajax.step.stack.layers import layers_of
 from megajax.step.stack.loops import loop_over_layers
 from megajax.step.stack.vjp import SplitBackward
@@ -63,14 +64,15 @@ class Pipeline:
         run = _Run(self, self.schedule, arrays, batch)
         carry, name = run.loop(run.first_carry(), lambda flags: True), self.layers.NAME
         gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
-        return carry.table, carry.results.joined(Results({name: gradients}, {}, {name: metrics}, {name: amax}))
+        table = run.shared_streams.backward(run.saved_streams, carry.streams, carry.table)
+        return table, carry.results.joined(Results({name: gradients}, {}, {name: metrics}, {name: amax}))
 
     def evaluate(self, arrays: StepArrays, batch: Arrays) -> dict[str, jax.Array]:
         """This device's shares of the summed losses that evaluation reports: forward operations, without dropout."""
         P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.rounds
         run = _Run(self, make_schedule("gpipe", P, M, R), arrays, batch)
         x = run.empty_stream()
-        carry = Carry(x, x, x[None][:0], [], [], {}, [], [], Results(losses=self.graph.zero_losses()), [])
+        carry = Carry(x, x, x[None][:0], [], [], {}, [], [], Results(losses=self.graph.zero_losses()), [], {})
         return run.loop(carry, lambda flags: flags.forward).results.losses
 
 
@@ -101,6 +103,8 @@ class _Run:
         self.last_stage = self.stage == schedule.stages - 1
         self.first_layers = jnp.asarray(self.stack.plan.first_layers)[self.stage]
         self.shares = TokenShares(self.stack.plan)
+        self.shared_streams = SharedStreams(self.graph, arrays, schedule.microbatches, self.fields_of)
+        self.streams, self.saved_streams = self.shared_streams.forward(self.training)
 
     # The loop over ticks
 
@@ -148,6 +152,12 @@ class _Run:
         return index >= 0, batch, self.own(table.round, tick)
 
     def microbatch(self, index: jax.Array) -> Microbatch:
+        """A microbatch with the streams that the layers read."""
+        batch = self.fields_of(index)
+        streams = {n: lax.dynamic_index_in_dim(x, index, keepdims=False) for n, x in self.streams.items()}
+        return batch._replace(inputs=self.stack.with_streams(batch, streams))
+
+    def fields_of(self, index: jax.Array) -> Microbatch:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
         return self.graph.microbatch(fields, index, self.arrays)
 
@@ -243,17 +253,20 @@ class _Run:
         buffers = (carry.layer_gradients, carry.deferred, carry.amax, carry.activations)
         slot, to = self.own(self.buffer_slots.backward, tick), self.own(self.buffer_slots.deferred, tick)
         operation = partial(self.stage_backward, split=split)
-        dx, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
+        dy, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
+        dx, index = dy.x, jnp.maximum(self.own(self.schedule.backward.microbatch, tick), 0)
+        streams = {name: carry.streams[name].at[index].add(own) for name, own in dy.others.items()}
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
         gradients, table = {HIDDEN: first}, carry.table
         for node in reversed(self.first):
             gradients, table, _ = node.backward(self.arrays, None, gradients, batch._replace(inputs=inputs), table)
-        return carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
+        carry = carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
+        return carry._replace(streams=streams)
 
     def stage_backward(
         self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, deferred_slot, active, *, split: bool
     ):
-        """(dx, updated gradients, deferred arrays and amaxes) of round `r`."""
+        """(gradients of the streams, updated gradients, deferred arrays and amaxes) of round `r`."""
         layer_gradients, deferred, amax, activations = buffers
         operation = BackwardOperation(self.stack.groups, activations[bank], slot, deferred_slot, active, split)
 
@@ -261,9 +274,10 @@ class _Run:
             return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
 
         states, nothing = [*zip(layer_gradients[r], deferred, amax[r], strict=True)], [()] * len(deferred)
-        dx, kept = self.stack.run_backward(self.weights[r], dx, inputs, self.first_layers[r], keeper, states, nothing)
+        dy, weights = self.stack.first_gradients({HIDDEN: dx}, inputs), self.weights[r]
+        dy, kept = self.stack.run_backward(weights, dy, inputs, self.first_layers[r], keeper, states, nothing)
         gradients, deferred, largest = map(list, zip(*(state for state, _ in kept), strict=True))
-        return dx, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
+        return dy, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
         """Add the weight gradients that a backward operation has deferred."""
@@ -367,6 +381,7 @@ class _Run:
             amax=[amax] * self.schedule.rounds,
             results=self.graph.zero_results(jax.eval_shape(self.turn_of_first, x)),
             metrics=[metrics] * self.schedule.rounds,
+            streams={name: jnp.zeros(x.shape, jnp.float32) for name, x in self.streams.items()},
         )
 
     def turn_of_first(self, x: jax.Array) -> Results:
@@ -383,8 +398,8 @@ class _Run:
         def forward(group, x):
             return stack.groups.forward(at, group, x, inputs, True)[1:]
 
-        def backward(group, saved, x):
-            _, gradient, amax = stack.groups.backward(at, group, saved, x, inputs)
+        def backward(group, saved, dy):
+            _, gradient, amax = stack.groups.backward(at, group, saved, dy, inputs)
             return stack.weights.reduce(gradient, segment, u), amax
 
         def zeros(shapes: Any, lead: int | None) -> Any:
@@ -392,11 +407,12 @@ class _Run:
             return jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape), a.dtype), shapes)
 
         saved, metrics = jax.eval_shape(forward, group, x)
-        gradient, amax = jax.eval_shape(backward, group, saved, x)
+        dy = stack.first_gradients({HIDDEN: x}, inputs)
+        gradient, amax = jax.eval_shape(backward, group, saved, dy)
         split, deferred = None, []
         if self.buffer_slots.deferred_slots:
-            split = stack.groups.split(at, group, saved, x, inputs)
-            deferred = jax.eval_shape(split.inputs, group, saved, x, inputs, at.layers)[3]
+            split = stack.groups.split(at, group, saved, dy, inputs)
+            deferred = jax.eval_shape(split.inputs, group, saved, dy, inputs, at.layers)[3]
         loops = segment.loops if segment.loops > 1 else None
         rows = self.buffer_slots.activations // self.banks * segment.loops
         return EmptyGroup(

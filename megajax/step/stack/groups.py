@@ -1,6 +1,7 @@
 """Forward and backward pass of one remat group: one layer, or `remat.group` of them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,18 @@ from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
+from megajax.parallel.weights.sums import added
 from megajax.step.stack.adapters import adapted
 from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
 from megajax.step.stack.weights import GroupProgram, GroupWeights, StackWeights
 from megajax.step_plan import StepPlan
+
+
+class StreamGradients(NamedTuple):
+    """The gradients of the streams that layers read."""
+
+    x: jax.Array  # of the residual stream, [T / tensor, D]
+    others: dict[str, jax.Array] = {}  # of the other streams: sums over the layers so far, in FP32
 
 
 class Group(NamedTuple):
@@ -64,9 +73,9 @@ class RematGroups:
             residuals = self.layout(at, weights, x, inputs).store(residuals)
         return y, residuals, metrics
 
-    def backward(self, at: Group, weights: GroupWeights, saved: Any, dy: jax.Array, inputs: BlockInputs):
+    def backward(self, at: Group, weights: GroupWeights, saved: Any, dy: StreamGradients, inputs: BlockInputs):
         """Gradient of the group's output → (gradients of its input and of its weights, FP8 amaxes of its layers)."""
-        residuals = self.layout(at, weights, dy, inputs).restore(saved) if at.program.stacked else saved
+        residuals = self.layout(at, weights, dy.x, inputs).restore(saved) if at.program.stacked else saved
         return self._backward(weights, residuals, dy, inputs, at.layers, program=at.program)
 
     def layout(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs) -> ResidualLayout:
@@ -78,14 +87,16 @@ class RematGroups:
         arguments = weights, x, inputs, at.layers
         return self._once(("layout", at.program, x.shape), inputs, lambda: ResidualLayout(residuals, *arguments))
 
-    def split(self, at: Group, weights: GroupWeights, saved: Any, dy: jax.Array, inputs: BlockInputs) -> SplitBackward:
+    def split(
+        self, at: Group, weights: GroupWeights, saved: Any, dy: StreamGradients, inputs: BlockInputs
+    ) -> SplitBackward:
         """The backward pass of a group in two parts, for the arguments `(weights, saved, dy, inputs, at.layers)`."""
 
         def backward(weights, saved, dy, inputs, layers):
             return self.backward(at._replace(layers=layers), weights, saved, dy, inputs)
 
         arguments = weights, saved, dy, inputs, at.layers
-        return self._once(("split", at.program, dy.shape), inputs, lambda: SplitBackward(backward, *arguments))
+        return self._once(("split", at.program, dy.x.shape), inputs, lambda: SplitBackward(backward, *arguments))
 
     def _once(self, key: Any, inputs: BlockInputs, trace: Callable[[], Any]) -> Any:
         """A cached result of `trace`; not cached if every call of attention must be different (`AttentionScales`)."""
@@ -99,28 +110,31 @@ class RematGroups:
         trained, others = self._divided(gathered, program)
         run = self._runner(inputs, layers, program, others)
         if not save or program.policy.keeps_input:
-            (y, _), metrics = run(trained, x)
+            (y, _), metrics = run(trained, x, inputs.streams)
             return y, (x if save else None), metrics
         names = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
         run = with_policy(run, program.policy, names, self.attention_is_fused)
-        (y, _), pull, metrics = jax.vjp(run, trained, x, has_aux=True)
+        (y, _), pull, metrics = jax.vjp(run, trained, x, inputs.streams, has_aux=True)
         return y, Residuals.of(pull, (gathered, inputs)), metrics
 
-    def _group_backward(self, weights: GroupWeights, saved, dy, inputs: BlockInputs, layers, *, program: GroupProgram):
+    def _group_backward(
+        self, weights: GroupWeights, saved, dy: StreamGradients, inputs: BlockInputs, layers, *, program: GroupProgram
+    ):
         gathered = self.weights.gather(weights, program, backward=True)
         if program.policy.keeps_input:
             x, dy = lax.optimization_barrier((saved, dy))  # else XLA merges the recomputation with the forward pass
             trained, others = self._divided(gathered, program)
-            _, pull, _ = jax.vjp(self._runner(inputs, layers, program, others), trained, x, has_aux=True)
+            run = self._runner(inputs, layers, program, others)
+            _, pull, _ = jax.vjp(run, trained, x, inputs.streams, has_aux=True)
         else:
             pull = saved.pull((gathered, inputs))
         has_losses = any(self.blocks[kind.block].losses for kind in program.kinds)
-        gradient, dx = pull((dy, inputs.layer_loss_scale if has_losses else None))
+        gradient, dx, of_streams = pull((dy.x, inputs.layer_loss_scale if has_losses else None))
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
         gradient = tuple(
             {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
         )
-        return dx, gradient, amax
+        return StreamGradients(dx, jax.tree.map(added, dy.others, of_streams)), gradient, amax
 
     def _divided(self, group: GroupWeights, program: GroupProgram) -> tuple[GroupWeights, GroupWeights]:
         """(the weights that have gradients, frozen weights and layer state) of a group."""
@@ -129,19 +143,19 @@ class RematGroups:
         return trained, tuple({n: w for n, w in layer.items() if n not in names} for layer, names in layers)
 
     def _runner(self, inputs: BlockInputs, layers, program: GroupProgram, others: GroupWeights) -> Callable:
-        """(weights with gradients, x) → ((y, sum of the layers' losses), metrics); the `others` as in `_divided`.
+        """(weights with gradients, x, other streams) → ((y, sum of the layers' losses), metrics).
 
-        `layers` as in `Group`. The losses are this device's share, None if there are none. They are an output beside y,
-        because their gradient does not depend on that of y.
+        The `others` are those of `_divided`, `layers` as in `Group`. The losses are this device's share, None if there
+        are none. They are an output beside y, because their gradient does not depend on that of y.
         """
 
-        def run(trained: GroupWeights, x: jax.Array):
-            metrics: list[dict[str, jax.Array]] = []
+        def run(trained: GroupWeights, x: jax.Array, streams: Mapping[str, jax.Array]):
+            metrics, own_inputs = list[dict[str, jax.Array]](), replace(inputs, streams=streams)
             for i, (kind, own, other) in enumerate(zip(program.kinds, trained, others, strict=True)):
                 state, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i
                 weights = own | {name: w for name, w in other.items() if name not in state}
                 kept = {name: a for name, a in other.items() if name in state}
-                ctx = LayerContext(self.comm, inputs, layer, kind, self._recomputed(program), kept)
+                ctx = LayerContext(self.comm, own_inputs, layer, kind, self._recomputed(program), kept)
                 weights = adapted(weights, self.weights.fused[kind.block], self.plan.config.lora, inputs, layer)
                 if program.fp8 and self.rounded is not None:
                     linear = self.blocks[kind.block].linear_layers

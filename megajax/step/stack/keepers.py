@@ -7,12 +7,11 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
 from jax import lax
 
 from megajax.config.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
-from megajax.step.stack.groups import Group, RematGroups
+from megajax.step.stack.groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.weights import Amax, GroupWeights, Metrics
 
 
@@ -31,7 +30,7 @@ class ForwardKeeper(Protocol):
 class BackwardKeeper(Protocol):
     """Reads residuals and stores gradients in one iteration of a backward pass."""
 
-    def backward(self, u: int, at: Group, weights: GroupWeights, dx: jax.Array, inputs: BlockInputs) -> Any:
+    def backward(self, u: int, at: Group, weights: GroupWeights, dx: StreamGradients, inputs: BlockInputs) -> Any:
         """(dx, gradients of the weights) of group `u`."""
         ...
 
@@ -73,7 +72,7 @@ class BackwardValues:
         self.gradients: dict[int, GroupWeights] = {}
         self.amax: dict[int, tuple[Amax, ...]] = {}
 
-    def backward(self, u: int, at: Group, weights: GroupWeights, dx: jax.Array, inputs: BlockInputs):
+    def backward(self, u: int, at: Group, weights: GroupWeights, dx: StreamGradients, inputs: BlockInputs):
         dx, gradient, self.amax[u] = self.groups.backward(at, weights, self.saved[u], dx, inputs)
         return dx, gradient
 

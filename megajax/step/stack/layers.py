@@ -7,6 +7,7 @@ two passes at different ticks. The loops over groups are here; keepers (`keepers
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.step.nodes import HIDDEN, Field, Microbatch, Results, StepArrays, Streams, Table
-from megajax.step.stack.groups import RematGroups
+from megajax.step.stack.groups import RematGroups, StreamGradients
 from megajax.step.stack.keepers import BackwardKeeper, BackwardValues, ForwardKeeper, ForwardValues
 from megajax.step.stack.loops import loop_over_layers, tie_uncast
 from megajax.step.stack.weights import (
@@ -58,6 +59,7 @@ class LayerStack:
         """`only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once."""
         self.NAME, self.only_microbatch = name, only_microbatch
         self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(blocks), plan.segments
+        self.reads = tuple(dict.fromkeys(name for block in self.blocks.values() for name in block.streams))
         self.weights = StackWeights(plan, comm, self.blocks, exchange, fused)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 
@@ -111,21 +113,35 @@ class LayerStack:
 
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
         """All layers once; keeps residuals and metrics of each group, None for residuals if not `save`."""
-        x, kept = self.run_forward(arrays.stacks[self.NAME], streams[HIDDEN], batch.inputs, save=save)
-        return {HIDDEN: x}, [values for _, values in kept]
+        inputs = self.with_streams(batch, streams)
+        x, kept = self.run_forward(arrays.stacks[self.NAME], streams[HIDDEN], inputs, save=save)
+        return {HIDDEN: x}, (inputs, [values for _, values in kept])
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        residuals, metrics = zip(*saved, strict=True)
+        inputs, kept = saved
+        residuals, metrics = zip(*kept, strict=True)
         nothing = [()] * len(self.segments)
         keeper = lambda s, loop, state, saved: BackwardValues(self.groups, saved)  # noqa: E731
         dx, kept = self.run_backward(
-            arrays.stacks[self.NAME], gradients[HIDDEN], batch.inputs, 0, keeper, nothing, residuals
+            arrays.stacks[self.NAME], self.first_gradients(gradients, inputs), inputs, 0, keeper, nothing, residuals
         )
         found, amax = zip(*(values for _, values in kept), strict=True)
         name = self.NAME
-        return {HIDDEN: dx}, table, Results({name: [*found]}, {}, {name: [*metrics]}, {name: [*amax]})
+        results = Results({name: [*found]}, {}, {name: [*metrics]}, {name: [*amax]})
+        return {HIDDEN: dx.x, **dx.others}, table, results
+
+    def with_streams(self, batch: Microbatch, streams: Streams) -> BlockInputs:
+        """The inputs of the layers with the streams that they read besides the residual stream, if they read any."""
+        if not self.reads:
+            return batch.inputs
+        return replace(batch.inputs, streams={name: streams[name] for name in self.reads}, fields=batch.fields)
+
+    def first_gradients(self, gradients: Streams, inputs: BlockInputs) -> StreamGradients:
+        """The gradients before the last layer's backward pass; those of streams that no one else reads are zero."""
+        zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in inputs.streams.items()}
+        return StreamGradients(gradients[HIDDEN], {name: gradients.get(name, zero) for name, zero in zeros.items()})
 
     def run_forward(
         self,
@@ -164,13 +180,13 @@ class LayerStack:
     def run_backward(
         self,
         weights: ByGroup[GroupWeights],
-        dx: jax.Array,
+        dx: StreamGradients,
         inputs: BlockInputs,
         first: Any,
         keeper: Callable[[int, Any, Any, Any], BackwardKeeper],
         states: Sequence[Any],
         saved: Sequence[Any],
-    ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
+    ) -> tuple[StreamGradients, list[tuple[Any, Any]]]:
         """Gradient of the stack's output → (gradient of its input, by segment as `run_forward` returns it).
 
         `saved` holds residuals by segment, stacked over its loops; each keeper gets those of its iteration. Collectives
@@ -221,7 +237,7 @@ class LayerStack:
         keeps = is_last and segment.loops == 1 and not self.plan.is_pipelined and not segment.policy.keeps_input
         return not keeps and not self.weights.is_gathered(segment, u)
 
-    def _tie_reduction(self, s: int, u: int, values: tuple[jax.Array, Any, Any], on_the_way: bool):
+    def _tie_reduction(self, s: int, u: int, values: tuple[StreamGradients, Any, Any], on_the_way: bool):
         """(dx, gradients) of a group and the reduced gradients of the group above; none is available before all are.
 
         Without loops and pipeline, dx of the first group waits for no weight gradient.

@@ -1,0 +1,54 @@
+"""The encoder in the step: an inner node before the layers; its weights are in the table."""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from megajax.config.encoders import KIND
+from megajax.model.encoder import Encoder
+from megajax.model.transformer import ENCODER
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights.sums import added
+from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.stack.vjp import Residuals
+from megajax.step_plan import StepPlan
+
+
+class EncoderNode:
+    """Computes the stream of `model.encoder`, and the gradients of the encoder's weights from the stream's."""
+
+    PLACE = "before"
+
+    def __init__(self, plan: StepPlan, encoder: Encoder, comm: MeshComm, trained: Collection[str]):
+        """`trained` are the names of the parameters that have gradients."""
+        self.NAME, self.encoder, self.comm, self.dtype = encoder.NAME, encoder, comm, plan.config.precision.compute
+        self.trained = sorted(name for name in trained if name.startswith(ENCODER))
+
+    def fields(self) -> dict[str, Field]:
+        own = self.encoder.fields().items()
+        return {n: Field(dtype, KIND, tuple(extra), length=length) for n, (dtype, length, *extra) in own}
+
+    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
+        fields = {name: batch.fields[name] for name in self.fields()}
+        trained, frozen = weights = self._weights(arrays.table)
+        if not save:
+            return {self.NAME: self._run(trained, frozen, fields)}, None
+        stream, pull = jax.vjp(lambda trained: self._run(trained, frozen, fields), trained)
+        return {self.NAME: stream}, Residuals.of(pull, weights)
+
+    def backward(
+        self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        (own,) = saved.pull(self._weights(arrays.table))(gradients[self.NAME].astype(self.dtype))
+        return {}, table | {name: added(table[name], gradient) for name, gradient in own.items()}, Results()
+
+    def _weights(self, table: Arrays) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """(the encoder's weights that have gradients, the others) by canonical name."""
+        own = {name: w for name, w in table.items() if name.startswith(ENCODER)}
+        return {n: own[n] for n in self.trained}, {n: w for n, w in own.items() if n not in self.trained}
+
+    @jax.named_scope("encoder")
+    def _run(self, trained: Arrays, frozen: Arrays, fields: Arrays) -> jax.Array:
+        weights = {name.removeprefix(ENCODER): w for name, w in {**frozen, **trained}.items()}
+        return self.encoder.apply(weights, fields, self.comm).astype(self.dtype)

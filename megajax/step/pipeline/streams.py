@@ -1,0 +1,67 @@
+"""The streams that all stages of a pipeline read: an encoder runs before the first tick and after the last one.
+
+Each stage computes 1/P of the microbatches: stage s those of index s, s + P, and so on. All stages then hold the
+streams of all microbatches; the gradients, summed over the stages, return to the stage that made the stream.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.parallel import collectives
+from megajax.step.graph import Graph
+from megajax.step.nodes import Arrays, Microbatch, StepArrays, Streams, Table
+
+
+class SharedStreams:
+    """The nodes that run before the ticks (`InnerNode.PLACE`), and their streams `[M, T / tensor, D]`."""
+
+    def __init__(self, graph: Graph, arrays: StepArrays, microbatches: int, microbatch: Callable[[Any], Microbatch]):
+        """`microbatch` gives one by its index."""
+        self.nodes = [node for node in graph.inner if node.PLACE == "before"]
+        self.arrays, self.microbatch, self.count = arrays, microbatch, microbatches
+        self.stages = graph.sizes["pipeline"]
+        self.each = -(-microbatches // self.stages)  # microbatches of a stage; the last ones may repeat the last of all
+
+    def forward(self, save: bool) -> tuple[Streams, Any]:
+        """(the streams of all microbatches, what `backward` needs)."""
+        if not self.nodes:
+            return {}, None
+
+        def one(_: None, k: jax.Array) -> tuple[None, tuple[Streams, list[Any]]]:
+            batch, streams, saved = self.microbatch(self._index(k)), Streams(), []
+            for node in self.nodes:
+                given, kept = node.forward(self.arrays, streams, batch, save)
+                streams |= given
+                saved.append(kept)
+            return None, (streams, saved)
+
+        _, (own, saved) = lax.scan(one, None, jnp.arange(self.each))
+        gathered = jax.tree.map(lambda x: collectives.all_gather(x, "pipeline", axis=1), own)  # [each, P, ...]
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: self.count], gathered), saved
+
+    def backward(self, saved: Any, gradients: Arrays, table: Table) -> Table:
+        """`table` plus the gradients of the nodes' weights, from this stage's `gradients` of all streams."""
+        if not self.nodes:
+            return table
+
+        def of_stage(dx: jax.Array) -> jax.Array:
+            dx = jnp.pad(dx, ((0, self.each * self.stages - self.count), *((0, 0) for _ in dx.shape[1:])))
+            dx = dx.reshape(self.each, self.stages, *dx.shape[1:])
+            return collectives.psum_scatter(dx, "pipeline", scatter_dimension=1)
+
+        def one(table: Table, loop: Any) -> tuple[Table, None]:
+            k, kept, own = loop
+            batch, own = self.microbatch(self._index(k)), dict(own)
+            for node, saved in reversed([*zip(self.nodes, kept, strict=True)]):
+                taken, table, _ = node.backward(self.arrays, saved, own, batch, table)
+                own |= taken
+            return table, None
+
+        return lax.scan(one, table, (jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}))[0]
+
+    def _index(self, k: jax.Array) -> jax.Array:
+        return jnp.minimum(k * self.stages + lax.axis_index("pipeline"), self.count - 1)

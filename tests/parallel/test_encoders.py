@@ -1,0 +1,174 @@
+"""An encoder whose stream layers read by cross-attention (docs/examples), against `jax.grad` of the plain model."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.config.encoders import ENCODERS
+from megajax.config.extensions import import_extensions
+from megajax.errors import ConfigError, InputError
+from megajax.inference.language_model import LanguageModel
+from megajax.mesh import build_mesh
+from megajax.model import Encoder, Transformer, bind, parameters, register_encoder
+from megajax.plan.costs import flops_per_token
+from megajax.training.batches import to_global
+from megajax.training.loop import Trainer
+from megajax.training.step import TrainProgram
+from megajax.verify.runs import first_gradients
+
+ROWS, LENGTH, SOURCE = 12, 12, 6
+TINY = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
+MODEL = {
+    **TINY,
+    "block_pattern": ["reads_source", "dense"],
+    "encoder": {"kind": "source", "settings": {"length": SOURCE}},
+}
+VALUE, GRADIENT = 5e-6, 2e-5  # sums of FP32 numbers in another order
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examples():
+    import_extensions(["docs/examples/encoder.py", "docs/examples/cross_attention.py"])
+
+
+def make(table, mesh, model=None, microbatches=2, **sections) -> Config:
+    batch = {"global_size": ROWS, "sequence_length": LENGTH}
+    return table.make_config(MODEL | (model or {}), mesh, microbatches=microbatches, steps=1, batch=batch, **sections)
+
+
+def fields():
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 50, (ROWS, LENGTH + 1))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": np.ones((ROWS, LENGTH), np.float32)}
+    batch["positions"] = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    batch["source"] = rng.integers(0, 50, (ROWS, SOURCE))
+    batch["source_mask"] = np.arange(SOURCE) < rng.integers(1, SOURCE + 1, (ROWS, 1))
+    return batch
+
+
+def built(config, count):
+    return TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """(loss, gradients) of the plain model."""
+    config, batch = make(table, {}), fields()
+    model = Transformer(config.model)
+
+    def loss(weights):
+        log_p = jax.nn.log_softmax(bind(model, weights)(batch["tokens"], fields=batch))
+        return -jnp.take_along_axis(log_p, batch["targets"][..., None], -1).mean()
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(jax.value_and_grad(loss))({n: jnp.asarray(w) for n, w in table.weights_of(config).items()})
+
+
+CASES = [
+    ({"fsdp": 2, "tensor": 2}, {}),
+    ({"context": 2, "fsdp": 2}, {}),
+    ({"tensor": 2, "context": 2}, {"remat": {"policy": "full"}}),
+    ({"data": 2}, {"microbatches": 1, "kernels": {"scan_unroll": 4}}),
+    ({"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
+    ({"pipeline": 2}, {"pipeline": {"schedule": "1f1b"}, "microbatches": 3, "remat": {"policy": "full"}}),
+    ({"pipeline": 2}, {"pipeline": {"rounds": 2}, "microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "changes"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_the_plain_model(table, expected, mesh, changes):
+    config = make(table, mesh, **changes)
+    program, (loss, gradients) = built(config, int(np.prod([*mesh.values(), 1]))), expected
+    state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields())
+    if "tensor" in mesh:
+        total, number = program.eval_step(state.weights, state.layer_state, batch)
+        assert float(total / number) == pytest.approx(float(loss), rel=VALUE)
+    state, metrics = program.train_step(state, batch)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=VALUE)
+    found = first_gradients(program, state, float(metrics["grad_norm"]))
+    assert found.keys() == gradients.keys() and any(name.startswith("encoder.") for name in found)
+    for weight, own in gradients.items():
+        assert np.linalg.norm(found[weight] - own) <= GRADIENT * np.linalg.norm(own), weight
+
+
+def test_layers_depend_on_the_source_but_not_on_its_padding(table):
+    config, batch = make(table, {}), fields()
+    program = built(config, 1)
+    state = table.first_state(program, table.weights_of(config))
+
+    def loss(chosen):
+        source = np.where(chosen, batch["source"] + 1, batch["source"]) % 50
+        return float(
+            program.eval_step(state.weights, state.layer_state, to_global(program, batch | {"source": source}))[0]
+        )
+
+    before = loss(np.zeros_like(batch["source_mask"]))
+    assert loss(~batch["source_mask"]) == before != loss(batch["source_mask"])
+
+
+def test_the_encoder_counts_in_parameters_and_flops(table):
+    """By hand: four D × D matrices at each of the source's positions; in two layers cross-attention's four."""
+    D, S = TINY["hidden_size"], LENGTH
+    plain = make(table, {}, {"block_pattern": ["dense"], "encoder": {"kind": "none"}})
+    more = flops_per_token(make(table, {})) - flops_per_token(plain)
+    assert more == pytest.approx(6 * 4 * D * D * SOURCE / S + 2 * 6 * 4 * D * D)
+    own = {name: p.shape for name, p in parameters(Transformer(make(table, {}).model)).items() if "encoder." in name}
+    assert sum(map(math.prod, own.values())) == 50 * D + D + 4 * D * D
+
+
+BAD = {
+    "unknown": ({"encoder": {"kind": "sauce"}}, {}, "encoder.kind=sauce .*use none.*source.*run.extensions"),
+    "setting": (
+        {"encoder": {"kind": "source", "settings": {"length": 6, "depth": 1}}},
+        {},
+        "settings.depth is no setting of SourceEncoder.*it has length",
+    ),
+    "missing": ({"encoder": {"kind": "source"}}, {}, "encoder.settings.length is not set"),
+    "without": ({"encoder": {"kind": "none", "settings": {"length": 6}}}, {}, "encoder.settings=.*which has none"),
+    "nobody gives": ({"encoder": {"kind": "none"}}, {}, "CrossAttention .block reads_source. reads the stream source"),
+    "nobody reads": ({"block_pattern": ["dense"]}, {}, "no sublayer reads the stream of model.encoder.kind=source"),
+    "context": (
+        {"encoder": {"kind": "source", "settings": {"length": 7}}},
+        {"context": 2},
+        "mesh.context=2 does not divide the 7 tokens of source",
+    ),
+    "modules": (
+        {"mtp_layers": 1, "block_pattern": ["dense", "reads_source"]},
+        {"pipeline": 2},
+        "mtp_layers=1, but these read the stream",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_run_is_a_sentence(table, case):
+    model, mesh, sentence = BAD[case]
+    with pytest.raises(ConfigError, match=sentence):
+        check_mesh(make(table, mesh, model), int(np.prod([*mesh.values(), 1])))
+
+
+def test_uses_without_the_encoders_fields_are_sentences(table):
+    config, batch = make(table, {}), fields()
+    program = built(config, 1)
+    with pytest.raises(InputError, match="has source_mask of the shape .12, 4.*give .12, 6."):
+        to_global(program, batch | {"source_mask": batch["source_mask"][:, :4]})
+    with pytest.raises(InputError, match="has no source and model.encoder.kind=source"):
+        to_global(program, {name: field for name, field in batch.items() if name != "source"})
+    with pytest.raises(ConfigError, match="model.encoder.kind=source reads the batch field source.*custom_loop"):
+        Trainer(config, jax.devices()[:1])
+    with pytest.raises(InputError, match="model.encoder.kind=source: .*does not generate or score"):
+        LanguageModel(config, {}, {}, build_mesh({}, jax.devices()[:1]))
+
+
+def test_a_name_is_registered_once():
+    class Other(Encoder):
+        NAME = "source"
+
+    with pytest.raises(ConfigError, match="the encoder source is .*SourceEncoder already: register .*Other under"):
+        register_encoder(Other)
+    assert register_encoder(ENCODERS["source"]) is ENCODERS["source"]
