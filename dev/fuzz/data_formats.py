@@ -195,7 +195,7 @@ def tokenizers_json(folder: Path) -> Subject:
 
 def read_tokenizer(path: Path) -> None:
     """Load and use a tokenizer, as preprocessing and generation do."""
-    from megajax.data.encoding import Encoder
+    from megajax.data.encoding import TextEncoder
     from megajax.data.json_lines import LineBlock, TextPosition
     from megajax.data.tokenizers import load_tokenizer
 
@@ -204,7 +204,7 @@ def read_tokenizer(path: Path) -> None:
     tokenizer.decode(ids)
     tokenizer.encode_with_offsets(["ab ba"])
     text = as_lines(TEXTS)
-    Encoder(str(path), None, tokenizer.end_of_document, "text")(LineBlock("a", 1, text, len(text), TextPosition()))
+    TextEncoder(str(path), None, tokenizer.end_of_document, "text")(LineBlock("a", 1, text, len(text), TextPosition()))
 
 
 def other_tokenizers(folder: Path) -> Subject:

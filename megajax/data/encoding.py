@@ -53,7 +53,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass
-class Encoder:
+class TextEncoder:
     """Encodes blocks of lines; each worker process has a copy. `key_option` is the setting that gave `json_key`."""
 
     spec: str
@@ -128,10 +128,10 @@ def write_documents(blocks: Iterable[Encoded], writer: IndexedWriter, progress: 
     return bad
 
 
-_encoder: Encoder | None = None  # of a worker process
+_encoder: TextEncoder | None = None  # of a worker process
 
 
-def _set_encoder(encoder: Encoder) -> None:
+def _set_encoder(encoder: TextEncoder) -> None:
     global _encoder
     _encoder = encoder
     end_with_parent()
@@ -144,7 +144,7 @@ def _encode(block: LineBlock) -> Encoded:
     return _encoder(block)
 
 
-def encode_blocks(encoder: Encoder, blocks: Iterable[LineBlock], workers: int) -> Generator[Encoded]:
+def encode_blocks(encoder: TextEncoder, blocks: Iterable[LineBlock], workers: int) -> Generator[Encoded]:
     """Encodes the blocks in worker processes, a bounded number ahead, and yields the results in input order.
 
     With one worker a tokenizer that has threads uses all cores; else each worker is a process with one thread.

@@ -13,7 +13,7 @@ import yaml
 from megajax.command_parser import CommandParser
 from megajax.config.sentences import counted
 from megajax.console import user_errors
-from megajax.data.encoding import Encoder, encode_blocks, write_documents
+from megajax.data.encoding import TextEncoder, encode_blocks, write_documents
 from megajax.data.index_cache import file_digest
 from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.journal import RECORD_SECONDS, Journal
@@ -57,7 +57,7 @@ def preprocess(
     if output_prefix.endswith("/"):
         raise InputError(f"--output-prefix {output_prefix} is a directory; add a name, such as {output_prefix}my.")
     prefix = f"{output_prefix}_{json_key}_document"
-    encoder, dtype = Encoder(tokenizer, prepended, appended, json_key, strict), token_dtype(loaded.vocab_size)
+    encoder, dtype = TextEncoder(tokenizer, prepended, appended, json_key, strict), token_dtype(loaded.vocab_size)
     journal = Journal(prefix, _settings(inputs, encoder), dtype.itemsize, resume=resume, record_seconds=record_seconds)
     start = journal.point
     if start.documents:
@@ -79,7 +79,7 @@ def preprocess(
     return prefix, writer.num_documents, writer.num_tokens
 
 
-def _settings(inputs: Sequence[str], encoder: Encoder) -> dict[str, Any]:
+def _settings(inputs: Sequence[str], encoder: TextEncoder) -> dict[str, Any]:
     """All that decides the output, by the names for a sentence."""
     settings: dict[str, Any] = {"--input": list(inputs), "--json-key": encoder.json_key, "--strict": encoder.strict}
     settings |= {"--tokenizer": encoder.spec, "the appended token": encoder.end_of_document}

@@ -18,7 +18,7 @@ import numpy as np
 
 from megajax import json_files
 from megajax.config.sentences import counted
-from megajax.data.encoding import Encoded, Encoder, encode_blocks, write_documents
+from megajax.data.encoding import Encoded, TextEncoder, encode_blocks, write_documents
 from megajax.data.index_cache import (
     cache_directory,
     file_digest,
@@ -141,7 +141,7 @@ class _Tokenising:
         tokenizer = load_tokenizer(spec)
         begin, end = document_tokens(config.data, tokenizer)
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._encoder = Encoder(spec, begin, end, config.data.text_key, key_option="data.text_key")
+        self._encoder = TextEncoder(spec, begin, end, config.data.text_key, key_option="data.text_key")
         self._encoder.extensions = config.run.extensions
 
     def store(self, paths: Sequence[str]) -> None:

@@ -60,13 +60,13 @@ def shards(tmp_path) -> list[str]:
 @pytest.fixture
 def encoded_files(monkeypatch) -> list[str]:
     """The files whose blocks are tokenised from now on."""
-    seen, encode = [], text.Encoder.__call__
+    seen, encode = [], text.TextEncoder.__call__
 
     def call(self, block):
         seen.append(Path(block.path).name)
         return encode(self, block)
 
-    monkeypatch.setattr(text.Encoder, "__call__", call)
+    monkeypatch.setattr(text.TextEncoder, "__call__", call)
     return seen
 
 
@@ -136,7 +136,7 @@ def test_processes_share_the_files(tmp_path, shards, encoded_files, monkeypatch)
 def test_an_error_while_text_is_tokenised_is_not_one_of_the_cache(tmp_path, shards, monkeypatch):
     config = config_of(tmp_path)
     for error in (OSError(5, "Input/output error"), ValueError("a tokenizer's own")):
-        monkeypatch.setattr(text.Encoder, "__call__", Mock(side_effect=error))
+        monkeypatch.setattr(text.TextEncoder, "__call__", Mock(side_effect=error))
         with pytest.raises(type(error)) as caught:
             datasets(config)
         assert caught.value is error
