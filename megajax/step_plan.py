@@ -198,7 +198,7 @@ class StepPlan:
         if any(map(takes_order, block_layers(self.config.model))):
             return False
         whole = any(window is None for window in layer_windows(self.config.model))
-        shared = self.config.context_strategy.key_shards(self.sizes["context"]) > 1
+        shared = self.config.context_strategy(self.sizes).key_shards(self.sizes["context"]) > 1
         return self.config.data.reset_attention and shared and whole
 
     # The layers
@@ -287,7 +287,7 @@ class StepPlan:
     @property
     def collectives(self) -> Collectives:
         return Collectives(
-            context=self.config.context_strategy,
+            context=self.config.context_strategy(self.sizes),
             latents=self.sends_latents,
             dispatch=self.config.dispatch(self.sizes),
             experts_over=self.config.mesh.experts_over,
@@ -302,9 +302,8 @@ class StepPlan:
 
         Not if each device needs some of the heads only, and not with up-projections in FP8 or with adapters.
         """
-        config, sends = self.config, self.config.context_strategy.sends_latents
-        plain = not config.precision.fp8.chosen.is_on and config.lora.rank is None
-        return config.model.is_latent and self.sizes["context"] > 1 and sends and plain
+        sends = self.config.context_strategy(self.sizes).sends_latents
+        return self.sizes["context"] > 1 and sends and self.config.has_sendable_latents
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
@@ -351,7 +350,7 @@ def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]
 
 def _unsupported_by_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not support."""
-    if config.context_strategy.key_shards(sizes["context"]) == 1:
+    if config.context_strategy(sizes).key_shards(sizes["context"]) == 1:
         return ()
     windows = [window for window in layer_windows(config.model) if window is not None]
     settings = {

@@ -3,9 +3,10 @@
 It does not import jax: parallel/context has what each strategy computes.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megajax.config.registry import Registry
+from megajax.config.registry import AUTO, Registry
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,10 @@ class ContextStrategy:
     divides_heads: bool = False  # during attention a device has some heads of all tokens; else all heads of its tokens
     sends_latents: bool = False  # latents of latent attention can be sent instead of keys and values
     attention_rate: float = 1.0  # of attention's kernel, where 1 is its rate without `context`; fitted
-    unrolled_steps: int = 0  # where keys are sent from device to device: with more steps, they run in a loop
+    # Numbers per token that XLA keeps because the backward pass would compute them again, if nothing is recomputed. Of
+    # (devices, numbers per token in attention's output, in its keys and values, whether the kernel takes whole chunks).
+    kept: Callable[[int, float, float, bool], float] = lambda devices, output, keys, by_chunk: 0
+    repeats_output: bool = False  # whether attention's output is kept before and after its exchange
 
     def head_shards(self, context: int) -> int:
         """The number of devices that share the heads, if a sequence is divided over `context` devices."""
@@ -27,7 +31,45 @@ class ContextStrategy:
         return context // self.head_shards(context)
 
 
-RING = ContextStrategy("ring", sends_latents=True, attention_rate=0.95, unrolled_steps=7)
-ALL_GATHER = ContextStrategy("all_gather", sends_latents=True, attention_rate=0.93)
-ALL_TO_ALL = ContextStrategy("all_to_all", divides_heads=True)
-STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL)
+UNROLLED_STEPS = 7  # of a ring; more run in a loop
+
+
+def _kept_by_ring(devices: int, output: float, keys: float, by_chunk: bool) -> float:
+    """The first keys and values that arrive, and half of the queries for each step and for the device's own keys.
+
+    A loop around the ring keeps both halves, and those of the output and of its projection's input, which are prepared
+    before it. A kernel that does not take chunks has the output in FP32 instead.
+    """
+    if devices - 1 > UNROLLED_STEPS:
+        return 3 * output + keys
+    return (devices / 2 if by_chunk else 2) * output + keys
+
+
+def _kept_by_gather(devices: int, output: float, keys: float, by_chunk: bool) -> float:
+    """The keys and values of whole sequences; for a kernel that takes chunks a copy for each, and another output."""
+    return 2 * devices * keys + output if by_chunk else devices * keys
+
+
+RING = ContextStrategy("ring", sends_latents=True, attention_rate=0.95, kept=_kept_by_ring)
+ALL_GATHER = ContextStrategy("all_gather", sends_latents=True, attention_rate=0.93, kept=_kept_by_gather)
+ALL_TO_ALL = ContextStrategy("all_to_all", divides_heads=True, repeats_output=True)
+STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL, words=(AUTO,))
+
+
+def choose_context(
+    name: str, devices: int, heads: Mapping[str, int], sends_latents: bool
+) -> tuple[ContextStrategy, str]:
+    """The strategy of `kernels.context` for sequences divided over `devices`, and the reason.
+
+    `heads`: the number of each kind on a device. `sends_latents`: keys and values can be sent as latents. Where all
+    heads can be divided, dividing them was the fastest and needed the least memory (docs/log.md): each device sends a
+    part of its heads once, while keys and values that visit all devices are sent `devices` - 1 times.
+    """
+    if name != AUTO:
+        return STRATEGIES[name], f"kernels.context={name}"
+    if sends_latents:
+        return RING, "a token's latents are smaller than its heads"
+    for kind, number in heads.items():
+        if number % devices:
+            return RING, f"mesh.context={devices} does not divide the {kind} of a device, {number}"
+    return ALL_TO_ALL, f"mesh.context={devices} divides the {' and the '.join(heads)} of a device"

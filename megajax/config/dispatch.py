@@ -5,9 +5,8 @@ It does not import jax: parallel/experts has what each dispatch computes.
 
 from dataclasses import dataclass
 
-from megajax.config.registry import Registry
+from megajax.config.registry import AUTO, Registry
 
-AUTO = "auto"
 ROOM = 1.25  # of an all-to-all's blocks; see `Dispatch.room`
 
 

@@ -12,7 +12,7 @@ num-layers-per-virtual-pipeline-stage | pipeline.rounds | which is model.num_lay
 pipeline-model-parallel-layout, decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers | pipeline.layout
     | a list with the number of layers of each virtual stage
 context-parallel-size | mesh.context
-cp-comm-type | kernels.context | ring for p2p, all_to_all for a2a, or all_gather
+cp-comm-type | kernels.context | auto (the default), or ring for p2p, all_to_all for a2a, all_gather
 expert-model-parallel-size | mesh.expert | an axis of its own: data * fsdp * expert is Megatron's data-parallel size
 expert-tensor-parallel-size | mesh.experts_over | a list of axes: with tensor in it each expert is whole (size 1);
     without it tensor divides each expert's width

@@ -92,7 +92,7 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
         problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {format_keys(config, length)}"
         fail(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
     heads = model.num_heads // sizes["tensor"]
-    if heads % config.context_strategy.head_shards(context):
+    if heads % config.context_strategy(sizes).head_shards(context):
         had = format_keys(config, "model.num_heads")
         if sizes["tensor"] > 1:
             had += f" / {format_axis(config, sizes, 'tensor')} = {heads}"

@@ -10,6 +10,8 @@ from pydantic_core import PydanticKnownError, core_schema
 
 from megajax.errors import ConfigError
 
+AUTO = "auto"  # the value of a key whose option follows from the rest of the config
+
 
 class Option(Protocol):
     @property

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
-from megajax.config.context import RING, STRATEGIES, ContextStrategy
+from megajax.config.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.config.data_schema import DataConfig
-from megajax.config.dispatch import AUTO, DISPATCHES, Dispatch, choose_dispatch
+from megajax.config.dispatch import DISPATCHES, Dispatch, choose_dispatch
 from megajax.config.fields import (
     BATCH_AXES,
     AxisSize,
@@ -39,6 +39,7 @@ from megajax.config.fp8_recipes import RECIPES, Fp8Recipe
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig
 from megajax.config.optimizer_schema import OptimizerConfig
+from megajax.config.registry import AUTO
 from megajax.config.remat import NONE, POLICIES, RematPolicy
 from megajax.config.run_schema import RunConfig
 from megajax.config.schedules import COSINE, SCHEDULES, TAIL, LearningRateSchedule
@@ -257,7 +258,9 @@ class KernelsConfig(Section):
 
     attention: Literal["auto", "cudnn", "pallas", "reference"] = Field(default="auto", description="Attention kernel.")
     context: Annotated[str, STRATEGIES] = Field(
-        default=RING.name, description="Communication of attention over mesh.context."
+        default=AUTO,
+        description="Communication of attention over mesh.context; auto: all_to_all if mesh.context divides the query"
+        " and KV heads of a device, except where latents can be sent (latent attention); else ring.",
     )
     dispatch: Annotated[str, DISPATCHES] = Field(
         default=AUTO,
@@ -380,10 +383,20 @@ class Config(Section):
         """The number of devices that the experts are divided among, on a mesh of `sizes`."""
         return math.prod(sizes[axis] for axis in self.mesh.experts_over)
 
+    def choose_context(self, sizes: Mapping[str, int]) -> tuple[ContextStrategy, str]:
+        """The declarations of `kernels.context` on a mesh of `sizes`, and the reason for the choice."""
+        model, tensor = self.model, sizes["tensor"]
+        heads = {"query heads": model.num_heads // tensor, "KV heads": max(model.num_kv_heads // tensor, 1)}
+        return choose_context(self.kernels.context, sizes["context"], heads, self.has_sendable_latents)
+
+    def context_strategy(self, sizes: Mapping[str, int]) -> ContextStrategy:
+        """The declarations of `kernels.context` on a mesh of `sizes`."""
+        return self.choose_context(sizes)[0]
+
     @property
-    def context_strategy(self) -> ContextStrategy:
-        """The declarations of `kernels.context`."""
-        return STRATEGIES[self.kernels.context]
+    def has_sendable_latents(self) -> bool:
+        """Whether another device can compute keys and values from latents: not in FP8 or with adapters."""
+        return self.model.is_latent and not self.precision.fp8.chosen.is_on and self.lora.rank is None
 
     def dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
         """The declarations of `kernels.dispatch` on a mesh of `sizes`."""

@@ -35,8 +35,8 @@ class Activations:
     def saved(self, block: str, segment: LayerSegment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values_of_block` for `stacked`."""
         policy = segment.policy
-        ring = self.ring if policy.recomputes_nothing and not stacked else 0
-        return int(self.compute * self.tokens * (ring + self._values(block, stacked and policy.keeps_all, policy)))
+        again = self.shared_by_passes(block) if policy.recomputes_nothing and not stacked else 0
+        return int(self.compute * self.tokens * (again + self._values(block, stacked and policy.keeps_all, policy)))
 
     def recomputed(self, block: str, segment: LayerSegment, stacked: bool) -> int:
         """Bytes that a layer recomputes before its backward pass starts."""
@@ -68,20 +68,17 @@ class Activations:
         of_mlp = 2 * number * D + early + row + mlp.products * width + max(2 * width + reduced, weight_gradients)
         return int(max(of_mlp, number * self.scores))
 
-    @property
-    def ring(self) -> float:
-        """Numbers per token that the ring over `context` keeps because the backward pass computes them again.
-
-        Both halves of the queries, and the first keys and values that arrive; with a loop around the ring, whose inputs
-        are prepared before it, halves of the output and of its projection's input too.
-        """
-        model, context = self.config.model, self.plan.sizes["context"]
-        unrolled = self.plan.collectives.context.unrolled_steps
-        if context == 1 or not unrolled or model.is_latent:
+    def shared_by_passes(self, block: str) -> float:
+        """Numbers per token that attention over `context` keeps because the backward pass would compute them again."""
+        model, context, output = self.config.model, self.plan.sizes["context"], self._attention_output(block)
+        if context == 1 or not output or model.is_latent:
             return 0
-        queries = model.num_heads * model.head_dim / self.shares.tensor
         keys = model.num_kv_heads * (model.head_dim + model.value_dim) / self.shares.tensor
-        return queries * (1 if context - 1 <= unrolled else 3) + keys
+        return self.plan.collectives.context.kept(context, output, keys, self.plan.kernels.attention == "cudnn")
+
+    def _attention_output(self, block: str) -> float:
+        """Numbers per token in the output of a block's attention; 0 without any."""
+        return sum(part.kept_width for part in self.parts[block])
 
     @property
     def scores(self) -> float:
@@ -119,12 +116,14 @@ class Activations:
             return stream / self.config.remat.group
         if policy.on_host:
             return stream
+        exchanged = self.plan.sizes["context"] > 1 and self.plan.collectives.context.repeats_output
+        twice = self._attention_output(block) if exchanged and policy.keeps(ATTENTION) else 0
         of_parts = zip(self.blocks[block].parts.values(), parts, strict=True)
         without = sum(unsaved(part, sizes, policy, stream) for part, sizes in of_parts)
         if not policy.keeps_all:
-            return sum(part.kept for part in parts) + len(parts) * stream + stream - without
+            return sum(part.kept for part in parts) + len(parts) * stream + stream + twice - without
         scores = self.scores if ATTENTION in policy.recomputed_by_blocks else 0
-        return self._residuals(block, stacked) - scores - without
+        return self._residuals(block, stacked) + twice - scores - without
 
     def _residuals(self, block: str, stacked: bool) -> float:
         """Numbers per token in all residuals of a block; `stacked` as in `values_of_block`."""

@@ -73,7 +73,8 @@ def summary(
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
         chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(chunk, 'token')}"
-        lines.append(f"context    {config.kernels.context}; per sequence and device {chunks}")
+        strategy, reason = config.choose_context(sizes)
+        lines.append(f"context    {strategy.name} ({reason}); per sequence and device {chunks}")
     if device.platform == "gpu" and kernels.attention == "reference":
         lines.append("warning    the reference attention is slow on a GPU and keeps [S, S] scores in memory")
     if replicated:

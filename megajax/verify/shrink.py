@@ -122,7 +122,7 @@ class _Units:
             "batch": [config.batch_shards(m) for m in meshes],
             "context": [m["context"] for m in meshes],
             "tensor": [m["tensor"] for m in meshes],
-            "heads": [m["tensor"] * config.context_strategy.head_shards(m["context"]) for m in meshes],
+            "heads": [m["tensor"] * config.context_strategy(m).head_shards(m["context"]) for m in meshes],
             "experts": [config.expert_shards(m) for m in meshes],
         }
         return cls({name: math.lcm(*numbers) for name, numbers in each.items()})

@@ -157,6 +157,26 @@ def test_a_mesh_that_does_not_fit_is_refused(tmp_path, overrides, devices, sente
     assert first_place(str(caught.value)) == sentence.replace("@", str(tmp_path / "x.yaml"))
 
 
+DENSE, LATENT = "llama3_8b_l8_context", "dsv3_l4_e16"  # 32 query and 8 KV heads; latents of 128 heads
+CONTEXT = [  # GPUs, the strategy, and words of the reason
+    (DENSE, "mesh.context=4", 4, "all_to_all", "divides the query heads and the KV heads"),
+    (DENSE, "mesh.context=4 mesh.tensor=2", 8, "all_to_all", "mesh.context=4"),  # 16 and 4 of a device
+    (DENSE, "mesh.context=4 mesh.tensor=4", 16, "ring", "the KV heads of a device, 2"),
+    (DENSE, "mesh.context=2 mesh.tensor=16", 32, "ring", "the KV heads of a device, 1"),  # two devices have the same
+    (DENSE, "mesh.context=8 model.num_heads=12 model.num_kv_heads=4 model.head_dim=128", 8, "ring", "the query heads of a device, 12"),
+    (DENSE, "mesh.context=4 kernels.context=ring", 4, "ring", "kernels.context=ring"),
+    (LATENT, "mesh.context=2", 2, "ring", "latents"),
+    (LATENT, "mesh.context=2 precision.fp8.recipe=current", 2, "all_to_all", "heads"),  # no up-projection of others'
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "devices", "strategy", "reason"), CONTEXT)
+def test_the_devices_of_context_share_the_heads_where_they_can(name, overrides, devices, strategy, reason):
+    loaded = load_config(name, overrides.split())
+    chosen, why = loaded.choose_context(check_mesh(loaded, devices))
+    assert chosen.name == strategy and reason in why
+
+
 REFUSED_BEFORE_DEVICES_ARE_KNOWN = {
     "mesh.tensor=8 model.ffn_hidden_size=100": (
         "mesh.tensor=8 does not divide model.ffn_hidden_size=100 (@): set mesh.tensor to 1, 2 or 4, or change"

@@ -53,7 +53,14 @@ def test_latent_attention_trains_on_a_mesh_as_on_one_device(table, difference, m
     [
         ({}, 12 + 4),  # the latent and the rotary key
         # With up-projections in FP8: keys and values of all heads
-        ({"precision": {"fp8": {"recipe": "current"}}, "batch": {"sequence_length": 32}}, 8 * (32 + 32)),
+        (
+            {
+                "precision": {"fp8": {"recipe": "current"}},
+                "batch": {"sequence_length": 32},
+                "kernels": {"context": "ring"},
+            },
+            8 * (32 + 32),
+        ),
     ],
     ids=["fp32", "fp8"],
 )

@@ -38,6 +38,7 @@ def test_experts_a_ramp_up_and_chunks_of_context():
     )
     assert found["experts"].startswith("2 per device, divided over data × expert;")  # of 8 on 2 · 2 devices
     assert "two chunks of 16 tokens" in found["context"]  # of 64 on 2 devices
+    assert found["context"].startswith("ring (") and "the KV heads of a device, 1" in found["context"]
     expert, norms = 3 * D * 48, 2 * D
     whole = 2 * V * D + D + 4 * (ATTENTION + norms) + 2 * 3 * D * 64 + 2 * (8 * D + 8 * expert)
     assert (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config.context import RING
+from megajax.config.context import UNROLLED_STEPS
 from megajax.model.comm import LatentKeys, TokenPositions
 from megajax.ops.partial_attention import Part, Ranges, Scores, attend, attend_backward, merge
 from megajax.parallel import collectives
@@ -215,7 +215,7 @@ class Ring(ToParts):
                 next_keys, arrived = jnp.split(message, [outgoing.size])
                 return (next_keys, *work.combine(other, results, _arrays(arrived, moving), local)), None
 
-            unroll = max(steps - 1, 1) if steps <= RING.unrolled_steps else 1
+            unroll = max(steps - 1, 1) if steps <= UNROLLED_STEPS else 1
             state, _ = lax.scan(step, (keys, moving, local), jnp.arange(1, steps), unroll=unroll)
             (_, moving, local), _ = step(state, steps, last=True)
             moving = _arrays(send(_words(moving), -direction * steps), moving)
