@@ -115,7 +115,8 @@ ON_CPU = {
     "llama-zero-bubble": "mesh.pipeline=2 mesh.tensor=2 pipeline.schedule=zero_bubble batch.num_microbatches=4",
     "llama-rounds": "mesh.pipeline=2 mesh.fsdp=2 pipeline.rounds=2 batch.num_microbatches=4",
     "llama-layout": "mesh.pipeline=2 pipeline.layout='[1, 3]' batch.num_microbatches=4",
-    "llama-pipeline-context": "mesh.pipeline=2 mesh.context=2 mesh.tensor=2 batch.num_microbatches=4 kernels.context=ring",
+    "llama-pipeline-context": "mesh.pipeline=2 mesh.context=2 mesh.tensor=2 batch.num_microbatches=4"
+    " kernels.context=ring",
     "llama-pipeline-fp8": f"mesh.pipeline=2 mesh.tensor=2 batch.num_microbatches=4 {DELAYED}",
     "mixtral-pipeline": "mesh.pipeline=2 mesh.expert=2 batch.num_microbatches=4",
     "deepseek-pipeline": "mesh.pipeline=2 mesh.fsdp=2 mesh.tensor=2 batch.num_microbatches=4",

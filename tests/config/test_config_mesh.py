@@ -163,7 +163,13 @@ CONTEXT = [  # GPUs, the strategy, and words of the reason
     (DENSE, "mesh.context=4 mesh.tensor=2", 8, "all_to_all", "mesh.context=4"),  # 16 and 4 of a device
     (DENSE, "mesh.context=4 mesh.tensor=4", 16, "ring", "the KV heads of a device, 2"),
     (DENSE, "mesh.context=2 mesh.tensor=16", 32, "ring", "the KV heads of a device, 1"),  # two devices have the same
-    (DENSE, "mesh.context=8 model.num_heads=12 model.num_kv_heads=4 model.head_dim=128", 8, "ring", "the query heads of a device, 12"),
+    (
+        DENSE,
+        "mesh.context=8 model.num_heads=12 model.num_kv_heads=4 model.head_dim=128",
+        8,
+        "ring",
+        "the query heads of a device, 12",
+    ),
     (DENSE, "mesh.context=4 kernels.context=ring", 4, "ring", "kernels.context=ring"),
     (LATENT, "mesh.context=2", 2, "ring", "latents"),
     (LATENT, "mesh.context=2 precision.fp8.recipe=current", 2, "all_to_all", "heads"),  # no up-projection of others'

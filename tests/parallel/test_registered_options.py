@@ -84,7 +84,10 @@ def test_each_option_has_its_computation():
 
 @pytest.mark.parametrize(
     ("key", "choices"),
-    [("kernels.context", "auto, ring, all_gather or all_to_all"), ("kernels.dispatch", "auto, all_to_all or all_gather")],
+    [
+        ("kernels.context", "auto, ring, all_gather or all_to_all"),
+        ("kernels.dispatch", "auto, all_to_all or all_gather"),
+    ],
 )
 def test_a_name_that_is_not_registered_is_a_sentence(key, choices):
     with pytest.raises(ConfigError, match=f"{key}=everything is not a choice .*: use {choices}, or name .*extensions"):
