@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from megajax.inference.load import from_hf, load_run
     from megajax.mesh import build_mesh
     from megajax.model import Transformer
+    from megajax.training.hooks import Hook, Run
     from megajax.training.loop import Trainer
     from megajax.training.step import TrainProgram, TrainState
 
 _LAZY = {
     "Config": "megajax.config",
     "load_config": "megajax.config",
+    "Hook": "megajax.training.hooks",
+    "Run": "megajax.training.hooks",
     "Trainer": "megajax.training.loop",
     "TrainProgram": "megajax.training.step",
     "TrainState": "megajax.training.step",
@@ -42,7 +45,9 @@ _LAZY = {
 __all__ = [
     "Config",
     "ConfigError",
+    "Hook",
     "InputError",
+    "Run",
     "TrainProgram",
     "TrainState",
     "Trainer",

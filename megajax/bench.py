@@ -94,7 +94,7 @@ def bench(name: str, overrides: list[str], warmup: int = WARMUP_STEPS, timed: in
 
         from megajax.plan.costs import flops_per_token, parameter_count, peak_flops
         from megajax.training.loop import Trainer
-        from megajax.training.meter import peak_memory_gib
+        from megajax.training.speed import peak_memory_gib
         from megajax.training.summary import summary
 
         trainer = Trainer(config, flags=flags)

@@ -7,10 +7,12 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megajax import load_weights
 from megajax.config import RematPolicy, load_config
+from megajax.config.hooks import HOOKS
 from megajax.config.load import keys
 from megajax.config.remat import POLICIES
 from megajax.config.schedules import SCHEDULES
@@ -150,10 +152,12 @@ def test_readme_library_example_trains(workplace, capsys):
 
 def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
-    sources = dict(zip(("my_blocks", "my_objectives", "my_remat", "my_schedule"), blocks(page, "python"), strict=True))
+    sources = dict(
+        zip(("my_blocks", "my_objectives", "my_remat", "my_schedule", "my_hooks"), blocks(page, "python"), strict=True)
+    )
     for name, source in sources.items():
         (workplace / f"{name}.py").write_text(source)
-    command, focal, remat = blocks(page, "sh")  # not bash: a process can register the block once only
+    command, focal, remat, hook = blocks(page, "sh")  # not bash: a process can register the block once only
     small = ["data.kind=synthetic", "model.num_layers=2", "model.hidden_size=32", "mesh.data=1", "mesh.tensor=2"]
     small += ["run.steps=2", "batch.sequence_length=16", "mesh.fsdp=4", "batch.global_size=4"]
     run([*shlex.split(command), *small])
@@ -161,9 +165,15 @@ def test_the_extensions_of_the_docs_train(workplace):
     assert json.loads(lines[0])["loss"] == pytest.approx(math.log(257), rel=0.02)  # before any update
     shape = load_weights(workplace / "runs/my")["blocks.squared.mlp.up"].shape
     assert shape == (1, 32, 128)  # one of two layers; the default width of swiglu is 4 times the model's
-    run([*shlex.split(focal), *small, "model.num_layers=1", "run.name=focal"])
+    hooked = ["run.extensions=[my_objectives.py,my_hooks.py]", shlex.split(hook)[-1], "run.steps=10"]  # in one run
+    run([*shlex.split(focal), *small, "model.num_layers=1", "run.name=focal", *hooked])
     lines = (workplace / "runs/focal/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["loss"] == pytest.approx((256 / 257) ** 1.5 * math.log(257), rel=0.02)
+
+    norms = {line["step"]: line["all_weights_norm"] for line in map(json.loads, lines) if "all_weights_norm" in line}
+    squares = sum(np.sum(np.square(w, dtype=np.float64)) for w in load_weights(workplace / "runs/focal").values())
+    assert norms == {10: pytest.approx(np.sqrt(squares), rel=1e-5)}
+    HOOKS.pop("weight_norm")
 
     config = load_config("my.yaml", shlex.split(remat)[4:])
     assert config.remat.chosen == POLICIES.pop("attention_outputs") == RematPolicy("attention_outputs", ("attention",))

@@ -15,8 +15,8 @@ from megajax.console import user_errors
 from megajax.data import workers
 from megajax.errors import ThreadError
 from megajax.training import run_lock, watch
-from megajax.training.background import Background
 from megajax.training.gpu_health import GpuHealth
+from megajax.training.monitoring import Background
 from megajax.training.peers import Peers
 from megajax.training.run_lock import RunLock
 from megajax.training.stop_signals import Agreement
@@ -91,9 +91,9 @@ def orphaned(tmp_path, store, monkeypatch) -> str:
 
 
 def reading_gpus(tmp_path, store, monkeypatch) -> str:
-    health = GpuHealth(print)
+    health = GpuHealth()
     health._nvml, health._gpus = types.SimpleNamespace(NVMLError=OSError), {"GPU-1": 0}
-    health.check()
+    health.on_log(None, 1, {})
     return "the watch over the GPUs"
 
 

@@ -3,6 +3,7 @@
 from megajax.config.data_schema import DataConfig, DataSource
 from megajax.config.fields import AXES
 from megajax.config.fp8_recipes import Fp8Recipe, register_fp8
+from megajax.config.hooks import register_hook
 from megajax.config.load import help_text, load_config
 from megajax.config.lora_schema import LoraConfig
 from megajax.config.model_schema import ModelConfig, RopeScaling, RouterConfig
@@ -50,6 +51,7 @@ __all__ = [
     "Fp8Recipe",
     "register_fp8",
     "LearningRateSchedule",
+    "register_hook",
     "register_remat",
     "register_schedule",
 ]

@@ -48,6 +48,8 @@ class Registry[Registered: Option](dict[str, Registered]):
         """`value`, if it is a choice."""
         if isinstance(value, str) and value in self.choices:
             return value
+        if not self.choices:
+            raise ValueError(f"is not a registered {self.kind}: name the module that registers it in run.extensions")
         raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{choice}'" for choice in self.choices)})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:

@@ -1,5 +1,7 @@
 """The keys of the section `run`."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from megajax.config.fields import (
@@ -16,6 +18,7 @@ from megajax.config.fields import (
     Text,
     derived,
 )
+from megajax.config.hooks import HOOKS
 
 
 class RunConfig(Section):
@@ -91,6 +94,11 @@ class RunConfig(Section):
         strict=False,
         description="Modules by name, or .py files by path, that are imported before the config is checked, by every"
         " command that reads it: they register blocks of your own.",
+    )
+    hooks: tuple[Annotated[str, HOOKS], ...] = Field(
+        default=(),
+        strict=False,
+        description="Hooks, by the names under which run.extensions register them: what else happens beside the steps.",
     )
     replica_check_interval: CountOrZero = Field(
         default=0,

@@ -89,9 +89,9 @@ def trace_steps(options: argparse.Namespace, folder: Path) -> None:
     (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
     for _ in range(WARMUP_STEPS + options.steps):
         batch = trainer.next_batch()
-        with trainer.profile.step(trainer.step + 1):
-            trainer.train_step(batch)
-    trainer.profile.stop()
+        trainer.profile.before_step(trainer.view, batch)
+        trainer.train_step(batch)
+        trainer.profile.on_step(trainer.view)
     trainer.checkpoints.close()
 
 

@@ -1,66 +1,55 @@
-"""The checks of the numbers of each step, and what follows from them: a warning, a rollback, or the end of the run."""
+"""Checks of the loss of each step; bad numbers lead to a warning, a rollback, or the end of the run."""
 
-from collections.abc import Callable, Mapping, Sequence
-
-import jax
+from collections.abc import Callable
+from typing import Any
 
 from megajax.checkpoint import Checkpoints
-from megajax.config.batch_schedule import BatchSizes
+from megajax.config import Config
 from megajax.console import BAD_NUMBERS
-from megajax.training import replicas, spikes
-from megajax.training.norms import Norms
-from megajax.training.replicas import ReplicaCheck
+from megajax.training import spikes
+from megajax.training.hooks import Hook, Run
 from megajax.training.resuming import Start
-from megajax.training.rollbacks import Rollback
 from megajax.training.spikes import LossWatch
-from megajax.training.step import TrainProgram, TrainState
-
-type End = int | Rollback  # of some steps: the run's exit status, or the checkpoint at which it continues
+from megajax.training.step_log import IN_ROW
 
 
-class NumberChecks:
-    """Keeps numbers of each step on the devices, and examines them at log points and before a save.
+class SpikeCheck(Hook):
+    """Examines the loss of every step at log points and before a save, and goes back to a checkpoint if it may.
 
-    losses: the LossWatch of the steps since `begin`. norms: the Norms that are logged.
+    losses: the LossWatch of the steps since `begin`.
     """
 
-    def __init__(self, program: TrainProgram, note: Callable[[str], None], event: Callable[[str, int, str], None]):
-        """`note` prints a line; `event(kind, step, text)` tells others of it."""
-        self.config, self._note, self._event = program.config, note, event
-        self._replicas, self.norms = ReplicaCheck(program), Norms(program)
+    def __init__(self, config: Config, saved: Callable[[], Checkpoints], event: Callable[[str, int, str], None]):
+        """`saved` gives the checkpoints after the last save has ended; `event(kind, step, text)` tells others."""
+        self._config, self._saved, self._event = config, saved, event
 
     def begin(self, start: Start) -> None:
         """The run begins, or continues after a rollback, at the step of `start`."""
-        self.losses, self._rollbacks = LossWatch(self.config, start.saved.get("losses")), start.rollbacks
+        self.losses, self._rollbacks = LossWatch(self._config, start.saved.get("losses")), start.rollbacks
 
-    def compile(self, sizes: Sequence[int]) -> None:
-        """Compile the programs that the options need for global batches of `sizes` sequences."""
-        self._replicas.compile()
-        self.norms.compile(sizes)
+    def on_step(self, run: Run) -> None:
+        self.losses.keep(run.step, run.metrics)
 
-    def stepped(self, step: int, state: TrainState, metrics: Mapping[str, jax.Array], before_save: bool) -> None:
-        """Keep the numbers of `step`, which led to `state`; the host does not wait."""
-        self.losses.keep(step, metrics)
-        self._replicas.start(step, state, before_save)
-
-    def examine(self, step: int, sizes: BatchSizes, saved: Callable[[], Checkpoints]) -> End | None:
-        """Report what is wrong in the steps up to `step`; the end, if they must not stand.
-
-        `saved` gives the checkpoints after the last save has ended.
-        """
-        if damage := self._replicas.damage():
-            self._note(replicas.sentence(*damage, saved().latest_step))
-            return BAD_NUMBERS
-        if not (bad := self.losses.examine(step)):
-            return None
-        rollback, line = self._rollbacks.plan(bad, sizes, saved)
-        self._note(f"megajax: warning: {line}")
+    def examine(self, run: Run, step: int) -> None:
+        if run.end is not None or not (bad := self.losses.examine(step)):
+            return
+        rollback, line = self._rollbacks.plan(bad, run.sizes, self._saved)
+        run.note(f"megajax: warning: {line}")
         self._event("spike" if rollback is None else "rollback", bad[0].step, line)
-        return rollback
+        if rollback is not None:
+            run.end_with(rollback)
 
-    def examine_row(self, skipped_in_row: int, checkpoints: Checkpoints) -> int | None:
-        """BAD_NUMBERS after too many steps in a row with numbers that are not finite."""
-        if skipped_in_row <= self.config.run.max_nonfinite_steps:
-            return None
-        self._note(spikes.nonfinite_sentence(skipped_in_row, self.config, checkpoints.latest_step))
-        return BAD_NUMBERS
+    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+        values |= self.losses.count
+
+
+class NonFiniteCheck(Hook):
+    """Ends the run after more than `run.max_nonfinite_steps` steps in a row with numbers that are not finite."""
+
+    def __init__(self, checkpoints: Callable[[], Checkpoints]):
+        self._checkpoints = checkpoints
+
+    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+        if run.end is None and values[IN_ROW] > run.config.run.max_nonfinite_steps:
+            run.note(spikes.nonfinite_sentence(values[IN_ROW], run.config, self._checkpoints().latest_step))
+            run.end_with(BAD_NUMBERS)

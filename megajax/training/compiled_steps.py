@@ -1,24 +1,92 @@
-"""A run's compiled train steps, one for each number of microbatches, and the directory that keeps them."""
+"""A run's compiled train steps, one for each number of microbatches, and the directory that keeps them.
 
+Process 0 compiles for all processes, and the others read from the compilation cache. So a host with a process for each
+GPU compiles once, and all processes run the same kernels. Where the cache is not shared, every process compiles as by
+itself.
+"""
+
+import argparse
+import json
+import resource
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
+from uuid import uuid4
 
 import jax
-from jax._src import compilation_cache
+from jax._src import cache_key, compilation_cache
 
-from megajax.config import Config
+from megajax import threads
+from megajax.config import Config, load_config
 from megajax.config.sentences import counted
+from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.plan.compile import memory_of
-from megajax.training.shared_programs import SharedCompiler
+from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
+from megajax.plan.compile import compile_for_h200, memory_of
+from megajax.runtime import keep_autotuning
 from megajax.training.step import TrainProgram
 
 GIB = 2**30
+# By default XLA distributes the measurements of kernels over all processes, and each waits for the others' results.
+ALONE: dict[str, Any] = {"xla_gpu_shard_autotuning": False}
+
+
+class CompiledSteps:
+    """The steps of a run, compiled in a thread, so that the state and the first batch can be read meanwhile.
+
+    seconds: those for which the first step has waited.
+    """
+
+    def __init__(self, program: TrainProgram, note: Callable[[str], None]):
+        """`note` prints a line."""
+        self._program, self._note = program, note
+        self._steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
+        self._compiling: Future[dict[int, jax.stages.Compiled]] | None = None
+        self._running: jax.stages.Compiled | None = None
+        self.seconds = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step can start without waiting for its compilation."""
+        return bool(self._steps)
+
+    @property
+    def has_started(self) -> bool:
+        return self._compiling is not None or self.is_ready
+
+    def start(self, sizes: Sequence[int], also: Callable[[], object]) -> ThreadPoolExecutor:
+        """Compile the steps of `sizes` sequences, then call `also`, in the thread that is returned."""
+        thread, compiler = ThreadPoolExecutor(1), SharedCompiler(self._program.config)
+        self._compiling = thread.submit(compile_steps, self._program, sizes, self._note, compiler)
+        threads.watched(thread.submit(also), "the compilation of the checks")
+        thread.shutdown(wait=False)
+        return thread
+
+    def wait(self) -> None:
+        """Wait for the compilation."""
+        start = time.perf_counter()
+        assert self._compiling is not None
+        self._steps = self._compiling.result()
+        self.seconds = time.perf_counter() - start
+        keep_autotuning(self._program.config)
+
+    def run(self, state: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        """A step: (new state, metrics)."""
+        self._running = self._steps[len(batch["tokens"])]
+        return self._running(state, batch)
+
+    def text(self) -> str:
+        """The compiled module of the last step, in XLA's text form; empty before the first step."""
+        return (self._running.as_text() or "") if self._running is not None else ""
 
 
 def compile_steps(
-    program: TrainProgram, sizes: Sequence[int], note: Callable[[str], None], compiler: SharedCompiler
+    program: TrainProgram, sizes: Sequence[int], note: Callable[[str], None], compiler: "SharedCompiler"
 ) -> dict[int, jax.stages.Compiled]:
     """The compiled steps for global batches of `sizes` sequences, by number of microbatches.
 
@@ -61,3 +129,101 @@ def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) ->
             f"{counted(size, 'sequence')} needs {needed / GIB:.1f} GiB of memory per device, but there are "
             f"{limit / GIB:.1f}: raise batch.num_microbatches, or choose another remat.policy."
         )
+
+
+class SharedCompiler:
+    """Compiles programs that all processes run, each of them in the same order."""
+
+    def __init__(self, config: Config):
+        """All processes must call this in their main threads.
+
+        A deterministic run does not share: its processes have flags of their own, with the file of their measurements.
+        """
+        self._name = next_name("compiled")
+        alone = Messages("compiled").count == 1 or config.run.deterministic
+        self.shares = not alone and _all_see(jax.config.jax_compilation_cache_dir, self._name)
+
+    def compile(self, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+        """The compiled program `name`, which each process lowers; the others wait until process 0 has it."""
+        if not self.shares:
+            return lowered.compile()
+        messages = Messages(f"{self._name}/{name}")
+        if messages.index:
+            messages.wait("done")
+        try:
+            with _same_key():
+                return lowered.compile(ALONE if jax.default_backend() == "gpu" else None)
+        finally:
+            if messages.index == 0:  # also after an error: the others then find it too
+                messages.post("done", "", again=True)
+
+
+def _all_see(directory: str | None, call: str) -> bool:
+    """Whether all processes see a file that process 0 writes in its compilation cache, where jax alone writes."""
+    mark: Path | None = None
+
+    def write() -> str:
+        nonlocal mark
+        if directory is None:
+            return ""
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            mark = Path(directory) / f"seen-{uuid4().hex}"
+            mark.touch()
+        except OSError:  # jax warns when it keeps a program there
+            return ""
+        return mark.name
+
+    name = from_first_process(write)
+    sees = bool(name and directory and (Path(directory) / name).exists())
+    all_see = all(gather(f"{call} is seen", sees, SLOWEST))
+    if mark is not None:
+        mark.unlink(missing_ok=True)
+    return all_see
+
+
+@contextmanager
+def _same_key() -> Iterator[None]:
+    """Within it a program of CPUs has the same name in the cache on every process, as one of GPUs has.
+
+    jax adds a hash of the process's own CPUs; their kind, instead, is its own choice for devices without such a hash.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    with mock.patch.object(cache_key, "_hash_accelerator_config", cache_key._hash_devices):
+        yield
+
+
+def measure(config: str, overrides: Sequence[str], gpus: int, device: str = "h200") -> dict:
+    """The step of a config, compiled for H200s without a GPU.
+
+    Layers as (loops, layers of the body) of each segment, seconds of tracing and lowering, seconds of XLA, the peak
+    memory of this process, and XLA's memory per device by part, in bytes. XLA reads its flags once per process, so each
+    config has its own process.
+    """
+    step = compile_for_h200(TrainProgram.build, load_config(config, overrides), gpus, device=device)
+    return {
+        "segments": [(segment.loops, segment.unroll) for segment in step.program.graph.layers.segments],
+        "lower_seconds": step.trace_seconds + step.lower_seconds,
+        "xla_seconds": step.compile_seconds,
+        "compiler_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
+        "device_memory": step.memory,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m megajax.training.compiled_steps CONFIG [section.key=value ...] [--gpus N]`: print the figures."""
+    parser = argparse.ArgumentParser(description="A config's step compiled for H200s, as JSON")
+    parser.add_argument("config", help="path of a config")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--device", default="h200", help="device whose memory the compiler assumes (default: h200)")
+    args = parser.parse_intermixed_args(arguments)
+    with user_errors():
+        print(json.dumps(measure(args.config, args.overrides, args.gpus, args.device)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+import jax
+
 from megajax import threads
 from megajax.checkpoint import reason
 from megajax.config import Config
 from megajax.errors import InputError, UserError
+from megajax.training.hooks import Hook, Run
 
 
-class Exports:
-    """Writes a folder at a time, in a thread that reads the complete checkpoint from the disk.
+class Exports(Hook):
+    """Process 0 writes a folder at a time, in a thread that reads the complete checkpoint from the disk.
 
-    So training does not wait, on any mesh, but a checkpoint must not be deleted before `wait` returns. Only process 0
-    makes one. A failure is a warning; training continues.
+    So training does not wait, on any mesh, except before a checkpoint may be removed. A failure is a warning; training
+    continues.
     """
 
     def __init__(self, config: Config, say: Callable[[str, bool], None]):
@@ -60,23 +63,24 @@ class Exports:
         every = self._settings.every or self.config.run.checkpoint_interval
         return step == self.config.run.steps or bool(every) and step % every == 0
 
-    def start(self, step: int) -> None:
+    def on_save(self, run: Run, step: int) -> None:
         """Start writing the folder of a complete checkpoint, if it is due, after the last one is complete."""
-        if not self.is_due(step):
-            return
-        self.wait()
-        self._thread = threads.start("the export", self._write, step)
+        if jax.process_index() == 0 and self.is_due(step):
+            self._report(wait=True)
+            self._thread = threads.start("the export", self._write, step)
 
-    def report(self, wait: bool = False) -> None:
+    def on_step(self, run: Run) -> None:
+        self._report(wait=run.is_ending)
+
+    def before_removal(self, run: Run) -> None:
+        self._report(wait=True)
+
+    def _report(self, wait: bool) -> None:
         """Report the result of a folder that has been written since; `wait` for one that is being written."""
         if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
             self._thread = None
             self._say(*self._result)
-
-    def wait(self) -> None:
-        """Wait for the folder that is being written, and report the result."""
-        self.report(wait=True)
 
     def _write(self, step: int) -> None:
         from megajax.hf.exporting import export_step

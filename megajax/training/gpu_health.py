@@ -6,7 +6,6 @@ It needs the optional package nvidia-ml-py (module pynvml); without it a warning
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from megajax import threads
 from megajax.errors import InputError
 from megajax.extras import require
 from megajax.start_checks import cuda_devices, used_devices
+from megajax.training.hooks import Hook, Run
 
 # The bits of NVML's reasons for lower clocks that are faults or limits. Others, such as an idle GPU, are none.
 REASONS = {
@@ -26,21 +26,27 @@ REASONS = {
 }
 
 
-class GpuHealth:
-    """Reads NVML in a thread, started by `check` at logged steps; prints each new problem once, as a warning."""
+class GpuHealth(Hook):
+    """Reads NVML in a thread, started at logged steps; prints each new problem once, as a warning."""
 
-    def __init__(self, note: Callable[[str], None]):
-        """`note` prints a line: that GPUs are not watched without the package."""
+    def __init__(self):
+        self._started = False
         self._reported: set[tuple[str, Any]] = set()
         self._thread: threading.Thread | None = None
         self._gpus: dict[str, Any] = {}  # NVML's handles by UUID
+
+    def on_start(self, run: Run) -> None:
+        """Find the GPUs; without the package a line says that they are not watched."""
+        if self._started:
+            return
+        self._started = True
         devices = used_devices(cuda_devices(), jax.config.values["jax_cuda_visible_devices"])
         if not devices:
             return
         try:
             pynvml = require("nvml", "the watch over the GPUs' clocks and memory errors")
         except InputError as missing:
-            note(f"megajax: warning: {missing}")
+            run.note(f"megajax: warning: {missing}")
             return
         try:
             pynvml.nvmlInit()
@@ -50,7 +56,7 @@ class GpuHealth:
         except Exception:  # no driver, or a GPU that NVML does not show here
             self._gpus = {}
 
-    def check(self) -> None:
+    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
         """Start to read, unless the last reading still runs."""
         if self._gpus and (self._thread is None or not self._thread.is_alive()):
             self._thread = threads.start("the watch over the GPUs", self._read)

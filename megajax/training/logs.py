@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megajax import metrics_file
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
@@ -22,8 +20,7 @@ from megajax.console import amount, command, fold, size
 from megajax.errors import InputError
 from megajax.files import METRICS, replace_text
 from megajax.pictures.expert_load import write_load_map
-from megajax.training.tags import tag
-from megajax.training.tensorboard import TensorBoardLog
+from megajax.training.trackers import TensorBoardLog, tag
 
 CONSOLE = logging.getLogger("megajax.console")  # every line that a run prints
 CONSOLE.propagate = False
@@ -92,39 +89,11 @@ class MetricsLog:
             self._tensorboard.close()
 
 
-def values_of(metrics: dict[str, np.ndarray]) -> tuple[dict[str, Any], int]:
-    """The values of a logged step from a step's metrics, and the number of skipped steps in a row."""
-    counts, dropped = (metrics.pop(name, None) for name in ("expert_counts", "dropped_tokens"))
-    values = {name: array.tolist() for name, array in metrics.items()}
-    values |= {} if counts is None else expert_load(counts, dropped)
-    in_row = values.pop("skipped_in_row")
-    if not values["skipped"]:
-        del values["skipped"]
-    return values, in_row
-
-
 def _finite(value: Any) -> Any:
     """A logged value with None instead of numbers that are not finite."""
     if isinstance(value, list):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def expert_load(counts: np.ndarray, dropped: np.ndarray | None = None) -> dict[str, Any]:
-    """The load of experts from the counts of assignments `[L, E]` in the MoE layers: the worst layer's and all layers'.
-
-    `expert_load` is the largest count divided by the mean, `idle_experts` the fraction of experts without a token. With
-    `dropped [L]`, the number of dropped assignments, `dropped_tokens` is their fraction.
-    """
-    load = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
-    idle = (counts == 0).mean(axis=1)
-    worst = {"expert_load_max": float(load.max()), "idle_experts_max": float(idle.max())}
-    values = worst | {"expert_load": load.round(4).tolist(), "idle_experts": idle.round(4).tolist()}
-    if dropped is None:
-        return values
-    share = dropped / counts.sum(axis=1)
-    summed = {"dropped_tokens_max": float(share.max()), "dropped_tokens_mean": float(share.mean())}
-    return values | summed | {"dropped_tokens": share.round(4).tolist()}
 
 
 def drop_lines_after(path: Path, step: int) -> None:
@@ -249,11 +218,14 @@ def say(text: str) -> None:
         CONSOLE.info(text)
 
 
-class ProgressBar:
-    """A progress bar on terminals; elsewhere only lines."""
+class Console:
+    """What a run prints: above a progress bar on terminals, elsewhere only lines; open while `Trainer.run` runs."""
 
-    def __init__(self, start: int, steps: int, writer: bool):
-        self._bar = None
+    def __init__(self):
+        self._bar, self._is_open = None, False
+
+    def open(self, start: int, steps: int, writer: bool) -> None:
+        self._is_open = True
         if writer and sys.stdout.isatty():
             from rich.progress import Progress as Bar
 
@@ -261,17 +233,18 @@ class ProgressBar:
             self._task = self._bar.add_task("training", total=steps, completed=start)
             self._bar.start()
 
-    def advance(self) -> None:
-        if self._bar:
-            self._bar.advance(self._task)
-
-    def go_back(self, step: int) -> None:
-        """Set the bar to an earlier step."""
+    def set_step(self, step: int) -> None:
+        """Set the bar to a step."""
         if self._bar:
             self._bar.update(self._task, completed=step)
 
-    def print(self, text: str) -> None:
-        """Print a line above the bar."""
+    def note(self, text: str) -> None:
+        """Print a line if the console is open."""
+        if self._is_open:
+            self.tell(text)
+
+    def tell(self, text: str) -> None:
+        """Print a line."""
         if self._bar:
             style = "yellow" if text.startswith("megajax: warning") else None
             self._bar.console.print(text, style=style, highlight=text.startswith("step "), markup=False)
@@ -279,9 +252,16 @@ class ProgressBar:
         else:
             say(text)
 
+    def report(self, text: str, warning: bool) -> None:
+        """Note what was done beside the steps, or could not be; in the user's own loop a warning is Python's."""
+        if warning and not self._is_open:
+            warnings.warn(f"{text}.", stacklevel=3)
+        self.note(f"megajax: warning: {text}; training continues" if warning else text)
+
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
+        self._bar, self._is_open = None, False
 
 
 def _longest_unit(seconds: float) -> str:

@@ -1,46 +1,46 @@
-"""A whole training run: its parts, its start, rollbacks and its end."""
+"""A whole training run: its parts, the loop over its steps, and its end."""
 
 import contextlib
-import itertools
 import sys
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from megajax import threads
 from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import expert_layers
-from megajax.console import DONE
-from megajax.data.describe import describe_data
+from megajax.config.hooks import HOOKS
+from megajax.console import DONE, STOPPED
+from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import Split, datasets
-from megajax.data.whole import WholeSet
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
-from megajax.runtime import keep_autotuning, prepare_environment
+from megajax.runtime import prepare_environment
 from megajax.training import logs
 from megajax.training.batches import batches, check_own_fields
-from megajax.training.checks import NumberChecks
-from megajax.training.compiled_steps import compile_steps, remove_damaged_programs
+from megajax.training.checks import NonFiniteCheck, SpikeCheck
+from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
+from megajax.training.evaluation import Evaluation, mean_loss
 from megajax.training.exports import Exports
+from megajax.training.gpu_health import GpuHealth
+from megajax.training.hooks import End, Hook, Run
 from megajax.training.monitoring import Monitoring
+from megajax.training.norms import Norms
 from megajax.training.profiling import Profile
+from megajax.training.replicas import ReplicaCheck
 from megajax.training.resuming import Start
-from megajax.training.rollbacks import Rollback
-from megajax.training.run_directory import RunDirectory
+from megajax.training.run_directory import RunDirectory, SaveReports
 from megajax.training.run_lock import on_first_process
-from megajax.training.save_reports import SaveReports
+from megajax.training.saves import Saves
 from megajax.training.saving import StateSaver
-from megajax.training.shared_programs import SharedCompiler
+from megajax.training.spikes import Rollback
 from megajax.training.step import TrainProgram, TrainState
-from megajax.training.steps import Steps
+from megajax.training.step_log import StepLog
 from megajax.training.stop_signals import StopSignals, deadline
 from megajax.training.summary import summary
 from megajax.training.watch import Watch
@@ -64,40 +64,57 @@ class Trainer:
         flags: list[str] | None = None,
         start_time: float | None = None,
         watch: Watch | None = None,
+        hooks: Sequence[Hook] = (),
     ):
-        """`start_time` (as of time.time(), default now): start of the measured time to the first step.
+        """`hooks` are called beside the steps of `run`, after those that `run.hooks` names.
 
-        `watch`: the context that ends the process if it hangs or its peers are gone; by default nothing does.
+        `start_time` (as of time.time(), default now): start of the measured time to the first step. `watch`: the
+        context that ends the process if it hangs or its peers are gone; by default nothing does.
         """
         self.start_time = time.time() if start_time is None else start_time
-        self.config, self.flags = config, prepare_environment(config) if flags is None else flags
+        self.flags = prepare_environment(config) if flags is None else flags
         count = len(jax.devices() if devices is None else devices)
         sizes = check_mesh(config, count, jax.process_count(), jax.default_backend())
-        self.monitoring = Monitoring(config, self._tell)
-        exports = Exports(config, self._report) if config.checkpoint.export_hf.dir is not None else None
+        self.console = logs.Console()
+        self.monitoring = Monitoring(config, self.console.tell)
+        self._exports = Exports(config, self.console.report) if config.checkpoint.export_hf.dir is not None else None
         self.data = datasets(config)
         self.config = config = self.monitoring.config = resolve_epochs(config, self.data["train"])
-        if exports is not None:
-            exports.config = config
-        self.reports = SaveReports(config, "valid" in self.data, self._report)
+        if self._exports is not None:
+            self._exports.config = config
+        reports = SaveReports(config, "valid" in self.data, self.console.report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         check_own_fields(self.program)
         self.saver = StateSaver(self.program)
-        self.directory = RunDirectory(self.saver, exports, self.reports, self.note)
+        self.directory = RunDirectory(self.saver, reports, self.console, self._on_save, self._before_removal)
         self.run_dir, self.writer = self.directory.path, jax.process_index() == 0
-        self.compile_seconds = 0.0
-        self.progress: logs.ProgressBar | None = None
-        self._state: TrainState | None = None
-        self._start = Start(self.saver, lambda: self.checkpoints, self.directory.local_saves)
-        self.checks = NumberChecks(self.program, self.note, self.monitoring.event)
-        self._begin()
-        self._train_batches: Generator | None = None
-        self._compiled_steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
-        self._running: jax.stages.Compiled | None = None  # that of the last step
-        self._compiling: Future[dict[int, jax.stages.Compiled]] | None = None
-        self._ahead: deque[jax.Array] = deque()
-        self.profile = Profile(self)
         self.watch = watch or Watch(config)
+        self._state: TrainState | None = None
+        self._train_batches: Generator | None = None
+        self._compiled = CompiledSteps(self.program, self.console.note)
+        self._ahead: deque[jax.Array] = deque()
+        self._build_hooks([*(HOOKS[name].make() for name in config.run.hooks), *hooks])
+        self._start = Start(self.saver, lambda: self.checkpoints, self.directory.local_saves)
+        self._begin()
+
+    def _build_hooks(self, own: Sequence[Hook]) -> None:
+        """All hooks, with the user's `own`, in the order in which they are called; their `on_end` in reverse order."""
+        for hook in own:
+            if not isinstance(hook, Hook) or hook.every < 1:
+                problem = f"{type(hook).__name__} has every={getattr(hook, 'every', None)}"
+                raise InputError(f"the hook {problem}: derive it from megajax.Hook, and set every to 1 or more.")
+        watch, self._hooks = self.watch, list[Hook]()
+        self.log = StepLog(self._hooks, self.monitoring.write, watch)
+        self.view = Run(self.program, lambda: self.step, lambda: self.state, self.console.note, self.log.add)
+        self.profile = Profile(self.view, self._compiled.text)
+        self._saves = Saves(self.directory, self.save, self.save_locally, self._hooks, self.log, watch)
+        self._spikes = SpikeCheck(self.config, self.saved, self.monitoring.event)
+        self._replicas = ReplicaCheck(self.program, self.saved, self._saves.is_due)
+        self._norms = Norms(self.program)
+        self._hooks += [self.log, self.profile, watch, GpuHealth(), self._replicas, self._spikes]
+        self._hooks += [NonFiniteCheck(lambda: self.checkpoints), *own, self._saves]
+        self._hooks += [] if self._exports is None else [self._exports]
+        self._hooks += [Evaluation([*self.data], self.evaluate, self._hooks, self.log, watch)]
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -115,71 +132,43 @@ class Trainer:
     def state(self, state: TrainState) -> None:
         self._state = state
 
-    def _begin(self) -> None:
-        """Take over the position of the start: its step, and the sequences of the steps after it."""
-        self._seen, self.sizes = self._start.seen, self._start.sizes
-        self.checks.begin(self._start)
-        self.step = self._recorded_step = self._start.step  # the config applies after `_recorded_step`
-
-    def _first_state(self, say: Callable[[str], None]) -> TrainState:
-        """The state of the start; this Trainer goes back with it if the newest checkpoint is damaged."""
-        expected, compiling = self._start.step, self._sizes_ahead() if self._compiling is not None else None
-        state = self._start.state(say)
-        if self._start.step != expected:
-            self._begin()
-            if self.progress is not None:
-                self.progress.go_back(self.step)
-            if compiling is not None and self._sizes_ahead() != compiling:
-                self._compiling = None
-                self.compile()
-        return state
-
-    def _sizes_ahead(self) -> list[int]:
-        """The numbers of sequences for which steps are compiled."""
-        # A rollback may come to sizes of batch.schedule that are too late for this run without one.
-        stop = 2**31 if self.config.run.max_rollbacks else self.config.run.steps
-        return self.sizes.sizes(self.step, stop)
-
     def compile(self) -> None:
         """Start to compile the steps in a thread; meanwhile the state and the first batch can be read."""
-        if self._compiling is None and not self._compiled_steps:
-            thread, compiler = ThreadPoolExecutor(1), SharedCompiler(self.config)
-            self._compiling = thread.submit(compile_steps, self.program, self._sizes_ahead(), self.note, compiler)
-            threads.watched(thread.submit(self.checks.compile, self._sizes_ahead()), "the compilation of the checks")
-            thread.shutdown(wait=False)
-            self.watch.end_with(thread)
+        if not self._compiled.has_started:
+            self._compile()
+
+    def _compile(self) -> None:
+        sizes = self._sizes_ahead()
+        self.watch.end_with(self._compiled.start(sizes, lambda: (self._replicas.compile(), self._norms.compile(sizes))))
 
     @property
     def is_compiled(self) -> bool:
         """Whether a step can start without waiting for its compilation."""
-        return bool(self._compiled_steps)
+        return self._compiled.is_ready
 
-    def running_text(self) -> str:
-        """The compiled module of the last step, in XLA's text form; empty before the first step."""
-        return (self._running.as_text() or "") if self._running is not None else ""
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds for which the first step has waited for its compilation."""
+        return self._compiled.seconds
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
         if self._train_batches is None:
             self._train_batches = batches(self.program, "train", self.data["train"], self.step, self.sizes)
-        return next(self._train_batches)
+        with self.log.times.reading():
+            return next(self._train_batches)
 
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on `batch`; the metrics are still on the device."""
-        microbatches = len(batch["tokens"])
         self.program.graph.check_fields(batch)
-        if microbatches not in self._compiled_steps:
-            start = time.perf_counter()
+        if not self.is_compiled:
             self.compile()
-            assert self._compiling is not None
-            self._compiled_steps = self._compiling.result()
-            self.compile_seconds = time.perf_counter() - start
-            keep_autotuning(self.config)
-        norms = self.checks.norms.before(self.step + 1, self.state, batch)  # the step takes the state's memory
-        self._running = self._compiled_steps[microbatches]
-        self.state, metrics = self._running(self.state, batch)
-        self.step += 1
-        self._wait_for_devices(metrics["loss"])
+            self._compiled.wait()
+        with self.log.times.starting():
+            norms = self._norms.before(self.step + 1, self.state, batch)  # the step takes the state's memory
+            self.state, metrics = self._compiled.run(self.state, batch)
+            self.step += 1
+            self._wait_for_devices(metrics["loss"])
         return metrics | norms
 
     def _wait_for_devices(self, value: jax.Array) -> None:
@@ -199,19 +188,9 @@ class Trainer:
         """
         if split not in self.data or not self.config.run.eval_steps:
             raise ConfigError(f"there is nothing to evaluate: set data.{split} and run.eval_steps above 0.")
-        samples, steps = self.data[split], self.config.run.eval_steps
-        if not isinstance(steps, int):
-            assert isinstance(samples, WholeSet)
-            steps = -(-len(samples) // self.config.batch.global_size)
-        loss = tokens = 0.0
         weights = self.state.averaged if averaged else self.state.weights
-        source = batches(self.program, split, samples)
-        for batch in itertools.islice(source, steps):
-            batch_loss, batch_tokens = self.program.eval_step(weights, self.state.layer_state, batch)
-            self._wait_for_devices(batch_loss)
-            loss, tokens = loss + batch_loss, tokens + batch_tokens
-        source.close()  # ends the loader's threads too
-        return float(loss / tokens)
+        wait, layer_state = self._wait_for_devices, self.state.layer_state
+        return mean_loss(self.program, split, self.data[split], weights, layer_state, wait)
 
     def save(self) -> None:
         """Start a checkpoint of the current step, if there is none, after the last one is complete.
@@ -220,13 +199,13 @@ class Trainer:
         """
         self._start_writing()
         samples = self.sizes.samples_before(self.step)
-        self.directory.save(self.step, self.state, samples, **self.checks.losses.saved(self.step))
+        self.directory.save(self.step, self.state, samples, **self._spikes.losses.saved(self.step))
 
     def save_locally(self) -> None:
         """Start a save of the current step to `checkpoint.local_dir`, while `run` runs."""
         assert self.directory.local_saves is not None
         samples = self.sizes.samples_before(self.step)
-        self.directory.local_saves.save(self.step, self.state, samples, **self.checks.losses.saved(self.step))
+        self.directory.local_saves.save(self.step, self.state, samples, **self._spikes.losses.saved(self.step))
 
     def saved(self) -> Checkpoints:
         """The checkpoints, after the last save has ended and is reported."""
@@ -242,8 +221,112 @@ class Trainer:
             self.directory.close(self.step)
         finally:
             self._recorded_step = self.step
-            if jax.process_index() == 0:  # it compares them when this run writes again
+            if self.writer:  # it compares them when this run writes again
                 self._seen = complete_steps(self.run_dir)
+
+    def run(self) -> int:
+        """Train to `run.steps`; the exit status."""
+        if self._is_done():
+            return DONE
+        end = None
+        try:
+            self._lock()
+            if self._is_done():  # the process that had the lock has finished the run
+                return DONE
+            self._prepare()
+            with StopSignals(self.step, deadline(self.config.run.max_minutes, self.start_time)) as stop:
+                self.view.stop = stop.ask
+                while isinstance(end := self._steps(stop), Rollback):
+                    self._roll_back(end)
+                    stop.go_back(self.step)
+                return end
+        finally:
+            self._end(end if isinstance(end, int) else None)
+
+    def _steps(self, stop: StopSignals) -> End:
+        """Train until the run ends, with its exit status, or until it has to go back."""
+        run, hooks = self.view, self._hooks
+        run.begin(self.sizes)
+        for hook in hooks:
+            hook.on_start(run)
+        self._start.rollbacks.log(self.log.file)
+        while run.end is None:
+            batch = self.next_batch()
+            for hook in hooks:
+                hook.before_step(run, batch)
+            compiles = not self.is_compiled
+            run.metrics = self.train_step(batch)
+            if compiles:
+                self._report_first_step(run.metrics)
+            self.console.set_step(self.step)
+            self.log.read(run)  # the numbers of the step before, so that the devices never wait for the host
+            self.log.write(run)
+            run.stopping = run.end is None and stop.requested(self.step)
+            for hook in hooks:
+                if run.end is None and self.step % hook.every == 0:
+                    hook.on_step(run)
+            if run.end is None and run.is_ending:
+                run.end_with(self._report_last_step(stop))
+        return run.end
+
+    def _report_first_step(self, metrics: dict[str, jax.Array]) -> None:
+        """Wait for the first step, which was compiled."""
+        metrics["loss"].block_until_ready()
+        self.log.first_step_done(self.compile_seconds)
+        self.console.note(f"first step done {time.time() - self.start_time:.1f} s after the start")
+
+    def _report_last_step(self, stop: StopSignals) -> int:
+        """The run ends in order after this step; its exit status."""
+        if not self.view.is_last:
+            self.console.note(logs.stopped_line(self.config, self.step, stop.at_deadline))
+            return STOPPED
+        samples, seconds = self.sizes.samples_before(self.step), time.time() - self.start_time
+        chats = has_chats(self.data["train"])
+        self.console.note(logs.closing_line(self.config, self.step, samples, seconds, chats))
+        return DONE
+
+    def _is_done(self) -> bool:
+        if self.step < self.config.run.steps:
+            return False
+        self.watch.last_line = logs.nothing_line(self.config, self.step, self.sizes.samples_before(self.step))
+        logs.say(self.watch.last_line)
+        return True
+
+    def _prepare(self) -> None:
+        """Tell what is about to run, start to compile, and read the state meanwhile."""
+        on_first_process(lambda: self.monitoring.start(logs.say))
+        about_data = describe_data(self.config, self.data, self.sizes)
+        logs.say(summary(self.program, self.flags, about_data, self.sizes))
+        self.console.open(self.step, self.config.run.steps, self.writer)
+        on_first_process(lambda: remove_damaged_programs(self.config))
+        self.compile()
+        with ThreadPoolExecutor(1) as thread:
+            reserved = thread.submit(self.saver.reserve_host_memory)
+            self._start_writing()
+        reserved.result()
+
+    def _begin(self) -> None:
+        """Take over the position of the start: its step, and the sequences of the steps after it."""
+        self._seen, self.sizes = self._start.seen, self._start.sizes
+        self._spikes.begin(self._start)
+        self.step = self._recorded_step = self._start.step  # the config applies after `_recorded_step`
+
+    def _first_state(self, say: Callable[[str], None]) -> TrainState:
+        """The state of the start; this Trainer goes back with it if the newest checkpoint is damaged."""
+        expected, compiling = self._start.step, self._sizes_ahead() if self._compiled.has_started else None
+        state = self._start.state(say)
+        if self._start.step != expected:
+            self._begin()
+            self.console.set_step(self.step)
+            if compiling is not None and self._sizes_ahead() != compiling:
+                self._compile()
+        return state
+
+    def _sizes_ahead(self) -> list[int]:
+        """The numbers of sequences for which steps are compiled."""
+        # A rollback may come to sizes of batch.schedule that are too late for this run without one.
+        stop = 2**31 if self.config.run.max_rollbacks else self.config.run.steps
+        return self.sizes.sizes(self.step, stop)
 
     def _lock(self) -> None:
         """Take the run directory, and adapt to changes by its last owner since this Trainer was built."""
@@ -262,6 +345,8 @@ class Trainer:
         if self.directory.writing:
             return
         self._lock()
+        if self._exports is not None:
+            on_first_process(self._exports.check_directory)
         local_step = self._start.local_step if self.step == self._start.step else None
         if self._state is None:
             self._state = self._first_state(logs.say)
@@ -272,63 +357,27 @@ class Trainer:
             local_step = self._start.local_step  # reading it may have led to another checkpoint
         self.directory.begin(self._start, self._recorded_step, local_step)
 
-    def run(self) -> int:
-        """Train to `run.steps`; the exit status."""
-        if self._is_done():
-            return DONE
-        log = ended = None
-        try:
-            self._lock()
-            if self._is_done():  # the process that had the lock has finished the run
-                return DONE
-            on_first_process(lambda: self.monitoring.start(logs.say))
-            about_data = describe_data(self.config, self.data, self.sizes)
-            logs.say(summary(self.program, self.flags, about_data, self.sizes))
-            self.progress = logs.ProgressBar(self.step, self.config.run.steps, self.writer)
-            on_first_process(lambda: remove_damaged_programs(self.config))
-            self.compile()
-            with ThreadPoolExecutor(1) as thread:
-                reserved = thread.submit(self.saver.reserve_host_memory)
-                self._start_writing()
-            reserved.result()
-            log = self._open_log()
-            with StopSignals(self.step, deadline(self.config.run.max_minutes, self.start_time)) as stop:
-                steps = Steps(self, stop)
-                while not isinstance(ended := steps.run(log), int):
-                    self._roll_back(ended)
-                    stop.go_back(self.step)
-                    log.close()
-                    log = self._open_log()
-                return ended
-        finally:
-            self._end(log, ended if isinstance(ended, int) else None)
+    def _on_save(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.on_save(self.view, step)
 
-    def _open_log(self) -> logs.MetricsLog:
-        log = logs.MetricsLog(self.config, self.step, self.writer, self.monitoring.write)
-        self._start.rollbacks.log(log)
-        return log
+    def _before_removal(self) -> None:
+        for hook in self._hooks:
+            hook.before_removal(self.view)
 
     def _roll_back(self, rollback: Rollback) -> None:
         """Return to the checkpoint of `rollback`."""
         with self.watch.working("the rollback"):
-            self.directory.wait_for_exports()
+            self._before_removal()
             frozen, self._state = self.state.frozen, None  # so that there is room for another one
             self._state = self._start.go_back(rollback, frozen)
         self._begin()
         if self._train_batches is not None:
             self._train_batches.close()
             self._train_batches = None
-        if self.progress is not None:
-            self.progress.go_back(self.step)
+        self.console.set_step(self.step)
 
-    def _is_done(self) -> bool:
-        if self.step < self.config.run.steps:
-            return False
-        self.watch.last_line = logs.nothing_line(self.config, self.step, self.sizes.samples_before(self.step))
-        logs.say(self.watch.last_line)
-        return True
-
-    def _end(self, log: logs.MetricsLog | None, status: int | None) -> None:
+    def _end(self, status: int | None) -> None:
         """Close everything, after the run has ended with `status` or with an error."""
         error = sys.exception()
         self.watch.ending.step, self.watch.last_line = self.step, self.monitoring.last_line
@@ -339,27 +388,9 @@ class Trainer:
             last_first.callback(self.close)
             last_first.callback(self.watch.run_ended, status, error)
             last_first.callback(self.monitoring.end, status, error)
-            if log is not None:
-                if self.writer and self.config.model.num_experts:
-                    last_first.callback(logs.draw_load_map, self.run_dir, expert_layers(self.config.model))
-                last_first.callback(log.close)
-            if self.progress is not None:
-                last_first.callback(self.progress.close)
+            last_first.callback(self.console.close)
+            for hook in self._hooks if self.view.is_running else ():
+                last_first.callback(hook.on_end, self.view)
             if self._train_batches is not None:
                 last_first.callback(self._train_batches.close)  # ends the loader's workers too
-            self.profile.stop()
-            self.progress = self._train_batches = None
-
-    def _report(self, text: str, warning: bool) -> None:
-        if warning and self.progress is None:  # the user's own loop
-            warnings.warn(f"{text}.", stacklevel=3)
-        self.note(f"megajax: warning: {text}; training continues" if warning else text)
-
-    def note(self, text: str) -> None:
-        """Print a line on the console while `run` runs."""
-        if self.progress is not None:
-            self.progress.print(text)
-
-    def _tell(self, text: str) -> None:
-        """Print a line on the console."""
-        logs.say(text) if self.progress is None else self.progress.print(text)
+            self.view.is_running, self._train_batches = False, None

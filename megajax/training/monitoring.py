@@ -2,20 +2,22 @@
 
 import logging
 import os
+import queue
 import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megajax import threads
 from megajax.config import Config
 from megajax.console import DONE, STOPPED, described
 from megajax.files import CONSOLE_LOG
 from megajax.training import events
-from megajax.training.background import Background
 from megajax.training.logs import CONSOLE
 from megajax.training.trackers import Tracker, check_trackers, start_trackers
 
+WAITING = 1000  # calls; then the next ones are left out
 CLOSING_SECONDS = 60.0  # for what W&B or MLflow has not been sent yet
 
 
@@ -106,3 +108,45 @@ class KeptConsole(logging.Handler):
             self._file.write(f"{text}\n")
         except OSError:
             pass
+
+
+class Background:
+    """Calls to services that may be slow or gone, one after another in a thread: a run does not wait for them.
+
+    The first failure of each service is a line on the console.
+    """
+
+    def __init__(self, note: Callable[[str], None]):
+        self._note, self._failed = note, set[str]()
+        self._calls = queue.Queue[tuple[str, Callable[[], object]] | None](WAITING)
+        self._thread = threads.start("the thread of W&B, MLflow and on_event", self._work)
+
+    def submit(self, service: str, call: Callable[[], object]) -> None:
+        """Make a call soon; `service` names the receiver for the user."""
+        try:
+            self._calls.put_nowait((service, call))
+        except queue.Full:
+            self._fail(service, "it does not answer fast enough")
+
+    def close(self, seconds: float) -> None:
+        """Wait for all calls, `seconds` at most."""
+        try:
+            self._calls.put(None, timeout=seconds)
+        except queue.Full:
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._note(f"megajax: warning: a service did not answer within {seconds:g} s at the end of the run")
+
+    def _work(self) -> None:
+        while (entry := self._calls.get()) is not None:
+            service, call = entry
+            try:
+                call()
+            except Exception as error:  # any error of a client, a command or the network
+                self._fail(service, str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error))
+
+    def _fail(self, service: str, reason: str) -> None:
+        if service not in self._failed:
+            self._failed.add(service)
+            self._note(f"megajax: warning: {service} failed ({reason}); training continues")

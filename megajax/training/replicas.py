@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,8 +13,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.checkpoint import Checkpoints
+from megajax.console import BAD_NUMBERS
 from megajax.mesh import AXES
 from megajax.parallel.weights.offload import on_device
+from megajax.training.hooks import Hook, Run
 from megajax.training.step import TrainProgram, TrainState
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -32,7 +35,7 @@ class Damage(NamedTuple):
     has_majority: bool
 
 
-class ReplicaCheck:
+class ReplicaCheck(Hook):
     """Compares the copies of each array of the train state that several devices hold.
 
     Each device reads its part of the state once and computes a checksum of each array, so a check takes the bytes of
@@ -40,8 +43,14 @@ class ReplicaCheck:
     second copy, so its damage is not found. Without `run.replica_check_interval` all methods do nothing.
     """
 
-    def __init__(self, program: TrainProgram):
-        self.mesh, self._abstract = program.mesh, program.abstract_state
+    def __init__(
+        self,
+        program: TrainProgram,
+        saved: Callable[[], Checkpoints],
+        is_saved: Callable[[Run], bool] = lambda run: False,
+    ):
+        """`saved` gives the checkpoints after the last save has ended; `is_saved`: whether the newest step is saved."""
+        self.mesh, self._abstract, self._saved, self._is_saved = program.mesh, program.abstract_state, saved, is_saved
         paths = jax.tree_util.tree_flatten_with_path(self._abstract)[0]
         self._replicated = {_name(path): leaf for path, leaf in paths if _copies(leaf.sharding) > 1}
         self._interval = program.config.run.replica_check_interval
@@ -63,6 +72,14 @@ class ReplicaCheck:
         """Compile the check, so that its first use does not."""
         if self._is_on:
             _ = self._compiled
+
+    def on_step(self, run: Run) -> None:
+        self.start(run.step, run.state, self._is_saved(run))
+
+    def examine(self, run: Run, step: int) -> None:
+        if damage := self.damage():
+            run.note(sentence(*damage, self._saved().latest_step))
+            run.end_with(BAD_NUMBERS)
 
     def start(self, step: int, state: TrainState, before_save: bool = False) -> None:
         """Start a check of the state after `step` if it is due; it runs before the next step, the host does not wait.

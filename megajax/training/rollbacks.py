@@ -12,7 +12,6 @@ the run went back to needs the record.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,29 +21,12 @@ from megajax.config import Config
 from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.config.sentences import counted
 from megajax.files import METRICS, replace_text
-from megajax.json_files import Count, Finite
 from megajax.training.logs import MetricsLog
 from megajax.training.run_lock import on_first_process
-from megajax.training.spikes import BadStep, sentence
+from megajax.training.spikes import BadStep, Rollback, sentence
 
 RECORD = "rollbacks.json"
 CURE = "restore the file, or start again from a checkpoint with checkpoint.init_from and another run.dir"
-
-
-class Rollback(NamedTuple):
-    """The `number`-th rollback, because of `bad_step`: training continues at `step` with sample `samples` of the data.
-
-    `left_out_samples` would have come next at the checkpoint of `step`. `bad_loss` is None if it was not finite, and
-    `loss_median` if the step was not a spike.
-    """
-
-    number: Count
-    step: Count
-    samples: Count
-    bad_step: Count
-    bad_loss: Finite | None
-    loss_median: Finite | None
-    left_out_samples: Count
 
 
 class Rollbacks:

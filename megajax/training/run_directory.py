@@ -1,21 +1,25 @@
-"""What a run writes besides its log: the lock of its directory, the record of its configs, and all its checkpoints."""
+"""What a run writes besides its log: the lock of its directory, the record of its configs, and all its checkpoints.
 
+And what it says about saves: their size, speed and cost, one that has to wait, and a failure.
+"""
+
+import time
 from collections.abc import Callable
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
-from megajax.errors import InputError
+from megajax.checkpoint.storage import is_in_bucket
+from megajax.config import Config
+from megajax.config.sentences import counted
+from megajax.errors import ConfigError, InputError
 from megajax.messages import from_first_process
 from megajax.training import logs, run_record
-from megajax.training.exports import Exports
 from megajax.training.local_saves import LocalSaves
 from megajax.training.resuming import Start
 from megajax.training.run_lock import RunLock, on_first_process
-from megajax.training.save_reports import SaveReports
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainState
 
@@ -24,15 +28,25 @@ class RunDirectory:
     """The run directory of a Trainer; all processes call each method at the same step.
 
     lock: one process trains here at a time; local_saves: those to `checkpoint.local_dir`, if it is set; writing:
-    whether `begin` was called and `close` not yet.
+    whether `begin` was called and `close` not yet; reports: what is said about saves.
     """
 
-    def __init__(self, saver: StateSaver, exports: Exports | None, reports: SaveReports, note: Callable[[str], None]):
-        """`note` prints a line. Nothing is written before `take`."""
+    def __init__(
+        self,
+        saver: StateSaver,
+        reports: "SaveReports",
+        console: logs.Console,
+        on_save: Callable[[int], None],
+        before_removal: Callable[[], None],
+    ):
+        """Nothing is written before `take`.
+
+        `on_save(step)` is called when a checkpoint is complete, `before_removal` before one may be removed.
+        """
         self.config, self.path = saver.program.config, Path(saver.program.config.run.dir)
         self.lock, self.writing = RunLock(self.path), False
-        self.local_saves = LocalSaves(saver, note) if self.config.checkpoint.local_dir is not None else None
-        self._saver, self._exports, self._reports = saver, exports, reports
+        self.local_saves = LocalSaves(saver, console.note) if self.config.checkpoint.local_dir is not None else None
+        self.reports, self._saver, self._on_save, self._before_removal = reports, saver, on_save, before_removal
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -62,8 +76,6 @@ class RunDirectory:
         new = start.resumed_step is None
         on_first_process(lambda: run_record.record_start(self.path, self.config, step, new, logs.say))
         on_first_process(self.checkpoints.remove_partial)  # all processes open the checkpoints together
-        if self._exports is not None:
-            on_first_process(self._exports.check_directory)
         self.checkpoints.reload()
         self.writing = True
 
@@ -72,8 +84,9 @@ class RunDirectory:
 
         `more` are further entries of its description. Raises InputError if the last one failed and there is no other.
         """
-        self._report(self._reports.wait_for_last(self.checkpoints, step))
-        on_first_process(lambda: self._before_save(step))
+        self._report(self.reports.wait_for_last(self.checkpoints, step))
+        on_first_process(lambda: self.check_lock(step))
+        self._before_removal()
         if self.checkpoints.latest_step != step:
             self._saver.save(self.checkpoints, step, state, samples, **more)
 
@@ -90,13 +103,6 @@ class RunDirectory:
         self._report(self.checkpoints.outcome(wait=ending), ending)
         if self.local_saves is not None:
             self.local_saves.report()
-        if self._exports is not None:
-            self._exports.report(wait=ending)
-
-    def wait_for_exports(self) -> None:
-        """Wait for the folder that is being written: it is read from a checkpoint, which may be moved after this."""
-        if self._exports is not None:
-            self._exports.wait()
 
     def check_lock(self, step: int) -> None:
         """Raise InputError if another process took over the directory, at the latest after `step`."""
@@ -118,16 +124,84 @@ class RunDirectory:
                 finally:
                     self.__dict__.pop("checkpoints").close()
         finally:
-            self.wait_for_exports()
+            self._before_removal()
             self.lock.release()
-
-    def _before_save(self, step: int) -> None:
-        self.check_lock(step)
-        self.wait_for_exports()
 
     def _report(self, outcome: SaveOutcome | None, ending: bool = False) -> None:
         if outcome is None:
             return
-        self._reports.report(outcome, self.checkpoints.latest_step, ending)
-        if outcome.error is None and self._exports is not None and jax.process_index() == 0:
-            self._exports.start(outcome.step)
+        self.reports.report(outcome, self.checkpoints.latest_step, ending)
+        if outcome.error is None:
+            self._on_save(outcome.step)
+
+
+class SaveReports:
+    """Reports the saves of one run, and keeps their figures for metrics.jsonl."""
+
+    def __init__(self, config: Config, evaluates: bool, say: Callable[[str, bool], None]):
+        """`evaluates`: whether there is a split `valid`; `say(text, whether it is a warning)` tells the user.
+
+        Raises ConfigError if `checkpoint.keep_best` lacks a loss to choose by.
+        """
+        key, best = "checkpoint.keep_best", config.checkpoint.keep_best
+        if best is not None and not evaluates:
+            problem = f"{key}={best} ({config.where(key)}) needs an evaluation loss, but there is no data.valid"
+            raise ConfigError(f"{problem}: set it, or data.split.")
+        self.config, self._say = config, say
+        self._figures: dict[str, Any] = {}
+        self._last_start: float | None = None
+        self._warned = False
+
+    def wait_for_last(self, checkpoints: Checkpoints, step: int) -> SaveOutcome | None:
+        """The result of the last save, before that of `step` starts; says so if training has to wait for it."""
+        now, waits = time.perf_counter(), checkpoints.saving
+        between, self._last_start = None if self._last_start is None else now - self._last_start, now
+        if waits is None:
+            return checkpoints.outcome(wait=True)
+        self._say(f"step {step}: the save of step {waits} is not complete yet; training waits for it", False)
+        outcome = checkpoints.outcome(wait=True)
+        self._last_start = time.perf_counter()
+        interval, key = self.config.run.checkpoint_interval, "run.checkpoint_interval"
+        if between and outcome is not None and outcome.error is None and interval and not self._warned:
+            enough = ceil(1.1 * outcome.seconds * (step - waits) / between)  # steps that take as long as a save
+            if enough > interval:  # the last save of a run may follow another one early
+                self._warned = True
+                self._say(
+                    f"{key}={interval} ({self.config.where(key)}) is too short for this disk: a save takes "
+                    f"{outcome.seconds:.3g} s, and the {counted(step - waits, 'step')} before the next one took "
+                    f"{between:.3g} s, so training waits for saves: set it to {enough} or more",
+                    True,
+                )
+        return outcome
+
+    def report(self, outcome: SaveOutcome, newest: int | None, ending: bool) -> None:
+        """Report the end of a save; `newest` is the step of the newest checkpoint.
+
+        Raises InputError if it failed and no older checkpoint exists, or the run ends.
+        """
+        if outcome.error is None:
+            self._say(logs.saved_line(outcome), False)
+            if outcome.unverified is not None:
+                problem = f"the checkpoint of step {outcome.step} has no checksums ({outcome.unverified})"
+                self._say(f"{problem}: its files will not be verified", True)
+            self._figures = {
+                "checkpoint_step": outcome.step,
+                "checkpoint_gb": round(outcome.size / 1e9, 6),
+                "checkpoint_seconds": round(outcome.seconds, 3),
+                "checkpoint_gb_per_second": round(outcome.size / 1e9 / max(outcome.seconds, 1e-9), 6),
+                "checkpoint_stall_seconds": round(outcome.waited, 3),
+            }
+            return
+        where, cure = self.config.run.dir, "free disk space"
+        if self.config.checkpoint.dir is not None and is_in_bucket(self.config.checkpoint.dir):
+            where, cure = self.config.checkpoint.dir, "check the bucket, its permissions and the connection"
+        problem = f"the checkpoint of step {outcome.step} could not be saved in {where} ({outcome.error})"
+        older = "there is no older one" if newest is None else f"the newest one is of step {newest}"
+        if newest is None or ending:
+            raise InputError(f"{problem}, and {older}: {cure}, then start the same command again.")
+        self._say(f"{problem}: {older}", True)
+
+    def take(self) -> dict[str, Any]:
+        """The figures of a save that ended since the last call, for metrics.jsonl."""
+        figures, self._figures = self._figures, {}
+        return figures

@@ -1,9 +1,13 @@
-"""The lock of a run directory, in which one process trains at a time: a file with the owner's name and heartbeat."""
+"""The lock of a run directory, in which one process trains at a time: a file with the owner's name and heartbeat.
+
+jax is imported only when processes agree, since a process may end before it is.
+"""
 
 import atexit
 import contextlib
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -11,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-import jax
 import numpy as np
 from pydantic import Field
 
 from megajax import json_files, threads
 from megajax.errors import InputError, UserError, shown
-from megajax.files import HEARTBEAT_SECONDS, LOCK
+from megajax.files import HEARTBEAT_SECONDS, LOCK, METRICS, SUBDIRECTORY
 from megajax.json_files import Count, Damaged
 
 WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS  # without a heartbeat in this time, an owner on another host is gone
@@ -145,11 +148,58 @@ class RunLock:
                     os.utime(self.path)
 
 
+class Leftovers:
+    """What a start leaves behind if it is refused, or interrupted before its first logged step, in its run directory.
+
+    Made before anything is written there.
+    """
+
+    def __init__(self, run_dir: str | Path):
+        self.run_dir = Path(run_dir)
+        self._made = [path for path in (self.run_dir, *self.run_dir.parents) if not path.exists()]
+
+    def __enter__(self) -> "Leftovers":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        """A mistake ends a start by SystemExit; what another error leaves may explain it."""
+        if isinstance(error, SystemExit) and error.code:
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove this process's lock, and the directory if this process made it and nothing has been logged there.
+
+        Nothing is removed while another process holds the lock.
+        """
+        lock = self.run_dir / LOCK
+        if lock.exists():
+            owner = read_owner(lock)
+            if owner is None or (owner["process"], owner["host"]) != (os.getpid(), socket.gethostname()):
+                return
+            lock.unlink(missing_ok=True)
+        if self.run_dir not in self._made or self._has_results():
+            return
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        for parent in self._made[1:]:
+            try:
+                parent.rmdir()
+            except OSError:  # not empty, or removed already
+                return
+
+    def _has_results(self) -> bool:
+        metrics, checkpoints = self.run_dir / METRICS, self.run_dir / SUBDIRECTORY
+        if metrics.exists() and metrics.stat().st_size:
+            return True
+        return checkpoints.is_dir() and any(checkpoints.iterdir()) or checkpoints.is_symlink() or checkpoints.is_file()
+
+
 def on_first_process(action: Callable[[], object]) -> None:
     """Run `action` on process 0; an error becomes an InputError on the other processes.
 
     Process 0 raises an InputError too, or the error itself if it is neither a UserError nor an OSError.
     """
+    import jax
+
     message, unexpected = "", None
     if jax.process_index() == 0:
         try:

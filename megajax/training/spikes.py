@@ -11,6 +11,7 @@ import jax
 
 from megajax.config import Config
 from megajax.config.sentences import counted
+from megajax.json_files import Count, Finite
 
 
 class BadStep(NamedTuple):
@@ -19,6 +20,22 @@ class BadStep(NamedTuple):
     step: int
     loss: float
     median: float | None  # of the losses before a spike; None: not finite
+
+
+class Rollback(NamedTuple):
+    """The `number`-th rollback, because of `bad_step`: training continues at `step` with sample `samples` of the data.
+
+    `left_out_samples` would have come next at the checkpoint of `step`. `bad_loss` is None if it was not finite, and
+    `loss_median` if the step was not a spike.
+    """
+
+    number: Count
+    step: Count
+    samples: Count
+    bad_step: Count
+    bad_loss: Finite | None
+    loss_median: Finite | None
+    left_out_samples: Count
 
 
 class LossWatch:

@@ -8,8 +8,8 @@ import time
 
 from megajax import threads
 from megajax.messages import Failure, Messages, next_name
-from megajax.training import requests
-from megajax.training.requests import STOP_SIGNALS, read_by_a_thread
+from megajax.training import ending
+from megajax.training.ending import STOP_SIGNALS, read_by_a_thread
 
 
 def deadline(minutes: float | None, start_time: float) -> float | None:
@@ -38,7 +38,7 @@ class StopSignals:
             self._agreement = Agreement(self._step)
         with contextlib.suppress(ValueError):  # only the main thread may set handlers; a notebook may run in another
             self._before = {s: signal.signal(s, self._handle) for s in self.SIGNALS}
-            self._asked = bool(requests.early)
+            self._asked = bool(ending.early)
             self._wakeup = signal.set_wakeup_fd(-1)  # by which `megajax.train` hears of a Ctrl-C: not of the first one
         return self
 

@@ -1,9 +1,14 @@
-"""Services that follow a run: Weights & Biases, MLflow, and a page for Prometheus."""
+"""What shows the numbers of a run: TensorBoard, Weights & Biases, MLflow, a page for Prometheus; and their names there.
 
+metrics.jsonl keeps its own names, which are fixed; elsewhere a number has a tag, a group and that name.
+"""
+
+import contextlib
 import os
 import re
 import shlex
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +21,35 @@ from megajax.extras import require
 from megajax.files import replace_text
 
 type Say = Callable[[str], None]
+
+
+# group: the names of its numbers, without what follows a slash (a layer, a parameter, an evaluation set)
+GROUPS = {
+    "throughput": (
+        *("step_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu"),
+        *("slowest_process", "slowest_own_seconds", "others_own_seconds", "attention_imbalance"),
+    ),
+    "memory": ("peak_memory_gib",),
+    "moe": (
+        *("aux_loss", "global_loss", "sequence_loss", "router_z_loss", "router_entropy"),
+        *("expert_load_max", "idle_experts_max", "dropped_tokens_max", "dropped_tokens_mean"),
+    ),
+    "rollback": ("rollback", "bad_step", "bad_loss", "loss_median", "left_out_samples"),
+    "norms": ("grad_norm", "weight_norm", "update_ratio"),  # by parameter or layer; that of all is in "train"
+}
+# prefix of a name: the prefix of its tag
+PREFIXES = {"eval_": "eval/", "ema_eval_": "eval/ema_", "checkpoint_": "checkpoint/"}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+
+
+def tag(name: str) -> str:
+    """The tag of a number of metrics.jsonl; numbers that no table names are in the group "train"."""
+    for prefix, of_tag in PREFIXES.items():
+        if name.startswith(prefix):
+            return of_tag + name.removeprefix(prefix)
+    whole, slash, _ = name.partition("/")
+    group = _GROUP_OF.get(whole, "train")
+    return f"{'train' if group == 'norms' and not slash else group}/{name}"
 
 
 class Tracker(Protocol):
@@ -203,3 +237,51 @@ class PrometheusPage:
     def close(self, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class TensorBoardLog:
+    """Scalars for TensorBoard, written in this thread: tensorboardX's own thread hangs the run if the disk is full."""
+
+    def __init__(self, directory: Path, start_step: int, config: str):
+        """`config` is shown as text."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+        from tensorboardX.summary import text
+
+        directory.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"))
+        # TensorBoard then ignores the steps that an interrupted run logged after its last checkpoint.
+        self._add(Event(step=start_step + 1, file_version="brain.Event:2"))
+        self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        indented = "".join(f"    {line}\n" for line in config.splitlines())  # code, in Markdown
+        self._add(Event(wall_time=time.time(), step=start_step, summary=text("config", indented)))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers of a step, by tag."""
+        from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
+        from tensorboardX.summary import scalar
+
+        for name, number in numbers.items():
+            self._add(Event(wall_time=time.time(), step=step, summary=scalar(name, number)))
+        with self._warning():
+            if self._writer is not None:
+                self._writer.flush()
+
+    def close(self) -> None:
+        with self._warning():
+            if self._writer is not None:
+                self._writer.close()
+
+    def _add(self, event: Any) -> None:
+        with self._warning():
+            if self._writer is not None:
+                self._writer.write_event(event)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Around each write: a failed write is the last, since it may have left half a record."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            warnings.warn(f"TensorBoard files can't be written any more ({error.strerror}).", stacklevel=2)

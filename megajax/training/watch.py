@@ -23,8 +23,9 @@ from megajax.config import Config
 from megajax.console import CRASH, LOST, described
 from megajax.messages import Messages
 from megajax.training.ending import Ending, within_seconds
+from megajax.training.hooks import Hook, Run
 from megajax.training.peers import Peers
-from megajax.training.step_times import find_slowest
+from megajax.training.speed import find_slowest
 
 SAFE_TIMEOUT = 30.0  # seconds: a thread of a busy host waited up to 3 s for its turn (docs/reliability.md)
 RECENT = 32  # steps whose median is compared
@@ -32,7 +33,7 @@ TICK = 1.0  # seconds between looks at the clock, at most
 OTHER_WORK = 12  # limit of everything but steps, as a multiple of run.hang_min_seconds
 
 
-class Watch:
+class Watch(Hook):
     """Around a run, as a context: `stepped` after each step, `working` around everything else.
 
     It watches this process and the others from a thread; outside the context it does nothing, so a notebook is never
@@ -71,6 +72,10 @@ class Watch:
                 f" busy host, may count as lost: set it to {SAFE_TIMEOUT:g} or more.",
                 stacklevel=2,
             )
+
+    def on_step(self, run: Run) -> None:
+        self.stepped(run.step)
+        threads.check()
 
     def stepped(self, step: int) -> None:
         """The host has started `step` and comes to the next one."""

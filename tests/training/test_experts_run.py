@@ -21,8 +21,9 @@ from megajax.plan.costs import active_parameter_count, flops_per_token, paramete
 from megajax.plan.memory import estimate_memory
 from megajax.sharding import place, place_all
 from megajax.step_plan import HOPPER, StepPlan
-from megajax.training.logs import draw_load_map, expert_load
+from megajax.training.logs import draw_load_map
 from megajax.training.loop import Trainer
+from megajax.training.step_log import expert_load
 from megajax.verify.runs import canonical
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.config.batch_schedule import BatchSizes
-from megajax.training.meter import Meter, peak_memory_gib
+from megajax.training.speed import Meter, peak_memory_gib
 
 
 @pytest.fixture

@@ -22,12 +22,11 @@ import pytest
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
 from megajax.errors import ConfigError, InputError, ThreadError
 from megajax.training import run_lock, trackers
-from megajax.training.background import Background
 from megajax.training.ending import Ending
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import Trainer
-from megajax.training.monitoring import Monitoring
-from megajax.training.tags import tag
+from megajax.training.monitoring import Background, Monitoring
+from megajax.training.trackers import tag
 from megajax.training.watch import Watch
 
 

@@ -17,9 +17,9 @@ from trainers import StoppedTrainer
 from megajax.config import load_config
 from megajax.config.tree import read_file
 from megajax.errors import InputError
-from megajax.training.leftovers import Leftovers
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
+from megajax.training.run_lock import Leftovers
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from trainers import QuickTrainer
 from megajax.checkpoint import SaveOutcome, checksums
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
-from megajax.training.save_reports import SaveReports
+from megajax.training.run_directory import SaveReports
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.data.loader import datasets
 from megajax.mesh import build_mesh
 from megajax.training.batches import batches
-from megajax.training.checks import NumberChecks
+from megajax.training.checks import SpikeCheck
 from megajax.training.loop import Trainer
 from megajax.training.resuming import Start
 from megajax.training.rollbacks import Rollbacks
@@ -67,15 +67,18 @@ def test_a_save_between_log_points_examines_the_steps_that_wait(make_config):
 def test_the_event_of_spikes_that_were_found_together_is_of_the_first(tmp_path, make_config):
     """With the step, the number and the median of the first one."""
     config = make_config(f"run.dir={tmp_path}", "run.spike_factor=1.5", "run.spike_window=2")
-    program, said, events = TrainProgram.build(config, build_mesh({}, jax.devices()[:1])), [], []
-    checks = NumberChecks(program, said.append, lambda *event: events.append(event))
-    checks.begin(SimpleNamespace(saved={}, rollbacks=Rollbacks(config)))
-    for step, loss in enumerate([3, 3, 9, 3, 9, 3, 14], start=1):
-        checks.losses.keep(step, metrics(loss))
-    assert checks.examine(7, BatchSizes.of(config), lambda: pytest.fail("no checkpoint is needed")) is None
+    said, events, values = [], [], {}
+    check = SpikeCheck(config, lambda: pytest.fail("no checkpoint is needed"), lambda *event: events.append(event))
+    check.begin(SimpleNamespace(saved={}, rollbacks=Rollbacks(config)))
+    run = SimpleNamespace(end=None, sizes=BatchSizes.of(config), note=said.append)
+    for run.step, loss in enumerate([3, 3, 9, 3, 9, 3, 14], start=1):
+        run.metrics = metrics(loss)
+        check.on_step(run)
+    check.examine(run, 7)
+    check.on_log(run, 7, values)
     ((kind, step, text),) = events
     assert (kind, step) == ("spike", 3) and "step 3: 9.0000" in text and "1 more up to step 7" in text
-    assert len(said) == 1 and text in said[0] and checks.losses.count == {"spikes": 2}
+    assert len(said) == 1 and text in said[0] and values == {"spikes": 2}
 
 
 def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):

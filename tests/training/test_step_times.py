@@ -11,7 +11,7 @@ import pytest
 
 from megajax.training import gpu_health
 from megajax.training.gpu_health import GpuHealth
-from megajax.training.step_times import Slowest, StepTimes, find_slowest
+from megajax.training.speed import Slowest, StepTimes, find_slowest
 
 
 def test_the_time_of_a_process_is_that_in_which_it_does_not_wait_for_the_devices():
@@ -91,10 +91,11 @@ def warnings_of(monkeypatch, capsys):
     def start(nvml):
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         monkeypatch.setattr(gpu_health, "cuda_devices", lambda: ["GPU-a", "GPU-b"])
-        health = GpuHealth(print)
+        health = GpuHealth()
+        health.on_start(SimpleNamespace(note=print))
 
         def read() -> list[str]:
-            health.check()
+            health.on_log(None, 1, {})
             if health._thread is not None:
                 health._thread.join()
             return capsys.readouterr().err.splitlines()

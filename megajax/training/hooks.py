@@ -1,0 +1,106 @@
+"""Hooks: all that happens beside the steps of a run, and what hooks see of the run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+
+from megajax.config.batch_schedule import BatchSizes
+from megajax.training.spikes import Rollback
+from megajax.training.step import TrainProgram, TrainState
+
+type End = int | Rollback  # the run's exit status, or the checkpoint at which it continues
+
+
+class Run:
+    """A run as its hooks see it: they read it, and act on it only by `log`, `note` and `stop`.
+
+    config, program: its settings, mesh and compiled functions; metrics: those of the newest step, still on the devices;
+    sizes: the sequences of each step; stopping: a stop was requested, so the run saves and ends after this step; end:
+    how the run ends, once that is known.
+    """
+
+    def __init__(
+        self,
+        program: TrainProgram,
+        step: Callable[[], int],
+        state: Callable[[], TrainState],
+        note: Callable[[str], None],
+        log: Callable[[int, Mapping[str, Any]], None],
+    ):
+        """`step` and `state` give the newest ones; `note` prints a line; `log` takes numbers of a step."""
+        self.program, self.config, self.note = program, program.config, note
+        self._step, self._state, self._log = step, state, log
+        self.stop: Callable[[], None] = lambda: None  # requests a stop with a checkpoint, as a signal does
+        self.is_running, self.sizes = False, BatchSizes.of(program.config)
+        self.metrics: dict[str, jax.Array] = {}
+        self.stopping, self.end = False, cast("End | None", None)
+
+    def begin(self, sizes: BatchSizes) -> None:
+        """The run begins, or continues after a rollback; `sizes` are the sequences of each step."""
+        self.is_running, self.sizes, self.metrics, self.stopping, self.end = True, sizes, {}, False, None
+
+    @property
+    def step(self) -> int:
+        """The number of steps that have been started."""
+        return self._step()
+
+    @property
+    def state(self) -> TrainState:
+        """The state after `step`; the next step takes its memory, so keep results, not its arrays."""
+        return self._state()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the newest step is the last one of the config."""
+        return self.step == self.config.run.steps
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run saves and ends after this step."""
+        return self.is_last or self.stopping
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add numbers, or arrays on the devices, to the line of the newest step in metrics.jsonl and all services.
+
+        Arrays are read one step late, so the devices do not wait for the host. Of a step that is not logged, the
+        numbers are a line of their own.
+        """
+        self._log(self.step, values)
+
+    def end_with(self, end: End) -> None:
+        """End the run without a checkpoint, or let it go back; the first end counts."""
+        self.end = end if self.end is None else self.end
+
+
+class Hook:
+    """What happens beside the steps of a run, on every process; by default each method does nothing."""
+
+    every = 1  # `on_step` is called after the steps that are multiples of it
+
+    def on_start(self, run: Run) -> None:
+        """The run begins at `run.step`, or continues there after a rollback."""
+
+    def before_step(self, run: Run, batch: dict[str, jax.Array]) -> None:
+        """The next step will train `run.state` on `batch`."""
+
+    def on_step(self, run: Run) -> None:
+        """A step has been started: the devices may still compute it, and whoever reads an array waits for them."""
+
+    def examine(self, run: Run, step: int) -> None:
+        """Read what was kept of the steps up to `step`: they are finished, or a save will wait for them."""
+
+    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+        """The numbers of a logged step have been read, one step late; more can be added to its line."""
+
+    def on_save(self, run: Run, step: int) -> None:
+        """The checkpoint of `step` is complete."""
+
+    def before_removal(self, run: Run) -> None:
+        """Checkpoints may be removed or moved after this: finish reading them."""
+
+    def on_evaluate(self, run: Run, losses: Mapping[str, float]) -> None:
+        """The model of `run.step` was evaluated; the losses have their names in metrics.jsonl."""
+
+    def on_end(self, run: Run) -> None:
+        """The run ends, in order or with an error; no step follows."""

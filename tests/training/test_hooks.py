@@ -1,0 +1,192 @@
+"""Hooks of one's own: in a file that the config names, or given to a Trainer."""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from trainers import QuickTrainer
+
+import megajax
+from megajax.checkpoint import complete_steps
+from megajax.config.hooks import HOOKS
+from megajax.console import STOPPED
+from megajax.errors import ConfigError, InputError
+from megajax.training.loop import Trainer
+
+FILE = """\
+import jax.numpy as jnp
+from megajax import Hook
+from megajax.config import register_hook
+
+class HeadNorm(Hook):
+    every = 2
+
+    def on_step(self, run):
+        run.log({"head_norm": jnp.linalg.norm(run.state.params["head"])})
+
+register_hook("head_norm", HeadNorm)
+"""
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def build(tmp_path, make_config):
+    """(overrides..., hooks=(), kind=QuickTrainer, devices=1) → a Trainer with run.dir tmp_path/run."""
+
+    def build(*overrides, hooks=(), kind=QuickTrainer, devices=1):
+        config = make_config(f"run.dir={tmp_path / 'run'}", "data.split='8,2,0'", *overrides)
+        return kind(config, jax.devices()[:devices], hooks=hooks)
+
+    return build
+
+
+@pytest.fixture
+def extension(tmp_path):
+    (tmp_path / "ext_head_norm.py").write_text(FILE)
+    yield f"run.extensions=[{tmp_path / 'ext_head_norm.py'}]"
+    HOOKS.pop("head_norm", None)
+    sys.modules.pop("ext_head_norm", None)
+
+
+def test_a_hook_in_one_file_adds_to_the_log_what_numpy_computes(build, extension, tmp_path):
+    own = ("run.hooks=[head_norm]", extension, "mesh.fsdp=2", "run.log_interval=4", "run.eval_steps=0")
+    trainer = build(*own, "run.steps=6", "run.checkpoint_interval=2", kind=Trainer, devices=2)
+    assert trainer.run() == 0
+    logged = {line["step"]: line for line in lines(tmp_path / "run") if "head_norm" in line}
+    assert [*logged] == [2, 4, 6] and [step for step in logged if "loss" in logged[step]] == [4, 6]
+    for step in complete_steps(tmp_path / "run"):
+        head = megajax.load_weights(tmp_path / "run/checkpoints" / str(step))["head"]
+        assert logged[step]["head_norm"] == pytest.approx(np.linalg.norm(np.float64(head)), rel=1e-6)
+    assert trainer.config.run.hooks == ("head_norm",)
+
+
+class Recorder(megajax.Hook):
+    """Notes each call, with the steps that have been started."""
+
+    def __init__(self):
+        self.calls, self.losses = [], []
+
+    def on_start(self, run):
+        self.calls.append(("start", run.step))
+
+    def before_step(self, run, batch):
+        assert batch["tokens"].shape == run.program.plan.batch_shape
+        self.calls.append(("before", run.step + 1))
+
+    def on_step(self, run):
+        assert run.metrics["loss"].shape == ()
+        self.calls.append(("step", run.step))
+
+    def examine(self, run, step):
+        assert step in (run.step, run.step - 1)  # one step late, or before a save
+
+    def on_log(self, run, step, values):
+        values["twice"] = 2 * values["loss"]
+        self.calls.append(("log", step))
+
+    def on_save(self, run, step):
+        assert step in complete_steps(Path(run.config.run.dir))
+        self.calls.append(("save", step))
+
+    def on_evaluate(self, run, losses):
+        self.losses.append((run.step, losses))
+
+    def on_end(self, run):
+        run.log({"last_words": 7})
+        self.calls.append(("end", run.step))
+
+
+def test_each_method_is_called_when_it_says(build, tmp_path):
+    hook = Recorder()
+    hook.every = 2
+    every = ("run.log_interval=3", "run.checkpoint_interval=3", "run.eval_interval=4", "run.eval_steps=1")
+    assert build("run.steps=5", *every, hooks=[hook]).run() == 0
+    calls = [call for call in hook.calls if call[0] != "save"]
+    assert calls == [
+        *[("start", 0), ("before", 1), ("before", 2), ("log", 1), ("step", 2), ("before", 3), ("log", 3)],
+        *[("before", 4), ("step", 4), ("before", 5), ("log", 5), ("end", 5)],
+    ]
+    saves = [call for call in hook.calls if call[0] == "save"]
+    assert saves == [("save", 3), ("save", 5)] and hook.calls[-1] == ("end", 5)
+    found = lines(tmp_path / "run")
+    evaluations = [(line["step"], {"eval_loss": line["eval_loss"]}) for line in found if "eval_loss" in line]
+    assert hook.losses == evaluations and [step for step, _ in evaluations] == [4, 5]
+    assert [line["twice"] == 2 * line["loss"] for line in found if "loss" in line] == [True] * 3
+    assert found[-1]["last_words"] == 7
+
+
+class Late(megajax.Hook):
+    """Notes which steps the host has been made to wait for, at the start of each step."""
+
+    def __init__(self):
+        self.read, self.seen = [], []
+
+    def before_step(self, run, batch):
+        self.seen.append((run.step, [*self.read]))
+
+    def on_step(self, run):
+        step = run.step
+
+        class Number:
+            def __array__(self, dtype=None, copy=None):
+                late.read.append(step)
+                return np.float32(step)
+
+        late = self
+        run.log({"number": Number()})
+
+
+def test_what_a_hook_logs_is_read_while_the_next_step_runs(build, tmp_path):
+    """So the devices have a step to run while the host waits for the one before."""
+    hook = Late()
+    assert build("run.steps=4", "run.eval_steps=0", hooks=[hook]).run() == 0
+    assert all(step - 1 in read and step not in read for step, read in hook.seen if step > 1)
+    assert len(hook.seen) == 4 and all(a[0] < b[0] for a, b in pairwise(hook.seen))
+    assert [line["number"] for line in lines(tmp_path / "run") if "number" in line] == [1, 2, 3, 4]
+
+
+class Stopping(megajax.Hook):
+    every = 3
+
+    def on_step(self, run):
+        run.note("that is enough")
+        run.stop()
+
+
+def test_a_hook_stops_a_run_with_a_checkpoint(build, tmp_path, capsys):
+    trainer = build("run.steps=9", "run.eval_steps=0", hooks=[Stopping()])
+    assert trainer.run() == STOPPED and trainer.step == 4  # the step that was asked for ends, and one more
+    assert complete_steps(tmp_path / "run") == [4]
+    assert "that is enough" in capsys.readouterr().out
+
+
+class Taken(megajax.Hook):
+    def on_step(self, run):
+        run.log({"loss": 1.0})
+
+
+@pytest.mark.smoke
+def test_mistakes_are_sentences(build, make_config, extension):
+    with pytest.raises(ConfigError, match="run.hooks.0=no_hook is not a .*: .*run.extensions"):
+        make_config("run.hooks=[no_hook]")
+    make_config(extension, "run.hooks=[head_norm]")
+    with pytest.raises(ConfigError, match="the hook head_norm exists already: choose another name"):
+        megajax.config.register_hook("head_norm", Taken)
+    with pytest.raises(InputError, match="the hook Recorder has every=0: .* set every to 1 or more"):
+        hook = Recorder()
+        hook.every = 0
+        build(hooks=[hook])
+    with pytest.raises(InputError, match="the hook function has .*: derive it from megajax.Hook"):
+        build(hooks=[lambda run: None])
+
+
+def test_a_hook_that_logs_a_name_that_the_line_has_ends_the_run(build):
+    with pytest.raises(ValueError, match="logs loss at step 1, which its line has already: give another name"):
+        build("run.steps=2", hooks=[Taken()]).run()
