@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megajax.inference.load import from_hf, load_run
     from megajax.mesh import build_mesh
     from megajax.model import Transformer
-    from megajax.training.hooks import Hook, Run
+    from megajax.training.hooks import Hook, RunView
     from megajax.training.loop import Trainer
     from megajax.training.step import TrainProgram, TrainState
 
@@ -31,7 +31,7 @@ _LAZY = {
     "Config": "megajax.config",
     "load_config": "megajax.config",
     "Hook": "megajax.training.hooks",
-    "Run": "megajax.training.hooks",
+    "RunView": "megajax.training.hooks",
     "Trainer": "megajax.training.loop",
     "TrainProgram": "megajax.training.step",
     "TrainState": "megajax.training.step",
@@ -47,7 +47,7 @@ __all__ = [
     "ConfigError",
     "Hook",
     "InputError",
-    "Run",
+    "RunView",
     "TrainProgram",
     "TrainState",
     "Trainer",

@@ -7,7 +7,7 @@ from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.console import BAD_NUMBERS
 from megajax.training import spikes
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 from megajax.training.resuming import Start
 from megajax.training.spikes import LossWatch
 from megajax.training.step_log import IN_ROW
@@ -27,10 +27,10 @@ class SpikeCheck(Hook):
         """The run begins, or continues after a rollback, at the step of `start`."""
         self.losses, self._rollbacks = LossWatch(self._config, start.saved.get("losses")), start.rollbacks
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         self.losses.keep(run.step, run.metrics)
 
-    def examine(self, run: Run, step: int) -> None:
+    def examine(self, run: RunView, step: int) -> None:
         if run.end is not None or not (bad := self.losses.examine(step)):
             return
         rollback, line = self._rollbacks.plan(bad, run.sizes, self._saved)
@@ -39,7 +39,7 @@ class SpikeCheck(Hook):
         if rollback is not None:
             run.end_with(rollback)
 
-    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+    def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         values |= self.losses.count
 
 
@@ -49,7 +49,7 @@ class NonFiniteCheck(Hook):
     def __init__(self, checkpoints: Callable[[], Checkpoints]):
         self._checkpoints = checkpoints
 
-    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+    def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         if run.end is None and values[IN_ROW] > run.config.run.max_nonfinite_steps:
             run.note(spikes.nonfinite_sentence(values[IN_ROW], run.config, self._checkpoints().latest_step))
             run.end_with(BAD_NUMBERS)

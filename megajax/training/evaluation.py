@@ -9,7 +9,7 @@ from megajax.data.loader import Split
 from megajax.data.samples import Samples
 from megajax.data.whole import WholeSet
 from megajax.training.batches import batches
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 from megajax.training.saving import LayerState
 from megajax.training.step import TrainProgram
 from megajax.training.step_log import StepLog
@@ -26,7 +26,7 @@ class Evaluation(Hook):
         self._splits = [split for split in splits if split.partition("/")[0] == "valid"]
         self._evaluate, self._hooks, self._log, self._watch = evaluate, hooks, log, watch
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         settings = run.config.run
         due = bool(settings.eval_interval) and run.step % settings.eval_interval == 0
         if settings.eval_steps and (due or run.is_last):
@@ -41,7 +41,7 @@ class Evaluation(Hook):
         if due:
             self._log.restart(run.step)
 
-    def _report(self, run: Run, name: str, title: str, averaged: bool) -> None:
+    def _report(self, run: RunView, name: str, title: str, averaged: bool) -> None:
         if not self._splits:
             return
         losses = {split: self._evaluate(split, averaged) for split in self._splits}

@@ -12,7 +12,7 @@ from megajax import threads
 from megajax.checkpoint import reason
 from megajax.config import Config
 from megajax.errors import InputError, UserError
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 
 
 class Exports(Hook):
@@ -63,16 +63,16 @@ class Exports(Hook):
         every = self._settings.every or self.config.run.checkpoint_interval
         return step == self.config.run.steps or bool(every) and step % every == 0
 
-    def on_save(self, run: Run, step: int) -> None:
+    def on_save(self, run: RunView, step: int) -> None:
         """Start writing the folder of a complete checkpoint, if it is due, after the last one is complete."""
         if jax.process_index() == 0 and self.is_due(step):
             self._report(wait=True)
             self._thread = threads.start("the export", self._write, step)
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         self._report(wait=run.is_ending)
 
-    def before_removal(self, run: Run) -> None:
+    def before_removal(self, run: RunView) -> None:
         self._report(wait=True)
 
     def _report(self, wait: bool) -> None:

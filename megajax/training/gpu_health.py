@@ -14,7 +14,7 @@ from megajax import threads
 from megajax.errors import InputError
 from megajax.extras import require
 from megajax.start_checks import cuda_devices, used_devices
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 
 # The bits of NVML's reasons for lower clocks that are faults or limits. Others, such as an idle GPU, are none.
 REASONS = {
@@ -35,7 +35,7 @@ class GpuHealth(Hook):
         self._thread: threading.Thread | None = None
         self._gpus: dict[str, Any] = {}  # NVML's handles by UUID
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: RunView) -> None:
         """Find the GPUs; without the package a line says that they are not watched."""
         if self._started:
             return
@@ -56,7 +56,7 @@ class GpuHealth(Hook):
         except Exception:  # no driver, or a GPU that NVML does not show here
             self._gpus = {}
 
-    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+    def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         """Start to read, unless the last reading still runs."""
         if self._gpus and (self._thread is None or not self._thread.is_alive()):
             self._thread = threads.start("the watch over the GPUs", self._read)

@@ -12,7 +12,7 @@ from megajax.training.step import TrainProgram, TrainState
 type End = int | Rollback  # the run's exit status, or the checkpoint at which it continues
 
 
-class Run:
+class RunView:
     """A run as its hooks see it: they read it, and act on it only by `log`, `note` and `stop`.
 
     config, program: its settings, mesh and compiled functions; metrics: those of the newest step, still on the devices;
@@ -78,29 +78,29 @@ class Hook:
 
     every = 1  # `on_step` is called after the steps that are multiples of it
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: RunView) -> None:
         """The run begins at `run.step`, or continues there after a rollback."""
 
-    def before_step(self, run: Run, batch: dict[str, jax.Array]) -> None:
+    def before_step(self, run: RunView, batch: dict[str, jax.Array]) -> None:
         """The next step will train `run.state` on `batch`."""
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         """A step has been started: the devices may still compute it, and whoever reads an array waits for them."""
 
-    def examine(self, run: Run, step: int) -> None:
+    def examine(self, run: RunView, step: int) -> None:
         """Read what was kept of the steps up to `step`: they are finished, or a save will wait for them."""
 
-    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+    def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         """The numbers of a logged step have been read, one step late; more can be added to its line."""
 
-    def on_save(self, run: Run, step: int) -> None:
+    def on_save(self, run: RunView, step: int) -> None:
         """The checkpoint of `step` is complete."""
 
-    def before_removal(self, run: Run) -> None:
+    def before_removal(self, run: RunView) -> None:
         """Checkpoints may be removed or moved after this: finish reading them."""
 
-    def on_evaluate(self, run: Run, losses: Mapping[str, float]) -> None:
+    def on_evaluate(self, run: RunView, losses: Mapping[str, float]) -> None:
         """The model of `run.step` was evaluated; the losses have their names in metrics.jsonl."""
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: RunView) -> None:
         """The run ends, in order or with an error; no step follows."""

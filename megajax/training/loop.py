@@ -28,7 +28,7 @@ from megajax.training.compiled_steps import CompiledSteps, remove_damaged_progra
 from megajax.training.evaluation import Evaluation, mean_loss
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
-from megajax.training.hooks import End, Hook, Run
+from megajax.training.hooks import End, Hook, RunView
 from megajax.training.monitoring import Monitoring
 from megajax.training.norms import Norms
 from megajax.training.profiling import Profile
@@ -105,7 +105,7 @@ class Trainer:
                 raise InputError(f"the hook {problem}: derive it from megajax.Hook, and set every to 1 or more.")
         watch, self._hooks = self.watch, list[Hook]()
         self.log = StepLog(self._hooks, self.monitoring.write, watch)
-        self.view = Run(self.program, lambda: self.step, lambda: self.state, self.console.note, self.log.add)
+        self.view = RunView(self.program, lambda: self.step, lambda: self.state, self.console.note, self.log.add)
         self.profile = Profile(self.view, self._compiled.text)
         self._saves = Saves(self.directory, self.save, self.save_locally, self._hooks, self.log, watch)
         self._spikes = SpikeCheck(self.config, self.saved, self.monitoring.event)

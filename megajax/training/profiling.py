@@ -10,7 +10,7 @@ import jax
 
 from megajax.checkpoint import reason
 from megajax.console import command
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 
 # In a run directory: the folder of traces, and in it the compiled module and what else a reader has to know.
 FOLDER, MODULE, FACTS = "profile", "step.hlo.gz", "trace.json"
@@ -19,7 +19,7 @@ FOLDER, MODULE, FACTS = "profile", "step.hlo.gz", "trace.json"
 class Profile(Hook):
     """Traces the steps of `logging.profile_start` and `profile_steps` into a run directory."""
 
-    def __init__(self, run: Run, running_text: Callable[[], str]):
+    def __init__(self, run: RunView, running_text: Callable[[], str]):
         """`running_text` gives the compiled module of the last step in text form."""
         self._run, self._running_text, logging = run, running_text, run.config.logging
         self.run_dir = Path(run.config.run.dir)
@@ -27,7 +27,7 @@ class Profile(Hook):
         self.start, self.count = logging.profile_start, logging.profile_steps
         self.traced: int | None = None  # steps of the trace that is being written
 
-    def before_step(self, run: Run, batch: dict[str, jax.Array]) -> None:
+    def before_step(self, run: RunView, batch: dict[str, jax.Array]) -> None:
         if self.start is not None and self.traced is None and self.start <= run.step + 1 < self.start + self.count:
             jax.block_until_ready(run.state.step)  # the trace has no part of an earlier step
             with self._warning():
@@ -36,13 +36,13 @@ class Profile(Hook):
                 jax.profiler.start_trace(str(self.directory), profiler_options=options)
                 self.traced = 0
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         if self.traced is not None:
             self.traced += 1
             if self.start is not None and run.step + 1 >= self.start + self.count:
                 self.on_end(run)
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: RunView) -> None:
         """End a trace that has begun."""
         if self.traced is None:
             return

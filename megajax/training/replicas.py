@@ -17,7 +17,7 @@ from megajax.checkpoint import Checkpoints
 from megajax.console import BAD_NUMBERS
 from megajax.mesh import AXES
 from megajax.parallel.weights.offload import on_device
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 from megajax.training.step import TrainProgram, TrainState
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -47,7 +47,7 @@ class ReplicaCheck(Hook):
         self,
         program: TrainProgram,
         saved: Callable[[], Checkpoints],
-        is_saved: Callable[[Run], bool] = lambda run: False,
+        is_saved: Callable[[RunView], bool] = lambda run: False,
     ):
         """`saved` gives the checkpoints after the last save has ended; `is_saved`: whether the newest step is saved."""
         self.mesh, self._abstract, self._saved, self._is_saved = program.mesh, program.abstract_state, saved, is_saved
@@ -73,10 +73,10 @@ class ReplicaCheck(Hook):
         if self._is_on:
             _ = self._compiled
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         self.start(run.step, run.state, self._is_saved(run))
 
-    def examine(self, run: Run, step: int) -> None:
+    def examine(self, run: RunView, step: int) -> None:
         if damage := self.damage():
             run.note(sentence(*damage, self._saved().latest_step))
             run.end_with(BAD_NUMBERS)

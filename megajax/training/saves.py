@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 from megajax.training.run_directory import RunDirectory
 from megajax.training.step_log import StepLog
 from megajax.training.watch import Watch
@@ -28,17 +28,17 @@ class Saves(Hook):
         self._directory, self._save, self._save_locally = directory, save, save_locally
         self._hooks, self._log, self._watch = hooks, log, watch
 
-    def is_durable(self, run: Run) -> bool:
+    def is_durable(self, run: RunView) -> bool:
         """Whether a checkpoint of the newest step is saved in the run directory."""
         interval = run.config.run.checkpoint_interval
         return run.is_ending or bool(interval) and run.step % interval == 0
 
-    def is_due(self, run: Run) -> bool:
+    def is_due(self, run: RunView) -> bool:
         """Whether any checkpoint of the newest step is saved."""
         local = self._directory.local_saves
         return self.is_durable(run) or local is not None and local.is_due(run.step)
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         durable = self.is_durable(run)
         if self.is_due(run):
             self._log.read(run)
@@ -57,11 +57,11 @@ class Saves(Hook):
         if durable:
             self._log.restart(run.step)
 
-    def on_log(self, run: Run, step: int, values: dict[str, Any]) -> None:
+    def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         if jax.process_count() == 1:  # several processes check the lock when they save
             self._directory.check_lock(run.step)
         values |= self._directory.reports.take()
 
-    def on_evaluate(self, run: Run, losses: Mapping[str, float]) -> None:
+    def on_evaluate(self, run: RunView, losses: Mapping[str, float]) -> None:
         if self.is_durable(run) and "eval_loss" in losses:
             self._directory.checkpoints.evaluated(run.step, losses["eval_loss"])

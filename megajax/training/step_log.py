@@ -9,7 +9,7 @@ import numpy as np
 
 from megajax.config.kinds import expert_layers
 from megajax.training import logs
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 from megajax.training.speed import Meter, StepTimes
 from megajax.training.watch import Watch
 
@@ -52,7 +52,7 @@ class StepLog(Hook):
         assert self._file is not None
         return self._file
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: RunView) -> None:
         if self._file is not None:
             self._file.close()
         self._file = logs.MetricsLog(run.config, run.step, jax.process_index() == 0, self._send)
@@ -65,7 +65,7 @@ class StepLog(Hook):
         self._meter.leave_out(compile_seconds)
         self._meter.first_step_done()
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         if run.step % run.config.run.log_interval == 0 or run.step == 1 or run.is_last:
             self._waiting = Waiting(run.step, run.metrics, {})
 
@@ -76,7 +76,7 @@ class StepLog(Hook):
         self._waiting = self._waiting or Waiting(step, {}, {})
         self._waiting.added.update(values)
 
-    def read(self, run: Run) -> None:
+    def read(self, run: RunView) -> None:
         """Examine and read the step that waits for its line, if one does; a hook may end the run because of it."""
         if self._waiting is None:
             return
@@ -100,7 +100,7 @@ class StepLog(Hook):
         if values and not metrics:
             self.write_line(step, values)
 
-    def write(self, run: Run) -> None:
+    def write(self, run: RunView) -> None:
         """Write the line of the step that was read, if there is one."""
         if self._line is not None:
             (step, values, seconds_left), self._line = self._line, None
@@ -116,7 +116,7 @@ class StepLog(Hook):
         self._meter.restart(step)
         self.times.take()
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: RunView) -> None:
         if self._file is None:
             return
         if run.end is not None:  # after an error the devices may not answer

@@ -23,7 +23,7 @@ from megajax.config import Config
 from megajax.console import CRASH, LOST, described
 from megajax.messages import Messages
 from megajax.training.ending import Ending, within_seconds
-from megajax.training.hooks import Hook, Run
+from megajax.training.hooks import Hook, RunView
 from megajax.training.peers import Peers
 from megajax.training.speed import find_slowest
 
@@ -73,7 +73,7 @@ class Watch(Hook):
                 stacklevel=2,
             )
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         self.stepped(run.step)
         threads.check()
 
