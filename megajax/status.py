@@ -1,7 +1,7 @@
 """A line for each run: state, step, loss, speed, newest checkpoint. `megajax status RUN ... [--follow]`.
 
 It reads the run directories only, so it works on any machine that sees them. States: starting, running, restarting (by
-megajax launch), silent (its lock has no sign of life), done, and ended (at an earlier step).
+megajax launch), silent (its lock has no sign of life), done (the last step is saved), and ended (before).
 """
 
 import argparse
@@ -40,7 +40,7 @@ def status(run_dir: Path, now: float) -> dict[str, Any]:
     steps = section.get("steps") if isinstance(section, dict) else None
     if type(steps) is not int:
         raise InputError(f"{path} has no run.steps, a number: give the directory of a run that has begun to train.")
-    state = state or ("done" if values["step"] >= steps else "ended")
+    state = state or ("done" if values.get("saved_step", 0) >= steps else "ended")
     return values | {"state": state, "steps": steps, "age": now - values["time"] if "time" in values else None}
 
 

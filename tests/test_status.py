@@ -13,9 +13,9 @@ from megajax.status import main
 
 @pytest.fixture
 def make(tmp_path):
-    """(name, steps logged, seconds since the lock's last sign or None) → a run directory of 100 steps."""
+    """(name, steps logged, seconds since the lock's last sign or None, steps not saved) → a run of 100 steps."""
 
-    def make(name, steps, sign=None):
+    def make(name, steps, sign=None, unsaved=1):
         run = tmp_path / name
         run.mkdir()
         (run / "config.yaml").write_text("run: {steps: 100}")
@@ -30,7 +30,7 @@ def make(tmp_path):
             }
             for step in range(1, steps + 1)
         ]
-        lines.append({"step": steps, "time": now - 7200, "checkpoint_step": steps - 1, "checkpoint_seconds": 1.0})
+        lines.append({"step": steps, "time": now - 7200, "checkpoint_step": steps - unsaved, "checkpoint_seconds": 1.0})
         lines.append({"step": steps, "time": now - 120, "eval_loss": 3.5})
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9')
         if sign is not None:
@@ -42,9 +42,11 @@ def make(tmp_path):
 
 
 def test_a_line_says_where_each_run_is(make, capsys):
-    assert main([make("a", 30, 5), make("b", 20, 600), make("c", 100), make("d", 10)]) == 0
-    a, b, c, d = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in (a, b, c, d)] == ["running", "silent", "done", "ended"]
+    runs = [make("a", 30, 5), make("b", 20, 600), make("c", 100, unsaved=0), make("d", 10), make("e", 100, unsaved=20)]
+    assert main(runs) == 0
+    a, *_ = shown = capsys.readouterr().out.splitlines()
+    # The last one has made its last step, but the disk was full: the same command goes on.
+    assert [line.split()[1] for line in shown] == ["running", "silent", "done", "ended", "ended"]
     for part in ("step 30/100", "loss 0.3000", "evaluation loss 3.5000", "0.5 s/step", "4,096 tok/s/dev"):
         assert part in a
     assert "saved step 29 2 h ago" in a and a.endswith("logged 2 min ago")

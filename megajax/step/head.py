@@ -135,7 +135,7 @@ class LossHead:
 
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
             log_probs = ops.chunk_log_probs(logits, targets, **self._vocabulary(logits))
-            losses, slopes = token_loss(log_probs, mask, fields)
+            losses, slopes = token_loss(log_probs, mask, {**fields, "targets": targets})
             return {"loss": losses.sum()}, cross_entropy(logits, targets, -slopes, fields)[1]
 
         return loss
@@ -151,7 +151,7 @@ class LossHead:
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
             width = logits.shape[1]
             whole, pull = jax.vjp(capped, comm.gather(logits, "tensor", dim=1))
-            losses, slopes = logit_loss(whole, mask, fields)
+            losses, slopes = logit_loss(whole, mask, {**fields, "targets": targets})
             (gradient,) = pull(scale * slopes)
             own = lax.dynamic_slice_in_dim(gradient, comm.index("tensor") * width, width, 1)
             return {"loss": losses.sum()}, own.astype(self.dtype)
