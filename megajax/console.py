@@ -192,7 +192,7 @@ def user_errors() -> Iterator[None]:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), threads.watching_others():
         warnings.showwarning = _warn_in_a_line
         try:
             yield

@@ -1,12 +1,19 @@
 """The user's mistakes: one sentence each, exit status 2, never a traceback."""
 
+import inspect
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from operator import attrgetter
 from os import PathLike
+from types import SimpleNamespace
+from typing import Any
 
 MOST_SHOWN = 200  # characters of a value in a sentence
 LONGEST_LINE = 1000  # characters of a sentence
+LONG_WORD = re.compile(r"[^\s/:]{256,}")  # no name of a file, so a value
 ACCESS_CURE = "correct the path, or its permissions"
 
 
@@ -33,7 +40,8 @@ class ThreadError(UserError):
 
 
 def _line(text: str) -> str:
-    """A line of a message: printable, and without its middle if that is long, since a cure is at the end."""
+    """A line of a message: printable, with values cut, and without its middle if it is long: a cure is at the end."""
+    text = LONG_WORD.sub(lambda word: shown(word[0]), text)
     if len(text) > LONGEST_LINE:
         text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 3 :]}"
     return _printable(text)
@@ -56,6 +64,37 @@ def shown(value: object) -> str:
 def reading(path: str | PathLike[str], cure: str = "copy it again") -> AbstractContextManager[None]:
     """Around the reading of a file from others: an error that no check foresaw is a sentence with the path."""
     return reported(f"{path} is damaged or not of this format", cure)
+
+
+def file_reader[**P, T](*paths: str, cure: str = "copy it again") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function, or a generator, that reads a file from others: `reading` around each call.
+
+    `paths` are the names of its arguments, or attributes of these, that may have the path; the first that is not None
+    has it.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+
+        def guard(*arguments: P.args, **named: P.kwargs) -> AbstractContextManager[None]:
+            given = signature.bind(*arguments, **named)
+            given.apply_defaults()
+            found = (attrgetter(path)(SimpleNamespace(**given.arguments)) for path in paths)
+            return reading(next((path for path in found if path is not None), "a file"), cure)
+
+        @wraps(function)
+        def call(*arguments: P.args, **named: P.kwargs) -> T:
+            with guard(*arguments, **named):
+                return function(*arguments, **named)
+
+        @wraps(function)
+        def iterate(*arguments: P.args, **named: P.kwargs) -> Any:
+            with guard(*arguments, **named):
+                yield from function(*arguments, **named)  # pyright: ignore
+
+        return iterate if inspect.isgeneratorfunction(function) else call
+
+    return decorate
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from megajax.errors import ACCESS_CURE, InputError, shown
+from megajax.errors import ACCESS_CURE, InputError, file_reader, shown
 from megajax.files import check_file, read_bytes
 
 MOST_BYTES = 2**26  # of a file
@@ -53,6 +53,7 @@ def check[T](value: object, place: str, model: type[T], cure: str) -> T:
         raise _sentence(error, place, cure) from None
 
 
+@file_reader("path")
 def read[T](path: Path, model: type[T], cure: str, most: int = MOST_BYTES) -> T:
     """The value of a JSON file, of the type `model`. Raises `Damaged`, also if there is no such file."""
     try:
@@ -62,6 +63,7 @@ def read[T](path: Path, model: type[T], cure: str, most: int = MOST_BYTES) -> T:
     return parse(content.removeprefix(BYTE_ORDER_MARK), str(path), model, cure)
 
 
+@file_reader("path")
 def read_lines[T](path: Path, model: type[T], cure: str, bad: list[Damaged]) -> Iterator[tuple[bytes, T]]:
     """(line, its value of the type `model`) of a file with JSON on each line; the cure is for one line.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Required, TypedDict
 
 from pydantic import ConfigDict, Field
 
+from megajax.errors import file_reader
 from megajax.json_files import Count, Damaged, Finite, parse, read_lines
 
 CURE = "remove the line"
@@ -35,6 +36,7 @@ class MetricsLine(TypedDict, total=False):
     expert_load_max: Number
 
 
+@file_reader("path", cure=CURE)
 def read(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
     """(line, its values) of a file, as `json_files.read_lines`; a warning names the first damaged line and the number.
 
@@ -46,6 +48,7 @@ def read(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
         warnings.warn(f"lines of metrics are left out, {len(bad)} in all; the first: {bad[0]}", stacklevel=2)
 
 
+@file_reader("path", cure=CURE)
 def read_tail(path: Path) -> Iterator[MetricsLine]:
     """The last lines of a file, if there is one; the first may be cut, and the last is being written."""
     if not path.is_file():

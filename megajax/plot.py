@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from megajax import metrics_file
 from megajax.command_parser import CommandParser
 from megajax.console import user_errors
-from megajax.errors import InputError, shown
+from megajax.errors import InputError, file_reader, shown
 from megajax.files import CONFIG, CONSOLE_LOG, METRICS
 
 Record = dict[str, Any]  # a line of metrics.jsonl
@@ -33,6 +33,7 @@ COINCIDING = 0.01  # runs with a smaller median relative difference of the loss 
 WIDTH, LOSS_HEIGHT, PANEL_HEIGHT = 8.0, 4.0, 1.5  # inches
 
 
+@file_reader("run_dir")
 def read_records(run_dir: Path) -> list[Record]:
     """The lines of a run's metrics.jsonl; InputError if it cannot be read or has no logged step.
 

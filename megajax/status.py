@@ -16,13 +16,14 @@ from megajax import metrics_file
 from megajax.command_parser import CommandParser
 from megajax.config.tree import read_file
 from megajax.console import user_errors
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 from megajax.files import CONFIG, HEARTBEAT_SECONDS, LOCK, METRICS
 from megajax.restart_sign import restarting_since
 
 SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # clocks of hosts differ
 
 
+@file_reader("run_dir")
 def status(run_dir: Path, now: float) -> dict[str, Any]:
     """What a run directory says: state, step and steps, the last logged values, and the ages in seconds."""
     path, state = run_dir / CONFIG, _life(run_dir, now)

@@ -5,8 +5,9 @@ It is a line on stderr at once. If the run needs the work, `check`, which the ru
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from megajax.errors import ThreadError, shown
@@ -34,6 +35,21 @@ def start(name: str, work: Callable[..., object], *arguments: Any, needed: bool 
 def watched(future: Future[Any], name: str) -> None:
     """Report the error of a future that nobody asks for its result."""
     future.add_done_callback(lambda done: _report(name, done.exception(), False) if not done.cancelled() else None)
+
+
+@contextmanager
+def watching_others() -> Iterator[None]:
+    """Report the errors of threads that libraries start, such as those of a server, as all others."""
+
+    def report(failed: threading.ExceptHookArgs) -> None:
+        if failed.exc_type is not SystemExit:
+            _report(f"the thread {failed.thread.name if failed.thread else '?'}", failed.exc_value, False)
+
+    before, threading.excepthook = threading.excepthook, report
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def check() -> None:

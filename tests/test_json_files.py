@@ -232,6 +232,7 @@ OWN_TEXT = {
     "data/journal.py": "its own settings, written a line before",
     "data/json_array.py": "items of data, as lines of data are",
     "data/json_lines.py": "lines of data: the fast path, with the same limits",
+    "data/tokenizer_trial.py": "a step of a tokenizer, written by its library",
     "messages.py": "messages of this run's processes",
     "plan/answers.py": "the last line of its own child process",
     "preflight/__main__.py": "messages of this run's processes",

@@ -1,8 +1,10 @@
 """A background thread whose work fails is a line at once, and the end of the run if the run needs it."""
 
+import ast
 import multiprocessing
 import re
 import socket
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -128,7 +130,33 @@ def test_the_end_of_a_run_by_a_thread_is_a_sentence_with_the_status_of_a_crash(c
     assert capsys.readouterr().err.splitlines()[-1].startswith("megajax: error: a watch failed (KeyError: ")
 
 
+def sources() -> dict[str, str]:
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+
+
 def test_no_other_module_starts_a_thread():
-    """An executor's work is asked for its result; `threading.Thread` would lose an error."""
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    assert [name for name, text in sources.items() if re.search(r"\b(Thread|Timer)\(", text)] == ["threads.py"]
+    """`threading.Thread` would lose an error."""
+    starts = re.compile(r"\b(Thread|Timer|start_new_thread|run_in_executor|to_thread)\(")
+    assert [name for name, text in sources().items() if starts.search(text)] == ["threads.py"]
+
+
+def test_the_result_of_each_executor_s_work_is_asked_for_or_watched():
+    """The error of a future that nobody keeps is unseen. `Background` is no executor: it notes errors itself."""
+    kept, discarded = set(), set()
+    for name, text in sources().items():
+        for node in ast.walk(ast.parse(text)):
+            call = node.value if isinstance(node, ast.Expr) else node
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "submit":
+                (discarded if isinstance(node, ast.Expr) else kept).add(name)
+        if name in kept - discarded:
+            assert ".result()" in text or "threads.watched(" in text, name
+    assert "training/loop.py" in kept and "data/remote.py" in kept
+    assert discarded == {"training/monitoring.py"} and "Background(" in sources()["training/monitoring.py"]
+
+
+def test_the_failure_of_a_library_s_thread_is_one_line(capsys):
+    with user_errors():
+        libraries_own = threading.Thread(target=fail, name="of a server")
+        libraries_own.start()
+        libraries_own.join()
+    assert capsys.readouterr().err.startswith("megajax: warning: the thread of a server failed (KeyError: ")

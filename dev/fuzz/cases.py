@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from dev.fuzz.mutation import Mutator
 from dev.fuzz.subject import Subject
-from megajax.errors import UserError
+from megajax.errors import MOST_SHOWN, UserError
 
 SECONDS = 10  # of the processor, for one case
 HEADROOM = 2**30  # bytes of address space beside those after the first read
 LONGEST = 10_000  # characters of a sentence
+REPEATED = re.compile(rf"(.)\1{{{MOST_SHOWN}}}")  # of a value that is not cut: the long words repeat a letter
 READ, SENTENCE, FAILED = "read", "sentence", "failed"
 
 
@@ -92,6 +93,8 @@ def outcome(case: int, path: Path, read: Callable[[Path], object]) -> Outcome:
         ends, why = SENTENCE, str(error)
         if len(why) > LONGEST or not all(line.startswith("  ") for line in why.splitlines()[1:]):
             ends, kind = FAILED, f"a long sentence: {why[:60]}"
+        elif REPEATED.search(why):
+            ends, kind = FAILED, f"a long value: {REPEATED.sub('...', why)[:60]}"
     except BaseException as error:  # also those of Rust's panics
         if isinstance(error, KeyboardInterrupt):
             raise

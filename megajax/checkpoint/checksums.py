@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from megajax.checkpoint.storage import Folder, sizes, store_errors, write_text
-from megajax.errors import InputError, shown
+from megajax.errors import InputError, file_reader, shown
 from megajax.files import read_bytes
 from megajax.json_files import Count, Damaged, damaged, parse
 
@@ -83,6 +83,7 @@ def write(directory: Folder, shares: Sequence[Sequence[Sequence[Any]]]) -> str:
     return ""
 
 
+@file_reader("directory", cure="use another checkpoint")
 def damage(directory: Folder, index: int = 0, count: int = 1, part: str = "") -> str:
     """The first damaged file of a checkpoint and what is wrong with it; empty if there is none, or no checksums.
 

@@ -29,7 +29,7 @@ from megajax.checkpoint import checksums
 from megajax.checkpoint.host_memory import PINNED
 from megajax.checkpoint.manager import first_problem, reason
 from megajax.checkpoint.storage import Description
-from megajax.errors import UserError
+from megajax.errors import UserError, reading
 from megajax.files import is_number
 from megajax.json_files import Count, Damaged
 from megajax.messages import FOR_EVER, Messages, gather, next_name
@@ -216,13 +216,14 @@ class LocalTier:
     def _read(self, step: int, abstract: Any) -> tuple[LocalCheckpoint | None, int]:
         directory = self.directory / str(step)
         try:
-            damage = checksums.damage(directory) if checksums.exist(directory) else f"{checksums.NAME} is missing"
-            if not damage:
-                index = json_files.read(directory / INDEX, Index, "remove it")
-                return self._open(step, index, abstract)
+            with reading(directory, "remove it"):
+                damage = checksums.damage(directory) if checksums.exist(directory) else f"{checksums.NAME} is missing"
+                if not damage:
+                    index = json_files.read(directory / INDEX, Index, "remove it")
+                    return self._open(step, index, abstract)
         except Damaged as error:
             damage = error.problem
-        except (OSError, UserError) as error:  # such as a disk with errors
+        except UserError as error:  # such as a disk with errors
             damage = reason(error)
         warnings.warn(f"the local checkpoint {directory} is damaged ({damage}): it is not used.", stacklevel=2)
         return None, DAMAGED

@@ -16,7 +16,7 @@ from etils import epath
 from pydantic import ConfigDict
 
 from megajax.checkpoint import s3
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 from megajax.extras import EXTRAS, require
 from megajax.files import SUBDIRECTORY, is_number, read_bytes, read_text, replace_text
 from megajax.json_files import Count, Finite, parse
@@ -163,6 +163,7 @@ def saved_at(checkpoint: Folder) -> float:
     return system.modified(last).timestamp()
 
 
+@file_reader("checkpoint", cure="use another checkpoint")
 def read_description(checkpoint: Folder) -> dict[str, Any]:
     """The description of `RUN/checkpoints/STEP`, without orbax, for which all processes would have to read it."""
     path = checkpoint / "description" / "metadata"

@@ -13,7 +13,7 @@ from megajax.checkpoint.arrays import check_size, open_arrays
 from megajax.checkpoint.manager import find_checkpoint, saved_layer_state
 from megajax.checkpoint.storage import Folder, checkpoint_folder, read_description, store_errors
 from megajax.config import Config, ModelConfig, load_config
-from megajax.errors import InputError
+from megajax.errors import InputError, reported, shown
 from megajax.json_files import Damaged
 from megajax.model.block import layer_state
 
@@ -116,12 +116,11 @@ def _open(item: Folder, prefix: str = PARAMS) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _damage_reported(item: Folder) -> Iterator[None]:
-    try:
-        with store_errors(item):
-            yield
-    except ValueError as error:  # tensorstore raises it for all failures
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{item.parent} is damaged ({str(error).splitlines()[0][:200]}): give another checkpoint."
-        ) from None
+    with reported(problem := f"{item.parent} is damaged", cure := "give another checkpoint"):
+        try:
+            with store_errors(item):
+                yield
+        except ValueError as error:  # tensorstore raises it for all failures
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{problem} ({shown(str(error).splitlines()[0])}): {cure}.") from None

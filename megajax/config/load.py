@@ -22,9 +22,10 @@ from megajax.config.registry import Registry
 from megajax.config.schema import Config
 from megajax.config.sentences import listed
 from megajax.config.tree import NAMED, Tree, as_override, read_file, read_override, show
-from megajax.errors import ConfigError, shown
+from megajax.errors import ConfigError, file_reader, shown
 
 
+@file_reader("path", cure="correct it")
 def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Config:
     """The config in file `path`, changed by `overrides` ("section.key=value"), resolved and checked.
 
@@ -107,7 +108,9 @@ def _check_allowed_changes(config: Config) -> None:
     known = [name for name, _ in keys()] if entries else []
     for entry in entries:
         if not any(f"{name}.".startswith(f"{entry}.") for name in known):
-            raise ConfigError(f"{key} names {entry}, which is no config key ({config.where(key)}): {suggestion(entry)}")
+            raise ConfigError(
+                f"{key} names {shown(entry)}, which is no config key ({config.where(key)}): {suggestion(entry)}"
+            )
 
 
 def _drop_removed_key(tree: Tree) -> None:
@@ -117,7 +120,7 @@ def _drop_removed_key(tree: Tree) -> None:
         del precision["params"]
         location = tree.locations["precision.params"]
         warnings.warn(
-            f"precision.params has no effect ({location}): remove it, the format is always float32.", stacklevel=3
+            f"precision.params has no effect ({location}): remove it, the format is always float32.", stacklevel=4
         )
 
 
@@ -218,7 +221,7 @@ def _as_list(key: str, value: Any) -> str:
     fields = {name: field for name, field in fields.items() if "." not in name}
     if not fields:
         known = not isinstance(value, list | dict) and not key.endswith(".N")
-        return f"write [{value if isinstance(value, str) else as_override(value)}]" if known else ""
+        return f"write [{shown(value if isinstance(value, str) else as_override(value))}]" if known else ""
     first, *others = [name for name, field in fields.items() if field.is_required()]
     if isinstance(value, dict) and value.keys() <= fields.keys():
         return f"write [{as_override(value)}]"

@@ -34,7 +34,7 @@ def fail(config: Config, problem: str, cure: str, *keys: str) -> NoReturn:
 
 def warn(config: Config, problem: str, cure: str, *keys: str) -> None:
     """Warn with a sentence like `fail`'s; for a `_warn_...` function that `check` calls for `load_config`."""
-    warnings.warn(f"{problem} ({location(config, *keys)}): {cure}.", stacklevel=5)
+    warnings.warn(f"{problem} ({location(config, *keys)}): {cure}.", stacklevel=6)  # `file_reader` is one of them
 
 
 def location(config: Config, *keys: str) -> str:

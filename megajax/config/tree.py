@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megajax.errors import ConfigError, shown
+from megajax.errors import ConfigError, file_reader, shown
 from megajax.files import read_text, why_unreadable
 
 NAMED = Path(__file__).parents[2] / "configs"  # the configs that have names
@@ -107,6 +107,7 @@ def as_override(value: Any) -> str:
     return dumped.removesuffix("\n").removesuffix("\n...")
 
 
+@file_reader("path", cure="correct it")
 def read_file(
     path: Path, parents: tuple[Path, ...] = (), included_at: str = "", reads: Iterator[int] | None = None
 ) -> Tree:

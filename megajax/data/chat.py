@@ -13,7 +13,7 @@ from megajax.data.chat_template import ChatTemplate
 from megajax.data.contents import template_of, tokenizer_digest
 from megajax.data.conversation import Completion, read_record
 from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, read_once, storage_errors
-from megajax.data.json_lines import check_encodable, check_inputs, matching_files, parse, read_blocks
+from megajax.data.json_lines import LineBlock, check_encodable, check_inputs, matching_files, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.rendering import Chat, Span
 from megajax.data.samples import Samples
@@ -21,7 +21,7 @@ from megajax.data.sandbox import Stopped
 from megajax.data.special_tokens import document_end, framed, usual_first_token
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megajax.data.workers import one_ahead
-from megajax.errors import InputError, UserError
+from megajax.errors import InputError, UserError, file_reader
 
 if TYPE_CHECKING:
     import tokenizers
@@ -156,15 +156,20 @@ def read_chats(paths: Sequence[str], rendering: Rendering) -> Iterator[Conversat
 
 def _batches(paths: Sequence[str], rendering: Rendering) -> Iterator[list[ConversationSamples]]:
     for block in read_blocks(paths):
-        numbered = enumerate(block.text.split(b"\n"), start=block.first_line)
-        for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):
-            numbers, lines = zip(*some, strict=True)
-            try:
-                yield conversations(lines, rendering)
-            except Stopped as stopped:
-                yield conversations(lines[: stopped.made], rendering)
-                rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
-                raise InputError(f"{block.path}, {block.unit} {numbers[stopped.made]}{rest}") from None
+        yield from _samples_in(block, rendering)
+
+
+@file_reader("block.path")
+def _samples_in(block: LineBlock, rendering: Rendering) -> Iterator[list[ConversationSamples]]:
+    numbered = enumerate(block.text.split(b"\n"), start=block.first_line)
+    for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):
+        numbers, lines = zip(*some, strict=True)
+        try:
+            yield conversations(lines, rendering)
+        except Stopped as stopped:
+            yield conversations(lines[: stopped.made], rendering)
+            rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
+            raise InputError(f"{block.path}, {block.unit} {numbers[stopped.made]}{rest}") from None
 
 
 def encode(

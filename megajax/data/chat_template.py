@@ -8,7 +8,7 @@ from megajax.data.answers import AnswerSamples, samples_of_each, samples_within
 from megajax.data.model_files import TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
 from megajax.data.rendering import Chat, Message, Template, render
 from megajax.data.sandbox import LimitedProcess, Stopped
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 from megajax.files import read_text, why_unreadable
 
 CURE = "correct it, or use another one"
@@ -59,6 +59,7 @@ class ChatTemplate:
         return _child.run(f"the chat template {self.location}", CURE, work, self._template, *arguments)
 
 
+@file_reader("file", "folder")
 def load_chat_template(
     folder: Path | None, file: Path | None = None, arguments: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
@@ -69,6 +70,7 @@ def load_chat_template(
     return template
 
 
+@file_reader("file", "folder")
 def find_chat_template(
     folder: Path | None, file: Path | None = None, arguments: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:

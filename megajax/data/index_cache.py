@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from megajax.errors import InputError
+from megajax.errors import InputError, UserError, file_reader
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -50,6 +50,7 @@ def text_digest(value: Any) -> str:
     return hashlib.blake2b(_text(value).encode(), digest_size=16).hexdigest()
 
 
+@file_reader("path")
 def file_digest(path: str | Path) -> str:
     """A hash of a file's content."""
     with open(path, "rb") as file:
@@ -126,9 +127,9 @@ def storage_errors(folder: Path) -> Iterator[None]:
     """Around the reading and writing of a folder of the cache: their errors become an InputError that names it."""
     try:
         yield
-    except InputError:
+    except (UserError, AssertionError):
         raise
-    except (OSError, ValueError, EOFError) as error:  # the last two: np.load of a damaged file
+    except Exception as error:  # also those of NumPy for a damaged file
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"the stored data {folder} cannot be written or read ({reason}): free space there, remove it, or set "

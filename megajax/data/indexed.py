@@ -25,7 +25,7 @@ from megajax.config.sentences import counted
 from megajax.console import command
 from megajax.data.index_cache import read_once
 from megajax.data.remote import RemoteFile, RemoteTokens
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 from megajax.files import sync
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -63,6 +63,7 @@ class IndexedDataset:
     inconsistent, and as `RemoteFile`.
     """
 
+    @file_reader("prefix")
     def __init__(self, prefix: str | Path, *, check: bool = True, cache: Path | None = None):
         """`check` reads the whole index and compares its entries with each other and with the size of `.bin`."""
         self.prefix, self._cache = str(prefix), cache

@@ -18,7 +18,7 @@ from megajax.config.sentences import counted
 from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedWriter, write_errors
 from megajax.data.json_lines import TextPosition
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 from megajax.files import sync
 from megajax.json_files import Count
 
@@ -92,6 +92,7 @@ class Journal:
         self._recorded = self.point
         self._last = time.monotonic()
 
+    @file_reader("self.prefix", cure="start again without --resume")
     def _load(self) -> None:
         try:
             values = json_files.read(self._record, JournalRecord, "start again without --resume")

@@ -16,7 +16,7 @@ from megajax.config.data_schema import is_remote
 from megajax.data.compressed import DAMAGE, decompress
 from megajax.data.json_array import ARRAY, ArrayError, ArrayReader
 from megajax.data.parquet import read_rows
-from megajax.errors import InputError, shown
+from megajax.errors import InputError, file_reader, shown
 from megajax.extras import require
 from megajax.json_files import Count
 
@@ -71,25 +71,29 @@ def matching_files(pattern: str) -> list[str]:
 
 def check_inputs(paths: Sequence[str]) -> int:
     """The size of all files in bytes; InputError for one that is not a file or cannot be read."""
-    for path in paths:
-        if is_remote(path):
-            raise InputError(f"{path} is remote, but only token files can be: copy it to this machine first.")
-        if Path(path).is_dir():
-            raise InputError(f"{path} is a directory; name the files in it, such as {path.rstrip('/')}/*.jsonl.")
-        if glob.has_magic(path) and not Path(path).exists():
-            raise InputError(f"{path} matches no file; correct the path, or make the files first.")
-        if not Path(path).is_file():
-            raise InputError(f"{path} does not exist or is not a file; correct the path.")
-        try:
-            with open(path, "rb") as file:
-                start = file.read(8)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror}); change its permissions.") from None
-        if start.startswith(ZIP):
-            raise InputError(f"{path} is a ZIP archive: unpack it first, with `unzip {path}`.")
-        if start.startswith(PARQUET):
-            require("parquet", f"{path}, a Parquet file,")
-    return sum(os.path.getsize(path) for path in paths)
+    return sum(map(_checked_size, paths))
+
+
+@file_reader("path")
+def _checked_size(path: str) -> int:
+    if is_remote(path):
+        raise InputError(f"{path} is remote, but only token files can be: copy it to this machine first.")
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a directory; name the files in it, such as {path.rstrip('/')}/*.jsonl.")
+    if glob.has_magic(path) and not Path(path).exists():
+        raise InputError(f"{path} matches no file; correct the path, or make the files first.")
+    if not Path(path).is_file():
+        raise InputError(f"{path} does not exist or is not a file; correct the path.")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); change its permissions.") from None
+    if start.startswith(ZIP):
+        raise InputError(f"{path} is a ZIP archive: unpack it first, with `unzip {path}`.")
+    if start.startswith(PARQUET):
+        require("parquet", f"{path}, a Parquet file,")
+    return os.path.getsize(path)
 
 
 def read_blocks(
@@ -106,24 +110,28 @@ def read_blocks(
     """
     start = start or TextPosition()
     for number in range(start.file, len(paths)):
-        path, first = paths[number], start if number == start.file else TextPosition(number)
-        most = max(limits.few, os.path.getsize(path))
-        for block in _read_file(path, column, option, first, limits):
-            if block.end.line > most + 1:  # their number may be larger than any time
-                raise InputError(
-                    f"{path} has more than {most:,} {block.unit}s, although it has {os.path.getsize(path):,} bytes: "
-                    "leave out those without text."
-                )
-            yield block
+        first = start if number == start.file else TextPosition(number)
+        yield from _read_file(paths[number], column, option, first, limits)
 
 
+@file_reader("path")
 def _read_file(path: str, column: str | None, option: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:
     with open(path, "rb") as stored:
         is_parquet = stored.read(len(PARQUET)) == PARQUET
     if is_parquet:
         rows = read_rows(path, column, option, start.line - 1, limits.rows, limits.most_bytes)
-        return _record_blocks(path, rows, start, "row", limits)
-    return _read_lines(path, start, limits)
+        blocks = _record_blocks(path, rows, start, "row", limits)
+    else:
+        blocks = _read_lines(path, start, limits)
+    size = os.path.getsize(path)
+    most = max(limits.few, size)
+    for block in blocks:
+        if block.end.line > most + 1:  # each takes time
+            raise InputError(
+                f"{path} has more than {most:,} {block.unit}s, although it has {size:,} bytes: leave out those without "
+                "text."
+            )
+        yield block
 
 
 def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:
@@ -220,6 +228,7 @@ def located_lines(paths: Sequence[str]) -> Iterator[TextLine]:
                 yield TextLine(line, f"{block.path}, {block.unit} {number}")
 
 
+@file_reader("block.path")
 def texts(
     block: LineBlock, json_key: str, bad: list[str] | None = None, option: str = "--json-key"
 ) -> Iterator[tuple[int, str]]:

@@ -19,7 +19,7 @@ from socket import socketpair
 from tempfile import TemporaryFile
 from typing import Any
 
-from megajax.errors import InputError, UserError
+from megajax.errors import InputError, UserError, shown
 
 MEMORY = 2**30  # bytes of address space
 SECONDS = 3.0  # of the processor
@@ -97,8 +97,10 @@ class LimitedProcess:
             return end
         if isinstance(end, MemoryError):
             why = f"takes more than {self.memory >> 20:,} MiB of memory"
-        elif isinstance(end, Exception):
+        elif isinstance(end, AssertionError):  # a mistake of megajax
             raise end
+        elif isinstance(end, Exception):
+            why = f"fails ({type(end).__name__}: {shown(end)})"
         elif end == -signal.SIGPROF:
             why = f"takes more than {self.seconds:g} s of processor time"
         else:

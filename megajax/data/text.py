@@ -33,7 +33,7 @@ from megajax.data.json_lines import LineBlock, check_inputs, matching_files, rea
 from megajax.data.progress import Progress, show_progress
 from megajax.data.special_tokens import document_tokens
 from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -192,6 +192,7 @@ def _bad_lines(folder: Path) -> int:
         return json_files.read(folder / BAD, int, "remove the folder")
 
 
+@file_reader("path")
 def _identity(path: str) -> dict[str, Any]:
     """A file's size, time of change and both ends: to read all of the text at each start takes too long."""
     status = os.stat(path)

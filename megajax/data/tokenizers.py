@@ -24,7 +24,7 @@ from megajax.data.special_tokens import (
     read_folder_tokens,
 )
 from megajax.data.tokenizer_trial import try_tokenizer
-from megajax.errors import ACCESS_CURE, InputError, reported, shown
+from megajax.errors import ACCESS_CURE, InputError, file_reader, reported, shown
 from megajax.files import check_file, is_number, replace_copy, replaced
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
+@file_reader("spec", cure=CURE)
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer of `data.tokenizer` or `--tokenizer`; InputError if there is none.
 
     `spec` is "byte"; "null:N", whose text is token ids; a tokenizer.json; a SentencePiece .model; a tiktoken file; or a
     folder with one of these or with GPT-2's vocab.json and merges.txt.
     """
-    with reported(f"the tokenizer {shown(spec)} cannot be read", CURE):  # of whatever a damaged file has
-        tokenizer = _load(spec)
+    tokenizer = _load(spec)
     if (largest := tokenizer.vocab_size - 1) > LARGEST_ID:
         raise InputError(f"{spec} has the token id {largest}, but ids are from 0 to {LARGEST_ID}: copy it again.")
     return tokenizer
@@ -124,6 +124,7 @@ def _load(spec: str) -> Tokenizer:
     return SentencePieceTokenizer(str(path), found)
 
 
+@file_reader("spec")
 def tokenizer_files(spec: str) -> list[Path]:
     """The files of a tokenizer, none for "byte" and "null:N"; InputError if they do not exist."""
     if has_no_file(spec):
@@ -146,6 +147,7 @@ def tokenizer_files(spec: str) -> list[Path]:
     return [path, path.parent / GPT2_FILES[1]] if path.name == GPT2_FILES[0] else [path]
 
 
+@file_reader("spec")
 def deciding_files(spec: str) -> list[Path]:
     """All files that decide a tokenizer's tokens: its own, and those beside it that name special ones."""
     own = tokenizer_files(spec)
@@ -174,6 +176,7 @@ def kept_name(source: Path) -> str:
     return FILES[source.suffix == ".model" and not is_tiktoken(source)]
 
 
+@file_reader("spec")
 def keep_tokenizer(spec: str, folder: Path) -> None:
     """Copy a tokenizer into a folder, as its `kept_name`: GPT-2's files and tiktoken's become a tokenizer.json.
 

@@ -13,6 +13,7 @@ from megajax.config import Config
 from megajax.data.model_files import TOKEN_NAMES, TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
 from megajax.data.special_tokens import known_end, stop_tokens, stored_ids
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
+from megajax.errors import file_reader
 from megajax.files import replace_copy
 
 CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_config.json"
@@ -27,6 +28,7 @@ TOKENIZER_FILES = (
 TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
+@file_reader("source")
 def keep(source: Path, run_dir: Path) -> None:
     """Copy the files beside the weights in `source`, a Hugging Face folder or a run's directory, to a run's directory.
 
@@ -89,6 +91,7 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
     return {f"{name}_id": found[0] if len(found) == 1 else found for name, found in ids.items() if found}
 
 
+@file_reader("folder")
 def token_names(folder: Path) -> dict[str, str]:
     """`bos_token`, `eos_token` and `pad_token` by the tokenizer's configuration files in a folder."""
     return token_texts(tokenizer_config(folder), TOKENS)

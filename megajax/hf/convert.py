@@ -15,7 +15,7 @@ from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
 from megajax.config.kinds import MTP
 from megajax.config.tree import show
-from megajax.errors import ConfigError, InputError, shown
+from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+@file_reader("folder")
 def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, Any]]:
     """(family, section `model`, complete config.json) of a folder.
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from megajax.checkpoint.manager import reason
 from megajax.data.model_files import inside, read_json
-from megajax.errors import InputError, shown
+from megajax.errors import InputError, file_reader, shown
 from megajax.files import sync, sync_directory
 from megajax.hf import ADAPTERS, quantised
 from megajax.hf.quantised import Slices
@@ -52,6 +52,7 @@ class FolderTensors:
     with a sentence, for files that are missing, damaged or of another format.
     """
 
+    @file_reader("folder")
     def __init__(self, folder: str | Path, quantization_config: Mapping[str, Any] | None = None):
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
@@ -128,6 +129,7 @@ class FolderTensors:
     def _slice(self, name: str) -> Any:
         return self._handle(self._stored_in[name]).get_slice(self._names[name])
 
+    @file_reader("self.folder")
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; InputError for a dtype that is not read."""
         found = self._quantised.get(name)
@@ -143,6 +145,7 @@ class FolderTensors:
         total = sum(BYTES[self._slice(part).get_dtype()] * math.prod(self.stored_shape(part)) for part in parts)
         return total / math.prod(self.shape(name))
 
+    @file_reader("self.folder")
     def read(self, name: str, slices: Slices) -> np.ndarray:
         """A block of a tensor, in its own dtype, or FP32 if it is quantised; only its bytes are read."""
         return self._quantised[name].read(self, slices) if name in self._quantised else self.read_stored(name, slices)
@@ -210,6 +213,7 @@ def folder_bytes(folder: Path) -> int:
         return sum((folder / name).stat().st_size for name in set(weights.files.values()))
 
 
+@file_reader("folder")
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The folder's config.json; of a model that also reads images, that of its language model."""
     path = Path(folder) / "config.json"

@@ -11,7 +11,7 @@ from megajax.checkpoint.description import describe_model
 from megajax.checkpoint.manager import save_weights
 from megajax.config import Config
 from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
-from megajax.errors import reading
+from megajax.errors import file_reader, reading
 from megajax.hf import beside
 from megajax.hf.convert import load, read_folder
 from megajax.hf.folder import new_folder
@@ -44,6 +44,7 @@ def import_folder(folder: Path, run_dir: Path) -> None:
         (partial / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
 
 
+@file_reader("folder")
 def _config(folder: Path, run_dir: Path) -> Config:
     """A config whose section `model` describes the folder, for `generate`, `export` and `init_from`."""
     _, section, theirs = read_folder(folder)

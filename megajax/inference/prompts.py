@@ -8,10 +8,11 @@ from typing import Any
 from megajax.config.data_schema import template_arguments
 from megajax.data.conversation import Chat, read_prompt
 from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse
-from megajax.errors import InputError, shown
+from megajax.errors import InputError, file_reader, shown
 from megajax.files import read_text, why_unreadable
 
 
+@file_reader("path")
 def read_prompts(path: str) -> list[str | Chat]:
     """The prompts of a file: texts, one a line, or in files of JSON lines, arrays and Parquet `read_prompt`'s forms.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megajax import metrics_file
 from megajax.config.sentences import counted
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 from megajax.files import METRICS, replace_text
 from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
 
@@ -31,6 +31,7 @@ def write_load_map(run_dir: Path, layers: Sequence[int]) -> None:
         replace_text(run_dir / NAME, load_map(steps, loads, layers))
 
 
+@file_reader("path")
 def read_loads(path: Path, layers: int) -> tuple[list[int], np.ndarray]:
     """(the steps with a logged `expert_load`, the loads `[steps, layers]`)."""
     loads = {line["step"]: line["expert_load"] for _, line in metrics_file.read(path) if "expert_load" in line}

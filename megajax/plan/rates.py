@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megajax import json_files
-from megajax.errors import InputError, shown
+from megajax.errors import InputError, file_reader, shown
 from megajax.files import is_number, replace_text
 
 GIB = 2**30
@@ -123,6 +123,7 @@ def rates_of(name: str) -> Rates:
     return DEVICES[given]
 
 
+@file_reader("path")
 def read_rates(path: Path, device: Rates) -> Rates:
     """The device's rates, with those of a JSON file in place of its own.
 

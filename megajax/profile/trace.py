@@ -16,7 +16,7 @@ from pydantic import Field
 
 from megajax import json_files
 from megajax.config import Config, load_config
-from megajax.errors import InputError, reading
+from megajax.errors import InputError, file_reader, reading
 from megajax.files import CONFIG, read_gzip
 from megajax.profile import hlo
 from megajax.training.profiling import FACTS, FOLDER, MODULE
@@ -58,6 +58,7 @@ class TraceFacts(TypedDict):
     device_kind: str
 
 
+@file_reader("folder", cure=CURE)
 def read(folder: Path) -> Trace:
     """The newest trace in a run directory. Raises InputError if there is none."""
     traces, facts = newest(folder / FOLDER), folder / FOLDER / FACTS
