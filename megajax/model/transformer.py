@@ -13,13 +13,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import LoraConfig, ModelConfig
-from megajax.config.kinds import MTP, block_layers, layer_kinds, stacked_layers
+from megajax.config.kinds import MTP, layer_kinds, prediction_kind, stacked_layers
 from megajax.model.block import blocks_of
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.encoder import make_encoder
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
-from megajax.model.sublayer import BlockInputs, LayerContext, State, Weights, declare_norm, normalise, scale_embeddings
+from megajax.model.sublayer import (
+    BlockInputs,
+    LayerContext,
+    Metrics,
+    State,
+    Weights,
+    declare_norm,
+    normalise,
+    scale_embeddings,
+)
 from megajax.model.width import std_factor
 
 ENCODER = "encoder."  # prefix of the names of its parameters
@@ -74,13 +83,24 @@ class Transformer(nnx.Module):
             stream = self.encoder.apply(own, fields or {}, Comm())
             inputs = replace(inputs, streams={self.encoder.NAME: stream}, fields=fields or {})
         x = self.embed(weights, tokens_bs.reshape(-1), positions.reshape(-1))
-        for layer, kind in enumerate(layer_kinds(self.config)):
-            row, prefix = block_layers(self.config)[kind.block].index(layer), f"blocks.{kind.block}."
-            own = {n.removeprefix(prefix): w[row] for n, w in weights.items() if n.startswith(prefix)}
-            kept = {name: a[row] for name, a in (state or {}).get(kind.block, {}).items()}
-            block = self.blocks[kind.block]
-            x, _ = block.apply(block.fuse(own), x, LayerContext(Comm(), inputs, layer, kind, state=kept))
+        for layer in range(self.config.num_layers):
+            x, _ = self.layer(weights, layer, x, inputs, state or {})
         return self.logits(weights, self.output(weights, x)).reshape(B, S, -1)
+
+    def layer(
+        self, weights: Weights, layer: int, x: jax.Array, inputs: BlockInputs, states: Mapping[str, State]
+    ) -> tuple[jax.Array, Metrics]:
+        """Layer number `layer` on one device: `x [T, D]` → (x, metrics).
+
+        Prediction modules continue the numbers of the layers; theirs is `x [T, 2D]`. `states` are as `state` above.
+        """
+        c = self.config
+        kind = layer_kinds(c)[layer] if layer < c.num_layers else prediction_kind(c)
+        row, prefix = stacked_layers(c)[kind.block].index(layer), f"blocks.{kind.block}."
+        own = {name.removeprefix(prefix): w[row] for name, w in weights.items() if name.startswith(prefix)}
+        state = {name: a[row] for name, a in states.get(kind.block, {}).items()}
+        block = self.blocks[kind.block]
+        return block.apply(block.fuse(own), x, LayerContext(Comm(), inputs, layer, kind, state=state))
 
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""

@@ -1,4 +1,4 @@
-"""What the tests of parallelism share: runs held to a single device's, and traces kept for several tests."""
+"""What the tests of parallelism share: runs held to megajax/reference.py, and its traces kept for several tests."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -22,14 +22,14 @@ def table() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def reference(table) -> Callable:
-    """The single-device trace that a config is held to, from the weights of `weights_of` or others, made once."""
+    """The trace by megajax/reference.py that a config is held to, from `weights_of` or other weights, made once."""
     traces = {}
 
     def of(config, weights=None):
         config = table.reference_config(config)
         key = config.to_yaml(), weights and tuple((name, np.asarray(w).tobytes()) for name, w in weights.items())
         if key not in traces:
-            traces[key] = table.train(config, table.weights_of(config) if weights is None else weights)
+            traces[key] = table.expected(config, table.weights_of(config) if weights is None else weights)
         return traces[key]
 
     return of
@@ -37,7 +37,7 @@ def reference(table) -> Callable:
 
 @pytest.fixture
 def difference(table, reference) -> Callable:
-    """How far a config's run is from its single-device reference; both start from the reference's weights."""
+    """How far a config's run is from its reference; both start from the reference's weights."""
 
     def of(config):
         expected = reference(config)

@@ -48,12 +48,7 @@ def train(table, program):
     return table.Trace(program.config, found["loss"], found["grad_norm"], initial, gradients, router), state
 
 
-def reference(table, config):
-    """One device, from the same weights."""
-    return table.train(table.reference_config(config), table.weights_of(config))
-
-
-def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(table):
+def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(table, reference):
     """The first stage has two dense layers and nothing for its MoE slot, the second one and then one with experts.
 
     So its layer 3 does not follow on 2 in the slots: dropout and jitter tell whether it is known. Biases would train in
@@ -71,7 +66,7 @@ def test_stages_with_empty_slots_train_as_one_device_does_and_leave_them_empty(t
     # The first stage has both: the first microbatch comes back after the second went out. The last stage has one.
     assert "keeps activations of at most 2 of 2 microbatches" in text
     trace, state = train(table, program)
-    difference = table.compare(trace, reference(table, config))
+    difference = table.compare(trace, reference(config))
     assert not difference.problems(), difference
     assert trace.router["expert_counts"].shape == (STEPS, 1, 8)
     momentum = jax.tree.leaves(state.optimizer, is_leaf=lambda node: isinstance(node, dict))
@@ -103,10 +98,10 @@ def test_an_empty_slot_sends_no_token_to_an_expert(table):
     assert np.abs(run(weights, True) - without).max() > 1
 
 
-def test_a_remat_group_may_hold_layers_of_both_kinds(table):
+def test_a_remat_group_may_hold_layers_of_both_kinds(table, reference):
     """They are recomputed together; and the evaluation's loss is the first step's."""
     config = make(table, EVERY_SECOND, {"fsdp": 2}, 1, remat={"policy": "full", "group": 2})
-    program, expected = build(config), reference(table, config)
+    program, expected = build(config), reference(config)
     (segment,) = program.graph.layers.segments
     assert (segment.loops, segment.unroll, segment.group_size) == (2, 2, 2)
 

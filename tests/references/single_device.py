@@ -1,7 +1,8 @@
-"""The reference of a mesh's run: the same config on one device with one microbatch, and the difference of the two.
+"""Runs of a config on a mesh, their references, and the difference of two runs.
 
-Runs are in FP32 on virtual CPU devices; the caller starts the mesh's number of them. scripts/mesh_table.py makes
-tables of these comparisons; the tests of parallelism make them too.
+A reference is megajax/reference.py (`expected`), or the same config on one device (`train` of `reference_config`). Runs
+are in FP32 on virtual CPU devices; the caller starts the mesh's number of them. scripts/mesh_table.py makes tables of
+these comparisons; the tests of parallelism make them too.
 """
 
 import math
@@ -10,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from mesh_models import MODELS
 
 from megajax.config import Config
@@ -18,6 +21,8 @@ from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.moe import MoE
+from megajax.optim import make_schedule
+from megajax.reference import Reference, adamw
 from megajax.sharding import Placement
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
@@ -138,6 +143,49 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
             gradients = first_gradients(program, state, norms[0])
     router = {name: np.array(values) for name, values in router.items()}
     return Trace(config, np.array(losses), np.array(norms), initial, gradients, router, np.array(mtp_losses))
+
+
+def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
+    """What `train` of a config must do, by megajax/reference.py: AdamW or SGD, in FP32."""
+    schedule = make_schedule(config.schedule)
+    reference = Reference(config, OPTAX[config.optimizer.kind](config, lambda count: schedule(count + 1)))
+    differentiate, update = jax.jit(reference.losses_and_gradients), jax.jit(reference.updated)
+    state, first, steps = reference.first_state({n: jnp.asarray(w) for n, w in weights.items()}), {}, []
+    for fields in make_batches(config):
+        losses, gradients, metrics = differentiate(state, fields)
+        state = update(state, gradients, metrics)
+        steps.append(losses | {"grad_norm": optax.tree.norm(gradients)} | router_metrics(metrics))
+        first = first or {name: np.asarray(g) for name, g in gradients.items()}
+    values = {name: np.array([step[name] for step in steps]) for name in steps[0]}
+    modules = values.pop("mtp_loss/module").mean(1) if config.model.mtp_layers else np.zeros(0)
+    router = {name: values[name] for name in ROUTER_METRICS & values.keys()}
+    return Trace(config, values["loss"], values["grad_norm"], dict(weights), first, router, modules)
+
+
+def expected_evaluation(config: Config, weights: Mapping[str, np.ndarray], fields: Mapping[str, np.ndarray]) -> float:
+    """The loss of an evaluation of one batch, by megajax/reference.py."""
+    loss = jax.jit(Reference(config, optax.identity()).loss)
+    return float(loss({name: jnp.asarray(w) for name, w in weights.items()}, {}, fields)[1][0]["loss"])
+
+
+def router_metrics(metrics: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, np.ndarray]:
+    """Metrics by kind of block, `[L, ...]` → as a step logs them: counts by layer, sums of losses, other means."""
+    names = ROUTER_METRICS & {name for own in metrics.values() for name in own}
+    of_all = {name: np.concatenate([own[name] for own in metrics.values() if name in own]) for name in names}
+    logged = {name: a.sum() if name in MoE.LOSSES else a.mean() for name, a in of_all.items() if name not in COUNTS}
+    return {name: np.asarray(logged.get(name, a)) for name, a in of_all.items()}
+
+
+def sgd(config: Config, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    """Heavy-ball momentum and decoupled decay of matrices and embeddings, as OPTIMIZERS has it: without clipping."""
+    own, declared = config.optimizer, parameters(Transformer(config.model))
+    assert own.clip_norm == 0
+    decayed = {name: p.role in ("matrix", "embedding") for name, p in declared.items()}
+    decay = optax.add_decayed_weights(own.weight_decay, decayed)
+    return optax.chain(optax.trace(own.beta1), decay, optax.scale_by_learning_rate(learning_rate))
+
+
+OPTAX = {"adamw": adamw, "sgd": sgd}
 
 
 def weights_of(config: Config) -> dict[str, np.ndarray]:
