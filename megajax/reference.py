@@ -55,10 +55,11 @@ class Reference:
         _refuse(config, {"lora.rank": config.lora.rank, "objective.kind": config.objective.kind != NEXT_TOKEN})
         self.config, self.optimizer, self.model = config, optimizer, Transformer(config.model)
 
-    def first_state(self, weights: Arrays | None = None) -> StepState:
+    def first_state(self, weights: Mapping[str, Any] | None = None) -> StepState:
         """The state before the first step, with the initial weights of `run.seed` or with others."""
         if weights is None:
             weights = init_parameters(self.model, self.config.run.seed, self.config.model.init_std)
+        weights = {name: jnp.asarray(w) for name, w in weights.items()}
         layers = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
         return StepState(weights, self.optimizer.init(weights), layers, jnp.int32(0))
 
@@ -98,7 +99,7 @@ class Reference:
             return self.microbatch(weights, layers, *one, key)
 
         with jax.default_matmul_precision("highest"):
-            sums, metrics = lax.map(run, (jnp.arange(M), {n: a.reshape(M, -1, a.shape[1]) for n, a in batch.items()}))
+            sums, metrics = lax.map(run, (jnp.arange(M), {n: a.reshape(M, -1, *a.shape[1:]) for n, a in batch.items()}))
         entropies, z_losses, tokens = sums.sum(0).T  # of the model, then of each prediction module
         entropies, z_losses = entropies / jnp.maximum(tokens, 1), z_losses / jnp.maximum(tokens, 1)
         modules = (model.mtp_loss_weight * (entropies + z_losses)[1:]).sum() / max(model.mtp_layers, 1)
@@ -114,7 +115,8 @@ class Reference:
         self, weights: Arrays, layers: ByKind, index: jax.Array, fields: Arrays, key: jax.Array | None
     ) -> tuple[jax.Array, ByKind]:
         """(sums of `cross_entropy` `[1 + modules, 3]`, metrics of the layers); fields `[B, S]`."""
-        model, inputs, metrics = self.model, self.inputs(index, fields, key), []
+        model, metrics = self.model, []
+        inputs = model.with_stream(weights, self.inputs(index, fields, key), fields)
         targets, counted = fields["targets"], fields["loss_mask"]
         x = model.embed(weights, fields["tokens"].reshape(-1), fields["positions"].reshape(-1))
         x = self.dropout(x, inputs)

@@ -78,14 +78,19 @@ class Transformer(nnx.Module):
         weights = {name: p[...] for name, p in parameters(self).items()}
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
-        if self.encoder is not None:
-            own = {n.removeprefix(ENCODER): w for n, w in weights.items() if n.startswith(ENCODER)}
-            stream = self.encoder.apply(own, fields or {}, Comm())
-            inputs = replace(inputs, streams={self.encoder.NAME: stream}, fields=fields or {})
+        inputs = self.with_stream(weights, inputs, fields or {})
         x = self.embed(weights, tokens_bs.reshape(-1), positions.reshape(-1))
         for layer in range(self.config.num_layers):
             x, _ = self.layer(weights, layer, x, inputs, state or {})
         return self.logits(weights, self.output(weights, x)).reshape(B, S, -1)
+
+    def with_stream(self, weights: Weights, inputs: BlockInputs, fields: State) -> BlockInputs:
+        """The inputs of layers on one device with the encoder's stream, if there is an encoder."""
+        if self.encoder is None:
+            return inputs
+        own = {name.removeprefix(ENCODER): w for name, w in weights.items() if name.startswith(ENCODER)}
+        stream = self.encoder.apply(own, fields, Comm())
+        return replace(inputs, streams={self.encoder.NAME: stream}, fields=fields)
 
     def layer(
         self, weights: Weights, layer: int, x: jax.Array, inputs: BlockInputs, states: Mapping[str, State]

@@ -1,9 +1,8 @@
-"""An encoder whose stream layers read by cross-attention (docs/examples), against `jax.grad` of the plain model."""
+"""An encoder whose stream layers read by cross-attention (docs/examples), against megajax/reference.py."""
 
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
 from megajax.inference.language_model import LanguageModel
 from megajax.mesh import build_mesh
-from megajax.model import Encoder, Transformer, bind, parameters, register_encoder
+from megajax.model import Encoder, Transformer, parameters, register_encoder
 from megajax.plan.costs import flops_per_token
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
@@ -57,16 +56,10 @@ def built(config, count):
 
 @pytest.fixture(scope="module")
 def expected(table):
-    """(loss, gradients) of the plain model."""
-    config, batch = make(table, {}), fields()
-    model = Transformer(config.model)
-
-    def loss(weights):
-        log_p = jax.nn.log_softmax(bind(model, weights)(batch["tokens"], fields=batch))
-        return -jnp.take_along_axis(log_p, batch["targets"][..., None], -1).mean()
-
-    with jax.default_matmul_precision("highest"):
-        return jax.jit(jax.value_and_grad(loss))({n: jnp.asarray(w) for n, w in table.weights_of(config).items()})
+    """(loss, gradients) by megajax/reference.py."""
+    config = make(table, {})
+    losses, gradients = table.expected_gradients(config, table.weights_of(config), fields())
+    return losses["loss"], gradients
 
 
 CASES = [
@@ -81,7 +74,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mesh", "changes"), CASES, ids=str)
-def test_loss_and_gradients_are_those_of_the_plain_model(table, expected, mesh, changes):
+def test_loss_and_gradients_are_those_of_the_reference(table, expected, mesh, changes):
     config = make(table, mesh, **changes)
     program, (loss, gradients) = built(config, int(np.prod([*mesh.values(), 1]))), expected
     state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields())

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from mesh_models import MODELS
@@ -150,7 +149,7 @@ def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
     schedule = make_schedule(config.schedule)
     reference = Reference(config, OPTAX[config.optimizer.kind](config, lambda count: schedule(count + 1)))
     differentiate, update = jax.jit(reference.losses_and_gradients), jax.jit(reference.updated)
-    state, first, steps = reference.first_state({n: jnp.asarray(w) for n, w in weights.items()}), {}, []
+    state, first, steps = reference.first_state(weights), {}, []
     for fields in make_batches(config):
         losses, gradients, metrics = differentiate(state, fields)
         state = update(state, gradients, metrics)
@@ -162,10 +161,17 @@ def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
     return Trace(config, values["loss"], values["grad_norm"], dict(weights), first, router, modules)
 
 
+def expected_gradients(
+    config: Config, weights: Mapping[str, np.ndarray], fields: Mapping[str, np.ndarray]
+) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+    """(losses, gradients) of the first step with these fields, by megajax/reference.py."""
+    reference = Reference(config, optax.identity())
+    return jax.jit(reference.losses_and_gradients)(reference.first_state(weights), fields)[:2]
+
+
 def expected_evaluation(config: Config, weights: Mapping[str, np.ndarray], fields: Mapping[str, np.ndarray]) -> float:
     """The loss of an evaluation of one batch, by megajax/reference.py."""
-    loss = jax.jit(Reference(config, optax.identity()).loss)
-    return float(loss({name: jnp.asarray(w) for name, w in weights.items()}, {}, fields)[1][0]["loss"])
+    return float(jax.jit(Reference(config, optax.identity()).loss)(weights, {}, fields)[1][0]["loss"])
 
 
 def router_metrics(metrics: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, np.ndarray]:
