@@ -151,8 +151,9 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
   microbatch, beside the sums.
 - *Weight gradients that nothing ties to their layer* (several microbatches without `fsdp`, `tensor` and `expert`; in a
   pipeline with `context`): XLA computes those of all layers last and keeps their operands.
-- *Loops over layers*: the stacked activations; the stacked gradients of all loops but the last, which exist before the
-  first one runs; one layer's activations, copied out of the stack; in the forward pass the activations of a whole body.
+- *Loops over layers*: weights that are gathered once a step or in FP8, of the others those of one layer; the stacked
+  activations; the stacked gradients of all loops but the last, which exist before the first one runs; one layer's
+  activations, copied out of the stack; in the forward pass the activations of a whole body.
 - *Pipelines*: a buffer slot for each microbatch under way and one more; sums of gradients.
 - *Attention without a kernel* (head sizes that cuDNN does not support): the scores in FP32, before and after the
   softmax, saved for each layer, and two more such arrays in the backward pass. With `context` none are saved.

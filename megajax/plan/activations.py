@@ -118,18 +118,26 @@ class Activations:
             return stream
         exchanged = self.plan.sizes["context"] > 1 and self.plan.collectives.context.repeats_output
         twice = self._attention_output(block) if exchanged and policy.keeps(ATTENTION) else 0
-        of_parts = zip(self.blocks[block].parts.values(), parts, strict=True)
-        without = sum(unsaved(part, sizes, policy, stream) for part, sizes in of_parts)
+        # Only a norm after the last part needs its output, which is the next layer's input otherwise.
+        last = 0.0 if self.config.model.norm_placement == "before" else stream
+        outputs = [*[stream] * (len(parts) - 1), last]
+        of_parts = zip(self.blocks[block].parts.values(), parts, outputs, strict=True)
+        without = sum(unsaved(part, sizes, policy, output) for part, sizes, output in of_parts)
         if not policy.keeps_all:
-            return sum(part.kept for part in parts) + len(parts) * stream + stream + twice - without
+            return self._kept(block) + sum(outputs) + stream + twice - without
         scores = self.scores if ATTENTION in policy.recomputed_by_blocks else 0
         return self._residuals(block, stacked) + twice - scores - without
+
+    def _kept(self, block: str) -> float:
+        """Numbers per token in the outputs of matmuls and routing; frozen experts need no rows for weight gradients."""
+        frozen = self.config.lora.rank is not None
+        return sum(part.kept - ((part.arrived or 0) if frozen else 0) for part in self.parts[block])
 
     def _residuals(self, block: str, stacked: bool) -> float:
         """Numbers per token in all residuals of a block; `stacked` as in `values_of_block`."""
         model, tensor, compute, parts = self.config.model, self.shares.tensor, self.compute, self.parts[block]
         D, stream = model.hidden_size, model.hidden_size / tensor
-        kept = sum(part.kept for part in parts)
+        kept = self._kept(block)
         into_stream = len(parts) * stream  # the parts' outputs, added to the residual stream
         after = into_stream if model.norm_placement == "both" else 0  # inputs of the norms after the parts
         in_fp8 = self.in_fp8

@@ -391,12 +391,17 @@ class _Step:
         return range(segment.start, segment.start + segment.count)
 
     def cast(self, slots: int) -> int:
-        """Bytes of the first `slots` layers' shards in the compute dtype; loops cast their weights when they run."""
-        looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s)} if self.weights.plain else set()
-        kept = [j for j in range(len(self.slots) if self.repeats else slots) if j not in looped]
+        """Bytes of the first `slots` layers' shards in the compute dtype.
+
+        Loops cast their weights when they run, but those that are gathered once a step and those in FP8.
+        """
         if self.weights.fuses_in_turn and self.config.optimizer.master == "split":
             return 0  # all are stored in the compute dtype
-        return self.rounds * self.weights.layers(kept, trained=self.weights.fuses_in_turn).once_bytes
+        looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s) if not self.plan.is_pipelined}
+        kept = range(len(self.slots) if self.repeats else slots)
+        in_loops = self.weights.layers([j for j in kept if j in looped]).before_loops_bytes
+        others = self.weights.layers([j for j in kept if j not in looped], trained=self.weights.fuses_in_turn)
+        return self.rounds * (others.once_bytes + in_loops)
 
 
 class _Pipelined(_Step):

@@ -24,6 +24,7 @@ class Elements:
     once: int = 0  # after the once-a-step gather
     whole: int = 0  # after the gather over `fsdp` too, as used in matmuls
     once_bytes: int = 0  # of `once` in the format that a step keeps: the compute dtype, or FP8
+    before_loops_bytes: int = 0  # of the part of `once_bytes` that is gathered once a step or in FP8: not cast in loops
     gathered_bytes: int = 0  # of the part of `whole` that `fsdp` gathers when a layer needs it, in that format
     reduced: int = 0  # part of `whole` whose gradients are reduced right after their layer
     stack_bytes: int = 0  # of the gradients as a loop stacks them: after the reduction over `fsdp` only
@@ -158,7 +159,8 @@ class StepWeights:
         once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
         whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
         number = once_number = self.compute
-        if in_fp8 and kind is not None and self.fused_name(kind, name) in self.linear:
+        quantised = in_fp8 and kind is not None and self.fused_name(kind, name) in self.linear
+        if quantised:
             number, once_number = 1, 1 if whole > once else 2  # a weight that is whole is kept transposed too
         is_reduced = whole > (once if self.repeats else stored)
         in_fp32 = is_reduced or placement.storage_dim is None  # vectors are always in FP32
@@ -167,6 +169,7 @@ class StepWeights:
             once,
             whole,
             once_number * once,
+            once_number * once if once > stored or quantised else 0,
             number * whole if whole > once else 0,
             whole if is_reduced else 0,
             once * (4 if whole > once or placement.storage_dim is None else self.compute),

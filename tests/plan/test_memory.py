@@ -106,6 +106,32 @@ def test_weight_gradients_that_are_added_to_sums_keep_the_operands_of_all_layers
     assert offloaded.optimizer == 8 * (9 * NORMS + D)  # vectors stay on the device
 
 
+def test_kept_matmuls_do_not_include_the_output_of_a_layer_which_is_the_next_ones_input():
+    qkv_and_output, products, streams = 16 * (2 * 4 + 2 * 2), 2 * F, 2 * D  # the layer's input, attention's term
+    memory = small("remat.policy=save_matmuls", "mesh.fsdp=1", gpus=1)
+    assert memory.activations == 2 * (2 * T) * 9 * (qkv_and_output + products + streams)
+
+
+EXPERTS = "model={num_experts: 8, experts_per_token: 2, expert_ffn_hidden_size: 64, vocab_size: 512}"
+
+
+def test_loops_cast_the_experts_of_their_layer_only_and_once_a_step_what_other_devices_store():
+    of_experts, shared = 3 * 8 * D * 64 // 2, QKV + ATTENTION + 8 * D  # of a device, of both devices
+    memory = small("mesh.fsdp=1", "mesh.expert=2", EXPERTS, "kernels.scan_unroll=1", "remat.policy=full")
+    cast = 9 * shared + of_experts
+    assert 2 * cast < memory.weights < 2 * (cast + 9 * of_experts // 2)
+
+
+def test_frozen_experts_keep_no_rows_for_gradients_of_weights():
+    adapters = ("lora.rank=4", "checkpoint.init_from=elsewhere")
+    trained, frozen = (
+        small("mesh.fsdp=1", EXPERTS, "model={vocab_size: 16384}", *more, gpus=1) for more in ((), adapters)
+    )
+    rows, norms = 2 * D, 2 * D
+    adapted = D  # input of the adapters of queries, keys and values; that of attention's output is kept anyway
+    assert trained.activations - frozen.activations == 2 * (2 * T) * 9 * (rows + norms - adapted)
+
+
 def test_attention_without_a_kernel_saves_its_scores_in_fp32():
     kernel, none = small(), small("kernels.attention=reference")
     assert none.activations - kernel.activations == 9 * 2 * 4 * (4 * T * T)  # before and after the softmax, 4 heads
