@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config import ModelConfig
-from megajax.errors import InputError
+from megajax.errors import InputError, file_reader
 from megajax.hf.folder import HEAD, FolderTensors
 from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
 
@@ -199,6 +199,7 @@ def _with_piece(shard, block, start, tensor: Tensor, rest, wanted, lengths) -> j
     return lax.dynamic_update_slice(shard, piece, tuple(start))
 
 
+@file_reader("weights.folder")
 def check_tensors(weights: FolderTensors, readers: Sequence[Reader], unused: tuple[str, ...]) -> None:
     """Raise InputError for tensors that are missing, have another shape, or that no parameter needs.
 
