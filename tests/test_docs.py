@@ -195,6 +195,7 @@ def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
     preferred = names["preference_losses"]
     assert len(preferred) == 5 and preferred[-1] < 0.8 * preferred[0]
+    assert len(names["rewards"]) == 20 and names["rewards"][-1] > names["rewards"][0] + 0.2
     assert names["evaluation_loss"] == pytest.approx(losses[-1], rel=0.2)
     assert f"restored step 20, evaluation loss {names['evaluation_loss']:.3f}" in capsys.readouterr().out
     assert (workplace / "runs/loop/checkpoints/20").is_dir() and int(names["state"].step) == 21

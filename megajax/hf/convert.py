@@ -221,21 +221,26 @@ def export(
     `extra` are further keys of config.json, `files` the contents of further files. Raises InputError if no family fits,
     or if the folder cannot be written.
     """
-    family = family_for(model)
-    config = {"pad_token_id": None, **extra, **family.write(model), "dtype": dtype, "torch_dtype": dtype}
-    write_folder(
-        folder,
-        config,
-        _exported(weights, [*family.tensors(model), *family.copies(model)], model, np.dtype(dtype)),
-        files,
-    )
+    config = {"pad_token_id": None, **extra, **family_for(model).write(model), "dtype": dtype, "torch_dtype": dtype}
+    write_folder(folder, config, stream(weights, model, dtype), files)
 
 
-def _exported(
-    weights: Mapping[str, Any], entries: Sequence[Tensor], model: ModelConfig, dtype: np.dtype
+def stream(weights: Mapping[str, Any], model: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of `export` one by one with their names, in the order of the layers.
+
+    The layers' state keeps its dtype. Raises InputError if no family fits.
+    """
+    family, number, kept = family_for(model), np.dtype(dtype), state_by_name(layer_state(model))
+    return _tensors(weights, [*family.tensors(model), *family.copies(model)], model, number, kept)
+
+
+def _tensors(
+    weights: Mapping[str, Any],
+    entries: Sequence[Tensor],
+    model: ModelConfig,
+    dtype: np.dtype,
+    kept: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor with its name, in the order of the layers; the layers' state keeps its dtype."""
-    kept = state_by_name(layer_state(model))
     parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
     for tensor in entries:
         for at, name in tensor_names(tensor, model).items():

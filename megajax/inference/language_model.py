@@ -19,7 +19,7 @@ from megajax.data.special_tokens import framed
 from megajax.data.tokenizers import Tokenizer
 from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
-from megajax.inference.weights import ModelWeights, from_parameters
+from megajax.inference.weights import ModelWeights, Parameters, from_parameters
 from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
 from megajax.model.sublayer import BlockInputs, LayerContext, State
@@ -36,7 +36,7 @@ class LanguageModel:
     def __init__(
         self,
         config: Config,
-        params: dict[str, jax.Array],
+        params: Parameters,
         state: Mapping[str, State],
         mesh: Mesh,
         *,
@@ -47,7 +47,7 @@ class LanguageModel:
         end_token: int | None = None,
         speculate: int = 0,
     ):
-        """`params` are canonical, in the compute dtype, and the dictionary is emptied; `folder` has the tokenizer.
+        """`params` are canonical, in the compute dtype, and a dictionary is emptied; `folder` has the tokenizer.
 
         `begin_token` begins its texts, `end_token` ends them; None: nothing does. `speculate` is the number of tokens
         that generation drafts in each step, with the multi-token prediction modules; 0: none.
@@ -68,6 +68,11 @@ class LanguageModel:
         self.model = Transformer(config.model)
         self.kernels = choose_kernels(config, Hardware.of(mesh))
         self.weights = from_parameters(self.model, params, state, mesh)
+
+    def update(self, params: Parameters, state: Mapping[str, State]) -> None:
+        """Replace the weights by others of the same model, also in the generators of this model."""
+        del self.weights  # so that there is room for others
+        self.weights = from_parameters(self.model, params, state, self.mesh)
 
     def __call__(self, tokens_bs: Any) -> jax.Array:
         """FP32 logits `[B, S, V]` of whole sequences of token ids `[B, S]`, without the vocabulary's padding.

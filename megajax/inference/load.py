@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,18 +54,24 @@ def load_run(
     run_dir, step = find_checkpoint(run, setting)
     config = run_config(run_dir, setting)
     _check_modules(config.model, speculate, f"{setting}={run}")
-    config = _for_inference(config, dtype or config.precision.compute, speculate)
+    config = for_inference(config, dtype or config.precision.compute, speculate)
     mesh = mesh or _first_device()
     model = Transformer(config.model)
-    tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
+    about_text = text_settings(config, run_dir)
     params, state = _restored(config, str(run_dir / "checkpoints" / str(step)), model, mesh, setting)
+    return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
+
+
+def text_settings(config: Config, run_dir: Path) -> dict[str, Any]:
+    """What a run's LanguageModel has to know of texts: the tokenizer, if there is one, and the tokens at both ends."""
+    tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
     end = None if tokenizer is None else known_end(config.data, tokenizer)
-    about_text = {"tokenizer": tokenizer, "folder": run_dir, "end_token": end}
+    about_text: dict[str, Any] = {"tokenizer": tokenizer, "folder": run_dir, "end_token": end}
     about_text["stop_tokens"] = stop_tokens(run_dir, tokenizer, end, config.data.template_arguments)
     if tokenizer is not None:
         # A run that began with a Hugging Face model keeps its config: its texts begin as those of that model.
         about_text["begin_token"] = first_token(config.data, tokenizer, (run_dir / "hf_config.json").is_file())
-    return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
+    return about_text
 
 
 def _restored(config: Config, path: str, model: Transformer, mesh: Mesh, setting: str):
@@ -116,7 +123,7 @@ def from_hf(
         }
     )
     _check_modules(config.model, speculate, f"{setting}={folder}")
-    config = _for_inference(config, given, speculate)
+    config = for_inference(config, given, speculate)
     mesh = mesh or _first_device()
     model = Transformer(config.model)
     shapes = abstract_parameters(model, mesh, config.precision.compute)
@@ -145,7 +152,7 @@ def _check_modules(model: ModelConfig, speculate: int, source: str) -> None:
         )
 
 
-def _for_inference(config: Config, dtype: str, speculate: int) -> Config:
+def for_inference(config: Config, dtype: str, speculate: int) -> Config:
     """The config with this compute dtype and without a capacity of experts: padding would use it up.
 
     It has multi-token prediction modules only if they draft tokens.

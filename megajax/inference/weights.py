@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +30,12 @@ class ModelWeights(NamedTuple):
     outer: dict[str, jax.Array]  # embedding, final norm and head, by canonical name
     layers: tuple[dict[str, jax.Array], ...]  # of each layer, then of each prediction module, from `Block.fuse`
     state: tuple[dict[str, jax.Array], ...]  # of the same
+
+
+class Parameters(Protocol):
+    """Canonical parameters by name, each of which is given once."""
+
+    def pop(self, name: str, /) -> jax.Array: ...
 
 
 def dividing(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -75,11 +83,9 @@ def abstract_state(model: Transformer, mesh: Mesh) -> dict[str, dict[str, jax.Sh
     }
 
 
-def from_parameters(
-    model: Transformer, params: dict[str, jax.Array], state: Mapping[str, State], mesh: Mesh
-) -> ModelWeights:
-    """The weights of canonical parameters; `params` is emptied, so that each is freed when it has been fused."""
-    outer = {name: params.pop(name) for name in [*params] if not name.startswith(BLOCKS)}
+def from_parameters(model: Transformer, params: "Parameters", state: Mapping[str, State], mesh: Mesh) -> ModelWeights:
+    """The weights of canonical parameters, popped one by one, so that each is freed when it has been fused."""
+    outer = {name: params.pop(name) for name in parameters(model) if not name.startswith(BLOCKS)}
     count = model.config.num_layers + model.config.mtp_layers
     layers: list[dict[str, jax.Array]] = [{} for _ in range(count)]
     kept: list[dict[str, jax.Array]] = [{} for _ in range(count)]
@@ -91,7 +97,7 @@ def from_parameters(
             members = [name for name in axes if fused.get(name, name) == group]
             own = {name: params.pop(f"{BLOCKS}{kind}.{name}") for name in members}
             logical = tuple(axis for axis in axes[members[0]][1:] if axis != "head")
-            rows = _rows(block, own, group, logical, mesh)
+            rows = _rows(own, block=block, group=group, axes=logical, mesh=mesh)
             for layer, row in zip(held, rows, strict=True):
                 layers[layer][group] = row
         for name, array in state.get(kind, {}).items():
@@ -100,14 +106,11 @@ def from_parameters(
     return ModelWeights(outer, tuple(layers), tuple(kept))
 
 
+@partial(jax.jit, static_argnames=("block", "group", "axes", "mesh"))
 def _rows(
-    block: Block, own: dict[str, jax.Array], group: str, axes: tuple[str, ...], mesh: Mesh
+    own: dict[str, jax.Array], *, block: Block, group: str, axes: tuple[str, ...], mesh: Mesh
 ) -> tuple[jax.Array, ...]:
     """The fused weight `group` of each layer, from the stacked parameters `own` that it consists of."""
-
-    def split(own: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(block.fuse(own)[group])
-
-    shape = jax.eval_shape(split, own)[0].shape
-    sharding = NamedSharding(mesh, weight_spec(shape, axes, mesh_sizes(mesh)))
-    return jax.jit(split, out_shardings=sharding)(own)
+    rows = tuple(block.fuse(own)[group])
+    sharding = NamedSharding(mesh, weight_spec(rows[0].shape, axes, mesh_sizes(mesh)))
+    return tuple(lax.with_sharding_constraint(row, sharding) for row in rows)

@@ -9,6 +9,7 @@ A column layer's A is `[D, rank]`, its B `[rank, ...]` has the columns of W; a r
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -123,18 +124,20 @@ def merge(base: dict[str, jax.Array], adapted: Mapping[str, jax.Array], lora: Lo
 
     `base` is emptied.
     """
-
-    def add(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return (w.astype(jnp.float32) + lora.scale * jax.vmap(low_rank)(a, b)).astype(w.dtype)
-
     out = {}
     for name in [*base]:
         w = base.pop(name)
         if name + A in adapted:
             with jax.default_matmul_precision("highest"):
-                w = jax.jit(add, donate_argnums=0, out_shardings=w.sharding)(w, adapted[name + A], adapted[name + B])
+                w = _add(w, adapted[name + A], adapted[name + B], lora.scale, w.sharding)
         out[name] = w
     return out
+
+
+@partial(jax.jit, static_argnames=("scale", "sharding"), donate_argnums=0)
+def _add(w: jax.Array, a: jax.Array, b: jax.Array, scale: float, sharding: jax.sharding.Sharding) -> jax.Array:
+    added = (w.astype(jnp.float32) + scale * jax.vmap(low_rank)(a, b)).astype(w.dtype)
+    return jax.lax.with_sharding_constraint(added, sharding)
 
 
 def adapters(names: Mapping[str, object]) -> list[str]:

@@ -4,11 +4,13 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.config import Config
@@ -19,6 +21,8 @@ from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError
+from megajax.inference.load import text_settings
+from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.mesh import build_mesh
 from megajax.runtime import prepare_environment
 from megajax.training import logs
@@ -29,6 +33,7 @@ from megajax.training.evaluation import Evaluation, mean_loss
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.hooks import End, Hook, RunView
+from megajax.training.in_memory import StateGenerator, export_weights
 from megajax.training.monitoring import Monitoring
 from megajax.training.norms import Norms
 from megajax.training.profiling import Profile
@@ -191,6 +196,17 @@ class Trainer:
         weights = self.state.averaged if averaged else self.state.weights
         wait, layer_state = self._wait_for_devices, self.state.layer_state
         return mean_loss(self.program, split, self.data[split], weights, layer_state, wait)
+
+    def generator(self, sampling: Sampling = DEFAULT, mesh: Mesh | None = None) -> StateGenerator:
+        """A generator with the current weights, without a file; `generator.update(trainer.state)` gives it later ones.
+
+        `mesh`: another one of the same processes; by default that of the training.
+        """
+        return StateGenerator(self.program, self.state, sampling, mesh, **text_settings(self.config, self.run_dir))
+
+    def export_weights(self, form: str = "hf", dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors of the folder that `hf export` would write now, one by one with their names; see `in_memory`."""
+        return export_weights(self.program, self.state, form, dtype)
 
     def save(self) -> None:
         """Start a checkpoint of the current step, if there is none, after the last one is complete.
