@@ -168,21 +168,21 @@ def main(arguments: list[str]) -> int:
         with warnings.catch_warnings(action="ignore"):  # each run's process prints its warnings
             for name, *overrides in runs:  # to find mistakes before the first run
                 synthetic_config(name, overrides, "bench")
-    table, failed = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)], 0
-    for run in runs:
-        command = [sys.executable, "-m", "megajax.bench", "--one", *run]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            failed = 1
-            if done.returncode < 0:  # it could not say why
-                name = signal.Signals(-done.returncode).name
-                why = "; the system does that when the host has too little memory" if name == "SIGKILL" else ""
-                print(f"{' '.join(run)}: the process was ended by {name}{why}", file=sys.stderr, flush=True)
-            table.append(f"| {' '.join(run)} | failed |" + " – |" * (len(COLUMNS) - 2))
-            continue
-        print(done.stdout.strip(), flush=True)
-        table.append(row(json.loads(done.stdout.splitlines()[-1])))
-    print("\n".join(table))
+        table, failed = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)], 0
+        for run in runs:
+            command = [sys.executable, "-m", "megajax.bench", "--one", *run]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                failed = 1
+                if done.returncode < 0:  # it could not say why
+                    name = signal.Signals(-done.returncode).name
+                    why = "; the system does that when the host has too little memory" if name == "SIGKILL" else ""
+                    print(f"{' '.join(run)}: the process was ended by {name}{why}", file=sys.stderr, flush=True)
+                table.append(f"| {' '.join(run)} | failed |" + " – |" * (len(COLUMNS) - 2))
+                continue
+            print(done.stdout.strip(), flush=True)
+            table.append(row(json.loads(done.stdout.splitlines()[-1])))
+        print("\n".join(table))
     return failed
 
 

@@ -250,9 +250,9 @@ def main(arguments: Sequence[str]) -> int:
             output = output.with_suffix("")
         runs = dict(zip(names_of(run_dirs), map(read_records, run_dirs), strict=True))
         paths = write(draw(runs, **settings), output)
-    for name, records in runs.items():
-        print(describe(name, records, options.baseline))
-    print(f"Pictures: {', '.join(map(str, paths))}")
+        for name, records in runs.items():
+            print(describe(name, records, options.baseline))
+        print(f"Pictures: {', '.join(map(str, paths))}")
     return 0
 
 

@@ -145,15 +145,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             strict=options.strict,
             resume=options.resume,
         )
-    seconds = time.perf_counter() - start
-    print(f"{prefix}.bin/.idx: {data_size(documents, tokens)} in {seconds:,.1f} s")
-    print("To train on these files, add to the config:")
-    data: dict[str, Any] = {"train": prefix, "tokenizer": options.tokenizer}
-    if options.eod_token:
-        data["end_of_document"] = options.eod_token
-    if options.prepend_bos:
-        data["begin_of_document"] = True
-    print(yaml.safe_dump({"data": data}, sort_keys=False), end="")
+        seconds = time.perf_counter() - start
+        print(f"{prefix}.bin/.idx: {data_size(documents, tokens)} in {seconds:,.1f} s")
+        print("To train on these files, add to the config:")
+        data: dict[str, Any] = {"train": prefix, "tokenizer": options.tokenizer}
+        if options.eod_token:
+            data["end_of_document"] = options.eod_token
+        if options.prepend_bos:
+            data["begin_of_document"] = True
+        print(yaml.safe_dump({"data": data}, sort_keys=False), end="")
     return 0
 
 
