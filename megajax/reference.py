@@ -34,7 +34,7 @@ from megajax.model.transformer import Transformer
 
 Arrays = Mapping[str, jax.Array]
 ByKind = Mapping[str, Arrays]  # by kind of block and name, [L, ...]
-# Folded into a step's key. Dropout has the lower numbers: 0 after the embedding, then one for each sublayer.
+# Folded into a step's key. Dropout has the lower numbers, 0 after the embedding, then one for each sublayer of a layer.
 JITTER, MODULES = 2**31, 2**31 + 2
 
 
@@ -104,10 +104,8 @@ class Reference:
         entropies, z_losses = entropies / jnp.maximum(tokens, 1), z_losses / jnp.maximum(tokens, 1)
         modules = (model.mtp_loss_weight * (entropies + z_losses)[1:]).sum() / max(model.mtp_layers, 1)
         metrics = {kind: {name: _combined(name, a) for name, a in own.items()} for kind, own in metrics.items()}
-        blocks = self.model.blocks
-        routers = sum(
-            a.sum() for kind, own in metrics.items() for name, a in own.items() if name in blocks[kind].losses
-        )
+        names = {name for block in self.model.blocks.values() for name in block.losses}
+        routers = sum(a.sum() for own in metrics.values() for name, a in own.items() if name in names)
         losses = {"loss": entropies[0], "z_loss": z_losses[0], "mtp_loss/module": entropies[1:]}
         return entropies[0] + z_losses[0] + modules + routers, (losses, metrics)
 
@@ -126,9 +124,7 @@ class Reference:
         h = model.output(weights, x)
         smoothing = 0.0 if key is None else self.config.objective.label_smoothing
         sums = [self.cross_entropy(model.logits(weights, h), targets, counted, smoothing)]
-        for module, layer in enumerate(
-            prediction_layers(self.config.model)
-        ):  # it sees the target, and predicts the next
+        for module, layer in enumerate(prediction_layers(self.config.model)):  # reads the target, predicts the next
             own = replace(inputs, dropout_key=_folded(inputs.dropout_key, MODULES + module))
             embedded = self.dropout(model.embed_tokens(weights, targets.reshape(-1)), own)
             h, measured = model.layer(weights, layer, jnp.concatenate([embedded, h], axis=1), own, layers)

@@ -103,6 +103,20 @@ def test_relative_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}"
 
 
+@pytest.mark.smoke
+def test_files_that_the_architecture_names_exist():
+    """In its table of Megatron-LM's files the right column is exact; elsewhere a path may begin within a folder."""
+    page, package = (ROOT / "docs/architecture.md").read_text(), ROOT / "megajax"
+    counterparts = page.partition("| Megatron-LM | here |")[2].partition("\n\n")[0]
+    paths = r"`([\w/]+(?:\.py|/))`"
+    rows = [row.split("|")[2] for row in counterparts.strip().splitlines()[1:]]
+    exact = [path for row in rows for path in re.findall(paths, row)]
+    assert len(rows) > 30 and len(exact) > 50
+    assert not [path for path in exact if not (package / path).exists()]
+    others = re.findall(paths, page.replace(counterparts, ""))
+    assert not [path for path in others if not (any(package.rglob(path)) or (ROOT / path).exists())]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_yaml_in_the_docs_loads(page, workplace):
     (workplace / "minimal.yaml").write_text(MINIMAL)
