@@ -5,10 +5,6 @@ GPU compiles once, and all processes run the same kernels. Where the cache is no
 itself.
 """
 
-import argparse
-import json
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,12 +18,11 @@ import jax
 from jax._src import cache_key, compilation_cache
 
 from megajax import threads
-from megajax.config import Config, load_config
+from megajax.config import Config
 from megajax.config.sentences import counted
-from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
-from megajax.plan.compile import compile_for_h200, memory_of
+from megajax.plan.compile import memory_of
 from megajax.runtime import keep_autotuning
 from megajax.training.step import TrainProgram
 
@@ -37,18 +32,18 @@ ALONE: dict[str, Any] = {"xla_gpu_shard_autotuning": False}
 
 
 class CompiledSteps:
-    """The steps of a run, compiled in a thread, so that the state and the first batch can be read meanwhile.
+    """The steps of a run, compiled in a thread before the first one, so that none fails in the middle of a run.
 
-    seconds: those for which the first step has waited.
+    They need no arrays, so the state and the first batch can be read meanwhile. seconds: those for which the first step
+    has waited.
     """
 
     def __init__(self, program: TrainProgram, note: Callable[[str], None]):
         """`note` prints a line."""
-        self._program, self._note = program, note
+        self._program, self._note, self.seconds = program, note, 0.0
         self._steps: dict[int, jax.stages.Compiled] = {}  # by number of microbatches
         self._compiling: Future[dict[int, jax.stages.Compiled]] | None = None
         self._running: jax.stages.Compiled | None = None
-        self.seconds = 0.0
 
     @property
     def is_ready(self) -> bool:
@@ -57,15 +52,31 @@ class CompiledSteps:
 
     @property
     def has_started(self) -> bool:
-        return self._compiling is not None or self.is_ready
+        return self._compiling is not None
 
     def start(self, sizes: Sequence[int], also: Callable[[], object]) -> ThreadPoolExecutor:
-        """Compile the steps of `sizes` sequences, then call `also`, in the thread that is returned."""
-        thread, compiler = ThreadPoolExecutor(1), SharedCompiler(self._program.config)
-        self._compiling = thread.submit(compile_steps, self._program, sizes, self._note, compiler)
+        """Compile the steps of `sizes` sequences, then call `also`, in the thread that is returned.
+
+        The first step raises InputError if a later size needs more memory than the devices have.
+        """
+        thread = ThreadPoolExecutor(1)
+        self._compiling = thread.submit(self._compile, sizes, SharedCompiler(self._program.config))
         threads.watched(thread.submit(also), "the compilation of the checks")
         thread.shutdown(wait=False)
         return thread
+
+    def _compile(self, sizes: Sequence[int], compiler: "SharedCompiler") -> dict[int, jax.stages.Compiled]:
+        steps, program = {}, self._program
+        for size in sizes:
+            of_size, named = program.by_size[size], f" for {counted(size, 'sequence')}" if len(sizes) > 1 else ""
+            microbatches, start = of_size.plan.batch_shape[0], time.perf_counter()
+            self._note(f"compiling{named}…")
+            lowered = of_size.train_step.lower(program.abstract_state, of_size.abstract_batch)
+            steps[microbatches] = compiler.compile(lowered, f"step of {size}")
+            self._note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
+            if size != sizes[0]:
+                check_memory(steps[microbatches], size, program)
+        return steps
 
     def wait(self) -> None:
         """Wait for the compilation."""
@@ -83,28 +94,6 @@ class CompiledSteps:
     def text(self) -> str:
         """The compiled module of the last step, in XLA's text form; empty before the first step."""
         return (self._running.as_text() or "") if self._running is not None else ""
-
-
-def compile_steps(
-    program: TrainProgram, sizes: Sequence[int], note: Callable[[str], None], compiler: "SharedCompiler"
-) -> dict[int, jax.stages.Compiled]:
-    """The compiled steps for global batches of `sizes` sequences, by number of microbatches.
-
-    They need no arrays, so another thread may read the state meanwhile. All are compiled before the first step, so that
-    none fails in the middle of a run. Raises InputError if a later one needs more memory than the devices have.
-    """
-    steps = {}
-    for size in sizes:
-        of_size, named = program.by_size[size], f" for {counted(size, 'sequence')}" if len(sizes) > 1 else ""
-        microbatches = of_size.plan.batch_shape[0]
-        note(f"compiling{named}…")
-        start = time.perf_counter()
-        lowered = of_size.train_step.lower(program.abstract_state, of_size.abstract_batch)
-        steps[microbatches] = compiler.compile(lowered, f"step of {size}")
-        note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
-        if size != sizes[0]:
-            check_memory(steps[microbatches], size, program)
-    return steps
 
 
 def remove_damaged_programs(config: Config) -> None:
@@ -193,37 +182,3 @@ def _same_key() -> Iterator[None]:
         return
     with mock.patch.object(cache_key, "_hash_accelerator_config", cache_key._hash_devices):
         yield
-
-
-def measure(config: str, overrides: Sequence[str], gpus: int, device: str = "h200") -> dict:
-    """The step of a config, compiled for H200s without a GPU.
-
-    Layers as (loops, layers of the body) of each segment, seconds of tracing and lowering, seconds of XLA, the peak
-    memory of this process, and XLA's memory per device by part, in bytes. XLA reads its flags once per process, so each
-    config has its own process.
-    """
-    step = compile_for_h200(TrainProgram.build, load_config(config, overrides), gpus, device=device)
-    return {
-        "segments": [(segment.loops, segment.unroll) for segment in step.program.graph.layers.segments],
-        "lower_seconds": step.trace_seconds + step.lower_seconds,
-        "xla_seconds": step.compile_seconds,
-        "compiler_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
-        "device_memory": step.memory,
-    }
-
-
-def main(arguments: list[str]) -> int:
-    """`python -m megajax.training.compiled_steps CONFIG [section.key=value ...] [--gpus N]`: print the figures."""
-    parser = argparse.ArgumentParser(description="A config's step compiled for H200s, as JSON")
-    parser.add_argument("config", help="path of a config")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--device", default="h200", help="device whose memory the compiler assumes (default: h200)")
-    args = parser.parse_intermixed_args(arguments)
-    with user_errors():
-        print(json.dumps(measure(args.config, args.overrides, args.gpus, args.device)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Evaluations of a run: the mean loss of each validation split."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import jax
 
@@ -19,12 +19,10 @@ from megajax.training.watch import Watch
 class Evaluation(Hook):
     """Evaluates every `run.eval_interval` steps, and after the last one."""
 
-    def __init__(
-        self, splits: Sequence[Split], evaluate: Callable[..., float], hooks: Sequence[Hook], log: StepLog, watch: Watch
-    ):
-        """`evaluate(split, averaged)` gives the mean loss; `hooks` hear of the losses."""
+    def __init__(self, splits: Iterable[Split], evaluate: Callable[..., float], log: StepLog, watch: Watch):
+        """`evaluate(split, averaged)` gives the mean loss."""
         self._splits = [split for split in splits if split.partition("/")[0] == "valid"]
-        self._evaluate, self._hooks, self._log, self._watch = evaluate, hooks, log, watch
+        self._evaluate, self._log, self._watch = evaluate, log, watch
 
     def on_step(self, run: RunView) -> None:
         settings = run.config.run
@@ -46,7 +44,7 @@ class Evaluation(Hook):
             return
         losses = {split: self._evaluate(split, averaged) for split in self._splits}
         found = {split.replace("valid", name): loss for split, loss in losses.items()}
-        for hook in self._hooks:
+        for hook in run.hooks:
             hook.on_evaluate(run, found)
         self._log.write_line(run.step, found)
         named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())

@@ -17,7 +17,7 @@ class RunView:
 
     config, program: its settings, mesh and compiled functions; metrics: those of the newest step, still on the devices;
     sizes: the sequences of each step; stopping: a stop was requested, so the run saves and ends after this step; end:
-    how the run ends, once that is known.
+    how the run ends, once that is known; hooks: all, in the order in which they are called.
     """
 
     def __init__(
@@ -32,13 +32,14 @@ class RunView:
         self.program, self.config, self.note = program, program.config, note
         self._step, self._state, self._log = step, state, log
         self.stop: Callable[[], None] = lambda: None  # requests a stop with a checkpoint, as a signal does
-        self.is_running, self.sizes = False, BatchSizes.of(program.config)
-        self.metrics: dict[str, jax.Array] = {}
-        self.stopping, self.end = False, cast("End | None", None)
+        self.hooks, self.is_running, self.sizes = list[Hook](), False, BatchSizes.of(program.config)
+        self.metrics, self.stopping, self.end = dict[str, jax.Array](), False, cast("End | None", None)
 
     def begin(self, sizes: BatchSizes) -> None:
         """The run begins, or continues after a rollback; `sizes` are the sequences of each step."""
         self.is_running, self.sizes, self.metrics, self.stopping, self.end = True, sizes, {}, False, None
+        for hook in self.hooks:
+            hook.on_start(self)
 
     @property
     def step(self) -> int:

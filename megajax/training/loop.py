@@ -91,35 +91,33 @@ class Trainer:
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         check_own_fields(self.program)
         self.saver = StateSaver(self.program)
-        self.directory = RunDirectory(self.saver, reports, self.console, self._on_save, self._before_removal)
-        self.run_dir, self.writer = self.directory.path, jax.process_index() == 0
         self.watch = watch or Watch(config)
+        self.log = StepLog(self.monitoring.write, self.watch)
+        self.view = RunView(self.program, lambda: self.step, lambda: self.state, self.console.note, self.log.add)
+        self.directory = RunDirectory(self.saver, reports, self.view)
+        self.run_dir, self.writer = self.directory.path, jax.process_index() == 0
         self._state: TrainState | None = None
         self._train_batches: Generator | None = None
         self._compiled = CompiledSteps(self.program, self.console.note)
         self._ahead: deque[jax.Array] = deque()
-        self._build_hooks([*(HOOKS[name].make() for name in config.run.hooks), *hooks])
+        self._make_hooks([*(HOOKS[name].make() for name in config.run.hooks), *hooks])
         self._start = Start(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self._begin()
 
-    def _build_hooks(self, own: Sequence[Hook]) -> None:
+    def _make_hooks(self, own: Sequence[Hook]) -> None:
         """All hooks, with the user's `own`, in the order in which they are called; their `on_end` in reverse order."""
         for hook in own:
             if not isinstance(hook, Hook) or hook.every < 1:
                 problem = f"{type(hook).__name__} has every={getattr(hook, 'every', None)}"
                 raise InputError(f"the hook {problem}: derive it from megajax.Hook, and set every to 1 or more.")
-        watch, self._hooks = self.watch, list[Hook]()
-        self.log = StepLog(self._hooks, self.monitoring.write, watch)
-        self.view = RunView(self.program, lambda: self.step, lambda: self.state, self.console.note, self.log.add)
-        self.profile = Profile(self.view, self._compiled.text)
-        self._saves = Saves(self.directory, self.save, self.save_locally, self._hooks, self.log, watch)
+        saves = Saves(self.directory, self.save, self.save_locally, self.log, self.watch)
+        self.profile, self._norms = Profile(self.view, self._compiled.text), Norms(self.program)
         self._spikes = SpikeCheck(self.config, self.saved, self.monitoring.event)
-        self._replicas = ReplicaCheck(self.program, self.saved, self._saves.is_due)
-        self._norms = Norms(self.program)
-        self._hooks += [self.log, self.profile, watch, GpuHealth(), self._replicas, self._spikes]
-        self._hooks += [NonFiniteCheck(lambda: self.checkpoints), *own, self._saves]
-        self._hooks += [] if self._exports is None else [self._exports]
-        self._hooks += [Evaluation([*self.data], self.evaluate, self._hooks, self.log, watch)]
+        self._replicas = ReplicaCheck(self.program, self.saved, saves.is_due)
+        checks = (GpuHealth(), self._replicas, self._spikes, NonFiniteCheck(lambda: self.checkpoints))
+        exports = () if self._exports is None else (self._exports,)
+        evaluation = Evaluation(self.data, self.evaluate, self.log, self.watch)
+        self.view.hooks += [self.log, self.profile, self.watch, *checks, *own, saves, *exports, evaluation]
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -261,14 +259,12 @@ class Trainer:
 
     def _steps(self, stop: StopSignals) -> End:
         """Train until the run ends, with its exit status, or until it has to go back."""
-        run, hooks = self.view, self._hooks
+        run = self.view
         run.begin(self.sizes)
-        for hook in hooks:
-            hook.on_start(run)
         self._start.rollbacks.log(self.log.file)
         while run.end is None:
             batch = self.next_batch()
-            for hook in hooks:
+            for hook in run.hooks:
                 hook.before_step(run, batch)
             compiles = not self.is_compiled
             run.metrics = self.train_step(batch)
@@ -278,7 +274,7 @@ class Trainer:
             self.log.read(run)  # the numbers of the step before, so that the devices never wait for the host
             self.log.write(run)
             run.stopping = run.end is None and stop.requested(self.step)
-            for hook in hooks:
+            for hook in run.hooks:
                 if run.end is None and self.step % hook.every == 0:
                     hook.on_step(run)
             if run.end is None and run.is_ending:
@@ -373,18 +369,10 @@ class Trainer:
             local_step = self._start.local_step  # reading it may have led to another checkpoint
         self.directory.begin(self._start, self._recorded_step, local_step)
 
-    def _on_save(self, step: int) -> None:
-        for hook in self._hooks:
-            hook.on_save(self.view, step)
-
-    def _before_removal(self) -> None:
-        for hook in self._hooks:
-            hook.before_removal(self.view)
-
     def _roll_back(self, rollback: Rollback) -> None:
         """Return to the checkpoint of `rollback`."""
         with self.watch.working("the rollback"):
-            self._before_removal()
+            self.directory.before_removal()
             frozen, self._state = self.state.frozen, None  # so that there is room for another one
             self._state = self._start.go_back(rollback, frozen)
         self._begin()
@@ -405,7 +393,7 @@ class Trainer:
             last_first.callback(self.watch.run_ended, status, error)
             last_first.callback(self.monitoring.end, status, error)
             last_first.callback(self.console.close)
-            for hook in self._hooks if self.view.is_running else ():
+            for hook in self.view.hooks if self.view.is_running else ():
                 last_first.callback(hook.on_end, self.view)
             if self._train_batches is not None:
                 last_first.callback(self._train_batches.close)  # ends the loader's workers too

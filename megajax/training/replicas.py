@@ -43,12 +43,7 @@ class ReplicaCheck(Hook):
     second copy, so its damage is not found. Without `run.replica_check_interval` all methods do nothing.
     """
 
-    def __init__(
-        self,
-        program: TrainProgram,
-        saved: Callable[[], Checkpoints],
-        is_saved: Callable[[RunView], bool] = lambda run: False,
-    ):
+    def __init__(self, program: TrainProgram, saved: Callable[[], Checkpoints], is_saved: Callable[[RunView], bool]):
         """`saved` gives the checkpoints after the last save has ended; `is_saved`: whether the newest step is saved."""
         self.mesh, self._abstract, self._saved, self._is_saved = program.mesh, program.abstract_state, saved, is_saved
         paths = jax.tree_util.tree_flatten_with_path(self._abstract)[0]

@@ -17,6 +17,7 @@ from megajax.config.sentences import counted
 from megajax.errors import ConfigError, InputError
 from megajax.messages import from_first_process
 from megajax.training import logs, run_record
+from megajax.training.hooks import RunView
 from megajax.training.local_saves import LocalSaves
 from megajax.training.resuming import Start
 from megajax.training.run_lock import RunLock, on_first_process
@@ -31,22 +32,12 @@ class RunDirectory:
     whether `begin` was called and `close` not yet; reports: what is said about saves.
     """
 
-    def __init__(
-        self,
-        saver: StateSaver,
-        reports: "SaveReports",
-        console: logs.Console,
-        on_save: Callable[[int], None],
-        before_removal: Callable[[], None],
-    ):
-        """Nothing is written before `take`.
-
-        `on_save(step)` is called when a checkpoint is complete, `before_removal` before one may be removed.
-        """
+    def __init__(self, saver: StateSaver, reports: "SaveReports", run: RunView):
+        """The hooks of `run` hear of complete checkpoints. Nothing is written before `take`."""
         self.config, self.path = saver.program.config, Path(saver.program.config.run.dir)
         self.lock, self.writing = RunLock(self.path), False
-        self.local_saves = LocalSaves(saver, console.note) if self.config.checkpoint.local_dir is not None else None
-        self.reports, self._saver, self._on_save, self._before_removal = reports, saver, on_save, before_removal
+        self.local_saves = LocalSaves(saver, run.note) if self.config.checkpoint.local_dir is not None else None
+        self.reports, self._saver, self._run = reports, saver, run
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -86,7 +77,7 @@ class RunDirectory:
         """
         self._report(self.reports.wait_for_last(self.checkpoints, step))
         on_first_process(lambda: self.check_lock(step))
-        self._before_removal()
+        self.before_removal()
         if self.checkpoints.latest_step != step:
             self._saver.save(self.checkpoints, step, state, samples, **more)
 
@@ -103,6 +94,11 @@ class RunDirectory:
         self._report(self.checkpoints.outcome(wait=ending), ending)
         if self.local_saves is not None:
             self.local_saves.report()
+
+    def before_removal(self) -> None:
+        """Checkpoints may be removed or moved after this."""
+        for hook in self._run.hooks:
+            hook.before_removal(self._run)
 
     def check_lock(self, step: int) -> None:
         """Raise InputError if another process took over the directory, at the latest after `step`."""
@@ -124,7 +120,7 @@ class RunDirectory:
                 finally:
                     self.__dict__.pop("checkpoints").close()
         finally:
-            self._before_removal()
+            self.before_removal()
             self.lock.release()
 
     def _report(self, outcome: SaveOutcome | None, ending: bool = False) -> None:
@@ -132,7 +128,8 @@ class RunDirectory:
             return
         self.reports.report(outcome, self.checkpoints.latest_step, ending)
         if outcome.error is None:
-            self._on_save(outcome.step)
+            for hook in self._run.hooks:
+                hook.on_save(self._run, outcome.step)
 
 
 class SaveReports:

@@ -1,7 +1,7 @@
 """The saves of a run, and what it says about them: their size, speed and cost, one that has to wait, and a failure."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,13 +20,12 @@ class Saves(Hook):
         directory: RunDirectory,
         save: Callable[[], None],
         save_locally: Callable[[], None],
-        hooks: Sequence[Hook],
         log: StepLog,
         watch: Watch,
     ):
-        """`save` and `save_locally` start a checkpoint of the current step; `hooks` examine the steps before."""
+        """`save` and `save_locally` start a checkpoint of the current step."""
         self._directory, self._save, self._save_locally = directory, save, save_locally
-        self._hooks, self._log, self._watch = hooks, log, watch
+        self._log, self._watch = log, watch
 
     def is_durable(self, run: RunView) -> bool:
         """Whether a checkpoint of the newest step is saved in the run directory."""
@@ -42,7 +41,7 @@ class Saves(Hook):
         durable = self.is_durable(run)
         if self.is_due(run):
             self._log.read(run)
-            for hook in self._hooks:
+            for hook in run.hooks:
                 hook.examine(run, run.step)
             if run.end is None:
                 with self._watch.working("the save" if durable else "the local checkpoint"):

@@ -1,8 +1,8 @@
 """The lines of a run's steps: their metrics are read one step late, so that the devices never wait for the host."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,35 +16,20 @@ from megajax.training.watch import Watch
 IN_ROW = "skipped_in_row"  # a metric that is examined, but not logged
 
 
-class Waiting(NamedTuple):
-    """Numbers of a step that are still on the devices."""
-
-    step: int
-    metrics: dict[str, jax.Array]  # empty if the step is not logged
-    added: dict[str, Any]  # by hooks
-
-
-class Line(NamedTuple):
-    """The line of a logged step, before it is written."""
-
-    step: int
-    values: dict[str, Any]
-    seconds_left: float | None  # of the run
-
-
 class StepLog(Hook):
     """Reads the numbers of logged steps, and writes their lines to metrics.jsonl, the console and all services.
 
     Between `read` and `write` a save starts, so that a line that cannot be written loses no step.
     """
 
-    def __init__(self, hooks: Sequence[Hook], send: Callable[[int, Mapping[str, float]], None], watch: Watch):
-        """`hooks` examine the steps and add to their lines; `send(step, numbers by tag)` passes them to services."""
-        self._hooks, self._send, self._watch = hooks, send, watch
-        self.times = StepTimes()
+    def __init__(self, send: Callable[[int, Mapping[str, float]], None], watch: Watch):
+        """`send(step, numbers by tag)` passes them to services."""
+        self._send, self._watch, self.times = send, watch, StepTimes()
         self._file: logs.MetricsLog | None = None
-        self._waiting: Waiting | None = None
-        self._line: Line | None = None
+        # A step on the devices: its metrics, empty if it is not logged, and the numbers of hooks.
+        self._waiting: tuple[int, dict[str, jax.Array], dict[str, Any]] | None = None
+        # A logged step that was read: its values, and the seconds that the run has left.
+        self._line: tuple[int, dict[str, Any], float | None] | None = None
 
     @property
     def file(self) -> logs.MetricsLog:
@@ -67,14 +52,14 @@ class StepLog(Hook):
 
     def on_step(self, run: RunView) -> None:
         if run.step % run.config.run.log_interval == 0 or run.step == 1 or run.is_last:
-            self._waiting = Waiting(run.step, run.metrics, {})
+            self._waiting = run.step, run.metrics, {}
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Add numbers, or arrays on the devices, to the line of the newest step."""
         if self._file is None:  # a loop of the user's own has no lines
             return
-        self._waiting = self._waiting or Waiting(step, {}, {})
-        self._waiting.added.update(values)
+        self._waiting = self._waiting or (step, {}, {})
+        self._waiting[-1].update(values)
 
     def read(self, run: RunView) -> None:
         """Examine and read the step that waits for its line, if one does; a hook may end the run because of it."""
@@ -83,16 +68,16 @@ class StepLog(Hook):
         (step, metrics, added), self._waiting = self._waiting, None
         values: dict[str, Any] = {}
         if metrics:
-            for hook in self._hooks:
+            for hook in run.hooks:
                 hook.examine(run, step)
             values = values_of(jax.device_get(metrics))
             measured = self._meter.measure(step)
             values |= measured
             values |= self._watch.slowest(self.times.take(), measured["step_seconds"], run.note)
-            for hook in self._hooks:
+            for hook in run.hooks:
                 hook.on_log(run, step, values)
             del values[IN_ROW]
-            self._line = Line(step, values, self._meter.seconds_left(run.config.run.steps, measured))
+            self._line = step, values, self._meter.seconds_left(run.config.run.steps, measured)
         added = {name: np.asarray(value).tolist() for name, value in jax.device_get(added).items()}
         if taken := sorted(added.keys() & {"step", "time", *values}):
             raise ValueError(f"a hook logs {taken[0]} at step {step}, which its line has already: give another name.")

@@ -40,7 +40,11 @@ def with_damage(state, name, device, bit=0):
 
 def test_a_flipped_bit_of_one_copy_is_named_with_its_device(make_config):
     program = build(make_config, *MESH)
-    check, state, devices = ReplicaCheck(program, pytest.fail), program.init_state(), program.mesh.devices.ravel()
+    check, state, devices = (
+        ReplicaCheck(program, pytest.fail, pytest.fail),
+        program.init_state(),
+        program.mesh.devices.ravel(),
+    )
     check.start(1, state)
     assert check.damage() is None
     norm = "blocks.dense.mlp.norm"  # replicated over all eight devices
@@ -55,7 +59,8 @@ def test_a_flipped_bit_of_one_copy_is_named_with_its_device(make_config):
 
 def test_of_two_copies_both_devices_are_named(make_config):
     program = build(make_config, "mesh.fsdp=4", "mesh.tensor=2", "model.num_kv_heads=1")
-    check, state, devices = ReplicaCheck(program, pytest.fail), program.init_state(), program.mesh.devices
+    check = ReplicaCheck(program, pytest.fail, pytest.fail)
+    state, devices = program.init_state(), program.mesh.devices
     key = "blocks.dense.attention.key"  # one head: fsdp shards it, both devices of tensor have it
     check.start(1, with_damage(state, key, devices.ravel()[5]))
     (_, found) = check.damage() or (0, [])
