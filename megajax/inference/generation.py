@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 from megajax.config.block_kinds import DECODING, DRAFTS, how_to_declare, lacking
 from megajax.config.kinds import block_layers
@@ -86,13 +87,13 @@ class Generator:
         room = self._rounded(min(max_tokens, self.model.max_length), growing)
         progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
         while True:
-            active, self.verified = np.asarray(progress.active(limits)), jax.device_get(progress.verified)
+            active, self.verified = _on_host((progress.active(limits), progress.verified))
             if chunk is not None or not active.any():
-                rows = zip(np.asarray(progress.tokens), limits, strict=True)
+                rows = zip(_on_host(progress.tokens), limits, strict=True)
                 yield [[int(token) for token in row[:limit] if token != NONE] for row, limit in rows]
             if not active.any():
                 return
-            ends = np.minimum(limits, np.asarray(progress.count)[active].min() + (chunk or most))
+            ends = np.minimum(limits, _on_host(progress.count)[active].min() + (chunk or most))
             progress = self._decode(self.model.weights, progress, ends)
 
     def _rounded(self, length: int, growing: bool) -> int:
@@ -186,6 +187,11 @@ class Generator:
             drafts=jax.tree.map(partial(_where_rows, active), following, drafts),
             verified=Verified(verified.steps + active.sum(), verified.accepted + counted.sum(axis=0)),
         )
+
+
+def _on_host(arrays: Any) -> Any:
+    """Arrays whose rows may be on the devices of several processes, which all call this."""
+    return multihost_utils.process_allgather(arrays, tiled=True) if jax.process_count() > 1 else jax.device_get(arrays)
 
 
 def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
