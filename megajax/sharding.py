@@ -29,6 +29,7 @@ BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
 COMPUTED_IN_FP32 = ("norm", "router", "sinks")  # the last axis of weights that are not cast to the compute dtype
 EMPTY = -1  # instead of a layer, for an empty slot
 BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block comes next
+TEACHER = "teacher."  # prefix of the names of a teacher's parameters
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "layers": "pipeline",  # stage by stage: `stored_layers`
@@ -173,6 +174,11 @@ def place_all(
         return rows.get(name.split(".")[1]) if rows else parameter.layers
 
     return {name: place(tuple(p.shape), p.axes, sizes, layers(name, p), experts_over) for name, p in parameters.items()}
+
+
+def is_in_layer(name: str) -> bool:
+    """Whether a parameter of this name, of the model or of a teacher, is one of its layers'."""
+    return name.removeprefix(TEACHER).startswith(BLOCKS)
 
 
 def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, NamedSharding]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -129,9 +130,7 @@ class StepPlan:
     segments: tuple[LayerSegment, ...]  # of the layer slots
 
     @classmethod
-    def make(
-        cls, config: Config, sizes: Mapping[str, int], hardware: Hardware, kernels: Kernels | None = None
-    ) -> "StepPlan":
+    def make(cls, config: Config, sizes: Mapping[str, int], hardware: Hardware, kernels: Kernels | None = None) -> Self:
         """The plan of a config that `check_mesh` accepts on these sizes.
 
         Raises ConfigError for a kernel that cannot run.
@@ -282,6 +281,12 @@ class StepPlan:
         sizes = {**self.sizes, "pipeline": 1}
         return PredictionPlan(self.config, sizes, self.hardware, self.kernels, slots, self.unrolling, segments)
 
+    @cached_property
+    def teacher(self) -> "TeacherPlan | None":
+        """The plan of the frozen teacher's forward pass, whose layers all stages of a pipeline compute."""
+        config = self.config.of_teacher
+        return None if config is None else TeacherPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
+
     # Collectives
 
     @property
@@ -317,6 +322,14 @@ class PredictionPlan(StepPlan):
     @cached_property
     def layer_table(self) -> np.ndarray:
         return np.array(prediction_layers(self.config.model))[None, None]
+
+
+class TeacherPlan(StepPlan):
+    """The plan of a frozen teacher."""
+
+    @cached_property
+    def embedding_axes(self) -> tuple[str, ...]:
+        return ()  # it has no gradient whose table would be large
 
 
 def loss_chunks(config: Config, tokens: int, tensor: int) -> int:

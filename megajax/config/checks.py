@@ -22,6 +22,7 @@ from megajax.config.rollback_checks import check_rollbacks
 from megajax.config.schedules import TAIL
 from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value, warn
+from megajax.config.teacher_checks import check_teacher, with_teacher
 
 MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host holds a few arrays of this length
 
@@ -38,9 +39,7 @@ def check(config: Config) -> None:
 def check_combinations(config: Config) -> None:
     """Raise `ConfigError` for combinations that can run on no mesh."""
     sizes = _sizes(config)
-    check_axes(config, sizes)
-    check_experts(config)
-    check_model(config)
+    with_teacher(config, sizes, check_axes, lambda own, _: check_experts(own), lambda own, _: check_model(own))
     _check_batch(config)
     _check_remat(config)
     _check_master(config)
@@ -48,8 +47,9 @@ def check_combinations(config: Config) -> None:
         check_stages(config, sizes)
     _check_attention_kernel(config)
     _check_fp8_layers(config)
-    check_parts(config, sizes)
+    with_teacher(config, sizes, check_parts)
     check_objective(config)
+    check_teacher(config)
     check_encoder(config)
     check_lora(config)
     _check_schedule(config)
@@ -70,9 +70,9 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     check_axes(config, _sizes(config))
     _check_batch(config)
     sizes = _fill(config, num_devices, num_processes, platform)
-    check_axes(config, sizes)
+    with_teacher(config, sizes, check_axes)
     check_stages(config, sizes)
-    check_context(config, sizes)
+    with_teacher(config, sizes, check_context)
     check_local_batch(config, sizes)
     check_fp8_shapes(config, sizes)
     check_parts(config, sizes)

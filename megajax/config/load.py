@@ -146,13 +146,16 @@ def overview() -> str:
     return "\n".join(["Config sections:", *lines, "", "--help SECTION shows its keys, --help all shows all keys.\n"])
 
 
+AS_MODEL = "teacher.model"  # has the keys of the section model
+
+
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key of the schema with its field, in order; N is an index into a list."""
+    """Every dotted key of the schema with its field, in order, AS_MODEL as one; N is an index into a list."""
     for name, field in model.model_fields.items():
         if prefix:
             yield f"{prefix}{name}", field
         inner, index = _class_in(field.annotation)
-        if inner is not None:
+        if inner is not None and f"{prefix}{name}" != AS_MODEL:
             yield from keys(inner, f"{prefix}{name}.{index}")
 
 

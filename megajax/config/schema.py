@@ -324,6 +324,17 @@ class ObjectiveConfig(Registered):
     settings: dict[str, Any] = Field(default={}, description="Settings of a registered objective, by name.")
 
 
+class TeacherConfig(Section):
+    """A frozen model that runs beside the trained one, for objectives that see its logits."""
+
+    model: ModelConfig | None = Field(
+        default=None, description="The teacher's network, with the keys of model; null: there is none."
+    )
+    source: Text | None = Field(
+        default=None, description="Its weights: a run directory, a checkpoint in one, or a Hugging Face folder."
+    )
+
+
 class Config(Section):
     """A whole run."""
 
@@ -337,6 +348,7 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     remat: RematConfig = Field(default_factory=RematConfig)
@@ -363,10 +375,23 @@ class Config(Section):
             object.__setattr__(self, "data", data)
         if self.lora.rank is not None and self.lora.alpha is None:
             object.__setattr__(self, "lora", self.lora.model_copy(update={"alpha": float(self.lora.rank)}))
+        teacher = self.teacher.model
+        if teacher is not None and teacher.position == "learned" and teacher.max_positions is None:
+            teacher = teacher.model_copy(update={"max_positions": self.batch.sequence_length})
+            object.__setattr__(self, "teacher", self.teacher.model_copy(update={"model": teacher}))
         # The section is frozen, but the object is still being made.
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "schedule", schedule)
         return self
+
+    @property
+    def of_teacher(self) -> "Config | None":
+        """This config with the teacher in place of the model: in BF16, without adapters; None without a teacher."""
+        if self.teacher.model is None:
+            return None
+        plain = self.precision.model_copy(update={"fp8": Fp8Config()})
+        own = {"model": self.teacher.model, "teacher": TeacherConfig(), "lora": LoraConfig(), "precision": plain}
+        return self.model_copy(update=own | {"objective": ObjectiveConfig(), "remat": RematConfig()})
 
     @property
     def fp8_layers(self) -> range:

@@ -52,13 +52,16 @@ class Transformer(nnx.Module):
     generation for its drafts.
     """
 
-    def __init__(self, config: ModelConfig, lora: LoraConfig | None = None):
-        """`lora` adds adapters; they have no effect on `__call__`."""
+    def __init__(self, config: ModelConfig, lora: LoraConfig | None = None, rows: str = "layers"):
+        """`lora` adds adapters; they have no effect on `__call__`.
+
+        `rows` is the logical axis of the layers; "modules": all stages of a pipeline have all of them.
+        """
         V, D = config.padded_vocab_size, config.hidden_size
         self.config, lora = config, lora or LoraConfig()
         self.embedding = EmbeddingTables(config)
         blocks = {kind: add_adapters(block, lora) for kind, block in blocks_of(config).items()}
-        axes = {kind: "modules" if kind == MTP else "layers" for kind in blocks}
+        axes = {kind: "modules" if kind == MTP else rows for kind in blocks}
         self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})
         self.encoder = make_encoder(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)

@@ -30,7 +30,8 @@ def flops_per_token(config: Config) -> float:
 
     6 per active matmul parameter (with the head, without the embedding look-up) and 6·S·N·H per layer for causal
     attention; local windows count with their real length; recomputation is not counted. A frozen parameter counts 4,
-    because it has no gradient. Each multi-token prediction module counts as a layer, its projection and a head.
+    because it has no gradient, a teacher's 2. Each multi-token prediction module counts as a layer, its projection and
+    a head.
     """
     each = 6 if config.lora.rank is None else 4
     model, S, total = config.model, config.batch.sequence_length, 0.0
@@ -43,6 +44,7 @@ def flops_per_token(config: Config) -> float:
     total += each * 2 * model.hidden_size**2 * model.mtp_layers  # the modules' projections
     whole = Transformer(model, config.lora)
     total += whole.encoder.flops() / S if whole.encoder else 0
+    total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
     return total + 6 * adapter_parameter_count(whole)
 
 

@@ -57,7 +57,16 @@ def estimate_memory(plan: StepPlan, placements: Mapping[str, Placement]) -> Memo
 def moments(plan: StepPlan, placements: Mapping[str, Placement]) -> Iterator[MemoryEstimate]:
     """The moments of a step that may be its peak."""
     step = _Pipelined(plan, placements) if plan.is_pipelined else _Step(plan, placements)
-    return step.moments()
+    teacher = plan.config.teacher.model
+    if teacher is None:
+        return step.moments()
+    # A teacher's output: of one microbatch, in a pipeline of all
+    own, held = plan.tokens // plan.sizes["tensor"], plan.batch_shape[0] if plan.is_pipelined else 1
+    stream = step.compute * held * own * teacher.hidden_size
+    return (
+        replace(each, weights=each.weights + step.weights.teacher, activations=each.activations + stream)
+        for each in step.moments()
+    )
 
 
 class _Step:

@@ -11,7 +11,7 @@ from megajax.config.kinds import MTP, prediction_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.runtime import LAYER_BYTES
-from megajax.sharding import BLOCKS, ONCE_AXES, Placement
+from megajax.sharding import BLOCKS, ONCE_AXES, TEACHER, Placement, is_in_layer
 from megajax.step.embedding import TOKENS
 from megajax.step_plan import StepPlan
 
@@ -123,7 +123,19 @@ class StepWeights:
     @cached_property
     def non_block_by_name(self) -> dict[str, Elements]:
         """Elements of each weight outside the blocks."""
-        return {name: self.elements(name) for name in self.placements if not name.startswith(BLOCKS)}
+        return {name: self.elements(name) for name in self.placements if not name.startswith((BLOCKS, TEACHER))}
+
+    @property
+    def teacher(self) -> int:
+        """Bytes of a teacher's weights besides those as stored: gathered once a step, and those of one layer."""
+        if (teacher := self.config.teacher.model) is None:
+            return 0
+        own = {name: self.elements(name) for name in self.placements if name.startswith(TEACHER)}
+        layers = sum((e for name, e in own.items() if is_in_layer(name)), Elements())
+        outside = sum(e.whole for name, e in own.items() if not is_in_layer(name) and e.whole > e.stored)
+        once = any(self.sizes[axis] > 1 for axis in (*ONCE_AXES, "pipeline"))
+        of_layer = layers.gathered_bytes // teacher.num_layers
+        return layers.once_bytes * once + of_layer + self.compute * outside
 
     @property
     def non_block_as_stored(self) -> Elements:

@@ -53,6 +53,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
             return stack.weights.gather_once(params, scales, state)
 
         weights = {stack.NAME: gather_once(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
+        weights |= {stack.NAME: stack.weights.gather_once(params, {}, {}) for stack in graph.frozen}
         counts, (batch, imbalance) = graph.counts(batch), graph.add_derived_fields(batch)
         tokens, layer_loss_scale = counts["loss"], graph.layer_loss_scale(loss_scale)
         key = graph.random_key(step)
@@ -105,7 +106,9 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
         history = stack.weights.history_of_stage(state.get(FP8, {}))
         scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
         table = graph.table.gather(params)
-        arrays = StepArrays(table, {stack.NAME: stack.weights.gather_once(params, scales, state)})
+        weights = {stack.NAME: stack.weights.gather_once(params, scales, state)}
+        weights |= {frozen.NAME: frozen.weights.gather_once(params, {}, {}) for frozen in graph.frozen}
+        arrays = StepArrays(table, weights)
         counts, (batch, _) = graph.counts(batch), graph.add_derived_fields(batch)
         run = pipeline.evaluate if pipeline is not None else partial(evaluate, graph)
         return sum_over_all(run(arrays, batch)["loss"], graph.sizes), counts["loss"]

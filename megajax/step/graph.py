@@ -21,7 +21,7 @@ from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
-from megajax.sharding import BLOCKS, Placement
+from megajax.sharding import BLOCKS, Placement, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.encoder import EncoderNode
 from megajax.step.mtp import MultiTokenPrediction
@@ -31,6 +31,7 @@ from megajax.step.pipeline.shared_tokens import SharedTokens
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.weights import of_block
 from megajax.step.table import WeightTable
+from megajax.step.teacher import Teacher
 from megajax.step_plan import StepPlan
 
 # Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
@@ -51,17 +52,24 @@ class Graph:
     inner: tuple[InnerNode, ...]
     terminal: tuple[TerminalNode, ...]
     layers: LayerStack  # the one inner node that a pipeline divides into stages
-    stacks: tuple[LayerStack, ...]  # of all nodes
+    stacks: tuple[LayerStack, ...]  # of all nodes, trained
+    frozen: tuple[LayerStack, ...]  # of a teacher
 
     @classmethod
-    def build(cls, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]) -> "Graph":
+    def build(
+        cls,
+        plan: StepPlan,
+        model: Transformer,
+        placements: Mapping[str, Placement],
+        teacher: Transformer | None = None,
+    ) -> "Graph":
         config, sizes = plan.config, plan.sizes
         comm = MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic, config.lora.rank is not None)
         compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
         fused = {
             kind: FusedWeights(of_block(placements, kind), block.fused, sizes) for kind, block in model.blocks.items()
         }
-        computed = {n: p for n, p in placements.items() if not n.startswith(BLOCKS)}
+        computed = {n: p for n, p in placements.items() if not is_in_layer(n)}
         for kind, own in fused.items():
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
         exchange = WeightExchange(computed, sizes, compute, gradients, plan.accumulation)
@@ -76,9 +84,10 @@ class Graph:
             stacks.append(modules.stack)
         trained = [name for name in placements if is_trained(config.lora, name)]
         table = WeightTable(exchange, trained, embedding.as_stored)
-        encoders = [EncoderNode(plan, model.encoder, comm, trained)] if model.encoder else []
-        nodes = (*encoders, embedding, layers), (*terminal,)
-        return cls(plan, placements, comm, exchange, table, *nodes, layers, (layers, *stacks))
+        first: list[InnerNode] = [EncoderNode(plan, model.encoder, comm, trained)] if model.encoder else []
+        teachers = [Teacher(plan, teacher, placements)] if teacher else []
+        nodes, frozen = ((*first, *teachers, embedding, layers), (*terminal,)), (*(each.stack for each in teachers),)
+        return cls(plan, placements, comm, exchange, table, *nodes, layers, (layers, *stacks), frozen)
 
     @property
     def config(self) -> Config:

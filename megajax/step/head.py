@@ -142,15 +142,11 @@ class LossHead:
 
     def of_logits(self, scale: jax.Array | float, logit_loss: TokenLoss) -> ChunkLoss:
         """A function of a chunk's logits, gathered over `tensor`; the gradient is that of `scale` times its sum."""
-        comm, cap = self.comm, self.model.logit_softcap
-
-        def capped(logits: jax.Array) -> jax.Array:
-            logits = logits.astype(jnp.float32)[:, : self.model.vocab_size]
-            return logits if cap is None else cap * jnp.tanh(logits / cap)
+        comm = self.comm
 
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
             width = logits.shape[1]
-            whole, pull = jax.vjp(capped, comm.gather(logits, "tensor", dim=1))
+            whole, pull = jax.vjp(self._capped, comm.gather(logits, "tensor", dim=1))
             losses, slopes = logit_loss(whole, mask, {**fields, "targets": targets})
             (gradient,) = pull(scale * slopes)
             own = lax.dynamic_slice_in_dim(gradient, comm.index("tensor") * width, width, 1)
@@ -158,14 +154,24 @@ class LossHead:
 
         return loss
 
+    def whole_logits(self, weights, h: jax.Array) -> jax.Array:
+        """The head's input `[c, D]`, the same on all devices of `tensor` → FP32 logits of the whole vocabulary."""
+        return self._capped(self.comm.gather(self._product(weights, h), "tensor", dim=1))
+
+    def _capped(self, logits: jax.Array) -> jax.Array:
+        logits, cap = logits.astype(jnp.float32)[:, : self.model.vocab_size], self.model.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
     def _logits(self, weights, x_cd: jax.Array):
         """(logits of this shard of the vocabulary, the head's input, the pullback of the norm)."""
         norms = {name: weights[name] for name in self.names[1:]}
         normed, pull = jax.vjp(self._norm, norms, x_cd)
         h = self.comm.enter(normed)
+        return self._product(weights, h), h, pull
+
+    def _product(self, weights, h: jax.Array) -> jax.Array:
         equation = "cd,vd->cv" if self.model.tie_embeddings else "cd,dv->cv"
-        w = weights[self.weight_name]
-        return jnp.einsum(equation, h, w, preferred_element_type=self.logits_dtype), h, pull
+        return jnp.einsum(equation, h, weights[self.weight_name], preferred_element_type=self.logits_dtype)
 
     def _vocabulary(self, logits: jax.Array) -> dict[str, Any]:
         """The arguments of `ops` about this shard of the vocabulary."""

@@ -45,6 +45,7 @@ class MultiTokenPrediction:
 
     NAME = MTP
     EVALUATED = ()  # evaluation reports the model's own loss
+    reads = ()  # its layers read whole streams, by their inputs
     reads_positions = True
 
     def __init__(self, plan: StepPlan, comm: MeshComm, block: Block, exchange: WeightExchange, fused: FusedWeights):

@@ -123,6 +123,11 @@ class TerminalNode(Protocol):
         ...
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """The streams that it reads besides the residual stream, at the same tokens."""
+        ...
+
+    @property
     def reads_positions(self) -> bool:
         """Whether it reads `Microbatch.inputs`; in a pipeline each stage then has 1/P of every sequence."""
         ...

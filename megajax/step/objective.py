@@ -18,6 +18,7 @@ from megajax.errors import ConfigError
 from megajax.parallel.comm import MeshComm
 from megajax.step.head import ChunkLoss, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
+from megajax.step.teacher import STREAM, TeacherHead
 from megajax.step_plan import StepPlan
 
 SHARES = (*BATCH_AXES, "context", "pipeline")  # the axes that divide the tokens at the head
@@ -28,6 +29,7 @@ class Objective:
 
     NAME = "loss"
     EVALUATED = ("loss",)
+    reads: tuple[str, ...] = ()
     reads_positions = False
     # Fields [rows, sequence_length, *extra] of its own by name: the dtype, or (dtype, *extra)
     FIELDS: ClassVar[Mapping[str, Any]] = {}
@@ -58,14 +60,15 @@ class Objective:
         self, loss: ChunkLoss, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         """`TerminalNode.turn` by one pass over the head."""
-        fields = self.of_tokens(batch)
+        fields = self.of_tokens(batch, streams)
         of_head = streams[HIDDEN], fields.pop("targets"), fields["loss_mask"]
         losses, dx, table = self.head.losses_and_gradients(arrays.table, *of_head, table, loss, fields)
         return plus(gradients, {HIDDEN: dx}), table, Results(losses=losses)
 
-    def of_tokens(self, batch: Microbatch) -> dict[str, jax.Array]:
-        """The fields that it reads, `[T, ...]`."""
-        return {name: batch.fields[name].reshape(-1, *field.extra) for name, field in self.fields().items()}
+    def of_tokens(self, batch: Microbatch, streams: Streams) -> dict[str, jax.Array]:
+        """The fields and the streams that it reads, `[T, ...]`."""
+        own = {name: batch.fields[name].reshape(-1, *field.extra) for name, field in self.fields().items()}
+        return own | {name: self.comm.enter(streams[name]) for name in self.reads}
 
 
 class NextToken(Objective):
@@ -82,7 +85,7 @@ class NextToken(Objective):
         return self.one_pass(loss, arrays, streams, gradients, batch, table)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
-        fields = self.of_tokens(batch)
+        fields = self.of_tokens(batch, streams)
         return {"loss": self.head.losses(arrays.table, streams[HIDDEN], fields["targets"], fields["loss_mask"])}
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
@@ -112,15 +115,15 @@ class Elementwise(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        loss = self.chunk_loss(arrays.scales[self.NAME])
+        loss = self.chunk_loss(arrays.scales[self.NAME], arrays.table)
         return self.one_pass(loss, arrays, streams, gradients, batch, table)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
-        fields = self.of_tokens(batch)
+        fields = self.of_tokens(batch, streams)
         of_head = streams[HIDDEN], fields["targets"], fields["loss_mask"]
-        return {"loss": self.head.losses_of(arrays.table, *of_head, self.chunk_loss(1.0), fields)}
+        return {"loss": self.head.losses_of(arrays.table, *of_head, self.chunk_loss(1.0, arrays.table), fields)}
 
-    def chunk_loss(self, scale: jax.Array | float) -> ChunkLoss:
+    def chunk_loss(self, scale: jax.Array | float, table: Arrays) -> ChunkLoss:
         """`loss` as the head takes it, with the gradient of `scale` times its sum."""
         return self.head.of_log_probs(scale, self._with_slopes)
 
@@ -140,12 +143,25 @@ class Logits(Elementwise):
     of `Elementwise`.
     """
 
+    TEACHER: ClassVar[bool] = False  # whether `fields` have `teacher_logits` [tokens, V], those of the config's teacher
+
+    def __init__(self, plan: StepPlan, comm: MeshComm):
+        super().__init__(plan, comm)
+        if self.TEACHER:
+            assert plan.teacher is not None
+            self.reads, self.teacher = (STREAM,), TeacherHead(plan.teacher, comm)
+
     def loss(self, logits: jax.Array, fields: Arrays) -> jax.Array:
         """Losses `[tokens]` from the FP32 logits `[tokens, V]` and the fields `[tokens, ...]`; differentiable."""
         raise NotImplementedError
 
-    def chunk_loss(self, scale: jax.Array | float) -> ChunkLoss:
-        return self.head.of_logits(scale, self._with_slopes)
+    def chunk_loss(self, scale: jax.Array | float, table: Arrays) -> ChunkLoss:
+        def with_teacher(logits: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
+            others = {name: field for name, field in fields.items() if name not in self.reads}
+            teachers = {f"{name}_logits": self.teacher.logits(table, fields[name]) for name in self.reads}
+            return self._with_slopes(logits, mask, others | teachers)
+
+        return self.head.of_logits(scale, with_teacher)
 
 
 class Segment(Objective):
@@ -182,7 +198,7 @@ class Segment(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        x, fields = streams[HIDDEN], self.of_tokens(batch)
+        x, fields = streams[HIDDEN], self.of_tokens(batch, streams)
         log_probs = self.head.log_probs(arrays.table, x, fields["targets"])
         losses, pull = self._losses(log_probs, fields)
         (slopes,) = pull(jnp.ones_like(losses))
@@ -193,7 +209,7 @@ class Segment(Objective):
         return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": self._share(losses)})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
-        fields = self.of_tokens(batch)
+        fields = self.of_tokens(batch, streams)
         log_probs = self.head.log_probs(arrays.table, streams[HIDDEN], fields["targets"])
         return {"loss": self._share(self._losses(log_probs, fields)[0])}
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.parallel.weights.exchange import WeightExchange, row_major
-from megajax.sharding import BLOCKS
+from megajax.sharding import is_in_layer
 
 Arrays = Mapping[str, jax.Array]
 
@@ -25,7 +25,7 @@ class WeightTable:
     @jax.named_scope("weights")
     def gather(self, params: Arrays) -> dict[str, jax.Array]:
         """Stored shards of all parameters → gathered weights of the table; `fsdp` gathers them once per step too."""
-        own = {name: w for name, w in params.items() if not name.startswith(BLOCKS)}
+        own = {name: w for name, w in params.items() if not is_in_layer(name)}
         gathered = {name: self.exchange.gather_once(name, w) for name, w in own.items() if name not in self.as_stored}
         return own | {name: row_major(self.exchange.gather_layer(name, w)) for name, w in gathered.items()}
 

@@ -45,7 +45,7 @@ class Start:
         if self.config.checkpoint.dir is not None:
             on_first_process(lambda: link_checkpoints(self.config))
         self.find()
-        self._weights = self._other_weights()
+        self._weights, self._teacher = self._other_weights(), saver.restore_teacher()
 
     @property
     def step(self) -> int:
@@ -138,7 +138,12 @@ class Start:
         The files of the checkpoint are verified before they are read. If it is damaged, `step` and `sizes` are
         afterwards those of the newest good one before it. `say` tells the user which one is read.
         """
-        weights, self._weights = self._weights, None
+        weights, teacher = self._weights, self._teacher
+        self._weights, self._teacher = None, {}
+        state = self._without_teacher(weights, say)
+        return replace(state, frozen=state.frozen | teacher)
+
+    def _without_teacher(self, weights: Weights | None, say: Callable[[str], None]) -> TrainState:
         if self.resumed_step is not None:
             state = self._restored(say)
             if self.config.lora.rank and weights is not None:  # the base of its adapters
@@ -147,8 +152,8 @@ class Start:
             return state
         program = self.saver.program
         if weights is None:
-            return program.init_state()
-        return self.saver.with_weights(program.init_state(params=False), weights)
+            return program.init_state(teacher=False)
+        return self.saver.with_weights(program.init_state(params=False, teacher=False), weights)
 
     def _restored(self, say: Callable[[str], None]) -> TrainState:
         """The state of the newest good checkpoint, from `resumed_step` backwards."""

@@ -26,10 +26,10 @@ from megajax.checkpoint.description import (
     refuse_changes,
 )
 from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
-from megajax.config import Config, ScheduleConfig
+from megajax.config import Config, ModelConfig, ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
-from megajax.config.sentences import counted
+from megajax.config.sentences import counted, fail
 from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
@@ -38,7 +38,7 @@ from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
 from megajax.parallel.weights.offload import HOST, on_device, on_host
 from megajax.parallel.weights.scaling import FP8, Scaling
-from megajax.sharding import Placement, to_canonical, to_stored, unpadded_spec
+from megajax.sharding import TEACHER, Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 
 LayerState = dict[str, dict[str, jax.Array]]
@@ -291,17 +291,37 @@ class StateSaver:
         With LoRA they are the frozen weights, in their dtype. Raises InputError if one is not finite: no step would
         have a gradient that is.
         """
-        config, key = self.program.config, "checkpoint.init_from"
         abstract: Any = self._canonical_abstract
-        wanted = abstract.frozen or abstract.params
-        location = f" ({config.where(key)})"
-        layer_state = _without_history(abstract.layer_state)
+        wanted, layer_state = _base(abstract.frozen) or abstract.params, _without_history(abstract.layer_state)
+        return self._read(path, wanted, layer_state, self.program.config.model, "checkpoint.init_from")
+
+    def restore_teacher(self) -> dict[str, jax.Array]:
+        """The frozen teacher's weights of `teacher.source`, as stored on the devices; empty without a teacher.
+
+        Raises InputError as `restore_weights`, and ConfigError if no source is named.
+        """
+        config, names = self.program.config, [name for name in self.program.placements if name.startswith(TEACHER)]
+        if not names:
+            return {}
+        model, source = config.teacher.model, config.teacher.source
+        assert model is not None
+        if source is None:
+            cure = "set it to a run directory or a Hugging Face folder"
+            fail(config, "teacher.model is set, but teacher.source names no weights", cure, "teacher.model")
+        frozen: Any = self._canonical_abstract.frozen
+        wanted = {name.removeprefix(TEACHER): frozen[name] for name in names}
+        weights, _ = self._read(source, wanted, {}, model, "teacher.source")
+        return self._in_stored_form({TEACHER + name: w for name, w in weights.items()}, "frozen")
+
+    def _read(self, path: str, wanted: dict[str, Any], layer_state: Any, model: ModelConfig, key: str) -> Weights:
+        """The model of a run's checkpoint, or of a folder in Hugging Face's format; `key` of the config names it."""
+        location = f" ({self.program.config.where(key)})"
         if is_hf_folder(path):
             from megajax.hf.convert import load  # here, because it needs safetensors
 
-            weights = load(path, wanted, layer_state, config.model, key, location)
+            weights = load(path, wanted, layer_state, model, key, location)
         else:
-            weights = restore_model(path, wanted, layer_state, config.model, key, location)
+            weights = restore_model(path, wanted, layer_state, model, key, location)
         if bad := _not_finite(weights):
             raise InputError(f"{key}={path}{location}: {', '.join(bad)} has NaN or Inf: give weights without them.")
         return weights
@@ -310,19 +330,24 @@ class StateSaver:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
         params, kept = weights
         state = replace(state, layer_state=state.layer_state | kept)
-        placements, which = self.program.placements, "frozen" if self.program.config.lora.rank else "params"
-        if self.converts:
-            pad = jax.jit(
-                lambda params: {name: self._stored(w, placements[name]) for name, w in params.items()},
-                out_shardings=getattr(self.program.state_shardings, which),
-            )
-            params = pad(params)
+        which = "frozen" if self.program.config.lora.rank else "params"
+        params = self._in_stored_form(params, which)
         if which == "frozen":
             self.base_checksum = int(_checksum(params))
-            return replace(state, frozen=params)
+            return replace(state, frozen=state.frozen | params)
         if self.program.config.optimizer.ema_decay:
             state = replace(state, ema=self.program.first_ema(params))
         return self._halved(replace(state, params=params))
+
+    def _in_stored_form(self, weights: dict[str, jax.Array], which: str) -> dict[str, jax.Array]:
+        """Canonical weights of a part of the state, `params` or `frozen`, as stored on the devices."""
+        if not self.converts:
+            return weights
+        placements, shardings = self.program.placements, getattr(self.program.state_shardings, which)
+        return jax.jit(
+            lambda weights: {name: self._stored(w, placements[name]) for name, w in weights.items()},
+            out_shardings={name: shardings[name] for name in weights},
+        )(weights)
 
     def _joined(self, state: TrainState) -> TrainState:
         """The state with FP32 master weights in one piece (`optimizer.master`)."""
@@ -437,3 +462,8 @@ def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, di
 def _history_length(state: Any) -> int:
     """Number of steps in the amax histories of a layer state; 0 if there are none."""
     return next((leaf.shape[1] for leaf in state.get(FP8, {}).values()), 0)
+
+
+def _base(frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """The frozen weights without a teacher's: those that adapters are added to."""
+    return {name: w for name, w in frozen.items() if not name.startswith(TEACHER)}

@@ -29,6 +29,7 @@ from megajax.parallel.weights.offload import OFFLOADED, largest_share, on_device
 from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import (
     BATCH_SPEC,
+    TEACHER,
     Placement,
     pad_storage,
     place_all,
@@ -91,6 +92,7 @@ class TrainProgram:
     placements: dict[str, Placement]
     optimizer: optax.GradientTransformation
     plan: StepPlan
+    teacher: Transformer | None = None
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
@@ -100,17 +102,19 @@ class TrainProgram:
         """
         targets(config)
         model = Transformer(config.model, config.lora)
-        declared = parameters(model)
+        own = config.teacher.model
+        teacher = None if own is None else Transformer(own, rows="modules")
+        declared = parameters(model) | ({TEACHER + n: p for n, p in parameters(teacher).items()} if teacher else {})
         sizes = mesh_sizes(mesh)
         rows = stored_rows(config, sizes["pipeline"])
         placements = place_all(declared, sizes, rows, config.mesh.experts_over)
         trained = {name: p for name, p in declared.items() if is_trained(config.lora, name)}
         optimizer = make_optimizer(config, trained, placements, mesh)
-        return cls(config, mesh, model, placements, optimizer, StepPlan.of(config, mesh))
+        return cls(config, mesh, model, placements, optimizer, StepPlan.of(config, mesh), teacher)
 
     @cached_property
     def graph(self) -> Graph:
-        return Graph.build(self.plan, self.model, self.placements)
+        return Graph.build(self.plan, self.model, self.placements, self.teacher)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -211,15 +215,19 @@ class TrainProgram:
     def first_loss_scale(self) -> jax.Array:
         return jnp.float32(INITIAL_LOSS_SCALE if self.config.precision.compute == "float16" else 1.0)
 
-    def init_state(self, params: bool = True) -> TrainState:
+    def init_state(self, params: bool = True, teacher: bool = True) -> TrainState:
         """The first state, made on the devices in its shards; no device or host ever holds whole arrays.
 
-        Without `params` it lacks those that come from elsewhere, the frozen ones if there are any, and there is room
-        for them.
+        Without `params` it lacks those that come from elsewhere: the base of adapters, or else all. Without `teacher`
+        it lacks the teacher's. There is room for them.
         """
-        if params:
+        lacking: dict[str, Any] = {}
+        if not params:
+            lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "rest": {}}
+        if not teacher and self.teacher is not None:
+            lacking["frozen"] = {}
+        if not lacking:
             return jax.jit(self._init, out_shardings=self.state_shardings)()
-        lacking: dict[str, Any] = {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "rest": {}}
         shardings = replace(self.state_shardings, **lacking)
         return jax.jit(lambda: replace(self._init(), **lacking), out_shardings=shardings)()
 
@@ -241,6 +249,9 @@ class TrainProgram:
     def _init(self) -> TrainState:
         seed, std = self.config.run.seed, self.config.model.init_std
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
+        if self.teacher is not None:
+            own = init_parameters(self.teacher, seed, self.teacher.config.init_std)
+            weights |= {TEACHER + name: w for name, w in own.items()}
         return self._first_state({name: pad_storage(w, self.placements[name]) for name, w in weights.items()})
 
     def _first_state(self, stored: dict[str, jax.Array]) -> TrainState:

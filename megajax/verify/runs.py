@@ -66,7 +66,7 @@ class Run:
         checkpoints = Checkpoints(directory, keep=1, keep_every=None)
         state = self.saver.restore(checkpoints, self.saved_step)
         checkpoints.close()
-        if self.program.config.lora.rank:  # frozen weights are not part of a checkpoint
+        if self.program.abstract_state.frozen:  # frozen weights are not part of a checkpoint
             state = replace(state, frozen=self.program.init_state().frozen)
         restored = self._whole(state)
         assert restored.keys() == saved.keys(), restored.keys() ^ saved.keys()

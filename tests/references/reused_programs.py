@@ -36,9 +36,9 @@ class ReusedPrograms:
             self._share(kind, name)
         own = kind.init_state
 
-        def init_state(program, params: bool = True):
-            if not (self.active and params):
-                return own(program, params)
+        def init_state(program, params: bool = True, teacher: bool = True):
+            if not (self.active and params and program.teacher is None):
+                return own(program, params, teacher)
             make = self._of(program, "init", lambda p: jax.jit(p._first_state, out_shardings=p.state_shardings))
             weights, places = self._weights(program), program.placements
             return make({name: stored(w, places[name], np.dtype(np.float32)) for name, w in weights.items()})

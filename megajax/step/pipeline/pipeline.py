@@ -9,7 +9,7 @@ residuals into and out of the slots. All stages together compute head and loss o
 stage, each for its share of the tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,8 +154,16 @@ class _Run:
     def microbatch(self, index: jax.Array) -> Microbatch:
         """A microbatch with the streams that the layers read."""
         batch = self.fields_of(index)
-        streams = {n: lax.dynamic_index_in_dim(x, index, keepdims=False) for n, x in self.streams.items()}
-        return batch._replace(inputs=self.stack.with_streams(batch, streams))
+        return batch._replace(inputs=self.stack.with_streams(batch, self.streams_of(index, self.stack.reads)))
+
+    def streams_of(self, index: jax.Array, names: Iterable[str]) -> dict[str, jax.Array]:
+        return {name: lax.dynamic_index_in_dim(self.streams[name], index, keepdims=False) for name in names}
+
+    def streams_of_head(self, index: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
+        """This stage's share of the streams that terminal nodes read; `x` is summed over the stages."""
+        read = sorted({name for node in self.graph.terminal for name in node.reads})
+        others = {name: self.shares.of_stage(own) for name, own in self.streams_of(index, read).items()}
+        return others | {HIDDEN: self.shares.scatter(x)}
 
     def fields_of(self, index: jax.Array) -> Microbatch:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
@@ -222,11 +230,11 @@ class _Run:
         """
         index = jnp.asarray(self.schedule.forward.microbatch)[tick, self.schedule.stages - 1]
         batch = self.shared(self.microbatch(index))
-        y = self.shares.scatter(jnp.where(self.last_stage, y, 0))
+        streams = self.streams_of_head(index, jnp.where(self.last_stage, y, 0))
         if not self.training:
-            new = Results(losses=self.graph.evaluate(self.arrays, {HIDDEN: y}, batch))
+            new = Results(losses=self.graph.evaluate(self.arrays, streams, batch))
             return carry._replace(results=carry.results.plus(new)), None
-        gradients, table, results = self.graph.turn(self.arrays, {HIDDEN: y}, batch, carry.table)
+        gradients, table, results = self.graph.turn(self.arrays, streams, batch, carry.table)
         carry = carry._replace(table=table, results=carry.results.plus(results))
         dy = self.shares.gather(gradients[HIDDEN])
         if self.pipeline.has_pending_heads:
@@ -381,13 +389,13 @@ class _Run:
             amax=[amax] * self.schedule.rounds,
             results=self.graph.zero_results(jax.eval_shape(self.turn_of_first, x)),
             metrics=[metrics] * self.schedule.rounds,
-            streams={name: jnp.zeros(x.shape, jnp.float32) for name, x in self.streams.items()},
+            streams={name: jnp.zeros(self.streams[name].shape, jnp.float32) for name in self.stack.reads},
         )
 
     def turn_of_first(self, x: jax.Array) -> Results:
         """The results of the terminal nodes for the first microbatch, for their shapes; `x` is any residual stream."""
         batch, zeros = self.shared(self.microbatch(jnp.int32(0))), self.graph.table.zero_gradients(self.arrays.table)
-        return self.graph.turn(self.arrays, {HIDDEN: self.shares.scatter(x)}, batch, zeros)[2]
+        return self.graph.turn(self.arrays, self.streams_of_head(jnp.int32(0), x), batch, zeros)[2]
 
     def empty_group(self, s: int, u: int, x: jax.Array, inputs: BlockInputs) -> EmptyGroup:
         """Group `u` of segment `s` before the first tick; `x` is any residual stream."""

@@ -55,12 +55,16 @@ class LayerStack:
         exchange: WeightExchange,
         fused: Mapping[str, FusedWeights],
         only_microbatch: bool,
+        prefix: str = "",
     ):
-        """`only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once."""
+        """`only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once.
+
+        `prefix` as in `StackWeights`.
+        """
         self.NAME, self.only_microbatch = name, only_microbatch
         self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(blocks), plan.segments
         self.reads = tuple(dict.fromkeys(name for block in self.blocks.values() for name in block.streams))
-        self.weights = StackWeights(plan, comm, self.blocks, exchange, fused)
+        self.weights = StackWeights(plan, comm, self.blocks, exchange, fused, prefix)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:

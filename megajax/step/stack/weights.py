@@ -58,8 +58,11 @@ class StackWeights:
         blocks: Mapping[str, Block],
         exchange: WeightExchange,
         fused: Mapping[str, FusedWeights],
+        prefix: str = "",
     ):
+        """`prefix` is that of the names of the model's parameters."""
         self.plan, self.comm, self.blocks, self.exchange, self.fused = plan, comm, blocks, exchange, fused
+        self.prefix = prefix
         self.slots, self.table, self.segments = plan.layer_slots, plan.layer_table, plan.segments
         self.scaling, self.gathered = Scaling(plan.config), plan.gathered_slots
         self.rounds = self.table.shape[1]
@@ -70,7 +73,7 @@ class StackWeights:
         # A layer's state that is not a parameter; it is passed among its group's weights.
         self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in blocks.items()}
         lora = plan.config.lora
-        self.trained = {kind: {n for n in own.parts if is_trained(lora, n)} for kind, own in fused.items()}
+        self.trained = {kind: {n for n in own.parts if is_trained(lora, prefix + n)} for kind, own in fused.items()}
         # Those that are stored in the dtype of the step's matmuls.
         halves = {
             kind: {n for n in own.parts if is_split(plan.config, own.placements[n])} for kind, own in fused.items()
@@ -86,7 +89,7 @@ class StackWeights:
         `scales` are the linear layers' FP8 scales, `[R·slots]` each; `state` is the layers' state, `[L, ...]`.
         """
         state = self._state_of_stage(state)
-        blocks = {kind: of_block(params, kind) for kind in self.kinds}
+        blocks = {kind: of_block(params, kind, self.prefix) for kind in self.kinds}
 
         def layer(segment: LayerSegment, j: int) -> dict[str, Any]:
             kind = self.slots[segment.start + j].block
@@ -97,7 +100,7 @@ class StackWeights:
                 for name, members in fused.parts.items():
                     in_fp8 = segment.fp8 and name in self.scaling.layers
                     wanted = segment.loops > 1 or (name in self.stored[kind] and segment.start + j not in self.gathered)
-                    if wanted and not in_fp8 and not self.exchange.is_gathered_once(stored_name(kind, name)):
+                    if wanted and not in_fp8 and not self.exchange.is_gathered_once(self.stored_name(kind, name)):
                         out[name] = Uncast({member: blocks[kind][member] for member in members}, kind, row, step)
             cut = {part for weight in out.values() for part in weight.parts}
             stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items() if name not in cut}
@@ -106,7 +109,7 @@ class StackWeights:
                     own = {which: self.all.layer_of(scale, segment, j) for which, scale in scales[name].items()}
                     out[name] = self._quantized(kind, name, w, own)
                 else:
-                    out[name] = self.exchange.gather_once(stored_name(kind, name), w)
+                    out[name] = self.exchange.gather_once(self.stored_name(kind, name), w)
             if segment.start + j in self.gathered:
                 out = {name: self._gathered(kind, name, w) for name, w in out.items()}
             return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
@@ -121,7 +124,7 @@ class StackWeights:
         """The amax of each linear layer's weight, `[R·slots]`, over all devices; empty without FP8."""
         if not self.scaling.settings.chosen.has_kernels:
             return {}
-        blocks = {kind: of_block(params, kind) for kind in self.kinds}
+        blocks = {kind: of_block(params, kind, self.prefix) for kind in self.kinds}
         local = {}
         for name in self.scaling.layers:
             found = {}
@@ -149,11 +152,11 @@ class StackWeights:
             for kind, layers in self.by_kind(segment, groups):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
-                    complete = self.exchange.complete(stored_name(kind, name), stacked)
+                    complete = self.exchange.complete(self.stored_name(kind, name), stacked)
                     for part, gradient in self.fused[kind].split(name, complete).items():
                         parts.setdefault((kind, part), []).append(gradient)
         joined = {(kind, part): self.kinds[kind].join(gradients) for (kind, part), gradients in parts.items()}
-        return {stored_name(*key): self.kinds[key[0]].without_empty(g) for key, g in joined.items()}
+        return {self.stored_name(*key): self.kinds[key[0]].without_empty(g) for key, g in joined.items()}
 
     def zero_gradients(self, gradients: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
         """Zeros in the shapes of gradients from `reduce` of all groups, in the dtype of their sums."""
@@ -166,7 +169,7 @@ class StackWeights:
         """`zero_gradients` of group `u`, with the dimensions `lead` in front of the gradients' own."""
         dtype = self.exchange.sum_dtype
         return tuple(
-            {name: jnp.zeros((*lead, *g.shape), dtype(stored_name(kind, name))) for name, g in layer.items()}
+            {name: jnp.zeros((*lead, *g.shape), dtype(self.stored_name(kind, name))) for name, g in layer.items()}
             for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
         )
 
@@ -203,7 +206,7 @@ class StackWeights:
         )
 
     def _reduce_layer(self, kind: str, gradient: dict[str, Any]) -> dict[str, Any]:
-        return {name: self.exchange.reduce_layer(stored_name(kind, name), g) for name, g in gradient.items()}
+        return {name: self.exchange.reduce_layer(self.stored_name(kind, name), g) for name, g in gradient.items()}
 
     def _reduce_in_turn(self, kind: str, gradient: dict[str, Any]) -> dict[str, Any]:
         """`_reduce_layer` in a loop: the backward pass of the first part hides the reductions of the other parts."""
@@ -212,11 +215,11 @@ class StackWeights:
         for name, g in gradient.items():
             last = name == f"{first[0]}.{first[1].used_last()}"
             groups[0 if not name.startswith(f"{first[0]}.") else 1 if last else 2][name] = g
-        return in_turn(groups, lambda name, g: self.exchange.reduce_layer(stored_name(kind, name), g))
+        return in_turn(groups, lambda name, g: self.exchange.reduce_layer(self.stored_name(kind, name), g))
 
     def _scatter_once(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
         return tuple(
-            {name: self.exchange.scatter_once(stored_name(kind, name), g) for name, g in layer.items()}
+            {name: self.exchange.scatter_once(self.stored_name(kind, name), g) for name, g in layer.items()}
             for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
         )
 
@@ -235,7 +238,7 @@ class StackWeights:
             row = w.row + w.step * index
             # In their storage layout: XLA would transpose the whole stack into the layout of the gather.
             parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}
-            return self.exchange.gather_once(stored_name(w.kind, name), self.fused[w.kind].fuse(parts)[name])
+            return self.exchange.gather_once(self.stored_name(w.kind, name), self.fused[w.kind].fuse(parts)[name])
 
         return tuple({name: weight(name, w) for name, w in layer.items()} for layer in group)
 
@@ -258,7 +261,7 @@ class StackWeights:
             name
             for name in layer
             if name not in (*self.state_names[kind], last if backward else first)
-            and self.exchange.is_gathered_by_layer(stored_name(kind, name))
+            and self.exchange.is_gathered_by_layer(self.stored_name(kind, name))
         ]
         groups = {n: w for n, w in layer.items() if n not in rest}, {n: layer[n] for n in rest}
         return in_turn(groups, lambda name, w: self._gather_layer(kind, name, w, False))
@@ -273,8 +276,8 @@ class StackWeights:
 
     def _gathered(self, kind: str, name: str, w: jax.Array | Fp8Weight) -> jax.Array | Fp8Weight:
         if not isinstance(w, Fp8Weight):
-            return self.exchange.gather_layer(stored_name(kind, name), w)
-        values = self.exchange.gather_layer(stored_name(kind, name), w.values)
+            return self.exchange.gather_layer(self.stored_name(kind, name), w)
+        values = self.exchange.gather_layer(self.stored_name(kind, name), w.values)
         return replace(w, values=values, transposed=values.swapaxes(-1, -2) if w.transposed is None else w.transposed)
 
     def _state_of_stage(self, state: LayerState) -> dict[str, dict[str, jax.Array]]:
@@ -286,6 +289,10 @@ class StackWeights:
                 filled = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
                 out[kind] |= {name: filled for name in self.blocks[kind].needs_filled}
         return out
+
+    def stored_name(self, kind: str, name: str) -> str:
+        """The full name of a block's weight."""
+        return f"{self.prefix}{BLOCKS}{kind}.{name}"
 
     def by_kind(self, segment: LayerSegment, groups: Sequence[tuple[dict, ...]]) -> Iterator[tuple[str, list[dict]]]:
         """The layers of each kind in a segment's body, kind by kind."""
@@ -308,8 +315,9 @@ class StackWeights:
         """Shards of one or several layers `[in, out]` (experts: `[E, in, out]`), quantised and gathered once."""
         scale = scales["weight"]
         of_each = scale.reshape(*scale.shape, *(1,) * (w.ndim - scale.ndim))
-        values = self.exchange.gather_once(stored_name(kind, name), fp8.quantize(w, of_each, fp8.E4M3))
-        whole = self.exchange.is_whole(stored_name(kind, name))  # if not, each pass of a layer gathers and transposes
+        values = self.exchange.gather_once(self.stored_name(kind, name), fp8.quantize(w, of_each, fp8.E4M3))
+        # If it is not, each pass of a layer gathers and transposes.
+        whole = self.exchange.is_whole(self.stored_name(kind, name))
         return Fp8Weight(
             values,
             values.swapaxes(-1, -2) if whole else None,
@@ -327,12 +335,7 @@ def reduced_on_the_way(segment: LayerSegment, only_microbatch: bool) -> bool:
     return only_microbatch and segment.loops == 1
 
 
-def stored_name(kind: str, name: str) -> str:
-    """The full name of a block's weight."""
-    return f"{BLOCKS}{kind}.{name}"
-
-
-def of_block[Value](params: Mapping[str, Value], kind: str) -> dict[str, Value]:
-    """The values of one kind of block, by name within the block."""
-    prefix = f"{BLOCKS}{kind}."
+def of_block[Value](params: Mapping[str, Value], kind: str, prefix: str = "") -> dict[str, Value]:
+    """The values of one kind of block, by name within the block; `prefix` as in `StackWeights`."""
+    prefix = f"{prefix}{BLOCKS}{kind}."
     return {n.removeprefix(prefix): w for n, w in params.items() if n.startswith(prefix)}

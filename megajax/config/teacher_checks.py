@@ -1,0 +1,58 @@
+"""Checks of the frozen teacher and of the objective that reads it."""
+
+from collections.abc import Callable
+
+from megajax.config.encoders import NO_ENCODER
+from megajax.config.objectives import OBJECTIVES
+from megajax.config.schema import Config
+from megajax.config.sentences import fail, format_keys, value
+from megajax.errors import ConfigError
+
+MODEL, KIND = "teacher.model", "objective.kind"
+
+
+def check_teacher(config: Config) -> None:
+    """Raise `ConfigError` for a teacher that nobody reads, that is missing, or that cannot run beside the model."""
+    registered, teacher = OBJECTIVES.get(config.objective.kind), config.teacher.model
+    reads = getattr(registered, "TEACHER", False)
+    if teacher is None:
+        if reads:
+            fail(
+                config, f"{format_keys(config, KIND)} reads a teacher's logits, but there is none", f"set {MODEL}", KIND
+            )
+        if config.teacher.source is not None:
+            key = "teacher.source"
+            fail(
+                config, f"{format_keys(config, key)} without {MODEL}", f"set {MODEL}, the network of these weights", key
+            )
+        return
+    if not reads:
+        problem = f"{format_keys(config, KIND)} reads no teacher, but {MODEL} is set"
+        fail(config, problem, f"remove teacher, or set {KIND} to an objective with TEACHER", MODEL, KIND)
+    for name in ("vocab_size", "vocab_multiple"):
+        own, of_teacher = value(config, f"model.{name}"), getattr(teacher, name)
+        if own != of_teacher:
+            problem = f"{MODEL}.{name}={of_teacher}, but model.{name}={own}"
+            fail(config, problem, "give both the same vocabulary", f"{MODEL}.{name}", f"model.{name}")
+    unused = {
+        "mtp_layers": (teacher.mtp_layers, "its prediction modules would not run"),
+        "encoder": (teacher.encoder.kind != NO_ENCODER, "a teacher reads tokens only"),
+        "router.expert_bias": (teacher.router.expert_bias, "a teacher's routers have no trained bias yet"),
+    }
+    for name, (is_set, reason) in unused.items():
+        if is_set:
+            fail(config, f"{MODEL}.{name} is set: {reason}", f"remove it from {MODEL}", f"{MODEL}.{name}", MODEL)
+
+
+def with_teacher(config: Config, sizes: dict[str, int], *checks: Callable[[Config, dict[str, int]], None]) -> None:
+    """Checks of the config, and of its teacher in place of the model, on a mesh of `sizes`."""
+    for check in checks:
+        check(config, sizes)
+    if (of_teacher := config.of_teacher) is None:
+        return
+    experts = {} if of_teacher.model.num_experts else {"expert": 1}  # these devices then divide the batch only
+    try:
+        for check in checks:
+            check(of_teacher, sizes | {"pipeline": 1} | experts)
+    except ConfigError as error:
+        raise ConfigError(f"teacher: {error}") from None

@@ -1,0 +1,77 @@
+"""The frozen teacher of a distillation: an inner node that gives the stream of its output."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.model.sublayer import normalise
+from megajax.model.transformer import Transformer
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.weights.exchange import WeightExchange
+from megajax.parallel.weights.fused import FusedWeights
+from megajax.sharding import BLOCKS, TEACHER, Placement, is_in_layer
+from megajax.step.embedding import Embedding
+from megajax.step.head import LossHead
+from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.stack.layers import LayerStack
+from megajax.step.stack.weights import of_block
+from megajax.step_plan import StepPlan
+
+STREAM = "teacher"
+
+
+class Teacher:
+    """The teacher's layers, forward only: `tokens` → its output after the final norm, `[T / tensor, D']`."""
+
+    NAME, PLACE = STREAM, "before"
+
+    def __init__(self, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]):
+        """`plan` is that of the step, `model` the teacher, `placements` are those of all parameters."""
+        sizes, plan = plan.sizes, plan.teacher or plan
+        config = plan.config
+        self.model, self.comm = config.model, MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic)
+        fused = {
+            kind: FusedWeights(of_block(placements, kind, TEACHER), block.fused, sizes)
+            for kind, block in model.blocks.items()
+        }
+        in_layers = {
+            f"{TEACHER}{BLOCKS}{kind}.{n}": p for kind, own in fused.items() for n, p in own.placements.items()
+        }
+        compute = jnp.dtype(config.precision.compute)
+        exchange = WeightExchange(in_layers, sizes, compute, compute)
+        self.embedding = Embedding(plan, self.comm)
+        self.stack = LayerStack(STREAM, plan, self.comm, dict(model.blocks), exchange, fused, False, TEACHER)
+
+    def fields(self) -> dict[str, Field]:
+        return {"tokens": Field(jnp.int32)}
+
+    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, None]:
+        table, nothing = of_teacher(arrays.table), dict.fromkeys(("dropout_key", "jitter_key", "adapter_key"))
+        inputs = replace(batch.inputs, **nothing, layer_loss_scale=None)
+        x = self.embedding.embed(table, batch.fields, inputs)
+        x, _ = self.stack.run_forward(arrays.stacks[STREAM], x, inputs, save=False)
+        return {STREAM: normalise(self.model, x, table.get("final_norm"), table.get("final_norm_bias"))}, None
+
+    def backward(
+        self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        return {}, table, Results()
+
+
+class TeacherHead:
+    """The teacher's logits of some tokens."""
+
+    def __init__(self, plan: StepPlan, comm: MeshComm):
+        self.head = LossHead(plan, comm, norms=())
+
+    def logits(self, table: Arrays, h: jax.Array) -> jax.Array:
+        """The teacher's output `[c, D']`, the same on all devices of `tensor` → FP32 logits `[c, V]`."""
+        return self.head.whole_logits(of_teacher(table), h)
+
+
+def of_teacher(table: Arrays) -> dict[str, jax.Array]:
+    """The teacher's weights outside its layers, by the names of its own model."""
+    return {n.removeprefix(TEACHER): w for n, w in table.items() if n.startswith(TEACHER) and not is_in_layer(n)}

@@ -1,0 +1,185 @@
+"""Distillation from a frozen teacher of another size, against `jax.grad` of the plain models with unchunked heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import megajax
+from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
+from megajax.errors import ConfigError, InputError
+from megajax.mesh import build_mesh
+from megajax.model import Transformer, bind
+from megajax.plan.costs import flops_per_token, parameter_count
+from megajax.plan.memory import estimate_memory
+from megajax.plan.search import check_counted
+from megajax.sharding import to_canonical
+from megajax.training.batches import to_global
+from megajax.training.loop import Trainer
+from megajax.training.step import TrainProgram
+from megajax.verify.runs import first_gradients
+
+ROWS, LENGTH = 8, 12
+TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
+TEACHER = {**TINY, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True}
+TEACHER |= {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16, "logit_softcap": 4.0}
+VALUE, GRADIENT = 5e-6, 2e-5  # sums of FP32 numbers in another order
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example():
+    import_extensions(["docs/examples/distillation.py"])
+
+
+def make(table, mesh, **changes):
+    sections = {
+        "batch": {"global_size": ROWS, "sequence_length": LENGTH},
+        "objective": {"kind": "distillation", "settings": {"temperature": 2.0}},
+        "teacher": {"model": TEACHER},
+        "kernels": {"loss_chunk_tokens": 5},
+    }
+    model = changes.pop("model", TINY)
+    return table.make_config(model, mesh, **{"microbatches": 2, "steps": 1, **sections, **changes})
+
+
+def fields():
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 50, (ROWS, LENGTH + 1))
+    mask = (rng.random((ROWS, LENGTH)) < 0.8).astype(np.float32)
+    positions = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask, "positions": positions}
+
+
+def weights_of(table, config):
+    own = table.weights_of(config.of_teacher)
+    return table.weights_of(config) | {f"teacher.{name}": w for name, w in own.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """(loss, gradients) of the plain models."""
+    config, batch = make(table, {}), fields()
+    weights = {n: jnp.asarray(w) for n, w in weights_of(table, config).items()}
+    own = {n.removeprefix("teacher."): w for n, w in weights.items() if n.startswith("teacher.")}
+
+    def loss(student):
+        target = jax.nn.softmax(bind(Transformer(config.teacher.model), own)(batch["tokens"]) / 2)
+        log_p = jax.nn.log_softmax(bind(Transformer(config.model), student)(batch["tokens"]) / 2)
+        mask = batch["loss_mask"]
+        return -(mask * (target * log_p).sum(-1)).sum() / mask.sum()
+
+    with jax.default_matmul_precision("highest"):
+        student = {n: w for n, w in weights.items() if not n.startswith("teacher.")}
+        return jax.jit(jax.value_and_grad(loss))(student)
+
+
+CASES = [
+    ({"fsdp": 2, "tensor": 2}, {}),
+    ({"context": 2, "fsdp": 2}, {"microbatches": 1}),
+    ({"pipeline": 2}, {}),
+    ({"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "1f1b"}, "microbatches": 4}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "changes"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_the_plain_models(table, expected, mesh, changes):
+    config, (loss, gradients) = make(table, mesh, **changes), expected
+    count = int(np.prod([*mesh.values(), 1]))
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state, batch = table.first_state(program, weights_of(table, config)), to_global(program, fields())
+    before = {name: np.asarray(w) for name, w in state.frozen.items()}
+    total, number = program.eval_step(state.weights, state.layer_state, batch)
+    assert float(total / number) == pytest.approx(float(loss), rel=VALUE)
+    state, metrics = program.train_step(state, batch)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=VALUE)
+    found = first_gradients(program, state, float(metrics["grad_norm"]))
+    assert found.keys() == gradients.keys()
+    for weight, own in gradients.items():
+        assert np.linalg.norm(found[weight] - own) <= GRADIENT * np.linalg.norm(own), weight
+    assert before.keys() == state.frozen.keys() and all(np.array_equal(before[n], w) for n, w in state.frozen.items())
+
+
+BAD = {
+    "no teacher": ({"teacher": {}}, "objective.kind=distillation reads a teacher's logits.*set teacher.model"),
+    "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),
+    "vocabulary": ({"teacher": {"model": {**TEACHER, "vocab_size": 51}}}, "teacher.model.vocab_size=51, but .*=50"),
+    "modules": ({"teacher": {"model": {**TEACHER, "mtp_layers": 1}}}, "teacher.model.mtp_layers is set"),
+    "source alone": (
+        {"teacher": {"source": "x"}, "objective": {"kind": "next_token", "settings": {}}},
+        "teacher.source=x without teacher.model",
+    ),
+    "mesh": (
+        {"teacher": {"model": {**TEACHER, "num_heads": 1, "num_kv_heads": 1}}},
+        "^teacher: mesh.tensor=2 does not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_run_is_a_sentence(table, case):
+    changes, sentence = BAD[case]
+    with pytest.raises(ConfigError, match=sentence):
+        make(table, {"tensor": 2}, **changes)
+
+
+def test_a_run_reads_the_teachers_weights_and_resumes(table, tmp_path, monkeypatch):
+    """The teacher is the checkpoint of another run; both steps after resuming are those of a run without a stop."""
+    monkeypatch.chdir(tmp_path)
+    data = {"data": {"kind": "synthetic"}, "logging": {"norms_interval": 0}}
+
+    def run(name, steps, **changes):
+        config = make(table, {"fsdp": 2}, run={"name": name, "dir": name, "steps": steps, "log_interval": 1}, **changes)
+        trainer = Trainer(config, jax.devices()[:2])
+        trainer.run()
+        return trainer
+
+    of_teacher = {"teacher": {}, "objective": {"kind": "next_token", "settings": {}}}
+    base = run("teacher", 1, model=TEACHER, **of_teacher, **data)
+    teacher = {"teacher": {"model": TEACHER, "source": "teacher"}}
+    whole = run("whole", 4, **teacher, **data)
+    for name, w in base.state.params.items():
+        found = whole.state.frozen[f"teacher.{name}"]
+        np.testing.assert_array_equal(canonical(whole, f"teacher.{name}", found), canonical(base, name, w))
+    run("halves", 2, **teacher, **data)
+    resumed = run("halves", 4, **teacher, **data)
+    for name, w in whole.state.params.items():
+        np.testing.assert_array_equal(w, resumed.state.params[name])
+    assert not [name for name in megajax.load_weights("halves") if name.startswith("teacher.")]
+
+
+def canonical(trainer, name, w):
+    return np.asarray(to_canonical(np.asarray(w), trainer.program.placements[name]))
+
+
+def test_a_run_needs_a_source_and_the_planner_says_what_it_does_not_count(table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = make(table, {}, data={"kind": "synthetic"})
+    with pytest.raises(ConfigError, match="teacher.model is set, but teacher.source names no weights"):
+        Trainer(config, jax.devices()[:1])
+    with pytest.raises(InputError, match="the planner does not count a teacher yet"):
+        check_counted(config)
+
+
+def test_flops_and_memory_count_it(table):
+    """Its matmuls forward only; its frozen weights; over fsdp one layer of it, and what is outside its layers."""
+    config = make(table, {})
+    none = {"teacher": {}, "objective": {"kind": "next_token", "settings": {}}}
+    plain = make(table, {}, **none)
+    more = flops_per_token(config) - flops_per_token(plain)
+    assert more == pytest.approx(flops_per_token(config.of_teacher) / 3)
+    programs = [TrainProgram.build(each, build_mesh({}, jax.devices()[:1])) for each in (config, plain)]
+    with_teacher, without = (estimate_memory(p.plan.on_gpus(), p.placements) for p in programs)
+    assert with_teacher.parameters - without.parameters == 4 * parameter_count(programs[0].teacher)
+    assert with_teacher.weights == without.weights
+    assert with_teacher.activations - without.activations == 4 * (ROWS // 2) * LENGTH * 32
+    mesh = build_mesh({"fsdp": 2}, jax.devices()[:2])
+    divided, alone = (
+        estimate_memory(p.plan.on_gpus(), p.placements)
+        for p in (
+            TrainProgram.build(each, mesh) for each in (make(table, {"fsdp": 2}), make(table, {"fsdp": 2}, **none))
+        )
+    )
+    attention, experts = 32 * 8 * (4 + 2 + 2 + 4), 4 * 3 * 32 * 16
+    layers = 3 * attention + 3 * 32 * 24 + 2 * (experts + 32 * 4)
+    assert divided.weights - alone.weights == 4 * layers // 3 + 4 * 128 * 32
