@@ -263,7 +263,7 @@ class StepPlan:
         microbatches it is 1 % faster (docs/log.md, 2026-11-25).
         """
         optimizer = self.config.optimizer
-        small = (optimizer.offload > 0 or optimizer.state == "int8") and not self.is_pipelined
+        small = (optimizer.offload > 0 or optimizer.form.is_small) and not self.is_pipelined
         once = complete and any(self.sizes[axis] > 1 for axis in ONCE_AXES)
         return small or once or any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
 

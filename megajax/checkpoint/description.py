@@ -27,13 +27,11 @@ ROUTER_OF_NETWORK = (
     "logit_bias",
     "expert_bias",
 )
-OTHER_ARRAYS = (
-    "optimizer.kind",
-    "optimizer.state",
-    "optimizer.beta1",
-    "lora.rank",
-    "lora.targets",
-)  # changes give the state other arrays
+OTHER_ARRAYS = {  # sections, or keys, whose changes give the state other arrays
+    "optimizer": "the optimizer has other moments",
+    "lora.rank": "the adapters have other shapes",
+    "lora.targets": "the adapters have other shapes",
+}
 # Keys that decide the tokens of the samples, by `data.kind`, besides its sources and their order.
 OF_SAMPLES = {
     "text": ("end_of_document", "begin_of_document", "text_key"),
@@ -184,8 +182,8 @@ def _value(description: Mapping[str, Any], section: str, name: str) -> Any:
 def _reason(difference: SettingDifference, found: Sequence[SettingDifference], model: ModelConfig) -> str:
     """The reason why a state that was saved with a difference has other arrays than this run's; empty if it has not."""
     section = difference.key.partition(".")[0]
-    if difference.key in OTHER_ARRAYS:
-        return {"optimizer": "the optimizer has other moments", "lora": "the adapters have other shapes"}[section]
+    if why := OTHER_ARRAYS.get(section) or OTHER_ARRAYS.get(difference.key):
+        return why
     if section == "model" and _shapes(_saved_model(found, model)) != _shapes(model):
         return "the model's arrays have other shapes"
     return ""

@@ -18,6 +18,7 @@ from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shap
 from megajax.config.model_checks import check_model
 from megajax.config.objectives import check_objective
 from megajax.config.pipeline_checks import check_stages
+from megajax.config.registered import settings_of
 from megajax.config.rollback_checks import check_rollbacks
 from megajax.config.schedules import TAIL
 from megajax.config.schema import Config
@@ -43,6 +44,7 @@ def check_combinations(config: Config) -> None:
     _check_batch(config)
     _check_remat(config)
     _check_master(config)
+    _check_optimizer(config)
     if config.mesh.pipeline != -1:
         check_stages(config, sizes)
     _check_attention_kernel(config)
@@ -162,6 +164,15 @@ def _check_remat(config: Config) -> None:
     if remat.group > 1 and not remat.chosen.keeps_input:
         problem = f"{format_keys(config, 'remat.group')} needs remat.policy=full, not {remat.policy}"
         fail(config, problem, "set remat.group=1, or remat.policy=full", "remat.group", "remat.policy")
+
+
+def _check_optimizer(config: Config) -> None:
+    kind, settings, made = "optimizer.kind", "optimizer.settings", config.optimizer.chosen.made
+    if made is not None:
+        settings_of(config, made, "optimizer")
+    elif config.optimizer.settings:
+        problem = f"{format_keys(config, settings)} with {format_keys(config, kind)}, which has none"
+        fail(config, problem, f"remove them, or set {kind}", settings, kind)
 
 
 def _check_master(config: Config) -> None:

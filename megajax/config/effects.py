@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from megajax.config.kinds import LATENT
+from megajax.config.optimizers import BETA1, BETA2, EPSILON, OPTIMIZERS
 from megajax.config.schedules import DECAY, LOWEST, TAIL
 from megajax.config.schema import Config, lowest_rate
 from megajax.config.sentences import format_keys, value, warn
@@ -13,6 +14,8 @@ COMPARED_ON_RESUME = (
     "optimizer.kind",
     "optimizer.state",
     "optimizer.beta1",
+    "optimizer.settings",
+    "optimizer.soap.max_dimension",
     "run.seed",
     "batch.sequence_length",
     "lora.rank",
@@ -114,15 +117,19 @@ def _of_the_run(config: Config) -> list[Rule]:
     recipe, exports = "precision.fp8.recipe", "checkpoint.export_hf"
     one_microbatch = config.batch.num_microbatches == 1 and config.mesh.pipeline == 1
     of_fp8 = tuple(f"precision.fp8.{name}" for name in type(fp8).model_fields if name != "recipe")
-    of_ademamix = tuple(f"optimizer.ademamix.{name}" for name in type(config.optimizer.ademamix).model_fields)
-    of_muon = tuple(f"optimizer.muon.{name}" for name in type(config.optimizer.muon).model_fields)
+    optimizer = config.optimizer
+    others = {kind: own for kind in OPTIMIZERS if kind != optimizer.kind and (own := getattr(optimizer, kind, None))}
     delayed = tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin"))
     return [
         *(Rule(key not in reads, "schedule.kind", (f"schedule.{key}",)) for key in (TAIL, LOWEST, DECAY)),
-        Rule(config.optimizer.kind == "sgd", "optimizer.kind", ("optimizer.beta2", "optimizer.epsilon")),
-        Rule(config.optimizer.kind == "lion", "optimizer.kind", ("optimizer.epsilon",)),
-        Rule(config.optimizer.kind != "ademamix", "optimizer.kind", of_ademamix),
-        Rule(config.optimizer.kind != "muon", "optimizer.kind", of_muon),
+        *(
+            Rule(key not in optimizer.chosen.reads, "optimizer.kind", (f"optimizer.{key}",))
+            for key in (BETA1, BETA2, EPSILON)
+        ),
+        *(
+            Rule(True, "optimizer.kind", tuple(f"optimizer.{kind}.{name}" for name in type(own).model_fields))
+            for kind, own in others.items()
+        ),
         Rule(one_microbatch, "batch.num_microbatches", ("precision.accumulation",)),
         Rule(config.remat.chosen.recomputes_nothing, "remat.policy", ("remat.layers",)),
         Rule(config.lora.rank is None, "lora.rank", ("lora.alpha", "lora.targets", "lora.dropout")),

@@ -60,12 +60,12 @@ def _check_qk_clip(config: Config) -> None:
 
 def _check_width(config: Config) -> None:
     """µP: what its table does not have."""
-    key = "model.mup_base_width"
+    key, optimizer = "model.mup_base_width", config.optimizer.chosen
     if config.model.mup_base_width is None:
         return
     others = {
         "model.tie_embeddings": (config.model.tie_embeddings, "embeddings and head are scaled in another way"),
-        "optimizer.kind": (config.optimizer.kind == "sgd", "the rates are those of AdamW, Lion and Muon"),
+        "optimizer.kind": (not optimizer.scales_with_width, "the rates are those of AdamW, Lion and Muon"),
         "lora.rank": (bool(config.lora.rank), "the rates are those of training all weights"),
     }
     for other in (other for other, (found, _) in others.items() if found):

@@ -1,10 +1,11 @@
 """Keys of the optimizer."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megajax.config.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
+from megajax.config.optimizers import FORMS, OPTIMIZERS, MomentForm, OptimizerKind
 
 Coefficients = Annotated[tuple[float, float, float], Field(strict=False)]
 EmaDecay = Annotated[float, Field(gt=0, lt=1)]
@@ -65,17 +66,28 @@ class AdemamixConfig(Section):
     )
 
 
+class SoapConfig(Section):
+    """SOAP (Vyas et al. 2024): Adam in the eigenbases of each matrix of the layers."""
+
+    precondition_frequency: Count = Field(default=10, description="Steps between two refreshes of the eigenbases.")
+    max_dimension: Count = Field(
+        default=10_000, description="A side of a matrix that is longer keeps its own basis, as with AdamW."
+    )
+
+
 class OptimizerConfig(Section):
     """The optimizer and its settings."""
 
-    kind: Literal["adamw", "ademamix", "sgd", "lion", "muon"] = Field(
+    kind: Annotated[str, OPTIMIZERS] = Field(
         default="adamw",
-        description="Kind of optimizer; muon updates the matrices of the layers, and AdamW all other parameters.",
+        description="Kind of optimizer; muon and soap update the matrices of the layers, and AdamW all others; or one"
+        " registered by run.extensions.",
     )
-    state: Literal["float32", "bfloat16", "int8"] = Field(
+    settings: dict[str, Any] = Field(default={}, description="Settings of a registered optimizer, by name.")
+    state: Annotated[str, FORMS] = Field(
         default="float32",
         description="Form of the moments between steps: bfloat16 by stochastic rounding, or int8 by blocks with a"
-        " scale each. A step computes with them in FP32.",
+        " scale each; or one registered by run.extensions. A step computes with them in FP32.",
     )
     master: Literal["float32", "split"] = Field(
         default="float32",
@@ -115,3 +127,17 @@ class OptimizerConfig(Section):
     )
     ademamix: AdemamixConfig = Field(default_factory=AdemamixConfig, description="Settings of the optimizer ademamix.")
     muon: MuonConfig = Field(default_factory=MuonConfig, description="Settings of the optimizer muon.")
+    soap: SoapConfig = Field(default_factory=SoapConfig, description="Settings of the optimizer soap.")
+
+    def __hash__(self) -> int:  # `settings` and `groups` have none
+        return hash((self.kind, self.state, self.master, self.offload, self.weight_decay, self.ema_decay))
+
+    @property
+    def chosen(self) -> OptimizerKind:
+        """The declarations of the optimizer."""
+        return OPTIMIZERS[self.kind]
+
+    @property
+    def form(self) -> MomentForm:
+        """The declarations of the form of moments."""
+        return FORMS[self.state]

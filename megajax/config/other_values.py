@@ -106,7 +106,7 @@ adamw_8bit, adamw_bnb_8bit, adam8bit, paged_adamw_8bit, paged_adamw, adamw_torch
 momentum, nesterov, sgdm, vanilla | sgd
 dist_muon, muonclip, moonlight, normuon, torch_muon | muon
 lion_8bit, lion_32bit, paged_lion | lion
-adafactor, adagrad, rmsprop, lamb, lars, shampoo, soap, sophia, adamax, radam, galore_adamw, prodigy, came, apollo | |
+adafactor, adagrad, rmsprop, lamb, lars, shampoo, sophia, adamax, radam, galore_adamw, prodigy, came, apollo | |
     it does not exist here
 """,
         "optimizer.state": """

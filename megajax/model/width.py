@@ -10,10 +10,10 @@ size divided by it. All widths are assumed to grow with the hidden size, by more
 | embeddings, norms, biases | 1 | 1 | AdamW: 1 | AdamW: 1 |
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.optimizer_schema import MuonConfig
 
 OUTPUTS = ("vocab", "router")  # dimensions of outputs whose number does not grow with the width
 STACKED = ("layers", "modules")
@@ -27,14 +27,9 @@ def std_factor(config: ModelConfig, parameter: Any) -> float:
     return 1 / m if is_output(parameter) else m**-0.5
 
 
-def rate_factor(config: ModelConfig, parameter: Any, by_muon: bool, muon: MuonConfig) -> float:
-    """The factor of the learning rate of a declared parameter, which Muon updates (`by_muon`), or AdamW or Lion."""
-    m = _ratio(config)
-    if parameter.role != "matrix":
-        return 1.0
-    if by_muon:
-        return 1.0 if muon.scale == "spectral" else m**-0.5
-    return 1 / m
+def rate_factor(config: ModelConfig, parameter: Any, of_matrices: Callable[[float], float]) -> float:
+    """The factor of the learning rate of a declared parameter; `of_matrices`: m → the factor of its optimizer."""
+    return of_matrices(_ratio(config)) if parameter.role == "matrix" else 1.0
 
 
 def is_output(parameter: Any) -> bool:

@@ -1,6 +1,36 @@
-"""Optimizers and learning rate schedules."""
+"""Optimizers, the forms of their moments, and learning rate schedules."""
 
-from megajax.optim.optimizer import make_optimizer
+from dataclasses import replace
+
+from megajax.config import optimizers as config
+from megajax.config.optimizers import MomentForm, OptimizerKind
+from megajax.optim.forms import Form
+from megajax.optim.optimizer import COUNT, MatrixOptimizer, OptaxOptimizer, Optimizer, Slot
 from megajax.optim.schedule import make_schedule
+from megajax.optim.slots import FORMS, OPTIMIZERS
 
-__all__ = ["make_optimizer", "make_schedule"]
+__all__ = [
+    "COUNT",
+    "Form",
+    "MatrixOptimizer",
+    "MomentForm",
+    "OptaxOptimizer",
+    "Optimizer",
+    "OptimizerKind",
+    "Slot",
+    "make_schedule",
+    "register_form",
+    "register_optimizer",
+]
+
+
+def register_optimizer(kind: OptimizerKind, optimizer: type[Optimizer]) -> None:
+    """Register an extension's optimizer for `optimizer.kind`. Raises ConfigError for a name that is taken."""
+    config.OPTIMIZERS.add(replace(kind, made=optimizer))
+    OPTIMIZERS[kind.name] = optimizer
+
+
+def register_form(declared: MomentForm, form: type[Form]) -> None:
+    """Register an extension's form of moments for `optimizer.state`. Raises ConfigError for a name that is taken."""
+    config.FORMS.add(declared)
+    FORMS[declared.name] = form

@@ -7,23 +7,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.config import Config
+from megajax.optim.optimizer import COUNT, OptaxOptimizer, Slot
 
 
-def ademamix(config: Config) -> optax.GradientTransformation:
+class Ademamix(OptaxOptimizer):
     """Gradients → (m1 / (1 - beta1^t) + alpha·m2) / (√(nu / (1 - beta2^t)) + epsilon); m2 is the slow mean.
 
     alpha and the decay rate of m2 rise until `optimizer.ademamix.warmup_steps`.
     """
-    own, settings = config.optimizer, config.optimizer.ademamix
-    steps = config.run.steps if settings.warmup_steps is None else settings.warmup_steps
-    return optax.contrib.scale_by_ademamix(
-        own.beta1,
-        own.beta2,
-        _after_updates(lambda share: _decay_rate(own.beta1, settings.beta3, share), steps),
-        _after_updates(lambda share: settings.alpha * share, steps),
-        own.epsilon,
-    )
+
+    SLOTS = (COUNT, Slot("count_m2", "scalar"), Slot("m1"), Slot("m2"), Slot("nu", non_negative=True))
+    STATE = optax.contrib.ScaleByAdemamixState
+
+    def transformation(self) -> optax.GradientTransformation:
+        own, settings = self.config.optimizer, self.config.optimizer.ademamix
+        steps = self.config.run.steps if settings.warmup_steps is None else settings.warmup_steps
+        return optax.contrib.scale_by_ademamix(
+            own.beta1,
+            own.beta2,
+            _after_updates(lambda share: _decay_rate(own.beta1, settings.beta3, share), steps),
+            _after_updates(lambda share: settings.alpha * share, steps),
+            own.epsilon,
+        )
+
+    @property
+    def first_moment(self) -> tuple[str, float]:
+        return "m1", 1 - self.config.optimizer.beta1
 
 
 def _after_updates(value: Callable[[jax.Array], jax.Array], steps: int) -> optax.Schedule:

@@ -13,6 +13,7 @@ from megajax.config import Config
 from megajax.config.optimizer_schema import OptimizerGroup
 from megajax.config.sentences import fail
 from megajax.model.width import rate_factor
+from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import EMPTY, Placement
 
 KEY = "optimizer.groups"
@@ -43,16 +44,16 @@ def group_of(config: Config, names: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def rates(config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
+def rates(config: Config, declared: Mapping[str, Any], slots: OptimizerSlots) -> dict[str, Any]:
     """The learning rate of each parameter as a multiple of the schedule's: a number, or one for each stored row."""
-    groups, own = _groups(config, declared), config.optimizer
+    groups, (chosen, *others) = _groups(config, declared), slots.members
     out: dict[str, Any] = {}
-    for name, parameter in declared.items():
-        rate = groups[name].learning_rate if name in groups else 1.0
-        if own.kind == "muon" and not parameter.muon:
-            rate *= own.muon.adamw_rate
-        rate *= rate_factor(config.model, parameter, by_muon=own.kind == "muon" and parameter.muon, muon=own.muon)
-        out[name] = rate * _depth_factor(config, name, parameter, placements[name])
+    for member in (chosen, *others):
+        beside = 1.0 if member is chosen else chosen.optimizer.others_rate
+        for name, placement in member.placements.items():
+            rate = (groups[name].learning_rate if name in groups else 1.0) * beside
+            rate *= rate_factor(config.model, declared[name], member.optimizer.width_factor)
+            out[name] = rate * _depth_factor(config, name, declared[name], placement)
     return out
 
 

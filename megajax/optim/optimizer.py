@@ -1,98 +1,136 @@
-"""The update direction; the step multiplies it by the learning rate."""
+"""What an optimizer declares and computes. Each optimizer is a class in a module of its own; `update.py` runs them all.
 
-import math
+An optimizer is written for one device. It never sees the mesh, the form of its moments between steps, or the host.
+"""
+
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from megajax.config import Config
-from megajax.config.optimizer_schema import MuonConfig
-from megajax.mesh import mesh_sizes
-from megajax.ops.newton_schulz import coefficients, newton_schulz
-from megajax.optim.ademamix import ademamix
-from megajax.optim.groups import decays, rates
-from megajax.optim.states import small_states
-from megajax.parallel.weights.matrices import MatrixLayout, on_whole_matrices
-from megajax.sharding import Placement
+from megajax.config.fields import Section
+
+Named = dict[str, jax.Array]  # arrays by the names of parameters
+Slots = dict[str, Any]  # arrays by slot: a scalar, or arrays by the names of parameters
 
 
-def make_optimizer(
-    config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement], mesh: Mesh
-) -> optax.GradientTransformation:
-    """Gradients by name → directions by name, in stored form, decoupled weight decay included.
+@dataclass(frozen=True)
+class Slot:
+    """An array that an optimizer keeps between steps, for each of its parameters; the first value is zero.
 
-    `declared` are the trained parameters (`model.parameters.declare`). AdamW is Loshchilov and Hutter 2019, Lion is
-    Chen et al. 2023, SGD is heavy-ball momentum, Muon is Jordan et al. 2024.
+    Its shape is `like` the parameter, or a `scalar` of all parameters (int32); or, for each matrix [R, C] of the
+    parameter, [R, C], [R, R] or [C, C], which one device keeps whole.
     """
-    own, trained = config.optimizer, {name: placements[name] for name in declared}
-    adamw = optax.scale_by_adam(own.beta1, own.beta2, own.epsilon)
-    after = optax.chain(_add_decay(decays(config, declared)), _multiply(rates(config, declared, placements)))
-    if own.kind == "muon":
-        muon = {name: placements[name] for name, p in declared.items() if p.muon}
-        direction = optax.partition(
-            {
-                "muon": optax.chain(optax.trace(own.muon.momentum, own.muon.nesterov), _orthogonal(config, muon, mesh)),
-                "adamw": adamw,
-            },
-            lambda some: {name: "muon" if name in muon else "adamw" for name in some},
-        )
-        direction = small_states(direction, own.state, trained)
-        return optax.chain(direction, after)
-    direction = {
-        "adamw": lambda: adamw,
-        "ademamix": lambda: ademamix(config),
-        "lion": lambda: optax.scale_by_lion(own.beta1, own.beta2),
-        "sgd": lambda: optax.trace(own.beta1) if own.beta1 > 0 else optax.identity(),
-    }[own.kind]()
-    return optax.chain(small_states(direction, own.state, trained), after)
+
+    name: str
+    shape: Literal["like", "scalar", "matrix", "rows", "columns"] = "like"
+    non_negative: bool = False  # second moments; int8 has another code for them
+    exact: bool = False  # FP32 with every `optimizer.state`
+
+    def of_matrix(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape for a matrix."""
+        return {"matrix": (rows, columns), "rows": (rows, rows), "columns": (columns, columns)}[self.shape]
 
 
-def _orthogonal(config: Config, placements: Mapping[str, Placement], mesh: Mesh) -> optax.GradientTransformation:
-    """Momenta by name → orthogonal updates of their matrices, scaled; computed in BF16 unless the step is in FP32."""
-    muon, sizes = config.optimizer.muon, mesh_sizes(mesh)
-    layouts = {name: MatrixLayout.of(placement, sizes, muon.per_head) for name, placement in placements.items()}
-    scales = {name: _update_scale(muon, layout.inputs, layout.outputs) for name, layout in layouts.items()}
-    dtype = jnp.float32 if config.precision.compute == "float32" else jnp.bfloat16
-    steps = coefficients(muon.coefficients, muon.steps)
-    orthogonal = on_whole_matrices(partial(newton_schulz, steps=steps), layouts, mesh, dtype)
-
-    def update(momenta: Any, _: Any) -> Any:
-        own = {name: momenta[name] for name in layouts if isinstance(momenta.get(name), jax.Array)}
-        if not own:  # of parameters without matrices only
-            return momenta
-        whole = orthogonal(own)
-        return momenta | {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}
-
-    return optax.stateless(update)
+COUNT = Slot("count", "scalar")  # the number of updates
 
 
-def _update_scale(config: MuonConfig, inputs: int, outputs: int) -> float:
-    """The factor of an orthogonal update of a matrix `[inputs, outputs]`.
+class Optimizer:
+    """From gradients to directions, element by element, so that each device has its shards of all arrays."""
 
-    `match_adamw` is that of Moonlight (Liu et al. 2025): the mean square of the update is then 0.2², as AdamW's is.
+    class Settings(Section):
+        """The keys of `optimizer.settings`, of an extension's optimizer."""
+
+    SLOTS: ClassVar[tuple[Slot, ...]] = ()
+    others_rate = 1.0  # learning rate of parameters that it leaves to AdamW, as a multiple of the schedule's
+
+    def __init__(self, config: Config, settings: Any = None):
+        self.config, self.settings = config, settings
+
+    def slots(self) -> tuple[Slot, ...]:
+        return self.SLOTS
+
+    def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
+        """(directions, new slots), FP32: a step subtracts the learning rate times the direction and weight decay."""
+        raise NotImplementedError
+
+    @property
+    def first_moment(self) -> tuple[str, float] | None:
+        """A slot that is the first gradient times a factor after the first step, and the factor, for `verify`."""
+        return None
+
+    def width_factor(self, ratio: float) -> float:
+        """By µP the factor of the learning rate of a matrix whose width is `ratio` times that of the tuned one."""
+        return 1 / ratio
+
+
+class OptaxOptimizer(Optimizer):
+    """An optax transformation whose state is a NamedTuple with the slots as fields."""
+
+    STATE: ClassVar[Any]
+
+    def transformation(self) -> optax.GradientTransformation:
+        raise NotImplementedError
+
+    def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
+        directions, after = self.transformation().update(gradients, self.STATE(**slots))
+        return directions, after._asdict()  # type: ignore[union-attr]
+
+
+class MatrixOptimizer(Optimizer):
+    """From gradients of the layers' matrices to directions; AdamW updates all other parameters.
+
+    First `direction` computes with all elements in their shards; by default it changes nothing. Then whole matrices
+    come to one device each, for `of_matrices`.
     """
-    if config.scale == "spectral":
-        return math.sqrt(max(1.0, outputs / inputs))
-    return 0.2 * math.sqrt(max(inputs, outputs))
+
+    turns = False  # whether matrices are turned, so that R ≤ C
+    per_head = False  # whether each head of queries, keys and values is a matrix by itself
+    in_chain: ClassVar[bool] = False  # whether checkpoints have its slots as an item of a chain of optax
+
+    def slots_of_matrices(self, rows: int, columns: int) -> tuple[Slot, ...]:
+        """Slots of a parameter whose matrices are [R, C]."""
+        return ()
+
+    def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
+        return gradients, slots
+
+    def of_matrices(self, matrices: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
+        """(directions [k, R, C], new slots) of k matrices; `slots` has scalars and, for each matrix, its slots.
+
+        Each matrix is computed by itself, and zeros give zeros.
+        """
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which matrices come and go."""
+        return jnp.float32
+
+    def scale(self, inputs: int, outputs: int) -> float:
+        """The factor of the directions of matrices [inputs, outputs] of a parameter."""
+        return 1.0
+
+    def operations(self, rows: int, columns: int) -> float:
+        """Operations of a step for one matrix, as BF16 matmuls, for the planner."""
+        return 0.0
 
 
-def _add_decay(decays: Mapping[str, float]) -> optax.GradientTransformation:
-    def update(directions: Any, params: Any) -> Any:
-        return {name: d + decays[name] * params[name] if decays[name] else d for name, d in directions.items()}
+class Held(NamedTuple):
+    """The slots of an optimizer's parameters and of those that AdamW updates beside it."""
 
-    return optax.stateless(update)
+    rounded: Any  # int32, the number of updates so far; None: all moments are FP32
+    slots: Mapping[str, Slots]  # by the kind of optimizer
 
 
-def _multiply(factors: Mapping[str, Any]) -> optax.GradientTransformation:
-    def update(directions: Any, _: Any) -> Any:
-        return {
-            name: d if isinstance(factors[name], float) and factors[name] == 1.0 else factors[name] * d
-            for name, d in directions.items()
-        }
+class Updated(NamedTuple):
+    """What an update changes, by the names of parameters; fields as in the train state."""
 
-    return optax.stateless(update)
+    params: Any
+    ema: Any
+    optimizer: Held
+    rest: Any

@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.plan.memory import MemoryEstimate, estimate_memory, moments
-from megajax.plan.optimizer import declared, host_bytes, newton_schulz_flops, shards, state_bytes
+from megajax.plan.optimizer import declared, matrix_operations, shards, slots_of, state_bytes
 from megajax.plan.rates import Rates
 from megajax.plan.step_time import StepTime, StoredState, estimate_time
 from megajax.sharding import BLOCKS, Placement, place_all, stored_rows
@@ -84,5 +84,7 @@ def _storage(stored: _Stored) -> Storage:
     for name, placement in placements.items():
         by_axes[placement.storage_axes] += count[name]
     in_layers = sum(number for name, number in count.items() if name.startswith(BLOCKS))
-    muon, host = newton_schulz_flops(plan, placements), host_bytes(plan, placements)
-    return Storage(placements, StoredState(by_axes, in_layers, muon, host), sum(state_bytes(plan, placements)))
+    slots = slots_of(plan, placements)
+    state = state_bytes(plan, slots, placements)
+    own = StoredState(by_axes, in_layers, matrix_operations(slots), state.on_host)
+    return Storage(placements, own, state.weights + state.optimizer)

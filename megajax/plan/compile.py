@@ -56,7 +56,7 @@ class StepProgram(Protocol):
     @property
     def abstract_batch(self) -> Any: ...
     @property
-    def is_on_host(self) -> Any: ...  # bools in the tree of the state
+    def stored(self) -> Any: ...  # the tree of the state, whose leaves have `on_host`
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def compile_for_h200[StoredProgram: StepProgram](
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
         traced_at = time.perf_counter()
         lowered = traced.lower()
-        _place_on_host(lowered, jax.tree.leaves(program.is_on_host))
+        _place_on_host(lowered, [array.on_host for array in jax.tree.leaves(program.stored)])
         lowered_at = time.perf_counter()
         text, memory = compiled(lowered, store, device=device)
         end = time.perf_counter()

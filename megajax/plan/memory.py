@@ -13,7 +13,7 @@ from functools import cached_property
 from megajax.config.kinds import MTP
 from megajax.config.segments import LayerSegment
 from megajax.plan.activations import Activations
-from megajax.plan.optimizer import moment_bytes, state_bytes
+from megajax.plan.optimizer import StateBytes, slots_of, state_bytes
 from megajax.plan.weights import Elements, StepWeights
 from megajax.sharding import Placement
 from megajax.step.embedding import TOKENS
@@ -242,9 +242,7 @@ class _Step:
 
     def in_update(self) -> MemoryEstimate:
         """All gradients, and moments from the host: of the largest parameter before and after its update."""
-        _, host = moment_bytes(self.plan, self.placements)
-        moving = max(self.weights.elements(name).stored * each for name, each in host.items())
-        return replace(self.at_end(), working=2 * int(moving))
+        return replace(self.at_end(), working=2 * self.state.largest_moved)
 
     # The live arrays at these moments
 
@@ -301,7 +299,11 @@ class _Step:
     @cached_property
     def always(self) -> MemoryEstimate:
         """Parameters and the optimizer's moments."""
-        return MemoryEstimate(*state_bytes(self.plan, self.placements))
+        return MemoryEstimate(self.state.weights, self.state.optimizer)
+
+    @cached_property
+    def state(self) -> StateBytes:
+        return state_bytes(self.plan, slots_of(self.plan, self.placements), self.placements)
 
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""

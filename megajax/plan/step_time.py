@@ -108,12 +108,12 @@ class StoredState:
     """The state of a device.
 
     parameters: their number, by the axes that shard them in storage only. in_layers: the number of those in layers.
-    muon: operations of the optimizer's matmuls, by their smallest dimension. on_host: bytes of moments on the host.
+    matrices: operations of the optimizer's matmuls, by their smallest dimension. on_host: bytes of moments on the host.
     """
 
     parameters: Counter[tuple[str, ...]]
     in_layers: int
-    muon: Mapping[int, float]
+    matrices: Mapping[int, float]
     on_host: float
 
 
@@ -263,7 +263,7 @@ class _Step:
 
     def update(self) -> float:
         """Seconds of the optimizer."""
-        matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.muon.items())
+        matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.matrices.items())
         return UPDATE_BYTES * self.parameters / self.rates.memory_bytes + matmuls + self.stored.on_host / HOST_BYTES
 
     def pipelined(self, layers: PassSeconds, again: float, head: float) -> tuple[float, float, Traffic]:

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.sharding import Placement
 from megajax.step.gradients import gradient_function
-from megajax.training.step import TrainProgram, TrainState
-from megajax.training.update import directions_of
+from megajax.training.step import TrainProgram, TrainState, directions_of
 
 GRADIENT, WEIGHT, UPDATE = "grad_norm", "weight_norm", "update_ratio"
 LAYERS = "layers"  # instead of a parameter's name: all trained parameters of each layer

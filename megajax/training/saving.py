@@ -29,7 +29,7 @@ from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import Config, ModelConfig, ScheduleConfig
 from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.config.data_schema import sources_of
-from megajax.config.sentences import counted, fail
+from megajax.config.sentences import counted, fail, value
 from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
@@ -57,11 +57,12 @@ def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) ->
     if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
         decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
     # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
-    beta1 = "zero" if optimizer.kind == "sgd" and optimizer.beta1 == 0 else "above zero"
+    beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
+    more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}
     return {
         "run": {"seed": config.run.seed},  # another seed is another data order
         "model": describe_model(config.model),
-        "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1},
+        "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1, **more},
         "batch": {"sequence_length": config.batch.sequence_length},
         "lora": describe_lora(config),
         "data": {**describe_data(data), **decisive, **contents},
@@ -118,7 +119,7 @@ class StateSaver:
         """
         canonical = self._to_canonical(self._joined(replace(state, frozen={})))
         samples = samples_before(self.program.config, step) if samples is None else samples
-        checkpoints.save(step, _as_tree(canonical), self.description(step, samples) | more)
+        checkpoints.save(step, self._as_tree(canonical), self.description(step, samples) | more)
 
     def reserve_host_memory(self) -> None:
         """Allocate the pinned host memory that a `save` beside training needs; it needs no state yet."""
@@ -251,8 +252,8 @@ class StateSaver:
         abstract = replace(abstract, layer_state=kept, frozen={})
         begins = bool(abstract.ema) and not saved.get("ema")  # an average begins here
         abstract = replace(abstract, ema={}) if begins else abstract
-        state = _from_tree(checkpoints.restore(step, _as_tree(abstract)))
-        state = replace(state, ema=self.program.first_ema(state.params)) if begins else state
+        state = self._from_tree(checkpoints.restore(step, self._as_tree(abstract)))
+        state = replace(state, ema=self.program.update.first_averages(state.params)) if begins else state
         state = replace(state, layer_state=self._continued_history(state.layer_state))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
             fresh = self.program.first_loss_scale
@@ -336,7 +337,7 @@ class StateSaver:
             self.base_checksum = int(_checksum(params))
             return replace(state, frozen=state.frozen | params)
         if self.program.config.optimizer.ema_decay:
-            state = replace(state, ema=self.program.first_ema(params))
+            state = replace(state, ema=self.program.update.first_averages(params))
         return self._halved(replace(state, params=params))
 
     def _in_stored_form(self, weights: dict[str, jax.Array], which: str) -> dict[str, jax.Array]:
@@ -362,7 +363,7 @@ class StateSaver:
         target = self.program.state_shardings
         if not target.rest:
             return state
-        params, rest = jax.jit(self.program.halves, out_shardings=(target.params, target.rest))(state.params)
+        params, rest = jax.jit(self.program.update.halves, out_shardings=(target.params, target.rest))(state.params)
         return replace(state, params=params, rest=rest)
 
     @cached_property
@@ -415,27 +416,25 @@ class StateSaver:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.program.mesh, spec))
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
-        """`change(leaf, placement)` for each parameter, in one piece, and moment; other leaves unchanged."""
-        placements = replace(self.program.per_parameter(lambda placement: placement, None), rest={})
-        placements = placements if state.frozen else replace(placements, frozen={})
-        leaves, treedef = jax.tree.flatten(state)
-        which = jax.tree.leaves(placements, is_leaf=lambda node: node is None or isinstance(node, Placement))
-        changed = [a if p is None else change(a, p) for a, p in zip(leaves, which, strict=True)]
-        return jax.tree.unflatten(treedef, changed)
+        """`change(leaf, placement)` for each parameter, in one piece, and slot; other leaves unchanged."""
+        stored = replace(self.program.stored, rest={})
+        stored = stored if state.frozen else replace(stored, frozen={})
+        return jax.tree.map(lambda s, x: x if s.placement is None else change(x, s.placement), stored, state)
 
+    def _as_tree(self, state: TrainState) -> dict[str, Any]:
+        """The state in a checkpoint's form: layer state beside the other fields, named as in `saved_layer_state`."""
+        others = ("frozen", "rest", "optimizer") if state.ema else ("frozen", "rest", "optimizer", "ema")
+        tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name not in others}
+        if state.optimizer is not None:
+            tree["optimizer"] = self.program.update.slots.on_disk(state.optimizer)
+        return saved_layer_state(tree.pop("layer_state")) | tree
 
-def _as_tree(state: TrainState) -> dict[str, Any]:
-    """The state in a checkpoint's form: the layer state beside the other fields, named as in `saved_layer_state`."""
-    fields = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name not in ("frozen", "rest")}
-    tree = {name: value for name, value in fields.items() if value is not None and not (name == "ema" and not value)}
-    return saved_layer_state(tree.pop("layer_state")) | tree
-
-
-def _from_tree(tree: dict[str, Any]) -> TrainState:
-    """The inverse of `_as_tree`."""
-    fields = {name: tree[name] for name in TrainState.__dataclass_fields__ if name in tree}
-    kept = {name: own for name, own in tree.items() if name not in fields}
-    return TrainState(layer_state=loaded_layer_state(kept), **fields)
+    def _from_tree(self, tree: dict[str, Any]) -> TrainState:
+        """The inverse of `_as_tree`."""
+        fields = {name: tree[name] for name in TrainState.__dataclass_fields__ if name in tree}
+        fields["optimizer"] = self.program.update.slots.from_disk(fields["optimizer"])
+        kept = {name: own for name, own in tree.items() if name not in fields}
+        return TrainState(layer_state=loaded_layer_state(kept), **fields)
 
 
 @jax.jit

@@ -1,6 +1,5 @@
 """The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -8,10 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr
 
 from megajax.config import Config, ModelConfig
 from megajax.config.batch_schedule import sizes_by_tokens
@@ -22,15 +19,19 @@ from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
 from megajax.model.sublayer import is_maximum
-from megajax.optim import make_optimizer
-from megajax.optim.states import moment_path, placement_of
-from megajax.parallel.weights.masters import is_split, join_all, split
-from megajax.parallel.weights.offload import OFFLOADED, largest_share, on_device, on_host
+from megajax.optim.forms import StoredArray
+from megajax.optim.groups import clip
+from megajax.optim.optimizer import Updated
+from megajax.optim.update import Given, Update
+from megajax.parallel.weights.masters import join_all
+from megajax.parallel.weights.offload import on_device, on_host
 from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import (
     BATCH_SPEC,
+    BLOCKS,
     TEACHER,
     Placement,
+    in_stored_rows,
     pad_storage,
     place_all,
     stored_rows,
@@ -38,7 +39,6 @@ from megajax.sharding import (
 from megajax.step.gradients import gradient_function, loss_function
 from megajax.step.graph import Graph
 from megajax.step_plan import StepPlan
-from megajax.training.update import updated
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss scaling
@@ -50,7 +50,7 @@ class TrainState:
     """All state of a step, donated to it; parameters in their stored shapes, by name. Frozen ones pass through it."""
 
     params: dict[str, jax.Array]
-    optimizer: Any
+    optimizer: Any  # `Held`: the slots of the optimizer
     # Layer state that is not a parameter, by kind of block and name [L, ...], such as the routers' expert_bias [L, E]
     # FP32; under "fp8" the amax histories of delayed scaling, [L, length] FP32.
     layer_state: dict[str, dict[str, jax.Array]]
@@ -72,6 +72,11 @@ class TrainState:
         return self.frozen | self.params
 
     @property
+    def updated(self) -> Updated:
+        """What an update changes."""
+        return Updated(self.params, self.ema, self.optimizer, self.rest)
+
+    @property
     def masters(self) -> dict[str, jax.Array]:
         """The FP32 master weights by name, inside a jitted function."""
         return join_all(self.params, on_device(self.rest))
@@ -90,7 +95,7 @@ class TrainProgram:
     mesh: Mesh
     model: Transformer
     placements: dict[str, Placement]
-    optimizer: optax.GradientTransformation
+    update: Update
     plan: StepPlan
     teacher: Transformer | None = None
 
@@ -109,74 +114,50 @@ class TrainProgram:
         rows = stored_rows(config, sizes["pipeline"])
         placements = place_all(declared, sizes, rows, config.mesh.experts_over)
         trained = {name: p for name, p in declared.items() if is_trained(config.lora, name)}
-        optimizer = make_optimizer(config, trained, placements, mesh)
-        return cls(config, mesh, model, placements, optimizer, StepPlan.of(config, mesh), teacher)
+        update = Update.build(config, trained, placements, mesh)
+        return cls(config, mesh, model, placements, update, StepPlan.of(config, mesh), teacher)
 
     @cached_property
     def graph(self) -> Graph:
         return Graph.build(self.plan, self.model, self.placements, self.teacher)
 
     @cached_property
+    def stored(self) -> TrainState:
+        """A TrainState of `StoredArray`: the placement, dtype and memory of each array."""
+        self._check_offload()
+        params, ema, optimizer, rest = self.update.slots.stored
+        scalar: Any = StoredArray(None, jnp.int32)
+        scale: Any = StoredArray(None, jnp.float32)
+        kept = jax.tree.map(lambda leaf: StoredArray(None, leaf.dtype), jax.eval_shape(self._first_layer_state))
+        _, untrained = self._divided(self.placements)
+        frozen: Any = {name: StoredArray(placement, self.frozen_dtype(name)) for name, placement in untrained.items()}
+        return TrainState(params, optimizer, kept, scalar, scale, scalar, scalar, scalar, frozen, ema, rest)
+
+    @cached_property
     def state_shardings(self) -> TrainState:
-        """A TrainState of shardings: moments are sharded like their parameters, scalars are replicated."""
-        plain = self.per_parameter(lambda p: NamedSharding(self.mesh, p.spec), NamedSharding(self.mesh, P()))
-        return jax.tree.map(lambda sharding, away: on_host(sharding) if away else sharding, plain, self.is_on_host)
+        """A TrainState of shardings: slots are sharded by their placement, scalars are replicated."""
 
-    @cached_property
-    def is_on_host(self) -> TrainState:
-        """A TrainState of bools: what `optimizer.offload` keeps in the host's memory."""
-        nowhere = self.per_parameter(lambda _: False, False)
-        return jax.tree_util.tree_map_with_path(lambda path, _: keystr(moment_path(path)) in self._offloaded, nowhere)
+        def of(array: StoredArray) -> NamedSharding:
+            sharding = NamedSharding(self.mesh, P() if array.placement is None else array.placement.spec)
+            return on_host(sharding) if array.on_host else sharding
 
-    @cached_property
-    def update_turns(self) -> list[list[str]]:
-        """The trained parameters, by what is updated together: one turn, or more if `optimizer.offload` is set.
+        return jax.tree.map(of, self.stored)
 
-        A parameter with arrays on the host has a turn of its own; Muon's matrices have one together.
-        """
-        names, _ = self._divided(self.placements)
-        away = {moment_path(path)[-1].key for path, _ in self._moments if keystr(moment_path(path)) in self._offloaded}
-        declared, muon = parameters(self.model), self.config.optimizer.kind == "muon"
-        turn_of = {name: "muon" if muon and declared[name].muon else name for name in names}
-        moving = dict.fromkeys(turn_of[name] for name in names if name in away)
-        turns = {turn: [name for name in names if turn_of[name] == turn] for turn in moving}
-        order = sorted(turns.values(), key=lambda own: -sum(math.prod(self.placements[n].stored_shape) for n in own))
-        # A small one and a large one, so that two large ones are not on the device together.
-        order = [order[index // 2 if index % 2 else -(index // 2) - 1] for index in range(len(order))]
-        rest = [name for name in names if turn_of[name] not in moving]
-        return [*order, rest] if rest else order
-
-    @cached_property
-    def _offloaded(self) -> set[str]:
-        """Those of `_moments` in the host's memory, by their path in the state."""
-        config, declared = self.config, parameters(self.model)
-        if not (share := config.optimizer.offload):
-            return set()
-        sizes = dict[str, int]()
-        for path, leaf in self._moments:
-            own = moment_path(path)
-            if declared[own[-1].key].role in OFFLOADED:
-                sizes[keystr(own)] = sizes.get(keystr(own), 0) + leaf.size * leaf.dtype.itemsize
-        chosen = largest_share(sizes, share)
-        if not chosen:
-            key, least = "optimizer.offload", min(sizes.values(), default=0) / max(sum(sizes.values()), 1)
-            cure = f"raise it to at least {least:.2g}" if sizes else "remove it, or keep moments"
-            fail(config, f"{key}={share} moves no array to the host", cure, key)
-        return chosen
-
-    @cached_property
-    def _moments(self) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
-        """What only the update needs: moments, averages and rests of master weights, with their paths."""
-        own, sizes = replace(self._state_shapes, params={}, frozen={}, layer_state={}), mesh_sizes(self.mesh)
-        leaves = jax.tree_util.tree_flatten_with_path(own)[0]
-        return [(path, leaf) for path, leaf in leaves if placement_of(path, self.placements, sizes) is not None]
+    def _check_offload(self) -> None:
+        """Raise ConfigError if `optimizer.offload` moves nothing."""
+        share, slots, key = self.config.optimizer.offload, self.update.slots, "optimizer.offload"
+        if share and not slots.on_host:
+            least = min(slots.movable.values(), default=0) / max(sum(slots.movable.values()), 1)
+            cure = f"raise it to at least {least:.2g}" if slots.movable else "remove it, or keep moments"
+            fail(self.config, f"{key}={share} moves no array to the host", cure, key)
 
     @cached_property
     def abstract_state(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings."""
+        shapes = {name: jax.ShapeDtypeStruct(p.stored_shape, jnp.float32) for name, p in self.placements.items()}
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-            self._state_shapes,
+            jax.eval_shape(self._first_state, shapes),  # no random numbers are traced
             self.state_shardings,
         )
 
@@ -256,31 +237,16 @@ class TrainProgram:
 
     def _first_state(self, stored: dict[str, jax.Array]) -> TrainState:
         """The state of step 0 with the FP32 weights `stored`."""
-        params, frozen = self._divided(stored)
+        masters, frozen = self._divided(stored)
         frozen = {name: w.astype(self.frozen_dtype(name)) for name, w in frozen.items()}
-        zero = jnp.zeros((), jnp.int32)
-        kept: dict[str, Any] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
-        if history := Scaling(self.config).first_history():
-            kept[FP8] = history
-        scale = self.first_loss_scale
-        ema, optimizer = self.first_ema(params), self.optimizer.init(params)
-        params, rest = self.halves(params)
+        zero, scale, kept = jnp.zeros((), jnp.int32), self.first_loss_scale, self._first_layer_state()
+        params, ema, optimizer, rest = self.update.first(masters)
         return TrainState(params, optimizer, kept, zero, scale, zero, zero, zero, frozen, ema, rest)
 
-    def halves(self, masters: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """FP32 master weights → (`TrainState.params`, `TrainState.rest`)."""
-        own = {n: split(w) for n, w in masters.items() if is_split(self.config, self.placements[n])}
-        return masters | {n: half for n, (half, _) in own.items()}, {n: rest for n, (_, rest) in own.items()}
-
-    def first_ema(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The first moving averages, in arrays of their own, because the state is donated; empty without them."""
-        return {name: jnp.copy(w) for name, w in params.items()} if self.config.optimizer.ema_decay else {}
-
-    @cached_property
-    def _state_shapes(self) -> TrainState:
-        """The state as `ShapeDtypeStruct`s; no random numbers are traced."""
-        shapes = {name: jax.ShapeDtypeStruct(p.stored_shape, jnp.float32) for name, p in self.placements.items()}
-        return jax.eval_shape(self._first_state, shapes)
+    def _first_layer_state(self) -> dict[str, dict[str, jax.Array]]:
+        state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
+        history = Scaling(self.config).first_history()
+        return state | {FP8: history} if history else state
 
     def frozen_dtype(self, name: str) -> Any:
         """The dtype of a frozen weight: that in which the step computes with it."""
@@ -291,20 +257,6 @@ class TrainProgram:
         trained = {name: value for name, value in values.items() if is_trained(self.config.lora, name)}
         return trained, {name: value for name, value in values.items() if name not in trained}
 
-    def per_parameter[T](self, value: Callable[[Placement], T], scalar: Any) -> TrainState:
-        """A state-shaped tree with `value(placement)` for parameters and their moments, `scalar` elsewhere."""
-        shapes, sizes, (placed, _) = self._state_shapes, mesh_sizes(self.mesh), self._divided(self.placements)
-
-        def of(path, _) -> Any:
-            placement = placement_of(path, placed, sizes)
-            return scalar if placement is None else value(placement)
-
-        optimizer = jax.tree_util.tree_map_with_path(of, shapes.optimizer)
-        kept = jax.tree.map(lambda _: scalar, shapes.layer_state)
-        trained, frozen = self._divided({name: value(placement) for name, placement in self.placements.items()})
-        ema, rest = trained if self.config.optimizer.ema_decay else {}, {name: trained[name] for name in shapes.rest}
-        return TrainState(trained, optimizer, kept, scalar, scalar, scalar, scalar, scalar, frozen, ema, rest)
-
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
     config = program.config
@@ -312,7 +264,10 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-    learning_rate, (params, ema, optimizer), rest = updated(program, state, gradients, norm, layers, finite)
+    learning_rate = program.update.rate(state.step)
+    clipped = clip(config, gradients, norm)
+    given = Given(clipped, _rescaling(program, layers), learning_rate, state.step, finite)
+    params, ema, optimizer, rest = program.update(state.updated, given)
     # A step with non-finite numbers changes no layer state either.
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
@@ -343,6 +298,28 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
     return state, metrics
+
+
+def directions_of(
+    program: TrainProgram, state: TrainState, gradients: Mapping[str, jax.Array], norm: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+    """(learning rate, directions, new slots): a step subtracts the rate times the direction from a weight.
+
+    The gradients are not clipped yet; `norm` is the norm of all of them.
+    """
+    clipped, optimizer = clip(program.config, gradients, norm), on_device(state.optimizer)
+    directions, optimizer = program.update.directions(clipped, optimizer, state.masters)
+    return program.update.rate(state.step), directions, optimizer
+
+
+def _rescaling(program: TrainProgram, layers: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Factors, in stored rows, of the parameters that a kind of block rescales after an update."""
+    found = {}
+    for kind, metrics in layers.items():
+        for own, factor in program.model.blocks[kind].rescaled(metrics).items():
+            name = f"{BLOCKS}{kind}.{own}"
+            found[name] = in_stored_rows(factor, program.placements[name])
+    return found
 
 
 def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:

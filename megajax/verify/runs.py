@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
@@ -81,7 +80,7 @@ class Run:
             if step < first:
                 continue
             batch = to_global(program, fields)
-            if step == 1 and config.optimizer.kind not in moments(config):
+            if step == 1 and not has_first_moments(program):
                 gradients = computed_gradients(program, state, batch)
             state, metrics = program.train_step(state, batch)
             losses.append(float(metrics["loss"]))
@@ -109,13 +108,12 @@ class Run:
     def _whole(self, state: TrainState) -> Arrays:
         """Everything that a checkpoint holds, by its name in the train state."""
         state = replace(state, frozen={})
-        placements = replace(self.program.per_parameter(lambda placement: placement, None), frozen={})
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-        which = jax.tree.structure(state).flatten_up_to(placements)
+        stored = jax.tree.leaves(replace(self.program.stored, frozen={}))
         named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
         return {
-            name: np.asarray(x if placement is None else to_canonical(np.asarray(x), placement))  # type: ignore[arg-type]
-            for (name, x), placement in zip(named, which, strict=True)
+            name: np.asarray(x if array.placement is None else to_canonical(np.asarray(x), array.placement))  # type: ignore[arg-type]
+            for (name, x), array in zip(named, stored, strict=True)
         }
 
 
@@ -149,29 +147,25 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
         yield fields
 
 
+def has_first_moments(program: TrainProgram) -> bool:
+    """Whether the first step's gradients are in the moments that it leaves."""
+    return all(member.optimizer.first_moment for member in program.update.slots.members)
+
+
 def first_gradients(program: TrainProgram, state: TrainState, norm: float) -> Arrays:
-    """The first step's gradients in FP64, from the moments that it left: so no second function is compiled."""
-    settings = program.config.optimizer
-    clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm else 1.0
+    """The first step's gradients in FP64, from the slots that it left: so no second function is compiled.
+
+    Rounded moments have none.
+    """
+    held, limit = state.optimizer, program.config.optimizer.clip_norm
+    clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
     gradients: Arrays = {}
-    for field, share in moments(program.config)[settings.kind]:
-        kept = optax.tree_utils.tree_get(state.optimizer, field)
-        own = canonical(program, {name: a for name, a in kept.items() if isinstance(a, jax.Array)})
+    for member in program.update.slots.members if held.rounded is None else ():
+        assert member.optimizer.first_moment is not None
+        slot, share = member.optimizer.first_moment
+        own = canonical(program, held.slots[member.kind][slot])
         gradients |= {name: moment.astype(np.float64) / (share * clip) for name, moment in own.items()}
     return gradients
-
-
-def moments(config: Config) -> dict[str, list[tuple[str, float]]]:
-    """The first moments of each kind of optimizer: fields of its state, and the first gradient's share in them."""
-    settings = config.optimizer
-    mean, momentum = ("mu", 1 - settings.beta1), ("trace", 1.0)
-    return {
-        "adamw": [mean],
-        "ademamix": [("m1", 1 - settings.beta1)],
-        "lion": [("mu", 1 - settings.beta2)],
-        "sgd": [momentum],
-        "muon": [mean, momentum],
-    }
 
 
 def computed_gradients(program: TrainProgram, state: TrainState, batch: Mapping[str, jax.Array]) -> Arrays:

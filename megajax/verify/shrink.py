@@ -60,8 +60,6 @@ def shrink(
         small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
-    if config.optimizer.kind == "sgd" and not config.optimizer.beta1:
-        small["optimizer"]["beta1"] = 0.9
     settings, lines = config.model_dump(), []
     of_data = ("kind", "train", "tokenizer", "pack") if is_chat else ("kind", "reset_attention", "reset_positions")
     settings["data"] = {key: settings["data"][key] for key in of_data}

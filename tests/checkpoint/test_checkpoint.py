@@ -16,6 +16,7 @@ from megajax.checkpoint import manager
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
+from megajax.optim.optimizer import Held
 from megajax.training.loop import Trainer
 
 # A width of 36 is padded on 8 storage shards; the vocabulary of 70 is padded to 128 on every mesh.
@@ -82,7 +83,8 @@ def read(checkpoint: Path) -> dict[str, np.ndarray]:
 def canonical(trainer) -> list[np.ndarray]:
     """Parameters and moments in their canonical shapes."""
     state, placements = trainer.state, trainer.program.placements
-    trees = [state.params, state.optimizer[0].mu, state.optimizer[0].nu]
+    moments = state.optimizer.slots["adamw"]
+    trees = [state.params, moments["mu"], moments["nu"]]
     return [
         np.asarray(tree[name])[tuple(slice(size) for size in placements[name].shape)]
         for tree in trees
@@ -94,9 +96,9 @@ def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
     first = None
     for index, sizes in enumerate(MESHES):
         trainer = make_trainer(f"run{index}", **sizes)
-        adam, *rest = trainer.state.optimizer
-        moved = adam._replace(**{name: {n: w * w for n, w in trainer.state.params.items()} for name in ("mu", "nu")})
-        trainer.state = replace(trainer.state, optimizer=(moved, *rest))
+        adam = trainer.state.optimizer.slots["adamw"]
+        moved = adam | {name: {n: w * w for n, w in trainer.state.params.items()} for name in ("mu", "nu")}
+        trainer.state = replace(trainer.state, optimizer=Held(None, {"adamw": moved}))
         found = read(save(trainer))
         params = {path.removeprefix("params/"): a for path, a in found.items() if path.startswith("params/")}
         assert {name: a.shape for name, a in params.items()} == CANONICAL

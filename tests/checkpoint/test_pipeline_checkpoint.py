@@ -55,7 +55,8 @@ def make_trainer(tmp_path):
 def state_of(trainer) -> dict[str, np.ndarray]:
     """Every parameter and moment in its canonical shape, and the other leaves of the state as they are."""
     placements = trainer.program.placements
-    found = named_leaves({field.name: getattr(trainer.state, field.name) for field in fields(trainer.state)})
+    tree = {field.name: getattr(trainer.state, field.name) for field in fields(trainer.state)}
+    found = named_leaves(tree | {"optimizer": trainer.program.update.slots.on_disk(trainer.state.optimizer)})
     return {
         path: to_canonical(leaf, placements[path.split("/")[-1]]) if path.split("/")[-1] in placements else leaf
         for path, leaf in found.items()

@@ -50,9 +50,9 @@ def test_every_choice_has_a_table_of_names_that_are_none_of_its_own():
         ("precision.compute=torch.float16", "did you mean float16?"),
         ("optimizer.kind=adam", "did you mean adamw?"),
         ("optimizer.kind=adamw_bnb_8bit", "use adamw, with optimizer.state=int8;"),
-        ("optimizer.kind=adafactor", "it does not exist here; use adamw, ademamix, sgd, lion or muon."),
+        ("optimizer.kind=adafactor", "it does not exist here; use adamw, ademamix, sgd, lion, muon or soap."),
         ("optimizer.kind=mun", "did you mean muon?"),  # near
-        ("optimizer.kind=quasi_newton", "use adamw, ademamix, sgd, lion or muon."),
+        ("optimizer.kind=quasi_newton", "use adamw, ademamix, sgd, lion, muon or soap,"),
         ("data.kind=dpo", "no preference objective such as DPO is built in"),
         ("remat.policy=false", "did you mean none?"),
         ("model.qk_norm=olmo2", "did you mean all_heads? The choices are true, false and all_heads."),

@@ -141,7 +141,7 @@ def test_rates_with_mup_are_those_of_its_table(scale):
     """m = 4; Muon updates the matrices of the layers, AdamW the others (docs/optimizers.md)."""
     model = LLAMA | {"hidden_size": 64, "mup_base_width": 16}
     program = build(make(model=model, optimizer={"kind": "muon", "muon": {"scale": scale, "adamw_rate": 1.0}}))
-    found = rates(program.config, parameters(program.model), program.placements)
+    found = rates(program.config, parameters(program.model), program.update.slots)
     of_matrices = {"match_adamw": 4**-0.5, "spectral": 1.0}[scale]
     for name, rate in found.items():
         norm, matrix = "norm" in name or name.startswith("embedding"), name.startswith("blocks.")
@@ -158,7 +158,7 @@ def test_the_size_of_muons_updates_is_that_of_its_scale(scale, factors):
     shapes = {name: p.shape for name, p in parameters(program.model).items()}
     gradients = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     zeros = jax.tree.map(np.zeros_like, gradients)
-    found, _ = jax.jit(program.optimizer.update)(gradients, program.optimizer.init(zeros), zeros)
+    found, _ = jax.jit(program.update.directions)(gradients, program.update.first(zeros).optimizer, zeros)
     for name in ("up", "down"):
         factor = factors[name] if factors else 0.2 * 128**0.5
         assert np.linalg.norm(found[f"blocks.dense.mlp.{name}"]) == pytest.approx(factor * 32**0.5, rel=0.02)

@@ -1,17 +1,18 @@
 """Moments in BF16 and int8 against plain NumPy, and on meshes."""
 
 import zlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from mesh_models import EXPERT_MODELS
+from mesh_models import EXPERT_MODELS, MODELS
 from single_device import make_config, train, weights_of
 
-from megajax.mesh import AXES
-from megajax.optim.states import from_blocks, small_states, to_blocks
+from megajax.mesh import AXES, build_mesh
+from megajax.optim.forms import from_blocks, to_blocks
+from megajax.optim.update import Update
 from megajax.sharding import place
 
 ONE = dict.fromkeys(AXES, 1)
@@ -45,20 +46,22 @@ def numpy_bfloat16(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
 def test_adamw_in_bfloat16_is_that_of_numpy():
     sizes = ONE | {"fsdp": 4}  # D = 6 is padded to 8
     placement = place(SHAPE, ("layers", "embed", "mlp"), sizes, layers=(1, 0))
-    adamw = small_states(optax.scale_by_adam(0.9, 0.95, 1e-8), "bfloat16", {NAME: placement})
-    random = np.random.default_rng(0)
-    state, update = adamw.init({NAME: jnp.zeros(placement.stored_shape)}), jax.jit(adamw.update)
+    config = make_config(MODELS["llama"], optimizer={"state": "bfloat16", "weight_decay": 0.0})
+    parameter = SimpleNamespace(axes=placement.axes, role="matrix")
+    adamw = Update.build(config, {NAME: parameter}, {NAME: placement}, build_mesh(sizes, jax.devices()[:4]))
+    random, zeros = np.random.default_rng(0), {NAME: jnp.zeros(placement.stored_shape)}
+    state, update = adamw.first(zeros).optimizer, jax.jit(adamw.directions)
     mean, square = np.zeros(SHAPE, np.float32), np.zeros(SHAPE, np.float32)
     for step in range(1, 6):
         g = random.standard_normal(SHAPE).astype(np.float32)
-        directions, state = update({NAME: jnp.pad(g[::-1], ((0, 0), (0, 2), (0, 0)))}, state)
+        directions, state = update({NAME: jnp.pad(g[::-1], ((0, 0), (0, 2), (0, 0)))}, state, zeros)
         mean = np.float32(0.9) * mean + np.float32(0.1) * g
         square = np.float32(0.95) * square + np.float32(0.05) * g * g
         expected = mean / (1 - 0.9**step) / (np.sqrt(square / (1 - 0.95**step)) + 1e-8)
         np.testing.assert_allclose(directions[NAME][::-1, :6], expected, rtol=2e-2)
         kept = {}
         for field, exact in (("mu", mean), ("nu", square)):
-            stored = np.asarray(getattr(state.inner, field)[NAME], np.float32)
+            stored = np.asarray(state.slots["adamw"][field][NAME], np.float32)
             assert not stored[:, 6:].any()
             kept[field] = stored[::-1, :6]
             own = numpy_bfloat16(exact, numpy_bits(field, step))

@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from typing import get_args
 
 import jax
 import pytest
@@ -11,22 +10,17 @@ from mesh_models import MIXTRAL
 
 from megajax import Config
 from megajax.config.checks import check_mesh
-from megajax.config.optimizer_schema import OptimizerConfig
+from megajax.config.optimizers import FORMS, OPTIMIZERS
 from megajax.mesh import build_mesh
 from megajax.parallel.weights.offload import largest_share
 from megajax.plan.candidates import Candidate
-from megajax.plan.optimizer import host_bytes, moment_bytes
+from megajax.plan.optimizer import slots_of, state_bytes
 from megajax.plan.rates import H200
 from megajax.training.step import TrainProgram
 
-
-def choices(key: str) -> tuple[str, ...]:
-    return get_args(OptimizerConfig.model_fields[key].annotation)
-
-
 CASES = [
     {"kind": kind, "state": state, "master": master, "ema_decay": ema, "offload": offload}
-    for kind, state, master in itertools.product(*map(choices, ("kind", "state", "master")))
+    for kind, state, master in itertools.product(OPTIMIZERS, FORMS, ("float32", "split"))
     for ema, offload in ((None, 0.0), (0.99, 0.6))
 ]
 CASES += [{"kind": "sgd", "beta1": 0.0}]
@@ -50,12 +44,11 @@ def test_the_planner_counts_the_bytes_of_the_state(settings):
         if leaf.shape:  # not the numbers of steps
             kept = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             counted["pinned_host" if leaf.sharding.memory_kind == "pinned_host" else "device"] += kept
-    each, _ = moment_bytes(program.plan, program.placements)
-    stored = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in state.params.items()}
-    on_device = sum(number * math.prod(stored[name]) for name, number in each.items())
-    assert on_device == pytest.approx(counted["device"], rel=1e-12)
-    on_host = host_bytes(program.plan, program.placements)
-    assert on_host == pytest.approx(counted["pinned_host"], rel=1e-12)
+    planned = slots_of(program.plan, program.placements)
+    found = state_bytes(program.plan, planned, program.placements)
+    assert (found.optimizer, found.on_host) == (counted["device"], counted["pinned_host"])
+    weights = [leaf for leaf in jax.tree.leaves((state.params, state.frozen))]
+    assert found.weights == sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in weights)
 
 
 def test_each_prediction_module_has_the_time_of_a_head():
@@ -76,7 +69,7 @@ def test_moments_on_the_host_take_the_time_of_the_link():
         config = Config.model_validate({"model": model, **sections})
         candidate = Candidate.of(config, check_mesh(config, 1))
         seconds.append(candidate.time(H200).optimizer)
-        moved = host_bytes(candidate.plan, candidate.storage.placements)
+        moved = candidate.storage.state.on_host
     assert moved > 8 * 2 * 64 * 4096  # with embedding and head
     assert seconds[1] - seconds[0] == pytest.approx(moved * 0.674 / 22.1e9, rel=0.01)
 

@@ -19,8 +19,7 @@ from single_device import first_state, make_config, stored, weights_of
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.parallel.weights import matrices as matrices_module
-from megajax.training.step import TrainProgram
-from megajax.training.update import directions_of
+from megajax.training.step import TrainProgram, directions_of
 from megajax.verify.runs import canonical
 
 # Names whose matrices [in, out] are [D, heads · width], or [heads · width, D]; with three more for each expert.
@@ -102,15 +101,15 @@ class Muon:
         self.weight -= rate * (update + self.decay * self.weight)
 
 
-def random_gradients(weights: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """Gradients whose matrices have singular values that span three powers of ten."""
+def random_gradients(weights: Mapping[str, np.ndarray], seed: int, decades: float = 3) -> dict[str, np.ndarray]:
+    """Gradients whose matrices have singular values that span some powers of ten."""
     rng, out = np.random.default_rng(seed), {}
     for name, weight in weights.items():
         gradient = rng.standard_normal(weight.shape)
         if is_matrix(name):
             found = matrices(name, gradient)
             u, s, v = np.linalg.svd(found, full_matrices=False)
-            gradient = array_of(name, (u * np.logspace(0, -3, s.shape[-1])) @ v, gradient)
+            gradient = array_of(name, (u * np.logspace(0, -decades, s.shape[-1])) @ v, gradient)
         out[name] = gradient.astype(np.float32)
     return out
 

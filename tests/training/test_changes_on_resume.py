@@ -14,6 +14,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
 from megajax.config.fields import Section
 from megajax.config.load import load_config
+from megajax.config.registry import Registry
 from megajax.config.sentences import value
 from megajax.data.contents import data_contents
 from megajax.errors import InputError
@@ -30,7 +31,7 @@ MAY_CHANGE = {
         model.router.bias_update_rate model.router.sinkhorn model.router.capacity_factor model.router.drop_policy
         optimizer.weight_decay optimizer.beta2 optimizer.epsilon optimizer.clip_norm
         optimizer.decay_norms optimizer.decay_biases optimizer.decay_embeddings optimizer.groups optimizer.layer_decay
-        optimizer.muon optimizer.ademamix
+        optimizer.muon optimizer.ademamix optimizer.soap.precondition_frequency
         data.reset_attention data.reset_positions data.mask_end_of_document_loss""",
     "the learning rate is scaled by it, but a new run's first weights alone are": "model.mup_base_width",
     "read for the first weights only": "model.init_std model.depth_scaled_init",
@@ -72,12 +73,15 @@ def another(value: Any, choices: tuple[Any, ...]) -> Any:
 def changed(section: Any, key: str) -> Any:
     name, _, rest = key.partition(".")
     value = getattr(section, name)
-    choices = get_args(type(section).model_fields[name].annotation)
+    field = type(section).model_fields[name]
+    registry = Registry.of(field)
+    choices = get_args(field.annotation) if registry is None else (*registry,)
     return section.model_copy(update={name: changed(value, rest) if rest else another(value, choices)})
 
 
 # Compared by the stages that began, where SGD has no momentum (both in test_saving.py), and by the keys within it.
-ELSEWHERE = ("data.stages", "optimizer.beta1", "model.rope_scaling")
+# Settings of an extension's optimizer: test_registered_optimizers.py.
+ELSEWHERE = ("data.stages", "optimizer.beta1", "optimizer.settings", "model.rope_scaling")
 LATENT = (
     "model.num_experts=4",
     "model.kv_lora_rank=8",
@@ -91,6 +95,7 @@ TEXT = ("data.tokenizer=byte", "model.vocab_size=300")
 BASES = (
     ("", ("model.num_experts=4", *LATENT, "model.v_head_dim=8", "model.rope_scaling={kind: yarn, factor: 2}")),
     ("lora", LORA),
+    ("optimizer", ("optimizer.kind=soap",)),
     ("data", ("data.kind=text", *TEXT, "data.fim_rate=0.5")),
     ("data", ("data.kind=chat", *TEXT)),
 )

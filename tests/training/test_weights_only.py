@@ -50,7 +50,7 @@ def test_weights_only_checkpoints_start_other_runs_and_are_not_resumed(build, tm
             np.testing.assert_array_equal(found[name], array)
     for name, array in bias.items():
         np.testing.assert_array_equal(other.state.layer_state["moe"][name], array)
-    assert other.step == 0 and not any(np.any(m) for m in other.state.optimizer[0].mu.values())
+    assert other.step == 0 and not any(np.any(m) for m in other.state.optimizer.slots["adamw"]["mu"].values())
 
     path = run_dir / "checkpoints" / "3"
     for overrides in (("run.steps=5", WEIGHTS_ONLY), ("run.steps=5",)):

@@ -6,7 +6,7 @@ without offloading. A step takes longer by about the bytes divided by the bandwi
 norm, which clipping needs, is known only after the backward pass.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,23 +61,3 @@ def in_turn(
 
 def _moved(tree: Any, which: Any, to: Space) -> Any:
     return jax.tree.map(lambda x, moves: jax.device_put(x, to) if moves else x, tree, which)
-
-
-def select(tree: Any, names: Collection[str], chosen: Collection[str]) -> Any:
-    """A tree with only the `chosen` keys in each dictionary whose keys are `names`."""
-    by_name = _has_keys(names)
-    return jax.tree.map(lambda node: {n: node[n] for n in chosen} if by_name(node) else node, tree, is_leaf=by_name)
-
-
-def merged(trees: Sequence[Any], chosen: Sequence[Collection[str]]) -> Any:
-    """The inverse of `select`: one tree from the trees with the `chosen` keys; other leaves are those of the last."""
-    by_name = _has_keys(chosen[0])
-
-    def join(*nodes: Any) -> Any:
-        return {n: own for node in nodes for n, own in node.items()} if by_name(nodes[0]) else nodes[-1]
-
-    return jax.tree.map(join, *trees, is_leaf=by_name)
-
-
-def _has_keys(names: Collection[str]) -> Callable[[Any], bool]:
-    return lambda node: isinstance(node, dict) and node.keys() == set(names)

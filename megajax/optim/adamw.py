@@ -1,0 +1,18 @@
+"""AdamW (Loshchilov and Hutter 2019); weight decay is added for all optimizers alike."""
+
+import optax
+
+from megajax.optim.optimizer import COUNT, OptaxOptimizer, Slot
+
+
+class AdamW(OptaxOptimizer):
+    SLOTS = (COUNT, Slot("mu"), Slot("nu", non_negative=True))
+    STATE = optax.ScaleByAdamState
+
+    def transformation(self) -> optax.GradientTransformation:
+        own = self.config.optimizer
+        return optax.scale_by_adam(own.beta1, own.beta2, own.epsilon)
+
+    @property
+    def first_moment(self) -> tuple[str, float]:
+        return "mu", 1 - self.config.optimizer.beta1

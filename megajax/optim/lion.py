@@ -1,0 +1,17 @@
+"""Lion (Chen et al. 2023)."""
+
+import optax
+
+from megajax.optim.optimizer import COUNT, OptaxOptimizer, Slot
+
+
+class Lion(OptaxOptimizer):
+    SLOTS = (COUNT, Slot("mu"))
+    STATE = optax.ScaleByLionState
+
+    def transformation(self) -> optax.GradientTransformation:
+        return optax.scale_by_lion(self.config.optimizer.beta1, self.config.optimizer.beta2)
+
+    @property
+    def first_moment(self) -> tuple[str, float]:
+        return "mu", 1 - self.config.optimizer.beta2

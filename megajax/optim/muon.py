@@ -1,0 +1,51 @@
+"""Muon (Jordan et al. 2024): momentum, made orthogonal by Newton–Schulz."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from megajax.config import Config
+from megajax.ops.newton_schulz import coefficients, newton_schulz, operations
+from megajax.optim.optimizer import MatrixOptimizer, Named, Slot, Slots
+
+
+class Muon(MatrixOptimizer):
+    SLOTS = (Slot("trace"),)
+    turns, in_chain = True, True
+
+    def __init__(self, config: Config, settings: Any = None):
+        super().__init__(config, settings)
+        self.muon = config.optimizer.muon
+        self.per_head, self.others_rate = self.muon.per_head, self.muon.adamw_rate
+        self.steps = coefficients(self.muon.coefficients, self.muon.steps)
+
+    def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
+        momentum = optax.trace(self.muon.momentum, self.muon.nesterov)
+        directions, after = momentum.update(gradients, optax.TraceState(**slots))
+        return directions, after._asdict()  # type: ignore[union-attr]
+
+    def of_matrices(self, matrices: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
+        return newton_schulz(matrices, self.steps), slots
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.float32 if self.config.precision.compute == "float32" else jnp.bfloat16
+
+    def scale(self, inputs: int, outputs: int) -> float:
+        """`match_adamw` is Moonlight's (Liu et al. 2025): the mean square of the update is then 0.2², as AdamW's is."""
+        if self.muon.scale == "spectral":
+            return math.sqrt(max(1.0, outputs / inputs))
+        return 0.2 * math.sqrt(max(inputs, outputs))
+
+    def operations(self, rows: int, columns: int) -> float:
+        return operations(self.steps, rows, columns)
+
+    @property
+    def first_moment(self) -> tuple[str, float]:
+        return "trace", 1.0
+
+    def width_factor(self, ratio: float) -> float:
+        return 1.0 if self.muon.scale == "spectral" else ratio**-0.5

@@ -1,0 +1,255 @@
+"""The arrays of an optimizer in the train state: the parameter, placement and form of each, and its name on disk."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from megajax.config import Config
+from megajax.config.registered import settings_of
+from megajax.optim.adamw import AdamW
+from megajax.optim.ademamix import Ademamix
+from megajax.optim.forms import BFloat16, Form, Int8, LowBits, StoredArray, seed_of
+from megajax.optim.lion import Lion
+from megajax.optim.muon import Muon
+from megajax.optim.optimizer import Held, MatrixOptimizer, Optimizer, Slot, Slots, Updated
+from megajax.optim.sgd import Sgd
+from megajax.optim.soap import Soap
+from megajax.parallel.weights.blocks import random_bits
+from megajax.parallel.weights.masters import is_split
+from megajax.parallel.weights.matrices import MatrixLayout
+from megajax.parallel.weights.offload import OFFLOADED, largest_share
+from megajax.sharding import Placement
+
+# Those of `config.optimizers`; `register_optimizer` and `register_form` add others.
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "ademamix": Ademamix,
+    "sgd": Sgd,
+    "lion": Lion,
+    "muon": Muon,
+    "soap": Soap,
+}
+FORMS: dict[str, type[Form]] = {"float32": Form, "bfloat16": BFloat16, "int8": Int8}
+ADAMW = "adamw"
+
+
+@dataclass(frozen=True)
+class SlotArray:
+    """A slot of a parameter."""
+
+    parameter: str
+    slot: str
+    placement: Placement
+    form: Form
+    non_negative: bool = False
+    seed_name: str = ""  # random bits depend on it
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.slot, self.parameter
+
+    def stored(self, sizes: Mapping[str, int], on_host: bool = False) -> Any:
+        """The arrays in the train state, as a tree of `StoredArray`."""
+        arrays = self.form.arrays(self.placement, self.non_negative, sizes)
+        return jax.tree.map(lambda array: replace(array, on_host=on_host), arrays)
+
+    def encode(self, x: jax.Array, step: jax.Array | None) -> Any:
+        """FP32 → the arrays after the update `step`, on which random bits depend."""
+        bits = random_bits(self.placement, seed_of(self.seed_name, step)) if self.form.is_rounded else None
+        return self.form.encode(x, self.placement, self.non_negative, bits)
+
+    def decode(self, kept: Any) -> jax.Array:
+        """The inverse of `encode`."""
+        return self.form.decode(kept, self.placement, self.non_negative)
+
+
+@dataclass(frozen=True)
+class Member:
+    """An optimizer and its parameters."""
+
+    kind: str
+    optimizer: Optimizer
+    placements: Mapping[str, Placement]
+    layouts: Mapping[str, MatrixLayout]  # of the parameters whose matrices it takes whole
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether checkpoints have its slots as an item of a chain of optax."""
+        return isinstance(self.optimizer, MatrixOptimizer) and self.optimizer.in_chain
+
+    def slots_of(self, name: str) -> tuple[Slot, ...]:
+        """The slots of a parameter."""
+        slots = tuple(slot for slot in self.optimizer.slots() if slot.shape != "scalar")
+        if isinstance(self.optimizer, MatrixOptimizer):
+            slots += self.optimizer.slots_of_matrices(self.layouts[name].inputs, self.layouts[name].outputs)
+        return slots
+
+    def owned_slots(self, name: str) -> list[str]:
+        """The slots with an array for each of a parameter's matrices, which its owner keeps."""
+        return [slot.name for slot in self.slots_of(name) if slot.shape != "like"]
+
+    @property
+    def with_slots(self) -> set[str]:
+        """The parameters whose matrices have slots, so that they are exchanged by themselves."""
+        return {name for name in self.layouts if self.owned_slots(name)}
+
+    def turn_of(self, name: str) -> str:
+        """A name for the parameters that are updated together: those whose matrices are exchanged together."""
+        return self.kind if self.layouts and not self.owned_slots(name) else name
+
+    def placement(self, name: str, slot: Slot, sizes: Mapping[str, int]) -> Placement:
+        if slot.shape == "like":
+            return self.placements[name]
+        return self.layouts[name].owned(slot.of_matrix(self.layouts[name].inputs, self.layouts[name].outputs), sizes)
+
+
+@dataclass(frozen=True)
+class OptimizerSlots:
+    """The slots of the optimizer of a config, with averages and low bits of weights, on a mesh of `sizes`."""
+
+    config: Config
+    roles: Mapping[str, str]  # of the trained parameters
+    members: tuple[Member, ...]  # in the order in which they compute
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement], sizes: Mapping[str, int]
+    ) -> "OptimizerSlots":
+        """`declared` are the trained parameters (`model.parameters`)."""
+        kind, roles = config.optimizer.kind, {name: parameter.role for name, parameter in declared.items()}
+        made = OPTIMIZERS[kind](config, settings_of(config, OPTIMIZERS[kind], "optimizer"))
+        trained = {name: placements[name] for name in declared}
+        if not isinstance(made, MatrixOptimizer):
+            return cls(config, roles, (Member(kind, made, trained, {}),), sizes)
+        matrices = {name: placements[name] for name, parameter in declared.items() if parameter.muon}
+        layouts = {name: MatrixLayout.of(p, sizes, made.per_head, made.turns) for name, p in matrices.items()}
+        others = {name: placement for name, placement in trained.items() if name not in matrices}
+        members = Member(kind, made, matrices, layouts), Member(ADAMW, AdamW(config), others, {})
+        return cls(config, roles, members, sizes)
+
+    def member_of(self, name: str) -> Member:
+        """The optimizer of a parameter."""
+        return next(member for member in self.members if name in member.placements)
+
+    @cached_property
+    def form(self) -> Form:
+        """The form of moments."""
+        return FORMS[self.config.optimizer.state]()
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """Of the trained parameters."""
+        of_all = {name: placement for member in self.members for name, placement in member.placements.items()}
+        return {name: of_all[name] for name in self.roles}
+
+    @cached_property
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """`Held.slots` with a `SlotArray` in place of each array, and None of each scalar."""
+        found = dict[str, dict[str, Any]]()
+        for member in self.members:
+            own: dict[str, Any] = {s.name: None if s.shape == "scalar" else {} for s in member.optimizer.slots()}
+            for name in member.placements:
+                for slot in member.slots_of(name):
+                    own.setdefault(slot.name, {})[name] = self._array(member, name, slot)
+            found[member.kind] = own
+        return found
+
+    def _array(self, member: Member, name: str, slot: Slot) -> SlotArray:
+        above = f".inner_states['{member.kind}'].inner_state" if len(self.members) > 1 else ""
+        seed_name = f"{above}{'[0]' if member.is_chained else ''}.{slot.name}['{name}']"
+        placement = member.placement(name, slot, self.sizes)
+        form = Form() if slot.exact else self.form
+        return SlotArray(name, slot.name, placement, form, slot.non_negative, seed_name)
+
+    @cached_property
+    def averages(self) -> dict[str, SlotArray]:
+        """Moving averages of the weights."""
+        kept = self.placements if self.config.optimizer.ema_decay else {}
+        return {name: SlotArray(name, "ema", placement, Form()) for name, placement in kept.items()}
+
+    @cached_property
+    def low_bits(self) -> dict[str, SlotArray]:
+        """The lower halves of split master weights."""
+        halved = {name: p for name, p in self.placements.items() if is_split(self.config, p)}
+        return {name: SlotArray(name, "rest", placement, LowBits()) for name, placement in halved.items()}
+
+    @cached_property
+    def stored(self) -> Updated:
+        """What an update reads and changes, with a `StoredArray` in place of each array."""
+        rounded = StoredArray(None, jnp.int32) if self.form.is_rounded else None
+        slots = {
+            kind: {slot: StoredArray(None, jnp.int32) if own is None else self._stored(own) for slot, own in by.items()}
+            for kind, by in self.arrays.items()
+        }
+        weights = {
+            name: StoredArray(placement, jnp.bfloat16 if name in self.low_bits else jnp.float32)
+            for name, placement in self.placements.items()
+        }
+        return Updated(weights, self._stored(self.averages), Held(rounded, slots), self._stored(self.low_bits))
+
+    def _stored(self, arrays: Mapping[str, SlotArray]) -> dict[str, Any]:
+        return {n: array.stored(self.sizes, array.key in self.on_host) for n, array in arrays.items()}
+
+    @property
+    def slot_arrays(self) -> list[SlotArray]:
+        """All arrays that only the update needs."""
+        return jax.tree.leaves((self.arrays, self.averages, self.low_bits))
+
+    @cached_property
+    def movable(self) -> dict[tuple[str, str], int]:
+        """The bytes of each array, by slot and parameter, that `optimizer.offload` may move to the host."""
+        return {
+            array.key: sum(stored.bytes for stored in jax.tree.leaves(array.stored(self.sizes)))
+            for array in self.slot_arrays
+            if self.roles[array.parameter] in OFFLOADED
+        }
+
+    @cached_property
+    def on_host(self) -> set[tuple[str, str]]:
+        """The arrays in the host's memory, by slot and parameter."""
+        return largest_share(self.movable, self.config.optimizer.offload)
+
+    def each[T](self, change: Callable[[SlotArray, Any], T], slots: Mapping[str, Slots]) -> dict[str, dict[str, Any]]:
+        """`change(slot array, arrays)` of the slots of some or all parameters; scalars unchanged."""
+
+        def changed(arrays: Mapping[str, SlotArray] | None, kept: Any) -> Any:
+            return kept if arrays is None else {name: change(arrays[name], kept[name]) for name in sorted(kept)}
+
+        return {
+            kind: {slot: changed(self.arrays[kind][slot], own[slot]) for slot in sorted(own)}
+            for kind, own in sorted(slots.items())
+        }
+
+    def on_disk(self, state: Held) -> Any:
+        """The tree of a checkpoint. Its names are those of optax's states, which earlier checkpoints have."""
+        trees = dict[str, Any]()
+        others = {name: optax.MaskedNode() for member in self.members for name in member.placements}
+        for member in self.members:
+            own: Any = {slot: others | x if isinstance(x, dict) else x for slot, x in state.slots[member.kind].items()}
+            own = own or optax.EmptyState()
+            trees[member.kind] = {"inner_state": (own, optax.EmptyState()) if member.is_chained else own}
+        first = next(iter(trees.values()))["inner_state"]
+        tree = {"inner_states": trees} if len(self.members) > 1 else first
+        tree = tree if state.rounded is None else {"rounded": state.rounded, "inner": tree}
+        return tree, (optax.EmptyState(), optax.EmptyState())
+
+    def from_disk(self, tree: Any) -> Held:
+        """The inverse of `on_disk`."""
+        tree, _ = tree
+        rounded = tree["rounded"] if self.form.is_rounded else None
+        tree = tree["inner"] if self.form.is_rounded else tree
+        slots = dict[str, Any]()
+        for member in self.members:
+            own = tree["inner_states"][member.kind]["inner_state"] if len(self.members) > 1 else tree
+            own: Any = own[0] if member.is_chained else own
+            slots[member.kind] = {
+                slot: {name: own[slot][name] for name in arrays} if isinstance(arrays, dict) else own[slot]
+                for slot, arrays in self.arrays[member.kind].items()
+            }
+        return Held(rounded, slots)

@@ -1,0 +1,190 @@
+"""The update of a step, for every optimizer: new weights, averages and slots from the gradients.
+
+It decodes the slots, asks the optimizer for directions, adds weight decay, changes the weights, and encodes again.
+Whole matrices come and go in between, and so do arrays that are kept on the host (`optimizer.offload`).
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from megajax.config import Config
+from megajax.mesh import mesh_sizes
+from megajax.optim.groups import decays, rates
+from megajax.optim.optimizer import Held, MatrixOptimizer, Named, Slots, Updated
+from megajax.optim.schedule import make_schedule
+from megajax.optim.slots import Member, OptimizerSlots
+from megajax.parallel.weights.masters import join_all, split
+from megajax.parallel.weights.matrices import on_whole_matrices
+from megajax.parallel.weights.offload import in_turn
+from megajax.sharding import Placement
+
+
+class Given(NamedTuple):
+    """What an update is computed from."""
+
+    gradients: Named  # clipped
+    factors: Named  # of new weights
+    rate: jax.Array
+    step: jax.Array
+    finite: jax.Array  # whether the step's numbers are; if not, nothing changes
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of the trained parameters by the optimizer of a config, on a mesh."""
+
+    config: Config
+    mesh: Mesh
+    slots: OptimizerSlots
+    rates: Mapping[str, Any]  # of each parameter, as a multiple of the schedule's
+    decays: Mapping[str, float]
+
+    @classmethod
+    def build(
+        cls, config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement], mesh: Mesh
+    ) -> "Update":
+        """`declared` are the trained parameters (`model.parameters`)."""
+        slots = OptimizerSlots.of(config, declared, placements, mesh_sizes(mesh))
+        return cls(config, mesh, slots, rates(config, declared, slots), decays(config, declared))
+
+    def first(self, masters: Named) -> Updated:
+        """The state of step 0 with these FP32 weights."""
+
+        def zeros(array: Any) -> jax.Array:
+            return jnp.zeros(() if array.placement is None else array.placement.stored_shape, array.dtype)
+
+        averages, optimizer = self.first_averages(masters), jax.tree.map(zeros, self.slots.stored.optimizer)
+        params, low_bits = self.halves(masters)
+        return Updated(params, averages, optimizer, low_bits)
+
+    def first_averages(self, masters: Named) -> Named:
+        """The first moving averages, in arrays of their own, because the state is donated; empty without them."""
+        return {name: jnp.copy(masters[name]) for name in self.slots.averages}
+
+    def halves(self, masters: Named) -> tuple[Named, Named]:
+        """FP32 master weights → (weights as they are stored, low bits of those that are split)."""
+        both = {name: split(masters[name]) for name in masters if name in self.slots.low_bits}
+        return masters | {n: half for n, (half, _) in both.items()}, {n: rest for n, (_, rest) in both.items()}
+
+    def rate(self, step: jax.Array) -> Any:
+        """The schedule's learning rate of the step after `step` steps."""
+        return make_schedule(self.config.schedule)(step + 1)
+
+    def __call__(self, before: Updated, given: Given) -> Updated:
+        """The weights, averages and slots after a step; the parameters of a turn together."""
+        turns = self.turns
+        on_host = jax.tree.map(lambda array: array.on_host, self.slots.stored)
+        of_turns = [
+            given._replace(**{field: _chosen(getattr(given, field), turn) for field in ("gradients", "factors")})
+            for turn in turns
+        ]
+        parts, moving = ([_part(tree, turn) for turn in turns] for tree in (before, on_host))
+        with jax.named_scope("optimizer"):
+            return _joined(in_turn(self._changed, parts, of_turns, moving))
+
+    def _changed(self, before: Updated, given: Given) -> Updated:
+        """The update of the parameters of a turn, whose arrays are on the device."""
+        masters = join_all(before.params, before.rest)
+        directions, held = self.directions(given.gradients, before.optimizer, masters)
+        new = {name: masters[name] - given.rate * d for name, d in directions.items()}
+        new |= {name: new[name] * factor for name, factor in given.factors.items()}
+        after, old = (new, self._averages(before.ema, new, given.step), held), (masters, before.ema, before.optimizer)
+        new, averages, held = jax.tree.map(lambda x, old: jnp.where(given.finite, x, old), after, old)
+        params, low_bits = self.halves(new)
+        return Updated(params, averages, held, low_bits)
+
+    def _averages(self, averages: Named, new: Named, step: jax.Array) -> Named:
+        """The moving averages after step `step` + 1 with the `new` weights.
+
+        In early steps the decay rate is lower, (1 + t) / (10 + t) in step t as in TensorFlow's, so that the first
+        weights are soon forgotten.
+        """
+        if not averages:
+            return {}
+        assert self.config.optimizer.ema_decay is not None
+        t = (step + 1).astype(jnp.float32)
+        share = 1 - jnp.minimum(self.config.optimizer.ema_decay, (1 + t) / (10 + t))
+        return jax.tree.map(lambda average, w: average + share * (w - average), averages, new)
+
+    @cached_property
+    def turns(self) -> list[list[str]]:
+        """The trained parameters, by what is updated together: one turn, or more if `optimizer.offload` is set.
+
+        A parameter with arrays on the host has a turn of its own; those whose matrices are computed together have one.
+        """
+        names, away = [*self.slots.placements], {name for _, name in self.slots.on_host}
+        turn_of = {name: self.slots.member_of(name).turn_of(name) for name in names}
+        moving = dict.fromkeys(turn_of[name] for name in names if name in away)
+        turns = {turn: [name for name in names if turn_of[name] == turn] for turn in moving}
+        size = {name: math.prod(placement.stored_shape) for name, placement in self.slots.placements.items()}
+        order = sorted(turns.values(), key=lambda together: -sum(size[name] for name in together))
+        # A small one and a large one, so that two large ones are not on the device together.
+        order = [order[index // 2 if index % 2 else -(index // 2) - 1] for index in range(len(order))]
+        others = [name for name in names if turn_of[name] not in moving]
+        return [*order, others] if others else order
+
+    def directions(self, gradients: Named, held: Held, masters: Named) -> tuple[Named, Held]:
+        """(directions with weight decay and learning rates of parameters, new slots), of some or all parameters."""
+        slots = self.slots.each(lambda array, kept: array.decode(kept), held.slots)
+        found: Named = {}
+        for member in self.slots.members:
+            own = {name: gradients[name] for name in member.placements if name in gradients}
+            directions, slots[member.kind] = self._directions_of(member, own, slots[member.kind])
+            found |= directions
+        rounded = None if held.rounded is None else held.rounded + 1
+        slots = self.slots.each(lambda array, x: array.encode(x, rounded), slots)
+        found = dict(sorted(found.items()))
+        found = {n: d + self.decays[n] * masters[n] if self.decays[n] else d for n, d in found.items()}
+        plain = {n for n, rate in self.rates.items() if isinstance(rate, float) and rate == 1.0}
+        return {n: d if n in plain else self.rates[n] * d for n, d in found.items()}, Held(rounded, slots)
+
+    def _directions_of(self, member: Member, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
+        """Of one optimizer: of shards, then of whole matrices."""
+        optimizer = member.optimizer
+        directions, slots = optimizer.direction(gradients, slots)
+        if not isinstance(optimizer, MatrixOptimizer) or not gradients:
+            return directions, slots
+        scalars = {slot: x for slot, x in slots.items() if not isinstance(x, dict)}
+        layouts = {name: layout for name, layout in member.layouts.items() if name in gradients}
+        owned = {name: {slot: slots[slot][name] for slot in member.owned_slots(name)} for name in layouts}
+        owned = {name: own for name, own in owned.items() if own}
+        compute = on_whole_matrices(
+            lambda matrices, own: optimizer.of_matrices(matrices, scalars | own), layouts, self.mesh, optimizer.dtype
+        )
+        whole, owned = compute({name: directions[name] for name in layouts}, owned)
+        for name, own in owned.items():
+            slots = slots | {slot: slots[slot] | {name: x} for slot, x in own.items()}
+        scales = {name: optimizer.scale(layout.inputs, layout.outputs) for name, layout in layouts.items()}
+        return {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}, slots
+
+
+def _chosen(by_name: Any, names: Collection[str]) -> Any:
+    """The entries of some parameters; a scalar unchanged."""
+    return {name: by_name[name] for name in names if name in by_name} if isinstance(by_name, dict) else by_name
+
+
+def _part(tree: Updated, names: Collection[str]) -> Updated:
+    """The arrays of some parameters, and all scalars."""
+    slots = {
+        kind: {slot: _chosen(own, names) for slot, own in by_slot.items()}
+        for kind, by_slot in tree.optimizer.slots.items()
+    }
+    weights, averages, low_bits = (_chosen(own, names) for own in (tree.params, tree.ema, tree.rest))
+    return Updated(weights, averages, Held(tree.optimizer.rounded, slots), low_bits)
+
+
+def _joined(trees: Sequence[Any]) -> Any:
+    """The inverse of `_part`; scalars are those of the last part."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: _joined([tree[key] for tree in trees if key in tree]) for tree in trees for key in tree}
+    if isinstance(first, Updated | Held):
+        return type(first)(*map(_joined, zip(*trees, strict=True)))
+    return trees[-1]
