@@ -29,7 +29,7 @@ STEPS_PER_OCTAVE = 12  # of the code of second moments
 
 
 @dataclass(frozen=True)
-class StoredArray:
+class StateArray:
     """An array of the train state, as it is stored."""
 
     placement: Placement | None  # None: a scalar, or another array that all devices have
@@ -49,8 +49,8 @@ class Form:
     is_rounded = False  # whether `encode` needs random bits
 
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> Any:
-        """The arrays of a slot, as a tree of `StoredArray`."""
-        return StoredArray(placement, jnp.float32)
+        """The arrays of a slot, as a tree of `StateArray`."""
+        return StateArray(placement, jnp.float32)
 
     def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> Any:
         """FP32 → the arrays; `bits` are 32 random ones for each number."""
@@ -64,15 +64,15 @@ class Form:
 class LowBits(Form):
     """The lower 16 bits of FP32 numbers (`parallel.weights.masters`), which are never decoded by themselves."""
 
-    def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> StoredArray:
-        return StoredArray(placement, jnp.uint16)
+    def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> StateArray:
+        return StateArray(placement, jnp.uint16)
 
 
 class BFloat16(Form):
     is_rounded = True
 
-    def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> StoredArray:
-        return StoredArray(placement, jnp.bfloat16)
+    def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> StateArray:
+        return StateArray(placement, jnp.bfloat16)
 
     def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> jax.Array:
         """The upper 16 of `bits` are added to those that are cut off, so the expected value is `x`."""
@@ -96,8 +96,8 @@ class Int8(Form):
     is_rounded = True
 
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> Blocks:
-        codes = StoredArray(placement, jnp.uint8 if non_negative else jnp.int8)
-        return Blocks(codes, StoredArray(scales_of(placement, sizes), jnp.float32))
+        codes = StateArray(placement, jnp.uint8 if non_negative else jnp.int8)
+        return Blocks(codes, StateArray(scales_of(placement, sizes), jnp.float32))
 
     def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> Blocks:
         return to_blocks(x, block_of(placement), non_negative, bits)

@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.config.registered import settings_of
 from megajax.optim.adamw import AdamW
 from megajax.optim.ademamix import Ademamix
-from megajax.optim.forms import BFloat16, Form, Int8, LowBits, StoredArray, seed_of
+from megajax.optim.forms import BFloat16, Form, Int8, LowBits, StateArray, seed_of
 from megajax.optim.lion import Lion
 from megajax.optim.muon import Muon
 from megajax.optim.optimizer import Held, MatrixOptimizer, Optimizer, Slot, Slots, Updated
@@ -54,7 +54,7 @@ class SlotArray:
         return self.slot, self.parameter
 
     def stored(self, sizes: Mapping[str, int], on_host: bool = False) -> Any:
-        """The arrays in the train state, as a tree of `StoredArray`."""
+        """The arrays in the train state, as a tree of `StateArray`."""
         arrays = self.form.arrays(self.placement, self.non_negative, sizes)
         return jax.tree.map(lambda array: replace(array, on_host=on_host), arrays)
 
@@ -181,14 +181,14 @@ class OptimizerSlots:
 
     @cached_property
     def stored(self) -> Updated:
-        """What an update reads and changes, with a `StoredArray` in place of each array."""
-        rounded = StoredArray(None, jnp.int32) if self.form.is_rounded else None
+        """What an update reads and changes, with a `StateArray` in place of each array."""
+        rounded = StateArray(None, jnp.int32) if self.form.is_rounded else None
         slots = {
-            kind: {slot: StoredArray(None, jnp.int32) if own is None else self._stored(own) for slot, own in by.items()}
+            kind: {slot: StateArray(None, jnp.int32) if own is None else self._stored(own) for slot, own in by.items()}
             for kind, by in self.arrays.items()
         }
         weights = {
-            name: StoredArray(placement, jnp.bfloat16 if name in self.low_bits else jnp.float32)
+            name: StateArray(placement, jnp.bfloat16 if name in self.low_bits else jnp.float32)
             for name, placement in self.placements.items()
         }
         return Updated(weights, self._stored(self.averages), Held(rounded, slots), self._stored(self.low_bits))

@@ -13,7 +13,7 @@ from megajax.config.model_schema import ModelConfig
 from megajax.mesh import AXES
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_trained
-from megajax.optim.forms import StoredArray
+from megajax.optim.forms import StateArray
 from megajax.optim.optimizer import MatrixOptimizer
 from megajax.optim.slots import OptimizerSlots
 from megajax.parallel.weights.matrices import groups, rounds
@@ -46,10 +46,10 @@ def slots_of(plan: StepPlan, placements: Mapping[str, Placement]) -> OptimizerSl
 def state_bytes(plan: StepPlan, slots: OptimizerSlots, placements: Mapping[str, Placement]) -> StateBytes:
     """Bytes on a device of the weights, and of what only the update needs; all steps keep both."""
     compute = plan.config.precision.compute
-    weights: list[StoredArray] = jax.tree.leaves(slots.stored.params)
+    weights: list[StateArray] = jax.tree.leaves(slots.stored.params)
     for name, placement in placements.items():
         if name not in slots.placements:  # frozen
-            weights.append(StoredArray(placement, "float32" if placement.computes_in_fp32 else compute))
+            weights.append(StateArray(placement, "float32" if placement.computes_in_fp32 else compute))
     on_device, moved = 0, Counter[str]()
     for array in slots.slot_arrays:
         size = _on_a_device(plan, jax.tree.leaves(array.stored(slots.sizes)))
@@ -60,7 +60,7 @@ def state_bytes(plan: StepPlan, slots: OptimizerSlots, placements: Mapping[str, 
     return StateBytes(_on_a_device(plan, weights), on_device, moved.total(), max(moved.values(), default=0))
 
 
-def _on_a_device(plan: StepPlan, arrays: Iterable[StoredArray]) -> int:
+def _on_a_device(plan: StepPlan, arrays: Iterable[StateArray]) -> int:
     placed = ((array.bytes, array.placement) for array in arrays if array.placement is not None)
     return sum(size // shards(plan, placement) for size, placement in placed)
 

@@ -19,7 +19,7 @@ from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
 from megajax.model.sublayer import is_maximum
-from megajax.optim.forms import StoredArray
+from megajax.optim.forms import StateArray
 from megajax.optim.groups import clip
 from megajax.optim.optimizer import Updated
 from megajax.optim.update import Given, Update
@@ -123,21 +123,21 @@ class TrainProgram:
 
     @cached_property
     def stored(self) -> TrainState:
-        """A TrainState of `StoredArray`: the placement, dtype and memory of each array."""
+        """A TrainState of `StateArray`: the placement, dtype and memory of each array."""
         self._check_offload()
         params, ema, optimizer, rest = self.update.slots.stored
-        scalar: Any = StoredArray(None, jnp.int32)
-        scale: Any = StoredArray(None, jnp.float32)
-        kept = jax.tree.map(lambda leaf: StoredArray(None, leaf.dtype), jax.eval_shape(self._first_layer_state))
+        scalar: Any = StateArray(None, jnp.int32)
+        scale: Any = StateArray(None, jnp.float32)
+        kept = jax.tree.map(lambda leaf: StateArray(None, leaf.dtype), jax.eval_shape(self._first_layer_state))
         _, untrained = self._divided(self.placements)
-        frozen: Any = {name: StoredArray(placement, self.frozen_dtype(name)) for name, placement in untrained.items()}
+        frozen: Any = {name: StateArray(placement, self.frozen_dtype(name)) for name, placement in untrained.items()}
         return TrainState(params, optimizer, kept, scalar, scale, scalar, scalar, scalar, frozen, ema, rest)
 
     @cached_property
     def state_shardings(self) -> TrainState:
         """A TrainState of shardings: slots are sharded by their placement, scalars are replicated."""
 
-        def of(array: StoredArray) -> NamedSharding:
+        def of(array: StateArray) -> NamedSharding:
             sharding = NamedSharding(self.mesh, P() if array.placement is None else array.placement.spec)
             return on_host(sharding) if array.on_host else sharding
 
