@@ -166,9 +166,8 @@ def test_readme_library_example_trains(workplace, capsys):
 
 def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
-    sources = dict(
-        zip(("my_blocks", "my_objectives", "my_remat", "my_schedule", "my_hooks"), blocks(page, "python"), strict=True)
-    )
+    names = ("my_blocks", "my_objectives", "my_remat", "my_schedule", "my_optimizer", "my_hooks")
+    sources = dict(zip(names, blocks(page, "python"), strict=True))  # my_optimizer: test_registered_optimizers.py
     for name, source in sources.items():
         (workplace / f"{name}.py").write_text(source)
     command, focal, remat, hook = blocks(page, "sh")  # not bash: a process can register the block once only

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megajax.config import optimizers as config
 from megajax.config.optimizers import MomentForm, OptimizerKind
-from megajax.optim.forms import Form
+from megajax.optim.forms import Form, StateArray
 from megajax.optim.optimizer import COUNT, MatrixOptimizer, OptaxOptimizer, Optimizer, Slot
 from megajax.optim.schedule import make_schedule
 from megajax.optim.slots import FORMS, OPTIMIZERS
@@ -18,6 +18,7 @@ __all__ = [
     "Optimizer",
     "OptimizerKind",
     "Slot",
+    "StateArray",
     "make_schedule",
     "register_form",
     "register_optimizer",

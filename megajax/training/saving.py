@@ -74,7 +74,8 @@ class StateSaver:
 
     def __init__(self, program: TrainProgram):
         self.program = program
-        self.converts = not all(p.is_canonical for p in program.placements.values())
+        placements = (array.placement for array in jax.tree.leaves(program.stored))
+        self.converts = not all(placement is None or placement.is_canonical for placement in placements)
         self.base_checksum: int | None = None  # of the frozen weights, if there are any
 
     def description(self, step: int, samples: int | None = None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megajax.reference import Reference, adamw
 from megajax.sharding import Placement
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
-from megajax.verify.runs import batches, canonical, first_gradients
+from megajax.verify.runs import batches, canonical, first_gradients, has_first_moments
 
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
@@ -139,7 +139,7 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
         for name in ROUTER_METRICS & metrics.keys():
             router.setdefault(name, []).append(np.asarray(metrics[name]))
         if not gradients:
-            gradients = first_gradients(program, state, norms[0])
+            gradients = first_gradients(program, state, norms[0]) if has_first_moments(program) else {}
     router = {name: np.array(values) for name, values in router.items()}
     return Trace(config, np.array(losses), np.array(norms), initial, gradients, router, np.array(mtp_losses))
 

@@ -1,0 +1,103 @@
+"""An optimizer, and a form of moments, from outside the package train on meshes as on one device, and resume."""
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_models import MODELS
+from single_device import make_config, train, weights_of
+
+from megajax.config import optimizers as declared
+from megajax.config.checks import check
+from megajax.config.extensions import import_extensions
+from megajax.config.fields import AXES
+from megajax.errors import ConfigError
+from megajax.optim import Form, MomentForm, OptimizerKind, StateArray, register_form, register_optimizer, slots
+from megajax.optim.sgd import Sgd
+from megajax.verify.runs import Run
+
+PAGE = Path(__file__).parents[2] / "docs/extensions.md"
+MODEL = MODELS["llama"] | {"num_layers": 2}
+
+
+class Float16(Form):
+    def arrays(self, placement, non_negative, sizes):
+        return StateArray(placement, jnp.float16)
+
+    def encode(self, x, placement, non_negative, bits):
+        return x.astype(jnp.float16)
+
+    def decode(self, kept, placement, non_negative):
+        return kept.astype(jnp.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered(tmp_path_factory):
+    """The example of the docs, and a form of moments."""
+    path = tmp_path_factory.mktemp("extension") / "my_optimizer.py"
+    (source,) = re.findall(r"```python\n(# my_optimizer\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
+    path.write_text(source)
+    import_extensions([str(path)])
+    register_form(MomentForm("test_float16"), Float16)
+    yield
+    for options in (declared.OPTIMIZERS, slots.OPTIMIZERS):
+        options.pop("laprop")
+    for options in (declared.FORMS, slots.FORMS):
+        options.pop("test_float16")
+
+
+def make(mesh, **sections):
+    optimizer = {"kind": "laprop", "settings": {"power": 0.5}, "state": "test_float16", "clip_norm": 0.0}
+    sections["schedule"] = {"kind": "constant", "learning_rate": 3e-3}
+    return make_config(MODEL, mesh, optimizer=optimizer, steps=4, **sections)
+
+
+def test_they_train_on_meshes_as_on_one_device_and_resume(tmp_path):
+    one, staged = make({}), {"batch": {"num_microbatches": 2}}
+    weights = weights_of(one)
+    expected = train(one, weights)
+    for mesh, sections in (({"fsdp": 2, "tensor": 2}, {}), ({"pipeline": 2}, staged)):
+        found = train(make(mesh, **sections), weights)
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    run = Run(make({"fsdp": 2, "tensor": 2}), dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2})
+    whole = run.train(tmp_path)
+    assert not whole.problems and {str(x.dtype) for n, x in run.saved.items() if ".mean." in n} == {"float16"}
+    resumed = run.resume(tmp_path, run.saved)
+    assert not resumed.problems
+    np.testing.assert_array_equal(resumed.losses, whole.losses[run.saved_step :])
+
+
+def test_the_first_updates_are_those_of_numpy():
+    """Without weight decay, in FP32, from a gradient of ones and then twos."""
+    config = make_config(MODEL, {}, optimizer={"kind": "laprop", "beta1": 0.9, "beta2": 0.99})
+    optimizer = slots.OPTIMIZERS["laprop"](config, slots.OPTIMIZERS["laprop"].Settings())
+    state = {"count": jnp.int32(0), "mean": {"w": jnp.zeros(3)}, "square": {"w": jnp.zeros(3)}}
+    square = mean = 0.0
+    for t, g in ((1, 1.0), (2, 2.0)):
+        square = 0.99 * square + 0.01 * g * g
+        mean = 0.9 * mean + 0.1 * g / (np.sqrt(square / (1 - 0.99**t)) + 1e-8)
+        directions, state = optimizer.direction({"w": jnp.full(3, g)}, state)
+        np.testing.assert_allclose(directions["w"], mean / (1 - 0.9**t), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"kind": "laprop", "settings": {"powr": 1}}, ("optimizer.settings.powr", "LaProp", "power")),
+        ({"kind": "laprop", "settings": {"power": "half"}}, ("optimizer.settings.power=half", "correct it")),
+        ({"kind": "adamw", "settings": {"power": 1}}, ("optimizer.settings", "optimizer.kind=adamw", "remove them")),
+    ],
+)
+def test_wrong_settings_are_a_sentence(optimizer, words):
+    with pytest.raises(ConfigError) as error:
+        check(make_config(MODEL, {}, optimizer=optimizer))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_name_that_is_taken_is_a_sentence():
+    with pytest.raises(ConfigError, match="the optimizer adamw exists already"):
+        register_optimizer(OptimizerKind("adamw"), Sgd)
+    with pytest.raises(ConfigError, match="the form of moments int8 exists already"):
+        register_form(MomentForm("int8"), Float16)
