@@ -23,7 +23,7 @@ from megajax.model import init_parameters
 KEPT = 64  # functions, each holds its compiled program, or weights
 # A test that replaces something here has programs of its own.
 TRACED = ("jax", "optax", *(f"megajax.{name}" for name in ("config", "mesh", "model", "ops", "optim", "parallel")))
-TRACED += ("megajax.sharding", "megajax.step_plan", "megajax.training.step", "megajax.training.update")
+TRACED += ("megajax.sharding", "megajax.step_plan", "megajax.training.step")
 
 
 class ReusedPrograms:
