@@ -31,7 +31,7 @@ from megajax.checkpoint.manager import first_problem, reason
 from megajax.checkpoint.storage import Description
 from megajax.errors import UserError, reading
 from megajax.files import is_number
-from megajax.json_files import Count, Damaged
+from megajax.json_files import Count, Damaged, damaged
 from megajax.messages import FOR_EVER, Messages, gather, next_name
 
 DATA, INDEX, PARTIAL = "data", "index.json", ".partial"
@@ -270,7 +270,7 @@ def _write_shards(path: Path, copies: Sequence[tuple[str, str, Any]]) -> list[St
 def _view(data: np.ndarray, dtype: Any, shape: tuple[int, ...], offset: int) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     if offset + size > data.size:
-        raise OSError(f"{INDEX} does not fit {DATA}")
+        raise damaged(INDEX, f"{INDEX} does not fit {DATA}", "remove it")
     return data[offset : offset + size].view(dtype).reshape(shape)
 
 

@@ -19,7 +19,7 @@ from megajax.checkpoint import s3
 from megajax.errors import InputError, file_reader
 from megajax.extras import EXTRAS, require
 from megajax.files import SUBDIRECTORY, is_number, read_bytes, read_text, replace_text
-from megajax.json_files import Count, Finite, parse
+from megajax.json_files import Count, Finite, damaged, parse
 
 GCS = "gs://"
 EXTRA_OF = {GCS: "gcs", s3.SCHEME: "s3"}  # by scheme of a URL
@@ -166,8 +166,12 @@ def saved_at(checkpoint: Folder) -> float:
 @file_reader("checkpoint", cure="use another checkpoint")
 def read_description(checkpoint: Folder) -> dict[str, Any]:
     """The description of `RUN/checkpoints/STEP`, without orbax, for which all processes would have to read it."""
-    path = checkpoint / "description" / "metadata"
-    return {**parse(read_bytes(path), str(path), Description, "use another checkpoint")}
+    name, cure = "description/metadata", "use another checkpoint"
+    try:
+        content = read_bytes(checkpoint / name)
+    except FileNotFoundError:
+        raise damaged(checkpoint, f"{name} is missing", cure) from None
+    return {**parse(content, f"{checkpoint}/{name}", Description, cure)}
 
 
 def write_text(path: Folder, text: str) -> None:

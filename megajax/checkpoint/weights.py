@@ -94,8 +94,6 @@ def description(checkpoint: Folder) -> dict[str, Any]:
             return read_description(checkpoint)
         except Damaged as error:
             raise InputError(f"{checkpoint} is damaged ({error.problem}): give another checkpoint.") from None
-        except FileNotFoundError:
-            raise InputError(f"{checkpoint} is damaged (it has no description): give another checkpoint.") from None
 
 
 def array_headers(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
