@@ -46,6 +46,8 @@ class Optimizer:
         """The keys of `optimizer.settings`, of an extension's optimizer."""
 
     SLOTS: ClassVar[tuple[Slot, ...]] = ()
+    in_chain = False  # whether checkpoints have its slots as an item of a chain of optax
+    update_tolerance = 1e-2  # relative difference of an update that rounding of the gradients explains, for `verify`
     others_rate = 1.0  # learning rate of parameters that it leaves to AdamW, as a multiple of the schedule's
 
     def __init__(self, config: Config, settings: Any = None):
@@ -90,7 +92,6 @@ class MatrixOptimizer(Optimizer):
 
     turns = False  # whether matrices are turned, so that R ≤ C
     per_head = False  # whether each head of queries, keys and values is a matrix by itself
-    in_chain: ClassVar[bool] = False  # whether checkpoints have its slots as an item of a chain of optax
 
     def slots_of_matrices(self, rows: int, columns: int) -> tuple[Slot, ...]:
         """Slots of a parameter whose matrices are [R, C]."""

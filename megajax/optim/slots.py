@@ -80,7 +80,7 @@ class Member:
     @property
     def is_chained(self) -> bool:
         """Whether checkpoints have its slots as an item of a chain of optax."""
-        return isinstance(self.optimizer, MatrixOptimizer) and self.optimizer.in_chain
+        return self.optimizer.in_chain
 
     def slots_of(self, name: str) -> tuple[Slot, ...]:
         """The slots of a parameter."""

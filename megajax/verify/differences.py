@@ -61,7 +61,7 @@ def compare(found: RunTrace, expected: RunTrace, exact: RunTrace | None = None) 
     rounding = _measure(expected, exact, exact) if exact else {kind: {} for kind in TOLERANCES}
     most = {kind: max(own.values(), default=0.0) for kind, own in rounding.items()}
     limits: Measures = {}
-    for kind, tolerance in TOLERANCES.items():
+    for kind, tolerance in (TOLERANCES | {"update": expected.update_tolerance}).items():
         # An amax of FP8 is a number of the tensors of which gradients are made, and has no value in FP32: it has their
         # largest limit.
         otherwise = most["gradient"] if kind == "layer state" else most[kind]
