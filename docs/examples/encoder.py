@@ -41,7 +41,7 @@ class SourceEncoder(Encoder):
 
     def apply(self, w, fields, comm):
         B, S = fields["source"].shape
-        x = w["tokens"][comm.own_tokens(fields["source"].reshape(-1))]
+        x = w["tokens"][comm.local_tokens(fields["source"].reshape(-1))]
         h = normalise(self.config, x, w["norm"], None)
         q, k, v = (
             comm.column_linear(h, w[name]).reshape(B, S, -1, self.config.head_dim) for name in ("query", "key", "value")

@@ -11,7 +11,7 @@ from megajax.config.registry import Registry
 from megajax.errors import ConfigError
 
 # Names that built-in parts give to their values: attention's output, and the term that a part adds to the stream.
-ATTENTION, OUTPUT = "attention", "leave"
+ATTENTION, OUTPUT = "attention", "output"
 
 
 class Keep(Enum):

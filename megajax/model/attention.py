@@ -35,7 +35,7 @@ class Attention(Sublayer):
     SUPPORTS = EVERYTHING
     FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
     LINEAR = ("qkv", "output")
-    SAVED = ("qkv", "attention", "exchanged", "leave")
+    SAVED = ("qkv", "attention", "exchanged", "output")
 
     def __init__(self, config: ModelConfig):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -76,8 +76,8 @@ class Attention(Sublayer):
         core = jax.checkpoint(core) if "attention" in ctx.recompute else core
         out, largest = core(projected)
         out = checkpoint_name(out, "attention")
-        y = checkpoint_name(comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"]), "leave")
-        metrics = {} if largest is None else {MAX_SCORE: comm.among_all_heads(largest, self.config.num_heads)}
+        y = checkpoint_name(comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"]), "output")
+        metrics = {} if largest is None else {MAX_SCORE: comm.padded_to_all_heads(largest, self.config.num_heads)}
         return add_bias(y, w.get("output_bias")), metrics
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> jax.Array:
@@ -105,7 +105,7 @@ class Attention(Sublayer):
         c = self.config
         if c.qk_norm != "all_heads":
             return ops.rms_norm(x, weight, c.norm_epsilon, c.norm_zero_centred)
-        own = comm.own_heads(weight.reshape(-1, c.head_dim)).reshape(-1)
+        own = comm.local_heads(weight.reshape(-1, c.head_dim)).reshape(-1)
         flat = x.reshape(*x.shape[:2], -1)
         return ops.rms_norm(flat, own, c.norm_epsilon, c.norm_zero_centred, comm.mean_over_heads).reshape(x.shape)
 

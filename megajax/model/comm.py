@@ -113,7 +113,7 @@ class Comm:
         """`x @ w`: `[T, F]` → `[T / tensor, D]`, summed over `tensor`."""
         return x @ w
 
-    def own_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    def replicated_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """`x @ w` for own tokens, `w` replicated (a low-rank projection): `[T / tensor, D]` → `[T / tensor, R]`."""
         return x @ w
 
@@ -123,7 +123,7 @@ class Comm:
         up = checkpoint_name(up if bias is None else up + bias, "gate_up")
         return self.row_linear(ops.activate(activation, up), w_down)
 
-    def enter(self, x: jax.Array) -> jax.Array:
+    def all_gather_tokens(self, x: jax.Array) -> jax.Array:
         """`[T / tensor, F]` → `[T, F]`: the tokens of all devices of `tensor`, differentiated."""
         return x
 
@@ -176,7 +176,7 @@ class Comm:
         """The length of a sequence of which this device has `own` tokens."""
         return own * self.size([axis for axis in self.sequence_axes if axis != "tensor"])
 
-    def own_heads(self, x: jax.Array) -> jax.Array:
+    def local_heads(self, x: jax.Array) -> jax.Array:
         """`[N, ...]` or `[K, ...]` of all query or KV heads → the part of this device's heads."""
         devices = self.size("tensor")
         if devices == 1:
@@ -185,7 +185,7 @@ class Comm:
         start = self.index("tensor") * heads // devices
         return lax.dynamic_slice_in_dim(x, start, max(1, heads // devices), 0)
 
-    def among_all_heads(self, x: jax.Array, num_heads: int) -> jax.Array:
+    def padded_to_all_heads(self, x: jax.Array, num_heads: int) -> jax.Array:
         """Values of this device's query heads → those of all heads `[num_heads]`, 0 for heads of other devices."""
         if self.size("tensor") == 1:
             return x
@@ -197,7 +197,7 @@ class Comm:
         devices = self.size("tensor")
         return self.sum(x, "tensor") / devices if devices > 1 else x
 
-    def own_tokens(self, x: jax.Array) -> jax.Array:
+    def local_tokens(self, x: jax.Array) -> jax.Array:
         """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds."""
         devices = self.size("tensor")
         if devices == 1:
@@ -205,7 +205,7 @@ class Comm:
         own = x.shape[0] // devices
         return lax.dynamic_slice_in_dim(x, self.index("tensor") * own, own, 0)
 
-    def of_all_tokens[Arrays](self, x: Arrays) -> Arrays:
+    def gather_all_tokens[Arrays](self, x: Arrays) -> Arrays:
         """Arrays `[T / tensor, ...]` of own tokens → arrays of all tokens of a microbatch, in the devices' order."""
         return self.gather(x, self.token_axes)
 

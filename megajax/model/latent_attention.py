@@ -44,7 +44,7 @@ class LatentAttention(Sublayer):
         "key_value": ("key", "value"),
     }
     LINEAR = ("down", "query", "key_value", "output")
-    SAVED = ("latents", "queries", "keys_values", "attention", "exchanged", "leave")
+    SAVED = ("latents", "queries", "keys_values", "attention", "exchanged", "output")
 
     def __init__(self, config: ModelConfig):
         D, N, H = config.hidden_size, config.num_heads, config.head_dim
@@ -87,8 +87,8 @@ class LatentAttention(Sublayer):
             core = jax.checkpoint(core, policy=checkpoint_policies.save_only_these_names("attention"))
         out, largest = core(query_input, down)
         y = comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"])
-        metrics = {} if largest is None else {MAX_SCORE: comm.among_all_heads(largest, self.config.num_heads)}
-        return checkpoint_name(y, "leave"), metrics
+        metrics = {} if largest is None else {MAX_SCORE: comm.padded_to_all_heads(largest, self.config.num_heads)}
+        return checkpoint_name(y, "output"), metrics
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
         """`[T / tensor, D]` → (input of the queries' projection, latents and rotary key side by side), own tokens.
@@ -99,7 +99,7 @@ class LatentAttention(Sublayer):
 
         def compute(x, norm, norm_bias, weight):
             h = normalise(c, x, norm, norm_bias)
-            return h, ctx.comm.own_linear(h, weight)
+            return h, ctx.comm.replicated_linear(h, weight)
 
         compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
         h, down = compute(x, w.get("norm"), w.get("norm_bias"), w["down"])
@@ -114,7 +114,7 @@ class LatentAttention(Sublayer):
         if c.q_lora_rank is not None:
             query_input = self._normalise(query_input, w["query_norm"])
         q = checkpoint_name(comm.column_linear(query_input, w["query"]), "queries").reshape(B, S, -1, c.head_dim)
-        rotary = comm.enter(rotary).reshape(B, S, 1, -1)
+        rotary = comm.all_gather_tokens(rotary).reshape(B, S, 1, -1)
         q, rotary = rotate(c, ctx.kind, ctx.inputs.positions, comm.sequence_length(S), q, rotary)
         assert c.qk_nope_head_dim is not None
         latent = self._normalise(latent, w["key_value_norm"])

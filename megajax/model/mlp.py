@@ -29,7 +29,7 @@ class MLP(Sublayer):
     SUPPORTS = EVERYTHING
     FUSED = {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}
     LINEAR = ("gate_up", "down")
-    SAVED = ("gate_up", "leave")
+    SAVED = ("gate_up", "output")
 
     def __init__(self, config: ModelConfig):
         D, F = config.hidden_size, config.ffn_hidden_size
@@ -54,7 +54,7 @@ class MLP(Sublayer):
             compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
         norms, weights = ("norm", "norm_bias"), ("gate_up", "gate_up_bias", "down")
         y = compute(x, *(w.get(name) for name in (*norms, *weights)))
-        return add_bias(checkpoint_name(y, "leave"), w.get("down_bias")), {}
+        return add_bias(checkpoint_name(y, "output"), w.get("down_bias")), {}
 
     def sizes(self, shares: Shares) -> SublayerSizes:
         width = self.config.ffn_hidden_size

@@ -40,7 +40,7 @@ class MoE(Sublayer):
         "shared_gate_up": ("shared_gate", "shared_up"),
     }
     LINEAR = ("gate_up", "down", "shared_gate_up", "shared_down")
-    SAVED = ("gate_up", "routing", "dispatched", "leave")
+    SAVED = ("gate_up", "routing", "dispatched", "output")
     METRICS = ("aux_loss", "router_z_loss", "router_entropy", "expert_counts", "dropped_tokens")
     LOSSES = ("aux_loss", "router_z_loss")
     NEEDS_FILLED = True  # a router of zeros would send all tokens to the same experts
@@ -82,7 +82,7 @@ class MoE(Sublayer):
             kept = jax.checkpoint_policies.save_only_these_names("gate_up", "routing", "dispatched")
             compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
         y, metrics = compute(w, x)
-        return checkpoint_name(y, "leave"), metrics
+        return checkpoint_name(y, "output"), metrics
 
     @jax.named_scope("router")
     def route(self, w: Weights, h: jax.Array, ctx: LayerContext):
@@ -137,7 +137,7 @@ class MoE(Sublayer):
             of_real = ops.router.expert_capacity(r.capacity_factor, inputs.real.num_tokens, k, E)
             capacity = jnp.minimum(capacity, of_real)
         priorities = weights if r.drop_policy == "probability" else jnp.zeros_like(weights)
-        return ops.router.within_capacity(experts, priorities, inputs.token_ids, E, capacity, comm.of_all_tokens)
+        return ops.router.within_capacity(experts, priorities, inputs.token_ids, E, capacity, comm.gather_all_tokens)
 
     def capacity(self, tokens: int) -> int | None:
         """The largest number of an expert's assignments in a microbatch of `tokens` tokens; None: no limit."""
@@ -159,7 +159,7 @@ class MoE(Sublayer):
             loss = ops.router.balance_loss(logits, total, r.score_function, k, tokens, is_real)
             out["aux_loss"] = r.global_loss / tokens * loss
         if r.sequence_loss > 0:
-            sequences = comm.own_tokens(jnp.repeat(jnp.arange(B), S))
+            sequences = comm.local_tokens(jnp.repeat(jnp.arange(B), S))
             totals = comm.sum_over_sequence(ops.router.count_by_sequence(experts, sequences, B, E))
             length: Any = comm.sequence_length(S)
             if real is not None:  # a sequence's weight in the mean does not depend on its length

@@ -30,4 +30,6 @@ class Join(nnx.Module):
         embedded, x = jnp.split(pair, 2, axis=1)
         embedded = normalise(self.config, embedded, w["embedding_norm"], w.get("embedding_norm_bias"))
         x = normalise(self.config, x, w["stream_norm"], w.get("stream_norm_bias"))
-        return checkpoint_name(comm.own_linear(jnp.concatenate([embedded, x], axis=1), w["projection"]), "leave")
+        return checkpoint_name(
+            comm.replicated_linear(jnp.concatenate([embedded, x], axis=1), w["projection"]), "output"
+        )

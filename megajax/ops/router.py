@@ -125,20 +125,20 @@ def within_capacity(
     token_ids: jax.Array,
     num_experts: int,
     capacity: int | jax.Array,
-    of_all_tokens,
+    gather_all_tokens,
 ) -> jax.Array:
     """Whether each assignment `[T, k]` of these tokens is among the first `capacity` of its expert; bool.
 
     For assignments to no expert (E), which take no capacity, the result is not defined.
     The order is by decreasing `priorities [T, k]`, rounded to PRIORITY_BITS bits, then by increasing `token_ids [T]`,
-    over the tokens of all devices, whose arrays `of_all_tokens` concatenates. Routing weights as priorities are
+    over the tokens of all devices, whose arrays `gather_all_tokens` concatenates. Routing weights as priorities are
     Megatron-LM's policy `probs`, equal priorities its policy `position`, but Megatron-LM looks at one device's tokens.
 
     Each device sorts the T·k assignments of all devices, three numbers each. A token's experts must differ.
     """
     # The barrier makes the sort and the comparison use one value: XLA might compute it twice, with different rounding.
     priorities = lax.optimization_barrier(rounded(lax.stop_gradient(priorities)))
-    all_experts, all_priorities, all_ids = of_all_tokens((experts, priorities, token_ids))
+    all_experts, all_priorities, all_ids = gather_all_tokens((experts, priorities, token_ids))
     ids = jnp.repeat(all_ids, experts.shape[1])
     _, negated, ids = lax.sort((all_experts.reshape(-1), -all_priorities.reshape(-1), ids), num_keys=3)
     counts = count(all_experts, num_experts)

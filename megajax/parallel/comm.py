@@ -63,7 +63,7 @@ class MeshComm(Comm):
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
         self.scales = AttentionScales(distinct=deterministic and kernels.attention == "cudnn")
         ring = TensorRing(self.tensor_size, collectives.copied)
-        self.enter, self.leave = ring.enter, ring.leave
+        self.all_gather_tokens, self.reduce_scatter_tokens = ring.all_gather_tokens, ring.reduce_scatter_tokens
         self.tensor_parallel = linear.TensorParallel(
             ring, fp8.kernels(kernels.fp8), kernels.elementwise, self.max_over_devices, collectives.tied
         )
@@ -82,10 +82,10 @@ class MeshComm(Comm):
             return self.row_linear(x, w.base) + self.adapters.row(x, w)
         return linear.row_linear(self.tensor_parallel, x, w)
 
-    def own_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
+    def replicated_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
         if isinstance(w, Adapted):
-            return self.own_linear(x, w.base) + self.adapters.own(x, w)
-        return linear.own_linear(self.tensor_parallel, x, w)
+            return self.replicated_linear(x, w.base) + self.adapters.own(x, w)
+        return linear.replicated_linear(self.tensor_parallel, x, w)
 
     def mlp(self, activation, x, w_up, bias, w_down) -> jax.Array:
         if isinstance(w_down, Adapted):
@@ -100,10 +100,10 @@ class MeshComm(Comm):
         apply = self.expert_parallel.apply
         if "tensor" in self.collectives.experts_over:  # experts are whole, so each device sends its own tokens
             return apply(activation, x, experts, weights, w_up, w_down, capacity, biases)
-        x, experts, weights = (self.enter(a) for a in (x, experts, weights))
+        x, experts, weights = (self.all_gather_tokens(a) for a in (x, experts, weights))
         if biases is not None and self.tensor_size > 1:  # the sum over `tensor` has the output's bias once
             biases = biases._replace(down=jnp.where(lax.axis_index("tensor") == 0, biases.down, 0))
-        return self.leave(apply(activation, x, experts, weights, w_up, w_down, capacity, biases))
+        return self.reduce_scatter_tokens(apply(activation, x, experts, weights, w_up, w_down, capacity, biases))
 
     @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
@@ -158,7 +158,7 @@ class MeshComm(Comm):
     def _present(self, axes: str | Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self._named(axes) if self.sizes[axis] > 1)
 
-    # Only for `parallel/` and `step/`, besides `enter` and `leave`
+    # Only for `parallel/` and `step/`, besides `all_gather_tokens` and `reduce_scatter_tokens`
 
     def sequence_ids(self, num_sequences: int) -> jax.Array:
         """The index of each of this device's sequences in the microbatch over all devices, `[B]`."""

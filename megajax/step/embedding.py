@@ -53,13 +53,13 @@ class Embedding:
         """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
         table, width = weights[TOKENS], self.config.model.hidden_size
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
-        x = self.comm.leave(jnp.where(ours, table[rows], 0).astype(self.config.precision.compute))
+        x = self.comm.reduce_scatter_tokens(jnp.where(ours, table[rows], 0).astype(self.config.precision.compute))
         if self.axes:  # own columns for all tokens → whole rows for own tokens, without padding
             x = collectives.all_to_all(x, self.axes, 1, 2, tiled=True)
             x = row_major(x.reshape(x.shape[0], -1)[:, :width])
         x = scale_embeddings(self.config.model, x)
         if POSITIONS in weights:
-            x = x + weights[POSITIONS][self.comm.own_tokens(batch["positions"].reshape(-1))]
+            x = x + weights[POSITIONS][self.comm.local_tokens(batch["positions"].reshape(-1))]
         return self._dropout(x, inputs)
 
     @jax.named_scope("embedding")
@@ -74,7 +74,7 @@ class Embedding:
             shards = math.prod(self.comm.sizes[axis] for axis in self.axes)
             padded = jnp.pad(updates, ((0, 0), (0, shards * weights[TOKENS].shape[1] - dx.shape[1])))
             updates = collectives.all_to_all(padded[:, None], self.axes, 2, 1, tiled=True)
-        updates = self.comm.enter(updates)
+        updates = self.comm.all_gather_tokens(updates)
         rows, ours = self._vocabulary_rows(weights[TOKENS], batch["tokens"])
         totals = {name: out[name] for name in (TOKENS, POSITIONS) if name in weights}
         own = of_microbatch(totals)
@@ -82,7 +82,7 @@ class Embedding:
         table = row_major(own[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
         own[TOKENS] = lax.optimization_barrier(table)
         if POSITIONS in weights:
-            positions = self.comm.own_tokens(batch["positions"].reshape(-1))
+            positions = self.comm.local_tokens(batch["positions"].reshape(-1))
             own[POSITIONS] = own[POSITIONS].at[positions].add(dx.astype(jnp.float32))
         return out | after_microbatch(totals, own)
 

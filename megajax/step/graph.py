@@ -119,12 +119,12 @@ class Graph:
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
         model, real = self.config.model, None
         if positions.is_real is not None:
-            own = self.comm.own_tokens(positions.is_real.reshape(-1))
+            own = self.comm.local_tokens(positions.is_real.reshape(-1))
             real = RealTokens(own, *(fields[name] for name in REAL_COUNTS))
         inputs = BlockInputs(
             fields["positions"],
             positions,
-            self.comm.own_tokens(token_ids),
+            self.comm.local_tokens(token_ids),
             dropout_key=key if model.dropout > 0 else None,
             jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
             adapter_key=None if key is None or not self.config.lora.dropout else jax.random.fold_in(key, ADAPTERS),

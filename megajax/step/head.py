@@ -96,7 +96,7 @@ class LossHead:
                 equation = "cv,cd->vd" if tied else "cv,cd->dv"
                 dw = {self.weight_name: jnp.einsum(equation, dlogits, h, preferred_element_type=jnp.float32)}
             dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
-            dnorms, dx = pull(self.comm.leave(dh))
+            dnorms, dx = pull(self.comm.reduce_scatter_tokens(dh))
             gradients = {name: gradients[name] + {**dnorms, **dw}[name] for name in totals}
             return (gradients, {name: sums[name] + losses.get(name, 0) for name in sums}), dx
 
@@ -166,7 +166,7 @@ class LossHead:
         """(logits of this shard of the vocabulary, the head's input, the pullback of the norm)."""
         norms = {name: weights[name] for name in self.names[1:]}
         normed, pull = jax.vjp(self._norm, norms, x_cd)
-        h = self.comm.enter(normed)
+        h = self.comm.all_gather_tokens(normed)
         return self._product(weights, h), h, pull
 
     def _product(self, weights, h: jax.Array) -> jax.Array:
@@ -190,7 +190,7 @@ class LossHead:
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array, fields: Mapping[str, jax.Array] | None = None):
         """Chunks of x, targets, mask and fields.
 
-        Chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `enter`.
+        Chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `all_gather_tokens`.
         Padding of the last chunk is masked.
         """
         tensor, own = self.comm.tensor_size, x.shape[0]

@@ -68,7 +68,7 @@ class Objective:
     def of_tokens(self, batch: Microbatch, streams: Streams) -> dict[str, jax.Array]:
         """The fields and the streams that it reads, `[T, ...]`."""
         own = {name: batch.fields[name].reshape(-1, *field.extra) for name, field in self.fields().items()}
-        return own | {name: self.comm.enter(streams[name]) for name in self.reads}
+        return own | {name: self.comm.all_gather_tokens(streams[name]) for name in self.reads}
 
 
 class NextToken(Objective):

@@ -110,7 +110,7 @@ def exchange(sizes, parameters=PARAMETERS, gradients=jnp.float32):
 @over_meshes
 def test_enter_gathers_the_tokens_in_the_order_of_tensor(sizes):
     values = coded(sizes, 3, 2)
-    found = on_devices(sizes, make_comm(sizes).enter, values)
+    found = on_devices(sizes, make_comm(sizes).all_gather_tokens, values)
     for index in devices_of(values):
         assert np.array_equal(found[index], np.concatenate(list(over(index, values, "tensor"))))
 
@@ -118,7 +118,7 @@ def test_enter_gathers_the_tokens_in_the_order_of_tensor(sizes):
 @over_meshes
 def test_leave_sums_over_tensor_and_keeps_the_own_tokens(sizes):
     values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
-    found = on_devices(sizes, make_comm(sizes).leave, values)
+    found = on_devices(sizes, make_comm(sizes).reduce_scatter_tokens, values)
     for index in devices_of(values):
         own = np.split(sum(over(index, values, "tensor")), tensor)[position(index, sizes, "tensor")]
         assert np.array_equal(found[index], own)
@@ -127,7 +127,7 @@ def test_leave_sums_over_tensor_and_keeps_the_own_tokens(sizes):
 @over_meshes
 def test_own_tokens_are_those_that_leave_keeps(sizes):
     values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
-    found = on_devices(sizes, make_comm(sizes).own_tokens, values)
+    found = on_devices(sizes, make_comm(sizes).local_tokens, values)
     for index in devices_of(values):
         assert np.array_equal(found[index], np.split(values[index], tensor)[position(index, sizes, "tensor")])
 
@@ -136,7 +136,7 @@ def test_own_tokens_are_those_that_leave_keeps(sizes):
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_devices_have_equal_parts_of_all_heads_or_neighbours_the_same_one(sizes, heads):
     values, tensor = coded(sizes, 8, 2)[..., :heads, :], sizes.get("tensor", 1)
-    found = on_devices(sizes, make_comm(sizes).own_heads, values)
+    found = on_devices(sizes, make_comm(sizes).local_heads, values)
     for index in devices_of(values):
         device, each = position(index, sizes, "tensor"), max(heads // tensor, 1)
         first = device * each if heads >= tensor else device // (tensor // heads)
@@ -336,7 +336,7 @@ def test_a_linear_layer_of_own_tokens_gathers_nothing():
     x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 12), (12, 5), (32, 5)))
 
     def local(x, w, dy):
-        y, pull = jax.vjp(comm.own_linear, x, w)
+        y, pull = jax.vjp(comm.replicated_linear, x, w)
         dx, dw = pull(dy)
         return y, dx, jax.lax.psum(dw, "tensor")
 

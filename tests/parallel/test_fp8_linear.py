@@ -10,12 +10,12 @@ import pytest
 
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight, scale_for
-from megajax.parallel.tensor.linear import TensorParallel, column_linear, mlp, own_linear, row_linear
+from megajax.parallel.tensor.linear import TensorParallel, column_linear, mlp, replicated_linear, row_linear
 from megajax.parallel.tensor.ring import TensorRing
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 ONE_DEVICE = TensorParallel(TensorRing(1, False), fp8.kernels("reference"), "reference", lambda amax: amax, False)
-LAYERS = {"column": column_linear, "row": row_linear, "own": own_linear}
+LAYERS = {"column": column_linear, "row": row_linear, "own": replicated_linear}
 T, D, F = 64, 48, 80  # three different sizes: a wrong transposition does not fit or shows
 # Nothing but FP32 sums stand between the layers and the reference. In the MLP a product's last bit can move a value
 # across the boundary between two FP8 numbers: one such value of 3000 is up to 1e-3.

@@ -189,7 +189,7 @@ FAULTS = {
     "the dropout of another device's tokens": (
         ON_TENSOR,
         MeshComm,
-        "own_tokens",
+        "local_tokens",
         lambda self, x: x[: x.shape[0] // self.tensor_size],
     ),
 }

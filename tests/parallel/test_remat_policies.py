@@ -103,4 +103,4 @@ def test_a_wrong_registration_is_a_sentence(policy, problem):
 
 def test_names_that_no_block_has_are_a_sentence():
     with pytest.raises(ConfigError, match="remat.policy=mine keeps attn, which no block .*: use attention"):
-        RematPolicy("mine", ("attn",)).check_names({"attention", "leave"})
+        RematPolicy("mine", ("attn",)).check_names({"attention", "output"})

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.model.lora import Adapted
-from megajax.parallel.tensor.linear import TensorParallel, column_linear, own_linear, row_linear
+from megajax.parallel.tensor.linear import TensorParallel, column_linear, replicated_linear, row_linear
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class TensorAdapters:
 
     def column(self, x: jax.Array, w: Adapted) -> jax.Array:
         """`[T / tensor, in]` → `[T, out]` with this device's columns."""
-        return column_linear(self.tp, own_linear(self.tp, _dropout(x, w), w.a), w.b)
+        return column_linear(self.tp, replicated_linear(self.tp, _dropout(x, w), w.a), w.b)
 
     def row(self, x: jax.Array, w: Adapted) -> jax.Array:
         """`[T, in]` with this device's share of `in` → `[T / tensor, out]`."""
         if w.token_ids is not None:
             first = lax.axis_index("tensor") * x.shape[1] if self.tp.ring.size > 1 else 0
-            x = _dropout(x, replace(w, token_ids=self.tp.ring.enter(w.token_ids)), first)
-        return own_linear(self.tp, row_linear(self.tp, x, w.a), w.b)
+            x = _dropout(x, replace(w, token_ids=self.tp.ring.all_gather_tokens(w.token_ids)), first)
+        return replicated_linear(self.tp, row_linear(self.tp, x, w.a), w.b)
 
     def own(self, x: jax.Array, w: Adapted) -> jax.Array:
         """`[T / tensor, in]` → `[T / tensor, out]`."""
-        return own_linear(self.tp, own_linear(self.tp, _dropout(x, w), w.a), w.b)
+        return replicated_linear(self.tp, replicated_linear(self.tp, _dropout(x, w), w.a), w.b)
 
 
 def _dropout(x: jax.Array, w: Adapted, first: jax.Array | int = 0) -> jax.Array:

@@ -32,18 +32,18 @@ class TensorRing:
         """Whether a layer with `width` columns (row layer: rows) on this device hides its transfers."""
         return self.size > 1 and width >= (self.overlap_width_of_copies if self.copied else self.overlap_width)
 
-    def enter(self, x: jax.Array) -> jax.Array:
+    def all_gather_tokens(self, x: jax.Array) -> jax.Array:
         """`[T / tensor, D]` → `[T, D]`: all tokens of this device's sequences."""
         return gather_tiles(x, ("tensor",), 0) if self.size > 1 else x
 
-    def leave(self, y: jax.Array) -> jax.Array:
+    def reduce_scatter_tokens(self, y: jax.Array) -> jax.Array:
         """`[T, D]` partial sums → `[T / tensor, D]`: summed over `tensor`, own tokens kept."""
         return collectives.psum_scatter(y, "tensor", scatter_dimension=0, tiled=True) if self.size > 1 else y
 
-    def leave_pieces(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        """`leave` for partial sums in pieces: each is sent to the device of its tokens and summed there in FP32."""
+    def reduce_scatter_pieces(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """`reduce_scatter_tokens` of partial sums in pieces: each is summed in FP32 on the device of its tokens."""
         if len(pieces) == 1:
-            return self.leave(pieces[0])
+            return self.reduce_scatter_tokens(pieces[0])
         steps = range(1, self.size)
         received = [collectives.ppermute(pieces[step], "tensor", self._pairs(self.size - step)) for step in steps]
         total = reduce(jnp.add, [piece.astype(jnp.float32) for piece in (pieces[0], *received)])

@@ -106,7 +106,7 @@ class BackwardBuffers:
 
 
 class BackwardOperation(NamedTuple):
-    """One backward operation, shared by its keepers."""
+    """One backward operation, shared by its stores."""
 
     groups: RematGroups
     activations: Buffers  # of its bank

@@ -198,7 +198,7 @@ class _Run:
         """Run the blocks of this stage's round on the previous stage's output; the first virtual stage embeds."""
         active, batch, r = self.work(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
-        x, inputs = (first, self.enter(batch), carry.x), batch.inputs
+        x, inputs = (first, self.first_stream(batch), carry.x), batch.inputs
         slot = self.own(self.buffer_slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
         active = active if self.arrays.layer_loss_scale is not None else None  # None: no metrics
@@ -215,11 +215,11 @@ class _Run:
             x, _ = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], save=False)
             return x, activations, metrics
 
-        def keeper(s: int, loop: Any, state: Any) -> ForwardBuffers:
+        def store(s: int, loop: Any, state: Any) -> ForwardBuffers:
             return ForwardBuffers(self.stack.segments[s], slot, loop, state, active)
 
         states = [*zip(activations[bank], metrics[r], strict=True)]
-        x, kept = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], keeper, states)
+        x, kept = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], store, states)
         new, measured = zip(*(state for state, _ in kept), strict=True)
         return x, replaced(activations, bank, list(new)), replaced(metrics, r, list(measured))
 
@@ -278,12 +278,12 @@ class _Run:
         layer_gradients, deferred, amax, activations = buffers
         operation = BackwardOperation(self.stack.groups, activations[bank], slot, deferred_slot, active, split)
 
-        def keeper(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
+        def store(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
             return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
 
         states, nothing = [*zip(layer_gradients[r], deferred, amax[r], strict=True)], [()] * len(deferred)
         dy, weights = self.stack.first_gradients({HIDDEN: dx}, inputs), self.weights[r]
-        dy, kept = self.stack.run_backward(weights, dy, inputs, self.first_layers[r], keeper, states, nothing)
+        dy, kept = self.stack.run_backward(weights, dy, inputs, self.first_layers[r], store, states, nothing)
         gradients, deferred, largest = map(list, zip(*(state for state, _ in kept), strict=True))
         return dy, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
@@ -348,7 +348,7 @@ class _Run:
 
     # The first tick's carry
 
-    def enter(self, batch: Microbatch) -> jax.Array:
+    def first_stream(self, batch: Microbatch) -> jax.Array:
         """The residual stream that enters the first virtual stage."""
         streams: dict[str, jax.Array] = {}
         for node in self.first:
@@ -358,7 +358,7 @@ class _Run:
 
     def empty_stream(self) -> jax.Array:
         """Zeros with the shape of a microbatch's residual stream."""
-        x = jax.eval_shape(self.enter, self.microbatch(jnp.int32(0)))
+        x = jax.eval_shape(self.first_stream, self.microbatch(jnp.int32(0)))
         return jnp.zeros(x.shape, x.dtype)
 
     def first_carry(self) -> Carry:

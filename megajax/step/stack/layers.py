@@ -3,7 +3,7 @@
 The backward pass is written by hand. The forward pass of a remat group (one layer, or `remat.group` of them) keeps the
 residuals of its `jax.vjp` without the weights, and the backward pass gathers the weights again. So gathered weights
 live no longer than a group (without loops, those of the last group until its backward pass), and a pipeline can run the
-two passes at different ticks. The loops over groups are here; keepers (`keepers.py`) store residuals and gradients.
+two passes at different ticks. The loops over groups are here; stores (`stores.py`) store residuals and gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,8 @@ from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.step.nodes import HIDDEN, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.groups import RematGroups, StreamGradients
-from megajax.step.stack.keepers import BackwardKeeper, BackwardValues, ForwardKeeper, ForwardValues
-from megajax.step.stack.loops import loop_over_layers, tie_uncast
+from megajax.step.stack.loops import loop_over_layers, tie_stacked
+from megajax.step.stack.stores import BackwardStore, BackwardValues, ForwardStore, ForwardValues
 from megajax.step.stack.weights import (
     Amax,
     ByGroup,
@@ -127,9 +127,9 @@ class LayerStack:
         inputs, kept = saved
         residuals, metrics = zip(*kept, strict=True)
         nothing = [()] * len(self.segments)
-        keeper = lambda s, loop, state, saved: BackwardValues(self.groups, saved)  # noqa: E731
+        store = lambda s, loop, state, saved: BackwardValues(self.groups, saved)  # noqa: E731
         dx, kept = self.run_backward(
-            arrays.stacks[self.NAME], self.first_gradients(gradients, inputs), inputs, 0, keeper, nothing, residuals
+            arrays.stacks[self.NAME], self.first_gradients(gradients, inputs), inputs, 0, store, nothing, residuals
         )
         found, amax = zip(*(values for _, values in kept), strict=True)
         name = self.NAME
@@ -153,23 +153,23 @@ class LayerStack:
         x: jax.Array,
         inputs: BlockInputs,
         first: Any = 0,
-        keeper: Callable[[int, Any, Any], ForwardKeeper] | None = None,
+        store: Callable[[int, Any, Any], ForwardStore] | None = None,
         states: Sequence[Any] | None = None,
         save: bool = True,
     ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
-        """The residual stream through all layers → (x, by segment (the keepers' last state, their stacked outputs)).
+        """The residual stream through all layers → (x, by segment (the stores' last state, their stacked outputs)).
 
         `first` is the layer index of the first slot, or of every slot if the layers are not consecutive.
-        `keeper(segment's index, loop, state)` makes the keeper of an iteration, by default of values; `states` holds
+        `store(segment's index, loop, state)` makes the store of an iteration, by default of values; `states` holds
         each segment's first state.
         """
         kept, states = [], states or [()] * len(self.segments)
-        keeper = keeper or (lambda s, loop, state: ForwardValues(self.segments[s]))
+        store = store or (lambda s, loop, state: ForwardValues(self.segments[s]))
         for s, (segment, groups) in enumerate(zip(self.segments, weights, strict=True)):
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (x, state), (index,) = carry, loop
-                own, layers = keeper(s, index, state), layers_of(first, segment, index)
+                own, layers = store(s, index, state), layers_of(first, segment, index)
                 for u, group in enumerate(groups):
                     group, at = self.weights.group_at(group, segment, index), self.groups.at(segment, u, layers)
                     x, saved, metrics = self.groups.forward(at, group, x, inputs, save)
@@ -187,13 +187,13 @@ class LayerStack:
         dx: StreamGradients,
         inputs: BlockInputs,
         first: Any,
-        keeper: Callable[[int, Any, Any, Any], BackwardKeeper],
+        store: Callable[[int, Any, Any, Any], BackwardStore],
         states: Sequence[Any],
         saved: Sequence[Any],
     ) -> tuple[StreamGradients, list[tuple[Any, Any]]]:
         """Gradient of the stack's output → (gradient of its input, by segment as `run_forward` returns it).
 
-        `saved` holds residuals by segment, stacked over its loops; each keeper gets those of its iteration. Collectives
+        `saved` holds residuals by segment, stacked over its loops; each store gets those of its iteration. Collectives
         are tied to the layer that hides them. A group's weights are gathered during the backward pass of the group
         above: untied, XLA merges this gather with the forward pass's and keeps the weights. A group's gradients are
         reduced during the backward pass of the group below: untied, XLA merges the reductions of distant layers and
@@ -205,12 +205,12 @@ class LayerStack:
 
             def body(carry, loop, s=s, segment=segment, groups=groups, on_the_way=on_the_way):
                 (dx, state), (index, saved) = carry, loop
-                own, layers = keeper(s, index, state, saved), layers_of(first, segment, index)
+                own, layers = store(s, index, state, saved), layers_of(first, segment, index)
                 entered, above = dx, None
                 for u in reversed(range(len(groups))):
                     stored, at = groups[u], self.groups.at(segment, u, layers)
                     if segment.loops == 1 and self._gathers_again(s, u):
-                        stored = tie_uncast(stored, entered)
+                        stored = tie_stacked(stored, entered)
                     group = self.weights.group_at(stored, segment, index)
                     if self._gathers_again(s, u):
                         group, _ = self.weights.exchange.tie_gather((group, entered))

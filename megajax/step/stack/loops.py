@@ -14,7 +14,7 @@ from megajax.parallel.replayed import replayed
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Uncast:
+class StackedWeight:
     """A weight in a loop over layers, still in its stack: each iteration casts and fuses its own layer.
 
     For weights that are not gathered once a step. A cast copy of all layers would live as long as the loop. Frozen
@@ -28,13 +28,13 @@ class Uncast:
     step: int = field(metadata={"static": True})  # rows from one iteration to the next
 
 
-def tie_uncast[Weights](weights: Weights, until: Any) -> Weights:
+def tie_stacked[Weights](weights: Weights, until: Any) -> Weights:
     """A group's weights with those in stacks behind a barrier: none is fused before `until` is available.
 
     Else XLA would keep the forward pass's copies for the backward pass.
     """
-    leaves, structure = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, Uncast))
-    stacks = {i: w for i, w in enumerate(leaves) if isinstance(w, Uncast)}
+    leaves, structure = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, StackedWeight))
+    stacks = {i: w for i, w in enumerate(leaves) if isinstance(w, StackedWeight)}
     if stacks:
         stacks, _ = lax.optimization_barrier((stacks, until))
     return jax.tree.unflatten(structure, [stacks.get(i, w) for i, w in enumerate(leaves)])

@@ -22,7 +22,7 @@ from megajax.parallel.weights.fused import FusedWeights
 from megajax.parallel.weights.masters import is_split
 from megajax.parallel.weights.scaling import Scales, Scaling
 from megajax.sharding import BLOCKS
-from megajax.step.stack.loops import Uncast
+from megajax.step.stack.loops import StackedWeight
 from megajax.step.stack.rows import Rows
 from megajax.step_plan import StepPlan
 
@@ -101,7 +101,7 @@ class StackWeights:
                     in_fp8 = segment.fp8 and name in self.scaling.layers
                     wanted = segment.loops > 1 or (name in self.stored[kind] and segment.start + j not in self.gathered)
                     if wanted and not in_fp8 and not self.exchange.is_gathered_once(self.stored_name(kind, name)):
-                        out[name] = Uncast({member: blocks[kind][member] for member in members}, kind, row, step)
+                        out[name] = StackedWeight({member: blocks[kind][member] for member in members}, kind, row, step)
             cut = {part for weight in out.values() for part in weight.parts}
             stored = {name: rows.layer_of(w, segment, j) for name, w in blocks[kind].items() if name not in cut}
             for name, w in fused.fuse(stored).items():
@@ -232,7 +232,7 @@ class StackWeights:
         """The weights of a group in iteration `index` of its segment's loop, which is 0 without a loop."""
 
         def weight(name: str, w: Any) -> Any:
-            if not isinstance(w, Uncast):
+            if not isinstance(w, StackedWeight):
                 looped = segment.loops > 1
                 return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w) if looped else w
             row = w.row + w.step * index

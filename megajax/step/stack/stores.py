@@ -1,6 +1,6 @@
-"""Keepers: they store the results of a layer stack's groups, as values or in a pipeline's buffers.
+"""Stores: they store the results of a layer stack's groups, as values or in a pipeline's buffers.
 
-`LayerStack` makes a keeper for each iteration of a loop over layers. The pipeline's keepers are in
+`LayerStack` makes a store for each iteration of a loop over layers. The pipeline's stores are in
 `pipeline/buffers.py`.
 """
 
@@ -15,7 +15,7 @@ from megajax.step.stack.groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.weights import Amax, GroupWeights, Metrics
 
 
-class ForwardKeeper(Protocol):
+class ForwardStore(Protocol):
     """Stores the results of the groups in one iteration of a forward pass."""
 
     def save(self, u: int, saved: Any, metrics: Metrics) -> None:
@@ -27,7 +27,7 @@ class ForwardKeeper(Protocol):
         ...
 
 
-class BackwardKeeper(Protocol):
+class BackwardStore(Protocol):
     """Reads residuals and stores gradients in one iteration of a backward pass."""
 
     def backward(self, u: int, at: Group, weights: GroupWeights, dx: StreamGradients, inputs: BlockInputs) -> Any:
@@ -43,7 +43,7 @@ class BackwardKeeper(Protocol):
         ...
 
     def close(self) -> tuple[Any, Any]:
-        """As in `ForwardKeeper`."""
+        """As in `ForwardStore`."""
         ...
 
 
