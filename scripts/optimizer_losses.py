@@ -28,6 +28,7 @@ OPTIMIZERS = {
     "adamw": (),
     "muon": ("optimizer.kind=muon",),
     "muon_qk_clip": ("optimizer.kind=muon", "model.qk_clip=100"),
+    "soap": ("optimizer.kind=soap",),
     "adamw_bfloat16": ("optimizer.state=bfloat16",),
     "adamw_int8": ("optimizer.state=int8",),
 }

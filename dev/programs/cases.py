@@ -95,6 +95,7 @@ ON_CPU = {
     "llama-muon": "mesh.fsdp=2 mesh.tensor=2 optimizer.kind=muon",
     "llama-muon-heads": "mesh.data=2 mesh.fsdp=2 optimizer.kind=muon optimizer.muon.per_head=true"
     " optimizer.muon.coefficients=polar_express optimizer.muon.scale=spectral",
+    "llama-soap": "mesh.fsdp=2 mesh.tensor=2 optimizer.kind=soap",
     "llama-sgd": "mesh.fsdp=2 optimizer.kind=sgd",
     "llama-lion": "mesh.fsdp=2 optimizer.kind=lion",
     "llama-ademamix": "mesh.fsdp=2 optimizer.kind=ademamix",

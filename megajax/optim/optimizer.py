@@ -121,7 +121,7 @@ class MatrixOptimizer(Optimizer):
         return 0.0
 
 
-class Held(NamedTuple):
+class OptimizerState(NamedTuple):
     """The slots of an optimizer's parameters and of those that AdamW updates beside it."""
 
     rounded: Any  # int32, the number of updates so far; None: all moments are FP32
@@ -133,5 +133,5 @@ class Updated(NamedTuple):
 
     params: Any
     ema: Any
-    optimizer: Held
+    optimizer: OptimizerState
     rest: Any

@@ -16,7 +16,7 @@ from megajax.optim.ademamix import Ademamix
 from megajax.optim.forms import BFloat16, Form, Int8, LowBits, StateArray, seed_of
 from megajax.optim.lion import Lion
 from megajax.optim.muon import Muon
-from megajax.optim.optimizer import Held, MatrixOptimizer, Optimizer, Slot, Slots, Updated
+from megajax.optim.optimizer import MatrixOptimizer, Optimizer, OptimizerState, Slot, Slots, Updated
 from megajax.optim.sgd import Sgd
 from megajax.optim.soap import Soap
 from megajax.parallel.weights.blocks import random_bits
@@ -150,7 +150,7 @@ class OptimizerSlots:
 
     @cached_property
     def arrays(self) -> dict[str, dict[str, Any]]:
-        """`Held.slots` with a `SlotArray` in place of each array, and None of each scalar."""
+        """`OptimizerState.slots` with a `SlotArray` in place of each array, and None of each scalar."""
         found = dict[str, dict[str, Any]]()
         for member in self.members:
             own: dict[str, Any] = {s.name: None if s.shape == "scalar" else {} for s in member.optimizer.slots()}
@@ -191,7 +191,9 @@ class OptimizerSlots:
             name: StateArray(placement, jnp.bfloat16 if name in self.low_bits else jnp.float32)
             for name, placement in self.placements.items()
         }
-        return Updated(weights, self._stored(self.averages), Held(rounded, slots), self._stored(self.low_bits))
+        return Updated(
+            weights, self._stored(self.averages), OptimizerState(rounded, slots), self._stored(self.low_bits)
+        )
 
     def _stored(self, arrays: Mapping[str, SlotArray]) -> dict[str, Any]:
         return {n: array.stored(self.sizes, array.key in self.on_host) for n, array in arrays.items()}
@@ -226,7 +228,7 @@ class OptimizerSlots:
             for kind, own in sorted(slots.items())
         }
 
-    def on_disk(self, state: Held) -> Any:
+    def on_disk(self, state: OptimizerState) -> Any:
         """The tree of a checkpoint. Its names are those of optax's states, which earlier checkpoints have."""
         trees = dict[str, Any]()
         others = {name: optax.MaskedNode() for member in self.members for name in member.placements}
@@ -239,7 +241,7 @@ class OptimizerSlots:
         tree = tree if state.rounded is None else {"rounded": state.rounded, "inner": tree}
         return tree, (optax.EmptyState(), optax.EmptyState())
 
-    def from_disk(self, tree: Any) -> Held:
+    def from_disk(self, tree: Any) -> OptimizerState:
         """The inverse of `on_disk`."""
         tree, _ = tree
         rounded = tree["rounded"] if self.form.is_rounded else None
@@ -252,4 +254,4 @@ class OptimizerSlots:
                 slot: {name: own[slot][name] for name in arrays} if isinstance(arrays, dict) else own[slot]
                 for slot, arrays in self.arrays[member.kind].items()
             }
-        return Held(rounded, slots)
+        return OptimizerState(rounded, slots)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from megajax.config import Config
 from megajax.mesh import mesh_sizes
 from megajax.optim.groups import decays, rates
-from megajax.optim.optimizer import Held, MatrixOptimizer, Named, Slots, Updated
+from megajax.optim.optimizer import MatrixOptimizer, Named, OptimizerState, Slots, Updated
 from megajax.optim.schedule import make_schedule
 from megajax.optim.slots import Member, OptimizerSlots
 from megajax.parallel.weights.masters import join_all, split
@@ -130,7 +130,7 @@ class Update:
         others = [name for name in names if turn_of[name] not in moving]
         return [*order, others] if others else order
 
-    def directions(self, gradients: Named, held: Held, masters: Named) -> tuple[Named, Held]:
+    def directions(self, gradients: Named, held: OptimizerState, masters: Named) -> tuple[Named, OptimizerState]:
         """(directions with weight decay and learning rates of parameters, new slots), of some or all parameters."""
         slots = self.slots.each(lambda array, kept: array.decode(kept), held.slots)
         found: Named = {}
@@ -143,7 +143,7 @@ class Update:
         found = dict(sorted(found.items()))
         found = {n: d + self.decays[n] * masters[n] if self.decays[n] else d for n, d in found.items()}
         plain = {n for n, rate in self.rates.items() if isinstance(rate, float) and rate == 1.0}
-        return {n: d if n in plain else self.rates[n] * d for n, d in found.items()}, Held(rounded, slots)
+        return {n: d if n in plain else self.rates[n] * d for n, d in found.items()}, OptimizerState(rounded, slots)
 
     def _directions_of(self, member: Member, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
         """Of one optimizer: of shards, then of whole matrices."""
@@ -177,7 +177,7 @@ def _part(tree: Updated, names: Collection[str]) -> Updated:
         for kind, by_slot in tree.optimizer.slots.items()
     }
     weights, averages, low_bits = (_chosen(own, names) for own in (tree.params, tree.ema, tree.rest))
-    return Updated(weights, averages, Held(tree.optimizer.rounded, slots), low_bits)
+    return Updated(weights, averages, OptimizerState(tree.optimizer.rounded, slots), low_bits)
 
 
 def _joined(trees: Sequence[Any]) -> Any:
@@ -185,6 +185,6 @@ def _joined(trees: Sequence[Any]) -> Any:
     first = trees[0]
     if isinstance(first, dict):
         return {key: _joined([tree[key] for tree in trees if key in tree]) for tree in trees for key in tree}
-    if isinstance(first, Updated | Held):
+    if isinstance(first, Updated | OptimizerState):
         return type(first)(*map(_joined, zip(*trees, strict=True)))
     return trees[-1]

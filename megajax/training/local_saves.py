@@ -138,6 +138,7 @@ def _layout(program: TrainProgram) -> str:
     return json.dumps(
         {
             **split,
+            "optimizer": "slots",  # the names of its arrays
             "mesh": mesh_sizes(program.mesh),
             "processes": jax.process_count(),
             "compute": program.config.precision.compute,  # the loss scale is of it

@@ -50,7 +50,7 @@ class TrainState:
     """All state of a step, donated to it; parameters in their stored shapes, by name. Frozen ones pass through it."""
 
     params: dict[str, jax.Array]
-    optimizer: Any  # `Held`: the slots of the optimizer
+    optimizer: Any  # `OptimizerState`: the slots of the optimizer
     # Layer state that is not a parameter, by kind of block and name [L, ...], such as the routers' expert_bias [L, E]
     # FP32; under "fp8" the amax histories of delayed scaling, [L, length] FP32.
     layer_state: dict[str, dict[str, jax.Array]]

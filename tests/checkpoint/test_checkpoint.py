@@ -16,7 +16,7 @@ from megajax.checkpoint import manager
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
-from megajax.optim.optimizer import Held
+from megajax.optim.optimizer import OptimizerState
 from megajax.training.loop import Trainer
 
 # A width of 36 is padded on 8 storage shards; the vocabulary of 70 is padded to 128 on every mesh.
@@ -98,7 +98,7 @@ def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
         trainer = make_trainer(f"run{index}", **sizes)
         adam = trainer.state.optimizer.slots["adamw"]
         moved = adam | {name: {n: w * w for n, w in trainer.state.params.items()} for name in ("mu", "nu")}
-        trainer.state = replace(trainer.state, optimizer=Held(None, {"adamw": moved}))
+        trainer.state = replace(trainer.state, optimizer=OptimizerState(None, {"adamw": moved}))
         found = read(save(trainer))
         params = {path.removeprefix("params/"): a for path, a in found.items() if path.startswith("params/")}
         assert {name: a.shape for name, a in params.items()} == CANONICAL
