@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic_core import PydanticUndefined
+from pydantic.fields import FieldInfo
 
 from megajax.config import Config, DataConfig, ModelConfig
-from megajax.config.fields import shortest_pattern
+from megajax.config.fields import Section, shortest_pattern
 from megajax.config.model_schema import RopeScaling, RouterConfig
 from megajax.config.optimizer_schema import OptimizerConfig
 from megajax.config.tree import show
@@ -41,8 +41,18 @@ OF_SAMPLES = {
 }
 ALLOW = "checkpoint.allow_changes"
 _SECTIONS = {"model": ModelConfig, "optimizer": OptimizerConfig, "model.router": RouterConfig, "data": DataConfig}
+
+
+def _default(field: FieldInfo) -> Any:
+    """The default of a key as a description has it; None for a key that must be set, or that follows from others."""
+    if field.is_required() or field.default_factory_takes_validated_data:
+        return None
+    default = field.get_default(call_default_factory=True)
+    return default.model_dump(mode="json") if isinstance(default, Section) else default
+
+
 _DEFAULTS = {
-    f"{at}.{n}": field.default for at, section in _SECTIONS.items() for n, field in section.model_fields.items()
+    f"{at}.{name}": _default(field) for at, section in _SECTIONS.items() for name, field in section.model_fields.items()
 }
 
 
@@ -170,8 +180,7 @@ def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(description: Mapping[str, Any], section: str, name: str) -> Any:
     """A setting in a description's section; a checkpoint that is older than a key was saved with its default."""
-    default = _DEFAULTS.get(f"{section}.{name}")
-    value = description.get(name, None if default is PydanticUndefined else default)
+    value = description.get(name, _DEFAULTS.get(f"{section}.{name}"))
     if name == "rope_scaling" and value:  # older checkpoints lack the keys of newer kinds
         return RopeScaling.model_validate(value).model_dump(mode="json")
     if name == "layer_pattern" and value:  # older checkpoints have the pattern as the user wrote it

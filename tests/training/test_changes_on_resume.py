@@ -146,6 +146,10 @@ def test_a_key_that_an_older_checkpoint_does_not_have_is_not_compared(bases):
     assert (found.key, found.saved, found.mine) == ("data.text_key", "text", "textx")
     del saved["data"]["text_key"]
     assert not differences(saved, mine, MUST_AGREE)
+    plain, required = settings(load_config("quickstart")), {"num_layers", "hidden_size", "num_heads", "vocab_size"}
+    older = plain | {"model": {name: value for name, value in plain["model"].items() if name in required}}
+    newer = {each.key for each in differences(older, plain, MUST_AGREE)}  # of these keys the value follows from others
+    assert "model.encoder" not in newer and "model.qk_norm" not in newer, newer
     assert "data.kind" in [each.key for each in differences(saved, settings(chat), MUST_AGREE)]
 
 
