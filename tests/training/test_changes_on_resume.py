@@ -26,7 +26,7 @@ from megajax.training.step import TrainProgram
 MAY_CHANGE = {
     "settings of the training, as for a new phase of it": """
         schedule batch.global_size batch.num_microbatches batch.schedule precision lora.dropout run.steps run.epochs
-        objective model.dropout model.z_loss model.mtp_loss_weight model.qk_clip
+        objective teacher model.dropout model.z_loss model.mtp_loss_weight model.qk_clip
         model.router.jitter model.router.sequence_loss model.router.global_loss model.router.z_loss
         model.router.bias_update_rate model.router.sinkhorn model.router.capacity_factor model.router.drop_policy
         optimizer.weight_decay optimizer.beta2 optimizer.epsilon optimizer.clip_norm
