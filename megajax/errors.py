@@ -1,5 +1,6 @@
 """The user's mistakes: one sentence each, exit status 2, never a traceback."""
 
+import errno
 import inspect
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 MOST_SHOWN = 200  # characters of a value in a sentence
 LONGEST_LINE = 1000  # characters of a sentence
 LONG_WORD = re.compile(r"[^\s/:]{256,}")  # no name of a file, so a value
+OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # errors of the system that no reading has
 ACCESS_CURE = "correct the path, or its permissions"
 
 
@@ -111,6 +113,8 @@ def reported(problem: str, cure: str) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic of Rust is no Exception
         if isinstance(error, (AssertionError, NameError)) and _raised_in(error).startswith("megajax."):
+            raise
+        if isinstance(error, OSError) and error.errno in OF_WRITING:  # of the copy that is made of it
             raise
         if isinstance(error, OSError) and error.strerror:  # of the system, not of the library about the content
             place = shown(error.filename or "a file")

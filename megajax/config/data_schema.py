@@ -138,7 +138,7 @@ class DataConfig(Section):
         strict=False,
         description="Further evaluation sets: a list of {name, prefix}; each has its own loss, eval_loss/NAME.",
     )
-    test: Sources | None = Field(default=None, description="OptimizerState-out data, written like train.")
+    test: Sources | None = Field(default=None, description="Held-out data, written like train.")
     split: Split | None = Field(
         default=None,
         description="Weights that divide train's documents into train, valid and test: '969,30,1'.",

@@ -250,7 +250,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
         at, layers = graph.microbatch(fields, 0), graph.layers.weights.gather_once(params, {}, {})
         arrays = StepArrays(graph.table.gather(params), {graph.layers.NAME: layers})
         streams, _ = graph.inner[0].forward(arrays, {}, at, save=True)
-        return graph.layers.forward(arrays, streams, at, save=True)[1]
+        return graph.layers.forward(arrays, streams, at, save=True)[1][1]  # without the inputs of all layers
 
     run = jax.shard_map(
         forward, mesh=program.mesh, in_specs=(specs, program.batch_sharding.spec), out_specs=P(), check_vma=False
