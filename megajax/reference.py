@@ -175,7 +175,8 @@ def adamw(config: Config, learning_rate: optax.ScalarOrSchedule) -> optax.Gradie
     """Clipping, then AdamW, with the settings of `optimizer`; a schedule gets the number of steps before."""
     own = config.optimizer
     used = {"kind": own.kind != "adamw", "groups": own.groups, "layer_decay": own.layer_decay != 1}
-    _refuse(config, {f"optimizer.{name}": is_used for name, is_used in used.items()})
+    used = {f"optimizer.{name}": is_used for name, is_used in used.items()}
+    _refuse(config, used | {"model.mup_base_width": config.model.mup_base_width is not None})
     decays = {"matrix": True, "embedding": own.decay_embeddings, "norm": own.decay_norms, "bias": own.decay_biases}
     decayed = {name: decays[parameter.role] for name, parameter in parameters(Transformer(config.model)).items()}
     update = optax.adamw(learning_rate, own.beta1, own.beta2, own.epsilon, weight_decay=own.weight_decay, mask=decayed)

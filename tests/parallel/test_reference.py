@@ -71,9 +71,10 @@ def test_its_initial_weights_are_those_of_a_run(table):
         ("lora.rank", {"lora": {"rank": 2}, "checkpoint": {"init_from": "a run"}}),
         ("optimizer.kind", {"optimizer": {"kind": "lion"}}),
         ("optimizer.layer_decay", {"optimizer": {"layer_decay": 0.9}}),
+        ("model.mup_base_width", {"model": {"mup_base_width": 32}}),
     ],
 )
 def test_what_it_does_not_have_is_a_sentence(table, key, section):
-    config = table.make_config("llama", **section)
+    config = table.make_config(table.MODELS["llama"] | section.pop("model", {}), **section)
     with pytest.raises(ConfigError, match=f"{key}=.* not part of megajax.reference.*TrainProgram"):
         Reference(config, adamw(config, RATE))
