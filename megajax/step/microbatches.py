@@ -8,7 +8,7 @@ from jax import lax
 
 from megajax.parallel.replayed import replayed
 from megajax.step.graph import Graph
-from megajax.step.nodes import Arrays, Results, StepArrays, Streams, Table
+from megajax.step.nodes import Arrays, Results, StepArrays, Table, backward_in_reverse, forward_in_order
 
 
 def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Results]:
@@ -19,17 +19,10 @@ def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Resul
 
     def microbatch(table: Table, index: Any, fields: Arrays) -> tuple[Table, Results]:
         at = graph.microbatch(fields, index, arrays)
-        streams: Streams = {}
-        saved = []
-        for node in graph.inner:
-            given, kept = node.forward(arrays, streams, at, save=True)
-            streams |= given
-            saved.append(kept)
+        streams, saved = forward_in_order(graph.inner, arrays, at, save=True)
         gradients, table, results = graph.turn(arrays, streams, at, table)
-        for node, kept in reversed([*zip(graph.inner, saved, strict=True)]):
-            own, table, found = node.backward(arrays, kept, gradients, at, table)
-            gradients, results = gradients | own, results.joined(found)
-        return table, results
+        table, found = backward_in_reverse(graph.inner, arrays, saved, gradients, at, table)
+        return table, results.joined(found)
 
     zeros = graph.table.zero_gradients(arrays.table)
     if len(batch["tokens"]) == 1:
@@ -52,10 +45,8 @@ def evaluate(graph: Graph, arrays: StepArrays, batch: Arrays) -> dict[str, jax.A
     """This device's shares of the summed losses that evaluation reports, without dropout."""
 
     def microbatch(losses, fields: Arrays):
-        at, streams = graph.microbatch(fields, 0), Streams()
-        for node in graph.inner:
-            given, _ = node.forward(arrays, streams, at, save=False)
-            streams |= given
+        at = graph.microbatch(fields, 0)
+        streams, _ = forward_in_order(graph.inner, arrays, at, save=False)
         return jax.tree.map(jnp.add, losses, graph.evaluate(arrays, streams, at)), None
 
     return lax.scan(microbatch, graph.zero_losses(), dict(batch))[0]

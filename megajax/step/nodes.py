@@ -6,7 +6,7 @@ and gradients in one pass, so that their activations do not outlive them. `micro
 `pipeline/pipeline.py` schedules the same list.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -105,6 +105,34 @@ class InnerNode(Protocol):
         its results).
         """
         ...
+
+
+def forward_in_order(
+    nodes: Sequence[InnerNode], arrays: StepArrays, batch: Microbatch, save: bool
+) -> tuple[Streams, list[Any]]:
+    """The nodes in order → (all their streams, what each one's `backward` needs)."""
+    streams, saved = Streams(), []
+    for node in nodes:
+        given, kept = node.forward(arrays, streams, batch, save)
+        streams |= given
+        saved.append(kept)
+    return streams, saved
+
+
+def backward_in_reverse(
+    nodes: Sequence[InnerNode],
+    arrays: StepArrays,
+    saved: Sequence[Any],
+    gradients: Streams,
+    batch: Microbatch,
+    table: Table,
+) -> tuple[Table, Results]:
+    """The nodes in reverse order, from the gradients of their streams → (`table` plus their weights', results)."""
+    results = Results()
+    for node, kept in reversed([*zip(nodes, saved, strict=True)]):
+        own, table, found = node.backward(arrays, kept, gradients, batch, table)
+        gradients, results = gradients | own, results.joined(found)
+    return table, results
 
 
 class TerminalNode(Protocol):

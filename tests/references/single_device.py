@@ -30,6 +30,8 @@ from megajax.verify.runs import batches, canonical, first_gradients, has_first_m
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer
 COUNTS, ROUTER_METRICS = ("expert_counts", "dropped_tokens"), set(MoE.METRICS)
+# Sums of FP32 numbers in another order than in a plain model; the loss of pairs is of differences of such sums.
+PLAIN_VALUE, PLAIN_GRADIENT = 5e-6, 2e-5
 ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -280,3 +282,16 @@ def _router_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, n
     if any(not np.array_equal(found[name], values) for name, values in expected.items() if name in COUNTS):
         return math.inf
     return max((float(np.max(np.abs(found[n] / v - 1))) for n, v in expected.items() if n not in COUNTS), default=0)
+
+
+def check_first_step(
+    program: TrainProgram, state: TrainState, batch: Mapping[str, Any], loss: float, gradients: Mapping[str, Any]
+) -> TrainState:
+    """Assert the loss and all gradients of a step against those of plain models; the state after it."""
+    state, metrics = program.train_step(state, batch)
+    assert abs(float(metrics["loss"]) - loss) <= PLAIN_VALUE * abs(loss), (float(metrics["loss"]), loss)
+    found = first_gradients(program, state, float(metrics["grad_norm"]))
+    assert found.keys() == gradients.keys()
+    for name, expected in gradients.items():
+        assert np.linalg.norm(found[name] - expected) <= PLAIN_GRADIENT * np.linalg.norm(expected), name
+    return state

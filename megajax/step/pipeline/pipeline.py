@@ -23,7 +23,15 @@ from megajax.config.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
-from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays
+from megajax.step.nodes import (
+    HIDDEN,
+    Arrays,
+    Microbatch,
+    Results,
+    StepArrays,
+    backward_in_reverse,
+    forward_in_order,
+)
 from megajax.step.pipeline.buffers import (
     BackwardBuffers,
     BackwardOperation,
@@ -265,9 +273,8 @@ class _Run:
         dx, index = dy.x, jnp.maximum(self.own(self.schedule.backward.microbatch, tick), 0)
         streams = {name: carry.streams[name].at[index].add(own) for name, own in dy.others.items()}
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
-        gradients, table = {HIDDEN: first}, carry.table
-        for node in reversed(self.first):
-            gradients, table, _ = node.backward(self.arrays, None, gradients, batch._replace(inputs=inputs), table)
+        batch, nothing = batch._replace(inputs=inputs), [None] * len(self.first)
+        table, _ = backward_in_reverse(self.first, self.arrays, nothing, {HIDDEN: first}, batch, carry.table)
         carry = carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
         return carry._replace(streams=streams)
 
@@ -350,11 +357,7 @@ class _Run:
 
     def first_stream(self, batch: Microbatch) -> jax.Array:
         """The residual stream that enters the first virtual stage."""
-        streams: dict[str, jax.Array] = {}
-        for node in self.first:
-            given, _ = node.forward(self.arrays, streams, batch, save=False)
-            streams |= given
-        return streams[HIDDEN]
+        return forward_in_order(self.first, self.arrays, batch, save=False)[0][HIDDEN]
 
     def empty_stream(self) -> jax.Array:
         """Zeros with the shape of a microbatch's residual stream."""

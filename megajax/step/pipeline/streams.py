@@ -13,7 +13,15 @@ from jax import lax
 
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
-from megajax.step.nodes import Arrays, Microbatch, StepArrays, Streams, Table
+from megajax.step.nodes import (
+    Arrays,
+    Microbatch,
+    StepArrays,
+    Streams,
+    Table,
+    backward_in_reverse,
+    forward_in_order,
+)
 
 
 class SharedStreams:
@@ -32,12 +40,7 @@ class SharedStreams:
             return {}, None
 
         def one(_: None, k: jax.Array) -> tuple[None, tuple[Streams, list[Any]]]:
-            batch, streams, saved = self.microbatch(self._index(k)), Streams(), []
-            for node in self.nodes:
-                given, kept = node.forward(self.arrays, streams, batch, save)
-                streams |= given
-                saved.append(kept)
-            return None, (streams, saved)
+            return None, forward_in_order(self.nodes, self.arrays, self.microbatch(self._index(k)), save)
 
         _, (own, saved) = lax.scan(one, None, jnp.arange(self.each))
         gathered = jax.tree.map(lambda x: collectives.all_gather(x, "pipeline", axis=1), own)  # [each, P, ...]
@@ -55,11 +58,8 @@ class SharedStreams:
 
         def one(table: Table, loop: Any) -> tuple[Table, None]:
             k, kept, own = loop
-            batch, own = self.microbatch(self._index(k)), dict(own)
-            for node, saved in reversed([*zip(self.nodes, kept, strict=True)]):
-                taken, table, _ = node.backward(self.arrays, saved, own, batch, table)
-                own |= taken
-            return table, None
+            batch = self.microbatch(self._index(k))
+            return backward_in_reverse(self.nodes, self.arrays, kept, own, batch, table)[0], None
 
         return lax.scan(one, table, (jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}))[0]
 
