@@ -23,14 +23,14 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import Config
-from megajax.config.kinds import prediction_layers, stacked_layers
-from megajax.config.objectives import NEXT_TOKEN
 from megajax.config.sentences import fail, format_keys
+from megajax.layout.kinds import prediction_layers, stacked_layers
 from megajax.model.block import layer_state
 from megajax.model.comm import TokenPositions
 from megajax.model.parameters import init_parameters, parameters
 from megajax.model.sublayer import BlockInputs, RealTokens, is_maximum
 from megajax.model.transformer import Transformer
+from megajax.options.registered import NEXT_TOKEN
 
 Arrays = Mapping[str, jax.Array]
 ByKind = Mapping[str, Arrays]  # by kind of block and name, [L, ...]

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
-from megajax.config.fields import BATCH_AXES
-from megajax.config.stages import layer_slots, slot_kinds, virtual_stages
+from megajax.layout.stages import layer_slots, slot_kinds, virtual_stages
 from megajax.mesh import AXES
+from megajax.schema.fields import BATCH_AXES
 
 ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
 STORAGE_AXES = ("fsdp", *ONCE_AXES)

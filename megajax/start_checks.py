@@ -23,9 +23,9 @@ import jax
 from megajax.config import Config
 from megajax.config.extensions import file_of
 from megajax.config.sentences import counted
-from megajax.config.tree import show
 from megajax.errors import ConfigError
 from megajax.messages import Messages
+from megajax.schema.tree import show
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
 

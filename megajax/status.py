@@ -14,11 +14,11 @@ from typing import Any
 
 from megajax import metrics_file
 from megajax.command_parser import CommandParser
-from megajax.config.tree import read_file
 from megajax.console import user_errors
 from megajax.errors import InputError, file_reader
 from megajax.files import CONFIG, HEARTBEAT_SECONDS, LOCK, METRICS
 from megajax.restart_sign import restarting_since
+from megajax.schema.tree import read_file
 
 SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # clocks of hosts differ
 

@@ -15,15 +15,15 @@ from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
-from megajax.config.block_kinds import takes_order
-from megajax.config.context import RING, ContextStrategy
-from megajax.config.dispatch import ALL_GATHER, Dispatch
-from megajax.config.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
-from megajax.config.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
-from megajax.config.stages import gathered_slots, slot_kinds
+from megajax.layout.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
+from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
+from megajax.layout.stages import gathered_slots, slot_kinds
+from megajax.layout.sublayers import takes_order
 from megajax.mesh import mesh_sizes, within_processes
 from megajax.ops import fp8
 from megajax.ops.fp8 import Implementation as Fp8Implementation
+from megajax.options.context import RING, ContextStrategy
+from megajax.options.dispatch import ALL_GATHER, Dispatch
 from megajax.runtime import permutations_are_copied
 from megajax.sharding import EMPTY, NON_BLOCK_AXES, ONCE_AXES, stored_layers
 

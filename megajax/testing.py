@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import Config
-from megajax.config.kinds import KINDS, LayerKind
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
+from megajax.layout.kinds import KINDS, LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Block, LayerContext, Sublayer, Transformer, init_parameters, parameters, register
 from megajax.model.block import layer_state

@@ -6,7 +6,7 @@ from pathlib import Path
 from megajax.config import megatron_names, other_names
 from megajax.config.load import keys
 from megajax.config.other_name import OtherName
-from megajax.config.tree import show
+from megajax.schema.tree import show
 
 PAGE = Path(__file__).parents[1] / "docs/migration.md"
 TABLES = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
-from megajax.config.segments import layer_seconds
-from megajax.config.stages import slot_kinds
 from megajax.errors import UserError
+from megajax.layout.segments import layer_seconds
+from megajax.layout.stages import slot_kinds
 
 Case = tuple[str, tuple[str, ...], int]  # config, overrides, GPUs
 ROOT = Path(__file__).parents[1]

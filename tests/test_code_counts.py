@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "megajax"
 def test_a_public_class_name_means_one_class():
     """So a search for a name finds one class. Private classes, `_Name`, may repeat."""
     modules = {str(path.relative_to(PACKAGE)): ast.parse(path.read_bytes()) for path in PACKAGE.rglob("*.py")}
-    assert "config/schema.py" in modules
+    assert "schema/config.py" in modules
     assert not repeated_classes(modules)
     modules["second.py"] = ast.parse("class Config: ...\nclass _Own: ...\nclass Another: ...")
-    assert repeated_classes(modules) == {"Config": ["config/schema.py", "second.py"]}
+    assert repeated_classes(modules) == {"Config": ["schema/config.py", "second.py"]}

@@ -12,13 +12,13 @@ import pytest
 
 from megajax import load_weights
 from megajax.config import RematPolicy, load_config
-from megajax.config.hooks import HOOKS
 from megajax.config.load import keys
-from megajax.config.remat import POLICIES
-from megajax.config.schedules import SCHEDULES
 from megajax.console import COMMANDS
 from megajax.errors import InputError
 from megajax.optim.schedule import make_schedule
+from megajax.options.hooks import HOOKS
+from megajax.options.remat import POLICIES
+from megajax.options.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

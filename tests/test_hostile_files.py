@@ -16,7 +16,6 @@ from dev.fuzz.hand_made import FOLDER, SECOND, hand_made
 from dev.fuzz.runner import run, run_all
 from megajax.config import load_config
 from megajax.config.extensions import import_extensions
-from megajax.config.tree import read_file
 from megajax.data import remote
 from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.indexed import IndexedDataset
@@ -30,6 +29,7 @@ from megajax.hf.folder import FolderTensors, read_config
 from megajax.inference.prompts import read_prompts
 from megajax.plan.rates import H200, read_rates
 from megajax.plot import read_records
+from megajax.schema.tree import read_file
 
 CASES = 10
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from megajax.config.fields import BATCH_AXES
 from megajax.errors import ConfigError
 from megajax.mesh import (
     AXES,
@@ -22,6 +21,7 @@ from megajax.mesh import (
     start_processes,
     within_processes,
 )
+from megajax.schema.fields import BATCH_AXES
 
 ONE = dict.fromkeys(AXES, 1)
 

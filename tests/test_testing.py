@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from megajax.config.extensions import import_extensions
-from megajax.config.kinds import KINDS
+from megajax.layout.kinds import KINDS
 from megajax.model.mlp import MLP
 from megajax.testing import check_sublayer
 

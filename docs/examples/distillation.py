@@ -7,7 +7,7 @@ teacher: {model: {num_layers: 32, hidden_size: 4096, ...}, source: models/teache
 
 import jax
 
-from megajax.config.fields import Positive, Section
+from megajax.schema.fields import Positive, Section
 from megajax.step.objective import Logits, register
 
 

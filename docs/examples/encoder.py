@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from megajax.config.fields import Section
 from megajax.model import Encoder, declare, register_encoder
 from megajax.model.sublayer import declare_norm_weight, normalise
+from megajax.schema.fields import Section
 
 
 def attention(q, k, v, mask):

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 
 from megajax.config import Config, DataConfig, ModelConfig
-from megajax.config.fields import Section, shortest_pattern
-from megajax.config.model_schema import RopeScaling, RouterConfig
-from megajax.config.optimizer_schema import OptimizerConfig
-from megajax.config.tree import show
 from megajax.errors import InputError
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
 from megajax.model.lora import targets
+from megajax.schema.fields import Section, shortest_pattern
+from megajax.schema.model import RopeScaling, RouterConfig
+from megajax.schema.optimizer import OptimizerConfig
+from megajax.schema.tree import show
 
 # Router keys that change the network's function; the others only balance the load in training.
 ROUTER_OF_NETWORK = (

@@ -36,11 +36,11 @@ from megajax.checkpoint.storage import (
     store_errors,
 )
 from megajax.config import ModelConfig
-from megajax.config.kinds import MOE
 from megajax.console import command
 from megajax.errors import InputError, UserError
 from megajax.files import is_number
 from megajax.json_files import Damaged
+from megajax.layout.kinds import MOE
 from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
 from megajax.model.lora import is_adapter
 

@@ -1,15 +1,11 @@
 """The config: its schema, its loading, and the checks before anything is compiled."""
 
-from megajax.config.data_schema import DataConfig, DataSource
-from megajax.config.fields import AXES
-from megajax.config.fp8_recipes import Fp8Recipe, register_fp8
-from megajax.config.hooks import register_hook
 from megajax.config.load import help_text, load_config
-from megajax.config.lora_schema import LoraConfig
-from megajax.config.model_schema import ModelConfig, RopeScaling, RouterConfig
-from megajax.config.remat import Keep, RematPolicy, register_remat
-from megajax.config.schedules import LearningRateSchedule, register_schedule
-from megajax.config.schema import (
+from megajax.options.fp8_recipes import Fp8Recipe, register_fp8
+from megajax.options.hooks import register_hook
+from megajax.options.remat import Keep, RematPolicy, register_remat
+from megajax.options.schedules import LearningRateSchedule, register_schedule
+from megajax.schema.config import (
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -23,6 +19,10 @@ from megajax.config.schema import (
     RunConfig,
     ScheduleConfig,
 )
+from megajax.schema.data import DataConfig, DataSource
+from megajax.schema.fields import AXES
+from megajax.schema.lora import LoraConfig
+from megajax.schema.model import ModelConfig, RopeScaling, RouterConfig
 
 __all__ = [
     "AXES",

@@ -3,9 +3,9 @@
 import math
 import re
 
-from megajax.config.data_schema import is_remote
-from megajax.config.schema import Config
 from megajax.config.sentences import fail, format_keys, warn
+from megajax.schema.config import Config
+from megajax.schema.data import is_remote
 
 
 def check_checkpoints(config: Config) -> None:

@@ -4,26 +4,25 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from megajax.config.batch_schedule import BatchSizes, samples_before, sizes_by_tokens
-from megajax.config.block_kinds import check_parts
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
-from megajax.config.encoders import check_encoder, check_encoder_on_mesh
+from megajax.config.encoder_checks import check_encoder, check_encoder_on_mesh
 from megajax.config.expert_checks import check_experts
-from megajax.config.fields import AXES
 from megajax.config.fitting import axis_sizes, microbatch_numbers, microbatches_cure
 from megajax.config.length_checks import check_epochs
 from megajax.config.lora_checks import check_lora
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
 from megajax.config.model_checks import check_model
-from megajax.config.objectives import check_objective
+from megajax.config.objective_checks import check_objective, check_teacher, with_teacher
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.registered import settings_of
 from megajax.config.rollback_checks import check_rollbacks
-from megajax.config.schedules import TAIL
-from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value, warn
-from megajax.config.teacher_checks import check_teacher, with_teacher
+from megajax.config.sublayer_checks import check_parts
+from megajax.options.schedules import TAIL
+from megajax.schema.batch_schedule import BatchSizes, samples_before
+from megajax.schema.config import Config
+from megajax.schema.fields import AXES
 
 MOST_TOKENS = 2**30  # per step: counts of tokens are 32-bit numbers, and a host holds a few arrays of this length
 
@@ -143,7 +142,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_ramp_up(config: Config) -> None:
     """Every size is a number of microbatches of the same size, and the last one is `batch.global_size`."""
-    batch, key, sizes = config.batch, "batch.schedule", [size for _, size in sizes_by_tokens(config)]
+    batch, key, sizes = config.batch, "batch.schedule", [size for _, size in config.batch.sizes_by_tokens]
     if sizes[-1] != batch.global_size:
         problem = f"{format_keys(config, key)} ends with {counted(sizes[-1], 'sequence')}"
         problem += f", not with {format_keys(config, 'batch.global_size')}"

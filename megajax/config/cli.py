@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from megajax.command_parser import CommandParser
 from megajax.config.difference import between, from_defaults
 from megajax.config.load import help_text, load_config, overview
-from megajax.config.schema import Config
 from megajax.console import program_name
 from megajax.errors import ConfigError
+from megajax.schema.config import Config
 
 
 def parse_command_line(argv: Sequence[str], program: str) -> Config:

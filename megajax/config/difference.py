@@ -4,8 +4,8 @@ from typing import Any
 
 import yaml
 
-from megajax.config.schema import Config
-from megajax.config.tree import Dumper, show
+from megajax.schema.config import Config
+from megajax.schema.tree import Dumper, show
 
 REQUIRED: tuple[tuple[str, ...], ...] = (
     ("model", "num_layers"),

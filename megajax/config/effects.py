@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from megajax.config.kinds import LATENT
-from megajax.config.optimizers import BETA1, BETA2, EPSILON, OPTIMIZERS
-from megajax.config.schedules import DECAY, LOWEST, TAIL
-from megajax.config.schema import Config, lowest_rate
 from megajax.config.sentences import format_keys, value, warn
+from megajax.layout.kinds import LATENT
+from megajax.options.optimizers import BETA1, BETA2, EPSILON, OPTIMIZERS
+from megajax.options.schedules import DECAY, LOWEST, TAIL
+from megajax.schema.config import Config, lowest_rate
 
 # Besides the model, a checkpoint's description has these.
 COMPARED_ON_RESUME = (

@@ -1,9 +1,9 @@
 """Checks for mixtures of experts: the router's settings, the mesh, and settings that exclude experts."""
 
-from megajax.config.kinds import expert_layers
-from megajax.config.model_schema import ModelConfig, RouterConfig
-from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value
+from megajax.layout.kinds import expert_layers
+from megajax.schema.config import Config
+from megajax.schema.model import ModelConfig, RouterConfig
 
 # Keys that only models with experts read.
 EXPERT_KEYS = (

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable
 
-from megajax.config.batch_schedule import sizes_by_tokens
-from megajax.config.kinds import mlp_widths
-from megajax.config.schema import Config
 from megajax.config.sentences import divisors, listed, value
+from megajax.layout.kinds import mlp_widths
+from megajax.schema.config import Config
 
 
 def tensor_keys(config: Config) -> list[str]:
@@ -43,7 +42,7 @@ def axis_sizes(config: Config, axis: str, candidates: Iterable[int]) -> list[int
 def microbatch_numbers(config: Config, sizes: dict[str, int]) -> list[int]:
     """The values of `batch.num_microbatches` that fit the batch, its schedule and a mesh of these sizes."""
     batch, shards, stages = config.batch, config.batch_shards(sizes), sizes["pipeline"]
-    all_sizes = [size for _, size in sizes_by_tokens(config)]
+    all_sizes = [size for _, size in config.batch.sizes_by_tokens]
 
     def fits(n: int) -> bool:
         microbatch = batch.global_size // n

@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 from megajax.command_parser import CommandParser
-from megajax.config.schema import Config
 from megajax.console import user_errors
+from megajax.schema.config import Config
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,9 @@
 """Checks of `run.epochs`, whose number of steps follows once the data is open."""
 
-from megajax.config.data_schema import sources_of
-from megajax.config.fields import UNKNOWN_STEPS
-from megajax.config.schema import Config
 from megajax.config.sentences import fail, format_keys
+from megajax.schema.config import Config
+from megajax.schema.data import sources_of
+from megajax.schema.fields import UNKNOWN_STEPS
 
 
 def check_one_length(config: Config) -> None:

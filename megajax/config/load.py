@@ -18,11 +18,11 @@ from megajax.config.extensions import import_extensions
 from megajax.config.length_checks import check_one_length
 from megajax.config.missing_features import missing_feature
 from megajax.config.other_values import choice_cure
-from megajax.config.registry import Registry
-from megajax.config.schema import Config
 from megajax.config.sentences import listed
-from megajax.config.tree import NAMED, Tree, as_override, read_file, read_override, show
 from megajax.errors import ConfigError, file_reader, shown
+from megajax.options.registry import Registry
+from megajax.schema.config import Config
+from megajax.schema.tree import NAMED, Tree, as_override, read_file, read_override, show
 
 
 @file_reader("path", cure="correct it")

@@ -1,7 +1,7 @@
 """Checks of low-rank adapters: the base model, and settings that exclude them."""
 
-from megajax.config.schema import Config
 from megajax.config.sentences import fail, format_keys
+from megajax.schema.config import Config
 
 
 def check_lora(config: Config) -> None:

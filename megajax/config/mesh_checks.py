@@ -2,12 +2,12 @@
 
 import math
 
-from megajax.config.context import STRATEGIES
-from megajax.config.fields import BATCH_AXES
 from megajax.config.fitting import axis_sizes, fits_kv_heads, microbatch_numbers, tensor_keys
-from megajax.config.kinds import is_gated, mlp_widths
-from megajax.config.schema import Config
 from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed, value
+from megajax.layout.kinds import is_gated, mlp_widths
+from megajax.options.context import STRATEGIES
+from megajax.schema.config import Config
+from megajax.schema.fields import BATCH_AXES
 
 
 def check_axes(config: Config, sizes: dict[str, int]) -> None:

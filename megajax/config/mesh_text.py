@@ -1,9 +1,9 @@
 """A mesh as text in an option of a command: tensor=4,pipeline=2."""
 
 from megajax.config.counterparts import counterpart
-from megajax.config.fields import AXES
 from megajax.errors import ConfigError, shown
 from megajax.files import is_number
+from megajax.schema.fields import AXES
 
 
 def read_mesh(text: str, setting: str, rest: bool = False) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Checks of the section `model`: heads, rotary positions and patterns of layers."""
 
-from megajax.config.schema import Config
 from megajax.config.sentences import counted, divisors, fail, format_keys, listed, value
+from megajax.schema.config import Config
 
 
 def check_model(config: Config) -> None:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 
 from megajax.config.counterparts import counterpart, plain
-from megajax.config.fields import AXES
 from megajax.config.load import suggestion
+from megajax.schema.fields import AXES
 
 # Our option: its names in torchrun, accelerate, Megatron's tools, transformers and vLLM. It counts where it exists.
 OPTIONS = {

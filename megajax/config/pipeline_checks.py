@@ -2,13 +2,12 @@
 
 import math
 
-from megajax.config.batch_schedule import sizes_by_tokens
 from megajax.config.fitting import microbatches_cure
-from megajax.config.kinds import attention_kinds, is_mixed
-from megajax.config.schema import Config
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value
-from megajax.config.stages import count_layer_slots, default_layout, in_step, layout_in_step, virtual_stages
-from megajax.config.tree import show
+from megajax.layout.kinds import attention_kinds, is_mixed
+from megajax.layout.stages import count_layer_slots, default_layout, in_step, layout_in_step, virtual_stages
+from megajax.schema.config import Config
+from megajax.schema.tree import show
 
 
 def check_stages(config: Config, sizes: dict[str, int]) -> None:
@@ -92,7 +91,7 @@ def _check_ramp_up(config: Config, sizes: dict[str, int]) -> None:
     """The smaller batches of `batch.schedule` have enough microbatches too."""
     stages, several = sizes["pipeline"], config.pipeline.rounds > 1
     microbatch = config.batch.global_size // config.batch.num_microbatches
-    for size in (size for _, size in sizes_by_tokens(config)):
+    for size in (size for _, size in config.batch.sizes_by_tokens):
         count = size // microbatch
         if count >= stages and not (several and count % stages):
             continue

@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megajax.config.schema import Config
 from megajax.config.sentences import fail, listed
-from megajax.config.tree import show
+from megajax.schema.config import Config
+from megajax.schema.tree import show
 
 
 def settings_of(config: Config, registered: type[Any], section: str) -> Any:

@@ -1,7 +1,7 @@
 """Checks of `run.max_rollbacks`."""
 
-from megajax.config.schema import Config
 from megajax.config.sentences import fail, format_keys
+from megajax.schema.config import Config
 
 
 def check_rollbacks(config: Config) -> None:

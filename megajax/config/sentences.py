@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from megajax.config.fields import Section
-from megajax.config.schema import Config
-from megajax.config.tree import COMMAND_LINE, show
 from megajax.errors import ConfigError
+from megajax.schema.config import Config
+from megajax.schema.fields import Section
+from megajax.schema.tree import COMMAND_LINE, show
 
 
 def value(config: Config, key: str) -> Any:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from megajax.config import Config
-    from megajax.config.data_schema import DataConfig
+    from megajax.schema.data import DataConfig
 
 VERSION = 6  # of the encoding, part of the key of the stored tokens
 CHARACTERS = 1 << 20  # of texts that are tokenised together

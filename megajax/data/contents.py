@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megajax.config.data_schema import sources_of
 from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.index_cache import file_digest, text_digest
 from megajax.data.json_lines import matching_files
 from megajax.data.tokenizers import deciding_files, tokenizer_files
+from megajax.schema.data import sources_of
 
 if TYPE_CHECKING:
     from megajax.config import Config, DataConfig

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megajax.config.data_schema import TEMPLATE_INPUTS
 from megajax.data.rendering import Chat
 from megajax.errors import shown
+from megajax.schema.data import TEMPLATE_INPUTS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 TOOL_ROLES = ("tool", "ipython", "function")

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megajax.config.batch_schedule import BatchSizes
-from megajax.config.data_schema import sources_of
 from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples
 from megajax.data.loader import Split
@@ -12,6 +10,8 @@ from megajax.data.progress import data_size
 from megajax.data.samples import BlendedSamples, Samples, sources_in
 from megajax.data.text import TextDataset
 from megajax.data.whole import WholeSet
+from megajax.schema.batch_schedule import BatchSizes
+from megajax.schema.data import sources_of
 
 if TYPE_CHECKING:
     from megajax.config import Config

@@ -4,13 +4,13 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from megajax.config.batch_schedule import BatchSizes
-from megajax.config.fields import UNKNOWN_STEPS
 from megajax.config.load import with_steps
 from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples
 from megajax.data.samples import Samples, sources_in
 from megajax.errors import InputError
+from megajax.schema.batch_schedule import BatchSizes
+from megajax.schema.fields import UNKNOWN_STEPS
 
 if TYPE_CHECKING:
     from megajax.config import Config

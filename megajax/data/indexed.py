@@ -20,13 +20,13 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from megajax.config.data_schema import is_remote
 from megajax.config.sentences import counted
 from megajax.console import command
 from megajax.data.index_cache import read_once
 from megajax.data.remote import RemoteFile, RemoteTokens
 from megajax.errors import InputError, file_reader
 from megajax.files import sync
+from megajax.schema.data import is_remote
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -12,13 +12,13 @@ from typing import IO, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from megajax.config.data_schema import is_remote
 from megajax.data.compressed import DAMAGE, decompress
 from megajax.data.json_array import ARRAY, ArrayError, ArrayReader
 from megajax.data.parquet import read_rows
 from megajax.errors import InputError, file_reader, shown
 from megajax.extras import require
 from megajax.json_files import Count
+from megajax.schema.data import is_remote
 
 KEYS_SHOWN = 10
 PARQUET = b"PAR1"

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megajax.config.batch_schedule import BatchSizes, samples_before
-from megajax.config.data_schema import is_padded, is_remote, reads_whole, sources_of
 from megajax.config.extensions import import_extensions
 from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples, open_chat
@@ -34,6 +32,8 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.data.whole import WholeSet
 from megajax.data.workers import end_with_parent
 from megajax.errors import InputError
+from megajax.schema.batch_schedule import BatchSizes, samples_before
+from megajax.schema.data import is_remote, sources_of
 
 if TYPE_CHECKING:
     import grain
@@ -73,7 +73,7 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
     if data.kind == "synthetic":
         documents, length, seed = data.synthetic_documents or 1, config.batch.sequence_length, config.run.seed
         return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split), documents)
-    name, whole = split.partition("/")[2], reads_whole(config, split)
+    name, whole = split.partition("/")[2], config.reads_whole(split)
     key: Split = "valid_sets" if name else "train" if data.split is not None else split
     blend = next(each.prefix for each in data.valid_sets if each.name == name) if name else getattr(data, key)
     try:
@@ -119,7 +119,7 @@ def _open_source(
     if config.data.kind == "chat":
         return open_chat(config, path)
     dataset, documents = _opened_range(config, split, path, files)
-    whole = reads_whole(config, split)
+    whole = config.reads_whole(split)
     order = "sequential" if whole else config.data.order
     source = DocumentSamples(dataset, documents, config.batch.sequence_length, config.run.seed, order)
     if not whole or source.num_tokens < 2:
@@ -196,7 +196,7 @@ def make_loader(
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    how = Packing.of(config), open_infilling(config), is_padded(config, split)
+    how = Packing.of(config), open_infilling(config), config.is_padded(split)
     source = BatchSource(samples, rows, sizes, start_step, *how)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:

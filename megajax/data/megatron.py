@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megajax.config.batch_schedule import samples_before
-from megajax.config.data_schema import reads_whole
 from megajax.config.sentences import counted
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cache_directory, cached, digest
@@ -18,6 +16,7 @@ from megajax.data.indexed import IndexedDataset
 from megajax.data.sample_order import GptIndices, gpt_indices
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
 from megajax.errors import InputError
+from megajax.schema.batch_schedule import samples_before
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -180,7 +179,7 @@ def open_samples(
     Without weights a blend has one epoch. Raises InputError if the run reads more of it.
     """
     cache = cache_directory(config)
-    whole = reads_whole(config, split)
+    whole = config.reads_whole(split)
     drop_last = config.data.drop_last_validation_sample or split.partition("/")[0] != "valid"
     wanted = 1 if whole else max(1, wanted_samples(config, split))
     length, seed = config.batch.sequence_length, config.run.seed

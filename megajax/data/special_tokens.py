@@ -18,9 +18,9 @@ from megajax.errors import InputError
 from megajax.json_files import TokenId, check
 
 if TYPE_CHECKING:
-    from megajax.config.data_schema import DataConfig
     from megajax.data.indexed import IndexedDataset
     from megajax.data.tokenizers import Tokenizer
+    from megajax.schema.data import DataConfig
 
 CONFIG, NAMES, ADDED = TOKENIZER_CONFIG, TOKEN_NAMES, "added_tokens.json"
 ID_FILES = ("generation_config.json", "config.json", "hf_config.json")  # the last one in a run's directory

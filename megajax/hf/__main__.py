@@ -14,7 +14,6 @@ from megajax.checkpoint.weights import run_config
 from megajax.command_parser import CommandParser
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
-from megajax.config.tree import Dumper
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.hf.adapters import export_adapters
@@ -25,6 +24,7 @@ from megajax.hf.folder import folder_bytes
 from megajax.hf.importing import import_folder
 from megajax.hf.plan import plan, report
 from megajax.runtime import use_cpu
+from megajax.schema.tree import Dumper
 
 MODULE = "megajax.hf.__main__"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -13,8 +13,6 @@ import numpy as np
 
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig
-from megajax.config.kinds import MTP
-from megajax.config.tree import show
 from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
@@ -26,7 +24,9 @@ from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.reader import Reader, check_tensors, unpadded
 from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values, complete
+from megajax.layout.kinds import MTP
 from megajax.model.block import layer_state, state_by_name
+from megajax.schema.tree import show
 
 
 class Family(Protocol):

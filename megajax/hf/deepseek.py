@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import MTP, layer_kinds, prediction_layers
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
 from megajax.hf.tensors import Selected, Tensor
+from megajax.layout.kinds import MTP, layer_kinds, prediction_layers
 
 Json = dict[str, Any]
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

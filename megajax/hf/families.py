@@ -3,11 +3,11 @@
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import layer_kinds
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama, Mistral, Qwen2, layer_types, windows
 from megajax.hf.rope import read_rope
 from megajax.hf.tensors import Tensor, side_by_side
+from megajax.layout.kinds import layer_kinds
 
 Json = dict[str, Any]
 LOCAL, GLOBAL = "sliding_attention", "full_attention"

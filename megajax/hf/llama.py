@@ -6,10 +6,10 @@ They differ in options, in the names of config.json and in the names of the expe
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import block_layers, layer_kinds
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope import read_rope, write_rope
 from megajax.hf.tensors import Tensor
+from megajax.layout.kinds import block_layers, layer_kinds
 from megajax.model.sublayer import is_gated
 
 Json = dict[str, Any]

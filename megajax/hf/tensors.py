@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.config import ModelConfig
-from megajax.config.kinds import stacked_layers
+from megajax.layout.kinds import stacked_layers
 
 Slices = tuple[slice, ...]
 

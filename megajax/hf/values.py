@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from megajax.config import ModelConfig
 from megajax.config.load import describe_problem
 from megajax.config.sentences import counted
-from megajax.config.tree import show
 from megajax.errors import InputError
 from megajax.hf.defaults import ALIASES, DEFAULTS, NULLABLE
+from megajax.schema.tree import show
 
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
@@ -28,7 +28,7 @@ TYPES: dict[type, tuple[str, ...]] = {
         "sliding_window_pattern",
     ),
 }
-MOST_TOKENS = 2**27  # as in `config.fields.Tokens`
+MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
 WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
 

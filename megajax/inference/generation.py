@@ -10,8 +10,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 
-from megajax.config.block_kinds import DECODING, DRAFTS, how_to_declare, lacking
-from megajax.config.kinds import block_layers
 from megajax.data.tokenizers import decode_after
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, Prefill
@@ -19,6 +17,8 @@ from megajax.inference.language_model import LanguageModel, positions_from
 from megajax.inference.sampling import DEFAULT, Sampling, choose
 from megajax.inference.speculation import Drafter, Drafts, DraftWindow, Verified
 from megajax.inference.weights import ModelWeights
+from megajax.layout.kinds import block_layers
+from megajax.layout.sublayers import DECODING, DRAFTS, how_to_declare, lacking
 
 LENGTH_MULTIPLE = 64  # of lengths, by default
 NONE = -1  # instead of a token after the end of a sequence

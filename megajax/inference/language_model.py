@@ -12,17 +12,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.config import AXES, Config
-from megajax.config.encoders import NO_ENCODER
-from megajax.config.kinds import layer_kinds
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.special_tokens import framed
 from megajax.data.tokenizers import Tokenizer
 from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, Parameters, from_parameters
+from megajax.layout.kinds import layer_kinds
 from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
 from megajax.model.sublayer import BlockInputs, LayerContext, State
+from megajax.options.registered import NO_ENCODER
 from megajax.step_plan import Hardware, Kernels
 
 

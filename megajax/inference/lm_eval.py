@@ -8,7 +8,6 @@ import contextlib
 import json
 from typing import Any
 
-from megajax.config.data_schema import template_arguments
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.extras import loading
@@ -18,6 +17,7 @@ from megajax.inference.load import load_model
 from megajax.inference.sampling import Sampling
 from megajax.inference.scoring import ScoredWindow, Scorer, windows
 from megajax.mesh import named_mesh
+from megajax.schema.data import template_arguments
 
 _as_command = __name__ == "__main__"
 with user_errors() if _as_command else contextlib.nullcontext(), loading("eval", "megajax.inference.lm_eval"):

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from megajax.checkpoint import find_checkpoint, restore_model
 from megajax.checkpoint.weights import run_config
 from megajax.config import Config, ModelConfig
-from megajax.config.fp8_recipes import NONE
 from megajax.data.special_tokens import first_token, known_end, stop_tokens, usual_first_token
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
 from megajax.errors import InputError
@@ -21,6 +20,7 @@ from megajax.inference.weights import abstract_parameters, abstract_state
 from megajax.mesh import build_mesh, named_mesh
 from megajax.model import Transformer
 from megajax.model.lora import is_adapter, merge
+from megajax.options.fp8_recipes import NONE
 from megajax.runtime import accept_missing_cuda
 
 DTYPES = ("float32", "bfloat16", "float16")

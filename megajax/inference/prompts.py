@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.config.data_schema import template_arguments
 from megajax.data.conversation import Chat, read_prompt
 from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse
 from megajax.errors import InputError, file_reader, shown
 from megajax.files import read_text, why_unreadable
+from megajax.schema.data import template_arguments
 
 
 @file_reader("path")

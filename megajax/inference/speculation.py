@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from megajax.config.kinds import MTP, prediction_kind, prediction_layers
 from megajax.config.sentences import counted
 from megajax.inference.comm import Decode, Prefill, WholeSequences
 from megajax.inference.language_model import LanguageModel, block_inputs, positions_from
 from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.inference.weights import ModelWeights
+from megajax.layout.kinds import MTP, prediction_kind, prediction_layers
 from megajax.model.sublayer import LayerContext
 
 # Folded into a position's key: a token can be drafted, accepted and replaced.

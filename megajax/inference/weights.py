@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config.kinds import stacked_layers
+from megajax.layout.kinds import stacked_layers
 from megajax.mesh import mesh_sizes
 from megajax.model import Block, Transformer, parameters
 from megajax.model.block import layer_state

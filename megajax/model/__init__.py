@@ -1,6 +1,6 @@
 """What is computed: Flax nnx modules, written once for one logical device."""
 
-from megajax.config.block_kinds import EVERYTHING
+from megajax.layout.sublayers import EVERYTHING
 from megajax.model.block import Block, register
 from megajax.model.encoder import Encoder, register_encoder
 from megajax.model.parameters import bind, declare, init_parameters, parameters

@@ -11,10 +11,10 @@ from jax import lax
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.block_kinds import ABILITIES, EVERYTHING, parts_of
-from megajax.config.kinds import DENSE, KINDS, MOE, MTP, block_layers, layer_kinds, stacked_layers
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
+from megajax.layout.kinds import DENSE, KINDS, MOE, MTP, block_layers, layer_kinds, stacked_layers
+from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
 from megajax.model.latent_attention import LatentAttention
 from megajax.model.mlp import MLP

@@ -12,12 +12,12 @@ import jax
 from flax import nnx
 
 from megajax.config import ModelConfig
-from megajax.config.encoders import ENCODERS, NO_ENCODER
-from megajax.config.fields import Section
 from megajax.errors import ConfigError
 from megajax.model.comm import Comm
 from megajax.model.parameters import parameters
 from megajax.model.sublayer import Weights
+from megajax.options.registered import ENCODERS, NO_ENCODER
+from megajax.schema.fields import Section
 
 
 class Encoder(nnx.Module):

@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.block_kinds import EVERYTHING
+from megajax.layout.sublayers import EVERYTHING
 from megajax.model.comm import AttentionSettings, LatentKeys
 from megajax.model.parameters import declare
 from megajax.model.sublayer import (

@@ -4,8 +4,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
-from megajax.config.block_kinds import EVERYTHING
-from megajax.config.kinds import is_gated
+from megajax.layout.kinds import is_gated
+from megajax.layout.sublayers import EVERYTHING
 from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     LayerContext,

@@ -16,7 +16,7 @@ from flax import nnx
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.config.kinds import LayerKind, is_gated
+from megajax.layout.kinds import LayerKind, is_gated
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.parameters import declare
 

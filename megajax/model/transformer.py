@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import LoraConfig, ModelConfig
-from megajax.config.kinds import MTP, layer_kinds, prediction_kind, stacked_layers
+from megajax.layout.kinds import MTP, layer_kinds, prediction_kind, stacked_layers
 from megajax.model.block import blocks_of
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.encoder import make_encoder

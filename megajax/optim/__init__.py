@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from megajax.config import optimizers as config
-from megajax.config.optimizers import MomentForm, OptimizerKind
 from megajax.optim.forms import Form, StateArray
 from megajax.optim.optimizer import COUNT, MatrixOptimizer, OptaxOptimizer, Optimizer, Slot
 from megajax.optim.schedule import make_schedule
 from megajax.optim.slots import FORMS, OPTIMIZERS
+from megajax.options import optimizers as options
+from megajax.options.optimizers import MomentForm, OptimizerKind
 
 __all__ = [
     "COUNT",
@@ -27,11 +27,11 @@ __all__ = [
 
 def register_optimizer(kind: OptimizerKind, optimizer: type[Optimizer]) -> None:
     """Register an extension's optimizer for `optimizer.kind`. Raises ConfigError for a name that is taken."""
-    config.OPTIMIZERS.add(replace(kind, made=optimizer))
+    options.OPTIMIZERS.add(replace(kind, made=optimizer))
     OPTIMIZERS[kind.name] = optimizer
 
 
 def register_form(declared: MomentForm, form: type[Form]) -> None:
     """Register an extension's form of moments for `optimizer.state`. Raises ConfigError for a name that is taken."""
-    config.FORMS.add(declared)
+    options.FORMS.add(declared)
     FORMS[declared.name] = form

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import Config
-from megajax.config.optimizer_schema import OptimizerGroup
 from megajax.config.sentences import fail
 from megajax.model.width import rate_factor
 from megajax.optim.slots import OptimizerSlots
+from megajax.schema.optimizer import OptimizerGroup
 from megajax.sharding import EMPTY, Placement
 
 KEY = "optimizer.groups"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from megajax.config import Config
-from megajax.config.fields import Section
+from megajax.schema.fields import Section
 
 Named = dict[str, jax.Array]  # arrays by the names of parameters
 Slots = dict[str, Any]  # arrays by slot: a scalar, or arrays by the names of parameters

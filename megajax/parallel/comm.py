@@ -10,7 +10,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
-from megajax.config.fields import BATCH_AXES
 from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
 from megajax.model.lora import Adapted
 from megajax.model.sublayer import add_bias
@@ -24,6 +23,7 @@ from megajax.parallel.experts import expert_parallel
 from megajax.parallel.tensor import linear
 from megajax.parallel.tensor.adapters import TensorAdapters
 from megajax.parallel.tensor.ring import TensorRing
+from megajax.schema.fields import BATCH_AXES
 from megajax.step_plan import Collectives, Kernels
 
 TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # axes that divide the tokens of the residual stream

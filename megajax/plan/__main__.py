@@ -55,7 +55,7 @@ def _number(text: str) -> int:
 
 def _tokens(text: str) -> float:
     """A number of tokens."""
-    from megajax.config.batch_schedule import tokens_of  # here, because few plans need it
+    from megajax.schema.amounts import tokens_of  # here, because few plans need it
 
     try:
         return tokens_of(text)

@@ -3,12 +3,12 @@
 import math
 from functools import cache
 
-from megajax.config.fields import BATCH_AXES
-from megajax.config.remat import ATTENTION, NONE, RematPolicy
-from megajax.config.segments import LayerSegment
+from megajax.layout.segments import LayerSegment
 from megajax.model.lora import adapted_inputs
 from megajax.model.sublayer import Shares, SublayerSizes
+from megajax.options.remat import ATTENTION, NONE, RematPolicy
 from megajax.plan.costs import planned_blocks, unsaved
+from megajax.schema.fields import BATCH_AXES
 from megajax.step_plan import StepPlan
 
 

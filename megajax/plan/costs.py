@@ -3,13 +3,13 @@
 import math
 
 from megajax.config import Config
-from megajax.config.fields import cached
-from megajax.config.kinds import layer_kinds, prediction_kind
-from megajax.config.remat import ATTENTION, OUTPUT, Keep, RematPolicy
+from megajax.layout.kinds import layer_kinds, prediction_kind
 from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
 from megajax.model.lora import is_adapter
 from megajax.model.sublayer import Sublayer, SublayerSizes
+from megajax.options.remat import ATTENTION, OUTPUT, Keep, RematPolicy
+from megajax.schema.fields import cached
 
 planned_blocks = cached(blocks_of)  # all candidates of a search have the same
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megajax.config.kinds import MTP
-from megajax.config.segments import LayerSegment
+from megajax.layout.kinds import MTP
+from megajax.layout.segments import LayerSegment
 from megajax.plan.activations import Activations
 from megajax.plan.optimizer import StateBytes, slots_of, state_bytes
 from megajax.plan.weights import Elements, StepWeights

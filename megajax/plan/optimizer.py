@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 import jax
 
-from megajax.config.fields import cached
-from megajax.config.lora_schema import LoraConfig
-from megajax.config.model_schema import ModelConfig
 from megajax.mesh import AXES
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_trained
@@ -17,6 +14,9 @@ from megajax.optim.forms import StateArray
 from megajax.optim.optimizer import MatrixOptimizer
 from megajax.optim.slots import OptimizerSlots
 from megajax.parallel.weights.matrices import groups, rounds
+from megajax.schema.fields import cached
+from megajax.schema.lora import LoraConfig
+from megajax.schema.model import ModelConfig
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
 

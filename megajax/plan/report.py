@@ -12,11 +12,11 @@ from pathlib import Path
 import yaml
 
 from megajax.config.sentences import counted
-from megajax.config.tree import Dumper, Tree, read_override
 from megajax.files import replace_text
 from megajax.plan.rates import Rates
 from megajax.plan.search import Found
 from megajax.plan.step_time import tokens_per_second, utilization
+from megajax.schema.tree import Dumper, Tree, read_override
 
 HEAD = ("mesh", "between hosts", "microbatches", "recomputed", "GiB", "ms a step", "tokens/s a GPU", "MFU", "lost to")
 SHORT_HEAD = ("M", "remat", "GiB", "ms", "tok/s", "MFU")

@@ -21,16 +21,16 @@ from pydantic import ValidationError
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_combinations, check_mesh
-from megajax.config.fp8_recipes import CURRENT, NONE
 from megajax.config.load import read_tree
-from megajax.config.remat import POLICIES
 from megajax.config.sentences import counted, value
-from megajax.config.tree import Tree, as_override, read_override
 from megajax.errors import ConfigError, InputError
+from megajax.options.fp8_recipes import CURRENT, NONE
+from megajax.options.remat import POLICIES
 from megajax.plan.candidates import Candidate
 from megajax.plan.rates import GIB, Rates
 from megajax.plan.step_time import StepTime
 from megajax.plan.variations import FP8, LAYOUT, MICROBATCHES, NEUTRAL, VARIED, Settings, Variations
+from megajax.schema.tree import Tree, as_override, read_override
 
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
 SMALLEST = 24  # candidates with the fewest bytes that are asked whether anything fits without a pinned key

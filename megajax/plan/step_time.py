@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
-from megajax.config.kinds import LayerKind, prediction_kind, prediction_layers
-from megajax.config.remat import ATTENTION, RematPolicy
+from megajax.layout.kinds import LayerKind, prediction_kind, prediction_layers
+from megajax.options.remat import ATTENTION, RematPolicy
 from megajax.plan.costs import flops_per_token
 from megajax.plan.rates import Rates
 from megajax.plan.work import Device, PassSeconds, Traffic, added

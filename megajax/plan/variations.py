@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megajax.config import Config
-from megajax.config.remat import POLICIES
 from megajax.config.sentences import divisors
-from megajax.config.stages import default_layout, layouts_to_try
+from megajax.layout.stages import default_layout, layouts_to_try
+from megajax.options.remat import POLICIES
 
 TENSOR, EXPERTS_OVER, LAYOUT, FP8 = "mesh.tensor", "mesh.experts_over", "pipeline.layout", "precision.fp8.recipe"
 MICROBATCHES = "batch.num_microbatches"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megajax.config.kinds import MTP, prediction_layers
+from megajax.layout.kinds import MTP, prediction_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.runtime import LAYER_BYTES

@@ -12,13 +12,13 @@ from functools import cached_property
 
 import numpy as np
 
-from megajax.config.fields import AXES
-from megajax.config.kinds import LayerKind
-from megajax.config.remat import RematPolicy
+from megajax.layout.kinds import LayerKind
 from megajax.mesh import axes_across
 from megajax.model.sublayer import Shares, Sublayer, SublayerSizes
+from megajax.options.remat import RematPolicy
 from megajax.plan.costs import attended_keys, planned_blocks, unsaved
 from megajax.plan.rates import Rates
+from megajax.schema.fields import AXES
 from megajax.step_plan import StepPlan
 
 FP32 = 4  # bytes

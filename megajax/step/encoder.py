@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from megajax.config.encoders import KIND
 from megajax.model.encoder import Encoder
 from megajax.model.transformer import ENCODER
+from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.sums import added
 from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
@@ -27,7 +27,7 @@ class EncoderNode:
 
     def fields(self) -> dict[str, Field]:
         own = self.encoder.fields().items()
-        return {n: Field(dtype, KIND, tuple(extra), length=length) for n, (dtype, length, *extra) in own}
+        return {n: Field(dtype, ENCODER_KIND, tuple(extra), length=length) for n, (dtype, length, *extra) in own}
 
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
         fields = {name: batch.fields[name] for name in self.fields()}

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.config.fields import BATCH_AXES
-from megajax.config.kinds import MTP
 from megajax.config.sentences import format_keys, listed
 from megajax.errors import InputError
+from megajax.layout.kinds import MTP
 from megajax.model.lora import is_trained
 from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.model.transformer import Transformer
@@ -21,6 +20,7 @@ from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
+from megajax.schema.fields import BATCH_AXES
 from megajax.sharding import BLOCKS, Placement, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.encoder import EncoderNode

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.kinds import MTP, prediction_layers
+from megajax.layout.kinds import MTP, prediction_layers
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.parallel.comm import MeshComm

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from megajax.config.fields import BATCH_AXES, Section
-from megajax.config.objectives import NEXT_TOKEN, OBJECTIVES
 from megajax.config.registered import settings_of
 from megajax.errors import ConfigError
+from megajax.options.registered import NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.comm import MeshComm
+from megajax.schema.fields import BATCH_AXES, Section
 from megajax.step.head import ChunkLoss, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step.teacher import STREAM, TeacherHead

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from megajax.config.batch_schedule import BatchSizes
-from megajax.config.encoders import KIND as ENCODER_KIND
 from megajax.config.sentences import counted, fail, format_keys
 from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
+from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.context.token_order import balanced_order, stored_order
+from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.step import TrainProgram
 
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import jax
 
-from megajax.config.batch_schedule import BatchSizes
+from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.spikes import Rollback
 from megajax.training.step import TrainProgram, TrainState
 

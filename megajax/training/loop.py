@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.hooks import HOOKS
 from megajax.console import DONE, STOPPED
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
@@ -24,6 +23,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.inference.load import text_settings
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.mesh import build_mesh
+from megajax.options.hooks import HOOKS
 from megajax.runtime import prepare_environment
 from megajax.training import logs
 from megajax.training.batches import batches, check_own_fields

@@ -13,9 +13,9 @@ from megajax.checkpoint.description import SettingDifference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.checkpoint.storage import store_errors
-from megajax.config.batch_schedule import BatchSizes, Position, samples_before
 from megajax.errors import InputError, UserError
 from megajax.messages import from_first_process
+from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.training import run_record
 from megajax.training.local_saves import LocalSaves
 from megajax.training.rollbacks import Rollback, Rollbacks

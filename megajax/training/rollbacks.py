@@ -18,9 +18,9 @@ import numpy as np
 from megajax import json_files, metrics_file
 from megajax.checkpoint import Checkpoints, agreed_steps
 from megajax.config import Config
-from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.config.sentences import counted
 from megajax.files import METRICS, replace_text
+from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.logs import MetricsLog
 from megajax.training.run_lock import on_first_process
 from megajax.training.spikes import BadStep, Rollback, sentence

@@ -18,11 +18,11 @@ from megajax.checkpoint.storage import (
 )
 from megajax.config import Config
 from megajax.config.extensions import SUFFIX, file_of
-from megajax.config.tree import Loader, read_file, show
 from megajax.data import tokenizers
 from megajax.errors import ConfigError
 from megajax.files import CONFIG, METRICS, is_number, replace_copy, replace_text
 from megajax.hf import beside
+from megajax.schema.tree import Loader, read_file, show
 
 CONFIGS, EXTENSIONS, SET_ASIDE = "configs", "extensions", "set_aside"
 

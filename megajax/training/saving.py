@@ -27,8 +27,6 @@ from megajax.checkpoint.description import (
 )
 from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import Config, ModelConfig, ScheduleConfig
-from megajax.config.batch_schedule import BatchSizes, Position, samples_before
-from megajax.config.data_schema import sources_of
 from megajax.config.sentences import counted, fail, value
 from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
@@ -38,6 +36,8 @@ from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
 from megajax.parallel.weights.offload import HOST, on_device, on_host
 from megajax.parallel.weights.scaling import FP8, Scaling
+from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
+from megajax.schema.data import sources_of
 from megajax.sharding import TEACHER, Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.config import Config
-from megajax.config.batch_schedule import BatchSizes
 from megajax.plan.costs import flops_per_token, peak_flops
+from megajax.schema.batch_schedule import BatchSizes
 
 OUTSTANDING = 2.0  # a process stands out at this multiple of the others' median
 SHARE = 0.5  # and at this share of the step: below, the devices hide it

@@ -11,9 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config, ModelConfig
-from megajax.config.batch_schedule import sizes_by_tokens
-from megajax.config.kinds import MTP, layer_kinds
 from megajax.config.sentences import fail
+from megajax.layout.kinds import MTP, layer_kinds
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block, layer_state
@@ -175,7 +174,7 @@ class TrainProgram:
             plan = StepPlan.make(smaller, self.plan.sizes, self.plan.hardware, self.plan.kernels)
             return replace(self, config=smaller, plan=plan)
 
-        *smaller, (_, whole) = sizes_by_tokens(config)
+        *smaller, (_, whole) = config.batch.sizes_by_tokens
         return {size: of_size(size) for _, size in smaller} | {whole: self}
 
     @property

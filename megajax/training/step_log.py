@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.config.kinds import expert_layers
+from megajax.layout.kinds import expert_layers
 from megajax.training import logs
 from megajax.training.hooks import Hook, RunView
 from megajax.training.speed import Meter, StepTimes

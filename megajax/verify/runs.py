@@ -12,7 +12,6 @@ import numpy as np
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.data_schema import is_padded
 from megajax.mesh import build_mesh
 from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import to_canonical
@@ -137,7 +136,7 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
             "loss_mask": rng.random((rows, length)) < np.linspace(0, 1, rows)[:, None],
             "positions": np.broadcast_to(np.arange(length), (rows, length)),
         }
-        if is_padded(config, "train"):
+        if config.is_padded("train"):
             lengths = rng.integers(-(-length // 8), length + 1, rows)
             lengths[0] = length
             fields["is_real"] = np.arange(length) < lengths[:, None]

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from megajax.config import Config, ModelConfig
 from megajax.config.checks import check
-from megajax.config.fp8_recipes import NONE
 from megajax.errors import ConfigError
+from megajax.options.fp8_recipes import NONE
 
 VOCABULARY, WIDTH, HEAD, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 16, 32, 8, 0.1, 1e-3
 FP8_MULTIPLE = 16  # of the widths of FP8's matmuls on a device

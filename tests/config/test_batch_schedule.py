@@ -7,9 +7,9 @@ import pytest
 from config_errors import first_place
 
 from megajax.config import Config, load_config
-from megajax.config.batch_schedule import BatchSizes, Position, samples_before, sizes_by_tokens
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 
 pytestmark = pytest.mark.usefixtures("base_config")
 
@@ -73,7 +73,7 @@ def test_without_a_schedule_all_steps_have_the_global_size():
 @pytest.mark.parametrize("written", ["'\"0: 6, 1.5B: 12\"'", "{0: 6, 1.5B: 12}", '"0:6,1500M:12"'])
 def test_a_schedule_may_be_text_or_a_mapping(written: str):
     config = load(written.strip("'"), "run.steps=30_000_000")
-    assert sizes_by_tokens(config) == [(0, 6), (1_500_000_000, 12)]
+    assert config.batch.sizes_by_tokens == [(0, 6), (1_500_000_000, 12)]
     Path("again.yaml").write_text(config.to_yaml())
     assert load_config("again.yaml") == config
 

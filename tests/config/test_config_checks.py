@@ -9,8 +9,8 @@ import pytest
 from config_errors import first_place
 
 from megajax.config import load_config
-from megajax.config.tree import read_override
 from megajax.errors import ConfigError
+from megajax.schema.tree import read_override
 
 pytestmark = pytest.mark.usefixtures("base_config")
 

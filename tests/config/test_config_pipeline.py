@@ -10,9 +10,10 @@ from config_errors import first_place
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import layer_kinds
-from megajax.config.segments import layer_seconds
-from megajax.config.stages import (
+from megajax.errors import ConfigError
+from megajax.layout.kinds import layer_kinds
+from megajax.layout.segments import layer_seconds
+from megajax.layout.stages import (
     count_layer_slots,
     first_slots,
     gathered_slots,
@@ -20,7 +21,6 @@ from megajax.config.stages import (
     layout_in_step,
     virtual_stages,
 )
-from megajax.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("base_config")
 

@@ -9,7 +9,7 @@ import yaml
 
 from megajax.config import load_config
 from megajax.config.json_schema import json_schema, main
-from megajax.config.tree import Loader
+from megajax.schema.tree import Loader
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 SCHEMA = jsonschema.Draft202012Validator(json_schema())

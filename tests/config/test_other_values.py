@@ -7,9 +7,9 @@ import pytest
 from megajax.config import load_config
 from megajax.config.load import keys
 from megajax.config.other_values import OTHER_VALUES, choice_cure, plain
-from megajax.config.registry import Registry
-from megajax.config.tree import NAMED
 from megajax.errors import ConfigError
+from megajax.options.registry import Registry
+from megajax.schema.tree import NAMED
 
 
 def choices(annotation: Any, key: str) -> dict[str, list[str]]:

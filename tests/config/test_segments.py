@@ -3,9 +3,9 @@
 import pytest
 
 from megajax.config import Config
-from megajax.config.kinds import layer_kinds
-from megajax.config.segments import choose_unrolling, plan_segments, repeated
-from megajax.config.stages import slot_kinds
+from megajax.layout.kinds import layer_kinds
+from megajax.layout.segments import choose_unrolling, plan_segments, repeated
+from megajax.layout.stages import slot_kinds
 
 
 def make_config(num_layers, pattern=None, experts=None, **sections):

@@ -7,6 +7,12 @@ import numpy as np
 import pytest
 
 from megajax.data.indexed import IndexedWriter
+from megajax.schema.config import BatchConfig, Config
+
+
+class StandIn(Config):
+    def where(self, key: str) -> str:
+        return f"run.yaml, line {len(key)}"
 
 
 @pytest.fixture
@@ -25,12 +31,12 @@ def make_config():
             reset_positions=False,
             mask_end_of_document_loss=False,
         )
-        return SimpleNamespace(
+        batch = BatchConfig.model_construct(global_size=global_size, sequence_length=sequence_length, schedule=schedule)
+        return StandIn.model_construct(
             run=SimpleNamespace(seed=seed, steps=10, eval_steps=2, extensions=()),
             model=SimpleNamespace(vocab_size=vocab_size),
-            batch=SimpleNamespace(global_size=global_size, sequence_length=sequence_length, schedule=schedule),
+            batch=batch,
             data=SimpleNamespace(**(defaults | dict(order="shuffled", workers=0, prefetch=2) | unpacked | data)),
-            where=lambda key: f"run.yaml, line {len(key)}",
         )
 
     return make

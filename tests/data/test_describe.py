@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.loader import datasets
+from megajax.schema.batch_schedule import BatchSizes, Position
 
 DOCUMENTS = [[1] * 50] * 16 + [[2] * 10] * 4  # 840 tokens
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megajax.config.data_schema import sources_of
 from megajax.config.load import load_config
 from megajax.data.describe import describe_data
 from megajax.data.loader import datasets, make_loader
 from megajax.data.samples import BlendedSamples, StagedSamples
 from megajax.data.synthetic import SyntheticSamples
 from megajax.errors import ConfigError, InputError
+from megajax.schema.data import sources_of
 
 SOURCES = [SyntheticSamples(50, 4, seed) for seed in range(4)]
 STAGES = [(0, [9, 0, 1, 0]), (50, [0, 1, 1, 0]), (51, [0, 3, 0, 0]), (100, [0.2, 0.5, 0.2, 0.1])]

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megajax.config import load_config
-from megajax.config.kinds import block_layers
 from megajax.errors import InputError
 from megajax.hf import adapters
 from megajax.hf.__main__ import main
@@ -19,6 +18,7 @@ from megajax.hf.compare import compare
 from megajax.hf.convert import load, read_model
 from megajax.hf.folder import SINGLE
 from megajax.inference.load import load_run
+from megajax.layout.kinds import block_layers
 from megajax.model import Transformer, bind, parameters
 from megajax.model.lora import is_adapter
 from megajax.training.batches import batches

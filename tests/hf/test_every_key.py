@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megajax.config.model_schema import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.convert import read_model
+from megajax.schema.model import ModelConfig
 
 FILES = Path(__file__).parents[1] / "data_files"
 FOLDERS = sorted(FILES.glob("tiny_*.zip"))

@@ -9,10 +9,10 @@ import pytest
 from mesh_models import COMMON, LATENT_MODELS
 from models_in_use import build, greedy_tokens
 
-from megajax.config.kinds import prediction_kind
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
+from megajax.layout.kinds import prediction_kind
 from megajax.model.comm import Comm
 from megajax.model.sublayer import LayerContext
 

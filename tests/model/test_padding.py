@@ -8,7 +8,7 @@ from mesh_models import MIXTRAL, UNPACKED
 from single_device import first_state, make_batches, make_config, weights_of
 
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import LayerKind
+from megajax.layout.kinds import LayerKind
 from megajax.mesh import build_mesh
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.moe import MoE

@@ -9,13 +9,13 @@ import pytest
 from mesh_models import MODELS
 from single_device import make_config, train, weights_of
 
-from megajax.config import optimizers as declared
 from megajax.config.checks import check
 from megajax.config.extensions import import_extensions
-from megajax.config.fields import AXES
 from megajax.errors import ConfigError
 from megajax.optim import Form, MomentForm, OptimizerKind, StateArray, register_form, register_optimizer, slots
 from megajax.optim.sgd import Sgd
+from megajax.options import optimizers as declared
+from megajax.schema.fields import AXES
 from megajax.verify.runs import Run
 
 PAGE = Path(__file__).parents[2] / "docs/extensions.md"

@@ -10,11 +10,11 @@ from mesh_models import MIXTRAL, MODELS
 
 from megajax.checkpoint import Checkpoints
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import KINDS, expert_layers
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
+from megajax.layout.kinds import KINDS, expert_layers
 from megajax.mesh import build_mesh
 from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, register
 from megajax.model.attention import Attention

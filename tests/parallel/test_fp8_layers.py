@@ -9,7 +9,7 @@ import pytest
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.segments import plan_segments
+from megajax.layout.segments import plan_segments
 from megajax.mesh import build_mesh
 from megajax.training.step import TrainProgram
 

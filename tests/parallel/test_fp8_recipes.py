@@ -12,9 +12,9 @@ from mesh_models import MIXTRAL
 from megajax.config import Fp8Recipe, register_fp8
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
-from megajax.config.fp8_recipes import RECIPES
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
+from megajax.options.fp8_recipes import RECIPES
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
 from megajax.step_plan import Collectives, Kernels

@@ -11,7 +11,7 @@ from mesh_models import EVERY_SECOND, FIRST_DENSE
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import LayerKind
+from megajax.layout.kinds import LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.comm import Comm, TokenPositions

@@ -9,10 +9,10 @@ import pytest
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check, check_mesh
-from megajax.config.fields import Section
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
+from megajax.schema.fields import Section
 from megajax.step.objective import Elementwise, Logits, NextToken, Segment, register
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer

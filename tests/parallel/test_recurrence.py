@@ -11,10 +11,10 @@ from single_device import make_config
 
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
-from megajax.config.kinds import KINDS, LayerKind
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
+from megajax.layout.kinds import KINDS, LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import LayerContext
 from megajax.model.comm import Comm, TokenPositions

@@ -6,10 +6,10 @@ from jax import lax
 from mesh_models import MIXTRAL
 
 from megajax.config import load_config
-from megajax.config.context import STRATEGIES, ContextStrategy
-from megajax.config.dispatch import DISPATCHES, Dispatch
 from megajax.errors import ConfigError
 from megajax.model.comm import TokenPositions
+from megajax.options.context import STRATEGIES, ContextStrategy
+from megajax.options.dispatch import DISPATCHES, Dispatch
 from megajax.parallel import collectives, context, experts
 from megajax.parallel.context import ATTENTION, ContextAttention
 from megajax.parallel.experts import EXPERTS

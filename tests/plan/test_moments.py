@@ -10,8 +10,8 @@ from mesh_models import MIXTRAL
 
 from megajax import Config
 from megajax.config.checks import check_mesh
-from megajax.config.optimizers import FORMS, OPTIMIZERS
 from megajax.mesh import build_mesh
+from megajax.options.optimizers import FORMS, OPTIMIZERS
 from megajax.parallel.weights.offload import largest_share
 from megajax.plan.candidates import Candidate
 from megajax.plan.optimizer import slots_of, state_bytes

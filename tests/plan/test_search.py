@@ -12,8 +12,8 @@ import pytest
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.config.sentences import value
-from megajax.config.stages import layouts_to_try, slot_kinds
 from megajax.errors import ConfigError, InputError
+from megajax.layout.stages import layouts_to_try, slot_kinds
 from megajax.plan.__main__ import main
 from megajax.plan.rates import rates_of
 from megajax.plan.search import Found, Search, explained

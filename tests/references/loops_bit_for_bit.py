@@ -10,7 +10,7 @@ import single_device
 from mesh_models import MODELS
 
 from megajax.config.checks import check_mesh
-from megajax.config.segments import plan_segments
+from megajax.layout.segments import plan_segments
 from megajax.mesh import build_mesh
 from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global

@@ -12,13 +12,13 @@ from pydantic import BaseModel
 from megajax.checkpoint.description import SettingDifference, config_allows, differences, refuse_changes
 from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
-from megajax.config.fields import Section
 from megajax.config.load import load_config
-from megajax.config.registry import Registry
 from megajax.config.sentences import value
 from megajax.data.contents import data_contents
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
+from megajax.options.registry import Registry
+from megajax.schema.fields import Section
 from megajax.training.saving import MUST_AGREE, compared_settings
 from megajax.training.step import TrainProgram
 

@@ -12,9 +12,9 @@ from trainers import QuickTrainer
 
 import megajax
 from megajax.checkpoint import complete_steps
-from megajax.config.hooks import HOOKS
 from megajax.console import STOPPED
 from megajax.errors import ConfigError, InputError
+from megajax.options.hooks import HOOKS
 from megajax.training.loop import Trainer
 
 FILE = """\

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.config.batch_schedule import BatchSizes
+from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.speed import Meter, peak_memory_gib
 
 

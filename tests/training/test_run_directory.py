@@ -15,8 +15,8 @@ import pytest
 from trainers import StoppedTrainer
 
 from megajax.config import load_config
-from megajax.config.tree import read_file
 from megajax.errors import InputError
+from megajax.schema.tree import read_file
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.run_lock import Leftovers

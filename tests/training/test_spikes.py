@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.config.batch_schedule import BatchSizes, Position
 from megajax.data.loader import datasets
 from megajax.mesh import build_mesh
+from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.batches import batches
 from megajax.training.checks import SpikeCheck
 from megajax.training.loop import Trainer

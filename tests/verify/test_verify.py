@@ -12,10 +12,10 @@ import pytest
 from megajax import ops
 from megajax.config import AXES, Config
 from megajax.config.checks import check_mesh
-from megajax.config.kinds import KINDS
-from megajax.config.optimizers import OPTIMIZERS
+from megajax.layout.kinds import KINDS
 from megajax.mesh import build_mesh
 from megajax.model import attention
+from megajax.options.optimizers import OPTIMIZERS
 from megajax.parallel.weights import exchange
 from megajax.step import gradients
 from megajax.training import saving

@@ -1,6 +1,6 @@
 """Attention over `context`: the class of each strategy of `kernels.context`, in a file of its own."""
 
-from megajax.config.context import ALL_GATHER, ALL_TO_ALL, RING, STRATEGIES, ContextStrategy
+from megajax.options.context import ALL_GATHER, ALL_TO_ALL, RING, STRATEGIES, ContextStrategy
 from megajax.parallel.context.gathered import GatheredContext
 from megajax.parallel.context.heads import OverHeads
 from megajax.parallel.context.ring import Ring

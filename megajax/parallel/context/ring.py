@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config.context import UNROLLED_STEPS
 from megajax.model.comm import LatentKeys, TokenPositions
 from megajax.ops.partial_attention import Part, Ranges, Scores, attend, attend_backward, merge
+from megajax.options.context import UNROLLED_STEPS
 from megajax.parallel import collectives
 from megajax.parallel.context.strategy import Keys, Sent, ToParts, heads_of, latent_gradients
 from megajax.parallel.context.token_order import key_ranges

@@ -1,7 +1,7 @@
 """Tokens to experts on other devices: the class of each choice of `kernels.dispatch`, in a file of its own."""
 
-from megajax.config.dispatch import ALL_GATHER, ALL_TO_ALL, DISPATCHES, Dispatch
 from megajax.ops.experts import ExpertKernels, MaxOverDevices
+from megajax.options.dispatch import ALL_GATHER, ALL_TO_ALL, DISPATCHES, Dispatch
 from megajax.parallel.experts.dispatch import ExpertParallel
 from megajax.parallel.experts.exchanged import Exchanged
 from megajax.parallel.experts.gathered import GatheredExperts

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.config.dispatch import ROOM
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import num_experts
+from megajax.options.dispatch import ROOM
 from megajax.parallel import collectives
 from megajax.parallel.experts.dispatch import ExpertParallel
 

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.config.fp8_recipes import Rounding
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.mlp import GATED, ElementwiseImplementation, activate, activate_and_gradient
+from megajax.options.fp8_recipes import Rounding
 from megajax.parallel.tensor.ring import TensorRing
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.segments import LayerSegment
+from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs, add_metric
 from megajax.parallel.weights.sums import added
 from megajax.step.nodes import Results

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config.segments import LayerSegment
+from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.parallel import collectives
 from megajax.step.graph import Graph

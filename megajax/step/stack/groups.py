@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.segments import LayerSegment
+from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.ops.fp8 import Fp8Weight

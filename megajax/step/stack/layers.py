@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.data_schema import is_padded
-from megajax.config.segments import LayerSegment
+from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, is_maximum
 from megajax.parallel.comm import MeshComm
@@ -110,7 +109,7 @@ class LayerStack:
             "positions": Field(jnp.int32),
             **({"segment_ids": Field(jnp.int32, key)} if config.data.reset_attention else {}),
             # False for padding
-            "is_real": Field(jnp.bool_, "data.kind", optional=not is_padded(config, "train")),
+            "is_real": Field(jnp.bool_, "data.kind", optional=not config.is_padded("train")),
             # The index of each token in its sequence
             **({"order": Field(jnp.int32, key, derived=True)} if self.plan.balances_context else {}),
         }

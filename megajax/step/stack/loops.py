@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.config.segments import LayerSegment
+from megajax.layout.segments import LayerSegment
 from megajax.parallel.replayed import replayed
 
 

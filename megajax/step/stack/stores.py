@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from jax import lax
 
-from megajax.config.segments import LayerSegment
+from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.step.stack.groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.weights import Amax, GroupWeights, Metrics

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from megajax.config.remat import ATTENTION, RematPolicy
+from megajax.options.remat import ATTENTION, RematPolicy
 
 VIEWS = ("name", "reshape", "squeeze")  # primitives that do not change the numbers of their operand
 INLINED = ("jit", "remat2", "closed_call")  # calls that `SplitBackward` inlines, to split their operations too

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.config.kinds import LayerKind
-from megajax.config.remat import RematPolicy
-from megajax.config.segments import LayerSegment
+from megajax.layout.kinds import LayerKind
+from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.lora import is_trained
 from megajax.ops import fp8
 from megajax.ops.fp8 import Fp8Weight
+from megajax.options.remat import RematPolicy
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import WeightExchange, in_turn, row_major
 from megajax.parallel.weights.fused import FusedWeights

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from megajax.config.registry import Registry
 from megajax.errors import ConfigError
+from megajax.options.registry import Registry
 
 # Names that built-in parts give to their values: attention's output, and the term that a part adds to the stream.
 ATTENTION, OUTPUT = "attention", "output"

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megajax.config.fields import cached
-from megajax.config.kinds import LayerKind, attention_kinds, is_mixed, layer_kinds
-from megajax.config.model_schema import ModelConfig
-from megajax.config.schema import Config
+from megajax.layout.kinds import LayerKind, attention_kinds, is_mixed, layer_kinds
+from megajax.schema.config import Config
+from megajax.schema.fields import cached
+from megajax.schema.model import ModelConfig
 
 
 def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:

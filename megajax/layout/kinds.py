@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from megajax.config.fields import cached, shortest_pattern
-from megajax.config.model_schema import ModelConfig
+from megajax.schema.fields import cached, shortest_pattern
+from megajax.schema.model import ModelConfig
 
 DENSE, MOE = "dense", "moe"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
@@ -15,7 +15,7 @@ KINDS: dict[str, dict[str, type[Any]]] = {}
 class LayerKind(NamedTuple):
     """The properties of a layer that its program depends on."""
 
-    block: str  # "dense", "moe" or a registered kind: the key of its parts in `config.block_kinds.KINDS`
+    block: str  # "dense", "moe" or a registered kind: the key of its parts in `layout.kinds.KINDS`
     window: int | None  # number of tokens that it attends to; None: all
     rope: bool = True  # whether it has the positions of model.position=rope
 

@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from megajax.config import batch_schedule
 from megajax.files import read_text, why_unreadable
+from megajax.schema import amounts
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 MAX_BLEND_BYTES = 2**24  # of a file with a blend
@@ -176,8 +176,8 @@ ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1)
 Split = Annotated[str, AfterValidator(_split_weights)]
 BatchSchedule = Annotated[
     str,
-    BeforeValidator(batch_schedule.as_text, json_schema_input_type=str | dict[str, int]),
-    AfterValidator(batch_schedule.check_text),
+    BeforeValidator(amounts.as_text, json_schema_input_type=str | dict[str, int]),
+    AfterValidator(amounts.check_text),
 ]
 Batches = Annotated[CountOrZero | Literal["all"], BeforeValidator(_batches)]
 BlockPattern = Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.config.registry import Registry
 from megajax.errors import ConfigError
+from megajax.options.registry import Registry
 
 LOWEST, DECAY, TAIL = "min_learning_rate", "decay_steps", "wsd_decay_steps"  # keys that some schedules read
 

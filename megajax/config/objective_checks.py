@@ -1,14 +1,34 @@
-"""Checks of the frozen teacher and of the objective that reads it."""
+"""Checks of the objective, and of the frozen teacher that it may read."""
 
 from collections.abc import Callable
 
-from megajax.config.encoders import NO_ENCODER
-from megajax.config.objectives import OBJECTIVES
-from megajax.config.schema import Config
-from megajax.config.sentences import fail, format_keys, value
+from megajax.config.registered import settings_of
+from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
+from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, OBJECTIVES
+from megajax.schema.config import Config
 
-MODEL, KIND = "teacher.model", "objective.kind"
+OBJECTIVE, MODEL = "objective.kind", "teacher.model"
+
+
+def check_objective(config: Config) -> None:
+    """Raise ConfigError for an unknown objective, wrong settings, and settings that only another objective reads."""
+    kind, key = config.objective.kind, OBJECTIVE
+    if kind == NEXT_TOKEN:
+        if config.objective.settings:
+            problem = f"{format_keys(config, 'objective.settings')} with {format_keys(config, key)}, which has none"
+            fail(config, problem, "remove them, or set objective.kind", "objective.settings", key)
+        return
+    if kind not in OBJECTIVES:
+        known = listed([NEXT_TOKEN, *sorted(OBJECTIVES)])
+        cure = f"use {known}, or name the module that registers it in run.extensions"
+        fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
+    settings_of(config, OBJECTIVES[kind], "objective")
+    for other in ("objective.label_smoothing", "model.z_loss"):
+        section, _, name = other.partition(".")
+        if getattr(getattr(config, section), name):
+            problem = f"{format_keys(config, other)} belongs to next_token, but {format_keys(config, key)}"
+            fail(config, problem, f"remove {other}", other, key)
 
 
 def check_teacher(config: Config) -> None:
@@ -17,9 +37,8 @@ def check_teacher(config: Config) -> None:
     reads = getattr(registered, "TEACHER", False)
     if teacher is None:
         if reads:
-            fail(
-                config, f"{format_keys(config, KIND)} reads a teacher's logits, but there is none", f"set {MODEL}", KIND
-            )
+            problem = f"{format_keys(config, OBJECTIVE)} reads a teacher's logits, but there is none"
+            fail(config, problem, f"set {MODEL}", OBJECTIVE)
         if config.teacher.source is not None:
             key = "teacher.source"
             fail(
@@ -27,8 +46,8 @@ def check_teacher(config: Config) -> None:
             )
         return
     if not reads:
-        problem = f"{format_keys(config, KIND)} reads no teacher, but {MODEL} is set"
-        fail(config, problem, f"remove teacher, or set {KIND} to an objective with TEACHER", MODEL, KIND)
+        problem = f"{format_keys(config, OBJECTIVE)} reads no teacher, but {MODEL} is set"
+        fail(config, problem, f"remove teacher, or set {OBJECTIVE} to an objective with TEACHER", MODEL, OBJECTIVE)
     for name in ("vocab_size", "vocab_multiple"):
         own, of_teacher = value(config, f"model.{name}"), getattr(teacher, name)
         if own != of_teacher:

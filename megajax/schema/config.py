@@ -10,10 +10,16 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
-from megajax.config.context import STRATEGIES, ContextStrategy, choose_context
-from megajax.config.data_schema import DataConfig
-from megajax.config.dispatch import DISPATCHES, Dispatch, choose_dispatch
-from megajax.config.fields import (
+from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
+from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
+from megajax.options.fp8_recipes import NONE as NO_FP8
+from megajax.options.fp8_recipes import RECIPES, Fp8Recipe
+from megajax.options.registry import AUTO
+from megajax.options.remat import NONE, POLICIES, RematPolicy
+from megajax.options.schedules import COSINE, SCHEDULES, TAIL, LearningRateSchedule
+from megajax.schema.amounts import sizes_in
+from megajax.schema.data import DataConfig
+from megajax.schema.fields import (
     BATCH_AXES,
     AxisSize,
     BatchSchedule,
@@ -34,16 +40,11 @@ from megajax.config.fields import (
     Tokens,
     derived,
 )
-from megajax.config.fp8_recipes import NONE as NO_FP8
-from megajax.config.fp8_recipes import RECIPES, Fp8Recipe
-from megajax.config.lora_schema import LoraConfig
-from megajax.config.model_schema import ModelConfig
-from megajax.config.optimizer_schema import OptimizerConfig
-from megajax.config.registry import AUTO
-from megajax.config.remat import NONE, POLICIES, RematPolicy
-from megajax.config.run_schema import RunConfig
-from megajax.config.schedules import COSINE, SCHEDULES, TAIL, LearningRateSchedule
-from megajax.config.tree import Dumper
+from megajax.schema.lora import LoraConfig
+from megajax.schema.model import ModelConfig
+from megajax.schema.optimizer import OptimizerConfig
+from megajax.schema.run import RunConfig
+from megajax.schema.tree import Dumper
 
 
 class MeshConfig(Section):
@@ -139,6 +140,11 @@ class BatchConfig(Section):
         description="Ramp-up of the batch: '0: 256, 50B: 512' is 256 sequences per step, and 512 from 50 billion tokens"
         " on, in microbatches of the same size; the last number is global_size. null: always global_size.",
     )
+
+    @property
+    def sizes_by_tokens(self) -> list[tuple[int, int]]:
+        """(tokens, sequences): each size of a step with the number of tokens from which it applies; first from 0."""
+        return [(0, self.global_size)] if self.schedule is None else sizes_in(self.schedule)
 
 
 def lowest_rate(kind: str, learning_rate: float) -> float:
@@ -399,6 +405,19 @@ class Config(Section):
         fp8 = self.precision.fp8
         last = self.model.num_layers - fp8.last_bf16_layers
         return range(fp8.first_bf16_layers, last) if fp8.chosen.is_on else range(0)
+
+    def is_padded(self, split: str) -> bool:
+        """Whether sequences of a split ("train", "valid/NAME", ...) may end with padding.
+
+        Their batches have the field `is_real`.
+        """
+        data, of_validation = self.data, split.partition("/")[0] == "valid"
+        rest = data.order == "megatron" and not data.drop_last_validation_sample and of_validation
+        return data.kind == "chat" or rest or self.reads_whole(split)
+
+    def reads_whole(self, split: str) -> bool:
+        """Whether a split is evaluated, and an evaluation reads each of its samples once."""
+        return self.run.eval_steps == "all" and split != "train"
 
     def batch_shards(self, sizes: Mapping[str, int]) -> int:
         """The number of devices that the sequences are divided among, on a mesh of `sizes`."""

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megajax.config.fields import (
+from megajax.options.hooks import HOOKS
+from megajax.schema.fields import (
     UNKNOWN_STEPS,
     AboveOne,
     Batches,
@@ -18,7 +19,6 @@ from megajax.config.fields import (
     Text,
     derived,
 )
-from megajax.config.hooks import HOOKS
 
 
 class RunConfig(Section):

@@ -1,12 +1,12 @@
 """The keys of the section `data`."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from megajax.config.fields import (
+from megajax.schema.fields import (
     Count,
     Positive,
     Section,
@@ -17,9 +17,6 @@ from megajax.config.fields import (
     all_or_no_weights,
     path_or_sources,
 )
-
-if TYPE_CHECKING:
-    from megajax.config.schema import Config
 
 
 class DataSource(Section):
@@ -217,18 +214,3 @@ class DataConfig(Section):
         given = [source for source in (self.train, *later, self.valid, self.test) if source is not None]
         paths = [path for source in given for path, _ in sources_of(source)]
         return any(is_remote(path) for path in [*paths, *(each.prefix for each in self.valid_sets)])
-
-
-def is_padded(config: "Config", split: str) -> bool:
-    """Whether sequences of a split ("train", "valid/NAME", ...) may end with padding.
-
-    Their batches have the field `is_real`.
-    """
-    data, of_validation = config.data, split.partition("/")[0] == "valid"
-    rest = data.order == "megatron" and not data.drop_last_validation_sample and of_validation
-    return data.kind == "chat" or rest or reads_whole(config, split)
-
-
-def reads_whole(config: "Config", split: str) -> bool:
-    """Whether a split is evaluated, and an evaluation reads each of its samples once."""
-    return config.run.eval_steps == "all" and split != "train"

@@ -5,7 +5,7 @@ It does not import jax: parallel/experts has what each dispatch computes.
 
 from dataclasses import dataclass
 
-from megajax.config.registry import AUTO, Registry
+from megajax.options.registry import AUTO, Registry
 
 ROOM = 1.25  # of an all-to-all's blocks; see `Dispatch.room`
 

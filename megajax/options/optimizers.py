@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.config.registry import Registry
+from megajax.options.registry import Registry
 
 BETA1, BETA2, EPSILON = READ_BY_SOME = ("beta1", "beta2", "epsilon")
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megajax.config.fields import (
+from megajax.schema.fields import (
     BelowOne,
     BlockPattern,
     Count,

@@ -6,7 +6,7 @@ It does not import jax: parallel/context has what each strategy computes.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megajax.config.registry import AUTO, Registry
+from megajax.options.registry import AUTO, Registry
 
 
 @dataclass(frozen=True)

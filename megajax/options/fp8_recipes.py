@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.config.registry import Registry
 from megajax.errors import ConfigError
+from megajax.options.registry import Registry
 
 # (numbers, the axis that is summed over, "input", "weight" or "gradient") → the numbers that a format can represent
 Rounding = Callable[[Any, int, str], Any]

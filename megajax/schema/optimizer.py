@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megajax.config.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
-from megajax.config.optimizers import FORMS, OPTIMIZERS, MomentForm, OptimizerKind
+from megajax.options.optimizers import FORMS, OPTIMIZERS, MomentForm, OptimizerKind
+from megajax.schema.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
 
 Coefficients = Annotated[tuple[float, float, float], Field(strict=False)]
 EmaDecay = Annotated[float, Field(gt=0, lt=1)]

@@ -1,17 +1,10 @@
 """The sequences of each step (`batch.schedule`), and a run's position in its data."""
 
-import re
 from bisect import bisect_right
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from megajax.config.schema import Config
-
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_TOKENS = r"(\d+(?:\.\d+)?)([KMBT]?)"
-_ENTRY = re.compile(rf"\s*{_TOKENS}\s*:\s*(\d+)\s*")
+from megajax.schema.config import Config
 
 
 class Position(NamedTuple):
@@ -35,12 +28,12 @@ class BatchSizes:
     phases: tuple[BatchPhase, ...]
 
     @classmethod
-    def of(cls, config: "Config", start: Position = Position()) -> "BatchSizes":  # noqa: B008  a tuple
+    def of(cls, config: Config, start: Position = Position()) -> "BatchSizes":  # noqa: B008  a tuple
         """The sizes of a run that begins or continues at `start`.
 
         A size of `batch.schedule` applies from the first step on that begins at its number of tokens or later.
         """
-        length, schedule = config.batch.sequence_length, sizes_by_tokens(config)
+        length, schedule = config.batch.sequence_length, config.batch.sizes_by_tokens
         ends = [-(-tokens // length) for tokens, _ in schedule[1:]]
         phases, (step, samples) = [], start
         for (_, size), end in zip(schedule, ends, strict=False):
@@ -78,50 +71,6 @@ class BatchSizes:
         return bisect_right(self.phases, step, key=lambda phase: phase.start.step) - 1
 
 
-def samples_before(config: "Config", step: int) -> int:
+def samples_before(config: Config, step: int) -> int:
     """The number of training samples that the first `step` steps of a config's run read."""
     return BatchSizes.of(config).samples_before(step)
-
-
-def sizes_by_tokens(config: "Config") -> list[tuple[int, int]]:
-    """(tokens, sequences): each size of a step with the number of tokens from which it applies; the first from 0."""
-    schedule = config.batch.schedule
-    return [(0, config.batch.global_size)] if schedule is None else _entries(schedule)
-
-
-def as_text(value: Any) -> Any:
-    """A mapping from tokens to sequences in the form of a schedule; other values unchanged."""
-    return ", ".join(f"{tokens}: {size}" for tokens, size in value.items()) if isinstance(value, dict) else value
-
-
-def check_text(text: str) -> str:
-    """`text` if it is a schedule. Raises ValueError with problem and cure."""
-    entries = _entries(text)
-    if not entries:
-        raise ValueError("is not a schedule: write the tokens from which each size applies, such as '0: 256, 50B: 512'")
-    if entries[0][0]:
-        raise ValueError(f"has no size for the first steps: begin with 0, such as '0: {entries[0][1]}'")
-    for rising in zip(*entries, strict=True):
-        if any(one >= other for one, other in zip(rising, rising[1:], strict=False)):
-            raise ValueError("does not rise: give each size more tokens and more sequences than the one before it")
-    if not entries[0][1]:
-        raise ValueError("has steps without sequences: use 1 or more")
-    return text
-
-
-def _entries(text: str) -> list[tuple[int, int]]:
-    """The pairs (tokens, sequences) of a schedule; empty if it is not one."""
-    found = [_ENTRY.fullmatch(entry) for entry in text.split(",")]
-    values = [(_amount(match), int(match[3])) for match in found if match]
-    whole = len(values) == len(found) and all(tokens == int(tokens) for tokens, _ in values)
-    return [(int(tokens), size) for tokens, size in values] if whole else []
-
-
-def tokens_of(text: str) -> float:
-    """A number of tokens: 15T, 1.5B or 15e12. Raises ValueError if it is none."""
-    match = re.fullmatch(_TOKENS, text)
-    return float(_amount(match) if match else text)
-
-
-def _amount(match: re.Match[str]) -> Decimal:
-    return Decimal(match[1]) * UNITS[match[2]]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megajax.config.fields import BelowOne, Count, Positive, Section, Text
+from megajax.schema.fields import BelowOne, Count, Positive, Section, Text
 
 
 class LoraConfig(Section):

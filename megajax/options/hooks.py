@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.config.registry import Registry
+from megajax.options.registry import Registry
 
 
 @dataclass(frozen=True)

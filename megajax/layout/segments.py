@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megajax.config.kinds import LayerKind, attention_kinds, layer_kinds
-from megajax.config.remat import NONE, RematPolicy
-from megajax.config.schema import Config
+from megajax.layout.kinds import LayerKind, attention_kinds, layer_kinds
+from megajax.options.remat import NONE, RematPolicy
+from megajax.schema.config import Config
 
 # Seconds that XLA may need to compile all layers by default, on two cores, without tracing and the rest of the step.
 COMPILE_SECONDS = 90

@@ -1,0 +1,55 @@
+"""Checks of the section `model.encoder`."""
+
+from megajax.config.registered import settings_of
+from megajax.config.sentences import fail, format_axis, format_keys, listed
+from megajax.layout.kinds import block_layers, layer_kinds
+from megajax.layout.sublayers import read_streams
+from megajax.options.registered import ENCODER_KIND, ENCODERS, NO_ENCODER
+from megajax.schema.config import Config
+
+
+def check_encoder(config: Config) -> None:
+    """Raise ConfigError for an unknown encoder, wrong settings, and sublayers that read another stream."""
+    kind = config.model.encoder.kind
+    kinds = {block: read_streams(block) for block in block_layers(config.model)}
+    streams = {stream: (block, part) for block, read in kinds.items() for stream, part in read.items()}
+    if kind == NO_ENCODER:
+        if config.model.encoder.settings:
+            settings = "model.encoder.settings"
+            problem = f"{format_keys(config, settings)} with {format_keys(config, ENCODER_KIND)}, which has none"
+            fail(config, problem, f"remove them, or set {ENCODER_KIND}", settings)
+    elif kind not in ENCODERS:
+        known = listed([NO_ENCODER, *sorted(ENCODERS)])
+        cure = f"use {known}, or name the module that registers it in run.extensions"
+        fail(config, f"{format_keys(config, ENCODER_KIND)} is not a registered encoder", cure, ENCODER_KIND)
+    else:
+        settings_of(config, ENCODERS[kind], "model.encoder")
+        if kind not in streams:
+            problem = f"no sublayer reads the stream of {format_keys(config, ENCODER_KIND)}"
+            cure = f"add a kind of block that reads it to model.block_pattern, or remove {ENCODER_KIND}"
+            fail(config, problem, cure, ENCODER_KIND)
+    for stream, (block, part) in streams.items():
+        if stream != kind:
+            problem = f"{part.__name__} (block {block}) reads the stream {stream}"
+            problem += f", but {format_keys(config, ENCODER_KIND)}"
+            cure = f"set {ENCODER_KIND}={stream}, or remove {block} from model.block_pattern"
+            fail(config, problem, cure, "model.block_pattern")
+
+
+def check_encoder_on_mesh(config: Config, sizes: dict[str, int]) -> None:
+    """Raise ConfigError for an encoder on a mesh that it cannot run on."""
+    if config.model.encoder.kind == NO_ENCODER:
+        return
+    last = layer_kinds(config.model)[-1].block
+    if sizes["pipeline"] > 1 and config.model.mtp_layers and read_streams(last):
+        axis, modules = format_axis(config, sizes, "pipeline"), format_keys(config, "model.mtp_layers")
+        problem = f"{axis}, whose stages share the tokens of {modules}"
+        problem += f", but these read the stream of {format_keys(config, ENCODER_KIND)}"
+        fail(config, problem, "set mesh.pipeline=1 or model.mtp_layers=0", "mesh.pipeline", "model.mtp_layers")
+    registered = ENCODERS[config.model.encoder.kind]
+    encoder = registered(config.model, settings_of(config, registered, "model.encoder"))
+    for name, (_, length, *_) in encoder.fields().items():
+        if length % sizes["context"]:
+            problem = f"{format_axis(config, sizes, 'context')} does not divide the {length} tokens of {name}"
+            problem += f", a field of {format_keys(config, ENCODER_KIND)}"
+            fail(config, problem, "change the settings of the encoder, or mesh.context", "mesh.context", ENCODER_KIND)

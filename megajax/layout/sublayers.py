@@ -1,0 +1,58 @@
+"""What the sublayers of registered kinds of blocks can do.
+
+It does not import the sublayers, which need jax: `model.block.register` puts them into `KINDS`.
+"""
+
+from typing import Any
+
+from megajax.errors import ConfigError
+from megajax.layout.kinds import DENSE, KINDS, MOE
+
+BUILT_IN = (DENSE, MOE)
+DECODING, DRAFTS = "decoding", "drafts"
+# What a part can do, in the words of `Sublayer.SUPPORTS`: none of it by default.
+ABILITIES = {
+    "tensor": "its tokens and weights are divided over mesh.tensor, by the communication points",
+    "context": "a device has some chunks of each sequence only, in any order; or it takes them by comm.in_order",
+    "documents": "no token depends on another document of its sequence (inputs.token_positions)",
+    "layer_pattern": "it follows the window and the positions of its layer (kind)",
+    "empty_slots": "with weights of zero its output, its losses and their gradients are zero",
+    "fp8": "all its matmuls are in LINEAR and run through the communication points, also in FP8",
+    "lora": "all its matmuls are in LINEAR and run through the communication points, also with adapters",
+    "qk_clip": "it has the metric MAX_SCORE and scales its weights by it (rescaled)",
+    DECODING: "new tokens reach earlier ones by comm.attend or what comm.keep kept, or depend on no other token",
+    DRAFTS: "what was kept of tokens may be replaced from any of them on, as comm.attend does",
+}
+EVERYTHING = frozenset(ABILITIES)
+
+
+def parts_of(kind: str) -> dict[str, type[Any]]:
+    """The classes of a kind's sublayers by name. Raises ConfigError if it is not registered."""
+    if kind not in KINDS:
+        known = ", ".join(sorted({*KINDS, *BUILT_IN}))
+        raise ConfigError(
+            f"model.block_pattern has {kind!r}, which is not a kind of block: use {known}, or name the module that "
+            "registers it in run.extensions."
+        )
+    return KINDS[kind]
+
+
+def takes_order(kind: str) -> bool:
+    """Whether a sublayer of a kind takes the tokens in the order of their sequences."""
+    return kind not in BUILT_IN and any(part.IN_ORDER for part in parts_of(kind).values())
+
+
+def read_streams(kind: str) -> dict[str, type[Any]]:
+    """The streams that a kind reads besides the residual stream, each with the sublayer that reads it."""
+    parts = () if kind in BUILT_IN else parts_of(kind).values()
+    return {stream: part for part in parts for stream in part.STREAMS}
+
+
+def lacking(kind: str, ability: str) -> type[Any] | None:
+    """The first part of a kind of block that does not declare an ability."""
+    return next((part for part in parts_of(kind).values() if ability not in part.SUPPORTS), None)
+
+
+def how_to_declare(part: type[Any], ability: str) -> str:
+    """The end of a sentence about an ability that a part does not declare."""
+    return f"add {ability!r} to {part.__name__}.SUPPORTS if it can: {ABILITIES[ability]}"

@@ -1,0 +1,1 @@
+"""The keys of the config: sections, types and limits."""
