@@ -296,8 +296,7 @@ def test_an_index_is_built_once_and_mistakes_are_sentences(tmp_path, make_megatr
     config.data.index_cache = str(tmp_path / "file" / "cache")
     with pytest.raises(InputError, match="data.train .*Not a directory.*set data.index_cache to another directory"):
         datasets(config)
-    config.batch.sequence_length = 50
-    config.data.index_cache = str(tmp_path / "cache")
+    config = make_megatron(train=prefix, global_size=1, sequence_length=50, index_cache=str(tmp_path / "cache"))
     with pytest.raises(InputError, match=r"has 50 tokens for train, but a sample of batch.sequence_length=50"):
         datasets(config)
 
