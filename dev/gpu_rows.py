@@ -25,13 +25,13 @@ from pathlib import Path
 import yaml
 
 from dev.launched_rows import launched
-from megajax.bench import bench, synthetic_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
-from megajax.plan.candidates import Candidate
-from megajax.plan.costs import flops_per_token
-from megajax.plan.rates import GIB, rates_of
-from megajax.plan.step_time import tokens_per_second
+from megajax.estimate.costs import flops_per_token
+from megajax.tools.bench import bench, synthetic_config
+from megajax.tools.plan.candidates import Candidate
+from megajax.tools.plan.rates import GIB, rates_of
+from megajax.tools.plan.step_time import tokens_per_second
 
 FOLDER = Path(__file__).parent
 PREDICTED = FOLDER / "gpu_rows_predicted.json"

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from megajax.cluster import process_index
 from megajax.config import Config
@@ -171,3 +172,18 @@ def _on_gpu() -> bool:
     import jax
 
     return jax.default_backend() == "gpu"
+
+
+def memory_of(executable: Any) -> dict[str, int]:
+    """Bytes per device that a `jax.stages.Compiled` needs: argument, other output, temporary, and whole (their sum).
+
+    The buffer of a donated argument is reused for an output; "other output" is the rest of the output.
+    """
+    plan = executable.memory_analysis()
+    assert plan is not None
+    parts = {
+        "argument": plan.argument_size_in_bytes,
+        "other output": plan.output_size_in_bytes - plan.alias_size_in_bytes,
+        "temporary": plan.temp_size_in_bytes,
+    }
+    return {**parts, "whole": sum(parts.values())}

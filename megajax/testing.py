@@ -22,9 +22,9 @@ from megajax.model import Block, LayerContext, Sublayer, Transformer, init_param
 from megajax.model.block import layer_state
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.sublayer import BlockInputs
+from megajax.tools.verify.differences import compare
+from megajax.tools.verify.runs import Run, batches
 from megajax.training.batches import to_global
-from megajax.verify.differences import compare
-from megajax.verify.runs import Run, batches
 
 LENGTH, STEPS = 16, 2
 PACKED = {"data": {"reset_attention": True}}

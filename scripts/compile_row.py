@@ -1,7 +1,7 @@
 """A config's train step compiled for H200s, without a GPU: `python scripts/compile_row.py CONFIG [overrides]`.
 
-The same as `python -m megajax.preflight.compiled_step`, which prints the figures of a table's row. The tables call
-`compile_apart`: XLA reads its flags once per process, so each row has its own process.
+The same as `python -m megajax.tools.preflight.compiled_step`, which prints the figures of a table's row. The tables
+call `compile_apart`: XLA reads its flags once per process, so each row has its own process.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megajax.errors import InputError
-from megajax.preflight.compiled_step import main
+from megajax.tools.preflight.compiled_step import main
 
 ROOT = Path(__file__).parents[1]
 FAST = "--xla_gpu_autotune_level=0"  # compiles in half the time to the same operations

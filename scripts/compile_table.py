@@ -16,7 +16,7 @@ from compile_row import compile_apart
 
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.plan.compile import require_plugin
+from megajax.tools.plan.compile import require_plugin
 
 # config, overrides, GPUs
 ROWS = (

@@ -38,7 +38,7 @@ from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
 from megajax.ops.grouped_rows import STEP
-from megajax.plan.compile import h200_devices, no_gpu_needed
+from megajax.tools.plan.compile import h200_devices, no_gpu_needed
 
 SCALE = 0.5  # of whatever is scaled
 

@@ -23,9 +23,9 @@ from compile_row import ROOT, run_apart
 from megajax.config import load_config
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.plan.compile import HOST, compile_for_h200, require_plugin, usable_bytes
-from megajax.plan.memory import estimate_memory
-from megajax.profile import hlo
+from megajax.estimate.memory import estimate_memory
+from megajax.tools.plan.compile import HOST, compile_for_h200, require_plugin, usable_bytes
+from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
 
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"

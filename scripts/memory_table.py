@@ -29,11 +29,11 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError, UserError
+from megajax.estimate.memory import SCHEDULED, MemoryEstimate, estimate_memory
 from megajax.model import Transformer, parameters
-from megajax.plan.compile import require_plugin
-from megajax.plan.memory import SCHEDULED, MemoryEstimate, estimate_memory
 from megajax.sharding import place_all, stored_rows
 from megajax.step_plan import HOPPER, StepPlan
+from megajax.tools.plan.compile import require_plugin
 
 ROWS = ROOT / "tests/data/memory_rows.txt"
 RANDOM_ROWS = ROOT / "tests/data/random_memory_rows.txt"

@@ -5,7 +5,7 @@ RUNS/OPTIMIZER_SEED, and as many runs as there are GPUs (`--jobs`) are at work a
 not repeated, so the command can be killed and started again. At the end, or at once with `--table`, it prints a line
 for each optimizer: the training loss of each seed (mean of the log points of the last tenth of the steps, at most 100
 steps), the evaluation loss at the end, and their mean and standard deviation over the seeds. RUNS/means/OPTIMIZER has
-the mean of each logged value over the seeds, for megajax.plot and scripts/pictures.py.
+the mean of each logged value over the seeds, for megajax.tools.plot and scripts/pictures.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.plot import read_records
+from megajax.tools.plot import read_records
 
 ROOT = Path(__file__).parents[1]
 OPTIMIZERS = {

@@ -12,12 +12,12 @@ import json
 import sys
 from pathlib import Path
 
-from megajax import plot
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.pictures import schedule as schedule_drawing
 from megajax.step.pipeline.schedules import Kind, make_schedule
 from megajax.step.pipeline.simulator import Costs
+from megajax.tools import plot
+from megajax.tools import schedule as schedule_drawing
 
 IMAGES = Path(__file__).parents[1] / "docs/images"
 KEYS = ("step", "time", "tokens", "loss", "eval_loss", "learning_rate", "grad_norm", "expert_load_max")

@@ -17,9 +17,9 @@ from pathlib import Path
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
-from megajax.plan.compile import compile_for_h200
-from megajax.profile import hlo
 from megajax.step.pipeline.schedules import KINDS, assign_buffer_slots, make_schedule
+from megajax.tools.plan.compile import compile_for_h200
+from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
 
 

@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import megajax.pictures.schedule as drawing
+import megajax.tools.schedule as drawing
 from megajax import svg
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.profile import trace
 from megajax.step.pipeline.schedules import KINDS, Schedule
 from megajax.step.pipeline.simulator import Costs, simulate, tick_starts
+from megajax.tools.profile import trace
 
 
 class Kernel(NamedTuple):
@@ -316,7 +316,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = drawing._Parser(
+    parser = argparse.ArgumentParser(
         prog="python scripts/pipeline_picture.py",
         description="Draw a traced train step of a pipeline below its schedule. Costs are of one "
         "microbatch on a whole stage.",

@@ -21,4 +21,4 @@ data=runs/quickstart_data
 "$python" -m megajax.train configs/quickstart.yaml "$@"
 "$python" -m megajax.generate "$run" --prompt 'def '
 baseline=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["unigram_entropy"])' "$data/summary.json")
-"$python" -m megajax.plot "$run" --baseline "$baseline"
+"$python" -m megajax plot "$run" --baseline "$baseline"

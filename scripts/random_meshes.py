@@ -32,8 +32,8 @@ from pydantic import ValidationError
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
 from megajax.errors import UserError
-from megajax.verify.report import report
-from megajax.verify.shrink import Precision
+from megajax.tools.verify.report import report
+from megajax.tools.verify.shrink import Precision
 
 STEPS = 3
 Settings = dict[str, Any]

@@ -15,10 +15,10 @@ from pathlib import Path
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
-from megajax.plan.candidates import Candidate
-from megajax.plan.costs import flops_per_token
-from megajax.plan.rates import H200, Rates, read_rates
-from megajax.plan.step_time import StepTime, tokens_per_second
+from megajax.estimate.costs import flops_per_token
+from megajax.tools.plan.candidates import Candidate
+from megajax.tools.plan.rates import H200, Rates, read_rates
+from megajax.tools.plan.step_time import StepTime, tokens_per_second
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "tests/data/time_rows.txt"

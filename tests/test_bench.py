@@ -3,7 +3,7 @@
 import pytest
 
 from dev import gpu_rows
-from megajax import bench
+from megajax.tools import bench
 
 
 def test_configs_are_found_by_path_and_by_name(tmp_path):
@@ -21,7 +21,7 @@ def test_configs_are_found_by_path_and_by_name(tmp_path):
         (["nowhere/x.yaml"], "config file nowhere/x.yaml does not exist: give the path of a YAML file"),
         (["run.steps=3", "llama3_1b"], "no config precedes the override run.steps=3 (the command line)"),
         (["llama3_1b", "model.num_layer=3"], "did you mean model.num_layers?"),
-        ([], "python -m megajax.bench --help lists the arguments."),
+        ([], "python -m megajax.tools.bench --help lists the arguments."),
     ],
 )
 def test_mistakes_are_a_sentence_before_anything_runs(arguments, sentence, capsys):

@@ -6,10 +6,14 @@ import pytest
 
 from megajax import commands
 
+COMMANDS = (
+    "train launch preflight plan verify generate chat evaluate checkpoints status average schedule plot bench profile "
+    "preprocess inspect hf schema"
+).split()
 CALLS = {
     "/venv/bin/megajax": "megajax plot",
     "/src/megajax/__main__.py": "python -m megajax plot",
-    "/src/megajax/plot.py": "python -m megajax.plot",
+    "/src/megajax/tools/plot.py": "python -m megajax.tools.plot",
 }
 
 
@@ -28,32 +32,14 @@ def test_help_has_a_line_for_each_command(arguments, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "usage: megajax COMMAND ..."
     listed = [line.split()[0] for line in lines if line.startswith("  ")]
-    others = [
-        "generate",
-        "chat",
-        "evaluate",
-        "checkpoints",
-        "status",
-        "average",
-        "plot",
-        "bench",
-        "profile",
-        "preprocess",
-        "inspect",
-        "hf",
-        "schema",
-    ]
-    assert listed == ["train", "launch", "preflight", "plan", "verify", *others]
+    assert listed == COMMANDS
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
     assert commands.main(["trian", "x.yaml"]) == commands.main(["--nothing"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == "megajax: error: trian is not a command of megajax: did you mean train?"
-    others = (
-        "generate, chat, evaluate, checkpoints, status, average, plot, bench, profile, preprocess, inspect, hf, schema"
-    )
-    assert second.endswith(f"choose train, launch, preflight, plan, verify, {others}.")
+    assert second.endswith(f"choose {', '.join(COMMANDS)}.")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from megajax.data.tokenizers import keep_tokenizer
 from megajax.files import replace_copy, replace_text
 from megajax.hf import beside
 from megajax.inference.prompts import read_prompts
-from megajax.pictures.expert_load import NAME, write_load_map
-from megajax.plan.rates import DEVICES, read_rates
+from megajax.tools.plan.rates import DEVICES, read_rates
+from megajax.training.expert_load import NAME, write_load_map
 from megajax.training.logs import drop_lines_after
 from megajax.training.run_record import write_config
 

@@ -27,9 +27,9 @@ from megajax.errors import ConfigError, InputError, UserError
 from megajax.hf import beside
 from megajax.hf.folder import FolderTensors, read_config
 from megajax.inference.prompts import read_prompts
-from megajax.plan.rates import H200, read_rates
-from megajax.plot import read_records
 from megajax.schema.tree import read_file
+from megajax.tools.plan.rates import H200, read_rates
+from megajax.tools.plot import read_records
 
 CASES = 10
 

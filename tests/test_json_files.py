@@ -22,10 +22,10 @@ from megajax.data.model_files import read_json
 from megajax.errors import InputError, UserError, reading, shown
 from megajax.files import read_gzip, read_text
 from megajax.json_files import Count, Damaged, Finite
-from megajax.pictures.expert_load import read_loads
-from megajax.plan.rates import H200, read_rates
-from megajax.plot import read_records
 from megajax.status import status
+from megajax.tools.plan.rates import H200, read_rates
+from megajax.tools.plot import read_records
+from megajax.training.expert_load import read_loads
 from megajax.training.logs import drop_lines_after
 from megajax.training.rollbacks import Rollback
 from megajax.training.run_lock import read_owner
@@ -226,7 +226,7 @@ def test_values_in_sentences_are_short_and_printable():
 
 # Where json.loads may stay: the text comes from megajax's own processes, or from a user's line of data.
 OWN_TEXT = {
-    "bench.py": "the last line of its own child process",
+    "tools/bench.py": "the last line of its own child process",
     "checkpoint/manager.py": "messages of this run's processes",
     "data/conversation.py": "arguments of a tool call, in a line of data",
     "data/journal.py": "its own settings, written a line before",
@@ -234,9 +234,9 @@ OWN_TEXT = {
     "data/json_lines.py": "lines of data: the fast path, with the same limits",
     "data/tokenizer_trial.py": "a step of a tokenizer, written by its library",
     "messages.py": "messages of this run's processes",
-    "plan/answers.py": "the last line of its own child process",
-    "preflight/__main__.py": "messages of this run's processes",
-    "preflight/rates.py": "messages of this run's processes",
+    "tools/plan/answers.py": "the last line of its own child process",
+    "tools/preflight/__main__.py": "messages of this run's processes",
+    "tools/preflight/rates.py": "messages of this run's processes",
     "start_checks.py": "messages of this run's processes",
     "training/peers.py": "messages of this run's processes",
 }

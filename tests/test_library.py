@@ -42,7 +42,7 @@ def load(tmp_path):
 def test_importing_it_imports_no_jax():
     code = (
         "import sys, megajax, megajax.config, megajax.errors, megajax.runtime, megajax.data, megajax.data.loader\n"
-        "import megajax.commands, megajax.train, megajax.generate, megajax.bench\n"
+        "import megajax.commands, megajax.train, megajax.generate, megajax.tools.bench\n"
         "assert 'jax' not in sys.modules, 'jax'\n"
         "assert all(hasattr(megajax, name) for name in megajax.__all__)\n"
         "assert 'jax' in sys.modules"

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.plan.rates import H200, read_rates
-from megajax.preflight import __main__ as command
-from megajax.preflight import measurements, rates
-from megajax.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
-from megajax.preflight.measurements import DeviceGroup
-from megajax.preflight.programs import COPY, MATMUL, ON_CPUS, Sizes, attention_kind, programs, random_arguments
 from megajax.step_plan import Hardware
+from megajax.tools.plan.rates import H200, read_rates
+from megajax.tools.preflight import __main__ as command
+from megajax.tools.preflight import measurements, rates
+from megajax.tools.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
+from megajax.tools.preflight.measurements import DeviceGroup
+from megajax.tools.preflight.programs import COPY, MATMUL, ON_CPUS, Sizes, attention_kind, programs, random_arguments
 
 
 def saturating(rate, half, sizes=(512, 2048, 8192)):

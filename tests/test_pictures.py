@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pictures
 
-from megajax import plot
+from megajax.tools import plot
 
 
 def test_kept_data_draw_the_picture_of_the_runs(tmp_path):

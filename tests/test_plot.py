@@ -1,4 +1,4 @@
-"""`python -m megajax.plot`: pictures show the values of metrics.jsonl, without nulls, and are deterministic."""
+"""`megajax plot`: pictures show the values of metrics.jsonl, without nulls, and are deterministic."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax import plot
+from megajax.tools import plot
 
 RECORDS = [
     {"step": 1, "loss": 4.0, "tokens": 100, "time": 7200.0, "learning_rate": 0.1, "grad_norm": 2.0},
@@ -147,6 +147,6 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(make_run, error_of, tmp_p
     assert "--baseline=nan is not a loss" in error_of(run, "--baseline", "nan")
     far = make_run("far", [{"step": step, "loss": loss} for step, loss in enumerate([-1e308, 1e308])])
     assert "far/loss cannot be drawn" in error_of(far)
-    assert re.search("RUN.*python -m megajax.plot --help", error_of())
+    assert re.search("RUN.*python -m megajax.tools.plot --help", error_of())
     names = {"run", "no_time", "empty", "far", "metrics.jsonl", "config.yaml"}
     assert {path.name for path in tmp_path.rglob("*")} == names

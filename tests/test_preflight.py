@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megajax.mesh import build_mesh
-from megajax.preflight import __main__ as command
-from megajax.preflight import measurements, network
-from megajax.preflight.measurements import DeviceGroup, Sample, collective, disk_rates, groups, report
+from megajax.tools.preflight import __main__ as command
+from megajax.tools.preflight import measurements, network
+from megajax.tools.preflight.measurements import DeviceGroup, Sample, collective, disk_rates, groups, report
 
 
 def test_a_sample_far_below_its_equals_is_marked_and_others_are_not():

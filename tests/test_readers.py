@@ -29,9 +29,9 @@ from megajax.errors import UserError
 from megajax.hf.convert import read_folder
 from megajax.hf.folder import FolderTensors
 from megajax.inference.prompts import read_prompts
-from megajax.pictures.expert_load import read_loads
-from megajax.plan.rates import H200, read_rates
-from megajax.plot import read_records
+from megajax.tools.plan.rates import H200, read_rates
+from megajax.tools.plot import read_records
+from megajax.training.expert_load import read_loads
 
 PACKAGE = str(Path(megajax.__file__).parent)
 ERRORS = errors.__file__

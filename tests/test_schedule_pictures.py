@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from megajax.pictures.schedule import READABLE_BOX, WIDEST_PLOT, draw, main, svg
 from megajax.step.pipeline.schedules import make_schedule
 from megajax.step.pipeline.simulator import Costs
+from megajax.tools.schedule import READABLE_BOX, WIDEST_PLOT, draw, main, svg
 
 
 @pytest.mark.smoke
@@ -74,7 +74,7 @@ def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, co
 
 
 def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
-    command = [sys.executable, "-m", "megajax.pictures.schedule"]
+    command = [sys.executable, "-m", "megajax.tools.schedule"]
     arguments = "--stages 4 --microbatches 8 --schedule 1f1b --rounds 2".split()
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -88,7 +88,7 @@ def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
 
 
 def test_drawing_needs_no_jax():
-    code = "import sys, megajax.pictures.schedule; sys.exit('jax' in sys.modules)"
+    code = "import sys, megajax.tools.schedule; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -109,7 +109,7 @@ def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
         ("--stages four", "argument --stages: invalid int value: 'four'"),
         ("--send -1", "send=-1 is not a cost"),
         ("--forward nan", "forward=nan is not a cost"),
-        ("--colour red", "unrecognized arguments: --colour red"),
+        ("--colour red", "--colour is not an option"),
         ("--svg nowhere/a.svg", "--svg=nowhere/a.svg: No such file or directory"),
     ],
 )

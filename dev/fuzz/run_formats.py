@@ -42,9 +42,9 @@ def configs(folder: Path) -> Subject:
 
 def metrics(folder: Path) -> Subject:
     """metrics.jsonl for `plot`, `status`, the picture of experts, and a start that resumes."""
-    from megajax.pictures.expert_load import write_load_map
-    from megajax.plot import read_records
     from megajax.status import lines
+    from megajax.tools.plot import read_records
+    from megajax.training.expert_load import write_load_map
     from megajax.training.logs import drop_lines_after
 
     run = folder / "run"
@@ -63,7 +63,7 @@ def metrics(folder: Path) -> Subject:
 
 def plots(folder: Path) -> Subject:
     """metrics.jsonl for the curves of `plot`."""
-    from megajax.plot import draw, read_records
+    from megajax.tools.plot import draw, read_records
 
     log = write(folder / "run" / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in LINES))
     return Subject([log], lambda _: draw({"run": read_records(log.parent)}))
@@ -102,7 +102,7 @@ def locks(folder: Path) -> Subject:
 
 def rates(folder: Path) -> Subject:
     """Rates of a device for the planner."""
-    from megajax.plan.rates import H200, read_rates, write_rates
+    from megajax.tools.plan.rates import H200, read_rates, write_rates
 
     write_rates(path := folder / "rates.json", H200, {"date": "today"})
     return Subject([path], lambda _: read_rates(path, H200))
@@ -112,7 +112,7 @@ def traces(folder: Path) -> Subject:
     """A profile: the trace, its facts, and the compiled module."""
     import jax
 
-    from megajax.profile import trace
+    from megajax.tools.profile import trace
 
     run, profile = folder / "run", folder / "run" / trace.FOLDER
     config = write(run / "config.yaml", CONFIG.replace("include: base.yaml\n", "data: {kind: synthetic}\n"))
@@ -224,7 +224,7 @@ def compiled_plans(folder: Path) -> Subject:
     """The planner's store of compiled programs: a damaged one is compiled again."""
     import jax
 
-    from megajax.plan import compile as planner
+    from megajax.tools.plan import compile as planner
 
     planner.target = str  # of a plugin that may not be installed
     planner.distributions = list  # which takes longer than everything else

@@ -33,8 +33,8 @@ def lowered(case: Case) -> dict[str, Callable[[], Any]]:
 
     import megajax
     from megajax.config.checks import check_mesh
-    from megajax.plan.compile import h200_devices
     from megajax.runtime import xla_flags
+    from megajax.tools.plan.compile import h200_devices
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "case.yaml")
@@ -57,7 +57,7 @@ def modules(case: Case) -> dict[str, Any]:
     """The MLIR modules of the steps."""
     from jax._src import source_info_util
 
-    from megajax.plan.compile import no_gpu_needed
+    from megajax.tools.plan.compile import no_gpu_needed
 
     with (
         warnings.catch_warnings(),

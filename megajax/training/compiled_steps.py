@@ -22,8 +22,7 @@ from megajax.config import Config
 from megajax.config.sentences import counted
 from megajax.errors import InputError
 from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
-from megajax.plan.compile import memory_of
-from megajax.runtime import keep_autotuning
+from megajax.runtime import keep_autotuning, memory_of
 from megajax.training.step import TrainProgram
 
 GIB = 2**30

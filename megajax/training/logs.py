@@ -19,7 +19,7 @@ from megajax.config.sentences import counted
 from megajax.console import amount, command, fold, size
 from megajax.errors import InputError
 from megajax.files import METRICS, replace_text
-from megajax.pictures.expert_load import write_load_map
+from megajax.training.expert_load import write_load_map
 from megajax.training.trackers import TensorBoardLog, tag
 
 CONSOLE = logging.getLogger("megajax.console")  # every line that a run prints

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.config import Config
-from megajax.plan.costs import flops_per_token, peak_flops
+from megajax.estimate.costs import flops_per_token, peak_flops
 from megajax.schema.batch_schedule import BatchSizes
 
 OUTSTANDING = 2.0  # a process stands out at this multiple of the others' median

@@ -8,12 +8,12 @@ import jax
 from megajax.config import Config
 from megajax.config.sentences import counted
 from megajax.console import amount, memory_size
+from megajax.estimate.costs import active_parameter_count, adapter_parameter_count, flops_per_token, parameter_count
+from megajax.estimate.memory import estimate_memory
 from megajax.layout.kinds import layer_kinds
 from megajax.layout.stages import virtual_stages
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
 from megajax.model.lora import targets
-from megajax.plan.costs import active_parameter_count, adapter_parameter_count, flops_per_token, parameter_count
-from megajax.plan.memory import estimate_memory
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.step.pipeline.schedules import make_schedule
 from megajax.step.pipeline.simulator import Costs, simulate

@@ -196,7 +196,7 @@ def test_help_lists_every_key_with_a_one_line_doc_type_and_default():
 
 
 def test_importing_the_config_or_verify_does_not_import_jax():
-    modules = "megajax.config.cli, megajax.config.checks, megajax.verify.__main__"
+    modules = "megajax.config.cli, megajax.config.checks, megajax.tools.verify.__main__"
     code = f"import {modules}, sys; sys.exit('jax' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0

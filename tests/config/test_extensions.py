@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax import average, bench, commands, evaluate, generate, launch, train
+from megajax import average, commands, evaluate, generate, launch, train
 from megajax.checkpoint.weights import run_config
 from megajax.config import load_config
 from megajax.data import index, inspect
 from megajax.data.loader import make_loader
 from megajax.errors import ConfigError
-from megajax.profile import __main__ as profile
+from megajax.tools import bench
+from megajax.tools.profile import __main__ as profile
 from megajax.training.run_record import record_start
 
 BASE = """\

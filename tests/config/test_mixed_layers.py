@@ -8,10 +8,10 @@ from config_errors import first_place
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.estimate.costs import flops_per_token, parameter_count
 from megajax.layout.kinds import attention_kinds, block_layers, layer_kinds
 from megajax.layout.stages import default_layout, layer_slots, slot_kinds, virtual_stages
 from megajax.model import Transformer
-from megajax.plan.costs import flops_per_token, parameter_count
 
 ROOT = Path(__file__).parents[2]
 

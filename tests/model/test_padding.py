@@ -14,9 +14,9 @@ from megajax.model.comm import Comm, TokenPositions
 from megajax.model.moe import MoE
 from megajax.model.sublayer import BlockInputs, LayerContext, RealTokens
 from megajax.ops import router
+from megajax.tools.verify.runs import canonical
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
-from megajax.verify.runs import canonical
 
 S, D, E, K = 256, 16, 8, 2
 LENGTHS = np.array([99, 256, 0, 1])  # of sequences of S tokens

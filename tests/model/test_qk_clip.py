@@ -12,9 +12,9 @@ from single_device import first_state, make_batches, make_config, weights_of
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
+from megajax.tools.verify.runs import canonical
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
-from megajax.verify.runs import canonical
 
 SCORE = "max_attention_score"
 WITHOUT_ROPE = {"num_layers": 1, "rope_pattern": ["none"]}

@@ -11,7 +11,7 @@ import pytest
 from megajax.ops import ExpertKernels, apply_experts
 from megajax.ops.expert_mlp import Biases, expert_mlp
 from megajax.ops.fp8 import Fp8Weight
-from megajax.plan.compile import compiled, no_gpu_needed
+from megajax.tools.plan.compile import compiled, no_gpu_needed
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}

@@ -16,7 +16,7 @@ from megajax.optim import Form, MomentForm, OptimizerKind, StateArray, register_
 from megajax.optim.sgd import Sgd
 from megajax.options import optimizers as declared
 from megajax.schema.fields import AXES
-from megajax.verify.runs import Run
+from megajax.tools.verify.runs import Run
 
 PAGE = Path(__file__).parents[2] / "docs/extensions.md"
 MODEL = MODELS["llama"] | {"num_layers": 2}

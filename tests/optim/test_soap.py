@@ -17,9 +17,9 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.optim.update import Given
 from megajax.parallel.weights import matrices
+from megajax.tools.verify.runs import canonical
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
-from megajax.verify.runs import canonical
 
 RATE, STEPS, SAVED, LARGEST = 1e-2, 6, 3, 48
 SETTINGS = {"beta1": 0.9, "beta2": 0.95, "frequency": 2, "largest": LARGEST}  # bases are refreshed in steps 3 and 5

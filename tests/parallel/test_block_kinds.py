@@ -11,6 +11,8 @@ from mesh_models import MIXTRAL, MODELS
 from megajax.checkpoint import Checkpoints
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError, InputError
+from megajax.estimate.costs import active_parameter_count, flops_per_token
+from megajax.estimate.memory import estimate_memory
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
@@ -22,8 +24,6 @@ from megajax.model.block import dropout_key
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.sublayer import SublayerSizes
-from megajax.plan.costs import active_parameter_count, flops_per_token
-from megajax.plan.memory import estimate_memory
 from megajax.step.graph import ADAPTERS, JITTER
 from megajax.step.mtp import DROPOUT
 from megajax.step.nodes import Field, Results

@@ -10,11 +10,11 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
+from megajax.estimate.costs import flops_per_token
 from megajax.inference.language_model import LanguageModel
 from megajax.mesh import build_mesh
 from megajax.model import Encoder, Transformer, parameters, register_encoder
 from megajax.options.registered import ENCODERS
-from megajax.plan.costs import flops_per_token
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram

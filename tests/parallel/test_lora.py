@@ -12,11 +12,11 @@ import pytest
 from megajax.config import LoraConfig
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.estimate.costs import flops_per_token
+from megajax.estimate.memory import estimate_memory
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.lora import A, B, adapters
-from megajax.plan.costs import flops_per_token
-from megajax.plan.memory import estimate_memory
 from megajax.step.stack.adapters import adapted
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram

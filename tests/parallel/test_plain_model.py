@@ -12,9 +12,9 @@ from mesh_models import GPT2, MIXTRAL, UNPACKED
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
+from megajax.tools.verify.runs import canonical, first_gradients
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
-from megajax.verify.runs import canonical, first_gradients
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 250, "init_std": 0.1, "ffn_hidden_size": 48}
 # Every loss of a router, dropped assignments, a shared expert with a gate, and a dense layer.

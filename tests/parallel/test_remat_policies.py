@@ -8,9 +8,9 @@ from test_hlo_facts import residual_shapes
 from megajax.config import Keep, RematPolicy, load_config, register_remat
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.estimate.memory import estimate_memory
 from megajax.mesh import build_mesh
 from megajax.options.remat import POLICIES
-from megajax.plan.memory import estimate_memory
 from megajax.training.step import TrainProgram
 
 EXTENSION = """\

@@ -9,12 +9,12 @@ import megajax
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
+from megajax.estimate.costs import flops_per_token, parameter_count
+from megajax.estimate.memory import estimate_memory
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
-from megajax.plan.costs import flops_per_token, parameter_count
-from megajax.plan.memory import estimate_memory
-from megajax.plan.search import check_counted
 from megajax.sharding import to_canonical
+from megajax.tools.plan.search import check_counted
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram

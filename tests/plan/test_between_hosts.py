@@ -13,8 +13,8 @@ import pytest
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.plan.compile import compiled, h200_devices, no_gpu_needed
-from megajax.profile import hlo
+from megajax.tools.plan.compile import compiled, h200_devices, no_gpu_needed
+from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
 
 BF16, FP32 = 2, 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megajax.errors import InputError
-from megajax.plan import compile
+from megajax.tools.plan import compile
 
 
 def test_gpus_to_compile_for_are_whole_hosts():

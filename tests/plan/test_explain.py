@@ -7,11 +7,11 @@ import pytest
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
-from megajax.plan.__main__ import main
-from megajax.plan.explain import mesh_overrides
-from megajax.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
-from megajax.plan.rates import rates_of
-from megajax.plan.search import explained
+from megajax.tools.plan.__main__ import main
+from megajax.tools.plan.explain import mesh_overrides
+from megajax.tools.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
+from megajax.tools.plan.rates import rates_of
+from megajax.tools.plan.search import explained
 
 H200 = rates_of("h200")
 

@@ -10,12 +10,12 @@ from mesh_models import MIXTRAL
 
 from megajax import Config
 from megajax.config.checks import check_mesh
+from megajax.estimate.optimizer import slots_of, state_bytes
 from megajax.mesh import build_mesh
 from megajax.options.optimizers import FORMS, OPTIMIZERS
 from megajax.parallel.weights.offload import largest_share
-from megajax.plan.candidates import Candidate
-from megajax.plan.optimizer import slots_of, state_bytes
-from megajax.plan.rates import H200
+from megajax.tools.plan.candidates import Candidate
+from megajax.tools.plan.rates import H200
 from megajax.training.step import TrainProgram
 
 CASES = [

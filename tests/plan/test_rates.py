@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from megajax.errors import InputError
-from megajax.plan import DEVICE_NAMES
-from megajax.plan import __main__ as command
-from megajax.plan.costs import peak_flops
-from megajax.plan.rates import DEVICES, H200, rates_of, read_rates, write_rates
+from megajax.estimate.costs import peak_flops
+from megajax.tools.plan import DEVICE_NAMES
+from megajax.tools.plan import __main__ as command
+from megajax.tools.plan.rates import DEVICES, H200, rates_of, read_rates, write_rates
 
 
 def test_a_file_replaces_the_rates_that_it_names(tmp_path):
@@ -85,7 +85,7 @@ def test_the_device_that_is_assumed_is_named_with_the_others(capsys, eight_layer
 
 FIRST_WORD = """
 import io, os, sys
-from megajax.plan.__main__ import main
+from megajax.tools.plan.__main__ import main
 
 class Stream(io.StringIO):
     def isatty(self):

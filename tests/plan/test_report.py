@@ -7,10 +7,10 @@ import pytest
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
-from megajax.plan.__main__ import parser
-from megajax.plan.rates import rates_of
-from megajax.plan.report import cells, fit, table
-from megajax.plan.search import Found, explained
+from megajax.tools.plan.__main__ import parser
+from megajax.tools.plan.rates import rates_of
+from megajax.tools.plan.report import cells, fit, table
+from megajax.tools.plan.search import Found, explained
 
 H200, WIDTH = rates_of("h200"), 80
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

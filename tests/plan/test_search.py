@@ -14,10 +14,10 @@ from megajax.config.checks import check_mesh
 from megajax.config.sentences import value
 from megajax.errors import ConfigError, InputError
 from megajax.layout.stages import layouts_to_try, slot_kinds
-from megajax.plan.__main__ import main
-from megajax.plan.rates import rates_of
-from megajax.plan.search import Found, Search, explained
-from megajax.plan.variations import Variations
+from megajax.tools.plan.__main__ import main
+from megajax.tools.plan.rates import rates_of
+from megajax.tools.plan.search import Found, Search, explained
+from megajax.tools.plan.variations import Variations
 
 H200 = rates_of("h200")
 

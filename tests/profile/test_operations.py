@@ -6,7 +6,7 @@ from pathlib import Path
 import hlo_counts
 import pytest
 
-from megajax.profile import hlo, operations
+from megajax.tools.profile import hlo, operations
 
 # Its sizes make rooflines round numbers of ms: a matmul's 2·M·N·K is 2 ms · 989 TFLOP/s, and so on.
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()

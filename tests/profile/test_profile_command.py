@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.profile.__main__ import main
+from megajax.tools.profile.__main__ import main
 
 CONFIG = """
 run: {name: small, steps: 9}

@@ -11,12 +11,12 @@ from made_up_trace import Event, space
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
-from megajax.plan.candidates import Candidate
-from megajax.plan.rates import H200
-from megajax.profile import hlo, parts, timeline, trace
-from megajax.profile.prediction import joined, predict
-from megajax.profile.report import device_lines, largest_gap, table
 from megajax.step.pipeline.schedules import make_schedule
+from megajax.tools.plan.candidates import Candidate
+from megajax.tools.plan.rates import H200
+from megajax.tools.profile import hlo, parts, timeline, trace
+from megajax.tools.profile.prediction import joined, predict
+from megajax.tools.profile.report import device_lines, largest_gap, table
 
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
 STEP, STEPS = "jit__train_step", 2

@@ -19,8 +19,8 @@ from single_device import first_state, make_config, stored, weights_of
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.parallel.weights import matrices as matrices_module
+from megajax.tools.verify.runs import canonical
 from megajax.training.step import TrainProgram, directions_of
-from megajax.verify.runs import canonical
 
 # Names whose matrices [in, out] are [D, heads · width], or [heads · width, D]; with three more for each expert.
 INTO_HEADS, OUT_OF_HEADS = ("query", "key", "value"), ("output",)

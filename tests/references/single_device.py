@@ -23,9 +23,9 @@ from megajax.model.moe import MoE
 from megajax.optim import make_schedule
 from megajax.reference import Reference, adamw
 from megajax.sharding import Placement
+from megajax.tools.verify.runs import batches, canonical, first_gradients, has_first_moments
 from megajax.training.batches import to_global
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram, TrainState
-from megajax.verify.runs import batches, canonical, first_gradients, has_first_moments
 
 SCALAR_TOLERANCE = 1e-5  # loss and gradient norm of every step, relative
 GRADIENT_TOLERANCE = 1e-4  # each first-step gradient, ‖Δ‖ / ‖g‖, layer by layer

@@ -15,16 +15,16 @@ from megajax.config import AXES, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import STOPPED
 from megajax.data.loader import make_loader
+from megajax.estimate.costs import active_parameter_count, flops_per_token, parameter_count
+from megajax.estimate.memory import estimate_memory
 from megajax.model import Transformer, parameters
-from megajax.pictures.expert_load import MOST_COLUMNS, NAME, load_map
-from megajax.plan.costs import active_parameter_count, flops_per_token, parameter_count
-from megajax.plan.memory import estimate_memory
 from megajax.sharding import place, place_all
 from megajax.step_plan import HOPPER, StepPlan
+from megajax.tools.verify.runs import canonical
+from megajax.training.expert_load import MOST_COLUMNS, NAME, load_map
 from megajax.training.logs import draw_load_map
 from megajax.training.loop import Trainer
 from megajax.training.step_log import expert_load
-from megajax.verify.runs import canonical
 
 ROOT = Path(__file__).parents[2]
 ROUNDED = 5.1e-5  # logged with four decimals

@@ -16,7 +16,7 @@ from megajax import threads
 from megajax.config import load_config
 from megajax.data.indexed import IndexedDataset
 from megajax.errors import ThreadError
-from megajax.plan.costs import flops_per_token
+from megajax.estimate.costs import flops_per_token
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 

@@ -8,8 +8,8 @@ import pytest
 
 from megajax import load_run, load_weights
 from megajax.errors import ConfigError
+from megajax.estimate.costs import flops_per_token, parameter_count
 from megajax.model import Transformer
-from megajax.plan.costs import flops_per_token, parameter_count
 from megajax.training.loop import Trainer
 from megajax.training.step import with_modules
 

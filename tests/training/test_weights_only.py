@@ -10,8 +10,8 @@ from trainers import StoppedQuickTrainer
 
 import megajax
 from megajax.errors import InputError
+from megajax.tools.verify.runs import canonical
 from megajax.training.loop import Trainer
-from megajax.verify.runs import canonical
 
 # A router's bias is layer state; a width of 36 is padded on 8 devices.
 SMALL = ("model.hidden_size=36", "model.head_dim=8", "run.eval_steps=0", "data.kind=synthetic")

@@ -18,13 +18,20 @@ from megajax.model import attention
 from megajax.options.optimizers import OPTIMIZERS
 from megajax.parallel.weights import exchange
 from megajax.step import gradients
+from megajax.tools.verify import __main__ as command
+from megajax.tools.verify.differences import compare
+from megajax.tools.verify.runs import (
+    Run,
+    batches,
+    computed_gradients,
+    first_gradients,
+    has_first_moments,
+    position_in_model,
+)
+from megajax.tools.verify.shrink import shrink
 from megajax.training import saving
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
-from megajax.verify import __main__ as command
-from megajax.verify.differences import compare
-from megajax.verify.runs import Run, batches, computed_gradients, first_gradients, has_first_moments, position_in_model
-from megajax.verify.shrink import shrink
 
 ONE = dict.fromkeys(AXES, 1)
 SIZES = ONE | {"context": 2, "tensor": 2}

@@ -3,7 +3,7 @@
 Stages run in lockstep: at each tick every stage does at most one forward, one backward and one weight-gradient
 operation. Then it sends its results to its neighbours, which use them at the next tick. A stage holds R virtual stages,
 one per round; virtual stage r·P + s is round r of stage s (Narayanan et al. 2021, "Efficient Large-Scale Language Model
-Training"). `python -m megajax.pictures.schedule` draws schedules.
+Training"). `megajax schedule` draws schedules.
 """
 
 import itertools

@@ -1,0 +1,1 @@
+"""A config's parameters, FLOPs and memory, without compilation."""

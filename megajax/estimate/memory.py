@@ -1,0 +1,456 @@
+"""Memory of one device's train step, estimated without compiling it.
+
+The peak is at one of a few moments: in the head, with all saved activations; in the backward pass of a layer, which
+frees activations and adds gradients; or at the end, with all gradients. The estimate is the largest sum of the live
+arrays at these moments. XLA's figure differs by a few per cent (scripts/memory_table.py compares).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megajax.estimate.activations import Activations
+from megajax.estimate.optimizer import StateBytes, slots_of, state_bytes
+from megajax.estimate.weights import Elements, StepWeights
+from megajax.layout.kinds import MTP
+from megajax.layout.segments import LayerSegment
+from megajax.sharding import Placement
+from megajax.step.embedding import TOKENS
+from megajax.step.pipeline.buffers import choose_buffer_slots
+from megajax.step.pipeline.schedules import make_schedule
+from megajax.step_plan import StepPlan
+
+FP32 = 4  # bytes
+HEAD = "head"  # name of the head's weight
+# The gradients of the last layer's weights are not tied to that layer. XLA's scheduler computes them during the layer
+# below and keeps their operands, if these fit into the scheduler's memory limit: these bytes for an H200, from XLA's
+# own message. Seen on GPT-3 over `tensor` and Qwen3 235B.
+SCHEDULED = 114_541_026_649
+
+
+# Residual streams that a module keeps besides its block: both inputs, the same normalised, their projection, its output
+JOINED = 6
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device at the peak; the parts add up to the total."""
+
+    parameters: int  # master weights and frozen weights, as stored
+    optimizer: int  # and the other 16 bits of split master weights
+    gradients: int = 0  # of the layers whose backward pass is done, and sums over microbatches
+    weights: int = 0  # in the compute dtype: gathered once a step, or for the current layers
+    activations: int = 0  # saved for the backward pass: of a microbatch, or of those in the pipeline
+    working: int = 0  # temporary arrays of a layer or the head
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.weights + self.activations + self.working
+
+
+def estimate_memory(plan: StepPlan, placements: Mapping[str, Placement]) -> MemoryEstimate:
+    """Bytes per device for a train step with this plan, as in XLA's programs for GPUs."""
+    return max(moments(plan, placements), key=lambda moment: moment.total)
+
+
+def moments(plan: StepPlan, placements: Mapping[str, Placement]) -> Iterator[MemoryEstimate]:
+    """The moments of a step that may be its peak."""
+    step = _Pipelined(plan, placements) if plan.is_pipelined else _Step(plan, placements)
+    teacher = plan.config.teacher.model
+    if teacher is None:
+        return step.moments()
+    # A teacher's output: of one microbatch, in a pipeline of all
+    own, held = plan.tokens // plan.sizes["tensor"], plan.batch_shape[0] if plan.is_pipelined else 1
+    stream = step.compute * held * own * teacher.hidden_size
+    return (
+        replace(each, weights=each.weights + step.weights.teacher, activations=each.activations + stream)
+        for each in step.moments()
+    )
+
+
+class _Step:
+    """The live arrays of a step without a pipeline."""
+
+    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
+        self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
+        self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
+        self.compute = self.activations.compute
+        self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
+        self.weights = StepWeights(plan, placements, self.activations.blocks, self.compute)
+        self.repeats = self.weights.repeats
+
+    def moments(self) -> Iterator[MemoryEstimate]:
+        """The moments with a possible peak, in the order of the step."""
+        yield from (self.in_forward(segment) for segment in self.segments if segment.loops > 1)
+        yield self.in_head()
+        yield from self.in_modules()
+        gradients = self.weights.modules
+        for segment in reversed(self.segments):
+            groups = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
+            for slots in reversed(groups):
+                yield self.in_backward(segment, slots, gradients)
+                gradients += self.weights.layers(slots if segment.loops == 1 else (), trained=True)
+        if self.late_head:
+            yield self.in_late_head()
+        yield self.at_end()
+        if self.config.optimizer.offload:
+            yield self.in_update()
+
+    # The moments
+
+    def in_forward(self, segment: LayerSegment) -> MemoryEstimate:
+        """The forward pass of a loop: its body's activations are copied to the loop's stacks when the body ends.
+
+        The arrays for gradients depend on nothing, so they exist already.
+        """
+        slots = self.slots_of(segment)
+        body = slots[: segment.unroll]
+        return replace(
+            self.always,
+            gradients=self.gradients_in_head,
+            weights=self.cast(slots.stop)
+            + self.compute * (self.weights.layers(body[:1]).whole + self.non_block_in_head),
+            activations=self.saved(slots.stop),
+            working=sum(self.activations.saved(self.slots[slot].block, segment, False) for slot in body),
+        )
+
+    def in_head(self) -> MemoryEstimate:
+        """All saved activations, and a chunk's logits with their gradient; the last layer keeps its weights."""
+        turn = self.segments[-1]
+        held = self.weights.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
+        return replace(
+            self.always,
+            gradients=self.gradients_in_head,
+            weights=self.cast(len(self.slots)) + self.compute * self.non_block_in_head + held.gathered_bytes,
+            activations=self.saved(len(self.slots)),
+            working=self.head_working + self.of_microbatch(TOKENS if self.config.model.tie_embeddings else HEAD),
+        )
+
+    def in_modules(self) -> Iterator[MemoryEstimate]:
+        """The backward pass of the last multi-token prediction module, with the values of all; stages share tokens."""
+        if self.plan.prediction is None:
+            return
+        head, module = self.in_head(), self.weights.module
+        segments, own, stages = self.plan.prediction.segments, self.activations, self.sizes["pipeline"]
+        saved = sum(own.saved(MTP, segment, False) + JOINED * own.stream for segment in segments)
+        yield replace(
+            head,
+            gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.modules.stored),
+            weights=head.weights + self.weights.modules.once_bytes + module.gathered_bytes,
+            activations=head.activations + (saved + own.recomputed(MTP, segments[-1], False)) // stages,
+            working=max(head.working, own.working(MTP, segments[-1].policy, self.compute * module.whole) // stages),
+        )
+
+    def in_backward(self, segment: LayerSegment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
+        """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
+        group, looped = slots[: segment.group_size], segment.loops > 1
+        own, after = self.weights.layers(group), slots[-1] + 1
+        later = range(after, len(self.slots))
+        above = later[: segment.group_size]
+        # A loop casts its own weights.
+        weights = self.compute * own.whole if looped else own.gathered_bytes + self.weights.fused(own)
+        weights += self.compute * self.weights.non_block.whole if self.repeats else 0
+        # The head's gradient is reduced at the end.
+        head = self.weights.non_block_by_name[HEAD] if self.has_head and not self.late_head else Elements()
+        non_block = self.weights.non_block_as_stored.stored - self.last_gradients + head.whole - head.stored
+        gradients = self.accumulated(FP32 * non_block, done) + self.gradient_stacks
+        moment = replace(
+            self.always,
+            gradients=gradients,
+            weights=self.cast(after) + weights,
+            activations=self.saved(after) + self.recomputed(segment, group),
+            working=self.layer_working(segment, slots) + (self.head_operands if self.head_waits else 0),
+        )
+        if looped:
+            return moment
+        if self.defers:
+            operands = sum(self.activations.deferred(self.slots[slot].block) for slot in later)
+            working = moment.working + max(operands - self.uncopied, 0)  # not at the same time
+            return replace(moment, gradients=self.accumulated(FP32 * non_block), working=working)
+        if self.sizes["fsdp"] > 1 and not self.repeats:
+            return self.while_reducing(moment, slots, above)
+        return self.with_layer_above(moment, segment, slots, above, done)
+
+    def while_reducing(self, moment: MemoryEstimate, slots: Sequence[int], above: range) -> MemoryEstimate:
+        """A group's backward pass: the larger of its start and its end, which reduces the gradients of the group above.
+
+        At its start these gradients are in the compute dtype, or the operands of the last layer's are kept.
+        """
+        waiting = self.compute * self.weights.layers(above, trained=True).reduced
+        if above.stop == len(self.slots):
+            waiting = max(waiting, sum(self.activations.operands(self.slots[slot].block) for slot in above))
+        start = replace(moment, working=moment.working + waiting)
+        block = self.slots[slots[0]].block
+        largest = self.compute * self.weights.largest[block]
+        end = replace(
+            moment,
+            weights=self.cast(slots[-1] + 1),
+            activations=self.saved(slots[-1] + 1),
+            working=self.activations.at_weight_gradients(block, largest) + FP32 * self.weights.reduced_at_once(above),
+        )
+        return max(start, end, key=lambda each: each.total)
+
+    def with_layer_above(
+        self, moment: MemoryEstimate, segment: LayerSegment, slots: Sequence[int], above: range, done: Elements
+    ) -> MemoryEstimate:
+        """A group's backward pass with the gradients of the group above, which are reduced, or added to the sums.
+
+        The last layer's weight gradients may wait for it, with their operands.
+        """
+        gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_at_once(above)
+        before = self.weights.layers(range(max(slots[0] - segment.group_size, 0), slots[0]))
+        more = self.layer_working(segment, slots, reduced) - self.layer_working(segment, slots)
+        moment = replace(
+            moment,
+            gradients=moment.gradients + self.waiting(done, gradients),
+            weights=moment.weights + before.gathered_bytes,  # gathered at the same time
+            working=moment.working + more + self.pending(gradients),
+        )
+        is_last = above.stop == len(self.slots) and self.sizes["fsdp"] == 1
+        exchanges = not self.plan.collectives.dispatch.gathers_tokens  # the operands would be in its pool
+        late = sum(self.activations.operands(self.slots[slot].block) for slot in above if is_last and not exchanges)
+        return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
+
+    def at_end(self) -> MemoryEstimate:
+        """All gradients, those outside the blocks before they are reduced.
+
+        Tokens' gradients are added to zeros that XLA does not reuse, while the first layer's last gradient is reduced.
+        """
+        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
+        embedding = self.weights.non_block_by_name[TOKENS] if self.weights.has_gradient(TOKENS) else Elements()
+        stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
+        non_block = self.weights.non_block_as_stored.stored - stored + table
+        gradients = self.accumulated(FP32 * non_block, everything)
+        reduced = 0 if self.repeats else self.weights.reduced_at_once(self.parts(self.segments[0])[0])
+        zeros = stored if table > stored or not self.repeats else 0
+        return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced) + self.of_microbatch(TOKENS))
+
+    def in_late_head(self) -> MemoryEstimate:
+        """A late head's gradient before and between its reductions, and the first group's before they are reduced."""
+        first, head = self.parts(self.segments[0])[0], self.weights.non_block_by_name[HEAD]
+        once = head.whole // self.sizes["fsdp"]
+        late = head.whole + (once if head.stored < once < head.whole else 0)
+        others = self.weights.non_block_as_stored.stored - self.last_gradients
+        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
+        return replace(
+            self.always,
+            gradients=self.accumulated(FP32 * (others + late), everything),
+            weights=self.cast(first.stop) + self.weights.layers(first).gathered_bytes,
+            working=FP32 * self.weights.reduced_at_once(first),
+        )
+
+    def in_update(self) -> MemoryEstimate:
+        """All gradients, and moments from the host: of the largest parameter before and after its update."""
+        return replace(self.at_end(), working=2 * self.state.largest_moved)
+
+    # The live arrays at these moments
+
+    @property
+    def last_gradients(self) -> int:
+        """Elements of the gradients, as stored, that are made at the end of the backward pass only, not in the head."""
+        names = [TOKENS] if self.weights.has_gradient(TOKENS) and not self.config.model.tie_embeddings else []
+        names += [HEAD] if self.late_head else []
+        return sum(self.weights.non_block_by_name[name].stored for name in names)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is a head with a gradient, besides the embedding."""
+        return HEAD in self.placements and self.weights.has_gradient(HEAD)
+
+    @property
+    def late_head(self) -> bool:
+        """Whether the head's gradient is made last; with several microbatches it is added to a sum, which exists."""
+        return self.head_waits and not self.repeats
+
+    @property
+    def head_waits(self) -> bool:
+        """Whether the head's gradient is computed last: a single chunk is no loop, so nothing waits for it."""
+        return self.has_head and self.plan.loss_chunks == 1 and not self.plan.is_pipelined
+
+    @property
+    def head_operands(self) -> int:
+        """Bytes of the operands of the head's gradient: the logits' gradient, and the rows."""
+        width = self.config.model.padded_vocab_size // self.sizes["tensor"] + self.config.model.hidden_size
+        return self.compute * self.plan.head_tokens * width
+
+    @property
+    def defers(self) -> bool:
+        """Whether XLA computes the gradients of all layers' weights at the end, and keeps their operands until then.
+
+        It does where nothing ties them to their layers and they are added to sums over microbatches; in a pipeline,
+        whose layers add to the sums themselves, where they can hide the exchanges of `context`.
+        """
+        if self.plan.ties_reductions(complete=not self.repeats):
+            return False
+        return self.sizes["context"] > 1 if self.plan.is_pipelined else self.repeats
+
+    def waiting(self, done: Elements, above: Elements) -> int:
+        """Bytes of a microbatch's reduced gradients, which XLA adds to the sums at its end.
+
+        Those of the layer above are allocated when its reduction starts. A pipeline adds the gradients of each layer.
+        """
+        return max(done.stack_bytes - self.pending(above), 0) if self.repeats else 0
+
+    def pending(self, above: Elements) -> int:
+        """Bytes of the layer above's gradients that are not reduced and not yet added to the sums."""
+        return self.compute * (above.whole - above.reduced) if self.repeats else 0
+
+    @cached_property
+    def always(self) -> MemoryEstimate:
+        """Parameters and the optimizer's moments."""
+        return MemoryEstimate(self.state.weights, self.state.optimizer)
+
+    @cached_property
+    def state(self) -> StateBytes:
+        return state_bytes(self.plan, slots_of(self.plan, self.placements), self.placements)
+
+    def accumulated(self, non_block: int, done: Elements | None = None) -> int:
+        """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
+        if self.repeats:
+            layers, number = self.weights.layers(range(len(self.slots)), trained=True), self.plan.accumulation.itemsize
+            return number * (self.weights.non_block_whole.whole + self.rounds * layers.once + self.weights.modules.once)
+        done = done or Elements()
+        return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
+
+    def of_microbatch(self, name: str) -> int:
+        """Bytes of the FP32 gradient of a table outside the blocks, in addition to a sum that is not FP32."""
+        in_place = self.plan.accumulation.itemsize == FP32 or not self.weights.has_gradient(name)
+        table, rows = self.weights.non_block_by_name[name], name == TOKENS and self.plan.embedding_axes
+        return 0 if in_place else FP32 * (table.stored if rows else table.whole)
+
+    @cached_property
+    def gradient_stacks(self) -> int:
+        """Bytes of the arrays in which the loops stack the gradients of a microbatch.
+
+        They depend on nothing, so XLA allocates those of all loops but the last before the first one runs.
+        """
+        loops = [segment for segment in self.segments if segment.loops > 1]
+        slots = [j for segment in loops[len(loops) > 1 :] for j in self.slots_of(segment)]
+        return self.weights.layers(slots, trained=True).stack_bytes
+
+    @property
+    def gradients_in_head(self) -> int:
+        """Bytes; XLA makes the zeros of the table's gradient at the same time if both are whole."""
+        head = 0 if self.late_head else self.weights.gathered_outside(trained=True).whole
+        return self.accumulated(FP32 * head) + self.gradient_stacks
+
+    @property
+    def non_block_in_head(self) -> int:
+        """Elements of the weights outside the blocks that are whole in the head: with the embedding if it is reused."""
+        table = self.weights.non_block.whole - sum(
+            e.whole for name, e in self.weights.non_block_by_name.items() if name != TOKENS
+        )
+        return self.weights.non_block.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
+
+    @property
+    def head_working(self) -> int:
+        """Bytes of a chunk's logits and their gradient, its rows before and after the norm, and all rows' gradient."""
+        tokens, tensor = self.plan.head_tokens, self.sizes["tensor"]
+        chunk = math.ceil(tokens / self.plan.loss_chunks)
+        logits, D = self.config.model.padded_vocab_size // tensor, self.config.model.hidden_size
+        return int(self.compute * (chunk * (2 * logits + 4 * D) + tokens * D / tensor))
+
+    def saved(self, slots: int) -> int:
+        """Bytes that the forward pass of the first `slots` layers saves; a loop keeps all until it ends."""
+        layers = ((slot, segment) for segment in self.segments for slot in self.slots_of(segment) if slot < slots)
+        return sum(self.saved_by(slot, segment) for slot, segment in layers)
+
+    @property
+    def uncopied(self) -> int:
+        """Bytes of saved activations besides their buffers."""
+        return 0
+
+    def saved_by(self, slot: int, segment: LayerSegment) -> int:
+        """Bytes that one layer of a segment saves."""
+        return self.activations.saved(self.slots[slot].block, segment, self.is_stacked(segment))
+
+    def recomputed(self, segment: LayerSegment, group: Sequence[int]) -> int:
+        """Bytes that the backward pass of a remat group recomputes; they are live at the same time."""
+        blocks = [self.slots[slot].block for slot in group]
+        return sum(self.activations.recomputed(block, segment, self.is_stacked(segment)) for block in blocks)
+
+    def layer_working(self, segment: LayerSegment, slots: Sequence[int], reduced: int = 0) -> int:
+        """Bytes of the gradients of activations, of a loop's copies, and of the layer above's gradients (`reduced`)."""
+        blocks = {self.slots[slot].block for slot in slots}
+        # In FP8 each piece that arrives over `tensor` has its own product, and they are added at the end.
+        more = self.sizes["tensor"] - 1 if segment.fp8 else 0
+        sizes = {kind: self.weights.layer(kind, True).whole + more * self.weights.linear_of[kind] for kind in blocks}
+        working = max(
+            self.activations.working(kind, segment.policy, self.compute * n, reduced) for kind, n in sizes.items()
+        )
+        return working + self.loop_copies(segment)
+
+    def loop_copies(self, segment: LayerSegment) -> int:
+        """Bytes of a layer's saved activations, which a loop copies out of its stacks."""
+        if segment.loops == 1:
+            return 0
+        return max(self.saved_by(slot, segment) for slot in self.slots_of(segment))
+
+    def is_stacked(self, segment: LayerSegment) -> bool:
+        """Whether residuals are copied into arrays of several iterations or microbatches."""
+        return segment.loops > 1
+
+    # Layers
+
+    def parts(self, segment: LayerSegment) -> list[range]:
+        """The slots of each remat group of one loop."""
+        slots = self.slots_of(segment)
+        return [slots[u : u + segment.group_size] for u in range(0, segment.unroll, segment.group_size)]
+
+    def slots_of(self, segment: LayerSegment) -> range:
+        return range(segment.start, segment.start + segment.count)
+
+    def cast(self, slots: int) -> int:
+        """Bytes of the first `slots` layers' shards in the compute dtype.
+
+        Loops cast their weights when they run, but those that are gathered once a step and those in FP8.
+        """
+        if self.weights.fuses_in_turn and self.config.optimizer.master == "split":
+            return 0  # all are stored in the compute dtype
+        looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s) if not self.plan.is_pipelined}
+        kept = range(len(self.slots) if self.repeats else slots)
+        in_loops = self.weights.layers([j for j in kept if j in looped]).before_loops_bytes
+        others = self.weights.layers([j for j in kept if j not in looped], trained=self.weights.fuses_in_turn)
+        return self.rounds * (others.once_bytes + in_loops)
+
+
+class _Pipelined(_Step):
+    """The live arrays of a pipeline: buffers of several microbatches, and sums of gradients."""
+
+    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
+        super().__init__(plan, placements)
+        settings, stages, microbatches = plan.config.pipeline, plan.sizes["pipeline"], plan.batch_shape[0]
+        if settings.schedule != "gpipe":  # the others need no more buffers for more microbatches
+            microbatches = min(microbatches, 4 * stages)
+        schedule = make_schedule(settings.schedule, stages, microbatches, settings.rounds)
+        self.kept, _ = choose_buffer_slots(plan, schedule)
+
+    def moments(self) -> Iterator[MemoryEstimate]:
+        """A tick's head, and its layers' backward passes; sums and buffers are always live."""
+        yield self.in_head()
+        yield from self.in_modules()
+        for segment in self.segments:
+            for slots in self.parts(segment):
+                yield self.in_backward(segment, slots, Elements())
+
+    def saved(self, slots: int) -> int:
+        """Bytes of the buffers, independent of `slots`."""
+        saved = super().saved(len(self.slots)) * self.kept.activations + self.uncopied
+        deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.deferred_slots
+        # The carry between ticks, and pending head gradients
+        streams = 2 + (self.kept.pending_heads if self.kept.pending_heads > 1 else 0)
+        return saved + deferred + streams * self.activations.stream
+
+    @property
+    def uncopied(self) -> int:
+        """Bytes of a forward operation's results before the copy to its slot; a loop copies those of each body."""
+        bodies = [(slot, s) for s in self.segments for slot in self.slots_of(s)[: s.unroll]]
+        return sum(self.saved_by(slot, segment) for slot, segment in bodies)
+
+    def is_stacked(self, segment: LayerSegment) -> bool:
+        return True
+
+    @property
+    def gradient_stacks(self) -> int:
+        return 0  # loops add to the sums

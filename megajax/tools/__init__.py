@@ -1,0 +1,1 @@
+"""Commands about runs and configs; the trainer imports none of them."""

@@ -1,0 +1,90 @@
+"""One way to run a config on N GPUs, with its estimated memory and time."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from megajax.config import Config
+from megajax.estimate.memory import MemoryEstimate, estimate_memory, moments
+from megajax.estimate.optimizer import declared, matrix_operations, shards, slots_of, state_bytes
+from megajax.sharding import BLOCKS, Placement, place_all, stored_rows
+from megajax.step_plan import HOPPER, StepPlan
+from megajax.tools.plan.rates import Rates
+from megajax.tools.plan.step_time import StepTime, StoredState, estimate_time
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checked config with the sizes of its mesh."""
+
+    config: Config
+    plan: StepPlan
+
+    @classmethod
+    def of(cls, config: Config, sizes: Mapping[str, int]) -> "Candidate":
+        """The candidate of a config that `check_mesh` accepts on these sizes. ConfigError: a kernel cannot run."""
+        return cls(config, StepPlan.make(config, sizes, HOPPER))
+
+    @cached_property
+    def storage(self) -> "Storage":
+        config, sizes = self.config, self.plan.sizes
+        stages = (config.pipeline.rounds, config.pipeline.layout) if sizes["pipeline"] > 1 else None
+        sections = config.model, config.lora, config.optimizer, config.precision
+        return _storage(_Stored((*sections, stages, config.mesh.experts_over, *sizes.values()), self.plan))
+
+    def fits(self, limit: float) -> bool:
+        """Whether the estimated memory is at most `limit` bytes; most that do not fit are ruled out early."""
+        if self.storage.bytes > limit:
+            return False
+        return all(moment.total <= limit for moment in moments(self.plan, self.storage.placements))
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        return estimate_memory(self.plan, self.storage.placements)
+
+    def time(self, rates: Rates) -> StepTime:
+        """The estimated time of a step."""
+        return estimate_time(self.plan, rates, self.storage.state)
+
+    def least_seconds(self, rates: Rates) -> float:
+        """No remat policy makes the step faster than this.
+
+        Recomputation hides more collectives of weights, but less of their time than it takes.
+        """
+        return estimate_time(self.plan, rates, self.storage.state, recomputes=False).total
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The weights and the optimizer's state on a device."""
+
+    placements: Mapping[str, Placement]
+    state: StoredState
+    bytes: int  # of all steps with this storage, at any time
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The settings that decide a storage."""
+
+    settings: tuple[Any, ...]
+    plan: StepPlan = field(compare=False)
+
+
+@lru_cache(maxsize=2048)  # many candidates of a search differ in their microbatches, schedule or recomputation only
+def _storage(stored: _Stored) -> Storage:
+    plan, config, sizes = stored.plan, stored.plan.config, stored.plan.sizes
+    model, rows = declared(config.model, config.lora), stored_rows(config, sizes["pipeline"])
+    placements = place_all(model, sizes, rows, config.mesh.experts_over)
+    count = {name: math.prod(p.stored_shape) // shards(plan, p) for name, p in placements.items()}
+    by_axes = Counter[tuple[str, ...]]()
+    for name, placement in placements.items():
+        by_axes[placement.storage_axes] += count[name]
+    in_layers = sum(number for name, number in count.items() if name.startswith(BLOCKS))
+    slots = slots_of(plan, placements)
+    state = state_bytes(plan, slots, placements)
+    own = StoredState(by_axes, in_layers, matrix_operations(slots), state.on_host)
+    return Storage(placements, own, state.weights + state.optimizer)

@@ -1,0 +1,239 @@
+"""A config's train step compiled for H200s on a machine without a GPU: its text, its memory, and XLA's compile time.
+
+XLA's GPU compiler needs no GPU, only a description of one (h200_target_config.pbtxt, dumped from an H200) and jax's
+CUDA plugin. For another device the description is an H200's with that device's size and bandwidth of memory: an H100
+is the same chip; for others XLA chooses an H200's kernels, so its memory is an approximation. The caller passes the
+function that builds the program, because this module may not import `training`.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import distributions
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.errors import InputError, reading
+from megajax.files import read_gzip
+from megajax.json_files import parse
+from megajax.mesh import build_mesh
+from megajax.runtime import MEMORY_FRACTION, memory_of, prepare_environment
+from megajax.tools.plan.rates import GIB, H200, rates_of
+
+HOST = 8  # GPUs
+HOPPER = 9.0  # the compute capability of H200s
+CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
+HOST_MEMORY = "pinned_host"
+NO_PLUGIN = (
+    "compiling for H200 needs jax's CUDA plugin, which is not installed: "
+    "pip install --editable '.[dev]' --constraint constraints.txt"
+)
+
+
+class StepProgram(Protocol):
+    """A train step before it is compiled, as `training.step.TrainProgram` is."""
+
+    @property
+    def train_step(self) -> Any: ...  # jitted (state, batch) → (state, metrics)
+    @property
+    def abstract_state(self) -> Any: ...
+    @property
+    def abstract_batch(self) -> Any: ...
+    @property
+    def stored(self) -> Any: ...  # the tree of the state, whose leaves have `on_host`
+
+
+@dataclass(frozen=True)
+class CompiledStep[StoredProgram: StepProgram]:
+    """A train step compiled for H200s, and the seconds that each part of compiling took.
+
+    text: the compiled module in XLA's text form. memory: bytes per device by part, as `memory_of` gives them.
+    """
+
+    program: StoredProgram
+    text: str
+    memory: dict[str, int]
+    trace_seconds: float
+    lower_seconds: float
+    compile_seconds: float
+
+
+def compile_for_h200[StoredProgram: StepProgram](
+    build: Callable[[Config, Mesh], StoredProgram],
+    config: Config,
+    gpus: int,
+    store: Path | None = None,
+    device: str = "h200",
+) -> CompiledStep[StoredProgram]:
+    """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` H200s that need not exist.
+
+    Call it once per process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself
+    runs on the CPU. More than 8 GPUs form hosts of 8. `build` is `TrainProgram.build`. `store` is a directory of
+    results: a program that was compiled with it before, by the same XLA with the same flags, is not compiled again.
+
+    Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts, ConfigError if the
+    config does not fit that number.
+    """
+    require_plugin()
+    hosts_of(gpus)  # raises before any setting is changed
+    sizes = check_mesh(config, gpus)
+    jax.config.update("jax_platforms", "cpu")  # for computations here; the compiler is the GPU's
+    prepare_environment(config)
+    with no_gpu_needed():
+        program = build(config, build_mesh(sizes, h200_devices(gpus, device)))
+        start = time.perf_counter()
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        traced_at = time.perf_counter()
+        lowered = traced.lower()
+        _place_on_host(lowered, [array.on_host for array in jax.tree.leaves(program.stored)])
+        lowered_at = time.perf_counter()
+        text, memory = compiled(lowered, store, device=device)
+        end = time.perf_counter()
+    return CompiledStep(program, text, memory, traced_at - start, lowered_at - traced_at, end - lowered_at)
+
+
+def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
+    """Say in a lowered step which leaves of its state are in the host's memory.
+
+    Shardings over devices that do not exist have no kind of memory.
+    """
+    if not any(on_host):
+        return
+    from jaxlib.mlir import ir
+
+    module: Any = lowered.compiler_ir()
+    main = ir.SymbolTable(module.operation)["main"]
+    with module.context:
+        for attributes in ("arg_attrs", "res_attrs"):
+            own = [{a.name: a.attr for a in ir.DictAttr(each)} for each in ir.ArrayAttr(main.attributes[attributes])]
+            for each, away in zip(own, on_host, strict=False):  # the state comes first
+                if away:
+                    each["mhlo.memory_kind"] = ir.StringAttr.get(HOST_MEMORY)
+            main.attributes[attributes] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
+
+
+class StoredProgram(TypedDict):
+    """A stored program."""
+
+    text: str
+    memory: dict[str, int]
+
+
+def compiled(
+    lowered: jax.stages.Lowered,
+    store: Path | None,
+    options: Mapping[str, str] | None = None,
+    device: str = "h200",
+) -> tuple[str, dict[str, int]]:
+    """The text and memory of a program lowered for H200s and compiled with XLA's `options`; from `store` if there.
+
+    To be used inside `no_gpu_needed`. jax's own cache leaves out programs of devices that do not exist.
+    """
+    path = None
+    if store is not None:
+        compilers = [f"{each.name} {each.version}" for each in distributions() if each.name.startswith("jax")]
+        names = set(re.findall(r'"([^"]+)"\(#loc', lowered.as_text(debug_info=True)))  # of scopes, not of source files
+        flags = [os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations"), options]
+        decides = [lowered.as_text(), sorted(names), sorted(compilers), flags, target(device)]
+        path = store / f"{hashlib.sha256(json.dumps(decides).encode()).hexdigest()}.json.gz"
+        if path.is_file():
+            cure = "remove it, and the program is compiled again"
+            with reading(path, cure):
+                found = parse(read_gzip(path), str(path), StoredProgram, cure)
+            return found["text"], found["memory"]
+    executable = lowered.compile({**options} if options else None)
+    text, memory = executable.as_text(), memory_of(executable)
+    assert text is not None
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(gzip.compress(json.dumps({"text": text, "memory": memory}).encode(), 1))
+        partial.rename(path)
+    return text, memory
+
+
+def h200_devices(gpus: int, device: str = "h200") -> list[Any]:
+    """jax devices that represent H200s in a mesh and run nothing; compile for them inside `no_gpu_needed`.
+
+    Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts.
+    """
+    require_plugin()
+    hosts, gpus_of_host = hosts_of(gpus)
+    with no_gpu_needed():
+        return topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target(device),
+            topology=f"1x{hosts}x{gpus_of_host}",  # slices, hosts, GPUs
+        ).devices
+
+
+@contextmanager
+def no_gpu_needed() -> Iterator[None]:
+    """Patches four functions of jax that need a running GPU without reason (jax issue 23971)."""
+    from jax._src import xla_bridge
+    from jax._src.cudnn import fused_attention_stablehlo
+    from jax._src.interpreters import pxla
+
+    with (
+        # Else transfers between memories are dropped from a program whose arguments are all on the device.
+        mock.patch.object(pxla, "are_all_shardings_default_mem_kind", lambda _: False),
+        mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
+        mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: CUDNN_VERSION),
+        mock.patch.object(fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= HOPPER),
+    ):
+        yield
+
+
+def hosts_of(gpus: int) -> tuple[int, int]:
+    """(hosts, GPUs per host). Raises InputError if `gpus` is not a whole number of hosts."""
+    if gpus <= HOST:
+        if gpus < 1:
+            raise InputError(f"--gpus={gpus} is below 1.")
+        return 1, gpus
+    if gpus % HOST:
+        near = gpus // HOST * HOST
+        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {HOST}: use {near} or {near + HOST}.")
+    return gpus // HOST, HOST
+
+
+def require_plugin() -> None:
+    """Raises InputError if jax's CUDA plugin, of CUDA 12 or 13, is not installed."""
+    if not any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
+        raise InputError(NO_PLUGIN)
+
+
+def usable_bytes() -> float:
+    """Bytes of an H200's memory that a run can use: a compiled step that needs more does not fit."""
+    match = re.search(r"device_memory_size: (\d+)", target("h200"))
+    assert match
+    return float(MEMORY_FRACTION) * int(match[1])
+
+
+@cache
+def target(device: str) -> str:
+    """The description of a device for XLA's compiler: an H200's, with the memory of another one."""
+    text = files("megajax.tools.plan").joinpath("h200_target_config.pbtxt").read_text(encoding="utf-8")
+    if device.lower() == "h200":
+        return text
+    rates = rates_of(device)
+    size, share = int(rates.memory_gib * GIB / float(MEMORY_FRACTION)), rates.memory_bytes / H200.memory_bytes
+    bandwidth = re.search(r"memory_bandwidth: (\d+)", text)
+    assert bandwidth
+    text = text.replace(bandwidth[0], f"memory_bandwidth: {int(int(bandwidth[1]) * share)}")
+    return re.sub(r"device_memory_size: \d+", f"device_memory_size: {size}", text)

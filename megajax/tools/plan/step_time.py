@@ -1,0 +1,292 @@
+"""The time of a train step on GPUs, estimated without compiling it.
+
+The step adds up the work of its layers (`plan.work`), the collectives of weights, the update, and a pipeline's idle
+times, which are those of its schedule. scripts/time_table.py compares the estimate with measured steps.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+
+from megajax.estimate.costs import flops_per_token
+from megajax.layout.kinds import LayerKind, prediction_kind, prediction_layers
+from megajax.options.remat import ATTENTION, RematPolicy
+from megajax.step.pipeline.schedules import Flags, Schedule, make_schedule
+from megajax.step_plan import StepPlan
+from megajax.tools.plan.rates import Rates
+from megajax.tools.plan.work import Device, PassSeconds, Traffic, added
+
+UPDATE_BYTES = 31.5  # per stored parameter: gradient, its norm, both moments and the weight, read and written
+WHOLE_BYTES = 16.0  # per gathered parameter: casts of the weight and of its gradient
+# Bytes of moments on the host that an update moves to the device and back in a second: 22.1 GB took 674 ms on an H200.
+HOST_BYTES = 33e9
+FORWARD = 1 / 3  # share of the forward pass in a layer's time
+HIDING = 0.9  # part of the computation that hides collectives of weights and gradients
+PACE = 0.0108  # the slowest of several GPUs sets the pace: slower for each doubling, up to those of a host
+# Collectives of weights take multiprocessors, memory and power from the computation that hides them: this part of their
+# time at the bandwidth within a host.
+INTERFERENCE = 0.47
+# A pipeline's buffers, and the stacked arrays of a loop: reads and writes of saved activations that unrolled layers do
+# not have.
+COPIES = 1.9
+CAST_BYTES = 6  # of a weight that a loop casts in each pass
+FP8_BYTES = 4.8  # of a weight that is quantised in place of cast, once a step: its largest magnitude, both layouts
+TICK_SECONDS = 150e-6  # of a tick's sends and loop
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on one device; the parts add up to the total."""
+
+    matmuls: float
+    attention: float
+    head: float
+    elementwise: float
+    recomputed: PassSeconds
+    loops: float  # copies of saved activations in loops and pipelines, casts in loops
+    optimizer: float
+    conversions: float  # casts of weights and gradients, sums of gradients over microbatches
+    activations: Mapping[str, Traffic]  # their collectives, by axis
+    weights: Mapping[str, Traffic]  # collectives of weights and their gradients
+    bubble: float
+    ticks: float  # of a pipeline: sends to the next stage, and the loop
+    sends: Traffic
+    waiting: float  # for the slowest GPU
+    between_hosts: frozenset[str] = frozenset()  # axes whose groups are on several hosts
+
+    @property
+    def communication(self) -> dict[str, float]:
+        """Exposed seconds, by axis, without those that are recomputed."""
+        return {axis: each.exposed for axis, each in added(self.activations, self.weights).items() if each.exposed}
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """All collectives, and the sends of a pipeline, by axis."""
+        own = added(added(self.activations, self.weights), self.recomputed.traffic)
+        return {axis: each for axis, each in added(own, {"pipeline": self.sends}).items() if each.sent}
+
+    @property
+    def layers(self) -> float:
+        """Seconds of all layers, without recomputation: their computation, and the exposed part of its collectives."""
+        return self.computation + sum(each.exposed for each in self.activations.values())
+
+    @property
+    def computation(self) -> float:
+        """Seconds of computation in all layers, without recomputation."""
+        return self.matmuls + self.attention + self.elementwise
+
+    @property
+    def total(self) -> float:
+        others = ("recomputed", "activations", "weights", "sends", "between_hosts")
+        own = (getattr(self, f.name) for f in fields(self) if f.name not in others)
+        return sum(own) + self.recomputed.total + sum(self.communication.values())
+
+    def link(self, axis: str) -> str:
+        """An axis, and whether its groups are on several hosts."""
+        return f"{axis} between hosts" if axis in self.between_hosts else axis
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Seconds that are no useful matmuls or attention, by reason, the largest first."""
+        named = {
+            "bubble": self.bubble + self.ticks,
+            "recomputation": self.recomputed.total,
+            "elementwise": self.elementwise,
+            "copies of saved activations": self.loops,
+            "optimizer": self.optimizer,
+            "casts and sums of gradients": self.conversions,
+            "waiting for the slowest GPU": self.waiting,
+            **{f"communication over {self.link(axis)}": seconds for axis, seconds in self.communication.items()},
+        }
+        return dict(sorted(((k, v) for k, v in named.items() if v > 0), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """The state of a device.
+
+    parameters: their number, by the axes that shard them in storage only. in_layers: the number of those in layers.
+    matrices: operations of the optimizer's matmuls, by their smallest dimension. on_host: bytes of moments on the host.
+    """
+
+    parameters: Counter[tuple[str, ...]]
+    in_layers: int
+    matrices: Mapping[int, float]
+    on_host: float
+
+
+def estimate_time(plan: StepPlan, rates: Rates, stored: StoredState, recomputes: bool = True) -> StepTime:
+    """The time of a step with this plan; without `recomputes` a lower limit for all remat policies."""
+    return _Step(plan, rates, stored).time(recomputes)
+
+
+def tokens_per_second(plan: StepPlan, seconds: float) -> float:
+    """Tokens per second and GPU."""
+    batch, devices = plan.config.batch, 1
+    for size in plan.sizes.values():
+        devices *= size
+    return batch.global_size * batch.sequence_length / seconds / devices
+
+
+def utilization(plan: StepPlan, rates: Rates, seconds: float) -> float:
+    """Model FLOPs utilization: counted operations against the data sheet's dense BF16 peak."""
+    return flops_per_token(plan.config) * tokens_per_second(plan, seconds) / rates.peak_flops
+
+
+class _Step:
+    """The time of a step, from the times of its layers."""
+
+    def __init__(self, plan: StepPlan, rates: Rates, stored: StoredState):
+        self.stored, self.device, self.rates = stored, Device(plan, rates), rates
+        self.plan, self.config, self.sizes = plan, plan.config, plan.sizes
+        self.parameters = sum(stored.parameters.values())
+        shards = {axes: math.prod(self.sizes[axis] for axis in axes) for axes in stored.parameters}
+        self.whole = sum(shards[axes] * number for axes, number in stored.parameters.items())  # after all gathers
+
+    @cached_property
+    def weight_bytes(self) -> tuple[float, float]:
+        """(bytes of a weight that are gathered, of its gradient that are reduced), per parameter."""
+        return self.device.number, 4 if self.config.precision.gradients == "float32" else 2
+
+    def weights(self, computation: float) -> dict[str, Traffic]:
+        """Gathers and reductions of weights; `computation`: seconds of a microbatch's layers."""
+        gather, reduce = self.weight_bytes
+        found, held = {}, dict(self.stored.parameters)
+        # From the storage shards outwards: fsdp layer by layer, the other axes once a step.
+        microbatches = self.config.batch.num_microbatches
+        free = HIDING * computation * microbatches  # of computation that hides nothing yet
+        for axis in ("fsdp", "data", "expert", "context"):
+            # Weights of experts that an axis divides stay on their devices.
+            held = {axes: number * (self.sizes[axis] if axis in axes else 1) for axes, number in held.items()}
+            gathered = sum(number for axes, number in held.items() if axis in axes)
+            if self.sizes[axis] == 1 or not gathered:
+                continue
+            layer_by_layer = axis == "fsdp" and not self.plan.is_pipelined
+            times = microbatches if layer_by_layer else 1
+            hidden = free if layer_by_layer else min(free, HIDING * computation)
+            before = self.device.collective(axis, times * gather * gathered)
+            after = self.device.collective(axis, times * (reduce + (gather if layer_by_layer else 0)) * gathered)
+            forward, backward = before.seconds, after.seconds
+            first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
+            late = max(0.0, forward - hidden * FORWARD) + max(0.0, backward - hidden * (1 - FORWARD))
+            share = self.device.bandwidth(axis) / self.rates.link_bytes
+            # The first layer's gathers and the last reductions have no computation beside them.
+            exposed = max(late, first + INTERFERENCE * share * (forward + backward - first))
+            found[axis] = Traffic(before.sent + after.sent, forward + backward, exposed)
+            free = max(0.0, free - (forward + backward - late))
+        return found
+
+    # The step
+
+    def slots(self) -> tuple[PassSeconds, PassSeconds, float]:
+        """Of the layers of a virtual stage, for one microbatch: (their work, what is recomputed, seconds of copies)."""
+        equal = Counter[tuple[LayerKind, bool, RematPolicy, bool, bool]]()
+        for segment in self.plan.segments:
+            for i in range(segment.count):
+                kind, last = self.plan.layer_slots[segment.start + i], (i + 1) % segment.group_size == 0
+                equal[kind, segment.fp8, segment.policy, last, self.plan.is_pipelined or segment.loops > 1] += 1
+        layers, remat, copies = PassSeconds(), PassSeconds(), 0.0
+        for (kind, fp8, policy, last, copied), count in equal.items():
+            work = self.device.layer(kind, fp8)
+            again = self.recomputed(kind, work, policy)
+            if policy.keeps_input and last:
+                again += self.device.unused(kind, fp8) * -FORWARD
+            layers, remat = layers + work * count, remat + again * count
+            copies += count * self.device.saved(kind, policy) if copied else 0.0
+        return layers, remat, COPIES * copies / self.rates.memory_bytes
+
+    def recomputed(self, kind: LayerKind, work: PassSeconds, policy: RematPolicy) -> PassSeconds:
+        """A layer's forward pass, or the part that its remat policy computes again.
+
+        Collectives and matmuls run again unless the results of all of them are kept.
+        """
+        if policy.keeps_input:
+            return work * FORWARD
+        attention = 0.0 if policy.keeps(ATTENTION) else work.attention
+        if policy.keeps_all:
+            return PassSeconds(attention=attention) * FORWARD
+        names = set(self.device.blocks[kind.block].saved_names) - {ATTENTION}
+        if all(map(policy.keeps, names)):
+            return PassSeconds(attention=attention, elementwise=work.elementwise) * FORWARD
+        return replace(work, attention=attention) * FORWARD
+
+    def casts(self) -> float:
+        """Seconds of a microbatch's casts of weights: in loops, which do it in both passes."""
+        loops = any(segment.loops > 1 for segment in self.plan.segments) and not self.plan.is_pipelined
+        return 2 * CAST_BYTES * self.stored.in_layers / self.rates.memory_bytes if loops else 0.0
+
+    def time(self, recomputes: bool) -> StepTime:
+        """The parts of the step; without `recomputes` no recomputation, and no copies of what is saved."""
+        config, (layers, remat, copies) = self.config, self.slots()
+        remat, loops = (remat, copies + self.casts()) if recomputes else (PassSeconds(), 0.0)
+        again = remat.total
+        modules = len(prediction_layers(config.model))
+        if modules:
+            kind = prediction_kind(config.model)
+            layers += self.device.layer(kind, self.plan.segments[-1].fp8) * (modules / self.sizes["pipeline"])
+        M, R = config.batch.num_microbatches, config.pipeline.rounds if self.plan.is_pipelined else 1
+        head = self.device.head()
+        stage = layers * (M * R)
+        useful = M * R * (layers.total + again + loops) + M * head
+        busy, ticks, sends = useful, 0.0, Traffic()
+        if self.plan.is_pipelined:
+            busy, ticks, sends = self.pipelined(layers, again + loops, head)
+        gpus = min(math.prod(self.sizes.values()), self.rates.hosts_of)
+        return StepTime(
+            waiting=PACE * math.log2(gpus) * (busy + ticks),
+            matmuls=stage.matmuls,
+            attention=stage.attention,
+            head=M * head,
+            elementwise=stage.elementwise,
+            recomputed=remat * (M * R),
+            loops=M * R * loops,
+            optimizer=self.update(),
+            conversions=self.conversions(),
+            activations={axis: each for axis, each in stage.traffic.items() if each.sent},
+            weights=self.weights(R * (layers.total + again) + head),
+            bubble=busy - useful,
+            ticks=ticks,
+            sends=sends,
+            between_hosts=self.device.between_hosts,
+        )
+
+    def conversions(self) -> float:
+        """Seconds of casts of weights and gradients, and of the sums of microbatches' gradients."""
+        again = self.config.batch.num_microbatches - 1
+        summed = 2 + 2 * self.plan.accumulation.itemsize  # a gradient is read, its sum is read and written
+        moved = (WHOLE_BYTES + again * summed) * self.whole
+        if self.config.precision.fp8.chosen.has_kernels:
+            moved += FP8_BYTES * self.stored.in_layers
+        return moved / self.rates.memory_bytes
+
+    def update(self) -> float:
+        """Seconds of the optimizer."""
+        matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.matrices.items())
+        return UPDATE_BYTES * self.parameters / self.rates.memory_bytes + matmuls + self.stored.on_host / HOST_BYTES
+
+    def pipelined(self, layers: PassSeconds, again: float, head: float) -> tuple[float, float, Traffic]:
+        """(seconds of all ticks without sends, of their sends and loop, sends).
+
+        `again`: what the backward pass recomputes, and the loops' cost.
+        """
+        third, ticks = FORWARD * layers.total, _ticks(schedule_of(self.plan))
+        send = self.device.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
+        seconds, total, count = send / self.device.bandwidth("pipeline"), 0.0, ticks.total()
+        for flags, number in ticks.items():
+            tick = third * flags.forward + head * flags.head + third * flags.weight
+            total += number * (tick + (third * (1 if flags.split else 2) + again) * flags.backward)
+        return total, (TICK_SECONDS + seconds) * count, Traffic(2 * send * count, seconds * count, seconds * count)
+
+
+@lru_cache(maxsize=256)
+def _ticks(schedule: Schedule) -> Counter[Flags]:
+    """The number of ticks with the same operations."""
+    return Counter(schedule.flags)
+
+
+def schedule_of(plan: StepPlan) -> Schedule:
+    """The schedule of a plan with a pipeline."""
+    settings = plan.config.pipeline
+    return make_schedule(settings.schedule, plan.sizes["pipeline"], plan.config.batch.num_microbatches, settings.rounds)

@@ -1,0 +1,263 @@
+"""The time of one layer, of the head, and of one collective on GPUs; `plan.step_time` adds them up to a step.
+
+A matmul, attention and the bytes of everything else each have a measured rate (`plan.rates`). A collective costs the
+part of its time that no computation hides. The constants are fitted to the rows of tests/data/time_rows.txt that are
+marked so.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from megajax.estimate.costs import attended_keys, planned_blocks, unsaved
+from megajax.layout.kinds import LayerKind
+from megajax.mesh import axes_across
+from megajax.model.sublayer import Shares, Sublayer, SublayerSizes
+from megajax.options.remat import RematPolicy
+from megajax.schema.fields import AXES
+from megajax.step_plan import StepPlan
+from megajax.tools.plan.rates import Rates
+
+FP32 = 4  # bytes
+# Elementwise work forward and backward, as reads or writes of an array:
+STREAM_PASSES = 11.0  # of the residual stream for a part of a layer: its norm and the addition of its output
+KEPT_PASSES = 3.3  # of the outputs of its matmuls and the input of its last one: activations, rotary positions
+ROUTED_PASSES = 8.7  # of the rows that experts receive: permutations and the sum over a token's experts
+ARRIVED_PASSES = 2  # of the buffers of arrived rows, which are written whole
+QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
+TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
+LOGIT_BYTES = 3.5  # of elementwise work for a logit
+TENSOR_EXPOSED = 0.40  # part of the time of collectives over `tensor` that their matmuls do not hide
+CONTEXT_EXPOSED = 0.29
+# Collectives over `tensor` of the input of a part of a layer (gathered in both passes, its gradient reduced), and of
+# its output (reduced, its gradient gathered).
+INPUT_COLLECTIVES, OUTPUT_COLLECTIVES = 3, 2
+# Of the experts' tokens, if `tensor` divides their widths: gathered and reduced in both passes. Nothing hides them.
+EXPERT_COLLECTIVES = 4
+IMBALANCE = 0.124  # work of the most loaded device's experts above the mean, for each doubling of the devices
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives over one axis: bytes that a GPU sends, seconds, and the seconds that no computation hides."""
+
+    sent: float = 0.0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.sent + other.sent, self.seconds + other.seconds, self.exposed + other.exposed)
+
+    def __mul__(self, factor: float) -> "Traffic":
+        return Traffic(factor * self.sent, factor * self.seconds, factor * self.exposed)
+
+
+def added(one: Mapping[str, Traffic], other: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    """The traffic of both, by axis."""
+    return {axis: one.get(axis, Traffic()) + other.get(axis, Traffic()) for axis in (*one, *other)}
+
+
+@dataclass
+class PassSeconds:
+    """Seconds of one layer's or head's forward and backward pass on one device."""
+
+    matmuls: float = 0
+    attention: float = 0
+    elementwise: float = 0
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # of activations, by axis
+
+    @property
+    def total(self) -> float:
+        return self.matmuls + self.attention + self.elementwise + sum(each.exposed for each in self.traffic.values())
+
+    def __add__(self, other: "PassSeconds") -> "PassSeconds":
+        return PassSeconds(
+            self.matmuls + other.matmuls,
+            self.attention + other.attention,
+            self.elementwise + other.elementwise,
+            added(self.traffic, other.traffic),
+        )
+
+    def __mul__(self, factor: float) -> "PassSeconds":
+        traffic = {axis: each * factor for axis, each in self.traffic.items()}
+        return PassSeconds(factor * self.matmuls, factor * self.attention, factor * self.elementwise, traffic)
+
+
+class Device:
+    """The work of one device of a plan."""
+
+    def __init__(self, plan: StepPlan, rates: Rates):
+        self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
+        self.number = 4 if self.config.precision.compute == "float32" else 2  # bytes
+        self.blocks = planned_blocks(self.config.model)
+        self._layers: dict[tuple[LayerKind, bool], PassSeconds] = {}
+
+    # One layer
+
+    def layer(self, kind: LayerKind, fp8: bool) -> PassSeconds:
+        """The forward and backward pass of a layer for one microbatch."""
+        if (kind, fp8) not in self._layers:
+            parts = [self.part(part, kind, fp8) for part in self.blocks[kind.block].parts.values()]
+            self._layers[kind, fp8] = sum(parts, PassSeconds())
+        return self._layers[kind, fp8]
+
+    def part(self, part: Sublayer, kind: LayerKind, fp8: bool) -> PassSeconds:
+        """The forward and backward pass of a part of a layer."""
+        tokens = self.plan.tokens
+        work = PassSeconds(
+            self.matmuls(part, fp8), elementwise=tokens * self.passes(part, fp8) / self.rates.memory_bytes
+        )
+        flops = part.attention_flops(attended_keys(self.config.batch.sequence_length, kind.window))
+        if flops:
+            work += self.attention(flops * tokens / self.sizes["tensor"], fp8)
+        if self.sizes["tensor"] > 1:
+            work.traffic["tensor"] = self.over_tensor(part, bool(flops))
+        if part.HAS_EXPERTS and self.plan.collectives.expert_shards > 1:
+            work.matmuls *= 1 + IMBALANCE * math.log2(self.plan.collectives.expert_shards)
+            work.traffic["expert"] = self.dispatch()
+        return work
+
+    def matmuls(self, part: Sublayer, fp8: bool) -> float:
+        """Seconds of a part's matmuls."""
+        model, tokens, tensor = self.config.model, self.plan.tokens, self.sizes["tensor"]
+        whole = part.HAS_EXPERTS and "tensor" in self.config.mesh.experts_over
+        smallest, waste = min(model.hidden_size, tokens, part.width() / (1 if whole else tensor)), 1.0
+        if part.HAS_EXPERTS:
+            rows = tokens * self.plan.collectives.expert_shards / (tensor if whole else 1)  # of all experts together
+            rows *= model.experts_per_token / (model.num_experts or 1)
+            smallest, waste = min(smallest, rows), 1 + TILE / 2 / rows
+        flops = 6 * tokens * part.matmul_parameters() / tensor
+        return waste * flops / self.rates.matmul_flops(smallest, fp8)
+
+    def unused(self, kind: LayerKind, fp8: bool) -> PassSeconds:
+        """The matmul of a layer whose output no backward pass needs, so that recomputation leaves it out: the last."""
+        part = list(self.blocks[kind.block].parts.values())[-1]
+        share = self.part_sizes(part).width * self.config.model.hidden_size / part.matmul_parameters()
+        return PassSeconds(self.matmuls(part, fp8) * share)
+
+    def saved(self, kind: LayerKind, policy: RematPolicy) -> float:
+        """Bytes of a layer that are kept for the backward pass, with one remat policy."""
+        stream = self.config.model.hidden_size / self.sizes["tensor"]
+        if policy.keeps_input:
+            return self.number * self.plan.tokens * stream
+        numbers = 0.0
+        for part in self.blocks[kind.block].parts.values():
+            sizes = self.part_sizes(part)
+            numbers += 2 * stream + sizes.kept + sizes.kept_width - unsaved(part, sizes, policy, stream)
+        return self.number * self.plan.tokens * numbers
+
+    def part_sizes(self, part: Sublayer, expert_shards: int = 1) -> SublayerSizes:
+        """Numbers of a part for a token of this device: with one shard as many rows as experts of a token."""
+        over_tensor = part.HAS_EXPERTS and "tensor" in self.config.mesh.experts_over
+        return part.sizes(Shares(self.sizes["tensor"], expert_shards, expert_shards, over_tensor, self.number))
+
+    def rows(self, part: Sublayer, expert_shards: int = 1) -> float:
+        """Numbers of the rows that experts receive, for a token of this device."""
+        return (self.part_sizes(part, expert_shards).arrived or 0.0) if part.HAS_EXPERTS else 0.0
+
+    def passes(self, part: Sublayer, fp8: bool) -> float:
+        """Bytes of a part's elementwise work for a token."""
+        D, tensor, sizes = self.config.model.hidden_size, self.sizes["tensor"], self.part_sizes(part)
+        # A device's buffers have room for all assignments of its group. An all-gather permutes the unused rows too.
+        rows, received = self.rows(part), self.rows(part, self.plan.collectives.expert_shards)
+        kept = sizes.kept - rows + sizes.width / tensor
+        numbers = STREAM_PASSES * D / tensor + KEPT_PASSES * kept
+        if self.plan.collectives.dispatch.gathers_tokens:
+            numbers += ROUTED_PASSES * received
+        else:
+            numbers += ROUTED_PASSES * rows + (ARRIVED_PASSES * received if received > rows else 0)
+        if fp8:
+            numbers += QUANTISE_PASSES * (kept + (rows or D) + D / tensor)
+        return self.number * numbers
+
+    def over_tensor(self, part: Sublayer, is_attention: bool) -> Traffic:
+        """The collectives of a part of a layer over `tensor`."""
+        model, number = self.config.model, self.number * self.plan.tokens
+        into = number * (self.latents if is_attention and self.latents else model.hidden_size)
+        out = number * model.hidden_size
+        hidden = self.collective("tensor", INPUT_COLLECTIVES * into + OUTPUT_COLLECTIVES * out, copied=True)
+        hidden = replace(hidden, exposed=TENSOR_EXPOSED * hidden.seconds)
+        if not part.HAS_EXPERTS:
+            return hidden
+        of_shared = hidden if model.shared_expert_ffn_hidden_size else Traffic()
+        if "tensor" in self.config.mesh.experts_over:
+            return of_shared
+        return of_shared + self.collective("tensor", EXPERT_COLLECTIVES * out)
+
+    @cached_property
+    def latents(self) -> int:
+        """Numbers of a token's latents and rotary key, which latent attention sends instead of the residual stream."""
+        model = self.config.model
+        if model.kv_lora_rank is None:
+            return 0
+        return (model.q_lora_rank or model.hidden_size) + model.kv_lora_rank + (model.qk_rope_head_dim or 0)
+
+    def attention(self, flops: float, fp8: bool) -> PassSeconds:
+        """Attention of this device's queries, with the collectives of keys and values."""
+        model, tokens, shards = self.config.model, self.plan.tokens, self.sizes["context"]
+        rate = self.rates.attention(model.head_dim, self.config.batch.sequence_length)
+        if shards == 1:
+            return PassSeconds(attention=flops / rate)
+        width = model.num_kv_heads * (model.head_dim + model.value_dim) / self.sizes["tensor"]
+        work = PassSeconds(attention=flops / rate / self.plan.collectives.context.attention_rate)
+        if self.plan.sends_latents:
+            assert model.kv_lora_rank and model.qk_nope_head_dim
+            # Keys and values of the others' tokens, in both passes, with their gradients; one's own again.
+            heads = model.num_heads * (model.qk_nope_head_dim + model.value_dim) / self.sizes["tensor"]
+            flops = tokens * model.kv_lora_rank * heads * (8 * (shards - 1) + 2)
+            work.matmuls = flops / self.rates.matmul_flops(model.kv_lora_rank, fp8)
+            work.elementwise = KEPT_PASSES * self.number * tokens * (shards - 1) * (heads + width)
+            work.elementwise /= self.rates.memory_bytes
+            width = model.kv_lora_rank + (model.qk_rope_head_dim or 0)
+        sent = self.collective("context", 4 * self.number * tokens * width * shards)
+        work.traffic["context"] = Traffic(sent.sent, sent.seconds, CONTEXT_EXPOSED * sent.seconds)
+        return work
+
+    def dispatch(self) -> Traffic:
+        """Rows sent to experts and back, forward and backward; nothing hides them."""
+        shards, axes = self.plan.collectives.expert_shards, self.config.mesh.experts_over
+        stream = self.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
+        between = any(axis in self.between_hosts for axis in axes)
+        bandwidth = self.rates.group_bytes(between, min(self.stride(axis) for axis in axes))
+        rows = self.plan.collectives.dispatch.rows_per_token(shards, self.config.model.experts_per_token)
+        sent = 4.5 * stream * rows * (shards - 1) / shards
+        return Traffic(sent, sent / bandwidth, sent / bandwidth)
+
+    def head(self) -> float:
+        """Seconds of head and loss of one microbatch, on the share of a stage."""
+        model, tokens = self.config.model, self.plan.head_tokens
+        weights = model.hidden_size * model.padded_vocab_size / self.sizes["tensor"]
+        work = 6 * tokens * weights / self.rates.matmul_flops(model.hidden_size, False)
+        # A chunk of tokens reads and writes the sum of the weight's gradients.
+        moved = LOGIT_BYTES * tokens * weights / model.hidden_size + 2 * FP32 * weights * (self.plan.loss_chunks - 1)
+        return (work + moved / self.rates.memory_bytes) * (1 + model.mtp_layers)
+
+    # Collectives
+
+    def stride(self, axis: str) -> int:
+        """The distance of neighbours along an axis: `tensor` is innermost."""
+        stride = 1
+        for inner in reversed(AXES):
+            if inner == axis:
+                return stride
+            stride *= self.sizes[inner]
+        raise AssertionError(axis)
+
+    @cached_property
+    def between_hosts(self) -> frozenset[str]:
+        """The axes whose groups are on several hosts."""
+        return frozenset(axes_across(self.sizes, np.arange(math.prod(self.sizes.values())) // self.rates.hosts_of))
+
+    def bandwidth(self, axis: str) -> float:
+        """The bandwidth of a GPU in a collective over an axis."""
+        return self.rates.group_bytes(axis in self.between_hosts, self.stride(axis))
+
+    def collective(self, axis: str, whole: float, copied: bool = False) -> Traffic:
+        """A gather or a reduction of `whole` bytes over an axis by NCCL, or by copies; all of it exposed."""
+        size, bandwidth = self.sizes[axis], self.bandwidth(axis)
+        bandwidth = bandwidth if copied else min(bandwidth, self.rates.nccl_bytes)
+        sent = whole * (size - 1) / size
+        return Traffic(sent, sent / bandwidth, sent / bandwidth)

@@ -1,0 +1,127 @@
+"""Measures a machine before a run: `megajax preflight [CONFIG [section.key=value ...]]`.
+
+The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
+config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
+device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1; of CPU
+devices only the disks are compared.
+Between hosts NCCL says which network it uses: TCP sockets instead of RDMA make the status 1 too.
+`--rates FILE` then measures the rates that `megajax plan --rates FILE` reads.
+"""
+
+import argparse
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megajax.command_parser import CommandParser
+from megajax.config import Config, load_config
+from megajax.console import user_errors
+from megajax.errors import InputError
+from megajax.runtime import accept_missing_cuda, prepare_environment
+from megajax.tools.preflight import network
+from megajax.tools.preflight.measurements import Sample, disk_rates, groups, link_rates, matmul_rates, report
+
+VIRTUAL = "CPU devices share the cores of their host, so their rates are not compared and say nothing about GPUs"
+LONGEST = 3600.0  # seconds that the slowest process may take longer than the first
+
+
+def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path | None) -> int:
+    """Measure in all processes and print the report on the first one; the exit status."""
+    import jax
+
+    from megajax.config.checks import check_mesh
+    from megajax.mesh import build_mesh, process_hosts, start_processes
+    from megajax.messages import Messages, from_first_process
+    from megajax.start_checks import check_processes
+    from megajax.tools.preflight.rates import check_new
+
+    start_processes()
+    if options.rates is not None:
+        from_first_process(lambda: check_new(options.rates))
+    if config is not None:
+        check_processes(config)
+    host, several = socket.gethostname(), jax.process_count() > 1
+    hosts = process_hosts()
+    on_gpu = jax.default_backend() == "gpu"
+    sizes = None if config is None else check_mesh(config, jax.device_count(), jax.process_count())
+    mesh = None if sizes is None else build_mesh(sizes)
+    samples = matmul_rates(host, options.matrix or (8192 if on_gpu else 512))
+    samples += link_rates(groups(jax.devices(), hosts, mesh), options.megabytes or (256 if on_gpu else 4))
+    if hosts.index(host) == jax.process_index():
+        directory = Path(options.directory or ("runs" if config is None else config.run.dir))
+        samples += disk_rates(host, directory, options.disk_megabytes)
+
+    def judge(answers: list[str]) -> str:
+        found = [json.loads(answer) for answer in answers]
+        table, outliers = report([Sample(*s) for own in found for s in own["samples"]], options.threshold, not on_gpu)
+        line, problems = network.report([own["network"] for own in found], len(set(hosts)))
+        outliers += problems
+        print(table, *filter(None, [line, "" if on_gpu else VIRTUAL]), sep="\n")
+        print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")
+        return str(int(bool(outliers)))
+
+    mine = json.dumps({"samples": samples, "network": network.chosen(nccl_log)})
+    status = int(Messages("preflight").decide(mine, judge, LONGEST) if several else judge([mine]))
+    if options.rates is not None:
+        measure_rates(options.rates, hosts)
+    return status
+
+
+def config_of_rates() -> Config:
+    """A config whose XLA flags the measurements need: with a `tensor` axis, permutations are copies."""
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
+    batch = {"global_size": 1, "sequence_length": 8}
+    values = {"model": model, "batch": batch, "data": {"kind": "synthetic"}, "mesh": {"data": 1, "tensor": -1}}
+    return Config.model_validate(values)
+
+
+def measure_rates(path: Path, hosts: Sequence[str]) -> None:
+    """Measure the rates in all processes; the first one writes the file and prints the report."""
+    import jax
+
+    from megajax.messages import Messages
+    from megajax.tools.preflight import rates
+
+    machine = rates.Machine(jax.devices()[0].device_kind, jax.device_count(), len(set(hosts)))
+
+    def finish(answers: list[str]) -> str:
+        print(rates.finish(path, machine, [rates.from_json(answer) for answer in answers]))
+        return ""
+
+    Messages("rates").decide(rates.to_json(rates.measure(hosts)), finish, LONGEST)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and report; the exit status: 1 if something is slow."""
+    parser = CommandParser(
+        "megajax.tools.preflight.__main__", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("run", nargs="*", metavar="CONFIG [section.key=value ...]", help="as for megajax.train")
+    parser.add_argument("--threshold", type=float, default=0.8, help="part of the median of equals (default: 0.8)")
+    parser.add_argument("--megabytes", type=int, help="buffer of a device in a collective (default: 256; CPUs: 4)")
+    parser.add_argument("--matrix", type=int, help="size of the matrices (default: 8192; CPUs: 512)")
+    parser.add_argument("--disk-megabytes", type=int, default=1024, help="size of the file (default: 1024)")
+    parser.add_argument("--directory", help="where to write it (default: the config's run.dir, or runs)")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="also write the measured rates for megajax plan")
+    with user_errors():
+        options = parser.parse_intermixed_args(arguments)
+        for name in ("threshold", "megabytes", "matrix", "disk_megabytes"):
+            if (value := getattr(options, name)) is not None and value <= 0:
+                raise InputError(f"--{name.replace('_', '-')}={value} is not positive: give a larger number.")
+        config = load_config(options.run[0], options.run[1:]) if options.run else None
+        nccl_log = network.listen()
+        if options.rates is not None:
+            if config is not None:
+                raise InputError(f"--rates={options.rates} needs no config: leave {options.run[0]} out.")
+            prepare_environment(config_of_rates())
+        elif config is None:
+            accept_missing_cuda()
+        else:
+            prepare_environment(config)
+        return preflight(config, options, nccl_log)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

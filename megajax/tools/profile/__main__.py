@@ -1,0 +1,120 @@
+"""Shows where the time of a train step goes, beside the planner's estimate, and names the largest gap.
+
+    megajax profile CONFIG [section.key=value ...]
+    megajax profile RUN
+
+The first command traces steps of a config on synthetic tokens, on the devices of this machine; CONFIG is a path, or the
+name of a file in configs/. The second reads the trace in a run directory (`logging.profile_start`), or in a folder of
+--save. docs/profiling.md explains the table.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megajax.command_parser import CommandParser
+from megajax.console import user_errors
+from megajax.errors import InputError
+from megajax.runtime import accept_missing_cuda, prepare_environment
+from megajax.tools.bench import synthetic_config
+
+WARMUP_STEPS = 3
+# A trace does not name the operations of a CUDA graph's kernels.
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; the exit status."""
+    parser = CommandParser(
+        "megajax.tools.profile.__main__", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="CONFIG_OR_RUN", help="a config to trace, or a folder with a trace")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the config")
+    parser.add_argument("--steps", type=int, default=3, help="steps to trace (default: 3)")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the trace in this new folder")
+    parser.add_argument("--device", help="predict for h200, h100 or b200 (default: the devices of the trace)")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="JSON file of rates, as of megajax plan")
+    parser.add_argument("--parts", action="store_true", help="add the parts of each row, with their rooflines")
+    parser.add_argument("--operations", type=int, default=0, metavar="N", help="add the N longest operations")
+    with user_errors():
+        options = parser.parse_intermixed_args(arguments)
+        check(options)
+        if Path(options.source).is_dir():
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a GPU here may be that of the run
+            print(described(Path(options.source), options))
+            return 0
+        if options.save is not None:
+            trace_steps(options, options.save)
+            print(described(options.save, options))
+            return 0
+        with tempfile.TemporaryDirectory() as folder:
+            trace_steps(options, Path(folder))
+            print(described(Path(folder), options))
+    return 0
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises InputError for arguments that cannot be followed."""
+    if options.steps < 1:
+        raise InputError(f"--steps={options.steps} is below 1.")
+    if options.operations < 0:
+        raise InputError(f"--operations={options.operations} is below 0.")
+    if Path(options.source).is_dir():
+        if options.overrides:
+            raise InputError(
+                f"{options.overrides[0]} cannot change the trace in {options.source}: leave it out, or give a config."
+            )
+        if options.save is not None:
+            raise InputError(f"--save={options.save}: {options.source} has a trace already: leave --save out.")
+    if options.save is not None and options.save.exists() and (options.save.is_file() or any(options.save.iterdir())):
+        raise InputError(f"--save={options.save} is not empty: name a new folder.")
+
+
+def trace_steps(options: argparse.Namespace, folder: Path) -> None:
+    """Run a config's steps in this process and write the trace of the last ones into a folder."""
+    config = synthetic_config(options.source, options.overrides, str(folder))
+    chosen = {"profile_start": WARMUP_STEPS + 1, "profile_steps": options.steps}
+    config = config.model_copy(update={"logging": config.logging.model_copy(update=chosen)})
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
+    flags = prepare_environment(config)
+
+    from megajax.files import CONFIG
+    from megajax.training.loop import Trainer
+
+    trainer = Trainer(config, flags=flags)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+    for _ in range(WARMUP_STEPS + options.steps):
+        batch = trainer.next_batch()
+        trainer.profile.before_step(trainer.view, batch)
+        trainer.train_step(batch)
+        trainer.profile.on_step(trainer.view)
+    trainer.checkpoints.close()
+
+
+def described(folder: Path, options: argparse.Namespace) -> str:
+    """The report on the trace in a folder."""
+    accept_missing_cuda()
+
+    from megajax.tools.plan.rates import rates_of, read_rates
+    from megajax.tools.profile.prediction import rates_of_kind
+    from megajax.tools.profile.report import Choices, report
+    from megajax.tools.profile.trace import read
+
+    trace = read(folder)
+    rates = rates_of(options.device) if options.device is not None else rates_of_kind(trace.device_kind)
+    if options.rates is not None:
+        if rates is None:
+            raise InputError(
+                f"--rates={options.rates}: the planner has no rates of {trace.device_kind} that the file could change: "
+                "add --device h200."
+            )
+        rates = read_rates(options.rates, rates)
+    return report(trace, Choices(rates, options.parts, options.operations))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
