@@ -7,26 +7,51 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, NoReturn, Self
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
+from megajax.config.registered import settings_of
+from megajax.config.sentences import fail
 from megajax.layout.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.layout.stages import gathered_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
 from megajax.mesh import mesh_sizes, within_processes
+from megajax.model.lora import is_trained
+from megajax.model.parameters import parameters
+from megajax.model.transformer import Transformer, declared_model
 from megajax.ops import fp8
 from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
+from megajax.options.registered import NEXT_TOKEN
+from megajax.options.remat import RematPolicy
 from megajax.runtime import permutations_are_copied
-from megajax.sharding import EMPTY, NON_BLOCK_AXES, ONCE_AXES, stored_layers
+from megajax.schema.config import ObjectiveConfig, PipelineConfig
+from megajax.schema.fields import cached
+from megajax.schema.lora import LoraConfig
+from megajax.schema.model import ModelConfig
+from megajax.schema.optimizer import OptimizerConfig
+from megajax.schema.precision import Fp8Config
+from megajax.schema.schedule import ScheduleConfig
+from megajax.sharding import (
+    EMPTY,
+    NON_BLOCK_AXES,
+    ONCE_AXES,
+    TEACHER,
+    Placement,
+    place_all,
+    stored_layers,
+    stored_rows,
+)
 
+_parameters = cached(parameters)  # all candidates of a search have the same model
 CHUNK_BYTES = 2**31  # limit of a chunk's FP32 logits
 
 
@@ -150,7 +175,121 @@ class StepPlan:
         """The same plan on GPUs, where more layers are unrolled."""
         return StepPlan.make(self.config, self.sizes, replace(self.hardware, platform="gpu"), self.kernels)
 
+    # What the step computes, as plain data: nodes, weights and optimizers read no other keys of the config.
+
+    @property
+    def model(self) -> ModelConfig:
+        """The network."""
+        return self.config.model
+
+    @property
+    def transformer(self) -> Transformer:
+        """The declared model, without arrays."""
+        return declared_model(self.model, self.lora)
+
+    @cached_property
+    def declared(self) -> dict[str, nnx.Param]:
+        """All parameters by name, those of a teacher with its prefix."""
+        own = self.teacher.transformer if self.teacher else None
+        return _parameters(self.transformer) | ({TEACHER + n: p for n, p in _parameters(own).items()} if own else {})
+
+    @property
+    def trained(self) -> dict[str, nnx.Param]:
+        """The parameters that have gradients."""
+        return {name: parameter for name, parameter in self.declared.items() if is_trained(self.lora, name)}
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """The placement of every parameter."""
+        rows = stored_rows(self.config, self.sizes["pipeline"])
+        return place_all(self.declared, self.sizes, rows, self.config.mesh.experts_over)
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The adapters, which decide what is trained."""
+        return self.config.lora
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        return self.config.objective
+
+    def objective_settings(self, objective: type[Any]) -> Any:
+        """The settings of the class that `objective.kind` names, as its `Settings`."""
+        return None if self.objective.kind == NEXT_TOKEN else settings_of(self.config, objective, "objective")
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return self.config.optimizer
+
+    def optimizer_settings(self, optimizer: type[Any]) -> Any:
+        """The settings of the class that `optimizer.kind` names, as its `Settings`."""
+        return settings_of(self.config, optimizer, "optimizer")
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        """The learning rate over the steps."""
+        return self.config.schedule
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the run."""
+        return self.config.run.steps
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """The schedule of the stages."""
+        return self.config.pipeline
+
+    @property
+    def remat(self) -> RematPolicy:
+        return self.config.remat.chosen
+
+    @property
+    def fp8(self) -> Fp8Config:
+        return self.config.precision.fp8
+
+    @property
+    def compute(self) -> jnp.dtype:
+        """The dtype of activations and matmuls."""
+        return jnp.dtype(self.config.precision.compute)
+
+    @property
+    def gradients(self) -> jnp.dtype:
+        """The dtype in which gradients are reduced over devices."""
+        return jnp.dtype(self.config.precision.gradients)
+
+    @property
+    def deterministic(self) -> bool:
+        return self.config.run.deterministic
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sequence has several documents, none of which attends to another."""
+        return self.config.data.reset_attention
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether sequences of training may end with padding."""
+        return self.config.is_padded("train")
+
+    def refuse(self, problem: str, cure: str, *keys: str) -> NoReturn:
+        """Raise ConfigError: `problem (where a key is set): cure.`"""
+        fail(self.config, problem, cure, *keys)
+
     # The batch
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.batch_shape[0]
+
+    @property
+    def batch_shards(self) -> int:
+        """The number of devices that the sequences are divided among."""
+        return self.config.batch_shards(self.sizes)
 
     @property
     def batch_shape(self) -> tuple[int, int, int]:
@@ -161,7 +300,7 @@ class StepPlan:
     @property
     def sequences(self) -> int:
         """Number of sequences of a microbatch on one device."""
-        return self.batch_shape[1] // self.config.batch_shards(self.sizes)
+        return self.batch_shape[1] // self.batch_shards
 
     @property
     def tokens(self) -> int:
@@ -185,7 +324,11 @@ class StepPlan:
     @property
     def loss_chunks(self) -> int:
         """The number of chunks in which head and loss of a microbatch run."""
-        return loss_chunks(self.config, self.head_tokens, self.sizes["tensor"])
+        return self.chunks_of(self.head_tokens)
+
+    def chunks_of(self, tokens: int) -> int:
+        """The number of chunks of a device's `tokens` at the head."""
+        return loss_chunks(self.config, tokens, self.sizes["tensor"])
 
     @property
     def balances_context(self) -> bool:
@@ -326,6 +469,10 @@ class PredictionPlan(StepPlan):
 
 class TeacherPlan(StepPlan):
     """The plan of a frozen teacher."""
+
+    @property
+    def transformer(self) -> Transformer:
+        return declared_model(self.model, self.lora, rows="modules")  # each stage of a pipeline has all layers
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:

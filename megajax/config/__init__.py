@@ -12,17 +12,17 @@ from megajax.schema.config import (
     KernelsConfig,
     LoggingConfig,
     MeshConfig,
-    OptimizerConfig,
     PipelineConfig,
-    PrecisionConfig,
     RematConfig,
-    RunConfig,
-    ScheduleConfig,
 )
 from megajax.schema.data import DataConfig, DataSource
 from megajax.schema.fields import AXES
 from megajax.schema.lora import LoraConfig
 from megajax.schema.model import ModelConfig, RopeScaling, RouterConfig
+from megajax.schema.optimizer import OptimizerConfig
+from megajax.schema.precision import PrecisionConfig
+from megajax.schema.run import RunConfig
+from megajax.schema.schedule import ScheduleConfig
 
 __all__ = [
     "AXES",

@@ -6,7 +6,8 @@ from megajax.config.sentences import format_keys, value, warn
 from megajax.layout.kinds import LATENT
 from megajax.options.optimizers import BETA1, BETA2, EPSILON, OPTIMIZERS
 from megajax.options.schedules import DECAY, LOWEST, TAIL
-from megajax.schema.config import Config, lowest_rate
+from megajax.schema.config import Config
+from megajax.schema.schedule import lowest_rate
 
 # Besides the model, a checkpoint's description has these.
 COMPARED_ON_RESUME = (

@@ -8,6 +8,7 @@ from megajax.model import Transformer, parameters
 from megajax.model.block import blocks_of
 from megajax.model.lora import is_adapter
 from megajax.model.sublayer import Sublayer, SublayerSizes
+from megajax.model.transformer import declared_model
 from megajax.options.remat import ATTENTION, OUTPUT, Keep, RematPolicy
 from megajax.schema.fields import cached
 
@@ -42,7 +43,7 @@ def flops_per_token(config: Config) -> float:
         total += sum(part.attention_flops(attended_keys(S, kind.window)) for part in parts[kind.block])
     total += each * model.hidden_size * model.padded_vocab_size * (1 + model.mtp_layers)
     total += each * 2 * model.hidden_size**2 * model.mtp_layers  # the modules' projections
-    whole = Transformer(model, config.lora)
+    whole = declared_model(model, config.lora)
     total += whole.encoder.flops() / S if whole.encoder else 0
     total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
     return total + 6 * adapter_parameter_count(whole)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megajax.estimate.activations import Activations
-from megajax.estimate.optimizer import StateBytes, slots_of, state_bytes
+from megajax.estimate.optimizer import StateBytes, state_bytes
 from megajax.estimate.weights import Elements, StepWeights
 from megajax.layout.kinds import MTP
 from megajax.layout.segments import LayerSegment
+from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import Placement
 from megajax.step.embedding import TOKENS
 from megajax.step.pipeline.buffers import choose_buffer_slots
@@ -303,7 +304,7 @@ class _Step:
 
     @cached_property
     def state(self) -> StateBytes:
-        return state_bytes(self.plan, slots_of(self.plan, self.placements), self.placements)
+        return state_bytes(self.plan, OptimizerSlots.of(self.plan, self.plan.trained, self.placements))
 
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""

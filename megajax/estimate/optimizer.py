@@ -2,21 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 
 from megajax.mesh import AXES
-from megajax.model import Transformer, parameters
-from megajax.model.lora import is_trained
 from megajax.optim.forms import StateArray
 from megajax.optim.optimizer import MatrixOptimizer
 from megajax.optim.slots import OptimizerSlots
 from megajax.parallel.weights.matrices import groups, rounds
-from megajax.schema.fields import cached
-from megajax.schema.lora import LoraConfig
-from megajax.schema.model import ModelConfig
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
 
@@ -30,26 +25,12 @@ class StateBytes(NamedTuple):
     largest_moved: int  # those on the host of the largest parameter
 
 
-@cached
-def declared(model: ModelConfig, lora: LoraConfig):
-    """`parameters` of the model; all candidates of a search have the same."""
-    return parameters(Transformer(model, lora))
-
-
-def slots_of(plan: StepPlan, placements: Mapping[str, Placement]) -> OptimizerSlots:
-    """The slots of a plan's optimizer."""
-    config = plan.config
-    trained = {n: p for n, p in declared(config.model, config.lora).items() if is_trained(config.lora, n)}
-    return OptimizerSlots.of(config, trained, placements, plan.sizes)
-
-
-def state_bytes(plan: StepPlan, slots: OptimizerSlots, placements: Mapping[str, Placement]) -> StateBytes:
+def state_bytes(plan: StepPlan, slots: OptimizerSlots) -> StateBytes:
     """Bytes on a device of the weights, and of what only the update needs; all steps keep both."""
-    compute = plan.config.precision.compute
     weights: list[StateArray] = jax.tree.leaves(slots.stored.params)
-    for name, placement in placements.items():
+    for name, placement in plan.placements.items():
         if name not in slots.placements:  # frozen
-            weights.append(StateArray(placement, "float32" if placement.computes_in_fp32 else compute))
+            weights.append(StateArray(placement, "float32" if placement.computes_in_fp32 else plan.compute))
     on_device, moved = 0, Counter[str]()
     for array in slots.slot_arrays:
         size = _on_a_device(plan, jax.tree.leaves(array.stored(slots.sizes)))

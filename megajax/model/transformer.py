@@ -30,8 +30,15 @@ from megajax.model.sublayer import (
     scale_embeddings,
 )
 from megajax.model.width import std_factor
+from megajax.schema.fields import cached
 
 ENCODER = "encoder."  # prefix of the names of its parameters
+
+
+@cached
+def declared_model(config: ModelConfig, lora: LoraConfig, rows: str = "layers") -> "Transformer":
+    """The `Transformer` of these arguments; it has no arrays, so that one object serves all."""
+    return Transformer(config, lora, rows)
 
 
 class EmbeddingTables(nnx.Module):

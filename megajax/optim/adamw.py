@@ -10,9 +10,9 @@ class AdamW(OptaxOptimizer):
     STATE = optax.ScaleByAdamState
 
     def transformation(self) -> optax.GradientTransformation:
-        own = self.config.optimizer
+        own = self.plan.optimizer
         return optax.scale_by_adam(own.beta1, own.beta2, own.epsilon)
 
     @property
     def first_moment(self) -> tuple[str, float]:
-        return "mu", 1 - self.config.optimizer.beta1
+        return "mu", 1 - self.plan.optimizer.beta1

@@ -20,8 +20,8 @@ class Ademamix(OptaxOptimizer):
     STATE = optax.contrib.ScaleByAdemamixState
 
     def transformation(self) -> optax.GradientTransformation:
-        own, settings = self.config.optimizer, self.config.optimizer.ademamix
-        steps = self.config.run.steps if settings.warmup_steps is None else settings.warmup_steps
+        own, settings = self.plan.optimizer, self.plan.optimizer.ademamix
+        steps = self.plan.steps if settings.warmup_steps is None else settings.warmup_steps
         return optax.contrib.scale_by_ademamix(
             own.beta1,
             own.beta2,
@@ -32,7 +32,7 @@ class Ademamix(OptaxOptimizer):
 
     @property
     def first_moment(self) -> tuple[str, float]:
-        return "m1", 1 - self.config.optimizer.beta1
+        return "m1", 1 - self.plan.optimizer.beta1
 
 
 def _after_updates(value: Callable[[jax.Array], jax.Array], steps: int) -> optax.Schedule:

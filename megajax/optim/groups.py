@@ -9,57 +9,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.config import Config
-from megajax.config.sentences import fail
 from megajax.model.width import rate_factor
 from megajax.optim.slots import OptimizerSlots
 from megajax.schema.optimizer import OptimizerGroup
 from megajax.sharding import EMPTY, Placement
+from megajax.step_plan import StepPlan
 
 KEY = "optimizer.groups"
 
 
-def group_of(config: Config, names: Sequence[str]) -> dict[str, int]:
+def group_of(plan: StepPlan, names: Sequence[str]) -> dict[str, int]:
     """The index of the first of `optimizer.groups` with a pattern that matches the name, for the names of groups.
 
     Patterns are those of shells, and match whole names: `*.attention.*`. Raises ConfigError for a pattern that matches
     no name of a trained parameter, and for a group whose parameters are all in groups before it.
     """
     found: dict[str, int] = {}
-    for index, group in enumerate(config.optimizer.groups):
+    for index, group in enumerate(plan.optimizer.groups):
         where = f"{KEY}.{index}.parameters"
         own: set[str] = set()
         for pattern in group.parameters:
             matched = fnmatch.filter(names, pattern)
             if not matched:
                 near = difflib.get_close_matches(pattern, names, 1, 0) or names[:1]
-                fail(
-                    config, f"{where} has {pattern!r}, which matches no trained parameter", f"a name is {near[0]}", KEY
-                )
+                problem = f"{where} has {pattern!r}, which matches no trained parameter"
+                plan.refuse(problem, f"a name is {near[0]}", KEY)
             own |= set(matched)
         if own <= found.keys():
             problem = f"all parameters of {where}={list(group.parameters)} are in groups before it"
-            fail(config, problem, "put the narrower group first, or remove this one", KEY)
+            plan.refuse(problem, "put the narrower group first, or remove this one", KEY)
         found |= {name: index for name in own - found.keys()}
     return found
 
 
-def rates(config: Config, declared: Mapping[str, Any], slots: OptimizerSlots) -> dict[str, Any]:
+def rates(plan: StepPlan, declared: Mapping[str, Any], slots: OptimizerSlots) -> dict[str, Any]:
     """The learning rate of each parameter as a multiple of the schedule's: a number, or one for each stored row."""
-    groups, (chosen, *others) = _groups(config, declared), slots.members
+    groups, (chosen, *others) = _groups(plan, declared), slots.members
     out: dict[str, Any] = {}
     for member in (chosen, *others):
         beside = 1.0 if member is chosen else chosen.optimizer.others_rate
         for name, placement in member.placements.items():
             rate = (groups[name].learning_rate if name in groups else 1.0) * beside
-            rate *= rate_factor(config.model, declared[name], member.optimizer.width_factor)
-            out[name] = rate * _depth_factor(config, name, declared[name], placement)
+            rate *= rate_factor(plan.model, declared[name], member.optimizer.width_factor)
+            out[name] = rate * _depth_factor(plan, name, declared[name], placement)
     return out
 
 
-def decays(config: Config, declared: Mapping[str, Any]) -> dict[str, float]:
+def decays(plan: StepPlan, declared: Mapping[str, Any]) -> dict[str, float]:
     """The weight decay of each parameter."""
-    own, groups = config.optimizer, _groups(config, declared)
+    own, groups = plan.optimizer, _groups(plan, declared)
     of_role = {
         "matrix": True,
         "embedding": own.decay_embeddings,
@@ -72,12 +70,12 @@ def decays(config: Config, declared: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def clip(config: Config, gradients: Mapping[str, jax.Array], norm: jax.Array) -> dict[str, jax.Array]:
+def clip(plan: StepPlan, gradients: Mapping[str, jax.Array], norm: jax.Array) -> dict[str, jax.Array]:
     """Gradients in stored form, clipped: those of a group with `clip_norm` to their own norm, the others together.
 
     `norm` is that of all gradients.
     """
-    own, groups = config.optimizer, group_of(config, list(gradients))
+    own, groups = plan.optimizer, group_of(plan, list(gradients))
     apart = {name: index for name, index in groups.items() if own.groups[index].clip_norm is not None}
     limits = {None: own.clip_norm} | {index: own.groups[index].clip_norm or 0.0 for index in apart.values()}
     out = {}
@@ -94,16 +92,16 @@ def _norm(gradients: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(jnp.square(g)) for g in gradients.values()), jnp.float32(0)))
 
 
-def _groups(config: Config, declared: Mapping[str, Any]) -> dict[str, OptimizerGroup]:
-    return {name: config.optimizer.groups[index] for name, index in group_of(config, list(declared)).items()}
+def _groups(plan: StepPlan, declared: Mapping[str, Any]) -> dict[str, OptimizerGroup]:
+    return {name: plan.optimizer.groups[index] for name, index in group_of(plan, list(declared)).items()}
 
 
-def _depth_factor(config: Config, name: str, parameter: Any, placement: Placement) -> Any:
+def _depth_factor(plan: StepPlan, name: str, parameter: Any, placement: Placement) -> Any:
     """`optimizer.layer_decay` (Clark et al. 2020): the power of a layer's distance from the output, by stored row.
 
     The head, the last norm and prediction modules have distance 0, the last layer 1, the embeddings L + 1.
     """
-    decay, layers = config.optimizer.layer_decay, config.model.num_layers
+    decay, layers = plan.optimizer.layer_decay, plan.model.num_layers
     if decay == 1.0:
         return 1.0
     if name.startswith("embedding."):

@@ -10,8 +10,8 @@ class Lion(OptaxOptimizer):
     STATE = optax.ScaleByLionState
 
     def transformation(self) -> optax.GradientTransformation:
-        return optax.scale_by_lion(self.config.optimizer.beta1, self.config.optimizer.beta2)
+        return optax.scale_by_lion(self.plan.optimizer.beta1, self.plan.optimizer.beta2)
 
     @property
     def first_moment(self) -> tuple[str, float]:
-        return "mu", 1 - self.config.optimizer.beta2
+        return "mu", 1 - self.plan.optimizer.beta2

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.config import Config
 from megajax.ops.newton_schulz import coefficients, newton_schulz, operations
 from megajax.optim.optimizer import MatrixOptimizer, Named, Slot, Slots
+from megajax.step_plan import StepPlan
 
 
 class Muon(MatrixOptimizer):
     SLOTS = (Slot("trace"),)
     turns, in_chain = True, True
 
-    def __init__(self, config: Config, settings: Any = None):
-        super().__init__(config, settings)
-        self.muon = config.optimizer.muon
+    def __init__(self, plan: StepPlan, settings: Any = None):
+        super().__init__(plan, settings)
+        self.muon = plan.optimizer.muon
         self.per_head, self.others_rate = self.muon.per_head, self.muon.adamw_rate
         self.steps = coefficients(self.muon.coefficients, self.muon.steps)
 
@@ -32,7 +32,7 @@ class Muon(MatrixOptimizer):
 
     @property
     def dtype(self) -> Any:
-        return jnp.float32 if self.config.precision.compute == "float32" else jnp.bfloat16
+        return jnp.float32 if self.plan.compute == jnp.float32 else jnp.bfloat16
 
     def scale(self, inputs: int, outputs: int) -> float:
         """`match_adamw` is Moonlight's (Liu et al. 2025): the mean square of the update is then 0.2², as AdamW's is."""

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.config import Config
 from megajax.schema.fields import Section
+from megajax.step_plan import StepPlan
 
 Named = dict[str, jax.Array]  # arrays by the names of parameters
 Slots = dict[str, Any]  # arrays by slot: a scalar, or arrays by the names of parameters
@@ -50,8 +50,8 @@ class Optimizer:
     update_tolerance = 1e-2  # relative difference of an update that rounding of the gradients explains, for `verify`
     others_rate = 1.0  # learning rate of parameters that it leaves to AdamW, as a multiple of the schedule's
 
-    def __init__(self, config: Config, settings: Any = None):
-        self.config, self.settings = config, settings
+    def __init__(self, plan: StepPlan, settings: Any = None):
+        self.plan, self.settings = plan, settings
 
     def slots(self) -> tuple[Slot, ...]:
         return self.SLOTS

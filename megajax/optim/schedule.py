@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import optax
 
-from megajax.config import ScheduleConfig
+from megajax.schema.schedule import ScheduleConfig
 
 
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:

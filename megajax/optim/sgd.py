@@ -9,10 +9,10 @@ class Sgd(OptaxOptimizer):
     STATE = optax.TraceState
 
     def slots(self) -> tuple[Slot, ...]:
-        return (Slot("trace"),) if self.config.optimizer.beta1 > 0 else ()
+        return (Slot("trace"),) if self.plan.optimizer.beta1 > 0 else ()
 
     def transformation(self) -> optax.GradientTransformation:
-        return optax.trace(self.config.optimizer.beta1)
+        return optax.trace(self.plan.optimizer.beta1)
 
     def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
         return super().direction(gradients, slots) if slots else (gradients, slots)

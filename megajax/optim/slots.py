@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.config import Config
-from megajax.config.registered import settings_of
 from megajax.optim.adamw import AdamW
 from megajax.optim.ademamix import Ademamix
 from megajax.optim.forms import BFloat16, Form, Int8, LowBits, StateArray, seed_of
@@ -24,8 +22,9 @@ from megajax.parallel.weights.masters import is_split
 from megajax.parallel.weights.matrices import MatrixLayout
 from megajax.parallel.weights.offload import OFFLOADED, largest_share
 from megajax.sharding import Placement
+from megajax.step_plan import StepPlan
 
-# Those of `config.optimizers`; `register_optimizer` and `register_form` add others.
+# Those of `options.optimizers`; `register_optimizer` and `register_form` add others.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "ademamix": Ademamix,
@@ -110,28 +109,30 @@ class Member:
 
 @dataclass(frozen=True)
 class OptimizerSlots:
-    """The slots of the optimizer of a config, with averages and low bits of weights, on a mesh of `sizes`."""
+    """The slots of the optimizer of a plan, with averages and low bits of weights."""
 
-    config: Config
+    plan: StepPlan
     roles: Mapping[str, str]  # of the trained parameters
     members: tuple[Member, ...]  # in the order in which they compute
-    sizes: Mapping[str, int]
 
     @classmethod
-    def of(
-        cls, config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement], sizes: Mapping[str, int]
-    ) -> "OptimizerSlots":
+    def of(cls, plan: StepPlan, declared: Mapping[str, Any], placements: Mapping[str, Placement]) -> "OptimizerSlots":
         """`declared` are the trained parameters (`model.parameters`)."""
-        kind, roles = config.optimizer.kind, {name: parameter.role for name, parameter in declared.items()}
-        made = OPTIMIZERS[kind](config, settings_of(config, OPTIMIZERS[kind], "optimizer"))
+        kind, roles = plan.optimizer.kind, {name: parameter.role for name, parameter in declared.items()}
+        made = OPTIMIZERS[kind](plan, plan.optimizer_settings(OPTIMIZERS[kind]))
         trained = {name: placements[name] for name in declared}
         if not isinstance(made, MatrixOptimizer):
-            return cls(config, roles, (Member(kind, made, trained, {}),), sizes)
+            return cls(plan, roles, (Member(kind, made, trained, {}),))
         matrices = {name: placements[name] for name, parameter in declared.items() if parameter.muon}
-        layouts = {name: MatrixLayout.of(p, sizes, made.per_head, made.turns) for name, p in matrices.items()}
+        layouts = {name: MatrixLayout.of(p, plan.sizes, made.per_head, made.turns) for name, p in matrices.items()}
         others = {name: placement for name, placement in trained.items() if name not in matrices}
-        members = Member(kind, made, matrices, layouts), Member(ADAMW, AdamW(config), others, {})
-        return cls(config, roles, members, sizes)
+        members = Member(kind, made, matrices, layouts), Member(ADAMW, AdamW(plan), others, {})
+        return cls(plan, roles, members)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Of the mesh's axes."""
+        return self.plan.sizes
 
     def member_of(self, name: str) -> Member:
         """The optimizer of a parameter."""
@@ -140,7 +141,7 @@ class OptimizerSlots:
     @cached_property
     def form(self) -> Form:
         """The form of moments."""
-        return FORMS[self.config.optimizer.state]()
+        return FORMS[self.plan.optimizer.state]()
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
@@ -170,13 +171,13 @@ class OptimizerSlots:
     @cached_property
     def averages(self) -> dict[str, SlotArray]:
         """Moving averages of the weights."""
-        kept = self.placements if self.config.optimizer.ema_decay else {}
+        kept = self.placements if self.plan.optimizer.ema_decay else {}
         return {name: SlotArray(name, "ema", placement, Form()) for name, placement in kept.items()}
 
     @cached_property
     def low_bits(self) -> dict[str, SlotArray]:
         """The lower halves of split master weights."""
-        halved = {name: p for name, p in self.placements.items() if is_split(self.config, p)}
+        halved = {name: p for name, p in self.placements.items() if is_split(self.plan, p)}
         return {name: SlotArray(name, "rest", placement, LowBits()) for name, placement in halved.items()}
 
     @cached_property
@@ -215,7 +216,7 @@ class OptimizerSlots:
     @cached_property
     def on_host(self) -> set[tuple[str, str]]:
         """The arrays in the host's memory, by slot and parameter."""
-        return largest_share(self.movable, self.config.optimizer.offload)
+        return largest_share(self.movable, self.plan.optimizer.offload)
 
     def each[T](self, change: Callable[[SlotArray, Any], T], slots: Mapping[str, Slots]) -> dict[str, dict[str, Any]]:
         """`change(slot array, arrays)` of the slots of some or all parameters; scalars unchanged."""

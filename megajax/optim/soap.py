@@ -24,7 +24,7 @@ class Soap(MatrixOptimizer):
     update_tolerance = 0.1  # small gradients in a basis of large ones change their sign
 
     def slots_of_matrices(self, rows: int, columns: int) -> tuple[Slot, ...]:
-        largest = self.config.optimizer.soap.max_dimension
+        largest = self.plan.optimizer.soap.max_dimension
         sizes: dict[Side, int] = {"rows": rows, "columns": columns}
         sides: list[Side] = [side for side, size in sizes.items() if size <= largest]
         both: list[tuple[Side, str]] = [(side, kind) for side in sides for kind in ("factor", "basis")]
@@ -35,7 +35,7 @@ class Soap(MatrixOptimizer):
         return gradients, slots | {"count": slots["count"] + 1}
 
     def of_matrices(self, matrices: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
-        own, t = self.config.optimizer, slots["count"] - 1  # the first step is number 0
+        own, t = self.plan.optimizer, slots["count"] - 1  # the first step is number 0
         bases: dict[Side, jax.Array] = {side: slots[f"{side}_basis"] for side in AXES if f"{side}_basis" in slots}
         projected = _rotated(matrices, bases)
         mean = own.beta1 * slots["mean"] + (1 - own.beta1) * matrices
@@ -54,10 +54,10 @@ class Soap(MatrixOptimizer):
 
     def operations(self, rows: int, columns: int) -> float:
         """Three rotations and both factors in each step; a product and a QR of each side now and then."""
-        sides = [size for size in (rows, columns) if size <= self.config.optimizer.soap.max_dimension]
+        sides = [size for size in (rows, columns) if size <= self.plan.optimizer.soap.max_dimension]
         always = sum(8 * size * rows * columns for size in sides)
         refresh = sum((2 + 8 / 3) * size**3 for size in sides)
-        return FP32_COST * (always + refresh / self.config.optimizer.soap.precondition_frequency)
+        return FP32_COST * (always + refresh / self.plan.optimizer.soap.precondition_frequency)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

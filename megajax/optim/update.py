@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from megajax.config import Config
-from megajax.mesh import mesh_sizes
 from megajax.optim.groups import decays, rates
 from megajax.optim.optimizer import MatrixOptimizer, Named, OptimizerState, Slots, Updated
 from megajax.optim.schedule import make_schedule
@@ -24,6 +22,7 @@ from megajax.parallel.weights.masters import join_all, split
 from megajax.parallel.weights.matrices import on_whole_matrices
 from megajax.parallel.weights.offload import in_turn
 from megajax.sharding import Placement
+from megajax.step_plan import StepPlan
 
 
 class Given(NamedTuple):
@@ -38,9 +37,9 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """The update of the trained parameters by the optimizer of a config, on a mesh."""
+    """The update of the trained parameters by the optimizer of a plan, on its mesh."""
 
-    config: Config
+    plan: StepPlan
     mesh: Mesh
     slots: OptimizerSlots
     rates: Mapping[str, Any]  # of each parameter, as a multiple of the schedule's
@@ -48,11 +47,11 @@ class Update:
 
     @classmethod
     def build(
-        cls, config: Config, declared: Mapping[str, Any], placements: Mapping[str, Placement], mesh: Mesh
+        cls, plan: StepPlan, declared: Mapping[str, Any], placements: Mapping[str, Placement], mesh: Mesh
     ) -> "Update":
         """`declared` are the trained parameters (`model.parameters`)."""
-        slots = OptimizerSlots.of(config, declared, placements, mesh_sizes(mesh))
-        return cls(config, mesh, slots, rates(config, declared, slots), decays(config, declared))
+        slots = OptimizerSlots.of(plan, declared, placements)
+        return cls(plan, mesh, slots, rates(plan, declared, slots), decays(plan, declared))
 
     def first(self, masters: Named) -> Updated:
         """The state of step 0 with these FP32 weights."""
@@ -75,7 +74,7 @@ class Update:
 
     def rate(self, step: jax.Array) -> Any:
         """The schedule's learning rate of the step after `step` steps."""
-        return make_schedule(self.config.schedule)(step + 1)
+        return make_schedule(self.plan.schedule)(step + 1)
 
     def __call__(self, before: Updated, given: Given) -> Updated:
         """The weights, averages and slots after a step; the parameters of a turn together."""
@@ -108,9 +107,9 @@ class Update:
         """
         if not averages:
             return {}
-        assert self.config.optimizer.ema_decay is not None
+        assert self.plan.optimizer.ema_decay is not None
         t = (step + 1).astype(jnp.float32)
-        share = 1 - jnp.minimum(self.config.optimizer.ema_decay, (1 + t) / (10 + t))
+        share = 1 - jnp.minimum(self.plan.optimizer.ema_decay, (1 + t) / (10 + t))
         return jax.tree.map(lambda average, w: average + share * (w - average), averages, new)
 
     @cached_property

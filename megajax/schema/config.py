@@ -12,11 +12,9 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
-from megajax.options.fp8_recipes import NONE as NO_FP8
-from megajax.options.fp8_recipes import RECIPES, Fp8Recipe
 from megajax.options.registry import AUTO
 from megajax.options.remat import NONE, POLICIES, RematPolicy
-from megajax.options.schedules import COSINE, SCHEDULES, TAIL, LearningRateSchedule
+from megajax.options.schedules import TAIL
 from megajax.schema.amounts import sizes_in
 from megajax.schema.data import DataConfig
 from megajax.schema.fields import (
@@ -27,23 +25,19 @@ from megajax.schema.fields import (
     Count,
     CountOrZero,
     ExpertAxes,
-    HistoryLength,
     Port,
-    Positive,
-    PositiveOrZero,
-    PowerOfTwo,
     Registered,
     Section,
     Sequences,
-    Steps,
     Text,
     Tokens,
-    derived,
 )
 from megajax.schema.lora import LoraConfig
 from megajax.schema.model import ModelConfig
 from megajax.schema.optimizer import OptimizerConfig
+from megajax.schema.precision import Fp8Config, PrecisionConfig
 from megajax.schema.run import RunConfig
+from megajax.schema.schedule import ScheduleConfig
 from megajax.schema.tree import Dumper
 
 
@@ -80,53 +74,6 @@ class PipelineConfig(Section):
     )
 
 
-class Fp8Config(Section):
-    """FP8 matmuls of the linear layers; embedding, head and attention stay in precision.compute."""
-
-    recipe: Annotated[str, RECIPES] = Field(
-        default=NO_FP8.name,
-        description="none: no FP8; current: scale a tensor by its own largest magnitude; delayed: by the largest"
-        " magnitudes of earlier steps; or a recipe in reference arithmetic, registered by run.extensions.",
-    )
-    backend: Literal["xla", "transformer_engine"] = Field(default="xla", description="Library of the FP8 kernels.")
-    format: Literal["hybrid", "e4m3"] = Field(
-        default="hybrid", description="hybrid: E4M3 forward and E5M2 for gradients; e4m3: E4M3 for both."
-    )
-    amax_history_length: HistoryLength = Field(
-        default=1024, description="delayed: number of steps whose largest magnitudes are kept."
-    )
-    amax_algorithm: Literal["max", "most_recent"] = Field(
-        default="max", description="delayed: scale by the maximum of the history, or by the last step's value."
-    )
-    margin: PowerOfTwo = Field(
-        default=0, description="delayed: headroom above the largest magnitude, as a power of two."
-    )
-    first_bf16_layers: CountOrZero = Field(default=0, description="Number of layers at the start that do not use FP8.")
-    last_bf16_layers: CountOrZero = Field(default=0, description="Number of layers at the end that do not use FP8.")
-
-    @property
-    def chosen(self) -> Fp8Recipe:
-        """The declarations of the recipe."""
-        return RECIPES[self.recipe]
-
-
-class PrecisionConfig(Section):
-    """Number formats."""
-
-    compute: Literal["bfloat16", "float16", "float32"] = Field(
-        default="bfloat16",
-        description="Format of activations and matmuls; float32 is true FP32 on GPUs, not TF32.",
-    )
-    gradients: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Format in which gradients are reduced across devices."
-    )
-    accumulation: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Format of the sums of gradients over microbatches; those of norms, routers and sinks are float32.",
-    )
-    fp8: Fp8Config = Field(default_factory=Fp8Config, description="FP8 matmuls of the linear layers.")
-
-
 class BatchConfig(Section):
     """The size of one step."""
 
@@ -145,44 +92,6 @@ class BatchConfig(Section):
     def sizes_by_tokens(self) -> list[tuple[int, int]]:
         """(tokens, sequences): each size of a step with the number of tokens from which it applies; first from 0."""
         return [(0, self.global_size)] if self.schedule is None else sizes_in(self.schedule)
-
-
-def lowest_rate(kind: str, learning_rate: float) -> float:
-    """The default of `schedule.min_learning_rate`: above 0, so that the last step of a decay is not lost."""
-    return float(f"{learning_rate * SCHEDULES[kind].lowest:.6g}")
-
-
-class ScheduleConfig(Section):
-    """The learning rate over the steps."""
-
-    kind: Annotated[str, SCHEDULES] = Field(
-        default=COSINE.name,
-        description="Shape after the warm-up; wsd: constant, then a final decay; or one registered by run.extensions.",
-    )
-    learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
-    min_learning_rate: PositiveOrZero = derived(
-        lambda schedule: lowest_rate(schedule["kind"], schedule["learning_rate"]),
-        "a tenth of learning_rate; 0 for inverse_sqrt",
-        "Learning rate at the end of the decay; with 0 the step decay_steps changes nothing.",
-    )
-    warmup_steps: CountOrZero = Field(
-        default=0, description="Steps of linear warm-up; the first step has learning_rate / warmup_steps."
-    )
-    decay_steps: Steps = derived(  # filled in by Config, which sees the run
-        lambda schedule: None,
-        "run.steps, at least warmup_steps + 1",
-        "Step at which the learning rate reaches min_learning_rate.",
-    )
-    wsd_decay_steps: Steps | None = Field(
-        default=None,
-        description="wsd: number of steps of the final decay.",
-        json_schema_extra={"derived": "a tenth of decay_steps if kind is wsd"},
-    )
-
-    @property
-    def chosen(self) -> LearningRateSchedule:
-        """The declarations of the schedule."""
-        return SCHEDULES[self.kind]
 
 
 class ExportConfig(Section):

@@ -32,7 +32,7 @@ class Embedding:
     NAME, PLACE = "embedding", "first"
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
-        self.config, self.comm, self.axes = plan.config, comm, plan.embedding_axes
+        self.plan, self.model, self.comm, self.axes = plan, plan.model, comm, plan.embedding_axes
         # Weights whose lookup and gradient accumulation use their shards.
         self.as_stored: tuple[str, ...] = (TOKENS,) if self.axes else ()
 
@@ -51,13 +51,13 @@ class Embedding:
     @jax.named_scope("embedding")
     def embed(self, weights: Arrays, batch: Arrays, inputs: BlockInputs) -> jax.Array:
         """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
-        table, width = weights[TOKENS], self.config.model.hidden_size
+        table, width = weights[TOKENS], self.model.hidden_size
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
-        x = self.comm.reduce_scatter_tokens(jnp.where(ours, table[rows], 0).astype(self.config.precision.compute))
+        x = self.comm.reduce_scatter_tokens(jnp.where(ours, table[rows], 0).astype(self.plan.compute))
         if self.axes:  # own columns for all tokens → whole rows for own tokens, without padding
             x = collectives.all_to_all(x, self.axes, 1, 2, tiled=True)
             x = row_major(x.reshape(x.shape[0], -1)[:, :width])
-        x = scale_embeddings(self.config.model, x)
+        x = scale_embeddings(self.model, x)
         if POSITIONS in weights:
             x = x + weights[POSITIONS][self.comm.local_tokens(batch["positions"].reshape(-1))]
         return self._dropout(x, inputs)
@@ -69,7 +69,7 @@ class Embedding:
         if TOKENS not in out:
             return out
         (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
-        updates = scale_embeddings(self.config.model, dx)
+        updates = scale_embeddings(self.model, dx)
         if self.axes:
             shards = math.prod(self.comm.sizes[axis] for axis in self.axes)
             padded = jnp.pad(updates, ((0, 0), (0, shards * weights[TOKENS].shape[1] - dx.shape[1])))
@@ -102,4 +102,4 @@ class Embedding:
         if inputs.dropout_key is None:
             return x
         key = jax.random.fold_in(inputs.dropout_key, 0)
-        return ops.dropout(x, self.config.model.dropout, key, inputs.token_ids)
+        return ops.dropout(x, self.model.dropout, key, inputs.token_ids)

@@ -22,7 +22,7 @@ class EncoderNode:
 
     def __init__(self, plan: StepPlan, encoder: Encoder, comm: MeshComm, trained: Collection[str]):
         """`trained` are the names of the parameters that have gradients."""
-        self.NAME, self.encoder, self.comm, self.dtype = encoder.NAME, encoder, comm, plan.config.precision.compute
+        self.NAME, self.encoder, self.comm, self.dtype = encoder.NAME, encoder, comm, plan.compute
         self.trained = sorted(name for name in trained if name.startswith(ENCODER))
 
     def fields(self) -> dict[str, Field]:

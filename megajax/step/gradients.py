@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import Config
-from megajax.config.sentences import counted, format_keys
 from megajax.model.sublayer import is_maximum
 from megajax.parallel.weights.exchange import global_norm, sum_over_all
 from megajax.parallel.weights.scaling import FP8
@@ -26,6 +24,7 @@ from megajax.step.nodes import Arrays, StepArrays
 from megajax.step.pipeline.pipeline import Pipeline
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.weights import LayerState
+from megajax.step_plan import StepPlan
 
 
 def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
@@ -39,12 +38,11 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
     counts are sums, `max_...` are maxima. Gradients are those of the nodes' losses with their weights plus the layers'
     losses, without the loss scale.
     """
-    specs = {name: placement.spec for name, placement in graph.placements.items()}
-    config, stacks, scaling = graph.config, graph.stacks, graph.layers.weights.scaling
+    specs = {name: placement.spec for name, placement in graph.plan.placements.items()}
+    stacks, scaling = graph.stacks, graph.layers.weights.scaling
     pipeline = Pipeline(graph) if graph.plan.is_pipelined else None
 
     def compute(params: Arrays, state: LayerState, batch: Arrays, step, loss_scale: jax.Array):
-        _check_microbatches(config, len(batch["tokens"]))
         history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
         table = graph.table.gather(params)
 
@@ -71,7 +69,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided
             sums["attention_imbalance"] = imbalance * tokens / mesh.size
         sums = {name: total / counts.get(name, tokens) for name, total in sum_over_all(sums, graph.sizes).items()}
-        norm = global_norm(gradients, graph.placements, graph.sizes)
+        norm = global_norm(gradients, graph.plan.placements, graph.sizes)
         metrics, state = _collect_metrics(graph, results.metrics), dict(state)
         for stack in stacks:
             state = stack.updated_state(state, metrics)
@@ -82,7 +80,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         return sums | {"tokens": tokens}, gradients, norm, state, metrics
 
     return jax.shard_map(
-        _at_full_precision(compute, config),
+        _at_full_precision(compute, graph.plan),
         mesh=mesh,
         in_specs=(specs, P(), BATCH_SPEC, P(), P()),
         out_specs=(P(), {name: specs[name] for name in graph.trained}, P(), P(), P()),
@@ -90,16 +88,9 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
     )
 
 
-def _check_microbatches(config: Config, count: int) -> None:
-    if count != config.batch.num_microbatches:
-        needed = format_keys(config, "batch.num_microbatches")
-        cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
-        raise ValueError(f"the batch has {counted(count, 'microbatch')}, but {needed}: {cure}.")
-
-
 def loss_function(graph: Graph, mesh: Mesh) -> Callable:
     """(parameters, layer state, batch) → (summed loss, valid tokens); forward pass only, without dropout and jitter."""
-    specs = {name: placement.spec for name, placement in graph.placements.items()}
+    specs = {name: placement.spec for name, placement in graph.plan.placements.items()}
     stack, pipeline = graph.layers, Pipeline(graph) if graph.plan.is_pipelined else None
 
     def compute(params: Arrays, state: LayerState, batch: Arrays):
@@ -114,7 +105,7 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
         return sum_over_all(run(arrays, batch)["loss"], graph.sizes), counts["loss"]
 
     return jax.shard_map(
-        _at_full_precision(compute, graph.config),
+        _at_full_precision(compute, graph.plan),
         mesh=mesh,
         in_specs=(specs, P(), BATCH_SPEC),
         out_specs=(P(), P()),
@@ -137,7 +128,7 @@ def _collect_metrics(graph: Graph, metrics: Mapping[str, Any]) -> dict[str, dict
     collected: dict[str, dict[str, jax.Array]] = {}
     for stack in graph.stacks:
         collected |= stack.collect_metrics(metrics[stack.NAME])
-    count = graph.config.batch.num_microbatches
+    count = graph.plan.num_microbatches
 
     def mean(name: str, a: jax.Array) -> jax.Array:
         return a if is_maximum(name) or jnp.issubdtype(a.dtype, jnp.integer) else a / count
@@ -150,9 +141,9 @@ def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.stack([jnp.isfinite(array).all() for array in arrays.values()]).all()
 
 
-def _at_full_precision(compute: Callable, config: Config) -> Callable:
+def _at_full_precision(compute: Callable, plan: StepPlan) -> Callable:
     """`compute` with FP32 matmuls in full precision: by default GPUs round their inputs to TF32."""
-    if config.precision.compute != "float32":
+    if plan.compute != jnp.float32:
         return compute
 
     def full(*args):

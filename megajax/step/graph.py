@@ -3,25 +3,20 @@
 Everything here runs inside the step's shard_map.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from megajax.config import Config
-from megajax.config.sentences import format_keys, listed
-from megajax.errors import InputError
 from megajax.layout.kinds import MTP
-from megajax.model.lora import is_trained
 from megajax.model.sublayer import BlockInputs, RealTokens
-from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
 from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
 from megajax.parallel.weights.fused import FusedWeights
 from megajax.schema.fields import BATCH_AXES
-from megajax.sharding import BLOCKS, Placement, is_in_layer
+from megajax.sharding import BLOCKS, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.encoder import EncoderNode
 from megajax.step.mtp import MultiTokenPrediction
@@ -45,7 +40,6 @@ class Graph:
     """The nodes of a step: inner ones in the order of their forward passes, then terminal ones."""
 
     plan: StepPlan
-    placements: Mapping[str, Placement]  # of the stored parameters
     comm: MeshComm
     exchange: WeightExchange
     table: WeightTable
@@ -56,23 +50,16 @@ class Graph:
     frozen: tuple[LayerStack, ...]  # of a teacher
 
     @classmethod
-    def build(
-        cls,
-        plan: StepPlan,
-        model: Transformer,
-        placements: Mapping[str, Placement],
-        teacher: Transformer | None = None,
-    ) -> "Graph":
-        config, sizes = plan.config, plan.sizes
-        comm = MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic, config.lora.rank is not None)
-        compute, gradients = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradients)
+    def build(cls, plan: StepPlan) -> "Graph":
+        sizes, model, placements = plan.sizes, plan.transformer, plan.placements
+        comm = MeshComm(sizes, plan.kernels, plan.collectives, plan.deterministic, plan.lora.rank is not None)
         fused = {
             kind: FusedWeights(of_block(placements, kind), block.fused, sizes) for kind, block in model.blocks.items()
         }
         computed = {n: p for n, p in placements.items() if not is_in_layer(n)}
         for kind, own in fused.items():
             computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
-        exchange = WeightExchange(computed, sizes, compute, gradients, plan.accumulation)
+        exchange = WeightExchange(computed, sizes, plan.compute, plan.gradients, plan.accumulation)
         embedding, terminal = Embedding(plan, comm), list[TerminalNode]([make_objective(plan, comm)])
         of_modules, stacks = fused.pop(MTP, None), list[LayerStack]()
         blocks = {kind: model.blocks[kind] for kind in fused}
@@ -82,16 +69,12 @@ class Graph:
             modules = MultiTokenPrediction(plan, shared, model.blocks[MTP], exchange, of_modules)
             terminal.append(modules)
             stacks.append(modules.stack)
-        trained = [name for name in placements if is_trained(config.lora, name)]
+        trained = [*plan.trained]
         table = WeightTable(exchange, trained, embedding.as_stored)
         first: list[InnerNode] = [EncoderNode(plan, model.encoder, comm, trained)] if model.encoder else []
-        teachers = [Teacher(plan, teacher, placements)] if teacher else []
+        teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
         nodes, frozen = ((*first, *teachers, embedding, layers), (*terminal,)), (*(each.stack for each in teachers),)
-        return cls(plan, placements, comm, exchange, table, *nodes, layers, (layers, *stacks), frozen)
-
-    @property
-    def config(self) -> Config:
-        return self.plan.config
+        return cls(plan, comm, exchange, table, *nodes, layers, (layers, *stacks), frozen)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -113,11 +96,11 @@ class Graph:
         """Microbatch `index` with the fields `[B, S]`; `arrays` in training only."""
         key, layer_loss_scale = (arrays.key, arrays.layer_loss_scale) if arrays else (None, None)
         B, S = fields["tokens"].shape
-        shards = self.config.batch_shards(self.sizes)
+        shards = self.plan.batch_shards
         sequences = (index * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
         positions = token_positions_of(fields, self.sizes["context"])
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
-        model, real = self.config.model, None
+        model, real = self.plan.model, None
         if positions.is_real is not None:
             own = self.comm.local_tokens(positions.is_real.reshape(-1))
             real = RealTokens(own, *(fields[name] for name in REAL_COUNTS))
@@ -127,7 +110,7 @@ class Graph:
             self.comm.local_tokens(token_ids),
             dropout_key=key if model.dropout > 0 else None,
             jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
-            adapter_key=None if key is None or not self.config.lora.dropout else jax.random.fold_in(key, ADAPTERS),
+            adapter_key=None if key is None or not self.plan.lora.dropout else jax.random.fold_in(key, ADAPTERS),
             layer_loss_scale=layer_loss_scale,
             real=real,
         )
@@ -135,7 +118,6 @@ class Graph:
 
     def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
-        self.check_fields(batch)
         fields, imbalance = add_token_positions(batch, self.sizes["context"])
         if "is_real" in batch:
             lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
@@ -144,36 +126,20 @@ class Graph:
             fields |= {name: jnp.maximum(a, 1) for name, a in zip(REAL_COUNTS, counts, strict=True)}
         return fields, imbalance
 
-    def check_fields(self, batch: Iterable[str], derived: bool = True) -> None:
-        """Raise InputError for a batch that lacks one of `fields`, or has another one.
-
-        If not `derived`, the batch is one that `training.batches.to_global` gets.
-        """
-        known, found = self.fields, {*batch}
-        fields = [name for name, field in known.items() if not field.optional and (derived or not field.derived)]
-        optional = {name for name, field in known.items() if field.optional}
-        if not (wrong := sorted((found - optional).symmetric_difference(fields))):
-            return
-        name = wrong[0]
-        key = known[name].setting if name in known else "data.reset_attention" if name == "segment_ids" else ""
-        setting = f" and {format_keys(self.config, key)}" if key else ""
-        problem = f"the batch {'has' if name in found else 'has no'} {name}{setting}"
-        raise InputError(f"{problem}: give {listed(fields, 'and')}, and no other fields.")
-
     def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
         """The factor of the layers' losses of one microbatch before differentiation: the microbatches' mean counts.
 
         None if no layer has metrics.
         """
         measures = any(block.measures for block in self.layers.blocks.values())
-        return loss_scale / self.config.batch.num_microbatches if measures else None
+        return loss_scale / self.plan.num_microbatches if measures else None
 
     def random_key(self, step: jax.Array) -> jax.Array | None:
         """The key of a step's dropout and jitter, if there are any."""
-        config = self.config
-        if not any((config.model.dropout, config.model.router.jitter, config.lora.rank and config.lora.dropout)):
+        model, lora = self.plan.model, self.plan.lora
+        if not any((model.dropout, model.router.jitter, lora.rank and lora.dropout)):
             return None
-        return jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
+        return jax.random.fold_in(jax.random.key(self.plan.seed + 1), step)
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
         """By loss the number that its sum is divided by, over all devices and microbatches, at least 1."""

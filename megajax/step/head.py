@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.config import ModelConfig
 from megajax.model.sublayer import normalise
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.sums import after_microbatch, of_microbatch
-from megajax.step_plan import StepPlan, loss_chunks
+from megajax.step_plan import StepPlan
 
 NORMS = ("final_norm", "final_norm_bias")
 Fields = Mapping[str, jax.Array]
@@ -28,15 +27,13 @@ class LossHead:
 
     def __init__(self, plan: StepPlan, comm: MeshComm, norms: tuple[str, ...] = NORMS):
         """`norms` are the final norm's weights; without any, the input is normalised already."""
-        config = plan.config
-        self.model: ModelConfig = config.model
-        self.config, self.comm = config, comm
+        self.model, self.plan, self.comm = plan.model, plan, comm
         self.implementation: ops.LossImplementation = plan.kernels.loss
         # FP32 logits would take a tenth of the head's time; Megatron and MaxText round them to BF16 too.
-        self.dtype = jnp.dtype(config.precision.compute)
+        self.dtype = plan.compute
         self.logits_dtype = jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32
-        self.weight_name = "embedding.tokens" if config.model.tie_embeddings else "head"
-        self.names = (self.weight_name, *norms[: 1 if config.model.norm == "rmsnorm" else 2])
+        self.weight_name = "embedding.tokens" if self.model.tie_embeddings else "head"
+        self.names = (self.weight_name, *norms[: 1 if self.model.norm == "rmsnorm" else 2])
 
     @jax.named_scope("head")
     def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
@@ -194,7 +191,7 @@ class LossHead:
         Padding of the last chunk is masked.
         """
         tensor, own = self.comm.tensor_size, x.shape[0]
-        n = loss_chunks(self.config, targets.size, tensor)
+        n = self.plan.chunks_of(targets.size)
         padding = -own % n
 
         def arrange(a: jax.Array) -> jax.Array:

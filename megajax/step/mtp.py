@@ -50,7 +50,7 @@ class MultiTokenPrediction:
 
     def __init__(self, plan: StepPlan, comm: MeshComm, block: Block, exchange: WeightExchange, fused: FusedWeights):
         assert plan.prediction is not None
-        self.model, self.exchange, self.comm = plan.config.model, exchange, comm
+        self.model, self.exchange, self.comm = plan.model, exchange, comm
         self.layers = prediction_layers(self.model)
         self.weight = self.model.mtp_loss_weight / len(self.layers)  # of each module's loss
         own = {MTP: block}, exchange, {MTP: fused}

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from megajax.config.registered import settings_of
 from megajax.errors import ConfigError
 from megajax.options.registered import NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.comm import MeshComm
@@ -39,8 +38,7 @@ class Objective:
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
         self.head, self.comm, self.sizes = LossHead(plan, comm), comm, plan.sizes
-        if plan.config.objective.kind != NEXT_TOKEN:
-            self.settings = settings_of(plan.config, type(self), "objective")
+        self.settings = plan.objective_settings(type(self))
 
     def fields(self) -> dict[str, Field]:
         declared = {name: own if isinstance(own, tuple) else (own,) for name, own in self.FIELDS.items()}
@@ -76,7 +74,7 @@ class NextToken(Objective):
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
         super().__init__(plan, comm)
-        self.z_loss, self.smoothing = plan.config.model.z_loss, plan.config.objective.label_smoothing
+        self.z_loss, self.smoothing = plan.model.z_loss, plan.objective.label_smoothing
 
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
@@ -251,5 +249,5 @@ def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
 
 def make_objective(plan: StepPlan, comm: MeshComm) -> Any:
     """The node that `objective.kind` names."""
-    kind = plan.config.objective.kind
+    kind = plan.objective.kind
     return (NextToken if kind == NEXT_TOKEN else OBJECTIVES[kind])(plan, comm)

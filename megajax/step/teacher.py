@@ -1,6 +1,5 @@
 """The frozen teacher of a distillation: an inner node that gives the stream of its output."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.sublayer import normalise
-from megajax.model.transformer import Transformer
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.weights.exchange import WeightExchange
 from megajax.parallel.weights.fused import FusedWeights
-from megajax.sharding import BLOCKS, TEACHER, Placement, is_in_layer
+from megajax.sharding import BLOCKS, TEACHER, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.head import LossHead
 from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
@@ -28,11 +26,10 @@ class Teacher:
 
     NAME, PLACE = STREAM, "before"
 
-    def __init__(self, plan: StepPlan, model: Transformer, placements: Mapping[str, Placement]):
-        """`plan` is that of the step, `model` the teacher, `placements` are those of all parameters."""
-        sizes, plan = plan.sizes, plan.teacher or plan
-        config = plan.config
-        self.model, self.comm = config.model, MeshComm(sizes, plan.kernels, plan.collectives, config.run.deterministic)
+    def __init__(self, step: StepPlan, plan: StepPlan):
+        """The plans of the step and of the teacher."""
+        sizes, model, placements = step.sizes, plan.transformer, step.placements
+        self.model, self.comm = plan.model, MeshComm(sizes, plan.kernels, plan.collectives, plan.deterministic)
         fused = {
             kind: FusedWeights(of_block(placements, kind, TEACHER), block.fused, sizes)
             for kind, block in model.blocks.items()
@@ -40,8 +37,7 @@ class Teacher:
         in_layers = {
             f"{TEACHER}{BLOCKS}{kind}.{n}": p for kind, own in fused.items() for n, p in own.placements.items()
         }
-        compute = jnp.dtype(config.precision.compute)
-        exchange = WeightExchange(in_layers, sizes, compute, compute)
+        exchange = WeightExchange(in_layers, sizes, plan.compute, plan.compute)
         self.embedding = Embedding(plan, self.comm)
         self.stack = LayerStack(STREAM, plan, self.comm, dict(model.blocks), exchange, fused, False, TEACHER)
 

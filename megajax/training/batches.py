@@ -67,7 +67,7 @@ def to_global(
 
 
 def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str) -> None:
-    program.graph.check_fields(fields, derived=False)
+    program.check_fields(fields, derived=False)
     given = {name: own for name, own in program.graph.fields.items() if not own.derived and not own.optional}
     held = rows_of_process(program.batch_sharding, program.plan.batch_shape)
     for name, own in given.items():

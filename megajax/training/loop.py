@@ -163,7 +163,7 @@ class Trainer:
 
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on `batch`; the metrics are still on the device."""
-        self.program.graph.check_fields(batch)
+        self.program.check_fields(batch)
         if not self.is_compiled:
             self.compile()
             self._compiled.wait()

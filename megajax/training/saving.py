@@ -265,7 +265,7 @@ class StateSaver:
         """The amax histories of a checkpoint with `length` steps, as part of the layer state."""
         if not length:
             return {}
-        scaling, everywhere = Scaling(self.program.config), NamedSharding(self.program.mesh, P())
+        scaling, everywhere = Scaling(self.program.plan), NamedSharding(self.program.mesh, P())
         kept = jax.ShapeDtypeStruct((scaling.num_layers, length), jnp.float32, sharding=everywhere)
         return {FP8: dict.fromkeys(scaling.names, kept)}
 

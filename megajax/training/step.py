@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config, ModelConfig
-from megajax.config.sentences import fail
+from megajax.config.sentences import counted, fail, format_keys, listed
+from megajax.errors import InputError
 from megajax.layout.kinds import MTP, layer_kinds
-from megajax.mesh import mesh_sizes
-from megajax.model import Transformer, init_parameters, parameters
+from megajax.model import Transformer, init_parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
 from megajax.model.sublayer import is_maximum
@@ -32,8 +32,6 @@ from megajax.sharding import (
     Placement,
     in_stored_rows,
     pad_storage,
-    place_all,
-    stored_rows,
 )
 from megajax.step.gradients import gradient_function, loss_function
 from megajax.step.graph import Graph
@@ -90,13 +88,9 @@ class TrainState:
 class TrainProgram:
     """The model, its placement on the mesh, and the functions that train it, each compiled at its first call."""
 
-    config: Config
-    mesh: Mesh
-    model: Transformer
-    placements: dict[str, Placement]
-    update: Update
     plan: StepPlan
-    teacher: Transformer | None = None
+    mesh: Mesh
+    update: Update
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
@@ -105,20 +99,25 @@ class TrainProgram:
         Raises ConfigError for a kernel that cannot run, and for `lora.targets` that the model does not have.
         """
         targets(config)
-        model = Transformer(config.model, config.lora)
-        own = config.teacher.model
-        teacher = None if own is None else Transformer(own, rows="modules")
-        declared = parameters(model) | ({TEACHER + n: p for n, p in parameters(teacher).items()} if teacher else {})
-        sizes = mesh_sizes(mesh)
-        rows = stored_rows(config, sizes["pipeline"])
-        placements = place_all(declared, sizes, rows, config.mesh.experts_over)
-        trained = {name: p for name, p in declared.items() if is_trained(config.lora, name)}
-        update = Update.build(config, trained, placements, mesh)
-        return cls(config, mesh, model, placements, update, StepPlan.of(config, mesh), teacher)
+        plan = StepPlan.of(config, mesh)
+        return cls(plan, mesh, Update.build(plan, plan.trained, plan.placements, mesh))
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def model(self) -> Transformer:
+        return self.plan.transformer
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """The placement of every parameter."""
+        return self.plan.placements
 
     @cached_property
     def graph(self) -> Graph:
-        return Graph.build(self.plan, self.model, self.placements, self.teacher)
+        return Graph.build(self.plan)
 
     @cached_property
     def stored(self) -> TrainState:
@@ -166,13 +165,12 @@ class TrainProgram:
 
         They differ in the number of microbatches and have the same state.
         """
-        config, microbatch = self.config, self.plan.batch_shape[1]
+        config, plan = self.config, self.plan
 
         def of_size(size: int) -> TrainProgram:
-            changed = {"global_size": size, "num_microbatches": size // microbatch, "schedule": None}
+            changed = {"global_size": size, "num_microbatches": size // plan.batch_shape[1], "schedule": None}
             smaller = config.model_copy(update={"batch": config.batch.model_copy(update=changed)})
-            plan = StepPlan.make(smaller, self.plan.sizes, self.plan.hardware, self.plan.kernels)
-            return replace(self, config=smaller, plan=plan)
+            return replace(self, plan=StepPlan.make(smaller, plan.sizes, plan.hardware, plan.kernels))
 
         *smaller, (_, whole) = config.batch.sizes_by_tokens
         return {size: of_size(size) for _, size in smaller} | {whole: self}
@@ -204,7 +202,7 @@ class TrainProgram:
         lacking: dict[str, Any] = {}
         if not params:
             lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "rest": {}}
-        if not teacher and self.teacher is not None:
+        if not teacher and self.plan.teacher is not None:
             lacking["frozen"] = {}
         if not lacking:
             return jax.jit(self._init, out_shardings=self.state_shardings)()
@@ -224,13 +222,40 @@ class TrainProgram:
     def eval_step(self) -> Callable:
         """Jitted (`TrainState.weights`, layer state, batch) → (summed loss, valid tokens)."""
         loss = loss_function(self.graph, self.mesh)
-        return jax.jit(lambda weights, state, batch: loss(on_device(weights), state, batch))
+
+        def evaluate(weights, state, batch):
+            self.check_fields(batch)
+            return loss(on_device(weights), state, batch)
+
+        return jax.jit(evaluate)
+
+    def check_fields(self, batch: Mapping[str, Any], derived: bool = True) -> None:
+        """Raise InputError for a batch that lacks one of the nodes' fields, or has another one.
+
+        If not `derived`, the batch is one that `training.batches.to_global` gets.
+        """
+        known, found = self.graph.fields, {*batch}
+        fields = [name for name, field in known.items() if not field.optional and (derived or not field.derived)]
+        optional = {name for name, field in known.items() if field.optional}
+        if not (wrong := sorted((found - optional).symmetric_difference(fields))):
+            return
+        name = wrong[0]
+        key = known[name].setting if name in known else "data.reset_attention" if name == "segment_ids" else ""
+        setting = f" and {format_keys(self.config, key)}" if key else ""
+        problem = f"the batch {'has' if name in found else 'has no'} {name}{setting}"
+        raise InputError(f"{problem}: give {listed(fields, 'and')}, and no other fields.")
+
+    def _check_microbatches(self, batch: Mapping[str, jax.Array]) -> None:
+        if (count := len(batch["tokens"])) != self.plan.num_microbatches:
+            needed = format_keys(self.config, "batch.num_microbatches")
+            cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
+            raise ValueError(f"the batch has {counted(count, 'microbatch')}, but {needed}: {cure}.")
 
     def _init(self) -> TrainState:
         seed, std = self.config.run.seed, self.config.model.init_std
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
-        if self.teacher is not None:
-            own = init_parameters(self.teacher, seed, self.teacher.config.init_std)
+        if (teacher := self.plan.teacher) is not None:
+            own = init_parameters(teacher.transformer, seed, teacher.model.init_std)
             weights |= {TEACHER + name: w for name, w in own.items()}
         return self._first_state({name: pad_storage(w, self.placements[name]) for name, w in weights.items()})
 
@@ -244,14 +269,14 @@ class TrainProgram:
 
     def _first_layer_state(self) -> dict[str, dict[str, jax.Array]]:
         state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
-        history = Scaling(self.config).first_history()
+        history = Scaling(self.plan).first_history()
         return state | {FP8: history} if history else state
 
     def frozen_dtype(self, name: str) -> Any:
         """The dtype of a frozen weight: that in which the step computes with it."""
         return jnp.dtype("float32" if self.placements[name].computes_in_fp32 else self.config.precision.compute)
 
-    def _divided(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _divided(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Values by parameter → those of trained and those of frozen parameters."""
         trained = {name: value for name, value in values.items() if is_trained(self.config.lora, name)}
         return trained, {name: value for name, value in values.items() if name not in trained}
@@ -259,12 +284,14 @@ class TrainProgram:
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
     config = program.config
+    program.check_fields(batch)
+    program._check_microbatches(batch)
     sums, gradients, norm, kept, layers = gradients_of(
         state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     learning_rate = program.update.rate(state.step)
-    clipped = clip(config, gradients, norm)
+    clipped = clip(program.plan, gradients, norm)
     given = Given(clipped, _rescaling(program, layers), learning_rate, state.step, finite)
     params, ema, optimizer, rest = program.update(state.updated, given)
     # A step with non-finite numbers changes no layer state either.
@@ -306,7 +333,7 @@ def directions_of(
 
     The gradients are not clipped yet; `norm` is the norm of all of them.
     """
-    clipped, optimizer = clip(program.config, gradients, norm), on_device(state.optimizer)
+    clipped, optimizer = clip(program.plan, gradients, norm), on_device(state.optimizer)
     directions, optimizer = program.update.directions(clipped, optimizer, state.masters)
     return program.update.rate(state.step), directions, optimizer
 

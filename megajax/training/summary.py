@@ -62,9 +62,11 @@ def summary(
         count = adapter_parameter_count(program.model)
         lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "
         lines.insert(4, f"lora       {lora}{', '.join(targets(config))}; base: {config.checkpoint.init_from}")
-    if program.teacher is not None:
+    if program.plan.teacher is not None:
         source = config.teacher.source or "new weights"
-        lines.insert(4, f"teacher    {parameter_count(program.teacher):,} frozen parameters; weights: {source}")
+        lines.insert(
+            4, f"teacher    {parameter_count(program.plan.teacher.transformer):,} frozen parameters; weights: {source}"
+        )
     lines[3:3] = describe_hosts(sizes, hosts_of(list(program.mesh.devices.flat)))
     if config.model.num_experts and plan.collectives.expert_shards > 1:
         experts = config.model.num_experts // plan.collectives.expert_shards

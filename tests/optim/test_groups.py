@@ -141,7 +141,7 @@ def test_rates_with_mup_are_those_of_its_table(scale):
     """m = 4; Muon updates the matrices of the layers, AdamW the others (docs/optimizers.md)."""
     model = LLAMA | {"hidden_size": 64, "mup_base_width": 16}
     program = build(make(model=model, optimizer={"kind": "muon", "muon": {"scale": scale, "adamw_rate": 1.0}}))
-    found = rates(program.config, parameters(program.model), program.update.slots)
+    found = rates(program.plan, program.plan.declared, program.update.slots)
     of_matrices = {"match_adamw": 4**-0.5, "spectral": 1.0}[scale]
     for name, rate in found.items():
         norm, matrix = "norm" in name or name.startswith("embedding"), name.startswith("blocks.")

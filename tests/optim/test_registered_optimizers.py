@@ -16,6 +16,7 @@ from megajax.optim import Form, MomentForm, OptimizerKind, StateArray, register_
 from megajax.optim.sgd import Sgd
 from megajax.options import optimizers as declared
 from megajax.schema.fields import AXES
+from megajax.step_plan import Hardware, StepPlan
 from megajax.tools.verify.runs import Run
 
 PAGE = Path(__file__).parents[2] / "docs/extensions.md"
@@ -72,7 +73,8 @@ def test_they_train_on_meshes_as_on_one_device_and_resume(tmp_path):
 def test_the_first_updates_are_those_of_numpy():
     """Without weight decay, in FP32, from a gradient of ones and then twos."""
     config = make_config(MODEL, {}, optimizer={"kind": "laprop", "beta1": 0.9, "beta2": 0.99})
-    optimizer = slots.OPTIMIZERS["laprop"](config, slots.OPTIMIZERS["laprop"].Settings())
+    plan = StepPlan.make(config, dict.fromkeys(AXES, 1), Hardware("cpu"))
+    optimizer = slots.OPTIMIZERS["laprop"](plan, slots.OPTIMIZERS["laprop"].Settings())
     state = {"count": jnp.int32(0), "mean": {"w": jnp.zeros(3)}, "square": {"w": jnp.zeros(3)}}
     square = mean = 0.0
     for t, g in ((1, 1.0), (2, 2.0)):

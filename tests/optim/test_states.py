@@ -14,6 +14,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.optim.forms import from_blocks, to_blocks
 from megajax.optim.update import Update
 from megajax.sharding import place
+from megajax.step_plan import StepPlan
 
 ONE = dict.fromkeys(AXES, 1)
 NAME, SHAPE = "blocks.dense.mlp.up", (2, 6, 16)
@@ -48,7 +49,8 @@ def test_adamw_in_bfloat16_is_that_of_numpy():
     placement = place(SHAPE, ("layers", "embed", "mlp"), sizes, layers=(1, 0))
     config = make_config(MODELS["llama"], optimizer={"state": "bfloat16", "weight_decay": 0.0})
     parameter = SimpleNamespace(axes=placement.axes, role="matrix")
-    adamw = Update.build(config, {NAME: parameter}, {NAME: placement}, build_mesh(sizes, jax.devices()[:4]))
+    mesh = build_mesh(sizes, jax.devices()[:4])
+    adamw = Update.build(StepPlan.of(config, mesh), {NAME: parameter}, {NAME: placement}, mesh)
     random, zeros = np.random.default_rng(0), {NAME: jnp.zeros(placement.stored_shape)}
     state, update = adamw.first(zeros).optimizer, jax.jit(adamw.directions)
     mean, square = np.zeros(SHAPE, np.float32), np.zeros(SHAPE, np.float32)

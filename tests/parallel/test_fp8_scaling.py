@@ -12,7 +12,9 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model.block import linear_layers
 from megajax.parallel.weights.scaling import Scaling
+from megajax.schema.fields import AXES
 from megajax.step.gradients import gradient_function
+from megajax.step_plan import Hardware, StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
 
@@ -34,6 +36,10 @@ def make_config(recipe="delayed", **fp8) -> Config:
     )
 
 
+def scaling_of(config) -> Scaling:
+    return Scaling(StepPlan.make(config, dict.fromkeys(AXES, 1), Hardware("cpu")))
+
+
 LINEAR = linear_layers(make_config().model)
 
 
@@ -53,7 +59,7 @@ CHOSEN = {"max": [4.0, 7.0, 7.0, 7.0, 2.0], "most_recent": AMAX}
 @pytest.mark.parametrize("algorithm", CHOSEN)
 def test_five_steps_of_a_history_by_hand(algorithm, margin, gradient_format, gradient_max):
     config = make_config(amax_algorithm=algorithm, margin=margin, format=gradient_format)
-    scaling = Scaling(config)
+    scaling = scaling_of(config)
     history = scaling.first_history()
     by_layer = np.float32([1.0, 10.0])
     for amax, after, chosen in zip(AMAX, HISTORIES, CHOSEN[algorithm], strict=True):
@@ -74,7 +80,7 @@ def test_five_steps_of_a_history_by_hand(algorithm, margin, gradient_format, gra
 
 
 def test_each_linear_layer_has_a_history_of_its_own():
-    scaling = Scaling(make_config())
+    scaling = scaling_of(make_config())
     weights = {name: jnp.full(L, 100.0 + i) for i, name in enumerate(LINEAR)}
     pairs = {name: jnp.full((L, 2), jnp.float32([10.0 + i, 20.0 + i])) for i, name in enumerate(LINEAR)}
     history = scaling.record(scaling.first_history(), weights, pairs)
@@ -84,7 +90,7 @@ def test_each_linear_layer_has_a_history_of_its_own():
 
 
 def test_an_empty_history_gives_a_first_guess_for_each_tensor():
-    scaling = Scaling(make_config(margin=1))
+    scaling = scaling_of(make_config(margin=1))
     history = scaling.first_history()
     assert all(values.shape == (L, LENGTH) and not values.any() for values in history.values())
     # init_std is 0.25, and a batch has 64 tokens.
@@ -96,7 +102,7 @@ def test_an_empty_history_gives_a_first_guess_for_each_tensor():
 
 
 def test_with_most_recent_a_step_of_zeros_leaves_the_scale_of_the_steps_before():
-    scaling = Scaling(make_config(amax_algorithm="most_recent"))
+    scaling = scaling_of(make_config(amax_algorithm="most_recent"))
     history = {name: jnp.tile(jnp.float32([0.0, 5.0, 0.0]), (L, 1)) for name in scaling.names}
     before = {name: jnp.tile(jnp.float32([5.0, 0.0, 0.0]), (L, 1)) for name in scaling.names}
     jax.tree.map(np.testing.assert_array_equal, scaling.scales(history, {}), scaling.scales(before, {}))
@@ -104,7 +110,7 @@ def test_with_most_recent_a_step_of_zeros_leaves_the_scale_of_the_steps_before()
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
 def test_the_histories_know_nothing_of_the_loss_scale(loss_scale):
-    scaling = Scaling(make_config())
+    scaling = scaling_of(make_config())
     empty = {name: jnp.zeros((L, 3)) for name in scaling.names}
     weights = {name: jnp.float32([3.0, 3.0]) for name in LINEAR}
     others = {name: jnp.float32([[4.0, 2.0 * loss_scale], [4.0, 2.0 * loss_scale]]) for name in LINEAR}
@@ -118,14 +124,14 @@ def test_the_histories_know_nothing_of_the_loss_scale(loss_scale):
 
 
 def test_current_scaling_keeps_no_history_and_scales_weights_by_themselves():
-    scaling = Scaling(make_config("current"))
+    scaling = scaling_of(make_config("current"))
     assert scaling.first_history() == {}
     amax = {name: jnp.float32([7.0, 14.0]) for name in LINEAR}
     assert scaling.record({}, amax, {}) == {}
     for scales in scaling.scales({}, amax).values():
         assert list(scales) == ["weight"]
         np.testing.assert_allclose(scales["weight"], [64.0, 32.0], rtol=1e-6)
-    assert Scaling(make_config("none")).first_history() == {}
+    assert scaling_of(make_config("none")).first_history() == {}
 
 
 # Train steps

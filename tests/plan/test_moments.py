@@ -10,8 +10,9 @@ from mesh_models import MIXTRAL
 
 from megajax import Config
 from megajax.config.checks import check_mesh
-from megajax.estimate.optimizer import slots_of, state_bytes
+from megajax.estimate.optimizer import state_bytes
 from megajax.mesh import build_mesh
+from megajax.optim.slots import OptimizerSlots
 from megajax.options.optimizers import FORMS, OPTIMIZERS
 from megajax.parallel.weights.offload import largest_share
 from megajax.tools.plan.candidates import Candidate
@@ -44,8 +45,8 @@ def test_the_planner_counts_the_bytes_of_the_state(settings):
         if leaf.shape:  # not the numbers of steps
             kept = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             counted["pinned_host" if leaf.sharding.memory_kind == "pinned_host" else "device"] += kept
-    planned = slots_of(program.plan, program.placements)
-    found = state_bytes(program.plan, planned, program.placements)
+    planned = OptimizerSlots.of(program.plan, program.plan.trained, program.placements)
+    found = state_bytes(program.plan, planned)
     assert (found.optimizer, found.on_host) == (counted["device"], counted["pinned_host"])
     weights = [leaf for leaf in jax.tree.leaves((state.params, state.frozen))]
     assert found.weights == sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in weights)

@@ -22,7 +22,14 @@ from megajax.model import init_parameters
 
 KEPT = 64  # functions, each holds its compiled program, or weights
 # A test that replaces something here has programs of its own.
-TRACED = ("jax", "optax", *(f"megajax.{name}" for name in ("config", "mesh", "model", "ops", "optim", "parallel")))
+TRACED = (
+    "jax",
+    "optax",
+    *(
+        f"megajax.{name}"
+        for name in ("config", "layout", "mesh", "model", "ops", "optim", "options", "parallel", "schema", "step")
+    ),
+)
 TRACED += ("megajax.sharding", "megajax.step_plan", "megajax.training.step")
 
 
@@ -37,7 +44,7 @@ class ReusedPrograms:
         own = kind.init_state
 
         def init_state(program, params: bool = True, teacher: bool = True):
-            if not (self.active and params and program.teacher is None):
+            if not (self.active and params and program.plan.teacher is None):
                 return own(program, params, teacher)
             make = self._of(program, "init", lambda p: jax.jit(p._first_state, out_shardings=p.state_shardings))
             weights, places = self._weights(program), program.placements

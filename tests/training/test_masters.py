@@ -78,7 +78,7 @@ def test_a_run_is_that_with_fp32_weights_bit_for_bit(monkeypatch, mesh, devices,
 
     def rounded(state: TrainState) -> dict[str, jax.Array]:
         own = halves.placements
-        return {n: split(w)[0] if is_split(halves.config, own[n]) else w for n, w in state.params.items()}
+        return {n: split(w)[0] if is_split(halves.plan, own[n]) else w for n, w in state.params.items()}
 
     found, losses = train(halves)
     monkeypatch.setattr(TrainState, "weights", property(rounded))

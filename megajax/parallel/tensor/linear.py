@@ -31,7 +31,7 @@ from megajax.parallel.tensor.ring import TensorRing
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rounded:
-    """A weight of a layer whose matmuls round their operands (`config.fp8_recipes`): reference arithmetic."""
+    """A weight of a layer whose matmuls round their operands (`options.fp8_recipes`): reference arithmetic."""
 
     values: jax.Array
     rounded: Rounding = field(metadata={"static": True})

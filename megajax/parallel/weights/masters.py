@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
 
-from megajax.config import Config
 from megajax.sharding import Placement
+from megajax.step_plan import StepPlan
 
 
-def is_split(config: Config, placement: Placement) -> bool:
+def is_split(plan: StepPlan, placement: Placement) -> bool:
     """Whether a trained weight is stored in two halves: all with which the step does not compute in FP32."""
-    return config.optimizer.master == "split" and not placement.computes_in_fp32
+    return plan.optimizer.master == "split" and not placement.computes_in_fp32
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:

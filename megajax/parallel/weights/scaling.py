@@ -6,14 +6,15 @@ devices and microbatches of a step, so they do not depend on the mesh. With fewe
 depend on it slightly: devices that share a head quantise their parts of its gradient before the sum.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from megajax.config import Config
 from megajax.model.block import linear_layers
 from megajax.ops import fp8
+from megajax.step_plan import StepPlan
 
 FP8 = "fp8"  # key of the histories in the layer state, beside the kinds of blocks
 TENSORS = ("input", "weight", "gradient")  # of a linear layer; the gradient is its output's
@@ -22,16 +23,15 @@ History = dict[str, jax.Array]  # by "layer.tensor": [L, length], newest first
 
 
 class Scaling:
-    """Scales and histories of one config."""
+    """Scales and histories of one plan."""
 
-    def __init__(self, config: Config):
-        self.settings = config.precision.fp8
-        self.num_layers = config.model.num_layers + config.model.mtp_layers  # modules after the layers
-        self.layers = linear_layers(config.model) if self.settings.chosen.rounded is None else ()
+    def __init__(self, plan: StepPlan):
+        self.settings, model = plan.fp8, plan.model
+        self.num_layers = model.num_layers + model.mtp_layers  # modules after the layers
+        self.layers = linear_layers(model) if self.settings.chosen.rounded is None else ()
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
         # Guesses for empty histories, too large rather than too small: saturation is worse than small values.
-        tokens = config.batch.global_size * config.batch.sequence_length
-        self.first_amax = {"input": 16.0, "weight": 8 * config.model.init_std, "gradient": 64 / tokens}
+        self.first_amax = {"input": 16.0, "weight": 8 * model.init_std, "gradient": 64 / math.prod(plan.batch_shape)}
 
     @property
     def names(self) -> list[str]:

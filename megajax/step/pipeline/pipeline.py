@@ -60,7 +60,7 @@ class Pipeline:
     def __init__(self, graph: Graph):
         self.graph, self.layers = graph, graph.layers
         self.stages = graph.sizes["pipeline"]
-        settings, microbatches = graph.config.pipeline, graph.config.batch.num_microbatches
+        settings, microbatches = graph.plan.pipeline, graph.plan.num_microbatches
         self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.rounds)
         check(self.schedule)
         ticks = self.schedule.ticks_of

@@ -66,7 +66,7 @@ class SharedTokens(MeshComm):
 
     def __init__(self, whole: MeshComm, plan: StepPlan):
         """`whole` has the communication points for all tokens of a device."""
-        super().__init__(plan.sizes, plan.kernels, plan.collectives, plan.config.run.deterministic)
+        super().__init__(plan.sizes, plan.kernels, plan.collectives, plan.deterministic)
         self.whole, self.stages = whole, plan.sizes["pipeline"]
         self.length = plan.shared_tokens // self.stages  # of consecutive tokens on a stage
 

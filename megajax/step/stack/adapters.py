@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.config import LoraConfig
 from megajax.model.lora import A, Adapted, B, adapters, is_adapter
 from megajax.model.sublayer import BlockInputs
 from megajax.parallel.weights.fused import FusedWeights
+from megajax.schema.lora import LoraConfig
 
 
 def adapted(

@@ -40,11 +40,11 @@ class RematGroups:
 
     def __init__(self, plan: StepPlan, comm: MeshComm, blocks: Mapping[str, Block], weights: StackWeights):
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
-        plan.config.remat.chosen.check_names({name for block in blocks.values() for name in block.saved_names})
+        plan.remat.check_names({name for block in blocks.values() for name in block.saved_names})
         # With sinks, cuDNN's call is one step of an operation, and the operation's result has a checkpoint name.
-        model = plan.config.model
+        model = plan.model
         self.attention_is_fused = comm.attention_is_fused and not model.attention_sinks and model.qk_clip is None
-        self.rounded = plan.config.precision.fp8.chosen.rounded
+        self.rounded = plan.fp8.chosen.rounded
         # All equal groups share one function: jax traces and lowers it once, XLA inlines its calls. Not if every call
         # of attention must be different (`AttentionScales`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
@@ -156,7 +156,7 @@ class RematGroups:
                 weights = own | {name: w for name, w in other.items() if name not in state}
                 kept = {name: a for name, a in other.items() if name in state}
                 ctx = LayerContext(self.comm, own_inputs, layer, kind, self._recomputed(program), kept)
-                weights = adapted(weights, self.weights.fused[kind.block], self.plan.config.lora, inputs, layer)
+                weights = adapted(weights, self.weights.fused[kind.block], self.plan.lora, inputs, layer)
                 if program.fp8 and self.rounded is not None:
                     linear = self.blocks[kind.block].linear_layers
                     weights = {n: Rounded(w, self.rounded) if n in linear else w for n, w in weights.items()}

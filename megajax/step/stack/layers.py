@@ -104,12 +104,12 @@ class LayerStack:
         }
 
     def fields(self) -> dict[str, Field]:
-        config, key = self.plan.config, "data.reset_attention"
+        key = "data.reset_attention"
         return {
             "positions": Field(jnp.int32),
-            **({"segment_ids": Field(jnp.int32, key)} if config.data.reset_attention else {}),
+            **({"segment_ids": Field(jnp.int32, key)} if self.plan.is_packed else {}),
             # False for padding
-            "is_real": Field(jnp.bool_, "data.kind", optional=not config.is_padded("train")),
+            "is_real": Field(jnp.bool_, "data.kind", optional=not self.plan.is_padded),
             # The index of each token in its sequence
             **({"order": Field(jnp.int32, key, derived=True)} if self.plan.balances_context else {}),
         }

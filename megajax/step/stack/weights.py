@@ -64,7 +64,7 @@ class StackWeights:
         self.plan, self.comm, self.blocks, self.exchange, self.fused = plan, comm, blocks, exchange, fused
         self.prefix = prefix
         self.slots, self.table, self.segments = plan.layer_slots, plan.layer_table, plan.segments
-        self.scaling, self.gathered = Scaling(plan.config), plan.gathered_slots
+        self.scaling, self.gathered = Scaling(plan), plan.gathered_slots
         self.rounds = self.table.shape[1]
         self.all = Rows(self.table, range(len(self.slots)))
         self.kinds = {
@@ -72,12 +72,10 @@ class StackWeights:
         }
         # A layer's state that is not a parameter; it is passed among its group's weights.
         self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in blocks.items()}
-        lora = plan.config.lora
+        lora = plan.lora
         self.trained = {kind: {n for n in own.parts if is_trained(lora, prefix + n)} for kind, own in fused.items()}
         # Those that are stored in the dtype of the step's matmuls.
-        halves = {
-            kind: {n for n in own.parts if is_split(plan.config, own.placements[n])} for kind, own in fused.items()
-        }
+        halves = {kind: {n for n in own.parts if is_split(plan, own.placements[n])} for kind, own in fused.items()}
         self.stored = {kind: own.parts.keys() - (self.trained[kind] - halves[kind]) for kind, own in fused.items()}
 
     @jax.named_scope("weights")

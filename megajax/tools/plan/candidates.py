@@ -9,8 +9,9 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.estimate.memory import MemoryEstimate, estimate_memory, moments
-from megajax.estimate.optimizer import declared, matrix_operations, shards, slots_of, state_bytes
-from megajax.sharding import BLOCKS, Placement, place_all, stored_rows
+from megajax.estimate.optimizer import matrix_operations, shards, state_bytes
+from megajax.optim.slots import OptimizerSlots
+from megajax.sharding import BLOCKS, Placement
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.tools.plan.rates import Rates
 from megajax.tools.plan.step_time import StepTime, StoredState, estimate_time
@@ -76,15 +77,13 @@ class _Stored:
 
 @lru_cache(maxsize=2048)  # many candidates of a search differ in their microbatches, schedule or recomputation only
 def _storage(stored: _Stored) -> Storage:
-    plan, config, sizes = stored.plan, stored.plan.config, stored.plan.sizes
-    model, rows = declared(config.model, config.lora), stored_rows(config, sizes["pipeline"])
-    placements = place_all(model, sizes, rows, config.mesh.experts_over)
+    plan, placements = stored.plan, stored.plan.placements
     count = {name: math.prod(p.stored_shape) // shards(plan, p) for name, p in placements.items()}
     by_axes = Counter[tuple[str, ...]]()
     for name, placement in placements.items():
         by_axes[placement.storage_axes] += count[name]
     in_layers = sum(number for name, number in count.items() if name.startswith(BLOCKS))
-    slots = slots_of(plan, placements)
-    state = state_bytes(plan, slots, placements)
+    slots = OptimizerSlots.of(plan, plan.trained, placements)
+    state = state_bytes(plan, slots)
     own = StoredState(by_axes, in_layers, matrix_operations(slots), state.on_host)
     return Storage(placements, own, state.weights + state.optimizer)

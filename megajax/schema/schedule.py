@@ -1,0 +1,46 @@
+"""The keys of the section `schedule`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megajax.options.schedules import COSINE, SCHEDULES, LearningRateSchedule
+from megajax.schema.fields import CountOrZero, Positive, PositiveOrZero, Section, Steps, derived
+
+
+def lowest_rate(kind: str, learning_rate: float) -> float:
+    """The default of `schedule.min_learning_rate`: above 0, so that the last step of a decay is not lost."""
+    return float(f"{learning_rate * SCHEDULES[kind].lowest:.6g}")
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps."""
+
+    kind: Annotated[str, SCHEDULES] = Field(
+        default=COSINE.name,
+        description="Shape after the warm-up; wsd: constant, then a final decay; or one registered by run.extensions.",
+    )
+    learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
+    min_learning_rate: PositiveOrZero = derived(
+        lambda schedule: lowest_rate(schedule["kind"], schedule["learning_rate"]),
+        "a tenth of learning_rate; 0 for inverse_sqrt",
+        "Learning rate at the end of the decay; with 0 the step decay_steps changes nothing.",
+    )
+    warmup_steps: CountOrZero = Field(
+        default=0, description="Steps of linear warm-up; the first step has learning_rate / warmup_steps."
+    )
+    decay_steps: Steps = derived(  # filled in by Config, which sees the run
+        lambda schedule: None,
+        "run.steps, at least warmup_steps + 1",
+        "Step at which the learning rate reaches min_learning_rate.",
+    )
+    wsd_decay_steps: Steps | None = Field(
+        default=None,
+        description="wsd: number of steps of the final decay.",
+        json_schema_extra={"derived": "a tenth of decay_steps if kind is wsd"},
+    )
+
+    @property
+    def chosen(self) -> LearningRateSchedule:
+        """The declarations of the schedule."""
+        return SCHEDULES[self.kind]
