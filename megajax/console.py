@@ -48,6 +48,7 @@ COMMANDS = {
     "launch": ("megajax.launch", "train in several processes on this host, and restart after crashes"),
     "preflight": ("megajax.tools.preflight.__main__", "measure GPUs, links and disk before a run"),
     "plan": ("megajax.tools.plan.__main__", "find the fastest mesh of a config for N GPUs, without a GPU"),
+    "compile": ("megajax.tools.compile", "compile a config's step for H200s, without a GPU: does it fit?"),
     "verify": ("megajax.tools.verify.__main__", "compare meshes with one device, on the CPU, with a small model"),
     "generate": ("megajax.generate", "continue text with a run or a Hugging Face model"),
     "chat": ("megajax.chat", "talk with a run or a Hugging Face model in the terminal"),

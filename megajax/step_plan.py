@@ -403,7 +403,7 @@ class StepPlan:
         They do where reductions over `fsdp`, or `complete` ones, are hidden behind that pass. Where nothing ties them,
         XLA may compute the weight gradients of all layers last and keep their operands until then. With `tensor` and
         `expert`, and with moments on the host or in int8, this costs memory and gains no speed; with sums over
-        microbatches it is 1 % faster (docs/log.md, 2026-11-25).
+        microbatches it is 1 % faster (docs/records/log.md, 2026-11-25).
         """
         optimizer = self.config.optimizer
         small = (optimizer.offload > 0 or optimizer.form.is_small) and not self.is_pipelined

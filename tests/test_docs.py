@@ -21,7 +21,7 @@ from megajax.options.remat import POLICIES
 from megajax.options.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 MINIMAL = """
 model: {num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 257}
 batch: {global_size: 8, sequence_length: 64}
@@ -83,11 +83,11 @@ def test_readme_lists_every_command():
 
 
 def test_key_reference_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts/config_reference.py")
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "dev/config_reference.py")
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     page = reference.PAGE.read_text()
-    assert reference.updated(page) == page, "run python scripts/config_reference.py"
+    assert reference.updated(page) == page, "run python dev/config_reference.py"
     assert re.findall(r"^\| `([\w.]+)`", page, re.M) == [key for key, _ in keys()]
 
 

@@ -28,4 +28,4 @@ def test_schedules_in_the_docs_are_those_of_the_code(tmp_path):
     written = pictures.draw_all(tmp_path)
     assert {path.name for path in written} == {path.name for path in Path(pictures.IMAGES).glob("schedule_*.svg")}
     for path in written:
-        assert path.read_text() == (pictures.IMAGES / path.name).read_text(), "run python scripts/pictures.py"
+        assert path.read_text() == (pictures.IMAGES / path.name).read_text(), "run python dev/pictures.py"

@@ -1,4 +1,4 @@
-"""scripts/transcript.py finds its commands in the README and shortens their outputs."""
+"""dev/transcript.py finds its commands in the README and shortens their outputs."""
 
 import shlex
 from pathlib import Path

@@ -78,7 +78,7 @@ def write(directory: Path, only: str) -> int:
             failed += 1
             index[f"{name}.error"] = {"error": f"{type(error).__name__}: {error}"}
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
-        Path(directory, "index.json").write_text(json.dumps(index, indent=1) + "\n")
+        Path(directory, "index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     print(f"{len(index) - failed} programs, {sum(entry.get('lines', 0) for entry in index.values()):,} lines")
     return 1 if failed else 0
 
@@ -132,7 +132,7 @@ def difference(name: str, old: str, new: str) -> list[str]:
 def read_index(directory: Path) -> Index:
     """By program; empty without a file."""
     path = directory / "index.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def lowered(case: Case) -> dict[str, Callable[[], Any]]:
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "case.yaml")
-        path.write_text(case.yaml)
+        path.write_text(case.yaml, encoding="utf-8")
         config = megajax.load_config(path, shlex.split(case.overrides))
     count = math.prod(int(size) for size in re.findall(r"mesh\.\w+=(\d+)", case.overrides))
     sizes = check_mesh(config, count)

@@ -47,7 +47,7 @@ def train_all(directory: Path, only: str) -> None:
     """Train the runs into `directory`, with checkpoints, and `NAME.jsonl` with their metrics."""
     for name in chosen(only):
         metrics = _train(name, directory, directory / name)
-        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics), encoding="utf-8")
         print(f"{name}: {len(metrics)} lines", flush=True)
 
 
@@ -55,7 +55,7 @@ def repeat_all(directory: Path, only: str) -> int:
     """Train again with this code, from the start and from the golden checkpoint; the number of runs that differ."""
     wrong = 0
     for name in chosen(only):
-        golden = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+        golden = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         with tempfile.TemporaryDirectory() as scratch:
             first, resumed = Path(scratch, "first"), Path(scratch, "resumed")
             shutil.copytree(directory / name, resumed)
@@ -84,7 +84,7 @@ def _train(name: str, directory: Path, run_dir: Path, *more: str) -> list[dict[s
     yaml = BASE.replace("STEPS", str(STEPS)).replace("SAVED", str(SAVED))
     config = directory / f"{name}.yaml"
     if not config.exists():  # golden runs are repeated with their own
-        config.write_text(f"model: {MODELS[name.partition('-')[0]]}\n{yaml}")
+        config.write_text(f"model: {MODELS[name.partition('-')[0]]}\n{yaml}", encoding="utf-8")
     count = math.prod(int(size) for size in re.findall(r"mesh\.\w+=(\d+)", RUNS[name]))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -96,7 +96,7 @@ def _train(name: str, directory: Path, run_dir: Path, *more: str) -> list[dict[s
     done = subprocess.run([*command, *more], cwd=directory, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     numbers = [{key: value for key, value in line.items() if not TIMES.search(key)} for line in lines]
     reported = [line for line in numbers if len(line) > 1]  # a save's line has times only
     return [*reported, {"step": STEPS, "weights": _hash_of_weights(run_dir)}]

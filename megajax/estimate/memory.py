@@ -2,7 +2,7 @@
 
 The peak is at one of a few moments: in the head, with all saved activations; in the backward pass of a layer, which
 frees activations and adds gradients; or at the end, with all gradients. The estimate is the largest sum of the live
-arrays at these moments. XLA's figure differs by a few per cent (scripts/memory_table.py compares).
+arrays at these moments. XLA's figure differs by a few per cent (dev/memory_table.py compares).
 """
 
 import math

@@ -25,7 +25,7 @@ POLAR_EXPRESS: tuple[Step, ...] = (
     (1.875, -1.25, 0.375),
 )
 
-# Largest product of the coefficients a in a part of the steps. docs/log.md, 2026-11-25, has the errors with others.
+# Largest product of the coefficients a in a part of the steps; docs/records/log.md, 2026-11-25, has errors with others.
 LARGEST_GROWTH = 12.0
 
 

@@ -62,8 +62,8 @@ def choose_context(
     """The strategy of `kernels.context` for sequences divided over `devices`, and the reason.
 
     `heads`: the number of each kind on a device. `sends_latents`: keys and values can be sent as latents. Where all
-    heads can be divided, dividing them was the fastest and needed the least memory (docs/log.md): each device sends a
-    part of its heads once, while keys and values that visit all devices are sent `devices` - 1 times.
+    heads can be divided, dividing them was the fastest and needed the least memory (docs/records/log.md): each device
+    sends a part of its heads once, while keys and values that visit all devices are sent `devices` - 1 times.
     """
     if name != AUTO:
         return STRATEGIES[name], f"kernels.context={name}"

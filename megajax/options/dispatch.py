@@ -36,7 +36,7 @@ def choose_dispatch(name: str, devices: int, experts_per_token: int) -> Dispatch
     """The dispatch of `kernels.dispatch`, if the experts are divided over `devices`.
 
     An all-gather sends no more rows than an all-to-all if `experts_per_token` is at least the number of devices. On one
-    host it was faster with more devices too (docs/log.md).
+    host it was faster with more devices too (docs/records/log.md).
     """
     if name != AUTO:
         return DISPATCHES[name]

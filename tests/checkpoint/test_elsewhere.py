@@ -1,6 +1,6 @@
 """`checkpoint.dir`: the checkpoints of a run in another directory than its own, or in a bucket.
 
-A directory plays the bucket: object by object, without renames. `scripts/remote_checkpoints.py` tries the clients of
+A directory plays the bucket: object by object, without renames. `dev/remote_checkpoints.py` tries the clients of
 Google's and Amazon's stores against a server.
 """
 

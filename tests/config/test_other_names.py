@@ -93,7 +93,7 @@ def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
 
 
 def test_the_tables_of_the_docs_are_up_to_date():
-    assert migration_tables.updated(PAGE) == PAGE, "run python scripts/migration_tables.py"
+    assert migration_tables.updated(PAGE) == PAGE, "run python dev/migration_tables.py"
     for name in ("--context-parallel-size", "--kv-channels", "base_emb_dim", "training.seq_len", "rms_norm_eps"):
         assert re.search(rf"^\|.*`{name}`", PAGE, re.M)
 

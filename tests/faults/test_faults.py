@@ -1,6 +1,6 @@
 """A run that is killed, interrupted and stopped beside a quiet one: the same bits, and nothing that was saved is lost.
 
-A sample of `python scripts/soak.py`. `python scripts/faults.py` also fills the disk, damages checkpoints and loses
+A sample of `python dev/soak.py`. `python dev/faults.py` also fills the disk, damages checkpoints and loses
 processes.
 """
 

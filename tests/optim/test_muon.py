@@ -1,4 +1,4 @@
-"""Muon against plain NumPy, on meshes; scripts/muon_table.py has all meshes and more steps."""
+"""Muon against plain NumPy, on meshes; dev/muon_table.py has all meshes and more steps."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Any mesh, any number of microbatches and any remat policy train as one device does.
 
-A covering sample of scripts/mesh_table.py with the model's options added: losses and gradient norms within 1e-5, the
+A covering sample of dev/mesh_table.py with the model's options added: losses and gradient norms within 1e-5, the
 first step's gradients within 1e-4, relative to megajax/reference.py with one microbatch.
 """
 

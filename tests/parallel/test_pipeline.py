@@ -1,6 +1,6 @@
 """Any number of stages, any schedule and any mesh around them trains as one device does.
 
-A covering sample of `scripts/mesh_table.py --table pipeline` with uneven stages and the model's options added: losses
+A covering sample of `dev/mesh_table.py --table pipeline` with uneven stages and the model's options added: losses
 and gradient norms within 1e-5, the first step's gradients within 1e-4, relative to megajax/reference.py with one
 microbatch.
 """

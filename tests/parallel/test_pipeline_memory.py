@@ -1,6 +1,6 @@
 """What a pipeline keeps in memory, compiled for H200s without a GPU: it does not grow with the microbatches.
 
-`python scripts/pipeline_memory.py` measures, here narrow models of one layer a stage. On P stages `1f1b` and
+`python dev/pipeline_memory.py` measures, here narrow models of one layer a stage. On P stages `1f1b` and
 `zero_bubble` keep 2P - 1 microbatches at most, `gpipe` all of them and one more.
 """
 

@@ -192,7 +192,7 @@ def test_a_line_of_the_table_is_a_figure_a_config_overrides_and_gpus():
 
 
 def test_the_page_of_the_table_is_up_to_date():
-    assert memory_table.TABLE.read_text() == memory_table.page(), "run python scripts/memory_table.py"
+    assert memory_table.TABLE.read_text() == memory_table.page(), "run python dev/memory_table.py"
 
 
 @pytest.mark.parametrize(("kind", "rounds"), [("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-import hlo_counts
 import pytest
 
+from megajax.tools.compile import describe
 from megajax.tools.profile import hlo, operations
 
 # Its sizes make rooflines round numbers of ms: a matmul's 2·M·N·K is 2 ms · 989 TFLOP/s, and so on.
@@ -59,7 +59,7 @@ def test_matmuls_of_the_optimizer_belong_to_it(ops):
 
 
 def test_counts_of_a_module_are_one_line_a_kind(ops):
-    lines = [" ".join(line.split()) for line in hlo_counts.describe(ops.values(), {"temporary": 3 * 2**29})]
+    lines = [" ".join(line.split()) for line in describe(ops.values(), {"temporary": 3 * 2**29})]
     assert lines == [
         "all-gather 1 572.2 MiB",
         "copy above 1 MiB 1 1.9 MiB 1 in loops",

@@ -1,7 +1,7 @@
 """Runs of a config on a mesh, their references, and the difference of two runs.
 
 A reference is megajax/reference.py (`expected`), or the same config on one device (`train` of `reference_config`). Runs
-are in FP32 on virtual CPU devices; the caller starts the mesh's number of them. scripts/mesh_table.py makes tables of
+are in FP32 on virtual CPU devices; the caller starts the mesh's number of them. dev/mesh_table.py makes tables of
 these comparisons; the tests of parallelism make them too.
 """
 

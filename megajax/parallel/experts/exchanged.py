@@ -6,7 +6,7 @@ the rows of the fullest pair of devices have been sent. With balanced devices th
 buffer of arrived rows has room for the worst case, all assignments to one device, or for the experts' capacity. Rows of
 dropped assignments are not sent.
 
-Why not `lax.ragged_all_to_all`, which sends the k·T·(n - 1)/n rows at once: docs/log.md, 2026-11-25.
+Why not `lax.ragged_all_to_all`, which sends the k·T·(n - 1)/n rows at once: docs/records/log.md, 2026-11-25.
 """
 
 import math
@@ -109,7 +109,7 @@ def exchange(axes: Axes, room: int, rounds: jax.Array, source: Segments, target:
     """Send the rows of all `arrays [R, ...]` from the segments `source` to `target` → `[rows, ...]`, other rows zero.
 
     `rounds` all-to-alls of each array send `room` rows from each device to each other. The arrays share a loop because
-    XLA may run independent loops at once on CPUs, and then their collectives meet each other's (docs/log.md).
+    XLA may run independent loops at once on CPUs, and then their collectives meet each other's (docs/records/log.md).
     """
     device, number = target.device, target.number
 

@@ -117,7 +117,7 @@ def written(options: argparse.Namespace, found: Found, rates: Rates, settings: S
 
 def xla_gib(options: argparse.Namespace, found: Found, rates: Rates) -> float:
     """XLA's GiB of a GPU, compiled in a process of its own. Raises InputError if it does not compile."""
-    command = [sys.executable, "-m", "megajax.tools.preflight.compiled_step", str(options.config), *options.overrides]
+    command = [sys.executable, "-m", "megajax.tools.compile", "--json", str(options.config), *options.overrides]
     command += [*found.overrides, "--gpus", str(options.gpus), "--device", rates.name]
     environment = {"XLA_FLAGS": "--xla_gpu_autotune_level=0", **os.environ}
     try:

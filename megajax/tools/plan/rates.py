@@ -1,9 +1,9 @@
 """The speeds of GPUs and links, for the estimate of a step's time.
 
 Rates are those that large operations reach, not data sheets' peaks. H200's come from docs/performance.md and
-docs/log.md. The others are an H200's, scaled by the ratio of the data sheets' peaks, unless this package has a file
-DEVICE_rates.json of `megajax preflight --rates`. Such a file of the user's replaces them; the constants of `step_time`
-were fitted to measured steps and stay.
+docs/records/log.md. The others are an H200's, scaled by the ratio of the data sheets' peaks, unless this package has a
+file DEVICE_rates.json of `megajax preflight --rates`. Such a file of the user's replaces them; the constants of
+`step_time` were fitted to measured steps and stay.
 """
 
 import difflib

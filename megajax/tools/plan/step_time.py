@@ -1,7 +1,7 @@
 """The time of a train step on GPUs, estimated without compiling it.
 
 The step adds up the work of its layers (`plan.work`), the collectives of weights, the update, and a pipeline's idle
-times, which are those of its schedule. scripts/time_table.py compares the estimate with measured steps.
+times, which are those of its schedule. dev/time_table.py compares the estimate with measured steps.
 """
 
 import math

@@ -1,0 +1,328 @@
+"""The mesh tables: `python dev/mesh_table.py [--table pipeline] [--model llama] [--output FILE]`.
+
+Trains a Llama-style and a GPT-2-style model in FP32 on 8 virtual CPU devices and compares each run with the same config
+on one device with one microbatch. Prints a markdown table; exit status 1 if a row disagrees.
+
+- `mesh`: 4 layers, every mesh of `data`, `fsdp` and `tensor` with 1, 2, 4 or 8 devices, 1, 2 and 4 microbatches.
+- `pipeline`: 16 layers on P = 2, 4 and 8 stages, the other devices on `data`, `fsdp` or `tensor`, every schedule, one
+  and two rounds, P, 2P and 4P microbatches.
+- `context`: 4 layers, sequences of 48 tokens over 2, 4 or 8 devices, the others on one other axis (or two), each
+  `kernels.context` (the GPT-2-style model: only ring), whole sequences and packed documents.
+- `experts`: 2 layers of 8 experts over 1, 2, 4 or 8 devices, alone and with each other axis, each `kernels.dispatch`;
+  routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert. The reference has the
+  same number of microbatches on one device; the routers' losses have the tolerance of gradient norms, assignments are
+  equal exactly. Models of dense and MoE layers on some meshes, with up to four stages and two rounds.
+- `latent`: latent attention (DeepSeek-V2 and V3) on two devices of every axis, every pair and some triples, with and
+  without documents, experts and MTP modules, under each remat policy; `kernels.context` takes turns.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/references"))
+
+import jax
+import numpy as np
+from mesh_models import (
+    DEEP_MODELS,
+    DEEP_OPTIMIZERS,
+    EXPERT_MODELS,
+    LATENT_VARIANTS,
+    MIXED_MODELS,
+    MODELS,
+    all_meshes,
+    context_meshes,
+    expert_meshes,
+    latent_meshes,
+    mixed_meshes,
+    pipeline_meshes,
+    uneven_weights,
+)
+from single_device import (
+    GRADIENT_TOLERANCE,
+    OPTIMIZERS,
+    SCALAR_TOLERANCE,
+    ZERO_TOLERANCE,
+    Difference,
+    compare,
+    make_config,
+    reference_config,
+    train,
+)
+
+from megajax.config import Config
+from megajax.mesh import AXES
+from megajax.step.pipeline.schedules import KINDS
+
+SETTINGS = {
+    "mesh": ("model", "optimizer", "mesh", "M"),
+    "pipeline": ("model", "optimizer", "mesh", "schedule", "R", "M"),
+    "context": ("model", "optimizer", "mesh", "context", "documents", "M"),
+    "experts": ("model", "optimizer", "mesh", "dispatch", "M"),
+    "latent": ("model", "mesh", "context", "documents", "remat", "M"),
+}
+DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
+RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
+STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10}
+
+
+def mesh_name(mesh: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+
+
+def parse_meshes(text: str) -> list[dict[str, Any]]:
+    """`data=2,tensor=4;expert=2,fsdp=4,experts_over=expert+fsdp` → settings, one mesh between semicolons."""
+    meshes = []
+    for part in text.split(";"):
+        pairs = (pair.split("=") for pair in part.split(",") if pair.strip())
+        meshes.append({key.strip(): int(v) if v.isdigit() else v.split("+") for key, v in pairs})
+    return meshes
+
+
+def table_row(table: str, config: Config, optimizer: str, model: str, difference: Difference) -> str:
+    name, worst = difference.worst
+    sizes, folded = {axis: getattr(config.mesh, axis) for axis in AXES}, config.mesh.experts_over
+    settings = {
+        "model": model,
+        "optimizer": optimizer,
+        "mesh": mesh_name(sizes)
+        + (f", experts over {', '.join(folded)}" if folded != ("expert",) else "")
+        + (f", {config.pipeline.rounds} rounds" if table == "experts" and config.pipeline.rounds > 1 else ""),
+        "schedule": config.pipeline.schedule,
+        "R": config.pipeline.rounds,
+        "context": config.kernels.context if sizes["context"] > 1 else "",
+        "dispatch": config.dispatch(sizes).name if config.expert_shards(sizes) > 1 else "",
+        "documents": "packed" if config.data.reset_attention else "",
+        "remat": config.remat.policy,
+        "M": config.batch.num_microbatches,
+    }
+    results = (
+        f"{difference.loss:.1e}",
+        f"{difference.norm:.1e}",
+        f"{worst:.1e} {name.removeprefix('blocks.dense.').removeprefix('blocks.moe.')}",
+        "differ" if difference.changed else "identical",
+    )
+    return markdown([*(settings[column] for column in SETTINGS[table]), *results])
+
+
+def markdown(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def introduction(table: str, steps: int) -> str:
+    header = (*SETTINGS[table], *RESULTS)
+    title, option, runs, letters = {
+        "mesh": ("Mesh table", "", f"{steps} steps in FP32", "(M: microbatches)"),
+        "pipeline": (
+            "Pipeline mesh table",
+            " --table pipeline",
+            f"16 layers, {steps} steps in FP32",
+            "(R: rounds, M: microbatches)",
+        ),
+        "context": (
+            "Context mesh table",
+            " --table context",
+            f"{steps} steps in FP32",
+            "(context: `kernels.context`, M: microbatches)",
+        ),
+        "experts": (
+            "Expert mesh table",
+            " --table experts",
+            f"{steps} steps in FP32",
+            "(dispatch: `kernels.dispatch`, M: microbatches, the reference's too)",
+        ),
+        "latent": (
+            "Latent attention mesh table",
+            " --table latent",
+            f"{steps} steps in FP32",
+            "(M: microbatches, the reference's too with experts)",
+        ),
+    }[table]
+    return f"""# {title}
+
+`python dev/mesh_table.py{option}` with jax {jax.__version__} on 8 virtual CPU devices: {runs}, each row
+against the same config on one device{"" if table in ("experts", "latent") else " with one microbatch"} {letters}.
+
+- *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
+- *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
+  GPT-2's key biases are compared separately, because their true gradient is zero: at most {ZERO_TOLERANCE:g} of the
+  whole gradient's norm.
+- *initial weights*: compared bit for bit.
+
+SGD runs with momentum and without clipping: AdamW and clipping both hide a wrong scale of the gradients.
+
+{markdown(header)}
+{markdown(["---"] * len(header))}"""
+
+
+def mesh_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """(model, optimizer, config) of each row, grouped by reference."""
+    meshes = parse_meshes(args.meshes) if args.meshes else all_meshes()
+    counts = args.microbatches or [1, 2, 4]
+    for model, optimizer in itertools.product(args.model or MODELS, OPTIMIZERS):
+        # SGD runs each mesh with one number of microbatches only.
+        for mesh, count in itertools.product(meshes, counts if optimizer == "adamw" else counts[:2][-1:]):
+            yield model, optimizer, make_config(model, mesh, microbatches=count, steps=args.steps, optimizer=optimizer)
+
+
+def pipeline_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for the table of schedules."""
+    meshes = parse_meshes(args.meshes) if args.meshes else pipeline_meshes()
+    for model in args.model or DEEP_MODELS:
+        for mesh, schedule, rounds in itertools.product(meshes, KINDS, (1, 2)):
+            for count in args.microbatches or [mesh["pipeline"] * n for n in (1, 2, 4)]:
+                optimizer, pipeline = DEEP_OPTIMIZERS[model], {"schedule": schedule, "rounds": rounds}
+                yield (
+                    model,
+                    optimizer,
+                    make_config(
+                        DEEP_MODELS[model],
+                        mesh,
+                        microbatches=count,
+                        steps=args.steps,
+                        optimizer=optimizer,
+                        pipeline=pipeline,
+                    ),
+                )
+
+
+def context_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for sequences over several devices."""
+    meshes = parse_meshes(args.meshes) if args.meshes else context_meshes()
+    for model, packed in itertools.product(args.model or MODELS, (False, True)):
+        documents = DOCUMENTS if packed else {}
+        strategies = ("ring", "all_gather", "all_to_all") if model == "llama" else ("ring",)
+        for mesh, strategy in itertools.product(meshes, strategies):
+            config = make_config(
+                model,
+                mesh,
+                microbatches=mesh.get("pipeline", 1),
+                steps=args.steps,
+                optimizer=DEEP_OPTIMIZERS[model],
+                batch={"sequence_length": 48},
+                kernels={"context": strategy},
+                data=documents,
+            )
+            yield model + " packed" * packed, DEEP_OPTIMIZERS[model], config
+
+
+def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for experts over several devices."""
+    given = parse_meshes(args.meshes) if args.meshes else None
+    for model in args.model or [*EXPERT_MODELS, *MIXED_MODELS]:
+        if model in MIXED_MODELS:
+            for mesh, rounds in [(mesh, 1) for mesh in given] if given else mixed_meshes():
+                pipeline = {"rounds": rounds} if rounds > 1 else {}
+                settings = {"microbatches": max(2, mesh.get("pipeline", 1)), "steps": args.steps, "pipeline": pipeline}
+                yield model, "sgd", make_config(MIXED_MODELS[model], mesh, optimizer="sgd", **settings)
+            continue
+        for i, mesh in enumerate(given or expert_meshes()):
+            strategies = ("all_gather", "all_to_all")
+            if mesh.get("expert", 1) == 1 and "experts_over" not in mesh:
+                strategies = ("auto",)
+            elif model != "mixtral":  # they take turns, or the table would be twice as long
+                strategies = strategies[i % 2 :][:1]
+            for dispatch in strategies:
+                kernels = {"dispatch": dispatch}
+                settings = {"microbatches": 2, "steps": args.steps, "optimizer": "sgd", "kernels": kernels}
+                yield model, "sgd", make_config(EXPERT_MODELS[model], mesh, **settings)
+
+
+def latent_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for latent attention; every mesh has one model with experts, and without `expert` one without."""
+    meshes = parse_meshes(args.meshes) if args.meshes else latent_meshes()
+    for variant, (model, packed, policy) in LATENT_VARIANTS.items():
+        if args.model and variant not in args.model:
+            continue
+        routed, turn = "num_experts" in model, list(LATENT_VARIANTS).index(variant) % 2
+        for i, mesh in enumerate(meshes):
+            if (i % 2 != turn and len(mesh) == 2) or (not routed and "expert" in mesh):
+                continue
+            divided = mesh.get("context", 1) * mesh.get("tensor", 1)  # all-to-all divides the four heads
+            strategy = ("ring", "all_gather", "all_to_all")[i % (3 if divided <= 4 else 2)]
+            microbatches = max(2 * routed, mesh.get("pipeline", 1))
+            settings = {"steps": args.steps, "optimizer": "sgd", "kernels": {"context": strategy}}
+            settings |= {"data": DOCUMENTS} if packed else {}
+            config = make_config(model, mesh, microbatches=microbatches, remat={"policy": policy}, **settings)
+            yield variant, "sgd", config
+
+
+def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
+    """Initial weights, if those of the seed give too even a load."""
+    if model != "uneven":
+        return None
+    weights = train(reference_config(config).model_copy(update={"run": config.run.model_copy(update={"steps": 1})}))
+    return uneven_weights(weights.initial)
+
+
+def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Each row of the table and its problems, as soon as it is computed."""
+    configs = {
+        "mesh": mesh_configs,
+        "pipeline": pipeline_configs,
+        "context": context_configs,
+        "experts": expert_configs,
+        "latent": latent_configs,
+    }[args.table](args)
+
+    def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int]:
+        return *row[:2], reference_config(row[2]).batch.num_microbatches
+
+    for (model, optimizer, _), group in itertools.groupby(configs, key=held_to):
+        reference = weights = None
+        for _, _, config in group:
+            if reference is None:
+                weights = first_weights(model, config)
+                reference = train(reference_config(config), weights)
+            difference = compare(train(config, weights), reference)
+            name = model.removesuffix(" packed")
+            yield table_row(args.table, config, optimizer, name, difference), difference.problems()
+            jax.clear_caches()  # hundreds of programs, each used once
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Every mesh against the single device, as a markdown table.")
+    parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
+    parser.add_argument(
+        "--model",
+        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS],
+        action="append",
+        help="only this; may be repeated",
+    )
+    parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
+    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, P 2P 4P, or P, or with experts 2")
+    parser.add_argument("--steps", type=int, help="default: 20 of the mesh table, else 10")
+    parser.add_argument("--output", type=Path, help="write the table to this file too")
+    args = parser.parse_args()
+    args.steps = args.steps or STEPS[args.table]
+    return args
+
+
+def main() -> int:
+    args, start = arguments(), time.perf_counter()
+    lines, wrong = [introduction(args.table, args.steps)], []
+    print(lines[0], flush=True)
+    for line, problems in rows(args):
+        lines.append(line)
+        wrong += [f"- {line}: {'; '.join(problems)}"] if problems else []
+        print(line, flush=True)
+    count = len(lines) - 1
+    verdict = f"All {count} rows agree." if not wrong else f"{len(wrong)} of {count} rows disagree:"
+    lines += ["", f"**{verdict}**", *wrong]
+    print("\n".join(lines[count + 1 :]))
+    print(f"{time.perf_counter() - start:.0f} seconds", file=sys.stderr)
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

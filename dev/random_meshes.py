@@ -1,0 +1,227 @@
+"""Random combinations of settings on random meshes: `python dev/random_meshes.py [--seed 1] [--seconds 600]`.
+
+Draws a config and a mesh of up to eight devices, until the time is up. A config that start-up refuses is counted; each
+other one must train as on one device (`megajax verify`), every second one also through checkpoints of both. With
+`--fp8` linear layers are in FP8. Prints the config of each that differs or crashes; exit status 1 if there is one.
+"""
+
+import argparse
+import collections
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from lab import FLAGS
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # each program runs for a few steps
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} --xla_force_host_platform_device_count=8"
+
+import jax
+from pydantic import ValidationError
+
+from megajax.config import AXES, Config
+from megajax.config.checks import check, check_mesh
+from megajax.errors import UserError
+from megajax.tools.verify.report import report
+from megajax.tools.verify.shrink import Precision
+
+STEPS = 3
+Settings = dict[str, Any]
+# (probability, key, values): each setting is drawn by itself, so many configs are refused.
+Choices = Iterable[tuple[float, str, tuple[Any, ...]]]
+ATTENTION: Choices = (
+    (0.2, "qk_norm", (True, "all_heads")),
+    (0.25, "attention_bias", (True, "qkv")),
+    (0.15, "attention_sinks", (True,)),
+    (0.15, "attention_softcap", (30.0,)),
+    (0.25, "sliding_window", (5, 8)),
+    (0.15, "position", ("learned", "none")),
+    (0.15, "rope_fraction", (0.5,)),
+)
+MODEL: Choices = (
+    (0.2, "norm", ("layernorm",)),
+    (0.2, "norm_placement", ("after", "both")),
+    (0.1, "norm_zero_centred", (True,)),
+    (0.4, "activation", ("geglu", "clamped_swiglu", "gelu", "relu2")),
+    (0.2, "mlp_bias", (True,)),
+    (0.2, "logit_softcap", (20.0,)),
+    (0.15, "mup_base_width", (32,)),
+    (0.2, "qk_clip", (0.5, 2.0, 100.0)),
+    (0.2, "tie_embeddings", (True,)),
+    (0.15, "scale_embeddings", (True,)),
+    (0.25, "dropout", (0.1,)),
+    (0.15, "z_loss", (1e-3,)),
+    (0.25, "mtp_layers", (1, 2)),
+)
+EXPERTS: Choices = (
+    (1.0, "num_experts", (4, 8, 16)),
+    (1.0, "experts_per_token", (1, 2, 3)),
+    (1.0, "expert_ffn_hidden_size", (48,)),
+    (0.3, "first_dense_layers", (1,)),
+    (0.2, "moe_layer_interval", (2,)),
+    (0.35, "shared_expert_ffn_hidden_size", (16,)),
+    (0.15, "shared_expert_gate", (True,)),
+)
+ROUTER: Choices = (
+    (0.5, "score_function", ("sigmoid",)),
+    (0.2, "pre_softmax", (True,)),
+    (0.2, "normalise", (False,)),
+    (0.2, "scaling_factor", (2.5,)),
+    (0.3, "num_groups", (2,)),
+    (0.2, "group_score", ("sum", "max")),
+    (0.2, "logit_bias", (True,)),
+    (0.15, "jitter", (0.1,)),
+    (0.3, "sequence_loss", (0.05,)),
+    (0.3, "global_loss", (0.05,)),
+    (0.3, "z_loss", (0.01,)),
+    (0.3, "expert_bias", (True,)),
+    (0.1, "sinkhorn", (True,)),
+    (0.25, "capacity_factor", (1.0, 1.5)),
+    (0.15, "drop_policy", ("position",)),
+    (0.1, "force_balance", (True,)),
+)
+KERNELS: Choices = (
+    (1.0, "context", ("ring", "all_gather", "all_to_all")),
+    (1.0, "dispatch", ("auto", "all_to_all", "all_gather")),
+    (0.3, "scan_unroll", (1, 2)),
+    (0.3, "loss_chunk_tokens", (8,)),
+)
+REMAT: Choices = (
+    (1.0, "policy", ("none", "none", "full", "selective", "save_matmuls")),
+    (0.2, "layers", (1,)),
+    (0.1, "group", (2,)),
+)
+PACKED: Choices = (
+    (1.0, "synthetic_documents", (3,)),
+    (1.0, "reset_attention", (True,)),
+    (0.6, "reset_positions", (True,)),
+)
+CHATS: Settings = {"kind": "chat", "train": "chats.jsonl", "tokenizer": "byte"}  # no file is read; batches have padding
+GROUP = {"parameters": ["*_norm", "*attention*"], "weight_decay": 0, "learning_rate": 0.5, "clip_norm": 0.3}
+OPTIMIZER: Choices = (
+    (1.0, "kind", ("adamw", "adamw", "muon", "muon", "sgd", "lion", "ademamix")),
+    (0.3, "offload", (0.5, 1.0)),
+    (0.2, "ema_decay", (0.9,)),
+    (0.2, "groups", ([GROUP],)),
+    (0.15, "layer_decay", (0.8,)),
+    (0.15, "clip_norm", (0.0, 0.1)),
+)
+MUON: Choices = (
+    (0.3, "per_head", (True,)),
+    (0.3, "coefficients", ("polar_express",)),
+    (0.3, "nesterov", (False,)),
+    (0.3, "scale", ("spectral",)),
+)
+LORA: Choices = ((1.0, "rank", (4,)), (0.5, "dropout", (0.1,)), (0.3, "targets", (["query", "value"],)))
+
+
+def draw_section(draw: random.Random, choices: Choices) -> Settings:
+    return {key: draw.choice(values) for probability, key, values in choices if draw.random() < probability}
+
+
+def draw_model(draw: random.Random) -> Settings:
+    model: Settings = {"num_layers": draw.choice((2, 3, 4, 6, 8)), "hidden_size": 64, "vocab_size": 250}
+    model |= {"num_heads": draw.choice((4, 8)), "ffn_hidden_size": 128}
+    if draw.random() < 0.25:  # latent attention
+        model |= {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+        model["q_lora_rank"] = draw.choice((None, 20))
+    else:
+        model |= {"num_kv_heads": draw.choice((1, 2, 4))} | draw_section(draw, ATTENTION)
+        if "sliding_window" in model:
+            model["layer_pattern"] = draw.choice((None, ["local", "global"], ["local", "local", "global"]))
+        if model.get("position") == "learned":
+            model["max_positions"] = 64
+    model |= draw_section(draw, MODEL)
+    if draw.random() < 0.45:
+        model |= draw_section(draw, EXPERTS) | {"router": draw_section(draw, ROUTER)}
+    return model
+
+
+def draw_mesh(draw: random.Random, with_experts: bool) -> Settings:
+    """Axis sizes with a product of 2, 4 or 8, and sometimes the axes that divide the experts."""
+    axes: list[str] = [axis for axis in AXES if axis != "expert" or with_experts]
+    sizes = dict.fromkeys(map(str, AXES), 1)
+    devices = draw.choice((2, 4, 4, 8, 8, 8))
+    while math.prod(sizes.values()) < devices:
+        sizes[draw.choice(axes)] *= 2
+    folded = with_experts and draw.random() < 0.35
+    return sizes | ({"experts_over": draw.sample(AXES[1:], draw.choice((1, 2, 2, 3)))} if folded else {})
+
+
+def draw_settings(draw: random.Random) -> Settings:
+    """All sections of a config; it may be illegal."""
+    model = draw_model(draw)
+    settings = {"model": model, "mesh": draw_mesh(draw, "num_experts" in model)}
+    pipelined = settings["mesh"]["pipeline"] > 1
+    count = draw.choice((2, 4, 8) if pipelined else (1, 2, 4, 8))
+    settings["batch"] = {"global_size": 64, "sequence_length": 64, "num_microbatches": count}
+    if pipelined:
+        schedule = draw.choice(("1f1b", "gpipe", "zero_bubble"))
+        settings["pipeline"] = {"schedule": schedule, "rounds": draw.choice((1, 1, 2))}
+    settings |= {"remat": draw_section(draw, REMAT), "kernels": draw_section(draw, KERNELS)}
+    settings["data"] = {"kind": "synthetic"} | (draw_section(draw, PACKED) if draw.random() < 0.35 else {})
+    if draw.random() < 0.25:
+        settings["data"] = CHATS | {"pack": draw.random() < 0.5}
+    settings["optimizer"] = draw_section(draw, OPTIMIZER)
+    if settings["optimizer"]["kind"] == "muon":
+        settings["optimizer"]["muon"] = draw_section(draw, MUON)
+    if draw.random() < 0.15:
+        settings["lora"] = draw_section(draw, LORA)
+    return settings
+
+
+def outcome(settings: Settings, precision: Precision, checkpoint: bool) -> tuple[str, str]:
+    """(a word, what `megajax verify` printed or the traceback)."""
+    shown, sizes = io.StringIO(), {axis: settings["mesh"][axis] for axis in AXES}
+    try:
+        config = Config.model_validate(settings)
+        check(config)
+        check_mesh(config, math.prod(sizes.values()))
+    except (UserError, ValidationError) as error:
+        return "refused", str(error)
+    try:
+        with contextlib.redirect_stdout(shown):
+            status = report(config, [sizes], STEPS, precision, checkpoint)
+        return "differs" if status else "agrees", shown.getvalue()
+    except UserError as error:
+        return "refused by verify", str(error)
+    except Exception:
+        return "crashes", traceback.format_exc()
+    finally:
+        jax.clear_caches()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--fp8", action="store_true", help="linear layers in FP8")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    draw, counts, end = random.Random(options.seed), collections.Counter(), time.monotonic() + options.seconds
+    while time.monotonic() < end:
+        settings, checkpoint = draw_settings(draw), draw.random() < 0.5
+        precision: Precision = "float32"
+        settings["precision"] = {"compute": "float32"}
+        if options.fp8:
+            precision, settings["precision"] = "fp8", {"fp8": {"recipe": draw.choice(("current", "delayed"))}}
+        word, shown = outcome(settings, precision, checkpoint)
+        counts[word] += 1
+        if word in ("differs", "crashes"):
+            print(f"{word}: {json.dumps(settings)}\n{shown}", flush=True)
+    print(", ".join(f"{count} {word}" for word, count in counts.most_common()))
+    return 1 if counts["differs"] or counts["crashes"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
