@@ -9,9 +9,9 @@ import jax
 
 from megajax.mesh import AXES
 from megajax.optim.forms import StateArray
+from megajax.optim.matrices import groups, rounds
 from megajax.optim.optimizer import MatrixOptimizer
 from megajax.optim.slots import OptimizerSlots
-from megajax.parallel.weights.matrices import groups, rounds
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
 

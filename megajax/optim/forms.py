@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.parallel.weights.blocks import block_of, mix, scales_of
+from megajax.optim.blocks import block_of, mix, scales_of
 from megajax.sharding import Placement
 
 STEPS_PER_OCTAVE = 12  # of the code of second moments
@@ -62,7 +62,7 @@ class Form:
 
 
 class LowBits(Form):
-    """The lower 16 bits of FP32 numbers (`parallel.weights.masters`), which are never decoded by themselves."""
+    """The lower 16 bits of FP32 numbers (`weights.masters`), which are never decoded by themselves."""
 
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> StateArray:
         return StateArray(placement, jnp.uint16)

@@ -11,18 +11,18 @@ import optax
 
 from megajax.optim.adamw import AdamW
 from megajax.optim.ademamix import Ademamix
+from megajax.optim.blocks import random_bits
 from megajax.optim.forms import BFloat16, Form, Int8, LowBits, StateArray, seed_of
 from megajax.optim.lion import Lion
+from megajax.optim.matrices import MatrixLayout
 from megajax.optim.muon import Muon
+from megajax.optim.offload import OFFLOADED, largest_share
 from megajax.optim.optimizer import MatrixOptimizer, Optimizer, OptimizerState, Slot, Slots, Updated
 from megajax.optim.sgd import Sgd
 from megajax.optim.soap import Soap
-from megajax.parallel.weights.blocks import random_bits
-from megajax.parallel.weights.masters import is_split
-from megajax.parallel.weights.matrices import MatrixLayout
-from megajax.parallel.weights.offload import OFFLOADED, largest_share
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
+from megajax.weights.masters import is_split
 
 # Those of `options.optimizers`; `register_optimizer` and `register_form` add others.
 OPTIMIZERS: dict[str, type[Optimizer]] = {

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.optim.groups import decays, rates
+from megajax.optim.matrices import on_whole_matrices
+from megajax.optim.offload import in_turn
 from megajax.optim.optimizer import MatrixOptimizer, Named, OptimizerState, Slots, Updated
 from megajax.optim.schedule import make_schedule
 from megajax.optim.slots import Member, OptimizerSlots
-from megajax.parallel.weights.masters import join_all, split
-from megajax.parallel.weights.matrices import on_whole_matrices
-from megajax.parallel.weights.offload import in_turn
 from megajax.sharding import Placement
 from megajax.step_plan import StepPlan
+from megajax.weights.masters import join_all, split
 
 
 class Given(NamedTuple):

@@ -18,10 +18,10 @@ from megajax import ops
 from megajax.model.sublayer import BlockInputs, scale_embeddings
 from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.weights.exchange import row_major
-from megajax.parallel.weights.sums import after_microbatch, of_microbatch
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step_plan import StepPlan
+from megajax.weights.sums import after_microbatch, of_microbatch
+from megajax.weights.weight import row_major
 
 TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"
 

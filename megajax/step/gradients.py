@@ -15,16 +15,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.model.sublayer import is_maximum
-from megajax.parallel.weights.exchange import global_norm, sum_over_all
-from megajax.parallel.weights.scaling import FP8
+from megajax.parallel.collectives import sum_over_all
 from megajax.sharding import BATCH_SPEC
 from megajax.step.graph import Graph
 from megajax.step.microbatches import evaluate, train
 from megajax.step.nodes import Arrays, StepArrays
 from megajax.step.pipeline.pipeline import Pipeline
 from megajax.step.stack.layers import LayerStack
-from megajax.step.stack.weights import LayerState
+from megajax.step.stack.stack_weights import LayerState
 from megajax.step_plan import StepPlan
+from megajax.weights.scaling import FP8
+from megajax.weights.weight import global_norm
 
 
 def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
@@ -46,12 +47,12 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
         table = graph.table.gather(params)
 
-        def gather_once(stack: LayerStack, amax: Mapping[str, jax.Array]):
+        def gather_per_step(stack: LayerStack, amax: Mapping[str, jax.Array]):
             scales = scaling.scales(stack.weights.history_of_stage(history), amax, loss_scale)
-            return stack.weights.gather_once(params, scales, state)
+            return stack.weights.gather_per_step(params, scales, state)
 
-        weights = {stack.NAME: gather_once(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
-        weights |= {stack.NAME: stack.weights.gather_once(params, {}, {}) for stack in graph.frozen}
+        weights = {stack.NAME: gather_per_step(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
+        weights |= {stack.NAME: stack.weights.gather_per_step(params, {}, {}) for stack in graph.frozen}
         counts, (batch, imbalance) = graph.counts(batch), graph.add_derived_fields(batch)
         tokens, layer_loss_scale = counts["loss"], graph.layer_loss_scale(loss_scale)
         key = graph.random_key(step)
@@ -97,8 +98,8 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
         history = stack.weights.history_of_stage(state.get(FP8, {}))
         scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
         table = graph.table.gather(params)
-        weights = {stack.NAME: stack.weights.gather_once(params, scales, state)}
-        weights |= {frozen.NAME: frozen.weights.gather_once(params, {}, {}) for frozen in graph.frozen}
+        weights = {stack.NAME: stack.weights.gather_per_step(params, scales, state)}
+        weights |= {frozen.NAME: frozen.weights.gather_per_step(params, {}, {}) for frozen in graph.frozen}
         arrays = StepArrays(table, weights)
         counts, (batch, _) = graph.counts(batch), graph.add_derived_fields(batch)
         run = pipeline.evaluate if pipeline is not None else partial(evaluate, graph)

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 
 from megajax.layout.kinds import MTP
 from megajax.model.sublayer import BlockInputs, RealTokens
+from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
-from megajax.parallel.weights.exchange import WeightExchange, sum_over_all
-from megajax.parallel.weights.fused import FusedWeights
 from megajax.schema.fields import BATCH_AXES
-from megajax.sharding import BLOCKS, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.encoder import EncoderNode
 from megajax.step.mtp import MultiTokenPrediction
@@ -24,10 +22,10 @@ from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, St
 from megajax.step.objective import make_objective
 from megajax.step.pipeline.shared_tokens import SharedTokens
 from megajax.step.stack.layers import LayerStack
-from megajax.step.stack.weights import of_block
-from megajax.step.table import WeightTable
 from megajax.step.teacher import Teacher
 from megajax.step_plan import StepPlan
+from megajax.weights.table import WeightTable, block_weights, table_weights
+from megajax.weights.weight import WeightDtypes
 
 # Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
 JITTER, ADAPTERS = 2**31, 2**31 + 1
@@ -41,7 +39,6 @@ class Graph:
 
     plan: StepPlan
     comm: MeshComm
-    exchange: WeightExchange
     table: WeightTable
     inner: tuple[InnerNode, ...]
     terminal: tuple[TerminalNode, ...]
@@ -51,30 +48,23 @@ class Graph:
 
     @classmethod
     def build(cls, plan: StepPlan) -> "Graph":
-        sizes, model, placements = plan.sizes, plan.transformer, plan.placements
+        sizes, model, blocks = plan.sizes, plan.transformer, dict(plan.transformer.blocks)
         comm = MeshComm(sizes, plan.kernels, plan.collectives, plan.deterministic, plan.lora.rank is not None)
-        fused = {
-            kind: FusedWeights(of_block(placements, kind), block.fused, sizes) for kind, block in model.blocks.items()
-        }
-        computed = {n: p for n, p in placements.items() if not is_in_layer(n)}
-        for kind, own in fused.items():
-            computed |= {f"{BLOCKS}{kind}.{name}": placement for name, placement in own.placements.items()}
-        exchange = WeightExchange(computed, sizes, plan.compute, plan.gradients, plan.accumulation)
+        dtypes = WeightDtypes(plan.compute, plan.gradients, plan.accumulation)
+        weights = block_weights(plan, blocks, dtypes)
         embedding, terminal = Embedding(plan, comm), list[TerminalNode]([make_objective(plan, comm)])
-        of_modules, stacks = fused.pop(MTP, None), list[LayerStack]()
-        blocks = {kind: model.blocks[kind] for kind in fused}
-        layers = LayerStack("layers", plan, comm, blocks, exchange, fused, not plan.sums_gradients)
-        if of_modules is not None:
+        of_modules, module, stacks = weights.pop(MTP, None), blocks.pop(MTP, None), list[LayerStack]()
+        layers = LayerStack("layers", plan, comm, blocks, weights, not plan.sums_gradients)
+        if of_modules is not None and module is not None:
             shared = SharedTokens(comm, plan) if plan.is_pipelined else comm
-            modules = MultiTokenPrediction(plan, shared, model.blocks[MTP], exchange, of_modules)
+            modules = MultiTokenPrediction(plan, shared, module, of_modules)
             terminal.append(modules)
             stacks.append(modules.stack)
-        trained = [*plan.trained]
-        table = WeightTable(exchange, trained, embedding.as_stored)
-        first: list[InnerNode] = [EncoderNode(plan, model.encoder, comm, trained)] if model.encoder else []
+        table = WeightTable(table_weights(plan, dtypes), embedding.as_stored)
+        first: list[InnerNode] = [EncoderNode(plan, model.encoder, comm, [*plan.trained])] if model.encoder else []
         teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
         nodes, frozen = ((*first, *teachers, embedding, layers), (*terminal,)), (*(each.stack for each in teachers),)
-        return cls(plan, comm, exchange, table, *nodes, layers, (layers, *stacks), frozen)
+        return cls(plan, comm, table, *nodes, layers, (layers, *stacks), frozen)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -83,7 +73,7 @@ class Graph:
     @property
     def trained(self) -> list[str]:
         """The names of the stored parameters that have gradients."""
-        return [*self.table.trained]
+        return [*self.plan.trained]
 
     @property
     def fields(self) -> dict[str, Field]:

@@ -11,8 +11,8 @@ from jax import lax
 from megajax import ops
 from megajax.model.sublayer import normalise
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.weights.sums import after_microbatch, of_microbatch
 from megajax.step_plan import StepPlan
+from megajax.weights.sums import after_microbatch, of_microbatch
 
 NORMS = ("final_norm", "final_norm_bias")
 Fields = Mapping[str, jax.Array]

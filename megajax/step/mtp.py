@@ -5,6 +5,7 @@ output after its final norm, and h_k is after the module's own. The model's head
 runs forward and backward between the two passes of the layers, so its activations do not outlive the head's.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,16 +17,15 @@ from megajax.layout.kinds import MTP, prediction_layers
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.weights.exchange import WeightExchange
-from megajax.parallel.weights.fused import FusedWeights
-from megajax.parallel.weights.sums import added
 from megajax.step.embedding import TOKENS, Embedding
 from megajax.step.head import NORMS, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.groups import StreamGradients
 from megajax.step.stack.layers import LayerStack
-from megajax.step.stack.weights import ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
+from megajax.weights.sums import added
+from megajax.weights.weight import Weight
 
 DROPOUT = 2**31 + 2  # and the depth: folded into the step's key for the dropout of a module's embedded tokens
 
@@ -48,13 +48,12 @@ class MultiTokenPrediction:
     reads = ()  # its layers read whole streams, by their inputs
     reads_positions = True
 
-    def __init__(self, plan: StepPlan, comm: MeshComm, block: Block, exchange: WeightExchange, fused: FusedWeights):
+    def __init__(self, plan: StepPlan, comm: MeshComm, block: Block, weights: Mapping[str, Weight]):
         assert plan.prediction is not None
-        self.model, self.exchange, self.comm = plan.model, exchange, comm
+        self.model, self.comm = plan.model, comm
         self.layers = prediction_layers(self.model)
         self.weight = self.model.mtp_loss_weight / len(self.layers)  # of each module's loss
-        own = {MTP: block}, exchange, {MTP: fused}
-        self.stack = LayerStack(MTP, plan.prediction, comm, *own, not plan.sums_gradients)
+        self.stack = LayerStack(MTP, plan.prediction, comm, {MTP: block}, {MTP: weights}, not plan.sums_gradients)
         self.embedding, self.head = Embedding(plan, comm), LossHead(plan, comm, norms=())
 
     def fields(self) -> dict[str, Field]:
@@ -92,7 +91,7 @@ class MultiTokenPrediction:
             dy = dy if dh is None else dy + dh
             group = self._group(weights, k)
             if module is not passes[-1]:  # else XLA would keep the weights of the forward pass
-                group, _ = self.exchange.tie_gather((group, dy))
+                group, _ = self.stack.weights.tie_gather((group, dy))
             dy = StreamGradients(dy, others)
             (dpair, others), gradient, largest = self.stack.groups.backward(
                 self._at(k), group, module.saved, dy, module.inputs

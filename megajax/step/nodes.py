@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.sublayer import BlockInputs, add_metrics
-from megajax.parallel.weights.sums import added
-from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.weights.sums import added
 
 HIDDEN = "hidden"  # the residual stream, [T / tensor, D]
 Arrays = Mapping[str, jax.Array]
@@ -45,7 +45,7 @@ class StepArrays(NamedTuple):
     """Arrays that all microbatches of a step share."""
 
     table: Table  # gathered weights outside the stacks
-    stacks: Mapping[str, ByGroup[GroupWeights]]  # weights of each stack, from `StackWeights.gather_once`
+    stacks: Mapping[str, ByGroup[GroupWeights]]  # weights of each stack, from `StackWeights.gather_per_step`
     key: jax.Array | None = None  # for dropout and jitter
     layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
     # By terminal node the factor of its summed loss before differentiation; empty: forward pass only

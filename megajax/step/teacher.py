@@ -8,15 +8,14 @@ import jax.numpy as jnp
 
 from megajax.model.sublayer import normalise
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.weights.exchange import WeightExchange
-from megajax.parallel.weights.fused import FusedWeights
-from megajax.sharding import BLOCKS, TEACHER, is_in_layer
+from megajax.sharding import TEACHER, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.head import LossHead
 from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.layers import LayerStack
-from megajax.step.stack.weights import of_block
 from megajax.step_plan import StepPlan
+from megajax.weights.table import block_weights
+from megajax.weights.weight import WeightDtypes
 
 STREAM = "teacher"
 
@@ -28,18 +27,12 @@ class Teacher:
 
     def __init__(self, step: StepPlan, plan: StepPlan):
         """The plans of the step and of the teacher."""
-        sizes, model, placements = step.sizes, plan.transformer, step.placements
-        self.model, self.comm = plan.model, MeshComm(sizes, plan.kernels, plan.collectives, plan.deterministic)
-        fused = {
-            kind: FusedWeights(of_block(placements, kind, TEACHER), block.fused, sizes)
-            for kind, block in model.blocks.items()
-        }
-        in_layers = {
-            f"{TEACHER}{BLOCKS}{kind}.{n}": p for kind, own in fused.items() for n, p in own.placements.items()
-        }
-        exchange = WeightExchange(in_layers, sizes, plan.compute, plan.compute)
+        blocks, dtypes = dict(plan.transformer.blocks), WeightDtypes(plan.compute, plan.compute)
+        self.model = plan.model
+        self.comm = MeshComm(step.sizes, plan.kernels, plan.collectives, plan.deterministic)
+        weights = block_weights(step, blocks, dtypes, TEACHER)
         self.embedding = Embedding(plan, self.comm)
-        self.stack = LayerStack(STREAM, plan, self.comm, dict(model.blocks), exchange, fused, False, TEACHER)
+        self.stack = LayerStack(STREAM, plan, self.comm, blocks, weights, False, TEACHER)
 
     def fields(self) -> dict[str, Field]:
         return {"tokens": Field(jnp.int32)}

@@ -24,10 +24,10 @@ from megajax.mesh import mesh_sizes
 from megajax.model import Transformer
 from megajax.model.block import state_by_name
 from megajax.model.lora import A, B, low_rank, merge
-from megajax.parallel.weights.masters import joined
-from megajax.parallel.weights.offload import on_device
+from megajax.optim.offload import on_device
 from megajax.sharding import Placement, to_canonical, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
+from megajax.weights.masters import joined
 
 Stored = tuple[jax.Array, ...]  # a stored weight, or both halves of a master weight
 

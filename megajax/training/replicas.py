@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint import Checkpoints
 from megajax.console import BAD_NUMBERS
 from megajax.mesh import AXES
-from megajax.parallel.weights.offload import on_device
+from megajax.optim.offload import on_device
 from megajax.training.hooks import Hook, RunView
 from megajax.training.step import TrainProgram, TrainState
 

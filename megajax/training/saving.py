@@ -34,12 +34,12 @@ from megajax.errors import InputError, reading
 from megajax.hf import is_hf_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
-from megajax.parallel.weights.offload import HOST, on_device, on_host
-from megajax.parallel.weights.scaling import FP8, Scaling
+from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.schema.data import sources_of
 from megajax.sharding import TEACHER, Placement, to_canonical, to_stored, unpadded_spec
 from megajax.training.step import TrainProgram, TrainState
+from megajax.weights.scaling import FP8, Scaling
 
 LayerState = dict[str, dict[str, jax.Array]]
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state

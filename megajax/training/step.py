@@ -20,11 +20,9 @@ from megajax.model.lora import is_trained, targets
 from megajax.model.sublayer import is_maximum
 from megajax.optim.forms import StateArray
 from megajax.optim.groups import clip
+from megajax.optim.offload import on_device, on_host
 from megajax.optim.optimizer import Updated
 from megajax.optim.update import Given, Update
-from megajax.parallel.weights.masters import join_all
-from megajax.parallel.weights.offload import on_device, on_host
-from megajax.parallel.weights.scaling import FP8, Scaling
 from megajax.sharding import (
     BATCH_SPEC,
     BLOCKS,
@@ -36,6 +34,8 @@ from megajax.sharding import (
 from megajax.step.gradients import gradient_function, loss_function
 from megajax.step.graph import Graph
 from megajax.step_plan import StepPlan
+from megajax.weights.masters import join_all
+from megajax.weights.scaling import FP8, Scaling
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000  # as in NVIDIA's and Megatron's dynamic loss scaling

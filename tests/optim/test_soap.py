@@ -15,8 +15,8 @@ from single_device import first_state, make_config, stored, weights_of
 from megajax.checkpoint import Checkpoints
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
+from megajax.optim import matrices
 from megajax.optim.update import Given
-from megajax.parallel.weights import matrices
 from megajax.tools.verify.runs import canonical
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram

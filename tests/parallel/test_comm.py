@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import AXES, build_mesh, mesh_sizes
+from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
-from megajax.parallel.weights.exchange import WeightExchange, global_norm, sum_over_all
 from megajax.sharding import place, to_canonical, to_stored
 from megajax.step_plan import Collectives, Kernels
+from megajax.weights.weight import Weight, WeightDtypes, global_norm
 
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
@@ -28,12 +29,12 @@ MESHES = [
     {},
 ]
 PARAMETERS = {
-    "query": ((3, 16, 8, 2), ("layers", "embed", "heads", "head")),
-    "output": ((8, 2, 16), ("heads", "head", "embed")),
+    "up": ((3, 16, 8), ("layers", "embed", "mlp")),
+    "down": ((16, 16), ("mlp", "embed")),
     "padded": ((13, 8), ("embed", "mlp")),
     "tokens": ((8, 16), ("vocab", "embed")),
     "positions": ((5, 16), ("positions", "embed")),
-    "bias": ((3, 8, 2), ("layers", "heads", "head")),
+    "bias": ((3, 8), ("layers", "mlp")),
     "norm": ((16,), ("norm",)),
 }
 KEY = ((3, 16, 2, 2), ("layers", "embed", "kv_heads", "head"))
@@ -98,10 +99,15 @@ def position(index, sizes, *axes):
     return out
 
 
-def exchange(sizes, parameters=PARAMETERS, gradients=jnp.float32):
+def make_weights(sizes, parameters=PARAMETERS, gradients=jnp.float32):
     sizes, mesh = make_mesh(sizes)
     placements = {name: place(shape, axes, sizes) for name, (shape, axes) in parameters.items()}
-    return WeightExchange(placements, sizes, jnp.dtype(jnp.float32), jnp.dtype(gradients)), placements, mesh
+    dtypes = WeightDtypes(jnp.dtype(jnp.float32), jnp.dtype(gradients))
+    return {name: Weight(name, {name: p}, sizes, dtypes) for name, p in placements.items()}, placements, mesh
+
+
+def reduce_per_step(weight, gradient):
+    return weight.complete(weight.scatter_per_step(gradient))
 
 
 # The residual stream
@@ -178,54 +184,54 @@ def test_a_sum_over_all_counts_every_device_once(sizes):
 
 @pytest.mark.smoke
 @over_meshes
-@pytest.mark.parametrize(("name", "dim"), [("query", 0), ("output", 2), ("tokens", 1)])
-def test_gather_once_joins_expert_context_data_in_this_order(sizes, name, dim):
-    weights, _, _ = exchange(sizes)
-    values = coded(sizes, *(2 for _ in range(3 if name != "tokens" else 2)))  # without the layers' dimension
-    found = on_devices(sizes, lambda w: weights.gather_once(name, w), values)
+@pytest.mark.parametrize(("name", "dim"), [("up", 0), ("down", 1), ("tokens", 1)])
+def test_gather_per_step_joins_expert_context_data_in_this_order(sizes, name, dim):
+    weights, _, _ = make_weights(sizes)
+    values = coded(sizes, 2, 2)  # without the layers' dimension
+    found = on_devices(sizes, lambda w: weights[name].gather_per_step(w), values)
     for index in devices_of(values):
         joined = np.concatenate(list(over(index, values, "expert", "context", "data")), axis=dim)
         assert np.array_equal(found[index], joined)
 
 
 @over_meshes
-def test_gather_layer_joins_fsdp_and_cuts_the_padding(sizes):
-    weights, placements, _ = exchange(sizes)
+def test_gather_per_layer_joins_fsdp_and_cuts_the_padding(sizes):
+    weights, placements, _ = make_weights(sizes)
     fsdp = sizes.get("fsdp", 1)
     values = coded(sizes, placements["padded"].stored_shape[0] // fsdp, 2)
-    found = on_devices(sizes, lambda w: weights.gather_layer("padded", w), values)
+    found = on_devices(sizes, lambda w: weights["padded"].gather_per_layer(w), values)
     for index in devices_of(values):
         assert np.array_equal(found[index], np.concatenate(list(over(index, values, "fsdp")))[:13])
 
 
 @over_meshes
-def test_reduce_layer_sums_over_fsdp_and_keeps_the_own_shard(sizes):
-    weights, placements, _ = exchange(sizes)
+def test_reduce_per_layer_sums_over_fsdp_and_keeps_the_own_shard(sizes):
+    weights, placements, _ = make_weights(sizes)
     padded, fsdp = placements["padded"].stored_shape[0], sizes.get("fsdp", 1)
     values = coded(sizes, 13, 2)
-    found = on_devices(sizes, lambda g: weights.reduce_layer("padded", g), values)
+    found = on_devices(sizes, lambda g: weights["padded"].reduce_per_layer(g), values)
     for index in devices_of(values):
         total = np.pad(sum(over(index, values, "fsdp")), [(0, padded - 13), (0, 0)])
         assert np.array_equal(found[index], np.split(total, fsdp)[position(index, sizes, "fsdp")])
 
 
 @over_meshes
-def test_reduce_once_sums_over_the_axes_gathered_once(sizes):
-    weights, _, _ = exchange(sizes)
+def test_reduce_per_step_sums_over_the_axes_gathered_once(sizes):
+    weights, _, _ = make_weights(sizes)
     once = ("expert", "context", "data")
     shards = math.prod(sizes.get(axis, 1) for axis in once)
-    values = coded(sizes, 8, 2, 2)
-    found = on_devices(sizes, lambda g: weights.reduce_once("query", g), values)
+    values = coded(sizes, 8, 2)
+    found = on_devices(sizes, lambda g: reduce_per_step(weights["up"], g), values)
     for index in devices_of(values):
         total = sum(over(index, values, *once))
         assert np.array_equal(found[index], np.split(total, shards)[position(index, sizes, *once)])
 
 
 @over_meshes
-def test_reduce_once_sums_what_is_not_sharded_over_every_axis(sizes):
-    weights, _, _ = exchange(sizes)
+def test_reduce_per_step_sums_what_is_not_sharded_over_every_axis(sizes):
+    weights, _, _ = make_weights(sizes)
     values = coded(sizes, 16)
-    found = on_devices(sizes, lambda g: weights.reduce_once("norm", g), values)
+    found = on_devices(sizes, lambda g: reduce_per_step(weights["norm"], g), values)
     assert (found == values.reshape(-1, 16).sum(axis=0)).all()
 
 
@@ -245,13 +251,13 @@ def own_share(placement, whole, index, sizes):
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES[:2]], ids=mesh_id)
 def test_a_stored_weight_is_whole_when_it_is_computed_with(sizes, name):
-    weights, placements, mesh = exchange({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
+    weights, placements, mesh = make_weights({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
     placement = placements[name]
     whole = np.arange(math.prod(placement.shape), dtype=np.float32).reshape(placement.shape)
     stored = jax.device_put(to_stored(jnp.asarray(whole), placement), NamedSharding(mesh, placement.spec))
 
     def local(shard):
-        return weights.gather_layer(name, weights.gather_once(name, shard))[(None,) * len(AXES)]
+        return weights[name].gather_per_layer(weights[name].gather_per_step(shard))[(None,) * len(AXES)]
 
     run = jax.shard_map(local, mesh=mesh, in_specs=placement.spec, out_specs=P(*AXES), check_vma=False)
     found = np.asarray(jax.jit(run)(stored))
@@ -262,7 +268,7 @@ def test_a_stored_weight_is_whole_when_it_is_computed_with(sizes, name):
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES[:2]], ids=mesh_id)
 def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes, name):
-    weights, placements, mesh = exchange({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
+    weights, placements, mesh = make_weights({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
     placement = placements[name]
     whole = np.zeros(placement.shape, np.float32)
     index_of = np.arange(whole.size).reshape(whole.shape)  # where each number of a share belongs
@@ -273,7 +279,7 @@ def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes
 
     def local(share):
         share = share.reshape(share.shape[len(AXES) :])
-        return weights.reduce_once(name, weights.reduce_layer(name, share))
+        return reduce_per_step(weights[name], weights[name].reduce_per_layer(share))
 
     run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=placement.spec, check_vma=False)
     found = jax.jit(run)(shares)
@@ -283,7 +289,7 @@ def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes
 
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES], ids=mesh_id)
 def test_the_global_norm_counts_every_number_once(sizes):
-    _, placements, mesh = exchange(sizes, {**PARAMETERS, "key": KEY})
+    _, placements, mesh = make_weights(sizes, {**PARAMETERS, "key": KEY})
     sizes = mesh_sizes(mesh)
     rng = np.random.default_rng(3)
     whole = {name: rng.normal(size=p.shape).astype(np.float32) for name, p in placements.items()}
@@ -305,17 +311,19 @@ def test_the_global_norm_counts_every_number_once(sizes):
 
 def test_weights_are_gathered_in_the_compute_dtype_and_reduced_in_the_gradients():
     sizes, mesh = make_mesh({"data": 2, "fsdp": 2})
-    placements = {name: place(*PARAMETERS[name], sizes) for name in ("output", "norm")}
-    weights = WeightExchange(placements, sizes, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+    placements = {name: place(*PARAMETERS[name], sizes) for name in ("down", "norm")}
+    dtypes = WeightDtypes(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+    own = {name: Weight(name, {name: placement}, sizes, dtypes) for name, placement in placements.items()}
+    down = own["down"]
 
     def local(shard, norm):
-        w = weights.gather_layer("output", weights.gather_once("output", shard))
+        w = down.gather_per_layer(down.gather_per_step(shard))
         assert w.dtype == jnp.bfloat16
-        assert weights.gather_once("norm", norm).dtype == jnp.float32, "norms stay exact"
-        gradient = weights.reduce_layer("output", w.astype(jnp.float32))
-        return weights.reduce_once("output", gradient)
+        assert own["norm"].gather_per_step(norm).dtype == jnp.float32, "norms stay exact"
+        gradient = down.reduce_per_layer(w.astype(jnp.float32))
+        return reduce_per_step(down, gradient)
 
-    spec = placements["output"].spec
+    spec = placements["down"].spec
     run = jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False)
     arguments = [jax.ShapeDtypeStruct(PARAMETERS[name][0], jnp.float32) for name in placements]
     assert jax.eval_shape(run, *arguments).dtype == jnp.float32

@@ -11,12 +11,12 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model.block import linear_layers
-from megajax.parallel.weights.scaling import Scaling
 from megajax.schema.fields import AXES
 from megajax.step.gradients import gradient_function
 from megajax.step_plan import Hardware, StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
+from megajax.weights.scaling import Scaling
 
 L, LENGTH = 2, 3
 MODEL = {"num_layers": L, "hidden_size": 32, "num_heads": 2, "head_dim": 16, "ffn_hidden_size": 48, "vocab_size": 60}

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import ModelConfig
 from megajax.mesh import AXES, build_mesh
 from megajax.model.block import Block
-from megajax.parallel.weights.exchange import WeightExchange
-from megajax.parallel.weights.fused import FusedWeights
 from megajax.sharding import place, to_canonical, to_stored
+from megajax.weights.table import side_by_side
+from megajax.weights.weight import Weight, WeightDtypes, fuse
 
 MESHES = [
     {},
@@ -74,12 +74,13 @@ over_widths = pytest.mark.parametrize("width", [16, 13], ids=["even", "padded"])
 
 
 def build(sizes, parameters):
-    """(FusedWeights, the exchange of the fused weights, mesh)."""
+    """(the weights by name, the placements of their parameters, mesh)."""
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     placements = {name: place(shape, axes, sizes) for name, (shape, axes) in parameters.items()}
-    fused = FusedWeights(placements, {name: tuple(parts) for name, parts in PARTS.items()}, sizes)
-    return fused, WeightExchange(fused.placements, sizes, jnp.dtype("float32"), jnp.dtype("float32")), mesh
+    groups = side_by_side(placements, {name: tuple(parts) for name, parts in PARTS.items()})
+    dtypes = WeightDtypes(jnp.dtype("float32"), jnp.dtype("float32"))
+    return {name: Weight(name, members, sizes, dtypes) for name, members in groups.items()}, placements, mesh
 
 
 def whole_numbers(parameters):
@@ -114,8 +115,7 @@ def devices(mesh):
     return list(np.ndindex(mesh.devices.shape))
 
 
-def stored_arrays(fused, mesh, values):
-    placed = fused.stored
+def stored_arrays(placed, mesh, values):
     return {
         name: jax.device_put(to_stored(jnp.asarray(w), placed[name]), NamedSharding(mesh, placed[name].spec))
         for name, w in values.items()
@@ -126,21 +126,21 @@ def stored_arrays(fused, mesh, values):
 @over_widths
 def test_a_device_computes_with_its_share_of_each_parameter_side_by_side(sizes, width):
     parameters, tensor = block(width), sizes.get("tensor", 1)
-    fused, exchange, mesh = build(sizes, parameters)
+    weights, placements, mesh = build(sizes, parameters)
     values = whole_numbers(parameters)
 
     def local(stored):
-        weights = {name: exchange.gather_once(name, w) for name, w in fused.fuse(stored).items()}
-        return {n: exchange.gather_layer(n, w)[(None,) * len(AXES)] for n, w in weights.items()}
+        gathered = {name: weights[name].gather_per_step(w) for name, w in fuse(weights, stored).items()}
+        return {n: weights[n].gather_per_layer(w)[(None,) * len(AXES)] for n, w in gathered.items()}
 
-    specs = {name: placement.spec for name, placement in fused.stored.items()}
+    specs = {name: placement.spec for name, placement in placements.items()}
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(*AXES), check_vma=False)
-    found = {name: np.asarray(w) for name, w in jax.jit(run)(stored_arrays(fused, mesh, values)).items()}
+    found = {name: np.asarray(w) for name, w in jax.jit(run)(stored_arrays(placements, mesh, values)).items()}
     assert set(found) == set(FUSED)
-    for name, weights in found.items():
+    for name, shares in found.items():
         for index in devices(mesh):
             expected = fused_share(name, values, parameters, index[AXES.index("tensor")], tensor)
-            assert np.array_equal(weights[index], expected), (name, index)
+            assert np.array_equal(shares[index], expected), (name, index)
 
 
 @over_meshes
@@ -148,7 +148,7 @@ def test_a_device_computes_with_its_share_of_each_parameter_side_by_side(sizes, 
 def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_used_it(sizes, width):
     """Each device's gradient identifies its position and, in separate bits that survive sums, the device."""
     parameters, tensor = block(width), sizes.get("tensor", 1)
-    fused, exchange, mesh = build(sizes, parameters)
+    weights, placements, mesh = build(sizes, parameters)
     expected = {name: np.zeros(shape, np.float32) for name, (shape, _) in parameters.items()}
     places = {name: np.arange(math.prod(shape)).reshape(shape) for name, (shape, _) in parameters.items()}
     gradients = {}
@@ -168,50 +168,52 @@ def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_use
     def local(gradients):
         out = {}
         for name, gradient in gradients.items():
-            gradient = exchange.reduce_layer(name, gradient.reshape(gradient.shape[len(AXES) :]))
-            out |= fused.split(name, exchange.complete(name, exchange.scatter_once(name, gradient)))
+            weight = weights[name]
+            gradient = weight.reduce_per_layer(gradient.reshape(gradient.shape[len(AXES) :]))
+            out |= weight.split(weight.complete(weight.scatter_per_step(gradient)))
         return out
 
-    specs = {name: placement.spec for name, placement in fused.stored.items()}
+    specs = {name: placement.spec for name, placement in placements.items()}
     run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=specs, check_vma=False)
     found = jax.jit(run)(gradients)
     assert set(found) == set(parameters)
-    for name, placement in fused.stored.items():
+    for name, placement in placements.items():
         assert found[name].shape == placement.stored_shape, name
         assert np.array_equal(to_canonical(found[name], placement), expected[name]), name
 
 
 @pytest.mark.parametrize("layers", [1, slice(0, 2)], ids=["one", "two"])
 def test_all_or_some_layers_are_fused_and_split_in_the_same_way(layers):
-    fused, _, mesh = build({"tensor": 4, "fsdp": 2}, block())
+    weights, placements, mesh = build({"tensor": 4, "fsdp": 2}, block())
 
-    def split(weights):
-        return {part: g for name, w in weights.items() for part, g in fused.split(name, w).items()}
+    def split(gradients):
+        return {part: g for name, w in gradients.items() for part, g in weights[name].split(w).items()}
 
     def local(stored):
-        some, every = fused.fuse({name: w[layers] for name, w in stored.items()}), fused.fuse(stored)
+        some, every = fuse(weights, {name: w[layers] for name, w in stored.items()}), fuse(weights, stored)
         cut_after = jax.tree.map(lambda w: w[layers], (every, split(every)))
         return (some, split(some)), cut_after
 
-    specs = {name: placement.spec for name, placement in fused.stored.items()}
+    specs = {name: placement.spec for name, placement in placements.items()}
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=False)
-    found, expected = jax.jit(run)(stored_arrays(fused, mesh, whole_numbers(block())))
+    found, expected = jax.jit(run)(stored_arrays(placements, mesh, whole_numbers(block())))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.smoke
 def test_devices_that_share_a_kv_head_take_it_and_sum_its_gradient():
     """Hand-worked: two KV heads, four devices; rank r's gradient of its head is 1, 10, 100, 1000."""
-    fused, _, mesh = build({"tensor": 4}, {name: block()[name] for name in ("attention.key", "attention.output")})
+    parameters = {name: block()[name] for name in ("attention.key", "attention.output")}
+    weights, placements, mesh = build({"tensor": 4}, parameters)
     key = jnp.stack([jnp.full((3, 16, 2), 5.0), jnp.full((3, 16, 2), 7.0)], axis=2)
     output = jnp.zeros((3, 8, 2, 16))
 
     def local(key, output):
-        own = fused.fuse({"attention.key": key, "attention.output": output})["attention.qkv"]
+        own = fuse(weights, {"attention.key": key, "attention.output": output})["attention.qkv"]
         gradient = 10.0 ** jax.lax.axis_index("tensor") * jnp.ones_like(own)
-        return own, fused.split("attention.qkv", gradient)["attention.key"]
+        return own, weights["attention.qkv"].split(gradient)["attention.key"]
 
-    specs = tuple(fused.stored[name].spec for name in ("attention.key", "attention.output"))
+    specs = tuple(placements[name].spec for name in ("attention.key", "attention.output"))
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, None, "tensor"), P()), check_vma=False)
     own, gradient = jax.jit(run)(key, output)
     assert own[0, 0].tolist() == [5, 5, 5, 5, 7, 7, 7, 7], "two numbers of a head on each device"
@@ -222,8 +224,9 @@ def test_devices_that_share_a_kv_head_take_it_and_sum_its_gradient():
 @pytest.mark.smoke
 def test_fused_weights_lie_on_the_mesh_as_written_down():
     def placements(width, **sizes):
-        fused, _, _ = build(sizes, block(width))
-        return {n: (p.shape, p.stored_shape, p.spec, p.storage_dim) for n, p in fused.placements.items()}
+        weights, _, _ = build(sizes, block(width))
+        found = {name: weight.placement for name, weight in weights.items()}
+        return {n: (p.shape, p.stored_shape, p.spec, p.storage_dim) for n, p in found.items()}
 
     even = placements(16, tensor=2)
     qkv = (3, 16, (8 + 2 + 2) * 2)
@@ -244,21 +247,21 @@ def test_fused_weights_lie_on_the_mesh_as_written_down():
 @pytest.mark.smoke
 def test_a_block_has_only_the_fused_weights_that_it_has_parameters_for():
     plain = {n: p for n, p in block().items() if not n.endswith("_bias") and n != "mlp.gate"}
-    fused, _, _ = build({}, plain)
-    assert fused.parts["mlp.gate_up"] == ["mlp.up"], "without a gate it is `up` alone"
-    assert fused.placements["mlp.gate_up"].shape == (3, 16, 24)
+    weights, _, _ = build({}, plain)
+    assert [*weights["mlp.gate_up"].members] == ["mlp.up"], "without a gate it is `up` alone"
+    assert weights["mlp.gate_up"].placement.shape == (3, 16, 24)
     biases = {"attention.qkv_bias", "mlp.gate_up_bias", "attention.output_bias"}
-    assert set(fused.parts) == set(fused.placements) == set(FUSED) - biases
-    assert set(fused.fuse(whole_numbers(plain))) == set(fused.parts)
+    assert set(weights) == set(FUSED) - biases
+    assert set(fuse(weights, whole_numbers(plain))) == set(weights)
 
 
 @pytest.mark.smoke
 def test_on_one_device_it_is_what_the_plain_model_computes_with():
-    fused, _, _ = build({}, block())
+    weights, _, _ = build({}, block())
     values = whole_numbers(block())
     bias = {"attention_bias": True, "mlp_bias": True, "qk_norm": True}
     model = ModelConfig(num_layers=3, hidden_size=16, num_heads=8, num_kv_heads=2, head_dim=2, vocab_size=16, **bias)
-    found, expected = fused.fuse(values), Block(model, "dense").fuse(values)
+    found, expected = fuse(weights, values), Block(model, "dense").fuse(values)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    again = {part: g for name, w in found.items() for part, g in fused.split(name, w).items()}
+    again = {part: g for name, w in found.items() for part, g in weights[name].split(w).items()}
     jax.tree.map(np.testing.assert_array_equal, again, values)

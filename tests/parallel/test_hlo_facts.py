@@ -247,7 +247,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
 
     def forward(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
-        at, layers = graph.microbatch(fields, 0), graph.layers.weights.gather_once(params, {}, {})
+        at, layers = graph.microbatch(fields, 0), graph.layers.weights.gather_per_step(params, {}, {})
         arrays = StepArrays(graph.table.gather(params), {graph.layers.NAME: layers})
         streams, _ = graph.inner[0].forward(arrays, {}, at, save=True)
         return graph.layers.forward(arrays, streams, at, save=True)[1][1]  # without the inputs of all layers
@@ -275,7 +275,9 @@ def layer_shapes(placement, mesh) -> set[tuple[int, ...]]:
 def test_weights_are_not_kept_for_the_backward_pass(build, mesh, policy, unroll):
     program = build(mesh, remat={"policy": policy}, kernels={"scan_unroll": unroll})
     kept = residual_shapes(program)
-    placements = [*program.placements.items(), *program.graph.exchange.placements.items()]  # stored, and fused
+    by_kind = program.graph.layers.weights.weights.values()
+    fused = [(weight.name, weight.placement) for weights in by_kind for weight in weights.values()]
+    placements = [*program.placements.items(), *fused]
     weights = set().union(*(layer_shapes(p, mesh) for n, p in placements if n.startswith("blocks.")))
     assert kept and not weights & {shape if unroll == LAYERS else shape[1:] for shape in kept}
 
@@ -320,7 +322,7 @@ def called_names(path: Path) -> set[str]:
 
 
 @pytest.mark.smoke
-def test_collectives_are_called_in_parallel_and_step_alone():
+def test_collectives_are_called_in_few_folders():
     package = Path(megajax.__file__).parent
     found = {path.relative_to(package).parts[0]: set() for path in package.rglob("*.py")}
     for path in package.rglob("*.py"):
@@ -328,6 +330,8 @@ def test_collectives_are_called_in_parallel_and_step_alone():
         calls = CALLS - {"axis_index"} if "pallas" in path.read_text() else CALLS
         found[path.relative_to(package).parts[0]] |= called_names(path) & calls
     assert {"psum", "all_gather", "psum_scatter", "pmax", "axis_index"} <= found.pop("parallel"), "the test sees none"
+    assert found.pop("weights") == {"psum", "psum_scatter", "axis_index"}, "the way back of gradients, and KV heads"
+    assert found.pop("optim") == {"all_gather", "all_to_all", "axis_index"}, "of whole matrices"
     # Of the pipeline, the embedding in its shards, and rows of a stage.
     assert found.pop("step") == {"all_gather", "all_to_all", "axis_index", "pmax", "ppermute", "psum_scatter"}
     assert found.pop("inference") == {"psum", "axis_index"}, "the sum over the experts of a model in use"

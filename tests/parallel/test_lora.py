@@ -17,9 +17,9 @@ from megajax.estimate.memory import estimate_memory
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.lora import A, B, adapters
-from megajax.step.stack.adapters import adapted
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
+from megajax.weights.adapters import adapted
 
 BASE = {"checkpoint": {"init_from": "a run"}}
 LLAMA = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 48, "init_std": 0.1}

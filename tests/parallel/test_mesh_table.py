@@ -21,10 +21,10 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
-from megajax.parallel.weights.exchange import WeightExchange
-from megajax.parallel.weights.fused import FusedWeights
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
+from megajax.weights import weight as weight_module
+from megajax.weights.weight import Weight
 
 # A step after the first update, and after Adam's second, whose length depends on the gradients'. Muon: test_muon.py.
 STEPS = {"adamw": 3, "sgd": 2}
@@ -160,30 +160,30 @@ def test_the_evaluation_loss_is_that_of_the_reference(table):
     assert float(loss / tokens) == pytest.approx(expected, rel=table.SCALAR_TOLERANCE)
 
 
-correct_complete = WeightExchange.complete
+correct_complete = Weight.complete
 ON_TENSOR = {"tensor": 4}
 
 
-def complete_without_replicated(self, name, gradient):
-    """A WeightExchange.complete that forgets the weights which every device holds."""
-    if self.placements[name].storage_dim is None:
+def complete_without_replicated(self, gradient):
+    """A Weight.complete that forgets the weights which every device holds."""
+    if self.placement.storage_dim is None:
         return gradient.astype(jnp.float32)
-    return correct_complete(self, name, gradient)
+    return correct_complete(self, gradient)
 
 
 # fault: the mesh that reveals it, and the replaced function
 FAULTS = {
     "gradients of replicated weights are not summed": (
         {"data": 2},
-        WeightExchange,
+        Weight,
         "complete",
         complete_without_replicated,
     ),
     "the wrong KV head is used": (
         ON_TENSOR,
-        FusedWeights,
-        "_kv_head",
-        lambda self, placement: jax.lax.axis_index("tensor") % placement.shape[placement.axes.index("kv_heads")],
+        weight_module,
+        "kv_head",
+        lambda placement: jax.lax.axis_index("tensor") % placement.shape[placement.axes.index("kv_heads")],
     ),
     "the dropout of another device's sequences": ({"data": 2}, MeshComm, "sequence_ids", lambda self, n: jnp.arange(n)),
     "the dropout of another device's tokens": (

@@ -179,7 +179,7 @@ def test_a_block_of_the_model_is_split_in_two(table, monkeypatch, model, policy)
         at = graph.microbatch(fields, 0)
         given, _ = graph.inner[0].forward(StepArrays(graph.table.gather(params), {}), {}, at, save=True)
         x, inputs = given[HIDDEN], at.inputs
-        group = stack.weights.group_at(stack.weights.gather_once(params, {}, {})[0][0], segment, 0)
+        group = stack.weights.group_at(stack.weights.gather_per_step(params, {}, {})[0][0], segment, 0)
         at = stack.groups.at(segment, 0, 0)
         y, saved, _ = stack.groups.forward(at, group, x, inputs, True)
         leaves, structure = jax.tree.flatten(saved)

@@ -12,9 +12,9 @@ from megajax import Config
 from megajax.config.checks import check_mesh
 from megajax.estimate.optimizer import state_bytes
 from megajax.mesh import build_mesh
+from megajax.optim.offload import largest_share
 from megajax.optim.slots import OptimizerSlots
 from megajax.options.optimizers import FORMS, OPTIMIZERS
-from megajax.parallel.weights.offload import largest_share
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
 from megajax.training.step import TrainProgram

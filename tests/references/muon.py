@@ -18,7 +18,7 @@ from single_device import first_state, make_config, stored, weights_of
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.parallel.weights import matrices as matrices_module
+from megajax.optim import matrices as matrices_module
 from megajax.tools.verify.runs import canonical
 from megajax.training.step import TrainProgram, directions_of
 

@@ -13,11 +13,11 @@ from megajax.checkpoint import Checkpoints
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
-from megajax.parallel.weights.masters import is_split, joined, split
 from megajax.tools.verify.runs import canonical
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
+from megajax.weights.masters import is_split, joined, split
 
 # A hidden size of 36 is padded over fsdp 8.
 MODEL = {**COMMON, "num_layers": 1, "hidden_size": 36, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 48}

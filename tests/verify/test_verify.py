@@ -16,7 +16,6 @@ from megajax.layout.kinds import KINDS
 from megajax.mesh import build_mesh
 from megajax.model import attention
 from megajax.options.optimizers import OPTIMIZERS
-from megajax.parallel.weights import exchange
 from megajax.step import gradients
 from megajax.tools.verify import __main__ as command
 from megajax.tools.verify.differences import compare
@@ -32,6 +31,7 @@ from megajax.tools.verify.shrink import shrink
 from megajax.training import saving
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
+from megajax.weights.weight import Weight
 
 ONE = dict.fromkeys(AXES, 1)
 SIZES = ONE | {"context": 2, "tensor": 2}
@@ -72,12 +72,12 @@ def expected(one, checkpoint):
 
 
 def unsummed_gradient(patch):
-    complete = exchange.WeightExchange.complete
+    complete = Weight.complete
 
-    def lacking(self, name, gradient):
-        return gradient.astype(jnp.float32) if name == "final_norm" else complete(self, name, gradient)
+    def lacking(self, gradient):
+        return gradient.astype(jnp.float32) if self.name == "final_norm" else complete(self, gradient)
 
-    patch.setattr(exchange.WeightExchange, "complete", lacking)
+    patch.setattr(Weight, "complete", lacking)
 
 
 def bias_of_a_rank(patch):

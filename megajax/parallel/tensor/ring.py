@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.parallel import collectives
-from megajax.parallel.weights.exchange import as_bytes, gather_tiles
+from megajax.parallel.collectives import as_bytes, gather_tiles
 
 
 @dataclass(frozen=True)

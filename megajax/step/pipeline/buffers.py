@@ -9,12 +9,12 @@ from jax import lax
 
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs, add_metric
-from megajax.parallel.weights.sums import added
 from megajax.step.nodes import Results
 from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
 from megajax.step.stack.groups import Group, RematGroups, StreamGradients
-from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
+from megajax.weights.sums import added
 
 # Largest number of programs, and of layers in all of them, for which each slot gets its own program: XLA compiles each
 # program separately.

@@ -50,8 +50,8 @@ from megajax.step.pipeline.shared_tokens import TokenShares
 from megajax.step.pipeline.streams import SharedStreams
 from megajax.step.stack.layers import layers_of
 from megajax.step.stack.loops import loop_over_layers
+from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step.stack.vjp import SplitBackward
-from megajax.step.stack.weights import Amax, ByGroup, GroupWeights, Metrics
 
 
 class Pipeline:

@@ -14,11 +14,11 @@ from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
-from megajax.parallel.weights.sums import added
-from megajax.step.stack.adapters import adapted
+from megajax.step.stack.stack_weights import GroupProgram, GroupWeights, StackWeights
 from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
-from megajax.step.stack.weights import GroupProgram, GroupWeights, StackWeights
 from megajax.step_plan import StepPlan
+from megajax.weights.adapters import adapted
+from megajax.weights.sums import added
 
 
 class StreamGradients(NamedTuple):
@@ -138,7 +138,8 @@ class RematGroups:
 
     def _divided(self, group: GroupWeights, program: GroupProgram) -> tuple[GroupWeights, GroupWeights]:
         """(the weights that have gradients, frozen weights and layer state) of a group."""
-        layers = [(layer, self.weights.trained[kind.block]) for kind, layer in zip(program.kinds, group, strict=True)]
+        weights = [self.weights.weights[kind.block] for kind in program.kinds]
+        layers = [*zip(group, ({n for n, w in own.items() if w.is_trained} for own in weights), strict=True)]
         trained = tuple({name: w for name, w in layer.items() if name in names} for layer, names in layers)
         return trained, tuple({n: w for n, w in layer.items() if n not in names} for layer, names in layers)
 
@@ -156,7 +157,7 @@ class RematGroups:
                 weights = own | {name: w for name, w in other.items() if name not in state}
                 kept = {name: a for name, a in other.items() if name in state}
                 ctx = LayerContext(self.comm, own_inputs, layer, kind, self._recomputed(program), kept)
-                weights = adapted(weights, self.weights.fused[kind.block], self.plan.lora, inputs, layer)
+                weights = adapted(weights, self.weights.weights[kind.block], self.plan.lora, inputs, layer)
                 if program.fp8 and self.rounded is not None:
                     linear = self.blocks[kind.block].linear_layers
                     weights = {n: Rounded(w, self.rounded) if n in linear else w for n, w in weights.items()}

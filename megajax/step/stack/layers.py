@@ -18,22 +18,21 @@ from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, is_maximum
 from megajax.parallel.comm import MeshComm
-from megajax.parallel.weights.exchange import WeightExchange
-from megajax.parallel.weights.fused import FusedWeights
 from megajax.step.nodes import HIDDEN, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.groups import RematGroups, StreamGradients
 from megajax.step.stack.loops import loop_over_layers, tie_stacked
-from megajax.step.stack.stores import BackwardStore, BackwardValues, ForwardStore, ForwardValues
-from megajax.step.stack.weights import (
+from megajax.step.stack.stack_weights import (
     Amax,
     ByGroup,
     GroupWeights,
     LayerState,
     Metrics,
     StackWeights,
-    reduced_on_the_way,
+    reduced_at_once,
 )
+from megajax.step.stack.stores import BackwardStore, BackwardValues, ForwardStore, ForwardValues
 from megajax.step_plan import StepPlan
+from megajax.weights.weight import Weight
 
 
 class LayerStack:
@@ -51,19 +50,18 @@ class LayerStack:
         plan: StepPlan,
         comm: MeshComm,
         blocks: Mapping[str, Block],
-        exchange: WeightExchange,
-        fused: Mapping[str, FusedWeights],
+        weights: Mapping[str, Mapping[str, Weight]],
         only_microbatch: bool,
         prefix: str = "",
     ):
         """`only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once.
 
-        `prefix` as in `StackWeights`.
+        `weights` and `prefix` as in `StackWeights`.
         """
         self.NAME, self.only_microbatch = name, only_microbatch
         self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(blocks), plan.segments
         self.reads = tuple(dict.fromkeys(name for block in self.blocks.values() for name in block.streams))
-        self.weights = StackWeights(plan, comm, self.blocks, exchange, fused, prefix)
+        self.weights = StackWeights(plan, comm, self.blocks, weights, prefix)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
@@ -200,28 +198,28 @@ class LayerStack:
         """
         kept: list[tuple[Any, Any]] = []
         for s, (segment, groups) in reversed([*enumerate(zip(self.segments, weights, strict=True))]):
-            on_the_way = reduced_on_the_way(segment, self.only_microbatch)
+            at_once = reduced_at_once(segment, self.only_microbatch)
 
-            def body(carry, loop, s=s, segment=segment, groups=groups, on_the_way=on_the_way):
+            def body(carry, loop, s=s, segment=segment, groups=groups, at_once=at_once):
                 (dx, state), (index, saved) = carry, loop
                 own, layers = store(s, index, state, saved), layers_of(first, segment, index)
                 entered, above = dx, None
                 for u in reversed(range(len(groups))):
                     stored, at = groups[u], self.groups.at(segment, u, layers)
-                    if segment.loops == 1 and self._gathers_again(s, u):
+                    if segment.loops == 1 and self.gathers_again(s, u):
                         stored = tie_stacked(stored, entered)
                     group = self.weights.group_at(stored, segment, index)
-                    if self._gathers_again(s, u):
-                        group, _ = self.weights.exchange.tie_gather((group, entered))
+                    if self.gathers_again(s, u):
+                        group, _ = self.weights.tie_gather((group, entered))
                     entered = dx
                     dx, gradient = own.backward(u, at, group, dx, inputs)
                     if above is not None:
-                        above = own.add(u + 1, self.weights.reduce(above, segment, u + 1, on_the_way))
-                        dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above), on_the_way)
+                        above = own.add(u + 1, self.weights.reduce(above, segment, u + 1, at_once))
+                        dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above), at_once)
                         own.put(u + 1, above)
                     above = gradient
                 assert above is not None
-                own.put(0, own.add(0, self.weights.reduce(above, segment, 0, on_the_way)))
+                own.put(0, own.add(0, self.weights.reduce(above, segment, 0, at_once)))
                 state, out = own.close()
                 return (dx, state), out
 
@@ -229,7 +227,7 @@ class LayerStack:
             kept.insert(0, (state, out))
         return dx, kept
 
-    def _gathers_again(self, s: int, u: int) -> bool:
+    def gathers_again(self, s: int, u: int) -> bool:
         """Whether a group's backward pass gathers its weights again.
 
         Without loops and pipeline, the last group keeps its weights from the forward pass, because nothing would hide
@@ -238,14 +236,14 @@ class LayerStack:
         segment, count = self.segments[s], self.segments[s].unroll // self.segments[s].group_size
         is_last = (s, u) == (len(self.segments) - 1, count - 1)
         keeps = is_last and segment.loops == 1 and not self.plan.is_pipelined and not segment.policy.keeps_input
-        return not keeps and not self.weights.is_gathered(segment, u)
+        return not keeps and not all(self.weights.stay_gathered(segment, u))
 
-    def _tie_reduction(self, s: int, u: int, values: tuple[StreamGradients, Any, Any], on_the_way: bool):
+    def _tie_reduction(self, s: int, u: int, values: tuple[StreamGradients, Any, Any], at_once: bool):
         """(dx, gradients) of a group and the reduced gradients of the group above; none is available before all are.
 
         Without loops and pipeline, dx of the first group waits for no weight gradient.
         """
-        if not self.plan.ties_reductions(on_the_way):
+        if not self.plan.ties_reductions(at_once):
             return values
         if (s, u) == (0, 0) and self.segments[0].loops == 1 and not self.plan.is_pipelined:
             return values[0], *lax.optimization_barrier(values[1:])

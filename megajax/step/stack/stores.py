@@ -12,7 +12,7 @@ from jax import lax
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.step.stack.groups import Group, RematGroups, StreamGradients
-from megajax.step.stack.weights import Amax, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import Amax, GroupWeights, Metrics
 
 
 class ForwardStore(Protocol):

@@ -13,12 +13,12 @@ from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.parallel.weights.scaling import FP8
 from megajax.sharding import to_canonical
 from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
+from megajax.weights.scaling import FP8
 
 Arrays = dict[str, np.ndarray]  # by name, in canonical shapes, in the model's order
 

@@ -1,6 +1,7 @@
 """The weights of a layer with their low-rank adapters, as the communication points take them."""
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,19 +9,19 @@ import jax.numpy as jnp
 
 from megajax.model.lora import A, Adapted, B, adapters, is_adapter
 from megajax.model.sublayer import BlockInputs
-from megajax.parallel.weights.fused import FusedWeights
 from megajax.schema.lora import LoraConfig
+from megajax.weights.weight import Weight
 
 
 def adapted(
-    weights: dict[str, Any], fused: FusedWeights, lora: LoraConfig, inputs: BlockInputs, layer: Any
+    used: dict[str, Any], weights: Mapping[str, Weight], lora: LoraConfig, inputs: BlockInputs, layer: Any
 ) -> dict[str, Any]:
-    """A layer's fused weights by name, those that have an adapter as `Adapted`; `layer` is the layer's index."""
+    """A layer's `used` weights by name, those that have an adapter as `Adapted`; `layer` is the layer's index."""
     if lora.rank is None:
-        return weights
-    out = {name: w for name, w in weights.items() if not is_adapter(name)}
-    for name in adapters(weights):
-        a, b = weights[name + A], lora.scale * _block_diagonal(name, weights, fused)
+        return used
+    out = {name: w for name, w in used.items() if not is_adapter(name)}
+    for name in adapters(used):
+        a, b = used[name + A], lora.scale * _block_diagonal(weights[name].columns, used)
         out[name] = Adapted(out[name], a, b)
         if inputs.adapter_key is not None:
             key = jax.random.fold_in(jax.random.fold_in(inputs.adapter_key, layer), zlib.crc32(name.encode()))
@@ -28,13 +29,12 @@ def adapted(
     return out
 
 
-def _block_diagonal(name: str, weights: dict[str, Any], fused: FusedWeights) -> jax.Array:
+def _block_diagonal(columns: Mapping[str, slice], used: dict[str, Any]) -> jax.Array:
     """`[R, out]` of a fused weight: each layer's B in its own rows and columns, zeros elsewhere."""
-    columns = fused.columns(name)
     width = max(own.stop for own in columns.values())
     rows = [
-        jnp.pad(weights[member + B], ((0, 0), (own.start, width - own.stop)))
+        jnp.pad(used[member + B], ((0, 0), (own.start, width - own.stop)))
         for member, own in columns.items()
-        if member + B in weights
+        if member + B in used
     ]
     return jnp.concatenate(rows)
