@@ -139,7 +139,7 @@ def test_steps_on_a_mesh_equal_those_on_one_device(table, model, mesh, options):
 def test_the_dropout_of_an_adapter_is_the_same_in_every_process():
     """Its key is made from the layer and the weight's CRC-32; Python's hash differs between processes."""
     weights = {name: jnp.ones((2, 2)) for name in ("mlp.down", "mlp.down_lora_a", "mlp.down_lora_b")}
-    fused: Any = SimpleNamespace(columns=lambda name: {name: slice(0, 2)})
+    fused: Any = {"mlp.down": SimpleNamespace(columns={"mlp.down": slice(0, 2)})}
     inputs: Any = SimpleNamespace(adapter_key=jax.random.key(0), token_ids=jnp.arange(2))
     found = adapted(weights, fused, LoraConfig(**ALL), inputs, layer=5)["mlp.down"].key
     expected = jax.random.fold_in(jax.random.fold_in(inputs.adapter_key, 5), 0x2AB29F11)
