@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from megajax.config.sentences import format_keys, value, warn
 from megajax.layout.kinds import LATENT
 from megajax.options.optimizers import BETA1, BETA2, EPSILON, OPTIMIZERS
-from megajax.options.schedules import DECAY, LOWEST, TAIL
+from megajax.options.schedules import DECAY, LOWEST, STYLE, TAIL
 from megajax.schema.config import Config
 from megajax.schema.schedule import lowest_rate
 
@@ -77,6 +77,11 @@ def _of_the_model(config: Config) -> list[Rule]:
         Rule(undivided, f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
         Rule(not model.mtp_layers, "model.mtp_layers", ("model.mtp_loss_weight",)),
         Rule(model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
+        Rule(
+            not model.router.expert_bias and model.router.num_groups == 1,
+            "model.router.expert_bias",
+            ("model.router.loss_counts",),
+        ),
         Rule(not model.router.expert_bias, "model.router.expert_bias", ("model.router.bias_update_rate",)),
         Rule(
             model.router.num_groups == 1,
@@ -122,7 +127,7 @@ def _of_the_run(config: Config) -> list[Rule]:
     others = {kind: own for kind in OPTIMIZERS if kind != optimizer.kind and (own := getattr(optimizer, kind, None))}
     delayed = tuple(f"precision.fp8.{name}" for name in ("amax_history_length", "amax_algorithm", "margin"))
     return [
-        *(Rule(key not in reads, "schedule.kind", (f"schedule.{key}",)) for key in (TAIL, LOWEST, DECAY)),
+        *(Rule(key not in reads, "schedule.kind", (f"schedule.{key}",)) for key in (TAIL, STYLE, LOWEST, DECAY)),
         *(
             Rule(key not in optimizer.chosen.reads, "optimizer.kind", (f"optimizer.{key}",))
             for key in (BETA1, BETA2, EPSILON)

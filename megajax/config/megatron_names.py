@@ -116,6 +116,7 @@ lr-warmup-samples, lr-warmup-fraction | schedule.warmup_steps | in steps
 lr-decay-iters | schedule.decay_steps | counted from step 1, warm-up included
 lr-decay-samples | schedule.decay_steps | in steps
 lr-wsd-decay-iters | schedule.wsd_decay_steps
+lr-wsd-decay-style | schedule.wsd_decay_style | exponential is its default
 lr-wsd-decay-samples | schedule.wsd_decay_steps | in steps
 weight-decay | optimizer.weight_decay
 adam-beta1, sgd-momentum, lion-beta1 | optimizer.beta1
@@ -199,7 +200,6 @@ rotary-interleaved | | the rotated pairs are always the two halves of a head; th
     sorted as they are read
 distributed-backend, local-rank | | jax starts the processes; see README, Several processes
 lr-warmup-init | | the warm-up begins at learning_rate / warmup_steps
-lr-wsd-decay-style | | the decay of schedule.kind=wsd is linear
 moe-router-dtype | | routers always compute in FP32
 no-load-optim, no-load-rng, no-save-rng | | a run resumes as a whole; checkpoint.init_from takes the weights only
 ckpt-format, use-dist-ckpt, ckpt-fully-parallel-save | | checkpoints are always sharded, and

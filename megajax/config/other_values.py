@@ -30,6 +30,7 @@ silu, swish, llama, silu-glu, silu_linear | swiglu | which is gated by SiLU
 gelu_glu, gated-gelu, gelu_pytorch_tanh_glu, gegelu, gemma | geglu
 gelu_new, gelu_tanh, gelu_pytorch_tanh, openai-gelu, gelu_fast, gelu_python, approximate_gelu | gelu | which is its tanh
     approximation
+gelu_erf, erf_gelu, gelu_none | gelu_exact | which is that with erf
 squared_relu, relu_squared, sqrelu, relu_square | relu2
 quick_gelu, relu, tanh, reglu, mish, leaky_relu, elu, sigmoid | | MLPs do not have it
 """,
@@ -56,10 +57,12 @@ llama, llama3.1 | llama3
 default, none, null | | without scaling leave model.rope_scaling out
 """,
         "model.qk_norm": """
-rmsnorm, per_head, head, qwen3, layernorm | true | in the kind of model.norm
+rmsnorm, per_head, head, qwen3 | true
 olmo2, full, all, across_heads | all_heads
 """,
         "model.attention_bias": "qwen2, qkv_only, add_qkv_bias | qkv\n",
+        "model.router.loss_counts": "unbiased, megatron, deepseek_v3 | top_scores\nrouted, deepseek_v2 | chosen\n",
+        "schedule.wsd_decay_style": "exp | exponential\ncosine_annealing | cosine\n1-sqrt, sqrt | minus_sqrt\n",
         "model.router.score_function": """
 topk_softmax | softmax
 sigmoid_topk, noaux_tc, sqrtsoftplus | sigmoid

@@ -15,7 +15,8 @@ NAMES = {
     "n_positions": "max_positions",
     "layer_norm_epsilon": "norm_epsilon",
 }
-ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
+# names of transformers, the first of which is written
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 
 
 class Gpt2:
@@ -36,7 +37,7 @@ class Gpt2:
         return model | {
             "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
             "norm": "layernorm",
-            "activation": "gelu",
+            "activation": ACTIVATIONS[activation],
             "position": "learned",
             "attention_bias": True,
             "mlp_bias": True,
@@ -50,7 +51,7 @@ class Gpt2:
         return config | {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "activation_function": "gelu_new",
+            "activation_function": next((n for n, own in ACTIVATIONS.items() if own == model.activation), "gelu_new"),
             "n_inner": model.ffn_hidden_size,
             "scale_attn_weights": model.attention_scale != 1.0,
             "tie_word_embeddings": model.tie_embeddings,

@@ -48,6 +48,9 @@ class Attention(Sublayer):
         together = config.qk_norm == "all_heads"
         self.query_norm = declare_norm_weight(config, N * H if together else H) if config.qk_norm else None
         self.key_norm = declare_norm_weight(config, K * H if together else H) if config.qk_norm else None
+        biased = config.qk_norm == "layernorm"
+        self.query_norm_bias = declare((H,), ("norm",), "bias") if biased else None
+        self.key_norm_bias = declare((H,), ("norm",), "bias") if biased else None
         self.sinks = declare((N,), ("sinks",), "bias") if config.attention_sinks else None
         bias = config.attention_bias
         self.query_bias = declare((N, H), ("heads", "head"), "bias") if bias else None
@@ -96,13 +99,15 @@ class Attention(Sublayer):
         N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
         q, k, v = jnp.split(qkv, (N, (N + qkv.shape[2]) // 2), axis=2)
         if c.qk_norm:
-            q, k = (self.normalise_heads(a, w[f"{name}_norm"], comm) for a, name in ((q, "query"), (k, "key")))
+            q, k = (self.normalise_heads(w, f"{name}_norm", a, comm) for a, name in ((q, "query"), (k, "key")))
         q, k = rotate(c, ctx.kind, ctx.inputs.positions, comm.sequence_length(S), q, k)
         return q, k, v
 
-    def normalise_heads(self, x: jax.Array, weight: jax.Array, comm: Comm) -> jax.Array:
-        """RMSNorm of queries or keys `[B, S, heads, H]`: of each head, or of the heads of all devices together."""
-        c = self.config
+    def normalise_heads(self, w: Weights, name: str, x: jax.Array, comm: Comm) -> jax.Array:
+        """Queries or keys `[B, S, heads, H]`, normalised: each head, or the heads of all devices together."""
+        c, weight = self.config, w[name]
+        if c.qk_norm == "layernorm":
+            return ops.layer_norm(x, weight, w[f"{name}_bias"], c.norm_epsilon, c.norm_zero_centred)
         if c.qk_norm != "all_heads":
             return ops.rms_norm(x, weight, c.norm_epsilon, c.norm_zero_centred)
         own = comm.local_heads(weight.reshape(-1, c.head_dim)).reshape(-1)

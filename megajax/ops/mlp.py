@@ -1,7 +1,7 @@
 """Activations of the MLP, computed in float32 (float64 for float64 inputs), with results in the input's dtype.
 
-GELU is always the tanh approximation: GPT-2 and GPT-3 (Hugging Face's `gelu_new`) and Gemma's GeGLU were trained with
-it, and it is one fused kernel on GPUs. The exact erf form differs by up to 5e-4.
+"gelu" and "geglu" are the tanh approximation: GPT-2 and GPT-3 (Hugging Face's `gelu_new`) and Gemma were trained with
+it. "gelu_exact" has erf (Hugging Face's `gelu`, and Megatron-LM's without biases); the two differ by up to 5e-4.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,7 @@ GATED: dict[str, Gated] = {
 }
 _PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda up: jax.nn.gelu(up, approximate=True),
+    "gelu_exact": lambda up: jax.nn.gelu(up, approximate=False),
     "relu2": lambda up: jnp.square(jax.nn.relu(up)),
 }
 

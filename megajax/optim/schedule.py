@@ -11,7 +11,7 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
 
     Warm-up ends at `warmup_steps`; the rate reaches its minimum at `decay_steps` and stays there. inverse_sqrt ignores
     `decay_steps`: it falls with the root of the step down to the minimum. cosine is Loshchilov and Hutter 2017, wsd
-    (warm-up, stable, linear decay) Hu et al. 2024, inverse_sqrt Vaswani et al. 2017.
+    (warm-up, stable, decay) Hu et al. 2024, inverse_sqrt Vaswani et al. 2017.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     after = (config.chosen.rate or AFTER_WARMUP[config.kind])(config)
@@ -33,8 +33,10 @@ def _wsd(config: ScheduleConfig) -> optax.Schedule:
     assert config.wsd_decay_steps is not None
     decay = _decay(config)
     final = min(config.wsd_decay_steps, decay)
-    peak, low = config.learning_rate, config.min_learning_rate
-    return optax.linear_schedule(peak, low, final, transition_begin=decay - final)
+    peak, low, shape = config.learning_rate, config.min_learning_rate, SHAPES[config.wsd_decay_style]
+    if config.wsd_decay_style == "linear":
+        return optax.linear_schedule(peak, low, final, transition_begin=decay - final)
+    return lambda count: low + (peak - low) * shape(jnp.clip((count - (decay - final)) / final, 0.0, 1.0))
 
 
 def _inverse_sqrt(config: ScheduleConfig) -> optax.Schedule:
@@ -47,6 +49,13 @@ def _decay(config: ScheduleConfig) -> int:
     return max(config.decay_steps - config.warmup_steps, 1)
 
 
+# What is left of the learning rate above its minimum after a share of the final decay; as in Megatron-LM.
+SHAPES = {
+    "linear": lambda r: 1 - r,
+    "exponential": lambda r: 2 * 0.5**r - 1,
+    "cosine": lambda r: 0.5 * (1 + jnp.cos(jnp.pi * r)),
+    "minus_sqrt": lambda r: 1 - jnp.sqrt(r),
+}
 # The learning rate as a function of the number of steps after the warm-up.
 AFTER_WARMUP = {
     "constant": lambda config: optax.constant_schedule(config.learning_rate),

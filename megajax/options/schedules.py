@@ -8,6 +8,7 @@ from megajax.errors import ConfigError
 from megajax.options.registry import Registry
 
 LOWEST, DECAY, TAIL = "min_learning_rate", "decay_steps", "wsd_decay_steps"  # keys that some schedules read
+STYLE = "wsd_decay_style"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ SCHEDULES = Registry(
     LearningRateSchedule("constant", reads=()),
     LearningRateSchedule("linear"),
     COSINE,
-    LearningRateSchedule("wsd", reads=(LOWEST, DECAY, TAIL)),
+    LearningRateSchedule("wsd", reads=(LOWEST, DECAY, TAIL, STYLE)),
     LearningRateSchedule("inverse_sqrt", reads=(LOWEST,), lowest=0.0),
 )
 

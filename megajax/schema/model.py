@@ -116,6 +116,12 @@ class RouterConfig(Section):
     global_loss: PositiveOrZero = Field(
         default=0.0, description="Weight of the load-balancing loss, computed for a microbatch over all devices."
     )
+    loss_counts: Literal["chosen", "top_scores"] = Field(
+        default="chosen",
+        description="Assignments that both of these losses count. chosen: those to the experts that get the token"
+        " (DeepSeek-V2); top_scores: those to the experts_per_token largest scores, without expert_bias and groups"
+        " (DeepSeek-V3, Megatron-LM).",
+    )
     z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-sum-exp of the router logits.")
     expert_bias: bool = Field(
         default=False,
@@ -136,6 +142,12 @@ class RouterConfig(Section):
     force_balance: bool = Field(
         default=False, description="Send tokens to the experts in turn and ignore the scores; for benchmarks."
     )
+
+    @property
+    def counts_others(self) -> bool:
+        """Whether the balancing losses may count other experts than those that get a token."""
+        balances, differs = self.sequence_loss > 0 or self.global_loss > 0, self.expert_bias or self.num_groups > 1
+        return self.loss_counts == "top_scores" and balances and differs and not self.force_balance
 
     @property
     def has_losses(self) -> bool:
@@ -205,10 +217,10 @@ class ModelConfig(Section):
         default=False, description="Norms multiply by 1 + weight, and these weights start at 0."
     )
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
-    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = Field(
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_exact", "relu2"] = Field(
         default="swiglu",
-        description="MLP activation. swiglu, geglu, clamped_swiglu (GPT-OSS): gated, three matrices; gelu, relu2"
-        " (squared ReLU): two matrices.",
+        description="MLP activation. swiglu, geglu, clamped_swiglu (GPT-OSS): gated, three matrices; gelu (its"
+        " tanh approximation), gelu_exact, relu2 (squared ReLU): two matrices.",
     )
     position: Literal["rope", "learned", "none"] = Field(
         default="rope", description="Position encoding: rotary, a learned table, or none."
@@ -226,9 +238,10 @@ class ModelConfig(Section):
         default=None,
         description="Whether layers have rotary positions (rope) or none, repeated over the depth; null: all have.",
     )
-    qk_norm: bool | Literal["all_heads"] = Field(
+    qk_norm: bool | Literal["all_heads", "layernorm"] = Field(
         default=False,
-        description="Normalise queries and keys. true: each head; all_heads: all heads of a token together.",
+        description="Normalise queries and keys. true: each head, by RMSNorm; all_heads: all heads of a token"
+        " together, by RMSNorm; layernorm: each head, by LayerNorm with a bias.",
     )
     attention_scale: Positive | None = Field(
         default=None, description="Factor of the attention scores; null: 1 / sqrt(head_dim)."

@@ -1,6 +1,6 @@
 """The keys of the section `schedule`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -38,6 +38,12 @@ class ScheduleConfig(Section):
         default=None,
         description="wsd: number of steps of the final decay.",
         json_schema_extra={"derived": "a tenth of decay_steps if kind is wsd"},
+    )
+
+    wsd_decay_style: Literal["linear", "exponential", "cosine", "minus_sqrt"] = Field(
+        default="linear",
+        description="wsd: shape of the final decay, of its share r from learning_rate to min_learning_rate. linear:"
+        " 1 - r; exponential: 2 * 0.5^r - 1; cosine: (1 + cos(pi * r)) / 2; minus_sqrt: 1 - sqrt(r).",
     )
 
     @property

@@ -46,6 +46,12 @@ def test_wsd_stays_at_the_peak_and_falls_in_its_last_steps():
     assert found == pytest.approx([1e-3, 1e-3, 9.1e-4, 5.5e-4, 1e-4, 1e-4, 1e-4], rel=1e-5)
 
 
+@pytest.mark.parametrize(("style", "half"), [("exponential", 2**0.5 - 1), ("cosine", 0.5), ("minus_sqrt", 1 - 2**-0.5)])
+def test_the_final_decay_of_wsd_has_megatrons_shapes(style, half):
+    found = rates([14, 19, 24, 25], kind="wsd", wsd_decay_steps=10, wsd_decay_style=style)
+    assert found == pytest.approx([PEAK, LOW + (PEAK - LOW) * half, LOW, LOW], rel=1e-5)
+
+
 def test_inverse_sqrt_falls_with_the_root_of_the_step_but_not_below_the_minimum():
     # peak * sqrt(warm-up / step); a hundredth of the peak would be below the minimum.
     found = rates([4, 9, 16, 100], kind="inverse_sqrt", decay_steps=1000)

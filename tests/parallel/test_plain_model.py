@@ -38,10 +38,11 @@ DEEPSEEK_ROUTER = {
     "expert_bias": True,
     "bias_update_rate": 0.05,
     "sequence_loss": 0.2,
+    "loss_counts": "top_scores",
     "z_loss": 0.1,
 }
 MODELS = {
-    "dense": TINY | GPT2 | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0},
+    "dense": TINY | GPT2 | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0, "qk_norm": "layernorm"},
     "softmax": SOFTMAX,
     # With prediction modules, and scores that are measured and clipped.
     "sigmoid": SOFTMAX

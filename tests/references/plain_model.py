@@ -112,6 +112,9 @@ def attention(xp, model: Options, w, x, positions, documents):
         xp.einsum("bsd,dnh->bsnh", h, w[f"attention.{name}"]) + w.get(f"attention.{name}_bias", 0.0)
         for name in ("query", "key", "value")
     )
+    if model["qk_norm"]:  # only in the models with LayerNorm
+        assert model["qk_norm"] == model["norm"] == "layernorm"
+        q, k = (normalised(xp, model, a, w, f"attention.{n}_norm") for a, n in ((q, "query"), (k, "key")))
     q, k = turned(xp, model, q, positions), turned(xp, model, k, positions)
     groups = q.shape[2] // k.shape[2]  # queries that share a head of keys and values stand side by side
     k, v = xp.repeat(k, groups, axis=2), xp.repeat(v, groups, axis=2)
@@ -178,6 +181,9 @@ def mixture(xp, model: Options, w, bias, x, jitter, real, shared_numbers: dict):
     if "chosen" not in shared_numbers:  # from the values; the same for the gradient
         chosen = chosen_experts(model, np.asarray(scores) + bias) & is_real[:, None]
         shared_numbers["chosen"] = chosen
+        plain = model | {"router": r | {"num_groups": 1}}  # DeepSeek-V3, equation 18
+        top = chosen_experts(plain, np.asarray(scores)) & is_real[:, None]
+        shared_numbers["counted"] = top if r["loss_counts"] == "top_scores" else chosen
     chosen = shared_numbers["chosen"]
     if r["score_function"] == "softmax" and not r["pre_softmax"]:
         weights = softmax(xp, xp.where(chosen, logits, -1e30))
@@ -208,11 +214,12 @@ def mixture(xp, model: Options, w, bias, x, jitter, real, shared_numbers: dict):
     }
     if r["capacity_factor"] is not None:
         metrics["dropped_tokens"] = (chosen & ~kept).sum()
+    counted = shared_numbers["counted"]
     aux, means = 0.0, xp.where(is_real[:, None], probabilities, 0)
     if r["global_loss"]:  # E · Σ_e (share of assignments) · (mean probability); 1 if balanced
-        aux += r["global_loss"] * E * ((chosen.sum(0) / (k * tokens)) * (means.sum(0) / tokens)).sum()
+        aux += r["global_loss"] * E * ((counted.sum(0) / (k * tokens)) * (means.sum(0) / tokens)).sum()
     if r["sequence_loss"]:  # the same of each sequence, and their mean
-        lengths, by_sequence = real.sum(1), chosen.reshape(B, S, E).sum(1)
+        lengths, by_sequence = real.sum(1), counted.reshape(B, S, E).sum(1)
         real_lengths = np.maximum(lengths, 1)[:, None]
         own = E * ((by_sequence / (k * real_lengths)) * (means.reshape(B, S, E).sum(1) / real_lengths)).sum(1)
         aux += r["sequence_loss"] * own.sum() / (lengths > 0).sum()

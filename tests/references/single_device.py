@@ -237,16 +237,14 @@ def stored(weight: np.ndarray, placement: Placement, dtype: np.dtype) -> np.ndar
 def zero_gradients(config: Config) -> set[str]:
     """Weights whose gradient is zero in exact arithmetic.
 
-    A key bias adds the same to all scores of a query, which the softmax cancels, unless the keys are turned, normalised
-    or their scores squashed, or a sink has a score too.
+    A key's bias, or that of its LayerNorm, adds the same to all scores of a query, which the softmax cancels, unless
+    the keys are turned, their scores squashed, or a sink has a score too. A norm after the bias does not cancel it.
     """
     model = config.model
-    turned = model.position == "rope" or model.qk_norm or model.attention_softcap is not None
-    return (
-        set()
-        if turned or model.attention_sinks
-        else {f"blocks.{kind}.attention.key_bias" for kind in ("dense", "moe", "mtp")}
-    )
+    if model.position == "rope" or model.attention_softcap is not None or model.attention_sinks:
+        return set()
+    name = {False: "key_bias", "layernorm": "key_norm_bias"}.get(model.qk_norm)
+    return {f"blocks.{kind}.attention.{name}" for kind in ("dense", "moe", "mtp")} if name else set()
 
 
 def compare(trace: Trace, reference: Trace) -> Difference:

@@ -27,7 +27,8 @@ MAY_CHANGE = {
     "settings of the training, as for a new phase of it": """
         schedule batch.global_size batch.num_microbatches batch.schedule precision lora.dropout run.steps run.epochs
         objective teacher model.dropout model.z_loss model.mtp_loss_weight model.qk_clip
-        model.router.jitter model.router.sequence_loss model.router.global_loss model.router.z_loss
+        model.router.jitter model.router.sequence_loss model.router.global_loss model.router.loss_counts
+        model.router.z_loss
         model.router.bias_update_rate model.router.sinkhorn model.router.capacity_factor model.router.drop_policy
         optimizer.weight_decay optimizer.beta2 optimizer.epsilon optimizer.clip_norm
         optimizer.decay_norms optimizer.decay_biases optimizer.decay_embeddings optimizer.groups optimizer.layer_decay
