@@ -181,7 +181,7 @@ def mixture(xp, model: Options, w, bias, x, jitter, real, shared_numbers: dict):
     if "chosen" not in shared_numbers:  # from the values; the same for the gradient
         chosen = chosen_experts(model, np.asarray(scores) + bias) & is_real[:, None]
         shared_numbers["chosen"] = chosen
-        plain = model | {"router": r | {"num_groups": 1}}  # DeepSeek-V3, equation 18
+        plain: Any = {**model, "router": {**r, "num_groups": 1}}  # DeepSeek-V3, equation 18
         top = chosen_experts(plain, np.asarray(scores)) & is_real[:, None]
         shared_numbers["counted"] = top if r["loss_counts"] == "top_scores" else chosen
     chosen = shared_numbers["chosen"]
