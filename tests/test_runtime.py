@@ -61,24 +61,37 @@ def test_flags_of_the_user_win(config, fresh, monkeypatch):
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
 
 
-def test_flags_for_collectives_come_with_the_mesh(config, fresh):
-    one = " ".join(prepare_environment(config()))
-    assert "combine_threshold" not in one
-    os.environ["XLA_FLAGS"] = ""
-    data = " ".join(prepare_environment(config("mesh.data=2")))
-    assert "combine_threshold" in data
-    os.environ["XLA_FLAGS"] = ""
-    fsdp = " ".join(prepare_environment(config("mesh.fsdp=-1")))
-    assert "combine_threshold" in fsdp
+COMBINED = {f"xla_gpu_{name}_combine_threshold_bytes" for name in ("all_gather", "reduce_scatter", "all_reduce")}
+COMPONENTS, COPIED = "xla_gpu_collective_permute_connected_components", "xla_gpu_collective_permute_mode"
+OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+REDUCTIONS = "xla_gpu_enable_pipelined_reduce_scatter"
+ORDER, HOST = "CUDA_DEVICE_MAX_CONNECTIONS", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-def test_flags_of_a_pipeline(config, fresh):
-    stages = ("mesh.pipeline=2", "batch.num_microbatches=2", "model.num_layers=4")
-    fsdp = " ".join(prepare_environment(config("mesh.fsdp=2", *stages)))
-    assert "combine_threshold" in fsdp and "connected" not in fsdp
-    os.environ["XLA_FLAGS"] = ""
-    rounds = " ".join(prepare_environment(config("mesh.tensor=2", "pipeline.rounds=2", *stages)))
-    assert "permute_connected_components=true" in rounds and "permute_mode" not in rounds
+@pytest.mark.parametrize(
+    ("overrides", "added"),
+    [
+        ("mesh.data=2", COMBINED),
+        ("mesh.expert=2 model.num_experts=2", COMBINED),
+        ("mesh.fsdp=-1", COMBINED | {REDUCTIONS}),
+        ("mesh.context=2", COMBINED | {OVERLAP, ORDER}),
+        ("mesh.tensor=2", COMBINED | {COMPONENTS, COPIED, ORDER}),
+        ("mesh.pipeline=2", set()),
+        ("mesh.pipeline=2 mesh.fsdp=2", COMBINED),
+        ("mesh.pipeline=2 mesh.tensor=2 pipeline.rounds=2", COMBINED | {COMPONENTS, ORDER}),
+        ("mesh.pipeline=2 mesh.context=2", COMBINED | {COMPONENTS, OVERLAP, ORDER}),
+        ("optimizer.offload=1", {HOST}),
+    ],
+)
+def test_each_mesh_has_its_flags_and_variables(config, fresh, overrides, added):
+    sizes = ("model.num_layers=4", "batch.num_microbatches=2")
+
+    def names(*overrides):
+        os.environ["XLA_FLAGS"] = ""
+        return {flag.removeprefix("--").split("=")[0] for flag in prepare_environment(config(*sizes, *overrides))}
+
+    plain = names()
+    assert names(*overrides.split()) == plain | added
 
 
 def test_permutations_over_tensor_travel_by_copy_engines(config, fresh):

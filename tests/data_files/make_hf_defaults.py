@@ -23,14 +23,14 @@ COMMON = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
 OTHERS = {"use_cache", "initializer_range", "pretraining_tp", "output_router_logits", "reorder_and_upcast_attn"}
 LOCAL = ["sliding_attention"] * 3
 TWO = {
-    "gpt2": [(["n_embd"], {"hidden_size": 64}), ([], {"num_hidden_layers": 5})],
-    "mixtral": [([], {"num_experts": 8}), (["num_local_experts"], {"num_experts": 6})],
+    "gpt2": [([], {"num_hidden_layers": 5})],
+    "mixtral": [([], {"num_experts": 8})],
     "qwen2": [
         ([], {"use_sliding_window": False, "layer_types": LOCAL}),
         (["layer_types"], {"max_window_layers": 1}),
         ([], {"max_window_layers": 1}),
     ],
-    "qwen3_moe": [([], {"num_experts": 8}), (["num_local_experts"], {"num_experts": 8})],
+    "qwen3_moe": [([], {"num_experts": 8})],
     "gemma3_text": [
         (["layer_types"], {"sliding_window_pattern": 2}),
         (["layer_types"], {"sliding_window_pattern": 2, "_sliding_window_pattern": 3}),
@@ -43,13 +43,9 @@ TWO = {
         (["no_rope_layers"], {"no_rope_layer_interval": 2}),
         (["layer_types"], {"use_sliding_window": True, "sliding_window": 8}),
     ],
-    "deepseek_v2": [(["n_routed_experts"], {"num_experts": 4}), ([], {"num_experts": 4})],
-    "deepseek_v3": [
-        (["n_routed_experts"], {"num_local_experts": 8}),
-        ([], {"num_local_experts": 8}),
-        (["num_nextn_predict_layers"], {"num_mtp_layers": 2}),
-    ],
-    "gpt_oss": [([], {"num_experts": 8}), (["num_local_experts"], {"num_experts": 8})],
+    "deepseek_v2": [([], {"num_experts": 4})],
+    "deepseek_v3": [([], {"num_local_experts": 8})],
+    "gpt_oss": [([], {"num_experts": 8})],
 }
 
 
@@ -74,6 +70,15 @@ def changes(config: dict, whole: dict) -> dict | None:
     return found and {key: found.get(key) for key in found.keys() | whole.keys() if found.get(key) != whole.get(key)}
 
 
+def aliases(family: str, whole: dict) -> list[tuple[list[str], dict]]:
+    """For `TWO`: every other name of a key in place of the key, with neither its value nor the default."""
+    default = resolve({"model_type": family}) or {}
+    names = AutoConfig.for_model(family).attribute_map.items()
+    others = {key: (2 * whole[key], 3 * whole[key], 2) for _, key in names}
+    values = {key: next(n for n in own if n not in (whole[key], default[key])) for key, own in others.items()}
+    return [([key], {alias: values[key]}) for alias, key in names]
+
+
 def main() -> None:
     logging.set_verbosity_error()
     out = {}
@@ -89,7 +94,7 @@ def main() -> None:
             "removed": {key: changes(without[key], whole) for key in keys},
             "two": [
                 [drop, given, changes({k: v for k, v in config.items() if k not in drop} | given, whole)]
-                for drop, given in TWO.get(family, ())
+                for drop, given in [*TWO.get(family, ()), *aliases(family, whole)]
             ],
             "null": {key: changes(config | {key: None}, whole) for key in keys},
         }

@@ -90,6 +90,15 @@ def test_all_keys_of_a_kind_are_written_and_read_in_both_layouts(kind, layout):
     assert read == model
 
 
+def test_the_longest_position_of_longrope_comes_back_whatever_its_ratio():
+    """Phi-3's factor is the ratio of two lengths: rounded down, some products are one too few."""
+    factors = {"short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0], "rope_type": "longrope"}
+    for longest in range(100, 400):
+        lengths = {"max_position_embeddings": longest, "original_max_position_embeddings": 99}
+        model = ModelConfig.model_validate(SHAPE | read_rope(LLAMA | lengths | {"rope_scaling": factors}))
+        assert write_rope(model, partial=False).items() >= lengths.items()
+
+
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="rope_type=axial is not default, linear, dynamic, llama3, yarn, longrope"):
         read_rope(LLAMA | {"rope_scaling": {"type": "axial"}})

@@ -11,6 +11,7 @@ OPTIONS: list[dict[str, float]] = [
     {"z_loss": 1e-2},
     {"softcap": 3.0},
     {"softcap": 3.0, "z_loss": 1e-2},
+    {"smoothing": 0.2},  # a soft-cap would hide the gradient of padding, whose logits are beyond it
     {"softcap": 3.0, "z_loss": 1e-2, "smoothing": 0.2},
 ]
 

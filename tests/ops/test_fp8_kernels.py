@@ -178,3 +178,11 @@ def test_what_the_kernels_cannot_do_is_refused():
             lambda x: fp8_kernels.cast_transpose(x, jnp.float32(1), E4M3),
             jax.ShapeDtypeStruct((2**17, 2**14), jnp.bfloat16),
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_a_product_whose_unscaled_sums_are_beyond_fp16_is_exact(dtype):
+    """1024 products of 448², which are 2·10⁸: FP16 ends at 65504."""
+    ones = jnp.full((8, 1024), 448, E4M3)
+    found = fp8_reference.matmul(ones, ones, jnp.float32(2.0**-20), dtype)
+    assert found.dtype == dtype and (found == 1024 * 448**2 / 2**20).all()

@@ -13,6 +13,7 @@ from single_device import make_config, train, weights_of
 from megajax.mesh import AXES, build_mesh
 from megajax.optim.forms import from_blocks, to_blocks
 from megajax.optim.update import Update
+from megajax.options.optimizers import FORMS, OPTIMIZERS
 from megajax.sharding import place
 from megajax.step_plan import StepPlan
 
@@ -108,3 +109,21 @@ def test_a_mesh_rounds_as_one_device_does():
         )
         losses.append(train(config, weights).losses)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("state", FORMS)
+def test_exact_slots_are_fp32_and_all_others_have_the_form_of_moments(kind, state):
+    """Every slot of every optimizer: SOAP's factors and bases would be useless in 8 bits."""
+    placement = place(SHAPE, ("layers", "embed", "mlp"), ONE)
+    parameter, config = SimpleNamespace(axes=placement.axes, role="matrix", muon=True), make_config(MODELS["llama"])
+    optimizer = config.optimizer.model_copy(update={"kind": kind, "state": state})
+    config = config.model_copy(update={"optimizer": optimizer})
+    slots = Update.build(config, {NAME: parameter}, {NAME: placement}, build_mesh(ONE, jax.devices()[:1])).slots
+    declared = {slot.name: slot for slot in slots.member_of(NAME).slots_of(NAME)}
+    assert kind != "soap" or [name for name, slot in declared.items() if slot.exact]
+    small = {"float32": {"float32"}, "bfloat16": {"bfloat16"}, "int8": {"int8", "uint8", "float32"}}[state]
+    for name, slot in declared.items():
+        leaves = jax.tree.leaves(slots.stored.optimizer.slots[kind][name][NAME])
+        assert {jnp.dtype(leaf.dtype).name for leaf in leaves} <= ({"float32"} if slot.exact else small), name
+        assert len(leaves) == (2 if state == "int8" and not slot.exact else 1), name

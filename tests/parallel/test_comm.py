@@ -130,6 +130,23 @@ def test_leave_sums_over_tensor_and_keeps_the_own_tokens(sizes):
         assert np.array_equal(found[index], own)
 
 
+def test_pieces_are_summed_in_fp32_on_the_device_of_their_tokens():
+    """Added one by one in BF16, 256 and seven ones would stay 256."""
+    sizes = {"tensor": 8}
+    values = np.zeros((*make_mesh(sizes)[1].devices.shape, 8), np.float32)
+    values[..., 0, :] = 256  # of rank 0 for each device's tokens
+    values[..., 1:, :] = 1
+
+    def summed(x):
+        ring = TensorRing(8, copied=False)
+        rank = jax.lax.axis_index("tensor")
+        pieces = [x[(rank - step) % 8].astype(jnp.bfloat16)[None] for step in range(8)]
+        return ring.reduce_scatter_pieces(pieces).astype(jnp.float32)
+
+    found = on_devices(sizes, summed, values)
+    assert (found == 264).all(), "263 to the nearest BF16 number"
+
+
 @over_meshes
 def test_own_tokens_are_those_that_leave_keeps(sizes):
     values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)

@@ -9,8 +9,14 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.mesh import AXES as MESH_AXES
+from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
+from megajax.ops.expert_mlp import Biases
+from megajax.options.dispatch import DISPATCHES
+from megajax.parallel.comm import MeshComm
 from megajax.parallel.experts.exchanged import exchange, plan
+from megajax.step_plan import Collectives, Kernels
 
 AXES = ("outer", "inner")  # experts may be divided over several axes
 DEVICES, LOCAL, TOKENS, K = 4, 2, 5, 2
@@ -95,3 +101,34 @@ def test_assignments_are_sorted_by_expert_and_summed_by_token():
     weighted = np.asarray(rows) * np.asarray(ops.permute(jnp.asarray(weights), permutation))[:, None]
     expected = x * weights.reshape(TOKENS, K).sum(axis=1, keepdims=True)
     np.testing.assert_array_equal(ops.combine(jnp.asarray(weighted), permutation, K), expected)
+
+
+@pytest.mark.parametrize("over", [("expert",), ("expert", "tensor")])
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_experts_with_biases_on_a_mesh_are_those_of_a_plain_loop(dispatch, over):
+    """Each bias once, whether `tensor` divides the experts' widths or the experts."""
+    D, F, rng = 6, 8, np.random.default_rng(3)
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 2, "tensor": 2}
+    x, weights = rng.normal(size=(DEVICES, TOKENS, D)), rng.random((DEVICES, TOKENS, K))
+    up, down = rng.normal(size=(EXPERTS, D, F)), rng.normal(size=(EXPERTS, F, D))
+    up_bias, down_bias = rng.normal(size=(EXPERTS, F)), rng.normal(size=(EXPERTS, D))
+    experts = routed("all")
+    collectives = Collectives(dispatch=DISPATCHES[dispatch], expert_shards=2 * len(over), experts_over=over)
+    comm = MeshComm(sizes, Kernels(), collectives, deterministic=False)
+
+    def local(x, experts, weights, up, down, up_bias, down_bias):
+        biases = Biases(up_bias, down_bias)
+        return comm.experts("gelu", x[0], experts[0], weights[0], up, down, None, biases)[None]
+
+    tokens, width = P(("expert", "tensor")), None if "tensor" in over else "tensor"
+    matrices = (P(over, None, width), P(over, width), P(over, width), P(over))
+    mesh = build_mesh(sizes, jax.devices()[:DEVICES])
+    run = jax.shard_map(local, mesh=mesh, in_specs=(*[tokens] * 3, *matrices), out_specs=tokens, check_vma=False)
+    arrays = (jnp.float32(a) for a in (weights, up, down, up_bias, down_bias))
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(run)(jnp.float32(x), jnp.asarray(experts), *arrays)
+    hidden = np.einsum("ntd,edf->ntef", x, up) + up_bias
+    hidden = 0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
+    outputs = np.einsum("ntef,efd->nted", hidden, down) + down_bias
+    chosen = np.take_along_axis(outputs, experts[..., None], axis=2)
+    np.testing.assert_allclose(found, (weights[..., None] * chosen).sum(axis=2), rtol=1e-4, atol=1e-5)

@@ -64,6 +64,36 @@ def test_a_layer_rounds_the_operands_of_its_three_matmuls():
     np.testing.assert_allclose(dw, blocks_by_hand(x, 128, 1).T @ blocks_by_hand(dy, 128, 1), rtol=1e-4, atol=1e-3)
 
 
+def in_four_bits(x, axis, tensor):
+    """Blocks of 32 along the axis that is summed over, in multiples of a seventh of their largest number."""
+    blocks = jnp.moveaxis(x, axis, -1).reshape(-1, 32)
+    step = jnp.abs(blocks).max(-1, keepdims=True) / 7
+    moved = (jnp.round(blocks / step) * step).reshape(jnp.moveaxis(x, axis, -1).shape)
+    return jnp.moveaxis(moved, -1, axis)
+
+
+def four_bits_by_hand(x: np.ndarray, axis: int) -> np.ndarray:
+    rows, out = (x if axis == 1 else x.T), []
+    for row in rows:
+        steps = [np.abs(row[i : i + 32]).max() / 7 for i in range(0, len(row), 32)]
+        out.append([np.round(value / steps[i // 32]) * steps[i // 32] for i, value in enumerate(row)])
+    return np.array(out) if axis == 1 else np.array(out).T
+
+
+@pytest.mark.parametrize("layer", ["column_linear", "row_linear", "replicated_linear"])
+def test_blocks_lie_along_the_axis_that_each_matmul_sums_over(layer):
+    rng, sizes = np.random.default_rng(1), dict.fromkeys(AXES, 1)
+    x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 96), (96, 128), (64, 128)))
+    linear = getattr(MeshComm(sizes, Kernels(), Collectives(), deterministic=False), layer)
+    with jax.default_matmul_precision("highest"):
+        y, pull = jax.vjp(lambda x, w: linear(x, Rounded(w, in_four_bits)), x, w)
+        dx, dw = pull(dy)
+    hand, close = four_bits_by_hand, {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(y, hand(x, 1) @ hand(w, 0), **close)
+    np.testing.assert_allclose(dx, hand(dy, 1) @ hand(w, 1).T, **close)
+    np.testing.assert_allclose(dw, hand(x, 0).T @ hand(dy, 0), **close)
+
+
 def make(table, mesh, microbatches=1, recipe="test_e4m3", model="llama", **settings):
     precision = {"compute": "float32", "fp8": {"recipe": recipe, **settings}}
     return table.make_config(model, mesh, microbatches=microbatches, steps=2, optimizer="sgd", precision=precision)

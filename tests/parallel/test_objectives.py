@@ -81,7 +81,7 @@ def make(table, name, mesh) -> Config:
 def fields_of(name):
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 50, (ROWS, LENGTH + 1))
-    mask = (rng.random((ROWS, LENGTH)) < 0.8).astype(np.float32)
+    mask = ((rng.random((ROWS, LENGTH)) < 0.8) * rng.uniform(0.5, 1.5, (ROWS, LENGTH))).astype(np.float32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask}
     batch["positions"] = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
     shape = (ROWS, LENGTH)

@@ -1,5 +1,7 @@
 """Distillation from a frozen teacher of another size, against `jax.grad` of the plain models with unchunked heads."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,3 +178,13 @@ def test_flops_and_memory_count_it(table):
     attention, experts = 32 * 8 * (4 + 2 + 2 + 4), 4 * 3 * 32 * 16
     layers = 3 * attention + 3 * 32 * 24 + 2 * (experts + 32 * 4)
     assert divided.weights - alone.weights == 4 * layers // 3 + 4 * 128 * 32
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_all_stages_hold_the_teachers_outputs_of_all_microbatches(table, microbatches):
+    config = make(table, {"pipeline": 2}, microbatches=microbatches)
+    program = TrainProgram.build(config, build_mesh({"pipeline": 2}, jax.devices()[:2]))
+    alone = program.plan.config.model_copy(update={"teacher": config.teacher.model_copy(update={"model": None})})
+    plans = [program.plan.on_gpus(), replace(program.plan, config=alone).on_gpus()]
+    with_teacher, without = (estimate_memory(plan, program.placements) for plan in plans)
+    assert with_teacher.activations - without.activations == 4 * ROWS * LENGTH * TEACHER["hidden_size"]

@@ -32,6 +32,20 @@ def test_communication_is_shown_by_axis_and_link(config, capsys):
     assert float(rows["tensor"][6]) < float(rows["tensor"][5])
 
 
+def test_the_parts_of_time_and_memory_add_up_to_the_whole(config, capsys):
+    assert main([str(config), "--gpus", "16", "--explain", "pipeline=2,fsdp=4,tensor=2", "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split("|") for line in printed.splitlines() if line.startswith(("| mesh ", "| pipeline "))]
+    whole = dict(zip(*([cell.strip().replace(",", "") for cell in row] for row in rows), strict=True))
+    times, memory = (
+        [float(n.replace(",", "")) for n in re.findall(rf"^  \D.*? ([\d,.]+) {unit}(?: +[\d.]+%)?$", printed, re.M)]
+        for unit in ("ms", "GiB")
+    )
+    # Each figure is rounded.
+    assert sum(times) == pytest.approx(float(whole["ms a step"]), abs=0.5 + 0.05 * len(times))
+    assert sum(memory) == pytest.approx(float(whole["GiB"].rstrip("~")), abs=0.05 * (1 + len(memory)))
+
+
 def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     overrides = ["mesh.fsdp=2", "mesh.tensor=2", "batch.num_microbatches=2", "remat.policy=full"]
     found = explained(config, overrides, 8, H200)

@@ -52,6 +52,46 @@ def test_each_operation_has_its_part_and_roofline(ops, name, part, ms):
     assert operations.roofline_ms(ops[name]) == pytest.approx(ms)
 
 
+@pytest.mark.parametrize(
+    ("kind", "operand", "result", "ms"),
+    [
+        ("all-gather", 150, 600, 1),  # a GPU sends three of four parts of the whole array at 450 GB/s
+        ("reduce-scatter", 600, 150, 1),
+        ("all-reduce", 600, 600, 2),  # both
+        ("all-to-all", 600, 600, 1),
+        ("collective-broadcast", 600, 600, 1),
+        ("collective-permute", 450, 450, 1),  # all of it
+    ],
+)
+def test_the_roofline_of_each_collective_is_that_of_the_bytes_sent(kind, operand, result, ms):
+    devices = "source_target_pairs={{0,1},{1,0}}" if kind == "collective-permute" else "replica_groups={{0,1,2,3}}"
+    sizes = (hlo.Array("s8", (megabytes * 10**6,)) for megabytes in (result, operand))
+    found, given = ((array,) for array in sizes)
+    op = hlo.Op("x", kind, found, given, f"), {devices}", 0, frozenset(), 0)
+    assert operations.part_of(op) == ("collectives", kind)
+    assert operations.roofline_ms(op) == pytest.approx(ms)
+
+
+def test_all_collectives_have_a_roofline_by_hand():
+    [marks] = test_the_roofline_of_each_collective_is_that_of_the_bytes_sent.pytestmark
+    assert {case[0] for case in marks.args[1]} == {*hlo.COLLECTIVES}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL", ("all-gather",)),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", ("reduce-scatter",)),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", ("all-reduce",)),
+        ("ncclDevKernel_SendRecv", ("collective-permute", "all-to-all")),
+        ("MemcpyP2P", ("collective-permute", "all-to-all")),
+        ("loop_add_fusion", ()),
+    ],
+)
+def test_a_kernel_of_nccl_tells_which_operations_it_can_belong_to(name, kinds):
+    assert operations.kinds_of_kernel(name) == kinds
+
+
 def test_matmuls_of_the_optimizer_belong_to_it(ops):
     op = replace(ops["matmul"], attributes=ops["matmul"].attributes.replace("mlp", "optimizer"))
     assert op.scopes == ("_train_step", "optimizer", "dot_general")

@@ -71,6 +71,14 @@ def test_of_two_copies_both_devices_are_named(make_config):
     assert check.damage() is None
 
 
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])
+def test_a_long_sentence_names_five_arrays_and_counts_the_others(count, more):
+    device = jax.devices()[3]
+    line = replicas.sentence(8, [replicas.Damage(f"a{i}", [device], True) for i in range(count)], 6)
+    assert f"the copies of {count} replicated arrays differ (a0, a1, a2, a3, a4{more}): the copies on devices 3" in line
+    assert "after step 8" in line and "the newest checkpoint is of step 6" in line
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.float8_e4m3fn])
 def test_the_checksum_sees_each_bit_and_the_order(dtype):
     size = jnp.dtype(dtype).itemsize

@@ -100,6 +100,14 @@ def test_sgd_gets_and_loses_no_moments_on_resume(make_config):
 
 
 @pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.9, "0:00"), (59, "0:59"), (61, "1:01"), (3599, "59:59"), (3661, "1:01:01"), (90_000, "25:00:00")],
+)
+def test_the_last_line_has_the_duration(make_config, seconds, shown):
+    assert f"done: at step 2 after {shown}, written to" in closing_line(make_config(), 2, 16, seconds)
+
+
+@pytest.mark.parametrize(
     ("settings", "advised", "works", "fails"),
     [
         ([], "raise run.steps", ["run.steps=5"], None),

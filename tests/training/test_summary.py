@@ -4,6 +4,8 @@ import jax
 
 from megajax import Config
 from megajax.config.checks import check_mesh
+from megajax.console import memory_size
+from megajax.estimate.memory import estimate_memory
 from megajax.mesh import build_mesh
 from megajax.training.step import TrainProgram
 from megajax.training.summary import summary
@@ -16,13 +18,18 @@ EXPERTS |= {"expert_ffn_hidden_size": 48}
 ATTENTION = D * H * (4 + 2 * 1) + 4 * H * D  # with one KV head
 
 
-def lines(model: dict, mesh: dict, microbatches: int, **sections: dict) -> dict[str, str]:
-    """The lines of the summary on eight devices by their first word; 16 sequences of 64 tokens in a step."""
+def make(model: dict, mesh: dict, microbatches: int, **sections: dict) -> TrainProgram:
+    """A program on eight devices; 16 sequences of 64 tokens in a step."""
     batch = {"global_size": 16, "num_microbatches": microbatches, "sequence_length": 64, **sections.pop("batch", {})}
     config = Config.model_validate(
         {"model": model, "mesh": mesh, "batch": batch, "data": {"kind": "synthetic"}, **sections}
     )
-    program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
+    return TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
+
+
+def lines(*arguments, **sections: dict) -> dict[str, str]:
+    """The lines of the summary by their first word."""
+    program = make(*arguments, **sections)
     found = [line.partition(" ") for line in summary(program, ["--xla_gpu_flag", "VARIABLE=1"]).splitlines()]
     return {word: text.strip() for word, _, text in reversed(found)}  # of two lines the first
 
@@ -74,3 +81,14 @@ def test_recomputed_layers_halves_of_weights_and_padding():
     assert "layers: 3 × 1 (full), 5 × 1 (none)" in found["kernels"]
     assert "master weights in two halves" in found["precision"]
     assert "embedding.tokens" in found["stored"] and "final_norm" not in found["stored"]
+
+
+def test_each_part_of_the_memory_stands_under_its_name():
+    mesh, model = {"fsdp": 4, "tensor": 2}, DENSE | {"num_kv_heads": 2, "vocab_size": 4096}
+    program = make(model, mesh, 2)
+    memory = estimate_memory(program.plan.on_gpus(), program.placements)
+    names = {"weights": "gathered weights", "working": "working buffers"}
+    parts = {names.get(name, name): size for name, size in vars(memory).items()} | {"total": memory.total}
+    assert len(set(parts.values())) == 7, "else two could change places"
+    shown = ", ".join(f"{name} {memory_size(size)}" for name, size in parts.items())
+    assert lines(model, mesh, 2)["memory"] == f"estimate per device: {shown}"

@@ -1,0 +1,49 @@
+"""Whole matrices and the arrays that an optimizer keeps for each: which device has them changes nothing."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.mesh import AXES, build_mesh
+from megajax.parallel.weights.matrices import MatrixLayout, on_whole_matrices
+from megajax.sharding import place, to_canonical, to_stored
+
+# Several matrices a device, so that their order shows; each with axes that divide rows, columns, or hold copies.
+PARAMETERS = {
+    "key": ((6, 8, 1, 4), ("layers", "embed", "kv_heads", "head")),  # one KV head: copies over tensor
+    "down": ((6, 8, 6), ("layers", "embed", "rank")),  # copies over tensor, padding where 3 or 4 devices divide D
+    "up": ((6, 8, 12), ("layers", "embed", "mlp")),
+    "experts": ((3, 4, 8, 12), ("layers", "experts", "embed", "expert_mlp")),
+}
+MESHES = [{}, {"data": 2, "tensor": 4}, {"fsdp": 3, "tensor": 2}, {"expert": 2, "context": 2, "tensor": 2}]
+MESHES += [{"pipeline": 3, "tensor": 2}]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_each_matrix_meets_its_own_array_on_every_mesh(name, mesh):
+    (shape, axes), sizes = PARAMETERS[name], {axis: mesh.get(axis, 1) for axis in AXES}
+    devices = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+    placement = place(shape, axes, sizes)
+    layout = MatrixLayout.of(placement, sizes, per_head=False, turns=False)
+    owned = layout.owned((layout.inputs, layout.outputs), sizes)
+
+    def on_mesh(x, own):
+        return jax.device_put(to_stored(jnp.asarray(x), own), NamedSharding(devices, own.spec))
+
+    rng = np.random.default_rng(0)
+    x = rng.integers(1, 1000, shape).astype(np.float32)
+    matrices = x.reshape(-1, layout.inputs, layout.outputs)
+    kept = rng.integers(1, 1000, matrices.shape).astype(np.float32)  # in the model's order
+    compute = on_whole_matrices(
+        lambda m, slots: (m + 2000 * slots["kept"], {"kept": slots["kept"] + 3 * m}), {name: layout}, devices, "float32"
+    )
+    out, slots = jax.jit(compute)({name: on_mesh(x, placement)}, {name: {"kept": on_mesh(kept, owned)}})
+    assert placement.spec[0] == P("pipeline")[0]
+    np.testing.assert_array_equal(to_canonical(out[name], placement).reshape(matrices.shape), matrices + 2000 * kept)
+    np.testing.assert_array_equal(to_canonical(slots[name]["kept"], owned), kept + 3 * matrices)
