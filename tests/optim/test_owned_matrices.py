@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import AXES, build_mesh
-from megajax.parallel.weights.matrices import MatrixLayout, on_whole_matrices
+from megajax.optim.matrices import MatrixLayout, on_whole_matrices
 from megajax.sharding import place, to_canonical, to_stored
 
 # Several matrices a device, so that their order shows; each with axes that divide rows, columns, or hold copies.
