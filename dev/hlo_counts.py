@@ -19,7 +19,7 @@ GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
 CASES = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 precision.fp8.recipe=delayed --gpus 4",
     "configs/llama3_8b_l16_pipeline.yaml mesh.pipeline=2 model.num_layers=2 pipeline.schedule=zero_bubble --gpus 2",
-    "configs/llama3_8b_l8_context.yaml mesh.context=2 model.num_layers=1 kernels.context=ring --gpus 2",
+    "configs/llama3_8b_l8_context.yaml mesh.context=2 model.num_layers=1 communication.context=ring --gpus 2",
     "configs/mixtral_l2.yaml mesh.data=1 mesh.expert=2 mesh.fsdp=2 remat.policy=full kernels.scan_unroll=1 --gpus 4",
 )
 

@@ -167,11 +167,12 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
   whole sequences, with cuDNN once for each of a device's two chunks. All-to-all keeps attention's output before and
   after its exchange.
 
-Not counted: cuDNN's workspace, which only a GPU tells (with `kernels.context=all_gather` the peak of four H100s was
-57.1 GiB where XLA plans 53.8). Copies of Adam's first moments of the MLP's weights, which XLA makes early in the step
-if there are three or four loops over layers (2.6 GiB for the loops of four layers of Llama 3 8B on 8 GPUs; 2.2 of 13.8
-GiB for `qwen3_30b_a3b` with 8 layers below). XLA computes values again where a step needs more than
-{SCHEDULED / GIB:.1f} GiB, its scheduler's limit for an H200 (`nemotron4_340b` below: 109.5 instead of 139.8 GiB).
+Not counted: cuDNN's workspace, which only a GPU tells (with `communication.context=all_gather` the peak of four H100s
+was 57.1 GiB where XLA plans 53.8). Copies of Adam's first moments of the MLP's weights, which XLA makes early in the
+step if there are three or four loops over layers (2.6 GiB for the loops of four layers of Llama 3 8B on 8 GPUs; 2.2 of
+13.8 GiB for `qwen3_30b_a3b` with 8 layers below). XLA computes values again where a step needs more than {
+        SCHEDULED
+        / GIB:.1f} GiB, its scheduler's limit for an H200 (`nemotron4_340b` below: 109.5 instead of 139.8 GiB).
 
 ## Rows that the estimate was fitted to
 

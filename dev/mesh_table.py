@@ -5,15 +5,16 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
 
 - `mesh`: 4 layers, every mesh of `data`, `fsdp` and `tensor` with 1, 2, 4 or 8 devices, 1, 2 and 4 microbatches.
 - `pipeline`: 16 layers on P = 2, 4 and 8 stages, the other devices on `data`, `fsdp` or `tensor`, every schedule, one
-  and two rounds, P, 2P and 4P microbatches.
+  and two virtual stages each, P, 2P and 4P microbatches.
 - `context`: 4 layers, sequences of 48 tokens over 2, 4 or 8 devices, the others on one other axis (or two), each
-  `kernels.context` (the GPT-2-style model: only ring), whole sequences and packed documents.
-- `experts`: 2 layers of 8 experts over 1, 2, 4 or 8 devices, alone and with each other axis, each `kernels.dispatch`;
-  routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert. The reference has the
-  same number of microbatches on one device; the routers' losses have the tolerance of gradient norms, assignments are
-  equal exactly. Models of dense and MoE layers on some meshes, with up to four stages and two rounds.
+  `communication.context` (the GPT-2-style model: only ring), whole sequences and packed documents.
+- `experts`: 2 layers of 8 experts over 1, 2, 4 or 8 devices, alone and with each other axis, each
+  `communication.experts`; routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert.
+  The reference has the same number of microbatches on one device; the routers' losses have the tolerance of gradient
+  norms, assignments are equal exactly. Models of dense and MoE layers on some meshes, with up to four stages and two
+  rounds.
 - `latent`: latent attention (DeepSeek-V2 and V3) on two devices of every axis, every pair and some triples, with and
-  without documents, experts and MTP modules, under each remat policy; `kernels.context` takes turns.
+  without documents, experts and MTP modules, under each remat policy; `communication.context` takes turns.
 """
 
 import argparse
@@ -95,10 +96,14 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
         "optimizer": optimizer,
         "mesh": mesh_name(sizes)
         + (f", experts over {', '.join(folded)}" if folded != ("expert",) else "")
-        + (f", {config.pipeline.rounds} rounds" if table == "experts" and config.pipeline.rounds > 1 else ""),
+        + (
+            f", {config.pipeline.virtual_stages} rounds"
+            if table == "experts" and config.pipeline.virtual_stages > 1
+            else ""
+        ),
         "schedule": config.pipeline.schedule,
-        "R": config.pipeline.rounds,
-        "context": config.kernels.context if sizes["context"] > 1 else "",
+        "R": config.pipeline.virtual_stages,
+        "context": config.communication.context if sizes["context"] > 1 else "",
         "dispatch": config.dispatch(sizes).name if config.expert_shards(sizes) > 1 else "",
         "documents": "packed" if config.data.reset_attention else "",
         "remat": config.remat.policy,
@@ -131,13 +136,13 @@ def introduction(table: str, steps: int) -> str:
             "Context mesh table",
             " --table context",
             f"{steps} steps in FP32",
-            "(context: `kernels.context`, M: microbatches)",
+            "(context: `communication.context`, M: microbatches)",
         ),
         "experts": (
             "Expert mesh table",
             " --table experts",
             f"{steps} steps in FP32",
-            "(dispatch: `kernels.dispatch`, M: microbatches, the reference's too)",
+            "(dispatch: `communication.experts`, M: microbatches, the reference's too)",
         ),
         "latent": (
             "Latent attention mesh table",
@@ -179,7 +184,7 @@ def pipeline_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Confi
     for model in args.model or DEEP_MODELS:
         for mesh, schedule, rounds in itertools.product(meshes, KINDS, (1, 2)):
             for count in args.microbatches or [mesh["pipeline"] * n for n in (1, 2, 4)]:
-                optimizer, pipeline = DEEP_OPTIMIZERS[model], {"schedule": schedule, "rounds": rounds}
+                optimizer, pipeline = DEEP_OPTIMIZERS[model], {"schedule": schedule, "virtual_stages": rounds}
                 yield (
                     model,
                     optimizer,
@@ -208,7 +213,7 @@ def context_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config
                 steps=args.steps,
                 optimizer=DEEP_OPTIMIZERS[model],
                 batch={"sequence_length": 48},
-                kernels={"context": strategy},
+                communication={"context": strategy},
                 data=documents,
             )
             yield model + " packed" * packed, DEEP_OPTIMIZERS[model], config
@@ -220,7 +225,7 @@ def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
     for model in args.model or [*EXPERT_MODELS, *MIXED_MODELS]:
         if model in MIXED_MODELS:
             for mesh, rounds in [(mesh, 1) for mesh in given] if given else mixed_meshes():
-                pipeline = {"rounds": rounds} if rounds > 1 else {}
+                pipeline = {"virtual_stages": rounds} if rounds > 1 else {}
                 settings = {"microbatches": max(2, mesh.get("pipeline", 1)), "steps": args.steps, "pipeline": pipeline}
                 yield model, "sgd", make_config(MIXED_MODELS[model], mesh, optimizer="sgd", **settings)
             continue
@@ -231,8 +236,8 @@ def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
             elif model != "mixtral":  # they take turns, or the table would be twice as long
                 strategies = strategies[i % 2 :][:1]
             for dispatch in strategies:
-                kernels = {"dispatch": dispatch}
-                settings = {"microbatches": 2, "steps": args.steps, "optimizer": "sgd", "kernels": kernels}
+                communication = {"experts": dispatch}
+                settings = {"microbatches": 2, "steps": args.steps, "optimizer": "sgd", "communication": communication}
                 yield model, "sgd", make_config(EXPERT_MODELS[model], mesh, **settings)
 
 
@@ -249,7 +254,7 @@ def latent_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
             divided = mesh.get("context", 1) * mesh.get("tensor", 1)  # all-to-all divides the four heads
             strategy = ("ring", "all_gather", "all_to_all")[i % (3 if divided <= 4 else 2)]
             microbatches = max(2 * routed, mesh.get("pipeline", 1))
-            settings = {"steps": args.steps, "optimizer": "sgd", "kernels": {"context": strategy}}
+            settings = {"steps": args.steps, "optimizer": "sgd", "communication": {"context": strategy}}
             settings |= {"data": DOCUMENTS} if packed else {}
             config = make_config(model, mesh, microbatches=microbatches, remat={"policy": policy}, **settings)
             yield variant, "sgd", config

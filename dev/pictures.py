@@ -23,7 +23,7 @@ IMAGES = Path(__file__).parents[1] / "docs/images"
 KEYS = ("step", "time", "tokens", "loss", "eval_loss", "learning_rate", "grad_norm", "expert_load_max")
 SCHEDULES: dict[str, tuple[Kind, int]] = {  # kind and rounds
     "schedule_1f1b": ("1f1b", 1),
-    "schedule_1f1b_rounds": ("1f1b", 2),
+    "schedule_1f1b_interleaved": ("1f1b", 2),
     "schedule_zero_bubble": ("zero_bubble", 1),
 }
 

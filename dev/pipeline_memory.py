@@ -76,7 +76,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
 
 def _schedule(config: Config, gpus: int):
     P = check_mesh(config, gpus)["pipeline"]
-    return make_schedule(config.pipeline.schedule, P, config.batch.num_microbatches, config.pipeline.rounds)
+    return make_schedule(config.pipeline.schedule, P, config.batch.num_microbatches, config.pipeline.virtual_stages)
 
 
 def buffers(ops: list[hlo.Op], slots: int) -> list[hlo.Array]:

@@ -90,9 +90,11 @@ ROUTER: Choices = (
     (0.15, "drop_policy", ("position",)),
     (0.1, "force_balance", (True,)),
 )
-KERNELS: Choices = (
+COMMUNICATION: Choices = (
     (1.0, "context", ("ring", "all_gather", "all_to_all")),
-    (1.0, "dispatch", ("auto", "all_to_all", "all_gather")),
+    (1.0, "experts", ("auto", "all_to_all", "all_gather")),
+)
+KERNELS: Choices = (
     (0.3, "scan_unroll", (1, 2)),
     (0.3, "loss_chunk_tokens", (8,)),
 )
@@ -167,8 +169,9 @@ def draw_settings(draw: random.Random) -> Settings:
     settings["batch"] = {"global_size": 64, "sequence_length": 64, "num_microbatches": count}
     if pipelined:
         schedule = draw.choice(("1f1b", "gpipe", "zero_bubble"))
-        settings["pipeline"] = {"schedule": schedule, "rounds": draw.choice((1, 1, 2))}
-    settings |= {"remat": draw_section(draw, REMAT), "kernels": draw_section(draw, KERNELS)}
+        settings["pipeline"] = {"schedule": schedule, "virtual_stages": draw.choice((1, 1, 2))}
+    settings |= {"remat": draw_section(draw, REMAT), "communication": draw_section(draw, COMMUNICATION)}
+    settings["kernels"] = draw_section(draw, KERNELS)
     settings["data"] = {"kind": "synthetic"} | (draw_section(draw, PACKED) if draw.random() < 0.35 else {})
     if draw.random() < 0.25:
         settings["data"] = CHATS | {"pack": draw.random() < 0.5}

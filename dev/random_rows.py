@@ -50,9 +50,9 @@ def draw_row(draw: random.Random, config: str) -> Case:
     }
     if stages > 1:
         settings |= {"pipeline.schedule": draw.choice(("1f1b", "1f1b", "zero_bubble", "gpipe"))}
-        settings |= {"pipeline.rounds": rounds} if rounds > 1 else {}
+        settings |= {"pipeline.virtual_stages": rounds} if rounds > 1 else {}
     settings |= {"precision.fp8.recipe": draw.choice(("current", "delayed"))} if draw.random() < 0.2 else {}
-    settings |= {"kernels.dispatch": draw.choice(("all_gather", "all_to_all"))} if sizes["expert"] > 1 else {}
+    settings |= {"communication.experts": draw.choice(("all_gather", "all_to_all"))} if sizes["expert"] > 1 else {}
     settings |= {"kernels.scan_unroll": 1} if draw.random() < 0.2 else {}
     return config, tuple(f"{key}={value}" for key, value in settings.items()), gpus
 

@@ -103,7 +103,7 @@ class Placement:
 
 def stored_layers(config: Config, stages: int) -> np.ndarray:
     """The layer in each slot of each round and stage, `[P, R, slots]`; EMPTY for empty slots."""
-    rounds = config.pipeline.rounds if stages > 1 else 1
+    rounds = config.pipeline.virtual_stages if stages > 1 else 1
     layers = np.full((stages, rounds, len(slot_kinds(config, stages))), EMPTY)
     held_and_filled = zip(virtual_stages(config, stages), layer_slots(config, stages), strict=True)
     for v, (held, filled) in enumerate(held_and_filled):

@@ -47,7 +47,7 @@ TYPED = {
     ),
     "tokens=4": (
         "tokens is not a config key (@): the sections are run, model, mesh, pipeline, precision, batch,"
-        " objective, optimizer, schedule, lora, teacher, data, checkpoint, remat, kernels and logging."
+        " objective, optimizer, schedule, lora, teacher, data, checkpoint, remat, communication, kernels and logging."
     ),
     "--tensor-model-parallel-size 2": (f"--tensor-model-parallel-size is not an option: write mesh.tensor=2; {HELP}"),
     "--micro-batch-size 4": (

@@ -100,7 +100,11 @@ def test_picture_has_a_row_for_each_gpu_in_the_colours_of_the_schedule(trace_dir
         (gzip.compress(b'{"GPU 0": [[1, 2]]}', mtime=0), [], "is no file of --save-rows"),
         (gzip.compress(b"{}", mtime=0), [], "has no kernels of GPUs"),
         (gzip.compress(b'{"GPU 0": [[1, 2, "k", ""]]}', mtime=0), [], "--stages=4 does not divide"),
-        (None, ["--rounds=2", "--microbatches=3"], "with rounds=2, microbatches=3 must be a multiple of stages=4"),
+        (
+            None,
+            ["--virtual-stages=2", "--microbatches=3"],
+            "with virtual_stages=2, microbatches=3 must be a multiple of stages=4",
+        ),
         (None, ["--schedule=none"], "schedule=none"),
     ],
 )

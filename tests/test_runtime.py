@@ -78,7 +78,7 @@ ORDER, HOST = "CUDA_DEVICE_MAX_CONNECTIONS", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
         ("mesh.tensor=2", COMBINED | {COMPONENTS, COPIED, ORDER}),
         ("mesh.pipeline=2", set()),
         ("mesh.pipeline=2 mesh.fsdp=2", COMBINED),
-        ("mesh.pipeline=2 mesh.tensor=2 pipeline.rounds=2", COMBINED | {COMPONENTS, ORDER}),
+        ("mesh.pipeline=2 mesh.tensor=2 pipeline.virtual_stages=2", COMBINED | {COMPONENTS, ORDER}),
         ("mesh.pipeline=2 mesh.context=2", COMBINED | {COMPONENTS, OVERLAP, ORDER}),
         ("optimizer.offload=1", {HOST}),
     ],

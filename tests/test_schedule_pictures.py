@@ -25,7 +25,7 @@ def test_the_drawing_of_a_small_schedule():
         "        W  .  .  .  . 1b 0a 1a 0b",
         "",
         "F: forward, B: gradients of inputs, W: gradients of weights",
-        "number: microbatch; a to b: round 0 to 1; dot: no such operation",
+        "number: microbatch; a to b: virtual stage 0 to 1; dot: no such operation",
     ]
 
 
@@ -53,7 +53,7 @@ def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, co
     named = Counter(box.findtext(f"{SVG}title", "").rpartition(", tick")[0] for box in boxes)
     operations = ("forward", "backward", "weight") if kind == "zero_bubble" else ("forward", "backward")
     assert named == Counter(
-        f"{operation}, microbatch {m}, round {r}, stage {s}"
+        f"{operation}, microbatch {m}, virtual stage {r}, stage {s}"
         for operation, m, r, s in itertools.product(operations, range(M), range(R), range(P))
     )
     by_row: dict[str, list[tuple[float, float]]] = {}
@@ -75,7 +75,7 @@ def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, co
 
 def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
     command = [sys.executable, "-m", "megajax.tools.schedule"]
-    arguments = "--stages 4 --microbatches 8 --schedule 1f1b --rounds 2".split()
+    arguments = "--stages 4 --microbatches 8 --schedule 1f1b --virtual-stages 2".split()
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert draw(make_schedule("1f1b", 4, 8, 2)) in done.stdout
@@ -105,7 +105,10 @@ def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
     [
         ("--stages 0", "stages=0 is below 1."),
         ("--schedule dualpipe", "schedule=dualpipe is not known"),
-        ("--stages 4 --microbatches 6 --rounds 2", "with rounds=2, microbatches=6 must be a multiple of stages=4"),
+        (
+            "--stages 4 --microbatches 6 --virtual-stages 2",
+            "with virtual_stages=2, microbatches=6 must be a multiple of stages=4",
+        ),
         ("--stages four", "argument --stages: invalid int value: 'four'"),
         ("--send -1", "send=-1 is not a cost"),
         ("--forward nan", "forward=nan is not a cost"),
@@ -124,7 +127,7 @@ def test_bad_input_is_one_sentence_and_status_2(arguments, sentence, tmp_path, m
 
 
 def test_a_schedule_too_long_for_legible_boxes_is_shown_by_one_period():
-    """16 rounds of 128 microbatches on 8 stages: a period has every stage run each of its rounds 8 times."""
+    """16 virtual stages on each of 8, 128 microbatches: in a period every stage runs each of its own 8 times."""
     schedule = make_schedule("1f1b", 8, 128, 16)
     picture = svg(schedule, Costs())
     root = ElementTree.fromstring(picture)

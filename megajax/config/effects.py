@@ -74,7 +74,7 @@ def _of_the_model(config: Config) -> list[Rule]:
         Rule(model.position != "learned", "model.position", ("model.max_positions",)),
         Rule(not has_local, "model.layer_pattern", ("model.sliding_window", "model.rope_local_theta")),
         Rule(model.sliding_window is None, "model.sliding_window", ("model.rope_local_theta",)),
-        Rule(undivided, f"mesh.{config.mesh.experts_over[0]}", ("kernels.dispatch", "mesh.experts_over")),
+        Rule(undivided, f"mesh.{config.mesh.experts_over[0]}", ("communication.experts", "mesh.experts_over")),
         Rule(not model.mtp_layers, "model.mtp_layers", ("model.mtp_loss_weight",)),
         Rule(model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         Rule(
@@ -140,7 +140,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(config.remat.chosen.recomputes_nothing, "remat.policy", ("remat.layers",)),
         Rule(config.lora.rank is None, "lora.rank", ("lora.alpha", "lora.targets", "lora.dropout")),
         Rule(config.mesh.pipeline == 1, "mesh.pipeline", pipeline),
-        Rule(config.mesh.context == 1, "mesh.context", ("kernels.context",)),
+        Rule(config.mesh.context == 1, "mesh.context", ("communication.context",)),
         Rule(config.run.eval_steps == 0, "run.eval_steps", ("run.eval_interval",)),
         Rule(config.run.spike_factor is None, "run.spike_factor", ("run.spike_window",)),
         Rule(not logging.wandb, "logging.wandb", ("logging.wandb_project",)),

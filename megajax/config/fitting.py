@@ -32,7 +32,7 @@ def axis_sizes(config: Config, axis: str, candidates: Iterable[int]) -> list[int
         if axis == "context":
             return n == 1 or batch.sequence_length % (2 * n) == 0
         if axis == "pipeline":
-            several = config.pipeline.rounds > 1 and n > 1
+            several = config.pipeline.virtual_stages > 1 and n > 1
             return n <= min(model.num_layers, batch.num_microbatches) and not (several and batch.num_microbatches % n)
         return microbatch % n == 0 and (axis != "expert" or (model.num_experts or 1) % n == 0)
 
@@ -51,7 +51,7 @@ def microbatch_numbers(config: Config, sizes: dict[str, int]) -> list[int]:
         if microbatch // shards * batch.sequence_length // sizes["context"] % sizes["tensor"]:
             return False
         counts = [size // microbatch for size in all_sizes]
-        in_rounds = config.pipeline.rounds == 1 or not any(count % stages for count in counts)
+        in_rounds = config.pipeline.virtual_stages == 1 or not any(count % stages for count in counts)
         return stages == 1 or (min(counts) >= stages and in_rounds)
 
     return [n for n in divisors(batch.global_size) if fits(n)]

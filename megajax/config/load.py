@@ -22,7 +22,7 @@ from megajax.config.sentences import listed
 from megajax.errors import ConfigError, file_reader, shown
 from megajax.options.registry import Registry
 from megajax.schema.config import Config
-from megajax.schema.tree import NAMED, Tree, as_override, read_file, read_override, show
+from megajax.schema.tree import NAMED, RENAMED, Tree, as_override, read_file, read_override, show
 
 
 @file_reader("path", cure="correct it")
@@ -38,6 +38,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path |
         if tree.values.get(section) is None:
             tree.values[section] = {}
     _drop_removed_key(tree)
+    if run_dir is None:  # nobody edits a run's record
+        for former, location in tree.former.items():
+            warnings.warn(f"{former} is called {RENAMED[former]} now ({location}): rename it.", stacklevel=3)
     _import_extensions(tree, run_dir)
     try:
         config = Config.model_validate(tree.values)
@@ -280,6 +283,8 @@ def suggestion(key: str, value: Any = None) -> str:
     section, then for a nearly equal one in any section: by its section and last part, or by its last part if no other
     key at the same depth has it. `value` may name a feature too.
     """
+    if key in RENAMED:
+        return f"did you mean {RENAMED[key]}?"
     if feature := missing_feature(key, value):
         return f"{feature}."
     other = counterpart(key)

@@ -6,13 +6,13 @@ MEGATRON = rows("""
 tensor-model-parallel-size | mesh.tensor
 sequence-parallel | | sequence parallelism is always on with mesh.tensor
 pipeline-model-parallel-size | mesh.pipeline
-num-virtual-stages-per-pipeline-rank | pipeline.rounds
-num-layers-per-virtual-pipeline-stage | pipeline.rounds | which is model.num_layers / (mesh.pipeline * layers per
-    virtual stage)
+num-virtual-stages-per-pipeline-rank | pipeline.virtual_stages
+num-layers-per-virtual-pipeline-stage | pipeline.virtual_stages | which is model.num_layers / (mesh.pipeline * layers
+    per virtual stage)
 pipeline-model-parallel-layout, decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers | pipeline.layout
     | a list with the number of layers of each virtual stage
 context-parallel-size | mesh.context
-cp-comm-type | kernels.context | auto (the default), or ring for p2p, all_to_all for a2a, all_gather
+cp-comm-type | communication.context | auto (the default), or ring for p2p, all_to_all for a2a, all_gather
 expert-model-parallel-size | mesh.expert | an axis of its own: data * fsdp * expert is Megatron's data-parallel size
 expert-tensor-parallel-size | mesh.experts_over | a list of axes: with tensor in it each expert is whole (size 1);
     without it tensor divides each expert's width
@@ -100,7 +100,7 @@ moe-router-bias-update-rate | model.router.bias_update_rate
 moe-router-force-load-balancing | model.router.force_balance
 moe-expert-capacity-factor | model.router.capacity_factor | for a microbatch over all devices, in Megatron per device
 moe-token-drop-policy | model.router.drop_policy | probability for probs, or position
-moe-token-dispatcher-type | kernels.dispatch | all_to_all, all_gather or auto
+moe-token-dispatcher-type | communication.experts | all_to_all, all_gather or auto
 moe-grouped-gemm | | experts always use a grouped matmul
 optimizer | optimizer.kind | adamw for adam, sgd, lion, or muon for muon and dist_muon
 muon-momentum | optimizer.muon.momentum

@@ -96,10 +96,13 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
         had = format_keys(config, "model.num_heads")
         if sizes["tensor"] > 1:
             had += f" / {format_axis(config, sizes, 'tensor')} = {heads}"
-        problem = f"{format_keys(config, 'kernels.context')} divides the heads over {name}, which does not divide {had}"
+        problem = (
+            f"{format_keys(config, 'communication.context')} divides the heads over {name}, which does not divide {had}"
+        )
         others = listed([each.name for each in STRATEGIES.values() if not each.divides_heads])
-        cure = f"use kernels.context={others}, or mesh.context={listed(axis_sizes(config, 'context', divisors(heads)))}"
-        fail(config, problem, cure, "kernels.context", "mesh.context", "model.num_heads")
+        sizes_that_do = listed(axis_sizes(config, "context", divisors(heads)))
+        cure = f"use communication.context={others}, or mesh.context={sizes_that_do}"
+        fail(config, problem, cure, "communication.context", "mesh.context", "model.num_heads")
 
 
 def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:

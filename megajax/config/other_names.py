@@ -16,9 +16,9 @@ ici_tensor_parallelism, dcn_tensor_parallelism, ici_tensor_sequence_parallelism 
 ici_pipeline_parallelism, dcn_pipeline_parallelism | mesh.pipeline
 ici_expert_parallelism, dcn_expert_parallelism | mesh.expert
 ici_context_parallelism, dcn_context_parallelism, ici_sequence_parallelism | mesh.context
-ici_context_usp_ulysses_parallelism | mesh.context | with kernels.context=all_to_all
+ici_context_usp_ulysses_parallelism | mesh.context | with communication.context=all_to_all
 num_pipeline_microbatches, gradient_accumulation_steps | batch.num_microbatches | with and without a pipeline
-num_pipeline_repeats | pipeline.rounds
+num_pipeline_repeats | pipeline.virtual_stages
 per_device_batch_size | batch.global_size | which is per_device_batch_size * number of devices *
     gradient_accumulation_steps
 max_target_length | batch.sequence_length
@@ -102,8 +102,8 @@ parallelism.tensor_parallel_degree | mesh.tensor
 parallelism.pipeline_parallel_degree | mesh.pipeline
 parallelism.context_parallel_degree | mesh.context
 parallelism.expert_parallel_degree | mesh.expert | an axis of its own: torchtitan's shard degree is fsdp * expert
-parallelism.pipeline_parallel_schedule | pipeline.schedule | gpipe, 1f1b or zero_bubble; pipeline.rounds above 1 for
-    Interleaved1F1B
+parallelism.pipeline_parallel_schedule | pipeline.schedule | gpipe, 1f1b or zero_bubble; pipeline.virtual_stages above 1
+    for Interleaved1F1B
 parallelism.pipeline_parallel_layers_per_stage, parallelism.module_fqns_per_model_part | pipeline.layout | a list with
     the number of layers of each virtual stage
 parallelism.pipeline_parallel_microbatch_size | batch.num_microbatches | which is batch.global_size / (micro-batch
@@ -226,7 +226,7 @@ zero, zero3, fsdp_size | mesh.fsdp
 pp, pipeline_parallel, pipeline_parallel_size, pipeline_parallel_degree | mesh.pipeline
 cp, sp, context_parallel, sequence, context_parallel_degree | mesh.context
 ep, expert_parallel, mesh.experts, expert_parallel_size, expert_parallel_degree | mesh.expert
-vpp, vp, virtual_stages, num_virtual_stages, interleave | pipeline.rounds
+vpp, vp, rounds, num_virtual_stages, interleave | pipeline.virtual_stages
 num_gpus, gpus, num_devices, devices, nodes, num_nodes | mesh.data=-1 | for all devices
 mbs, microbatch_size, local_batch_size | batch.num_microbatches | which is batch.global_size / (micro-batch size *
     data * fsdp * expert)

@@ -82,7 +82,7 @@ cp, sp, sequence | context
 tp, model, etp, tensor_parallel | tensor
 """,
         "pipeline.schedule": """
-interleaved, interleaved_1f1b, 1f1b_interleaved, vpp, virtual_pipeline | 1f1b | with pipeline.rounds
+interleaved, interleaved_1f1b, 1f1b_interleaved, vpp, virtual_pipeline | 1f1b | with pipeline.virtual_stages
     above 1
 one_f_one_b, pipedream, pipedream_flush, dapple | 1f1b
 zb, zb_h1, zb-h2, zbv, ZBVZeroBubble, InterleavedZeroBubble | zero_bubble
@@ -166,12 +166,12 @@ cudnn_flash, cudnn_flash_te, cudnn_flash_jax, cudnn_sdpa | cudnn
 mosaic, splash, triton, tokamax, own | pallas
 eager, dot_product, xla, math, local, unfused, vanilla, naive, jax | reference
 """,
-        "kernels.context": """
+        "communication.context": """
 p2p, ring_attention, pass-kv, zigzag | ring
 a2a, ulysses, usp, deepspeed_ulysses, a2a+p2p | all_to_all
 ag | all_gather
 """,
-        "kernels.dispatch": """
+        "communication.experts": """
 a2a, flex, deepep, hybridep, alltoall_seq | all_to_all
 ag, dense | all_gather
 """,

@@ -26,13 +26,13 @@ def check_stages(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _split(config: Config, sizes: dict[str, int]) -> str:
-    """`mesh.pipeline=P`, with the rounds if there are several."""
-    rounds = f" x {format_keys(config, 'pipeline.rounds')}" if config.pipeline.rounds > 1 else ""
+    """`mesh.pipeline=P`, with the number of virtual stages if there are several."""
+    rounds = f" x {format_keys(config, 'pipeline.virtual_stages')}" if config.pipeline.virtual_stages > 1 else ""
     return format_axis(config, sizes, "pipeline") + rounds
 
 
 def _check_count(config: Config, sizes: dict[str, int]) -> None:
-    layers, rounds = config.model.num_layers, config.pipeline.rounds
+    layers, rounds = config.model.num_layers, config.pipeline.virtual_stages
     count = sizes["pipeline"] * rounds
     if sizes["pipeline"] <= layers and count <= layers + (2 if rounds > 1 else 0):
         return
@@ -43,24 +43,24 @@ def _check_count(config: Config, sizes: dict[str, int]) -> None:
     problem = f"{_split(config, sizes)} makes {count} virtual stages, but {depth} allows at most {layers + 2}"
     problem += ", two of them empty"
     if sizes["pipeline"] <= layers:
-        cure = f"set pipeline.rounds to {at_most((layers + 2) // sizes['pipeline'])}"
+        cure = f"set pipeline.virtual_stages to {at_most((layers + 2) // sizes['pipeline'])}"
     else:
         most = min(layers, (layers + 2) // rounds)
         cure = f"set mesh.pipeline to {at_most(max(most, 1))}"
-    fail(config, problem, cure, "mesh.pipeline", "pipeline.rounds", "model.num_layers")
+    fail(config, problem, cure, "mesh.pipeline", "pipeline.virtual_stages", "model.num_layers")
 
 
 def _check_layout(config: Config, sizes: dict[str, int]) -> None:
     layout, layers = config.pipeline.layout, config.model.num_layers
     if layout is None:
         return
-    count = sizes["pipeline"] * config.pipeline.rounds
+    count = sizes["pipeline"] * config.pipeline.virtual_stages
     even = f"or set it to null for {show(list(default_layout(config.model, count)))}"
     if len(layout) != count:
         problem = f"{format_keys(config, 'pipeline.layout')} has {counted(len(layout), 'number')}"
         problem += f", but {_split(config, sizes)} needs {count}"
         cure = f"write {count} numbers that add up to {format_keys(config, 'model.num_layers')}, {even}"
-        fail(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.rounds")
+        fail(config, problem, cure, "pipeline.layout", "mesh.pipeline", "pipeline.virtual_stages")
     if 0 in layout[1:-1]:
         problem = f"{format_keys(config, 'pipeline.layout')} leaves an inner virtual stage without layers"
         fail(config, problem, f"give it one or more, {even}", "pipeline.layout")
@@ -71,7 +71,7 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
-    stages, rounds, microbatches = sizes["pipeline"], config.pipeline.rounds, config.batch.num_microbatches
+    stages, rounds, microbatches = sizes["pipeline"], config.pipeline.virtual_stages, config.batch.num_microbatches
     key, name = "batch.num_microbatches", format_axis(config, sizes, "pipeline")
     cure = microbatches_cure(config, sizes)
     if microbatches < stages:
@@ -81,15 +81,15 @@ def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
         )
         fail(config, problem, cure, key, "mesh.pipeline")
     if rounds > 1 and microbatches % stages:
-        several = format_keys(config, "pipeline.rounds")
+        several = format_keys(config, "pipeline.virtual_stages")
         problem = f"{format_keys(config, key)} is not a multiple of {name}, which {several} needs"
-        fail(config, problem, cure, key, "mesh.pipeline", "pipeline.rounds")
+        fail(config, problem, cure, key, "mesh.pipeline", "pipeline.virtual_stages")
     _check_ramp_up(config, sizes)
 
 
 def _check_ramp_up(config: Config, sizes: dict[str, int]) -> None:
     """The smaller batches of `batch.schedule` have enough microbatches too."""
-    stages, several = sizes["pipeline"], config.pipeline.rounds > 1
+    stages, several = sizes["pipeline"], config.pipeline.virtual_stages > 1
     microbatch = config.batch.global_size // config.batch.num_microbatches
     for size in (size for _, size in config.batch.sizes_by_tokens):
         count = size // microbatch
@@ -99,7 +99,7 @@ def _check_ramp_up(config: Config, sizes: dict[str, int]) -> None:
         problem += counted(count, "microbatch")
         name, needed = format_axis(config, sizes, "pipeline"), stages * microbatch
         if several:
-            problem += f", not a multiple of {name}, which {format_keys(config, 'pipeline.rounds')} needs"
+            problem += f", not a multiple of {name}, which {format_keys(config, 'pipeline.virtual_stages')} needs"
             cure = f"use multiples of {needed}"
         else:
             problem += f", fewer than {name}"
@@ -127,17 +127,17 @@ def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
         problem = (
             f"{format_keys(config, 'pipeline.layout')} and {pattern} give virtual stages with different kinds of layers"
         )
-    keys = ("pipeline.layout", "mesh.pipeline", "pipeline.rounds", *patterns)
+    keys = ("pipeline.layout", "mesh.pipeline", "pipeline.virtual_stages", *patterns)
     fail(config, problem, _cure_of_pattern(config, stages, period), *keys)
 
 
 def _cure_of_pattern(config: Config, stages: int, period: int) -> str:
-    """A layout with the same layer kinds on all virtual stages, with at most `pipeline.rounds` rounds."""
-    rounds = config.pipeline.rounds
+    """A layout with the same layer kinds on all virtual stages, with at most `pipeline.virtual_stages` on a device."""
+    rounds = config.pipeline.virtual_stages
     for fewer in range(rounds, 0, -1):
         layout = layout_in_step(config.model.num_layers, stages * fewer, period)
         if layout is not None:
-            changed = f"pipeline.rounds={fewer} and " if fewer < rounds else ""
+            changed = f"pipeline.virtual_stages={fewer} and " if fewer < rounds else ""
             return f"set {changed}pipeline.layout={list(layout)}"
     return f"use fewer stages, so that each has a multiple of {period} layers"
 

@@ -424,7 +424,7 @@ class _Pipelined(_Step):
         settings, stages, microbatches = plan.config.pipeline, plan.sizes["pipeline"], plan.batch_shape[0]
         if settings.schedule != "gpipe":  # the others need no more buffers for more microbatches
             microbatches = min(microbatches, 4 * stages)
-        schedule = make_schedule(settings.schedule, stages, microbatches, settings.rounds)
+        schedule = make_schedule(settings.schedule, stages, microbatches, settings.virtual_stages)
         self.kept, _ = choose_buffer_slots(plan, schedule)
 
     def moments(self) -> Iterator[MemoryEstimate]:

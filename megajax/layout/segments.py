@@ -75,7 +75,7 @@ def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | No
     tensor, staged = sizes.get("tensor", 1), sizes.get("pipeline", 1) > 1
     own = MOE_SECONDS if kind.has_experts else FP8_SECONDS if config.fp8_layers else DENSE_SECONDS
     pieces = SECONDS_OF_PIECE * tensor if tensor > 1 else 0
-    return (own + pieces) * (2 * config.pipeline.rounds if staged else 1)
+    return (own + pieces) * (2 * config.pipeline.virtual_stages if staged else 1)
 
 
 def plan_segments(

@@ -19,13 +19,13 @@ from megajax.schema.model import ModelConfig
 
 
 def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
-    """The layers of each virtual stage: `stages * pipeline.rounds` ranges, or all layers in one for a single stage.
+    """The layers of each virtual stage: one range for each, or all layers in one for a single stage.
 
     The config must have passed `checks.check_mesh` with this number of stages.
     """
     if stages == 1:
         return (range(config.model.num_layers),)
-    return _ranges(config.pipeline.layout or default_layout(config.model, stages * config.pipeline.rounds))
+    return _ranges(config.pipeline.layout or default_layout(config.model, stages * config.pipeline.virtual_stages))
 
 
 def slot_kinds(config: Config, stages: int) -> tuple[LayerKind, ...]:

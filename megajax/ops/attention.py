@@ -205,7 +205,7 @@ def choose_attention(
     """The implementation for `kernels.attention` (auto, cudnn, pallas, reference), and the reason, for the log.
 
     `packed`: a sequence holds several documents. `parts_with`: where attention runs over parts of the keys
-    (`kernels.context` ring or all_gather), the settings that cuDNN does not support for a part.
+    (`communication.context` ring or all_gather), the settings that cuDNN does not support for a part.
 
     Raises ConfigError if the requested kernel cannot run, and if auto finds no kernel on a GPU and the sequence is too
     long for the reference.
@@ -305,6 +305,6 @@ def _cudnn_obstacle(
     if parts_with:
         return (
             f"cuDNN does not support {' and '.join(parts_with)} for a part of the keys",
-            f"set kernels.context=all_to_all, {instead}",
+            f"set communication.context=all_to_all, {instead}",
         )
     return None

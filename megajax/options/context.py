@@ -13,7 +13,7 @@ from megajax.options.registry import AUTO, Registry
 class ContextStrategy:
     """A context strategy, by its declarations."""
 
-    name: str  # for `kernels.context`
+    name: str  # for `communication.context`
     divides_heads: bool = False  # during attention a device has some heads of all tokens; else all heads of its tokens
     sends_latents: bool = False  # latents of latent attention can be sent instead of keys and values
     attention_rate: float = 1.0  # of attention's kernel, where 1 is its rate without `context`; fitted
@@ -59,14 +59,14 @@ STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL, words=(A
 def choose_context(
     name: str, devices: int, heads: Mapping[str, int], sends_latents: bool
 ) -> tuple[ContextStrategy, str]:
-    """The strategy of `kernels.context` for sequences divided over `devices`, and the reason.
+    """The strategy of `communication.context` for sequences divided over `devices`, and the reason.
 
     `heads`: the number of each kind on a device. `sends_latents`: keys and values can be sent as latents. Where all
     heads can be divided, dividing them was the fastest and needed the least memory (docs/records/log.md): each device
     sends a part of its heads once, while keys and values that visit all devices are sent `devices` - 1 times.
     """
     if name != AUTO:
-        return STRATEGIES[name], f"kernels.context={name}"
+        return STRATEGIES[name], f"communication.context={name}"
     if sends_latents:
         return RING, "a token's latents are smaller than its heads"
     for kind, number in heads.items():

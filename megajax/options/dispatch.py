@@ -14,7 +14,7 @@ ROOM = 1.25  # of an all-to-all's blocks; see `Dispatch.room`
 class Dispatch:
     """A way to send tokens to experts, by its declarations."""
 
-    name: str  # for `kernels.dispatch`
+    name: str  # for `communication.experts`
     room: float | None  # rows sent to each device, as a multiple of an even share; None: each device gets all tokens
 
     @property
@@ -33,7 +33,7 @@ DISPATCHES = Registry("dispatch", ALL_TO_ALL, ALL_GATHER, words=(AUTO,))
 
 
 def choose_dispatch(name: str, devices: int, experts_per_token: int) -> Dispatch:
-    """The dispatch of `kernels.dispatch`, if the experts are divided over `devices`.
+    """The dispatch of `communication.experts`, if the experts are divided over `devices`.
 
     An all-gather sends no more rows than an all-to-all if `experts_per_token` is at least the number of devices. On one
     host it was faster with more devices too (docs/records/log.md).

@@ -66,11 +66,13 @@ class PipelineConfig(Section):
         description="gpipe: all forward passes, then all backward passes; 1f1b: one forward, one backward;"
         " zero_bubble: as 1f1b, with weight gradients deferred to idle times.",
     )
-    rounds: Count = Field(default=1, description="Virtual stages per stage; more than 1: the interleaved schedule.")
+    virtual_stages: Count = Field(
+        default=1, description="Virtual stages on each stage's device; more than 1: the interleaved schedule."
+    )
     layout: Annotated[tuple[CountOrZero, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
-        description="Number of layers of each virtual stage, in the model's order: all stages of round 0, then of"
-        " round 1, ...; null: as even as possible, with the fewest layers on the first and the last.",
+        description="Number of layers of each virtual stage, in the model's order: the first one of all stages,"
+        " then their second one, ...; null: as even as possible, with the fewest layers on the first and the last.",
     )
 
 
@@ -168,20 +170,25 @@ class RematConfig(Section):
         return POLICIES[self.policy]
 
 
-class KernelsConfig(Section):
-    """Which kernels and collectives compute the step."""
+class CommunicationConfig(Section):
+    """Which collectives carry tokens between devices."""
 
-    attention: Literal["auto", "cudnn", "pallas", "reference"] = Field(default="auto", description="Attention kernel.")
     context: Annotated[str, STRATEGIES] = Field(
         default=AUTO,
-        description="Communication of attention over mesh.context; auto: all_to_all if mesh.context divides the query"
+        description="Attention over mesh.context; auto: all_to_all if mesh.context divides the query"
         " and KV heads of a device, except where latents can be sent (latent attention); else ring.",
     )
-    dispatch: Annotated[str, DISPATCHES] = Field(
+    experts: Annotated[str, DISPATCHES] = Field(
         default=AUTO,
-        description="Communication of tokens to experts on other devices; auto: all_gather up to 8 devices or up to"
+        description="Tokens to experts on other devices; auto: all_gather up to 8 devices or up to"
         " experts_per_token, else all_to_all.",
     )
+
+
+class KernelsConfig(Section):
+    """Which kernels compute the step."""
+
+    attention: Literal["auto", "cudnn", "pallas", "reference"] = Field(default="auto", description="Attention kernel.")
     grouped_matmul: Literal["auto", "pallas", "reference"] = Field(
         default="auto", description="Kernel of the experts' matmuls."
     )
@@ -267,6 +274,7 @@ class Config(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     remat: RematConfig = Field(default_factory=RematConfig)
+    communication: CommunicationConfig = Field(default_factory=CommunicationConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
@@ -337,13 +345,13 @@ class Config(Section):
         return math.prod(sizes[axis] for axis in self.mesh.experts_over)
 
     def choose_context(self, sizes: Mapping[str, int]) -> tuple[ContextStrategy, str]:
-        """The declarations of `kernels.context` on a mesh of `sizes`, and the reason for the choice."""
+        """The declarations of `communication.context` on a mesh of `sizes`, and the reason for the choice."""
         model, tensor = self.model, sizes["tensor"]
         heads = {"query heads": model.num_heads // tensor, "KV heads": max(model.num_kv_heads // tensor, 1)}
-        return choose_context(self.kernels.context, sizes["context"], heads, self.has_sendable_latents)
+        return choose_context(self.communication.context, sizes["context"], heads, self.has_sendable_latents)
 
     def context_strategy(self, sizes: Mapping[str, int]) -> ContextStrategy:
-        """The declarations of `kernels.context` on a mesh of `sizes`."""
+        """The declarations of `communication.context` on a mesh of `sizes`."""
         return self.choose_context(sizes)[0]
 
     @property
@@ -352,8 +360,8 @@ class Config(Section):
         return self.model.is_latent and not self.precision.fp8.chosen.is_on and self.lora.rank is None
 
     def dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
-        """The declarations of `kernels.dispatch` on a mesh of `sizes`."""
-        return choose_dispatch(self.kernels.dispatch, self.expert_shards(sizes), self.model.experts_per_token)
+        """The declarations of `communication.experts` on a mesh of `sizes`."""
+        return choose_dispatch(self.communication.experts, self.expert_shards(sizes), self.model.experts_per_token)
 
     def where(self, key: str) -> str:
         """The location where `key` ("section.name") was set: a file and line, an override, or "default"."""

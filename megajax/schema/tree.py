@@ -65,6 +65,12 @@ def _represent_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
 Dumper.add_representer(list, _represent_list)
 
 
+# The names of today of keys that had another one. The former names are still understood.
+RENAMED = {
+    "kernels.context": "communication.context",
+    "kernels.dispatch": "communication.experts",
+    "pipeline.rounds": "pipeline.virtual_stages",
+}
 # Keys whose mapping is one value: a later one replaces it as a whole.
 _WHOLE = ("batch.schedule", "data.train", "data.valid", "data.test")
 
@@ -75,11 +81,31 @@ class Tree:
 
     values: dict[str, Any] = field(default_factory=dict)
     locations: dict[str, str] = field(default_factory=dict)
+    former: dict[str, str] = field(default_factory=dict)  # the former names that were written, with their locations
 
     def merge(self, later: "Tree") -> None:
         """Let `later` override: mappings are merged key by key but for those of `_WHOLE`, other values are replaced."""
         self._merge(self.values, later.values, "")
         self.locations.update(later.locations)
+        self.former.update(later.former)
+
+    def rename(self) -> "Tree":
+        """Give each key with a former name its name of today."""
+        for former, key in RENAMED.items():
+            (section, name), (new_section, new_name) = former.split("."), key.split(".")
+            old = self.values.get(section)
+            new = self.values.get(new_section) or {}
+            if not isinstance(old, dict) or name not in old or not isinstance(new, dict):
+                continue
+            location = self.locations.pop(former)
+            if new_name in new:
+                problem = f"{key} is set twice, once by its former name {former} ({location})"
+                raise ConfigError(f"{problem}: remove {former}.")
+            self.values[new_section] = new | {new_name: old.pop(name)}
+            self.locations[key] = self.former[former] = location
+            if not self.values[section]:
+                del self.values[section]
+        return self
 
     def _merge(self, below: dict[str, Any], above: dict[str, Any], prefix: str) -> None:
         for key, value in above.items():
@@ -138,7 +164,7 @@ def read_file(
     for item in includes or []:
         tree.merge(read_file(_beside(path, item), (*parents, path), line, reads))
     own.locations = {key: at for key, at in own.locations.items() if key.split(".")[0] != "include"}
-    tree.merge(own)
+    tree.merge(own.rename())
     return tree
 
 
@@ -153,7 +179,7 @@ def read_override(text: str) -> Tree:
     parsed, locations = _parse(value, location, key)
     for name in reversed(key.split(".")):
         parsed = {name: parsed}
-    return Tree(parsed, {key: location} | locations)
+    return Tree(parsed, {key: location} | locations).rename()
 
 
 def _beside(path: Path, item: str) -> Path:

@@ -54,7 +54,7 @@ def _cell(schedule: Schedule, table: Table, tick: int, stage: int) -> str:
 
 
 def _label(schedule: Schedule, microbatch: int, r: int) -> str:
-    """3, or with several rounds 3a, 3b and so on."""
+    """3, or with several virtual stages 3a, 3b and so on."""
     if schedule.rounds == 1:
         return str(microbatch)
     return f"{microbatch}{string.ascii_lowercase[r]}" if schedule.rounds <= 26 else f"{microbatch}.{r}"
@@ -65,7 +65,7 @@ def _legend(schedule: Schedule) -> str:
     numbers = "number: microbatch"
     if schedule.rounds > 1:
         first, last = (_label(schedule, 0, r)[1:] for r in (0, schedule.rounds - 1))
-        numbers += f"; {first} to {last}: round 0 to {schedule.rounds - 1}"
+        numbers += f"; {first} to {last}: virtual stage 0 to {schedule.rounds - 1}"
     return "\n".join([", ".join(lines), f"{numbers}; dot: no such operation"])
 
 
@@ -82,7 +82,7 @@ ROW, GAP, LEFT, TOP, BELOW, RIGHT = 30, 8, 72, 92, 32, 24  # pixels
 NARROWEST_BOX, WIDEST_PLOT, NARROWEST_PICTURE = 26, 8000, 640
 READABLE_BOX = 8  # narrower ones have no legible number
 COLORS = {"forward": (0, 95, 158), "backward": (201, 84, 0), "weight": (0, 122, 90)}
-LIGHTEST = 0.62  # share of white in the last round's shade
+LIGHTEST = 0.62  # share of white in the last virtual stage's shade
 SENDING = "#e8e8e8"
 
 
@@ -114,8 +114,8 @@ def boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
 def svg(schedule: Schedule, costs: Costs, unit: str = "") -> str:
     """A picture of a schedule: time from left to right, one row per stage, one box per operation; `unit`: of costs.
 
-    The colour is the operation, its shade the round, the number the microbatch; white is idle, grey is sending. Dashed
-    lines mark the starts of ticks. Of a schedule that is too long for legible boxes one period is drawn.
+    The colour is the operation, its shade the virtual stage, the number the microbatch; white is idle, grey is sending.
+    Dashed lines mark the starts of ticks. Of a schedule that is too long for legible boxes one period is drawn.
     """
     report, starts = simulate(schedule, costs), tick_starts(schedule, costs)
     narrowest = min(cost for cost in costs.of_operations(schedule).values() if cost > 0)
@@ -136,7 +136,7 @@ def svg(schedule: Schedule, costs: Costs, unit: str = "") -> str:
 
 
 def middle_period(schedule: Schedule) -> range:
-    """The ticks in the middle of a schedule in which one microbatch for each stage passes all rounds of a stage."""
+    """The ticks in the middle in which one microbatch for each stage passes all virtual stages of a stage."""
     period = min(schedule.ticks, schedule.stages * schedule.rounds)
     start = (schedule.ticks - period) // 2
     return range(start, start + period)
@@ -165,7 +165,7 @@ def draw_heading(
         rectangle(picture, x, y, 14, 14, fill=SENDING)
         x += 20 + text(picture, x + 20, y + 11, "send") + 18
     if schedule.rounds > 1:
-        text(picture, x, y + 11, f"dark to light: round 0 to {schedule.rounds - 1}")
+        text(picture, x, y + 11, f"dark to light: virtual stage 0 to {schedule.rounds - 1}")
 
 
 def draw_ticks(
@@ -200,7 +200,9 @@ def draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale:
     color = _shade(schedule, box.operation, box.round)
     attributes = {"class_": box.operation, "stroke": "white", "stroke_width": "0.75"}
     drawn = rectangle(picture, x, y, width, ROW, fill=hexadecimal(color), **attributes)
-    hint = f"{box.operation}, microbatch {box.microbatch}, round {box.round}, stage {box.stage}, tick {box.tick}"
+    hint = (
+        f"{box.operation}, microbatch {box.microbatch}, virtual stage {box.round}, stage {box.stage}, tick {box.tick}"
+    )
     ElementTree.SubElement(drawn, "title").text = hint
     size = min(12.0, 12 * (width - 3) / text_width(str(box.microbatch)))
     if size >= 5:
@@ -212,7 +214,7 @@ def draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale:
 
 
 def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
-    """Red, green and blue of an operation: the full colour in the first round, the lightest in the last."""
+    """Red, green and blue of an operation: the full colour in the first virtual stage, the lightest in the last."""
     share = LIGHTEST * r / max(1, schedule.rounds - 1)
     return tuple(round(part + share * (255 - part)) for part in COLORS[operation])
 
@@ -223,7 +225,7 @@ def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
 def chosen(options: argparse.Namespace) -> tuple[Schedule, Costs]:
     """The schedule and the costs of a command line; raises ConfigError for impossible ones."""
     try:
-        schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.rounds)
+        schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.virtual_stages)
         return schedule, Costs(options.forward, options.backward, options.weight, options.send)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -247,7 +249,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _title(schedule: Schedule) -> str:
-    sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "round": schedule.rounds}
+    sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "virtual stage": schedule.rounds}
     named = [counted(size, name) for name, size in sizes.items()]
     return f"{schedule.kind}: {', '.join(named)}"
 
@@ -275,7 +277,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
     parser.add_argument("--stages", type=int, default=4, help="number of stages")
     parser.add_argument("--microbatches", type=int, default=8, help="number of microbatches in a step")
-    parser.add_argument("--rounds", type=int, default=1, help="virtual stages per stage")
+    parser.add_argument("--virtual-stages", type=int, default=1, help="virtual stages on each stage's device")
     parser.add_argument("--forward", type=float, default=1.0, help="cost of a forward pass")
     parser.add_argument("--backward", type=float, default=1.0, help="cost of input gradients")
     parser.add_argument("--weight", type=float, default=1.0, help="cost of weight gradients")

@@ -120,12 +120,12 @@ def _layers(plan: StepPlan) -> str:
 def _pipeline(plan: StepPlan) -> list[str]:
     config, sizes, slots = plan.config, plan.sizes, plan.layer_slots
     stages, settings, microbatches = sizes["pipeline"], config.pipeline, config.batch.num_microbatches
-    report = simulate(make_schedule(settings.schedule, stages, microbatches, settings.rounds), Costs())
+    report = simulate(make_schedule(settings.schedule, stages, microbatches, settings.virtual_stages), Costs())
     counts = [len(layers) for layers in virtual_stages(config, stages)]
     each = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-    rounds = f" × {settings.rounds} rounds" if settings.rounds > 1 else ""
+    several = f" × {settings.virtual_stages} virtual stages" if settings.virtual_stages > 1 else ""
     lines = [
-        f"pipeline   {settings.schedule}, {stages} stages{rounds} of {counted(each, 'layer')}, idle for "
+        f"pipeline   {settings.schedule}, {stages} stages{several} of {counted(each, 'layer')}, idle for "
         f"{report.bubble:.1%} of a step; "
         f"a stage keeps activations of at most {max(report.in_flight):g} of {counted(microbatches, 'microbatch')}"
     ]

@@ -26,7 +26,7 @@ data: {kind: synthetic}
 logging: {tensorboard: false}
 """
 HALF, WHOLE = 2, 4  # steps; both are saved
-INTERLEAVED = {"mesh.pipeline": 2, "pipeline.rounds": 2, "mesh.fsdp": 2}  # layers 0 and 2, 1 and none
+INTERLEAVED = {"mesh.pipeline": 2, "pipeline.virtual_stages": 2, "mesh.fsdp": 2}  # layers 0 and 2, 1 and none
 
 # Meshes that restore what INTERLEAVED saved, with empty slots in other places; the first two go on.
 OTHERS = [

@@ -98,8 +98,9 @@ REFUSED = {
     " than mesh.pipeline=2 (@): use 4 or more, or raise batch.num_microbatches.",
     "{0: 6, 1K: 12} mesh.pipeline=-1": "batch.schedule='0: 6, 1K: 12' has steps of 6 sequences in 3 microbatches, fewer"
     " than mesh.pipeline=4 (from -1) (@): use 8 or more, or raise batch.num_microbatches.",
-    "{0: 6, 1K: 12} mesh.pipeline=2 pipeline.rounds=2": "batch.schedule='0: 6, 1K: 12' has steps of 6 sequences in 3"
-    " microbatches, not a multiple of mesh.pipeline=2, which pipeline.rounds=2 needs (@): use multiples of 4.",
+    "{0: 6, 1K: 12} mesh.pipeline=2 pipeline.virtual_stages=2": "batch.schedule='0: 6, 1K: 12' has steps of 6 sequences"
+    " in 3 microbatches, not a multiple of mesh.pipeline=2, which pipeline.virtual_stages=2 needs (@): use multiples of"
+    " 4.",
 }
 
 

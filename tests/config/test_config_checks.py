@@ -311,8 +311,8 @@ WARNED = {
     "data.mask_end_of_document_loss=true": ("", "data.synthetic_documents=null"),
     "data.begin_of_document=true": ("", "data.kind=synthetic"),
     "data.synthetic_documents=4": ("", "data.reset_attention=false"),
-    "kernels.context=all_gather": ("", "mesh.context=1"),
-    "kernels.dispatch=all_gather": ("model.num_experts=8", "mesh.expert=1"),
+    "communication.context=all_gather": ("", "mesh.context=1"),
+    "communication.experts=all_gather": ("model.num_experts=8", "mesh.expert=1"),
     "mesh.experts_over=[data]": ("model.num_experts=8", "mesh.data=1"),
     "kernels.grouped_matmul=reference": ("", "model.num_experts=null"),
     "model.router.bias_update_rate=0.5": ("model.num_experts=8", "model.router.expert_bias=false"),
@@ -455,7 +455,10 @@ def test_both_settings_are_named_with_their_places_and_the_override_first():
         ("model.num_heads=24 model.head_dim=8 model.num_kv_heads=5 mesh.tensor=4", "model.num_kv_heads"),
         ("batch.global_size=24 batch.num_microbatches=5 mesh.data=2 mesh.tensor=2", "batch.num_microbatches"),
         ("batch.global_size=24 batch.num_microbatches=8 batch.schedule='0:8,1K:24'", "batch.num_microbatches"),
-        ("batch.global_size=24 batch.num_microbatches=1 mesh.pipeline=3 pipeline.rounds=2", "batch.num_microbatches"),
+        (
+            "batch.global_size=24 batch.num_microbatches=1 mesh.pipeline=3 pipeline.virtual_stages=2",
+            "batch.num_microbatches",
+        ),
         ("model.num_experts=12 model.router.num_groups=5 model.router.groups_per_token=2", "model.router.num_groups"),
         (
             "model.num_experts=12 model.router.num_groups=4 model.router.groups_per_token=5 model.experts_per_token=6",

@@ -59,7 +59,7 @@ def test_help_shows_usage_and_sections(argv, capsys):
     shown = printed(argv, capsys)
     assert USAGE in shown and "--help SECTION shows its keys" in shown
     for section, field in Config.model_fields.items():
-        assert f"  {section:11} {field.annotation.__doc__}\n" in shown
+        assert f"  {section:14} {field.annotation.__doc__}\n" in shown
 
 
 def test_help_of_a_section_or_key_shows_its_keys_and_help_all_shows_every_key(capsys):

@@ -84,9 +84,9 @@ OVERRIDES = {
     "pipeline.layout=['2']": ("pipeline.layout.0='2' is not a whole number (@): write one such as 4, without quotes."),
     "pipeline.schedule=interleaved": (
         "pipeline.schedule=interleaved is not a choice (@): use 1f1b, with"
-        " pipeline.rounds above 1; the choices are gpipe, 1f1b and zero_bubble."
+        " pipeline.virtual_stages above 1; the choices are gpipe, 1f1b and zero_bubble."
     ),
-    "pipeline.rounds=0": "pipeline.rounds=0 is too small (@): use 1 or more.",
+    "pipeline.virtual_stages=0": "pipeline.virtual_stages=0 is too small (@): use 1 or more.",
     "model.layer_pattern=[]": "model.layer_pattern=[] is empty (@): give at least one entry.",
     "model.layer_pattern=[all]": (
         "model.layer_pattern.0=all is not a choice (@): did you mean global? The choices are global and local."

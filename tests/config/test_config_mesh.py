@@ -138,12 +138,12 @@ REFUSED = [
         " (the command line: mesh.context=4): make batch.sequence_length a multiple of 8.",
     ),
     (
-        "mesh.context=-1 mesh.tensor=2 batch.sequence_length=36 kernels.context=all_to_all",
+        "mesh.context=-1 mesh.tensor=2 batch.sequence_length=36 communication.context=all_to_all",
         6,
         (
-            "kernels.context=all_to_all divides the heads over mesh.context=3 (from -1), which does not"
-            " divide model.num_heads=8 / mesh.tensor=2 = 4 (the command line: kernels.context=all_to_all):"
-            " use kernels.context=ring or all_gather, or mesh.context=1 or 2."
+            "communication.context=all_to_all divides the heads over mesh.context=3 (from -1), which does not"
+            " divide model.num_heads=8 / mesh.tensor=2 = 4 (the command line: communication.context=all_to_all):"
+            " use communication.context=ring or all_gather, or mesh.context=1 or 2."
         ),
     ),
 ]
@@ -170,7 +170,7 @@ CONTEXT = [  # GPUs, the strategy, and words of the reason
         "ring",
         "the query heads of a device, 12",
     ),
-    (DENSE, "mesh.context=4 kernels.context=ring", 4, "ring", "kernels.context=ring"),
+    (DENSE, "mesh.context=4 communication.context=ring", 4, "ring", "communication.context=ring"),
     (LATENT, "mesh.context=2", 2, "ring", "latents"),
     (LATENT, "mesh.context=2 precision.fp8.recipe=current", 2, "all_to_all", "heads"),  # no up-projection of others'
 ]

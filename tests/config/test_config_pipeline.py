@@ -48,7 +48,9 @@ def settings(overrides: str) -> list[str]:
 def many(stages: int, rounds: int, layers: int, layout: str = "null", pattern: Sequence[str] = ("local",)) -> Config:
     """That number of layers and stages, with microbatches to suit."""
     sizes = f"model.layer_pattern=[{','.join(pattern)}] "
-    sizes += f"mesh.pipeline={stages} pipeline.rounds={rounds} model.num_layers={layers} pipeline.layout={layout}"
+    sizes += (
+        f"mesh.pipeline={stages} pipeline.virtual_stages={rounds} model.num_layers={layers} pipeline.layout={layout}"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load(f"{sizes} batch.global_size={stages} batch.num_microbatches={stages}")
@@ -156,16 +158,16 @@ def test_a_layout_in_step_is_found(layers, count, period, layout):
 
 REFUSED = {
     # more stages than layers
-    "mesh.pipeline=8 pipeline.rounds=2": (
-        "mesh.pipeline=8 x pipeline.rounds=2 makes 16 virtual stages, but model.num_layers=12 allows at"
-        " most 14, two of them empty (@): set pipeline.rounds to 1."
+    "mesh.pipeline=8 pipeline.virtual_stages=2": (
+        "mesh.pipeline=8 x pipeline.virtual_stages=2 makes 16 virtual stages, but model.num_layers=12 allows at"
+        " most 14, two of them empty (@): set pipeline.virtual_stages to 1."
     ),
-    "mesh.pipeline=4 pipeline.rounds=4": (
-        "mesh.pipeline=4 x pipeline.rounds=4 makes 16 virtual stages, but model.num_layers=12 allows at"
-        " most 14, two of them empty (@): set pipeline.rounds to 3 or less."
+    "mesh.pipeline=4 pipeline.virtual_stages=4": (
+        "mesh.pipeline=4 x pipeline.virtual_stages=4 makes 16 virtual stages, but model.num_layers=12 allows at"
+        " most 14, two of them empty (@): set pipeline.virtual_stages to 3 or less."
     ),
-    "mesh.pipeline=16 pipeline.rounds=2": (
-        "mesh.pipeline=16 x pipeline.rounds=2 makes 32 virtual stages, but model.num_layers=12 allows at"
+    "mesh.pipeline=16 pipeline.virtual_stages=2": (
+        "mesh.pipeline=16 x pipeline.virtual_stages=2 makes 32 virtual stages, but model.num_layers=12 allows at"
         " most 14, two of them empty (@): set mesh.pipeline to 7 or less."
     ),
     "mesh.pipeline=16": "mesh.pipeline=16 is more than model.num_layers=12 (@): use 12 or less.",
@@ -174,8 +176,8 @@ REFUSED = {
         "pipeline.layout=[6, 6] has 2 numbers, but mesh.pipeline=4 needs 4 (@): write 4 numbers that add"
         " up to model.num_layers=12, or set it to null for [3, 3, 3, 3]."
     ),
-    "pipeline.layout=[3,3,3,3] mesh.pipeline=2 pipeline.rounds=4": (
-        "pipeline.layout=[3, 3, 3, 3] has 4 numbers, but mesh.pipeline=2 x pipeline.rounds=4 needs 8"
+    "pipeline.layout=[3,3,3,3] mesh.pipeline=2 pipeline.virtual_stages=4": (
+        "pipeline.layout=[3, 3, 3, 3] has 4 numbers, but mesh.pipeline=2 x pipeline.virtual_stages=4 needs 8"
         " (@): write 8 numbers that add up to model.num_layers=12, or set it to null for [1, 1, 2, 2, 2,"
         " 2, 1, 1]."
     ),
@@ -192,7 +194,7 @@ REFUSED = {
         "batch.num_microbatches=2 is less than mesh.pipeline=4, so stages would be idle for up to 60% of"
         " a step (@): use 4, 6, 8, 12 or 24."
     ),
-    "batch.num_microbatches=3 mesh.pipeline=4 pipeline.rounds=2": (
+    "batch.num_microbatches=3 mesh.pipeline=4 pipeline.virtual_stages=2": (
         "batch.num_microbatches=3 is less than mesh.pipeline=4, so stages would be idle for up to 33% of"
         " a step (@): use 4, 8, 12 or 24."
     ),
@@ -204,8 +206,8 @@ REFUSED = {
         "batch.num_microbatches=2 is less than mesh.pipeline=4, so stages would be idle for up to 60% of"
         " a step (@): use 4, and make batch.global_size a multiple of 48."
     ),
-    "batch.num_microbatches=6 mesh.pipeline=4 pipeline.rounds=2": (
-        "batch.num_microbatches=6 is not a multiple of mesh.pipeline=4, which pipeline.rounds=2 needs"
+    "batch.num_microbatches=6 mesh.pipeline=4 pipeline.virtual_stages=2": (
+        "batch.num_microbatches=6 is not a multiple of mesh.pipeline=4, which pipeline.virtual_stages=2 needs"
         " (@): use 4, 8, 12 or 24."
     ),
     # the pattern of layers
@@ -219,10 +221,10 @@ REFUSED = {
         " model.rope_pattern=[rope, none] they have different kinds of layers (@): set"
         " pipeline.layout=[2, 4, 4, 2]."
     ),
-    f"mesh.pipeline=4 pipeline.rounds=3 {PATTERN}": (
-        "mesh.pipeline=4 x pipeline.rounds=3 makes virtual stages of [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,"
+    f"mesh.pipeline=4 pipeline.virtual_stages=3 {PATTERN}": (
+        "mesh.pipeline=4 x pipeline.virtual_stages=3 makes virtual stages of [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,"
         " 1] layers, and with model.layer_pattern=[local, global] they have different kinds of layers"
-        " (@): set pipeline.rounds=1 and pipeline.layout=[2, 4, 4, 2]."
+        " (@): set pipeline.virtual_stages=1 and pipeline.layout=[2, 4, 4, 2]."
     ),
     f"pipeline.layout=[5,7] mesh.pipeline=2 {PATTERN}": (
         "pipeline.layout=[5, 7] and model.layer_pattern=[local, global] give virtual stages with"
@@ -252,9 +254,9 @@ REFUSED = {
         "kernels.scan_unroll=4 does not divide the 3 layers of the largest virtual stage of mesh.pipeline=4 (@):"
         " use 1 or 3."
     ),
-    "remat.layers=4 remat.policy=full mesh.pipeline=2 pipeline.rounds=2": (
-        "remat.layers=4 is more than the 3 layers of the largest virtual stage of mesh.pipeline=2 x pipeline.rounds=2"
-        " (@): use 3 or less, or null for all."
+    "remat.layers=4 remat.policy=full mesh.pipeline=2 pipeline.virtual_stages=2": (
+        "remat.layers=4 is more than the 3 layers of the largest virtual stage of mesh.pipeline=2 x"
+        " pipeline.virtual_stages=2 (@): use 3 or less, or null for all."
     ),
     "remat.group=4 remat.policy=full mesh.pipeline=2": (
         "remat.group=4 does not divide the 6 recomputed layers in the largest virtual stage of"
@@ -375,12 +377,12 @@ ALLOWED = [
     ("mesh.pipeline=4", 4),
     ("mesh.pipeline=8", 8),
     ("mesh.pipeline=12", 12),
-    ("mesh.pipeline=4 pipeline.rounds=3", 4),
+    ("mesh.pipeline=4 pipeline.virtual_stages=3", 4),
     ("mesh.pipeline=4 pipeline.schedule=gpipe", 4),
-    ("mesh.pipeline=4 pipeline.schedule=zero_bubble pipeline.rounds=2", 4),
+    ("mesh.pipeline=4 pipeline.schedule=zero_bubble pipeline.virtual_stages=2", 4),
     ("mesh.pipeline=4 pipeline.layout=[1,5,5,1]", 4),
     ("mesh.pipeline=-1 pipeline.layout=[1,5,5,1]", 4),
-    ("mesh.pipeline=-1 pipeline.rounds=2", 6),
+    ("mesh.pipeline=-1 pipeline.virtual_stages=2", 6),
     ("mesh.pipeline=4 batch.num_microbatches=4", 4),
     ("mesh.pipeline=4 batch.num_microbatches=6", 4),
     ("mesh.pipeline=2 mesh.data=2 batch.num_microbatches=2", 4),
@@ -403,7 +405,9 @@ def test_what_fits_passes_without_a_warning(overrides, devices):
 
 
 @pytest.mark.parametrize(
-    "override", ["pipeline.schedule=gpipe", "pipeline.rounds=2", "pipeline.layout=[6, 6]"], ids=lambda text: text
+    "override",
+    ["pipeline.schedule=gpipe", "pipeline.virtual_stages=2", "pipeline.layout=[6, 6]"],
+    ids=lambda text: text,
 )
 def test_pipeline_settings_without_stages_are_warned_about(override):
     with pytest.warns(UserWarning) as caught:
@@ -413,7 +417,7 @@ def test_pipeline_settings_without_stages_are_warned_about(override):
     ]
 
 
-@pytest.mark.parametrize("override", ["pipeline.schedule=1f1b", "pipeline.rounds=1", "pipeline.layout=null"])
+@pytest.mark.parametrize("override", ["pipeline.schedule=1f1b", "pipeline.virtual_stages=1", "pipeline.layout=null"])
 def test_a_default_that_someone_wrote_is_not_warned_about(override):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -430,6 +434,6 @@ def test_fsdp_gathers_the_first_and_last_of_four_slots_or_more_once_a_step(layer
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_pipeline_compiles_a_layer_twice_for_each_round(rounds):
-    config = load(f"pipeline.rounds={rounds} mesh.pipeline=2")
+    config = load(f"pipeline.virtual_stages={rounds} mesh.pipeline=2")
     [kind, *_] = layer_kinds(config.model)
     assert layer_seconds(config, kind, {"pipeline": 2}) == 2 * rounds * layer_seconds(config, kind)

@@ -25,7 +25,7 @@ def test_attention_runs_again_where_the_policy_says_so_alone(table, monkeypatch,
         {**MODEL, "attention_sinks": True},
         mesh,
         precision={"compute": "bfloat16"},
-        kernels={"context": "all_to_all"},
+        communication={"context": "all_to_all"},
         remat={"policy": policy},
     )
     count = mesh.get("context", 1)

@@ -256,7 +256,7 @@ def test_a_mesh_with_context_trains_as_one_device_does(table, reference, model, 
         microbatches=microbatches,
         steps=2,
         optimizer="sgd",
-        kernels={"context": strategy},
+        communication={"context": strategy},
         **sections,
     )
     weights = table.weights_of(config)
@@ -271,7 +271,7 @@ def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
     """The policy keeps the sum over the parts: keys are sent again for the backward pass only."""
 
     def transfers(policy: str) -> int:
-        sections = {"kernels": {"context": strategy}, "remat": {"policy": policy}}
+        sections = {"communication": {"context": strategy}, "remat": {"policy": policy}}
         model = MODELS["llama"] | {"num_layers": 1}
         config = table.make_config(model, {"context": 2}, steps=1, optimizer="sgd", **sections)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))

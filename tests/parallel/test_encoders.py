@@ -67,7 +67,7 @@ CASES = [
     ({"data": 2}, {"microbatches": 1, "kernels": {"scan_unroll": 4}}),
     ({"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
     ({"pipeline": 2}, {"pipeline": {"schedule": "1f1b"}, "microbatches": 3, "remat": {"policy": "full"}}),
-    ({"pipeline": 2}, {"pipeline": {"rounds": 2}, "microbatches": 2}),
+    ({"pipeline": 2}, {"pipeline": {"virtual_stages": 2}, "microbatches": 2}),
 ]
 
 

@@ -39,23 +39,33 @@ CASES = [
     pytest.param("mixtral", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {}, marks=pytest.mark.smoke),
     ("mixtral", {}, 2, {}),
     ("sinkhorn", {"context": 2, "tensor": 2, "fsdp": 2}, 1, {"remat": {"policy": "selective"}, "data": UNPACKED}),
-    ("mixtral", {"expert": 4, "fsdp": 2}, 2, {"kernels": {"dispatch": "all_gather", "scan_unroll": 2}}),
+    (
+        "mixtral",
+        {"expert": 4, "fsdp": 2},
+        2,
+        {"communication": {"experts": "all_gather"}, "kernels": {"scan_unroll": 2}},
+    ),
     ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}, "data": PADDED}),
     # Folded: experts over several axes, with their width whole or over `tensor`.
     (
         "mixtral",
         {"expert": 2, "context": 2, "tensor": 2, "experts_over": ("expert", "context", "tensor")},
         2,
-        {"remat": {"policy": "save_matmuls"}, "kernels": {"dispatch": "all_to_all"}, "data": PADDED},
+        {"remat": {"policy": "save_matmuls"}, "communication": {"experts": "all_to_all"}, "data": PADDED},
     ),
     (
         "deepseek",
         {"expert": 2, "tensor": 2, "experts_over": ("expert", "tensor")},
         2,
-        {"remat": {"policy": "full"}, "kernels": {"dispatch": "all_to_all"}},
+        {"remat": {"policy": "full"}, "communication": {"experts": "all_to_all"}},
     ),
     ("mixtral", {"data": 2, "context": 2, "fsdp": 2, "experts_over": ("fsdp", "data", "context")}, 2, {}),
-    ("position", {"expert": 2, "context": 2, "data": 2}, 1, {"kernels": {"dispatch": "all_gather"}, "data": UNPACKED}),
+    (
+        "position",
+        {"expert": 2, "context": 2, "data": 2},
+        1,
+        {"communication": {"experts": "all_gather"}, "data": UNPACKED},
+    ),
 ]
 
 
@@ -94,7 +104,7 @@ def test_experts_with_biases_train_on_a_mesh_as_on_one_device(table, biased):
     """Also where tokens are dropped by their router's weight."""
     assert biased.router["dropped_tokens"].all()
     mesh = {"expert": 2, "tensor": 2, "fsdp": 2}
-    config = make(table, "gpt_oss", mesh, 2, {"kernels": {"dispatch": "all_to_all"}})
+    config = make(table, "gpt_oss", mesh, 2, {"communication": {"experts": "all_to_all"}})
     difference = table.compare(table.train(config, biased.initial), biased)
     assert not difference.problems(), difference
 
@@ -175,7 +185,7 @@ def reference_weights(program):
 
 def test_what_is_kept_is_neither_routed_nor_exchanged_again(table):
     def operations(policy):
-        sections = {"kernels": {"dispatch": "all_to_all"}, "remat": {"policy": policy}}
+        sections = {"communication": {"experts": "all_to_all"}, "remat": {"policy": policy}}
         config = make(table, "capacity", {"expert": 4}, 1, sections)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()

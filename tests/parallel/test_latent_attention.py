@@ -23,13 +23,18 @@ FP8_WIDTHS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 MODELS = LATENT_MODELS | {"v3 of 2": LATENT_MODELS["v3"] | {"num_layers": 2}}  # a layer of each kind
 # model, mesh, microbatches, other sections
 CASES = [
-    ("dense", {"context": 2, "tensor": 2}, 1, {"kernels": {"context": "ring"}, "remat": {"policy": "selective"}}),
-    ("v2", {"context": 4}, 1, {"kernels": {"context": "all_to_all"}, "data": DOCUMENTS, "remat": {"policy": "full"}}),
+    ("dense", {"context": 2, "tensor": 2}, 1, {"communication": {"context": "ring"}, "remat": {"policy": "selective"}}),
+    (
+        "v2",
+        {"context": 4},
+        1,
+        {"communication": {"context": "all_to_all"}, "data": DOCUMENTS, "remat": {"policy": "full"}},
+    ),
     (
         "v3 of 2",
         {"expert": 2, "tensor": 2, "context": 2},
         2,
-        {"kernels": {"context": "all_gather"}, "data": DOCUMENTS, "remat": {"policy": "save_matmuls"}},
+        {"communication": {"context": "all_gather"}, "data": DOCUMENTS, "remat": {"policy": "save_matmuls"}},
     ),
     ("dense", {"pipeline": 2, "fsdp": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
 ]
@@ -57,7 +62,7 @@ def test_latent_attention_trains_on_a_mesh_as_on_one_device(table, difference, m
             {
                 "precision": {"fp8": {"recipe": "current"}},
                 "batch": {"sequence_length": 32},
-                "kernels": {"context": "ring"},
+                "communication": {"context": "ring"},
             },
             8 * (32 + 32),
         ),

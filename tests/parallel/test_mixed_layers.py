@@ -114,7 +114,7 @@ def test_a_remat_group_may_hold_layers_of_both_kinds(table, reference):
 
 def test_initial_numbers_are_those_of_the_layer_in_the_model(table):
     """Whatever rows hold it: two stages' here, two rounds each."""
-    config = make(table, FIRST_DENSE, {"pipeline": 2}, 2, pipeline={"rounds": 2})
+    config = make(table, FIRST_DENSE, {"pipeline": 2}, 2, pipeline={"virtual_stages": 2})
     model, rows = nnx.Dict({"blocks": nnx.Dict({"moe": Few()})}), stored_rows(config, 2)["moe"]
     (plain,) = init_parameters(model, 7, 0.1).values()
     (stored,) = init_parameters(model, 7, 0.1, {"blocks.moe.few": rows}).values()
@@ -142,7 +142,7 @@ def test_any_stages_load_any_checkpoint(table, tmp_path):
 
     checkpoints = Checkpoints(tmp_path, keep=3, keep_every=None)
     StateSaver(first).save(checkpoints, 1, state)
-    others = [({}, {}), ({"pipeline": 2}, {"pipeline": {"rounds": 2}})]
+    others = [({}, {}), ({"pipeline": 2}, {"pipeline": {"virtual_stages": 2}})]
     for step, (mesh, sections) in enumerate(others, start=1):
         checkpoints.wait()
         program = build(make(table, FIRST_DENSE, mesh, 4, **run, **sections))

@@ -66,7 +66,7 @@ def make_config(table):
 
     def make(model, mesh, schedule="1f1b", rounds=1, microbatches=1, sections=None):
         sections = dict(sections or {})
-        sections["pipeline"] = {"schedule": schedule, "rounds": rounds, **sections.get("pipeline", {})}
+        sections["pipeline"] = {"schedule": schedule, "virtual_stages": rounds, **sections.get("pipeline", {})}
         # Shorter than the tables': without LLVM's optimisations every write to a pipeline's buffer copies all of it.
         sections["batch"] = {"sequence_length": 10}
         return table.make_config(

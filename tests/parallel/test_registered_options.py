@@ -69,8 +69,8 @@ def registered():
 
 
 def test_they_train_as_one_device_does(table, reference, registered):
-    kernels = {"context": "everything", "dispatch": "one_by_one"}
-    config = table.make_config(MIXTRAL, {"context": 2, "expert": 2}, steps=1, kernels=kernels)
+    communication = {"context": "everything", "experts": "one_by_one"}
+    config = table.make_config(MIXTRAL, {"context": 2, "expert": 2}, steps=1, communication=communication)
     expected = reference(config)
     assert Everything.calls == OneByOne.calls == 0 and expected.gradients
     difference = table.compare(table.train(config, expected.initial), expected)
@@ -85,8 +85,8 @@ def test_each_option_has_its_computation():
 @pytest.mark.parametrize(
     ("key", "choices"),
     [
-        ("kernels.context", "auto, ring, all_gather or all_to_all"),
-        ("kernels.dispatch", "auto, all_to_all or all_gather"),
+        ("communication.context", "auto, ring, all_gather or all_to_all"),
+        ("communication.experts", "auto, all_to_all or all_gather"),
     ],
 )
 def test_a_name_that_is_not_registered_is_a_sentence(key, choices):

@@ -72,7 +72,7 @@ def test_the_picture_of_a_pipeline_has_its_stages(config, tmp_path, capsys):
     texts = [
         node.text or "" for node in ElementTree.fromstring(picture.read_text()).iter() if node.tag.endswith("text")
     ]
-    assert "zero_bubble: 4 stages, 16 microbatches, 1 round" in texts and "stage 3" in texts
+    assert "zero_bubble: 4 stages, 16 microbatches, 1 virtual stage" in texts and "stage 3" in texts
     assert any("costs: forward" in each and each.endswith(" ms") for each in texts)
 
 

@@ -146,7 +146,7 @@ def test_attention_without_a_kernel_saves_its_scores_in_fp32():
     ],
 )
 def test_attention_over_context_keeps_what_both_passes_use(strategy, more):
-    memory = small("mesh.fsdp=1", "mesh.context=4", f"kernels.context={strategy}", gpus=4)
+    memory = small("mesh.fsdp=1", "mesh.context=4", f"communication.context={strategy}", gpus=4)
     saved = 16 * (2 * 4 + 2 * 2) + 2 * F + 2 * D + 2 * D
     assert memory.activations == 2 * (2 * 128 // 4) * 9 * (saved + more)
 

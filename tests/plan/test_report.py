@@ -37,7 +37,8 @@ def test_a_table_fits_the_terminal_and_keeps_axes_and_figures(path):
 
 
 def test_long_cells_are_cut_and_wide_terminals_have_the_whole_table():
-    mesh = "pipeline 16 × data 8 × expert 8, experts over expert and data, zero_bubble, 4 rounds, layers 2 3×4 3, FP8"
+    mesh = "pipeline 16 × data 8 × expert 8, experts over expert and data, zero_bubble, 4 virtual stages"
+    mesh += ", layers 2 3×4 3, FP8"
     lost = "communication over data between hosts 33%, waiting for the slowest GPU 3%, recomputation 2%"
     row = (mesh, "pipeline, data", "1024", "save_matmuls, 12 layers", "128.6~*", "123,456", "11,093", "57.7%", lost)
     lines = table([row], False, WIDTH)
@@ -48,7 +49,7 @@ def test_long_cells_are_cut_and_wide_terminals_have_the_whole_table():
     assert kept == mesh, "no comma and no word is lost or cut"
     assert "pipeline 16^" in text and "data 8^" in text and "expert 8" in text and "FP8" in text
     assert lines[1].endswith("57.7%")
-    [head, whole] = table([row], False, 300)
+    [head, whole] = table([row], False, 320)
     assert mesh in whole and lost in whole and "between hosts" in head
     assert table([row], False) == [head, whole] and "| --- |" in table([row], True, WIDTH)[1]
 

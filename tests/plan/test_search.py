@@ -142,12 +142,12 @@ def test_layers_that_no_even_layout_holds_have_pipelines_too(config):
     """Seven layers on four stages; a pattern of layers that only a layout of its own keeps."""
     pinned = ["mesh.pipeline=4", "batch.num_microbatches=8"]
     [found] = Search(config, [*pinned, "model.num_layers=7"], 4, H200).best(1)
-    assert found.candidate.config.pipeline.rounds == 2 and found.candidate.plan.layer_table.shape[2] == 1
+    assert found.candidate.config.pipeline.virtual_stages == 2 and found.candidate.plan.layer_table.shape[2] == 1
     pattern = ["model.num_layers=12", "model.layer_pattern=[local,local,global]", "model.sliding_window=1024"]
-    [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.rounds=1"], 2, H200).best(1)
+    [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.virtual_stages=1"], 2, H200).best(1)
     assert found.candidate.config.pipeline.layout is None  # six layers on each
     pattern[0] = "model.num_layers=10"
-    [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.rounds=1"], 2, H200).best(1)
+    [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.virtual_stages=1"], 2, H200).best(1)
     assert found.candidate.config.pipeline.layout == (6, 4) and "pipeline.layout=[6,4]" in found.overrides
 
 

@@ -68,7 +68,7 @@ def test_recomputation_leaves_out_the_last_matmul_of_a_layer():
 
 def test_devices_of_context_project_the_keys_of_the_others_from_latents():
     latent = parts_of("mesh.context=2", config="configs/dsv3_l4_e16.yaml", gpus=2)
-    heads = parts_of("mesh.context=2", "kernels.context=all_to_all", config="configs/dsv3_l4_e16.yaml", gpus=2)
+    heads = parts_of("mesh.context=2", "communication.context=all_to_all", config="configs/dsv3_l4_e16.yaml", gpus=2)
     tokens, up = 4096, 512 * 128 * 256  # of a device; parameters of the up-projection
     extra = 4 * tokens * up * (8 + 2) / time_table.H200.matmul_flops(512, False)
     assert latent.matmuls == pytest.approx(heads.matmuls + extra, rel=1e-6)

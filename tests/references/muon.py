@@ -203,7 +203,7 @@ def muon_cases() -> list[Case]:
     thirds: dict[str, Any] = {"batch": {"global_size": 42}}
     staged: dict[str, Any] = {"batch": {"num_microbatches": 4}}
     uneven = staged | {"pipeline": {"layout": (2, 3)}}
-    rounds = staged | {"pipeline": {"layout": (2, 1, 1, 1), "rounds": 2}}
+    rounds = staged | {"pipeline": {"layout": (2, 1, 1, 1), "virtual_stages": 2}}
     rows: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("llama", mesh, {}) for mesh in all_meshes()]
     padded = ({"fsdp": 3}, {"fsdp": 7}, {"data": 3, "tensor": 2}, {"context": 2, "fsdp": 3})
     rows += [("llama", mesh, thirds) for mesh in padded]

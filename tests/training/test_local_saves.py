@@ -94,7 +94,7 @@ def test_layers_in_another_order_are_another_layout(build, capsys):
     """Each device has rows of the same shapes with one round of stages or two."""
     stages = ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=4", "batch.num_microbatches=2")
     crash(build(*stages, kind=KilledQuickTrainer), 3)
-    assert build(*stages, "pipeline.rounds=2").step == 0
+    assert build(*stages, "pipeline.virtual_stages=2").step == 0
     assert (
         "that of step 3 is of another mesh, number of processes or precision: the run begins" in capsys.readouterr().out
     )

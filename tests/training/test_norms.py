@@ -21,7 +21,7 @@ RUN = (
     *("model.num_layers=4", "batch.num_microbatches=2", "logging.norms_interval=2"),
     *("optimizer.clip_norm=0.05", "optimizer.weight_decay=0.1", "schedule.learning_rate=1e-2"),
 )
-MESH = ("mesh.pipeline=2", "pipeline.rounds=2", "mesh.fsdp=2")  # stores layers 0, 2, 1, 3
+MESH = ("mesh.pipeline=2", "pipeline.virtual_stages=2", "mesh.fsdp=2")  # stores layers 0, 2, 1, 3
 
 
 def prepared(make_config, devices, *overrides):

@@ -163,7 +163,7 @@ def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     shutil.copytree(tmp_path / "one", run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "4")
     mesh = ("mesh.data=1", "mesh.fsdp=1", "mesh.context=4", "mesh.experts_over=[context]")
-    dispatch = ("kernels.dispatch=all_to_all", f"checkpoint.export_hf.dir={folders}")
+    dispatch = ("communication.experts=all_to_all", f"checkpoint.export_hf.dir={folders}")
     first, second = start_two(*experts, *mesh, *dispatch, f"run.dir={run_dir}")
     assert (first.finish(), second.finish()) == (0, 0), first.output + second.output
     assert "resuming from the checkpoint of step 2" in first.output

@@ -58,11 +58,11 @@ def test_experts_a_ramp_up_and_chunks_of_context():
     assert found["set"] == "VARIABLE=1"  # not the flags of GPUs
 
 
-def test_stages_and_rounds_of_a_pipeline():
+def test_stages_and_virtual_stages_of_a_pipeline():
     mesh = {"pipeline": 2, "fsdp": 2, "tensor": 2}
-    found = lines(DENSE | {"mtp_layers": 1}, mesh, 4, pipeline={"rounds": 2})
+    found = lines(DENSE | {"mtp_layers": 1}, mesh, 4, pipeline={"virtual_stages": 2})
     P, R, M = 2, 2, 4
-    assert f"{P} stages × {R} rounds of 2 layers, idle for {(P - 1) / (M * R + P - 1):.1%}" in found["pipeline"]
+    assert f"{P} stages × {R} virtual stages of 2 layers, idle for {(P - 1) / (M * R + P - 1):.1%}" in found["pipeline"]
     assert f"at most {(R * P + P - 1) / R:g} of {M} microbatches" in found["pipeline"]
     assert f"each of {M} microbatches" in found["note"]
     assert found["modules"].startswith("1 for ")

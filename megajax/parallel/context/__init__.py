@@ -1,4 +1,4 @@
-"""Attention over `context`: the class of each strategy of `kernels.context`, in a file of its own."""
+"""Attention over `context`: the class of each strategy of `communication.context`, in a file of its own."""
 
 from megajax.options.context import ALL_GATHER, ALL_TO_ALL, RING, STRATEGIES, ContextStrategy
 from megajax.parallel.context.gathered import GatheredContext
@@ -14,7 +14,7 @@ ATTENTION: dict[str, type[ContextAttention]] = {
 
 
 def register(strategy: ContextStrategy, attention: type[ContextAttention]) -> None:
-    """Register an extension's strategy for `kernels.context`. Raises ConfigError for a name that is taken."""
+    """Register an extension's strategy for `communication.context`. Raises ConfigError for a name that is taken."""
     STRATEGIES.add(strategy)
     ATTENTION[strategy.name] = attention
 

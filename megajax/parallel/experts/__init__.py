@@ -1,4 +1,4 @@
-"""Tokens to experts on other devices: the class of each choice of `kernels.dispatch`, in a file of its own."""
+"""Tokens to experts on other devices: the class of each choice of `communication.experts`, in a file of its own."""
 
 from megajax.ops.experts import ExpertKernels, MaxOverDevices
 from megajax.options.dispatch import ALL_GATHER, ALL_TO_ALL, DISPATCHES, Dispatch
@@ -11,7 +11,7 @@ EXPERTS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATH
 
 
 def register(dispatch: Dispatch, experts: type[ExpertParallel]) -> None:
-    """Register an extension's choice for `kernels.dispatch`. Raises ConfigError for a name that is taken."""
+    """Register an extension's choice for `communication.experts`. Raises ConfigError for a name that is taken."""
     DISPATCHES.add(dispatch)
     EXPERTS[dispatch.name] = experts
 

@@ -61,7 +61,7 @@ class Pipeline:
         self.graph, self.layers = graph, graph.layers
         self.stages = graph.sizes["pipeline"]
         settings, microbatches = graph.plan.pipeline, graph.plan.num_microbatches
-        self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.rounds)
+        self.schedule = make_schedule(settings.schedule, self.stages, microbatches, settings.virtual_stages)
         check(self.schedule)
         ticks = self.schedule.ticks_of
         # If not, the last virtual stage uses the head's gradient in the same tick.

@@ -138,11 +138,11 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     P, M, R = stages, microbatches, rounds
     if kind not in KINDS:
         raise ValueError(f"schedule={kind} is not known: use {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
-    for name, size in (("stages", P), ("microbatches", M), ("rounds", R)):
+    for name, size in (("stages", P), ("microbatches", M), ("virtual_stages", R)):
         if size < 1:
             raise ValueError(f"{name}={size} is below 1.")
     if R > 1 and M % P:
-        raise ValueError(f"with rounds={R}, microbatches={M} must be a multiple of stages={P}.")
+        raise ValueError(f"with virtual_stages={R}, microbatches={M} must be a multiple of stages={P}.")
     fill = P - 1  # ticks from the first stage to the last
     first_backward = M * R + fill if kind == "gpipe" else R * P - 1
     ticks = first_backward + M * R + fill

@@ -32,7 +32,7 @@ class Candidate:
     @cached_property
     def storage(self) -> "Storage":
         config, sizes = self.config, self.plan.sizes
-        stages = (config.pipeline.rounds, config.pipeline.layout) if sizes["pipeline"] > 1 else None
+        stages = (config.pipeline.virtual_stages, config.pipeline.layout) if sizes["pipeline"] > 1 else None
         sections = config.model, config.lora, config.optimizer, config.precision
         return _storage(_Stored((*sections, stages, config.mesh.experts_over, *sizes.values()), self.plan))
 

@@ -36,7 +36,9 @@ def mesh_text(found: Found) -> str:
         text += f", experts over {' and '.join(['expert', *others] if sizes['expert'] > 1 else others)}"
     if sizes["pipeline"] > 1:
         pipeline = config.pipeline
-        text += f", {pipeline.schedule}" + (f", {pipeline.rounds} rounds" if pipeline.rounds > 1 else "")
+        text += f", {pipeline.schedule}" + (
+            f", {pipeline.virtual_stages} virtual stages" if pipeline.virtual_stages > 1 else ""
+        )
         text += f", layers {_layout_text(pipeline.layout)}" if pipeline.layout else ""
     return text + (", FP8" if found.in_fp8 else "")
 

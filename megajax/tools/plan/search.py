@@ -1,9 +1,9 @@
 """The search for the fastest way to run a config on N GPUs.
 
-First every legal mesh and number of microbatches is timed with nothing and with everything recomputed. The fastest
-are then tried with each pipeline schedule, number of rounds, layout, remat policy and axes of the experts. Memory is
-estimated in the order of time, until enough of them fit: what is stored alone, or the time without recomputation, rules
-out most candidates first. Nothing that changes numbers is varied: model, batch, sequence length, optimizer, and
+First every legal mesh and number of microbatches is timed with nothing and with everything recomputed. The fastest are
+then tried with each pipeline schedule, number of virtual stages, layout, remat policy and axes of the experts. Memory
+is estimated in the order of time, until enough of them fit: what is stored alone, or the time without recomputation,
+rules out most candidates first. Nothing that changes numbers is varied: model, batch, sequence length, optimizer, and
 precision unless FP8 is asked for.
 """
 
@@ -149,7 +149,7 @@ class Search:
         sizes = {"pipeline": pipeline, "data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": tensor}
         microbatches = max(1, self.base.batch.global_size * tensor * pipeline // self.gpus)
         settings: Settings = {f"mesh.{axis}": size for axis, size in sizes.items()}
-        settings |= {"batch.num_microbatches": microbatches, "pipeline.schedule": "1f1b", "pipeline.rounds": 1}
+        settings |= {"batch.num_microbatches": microbatches, "pipeline.schedule": "1f1b", "pipeline.virtual_stages": 1}
         found, refused = None, None
         for policy in ("none", "selective", "full"):
             remat: Settings = {LAYOUT: None, "remat.policy": policy, "remat.layers": None}

@@ -226,7 +226,7 @@ class _Step:
         if modules:
             kind = prediction_kind(config.model)
             layers += self.device.layer(kind, self.plan.segments[-1].fp8) * (modules / self.sizes["pipeline"])
-        M, R = config.batch.num_microbatches, config.pipeline.rounds if self.plan.is_pipelined else 1
+        M, R = config.batch.num_microbatches, config.pipeline.virtual_stages if self.plan.is_pipelined else 1
         head = self.device.head()
         stage = layers * (M * R)
         useful = M * R * (layers.total + again + loops) + M * head
@@ -289,4 +289,6 @@ def _ticks(schedule: Schedule) -> Counter[Flags]:
 def schedule_of(plan: StepPlan) -> Schedule:
     """The schedule of a plan with a pipeline."""
     settings = plan.config.pipeline
-    return make_schedule(settings.schedule, plan.sizes["pipeline"], plan.config.batch.num_microbatches, settings.rounds)
+    return make_schedule(
+        settings.schedule, plan.sizes["pipeline"], plan.config.batch.num_microbatches, settings.virtual_stages
+    )

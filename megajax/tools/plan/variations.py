@@ -14,17 +14,18 @@ MICROBATCHES = "batch.num_microbatches"
 FEWEST_TOKENS = 2048  # of a sequence on a device of `context`
 MOST_TOKENS = 2**17  # of a microbatch on a device
 MOST_EXPERT_SHARDS = 64
-MOST_ROUNDS, EMPTY_SLOTS = 20, 0.1  # of a pipeline: rounds; part of its layer slots that may be empty for more rounds
+# Of a pipeline: virtual stages on a device; part of its layer slots that may be empty for more of them.
+MOST_VIRTUAL_STAGES, EMPTY_SLOTS = 20, 0.1
 VARIED = (
     *("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", TENSOR, EXPERTS_OVER),
-    *(MICROBATCHES, "pipeline.schedule", "pipeline.rounds", LAYOUT, "remat.policy", "remat.layers"),
+    *(MICROBATCHES, "pipeline.schedule", "pipeline.virtual_stages", LAYOUT, "remat.policy", "remat.layers"),
 )
 type Settings = dict[str, object]
 NEUTRAL: Settings = {  # values that are legal with every value of the other keys
     **{f"mesh.{axis}": 1 for axis in ("pipeline", "fsdp", "expert", "context", "tensor")},
     "mesh.data": -1,
     MICROBATCHES: 1,
-    "pipeline.rounds": 1,
+    "pipeline.virtual_stages": 1,
     LAYOUT: None,
     "remat.layers": None,
 }
@@ -43,13 +44,13 @@ class Variations:
         """Meshes and numbers of microbatches, with the plainest schedule."""
         for mesh in self.meshes():
             sizes: Settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
-            layouts = self._layouts(sizes, int(str(self.fixed.get("pipeline.rounds", 1))))
+            layouts = self._layouts(sizes, int(str(self.fixed.get("pipeline.virtual_stages", 1))))
             for microbatches, layout in itertools.product(self._microbatches(mesh), layouts[:1]):
                 settings: Settings = {
                     **sizes,
                     MICROBATCHES: microbatches,
                     "pipeline.schedule": "1f1b",
-                    "pipeline.rounds": 1,
+                    "pipeline.virtual_stages": 1,
                     LAYOUT: layout,
                     "remat.policy": policy,
                     "remat.layers": None,
@@ -90,22 +91,22 @@ class Variations:
         return [int(n) for n in self.values(MICROBATCHES, counts)]
 
     def schedules(self, settings: Settings) -> Iterator[Settings]:
-        """Schedules, rounds and layouts for a mesh."""
+        """Schedules, virtual stages and layouts for a mesh."""
         stages = self._stages(settings)
         schedules = self.values("pipeline.schedule", ["1f1b", "zero_bubble"] if stages > 1 else ["1f1b"])
-        rounds = self.values("pipeline.rounds", self._rounds(stages))
+        rounds = self.values("pipeline.virtual_stages", self._virtual_stages(stages))
         for schedule, number in itertools.product(schedules, rounds):
             for layout in self._layouts(settings, number):
-                change: Settings = {"pipeline.schedule": schedule, "pipeline.rounds": number, LAYOUT: layout}
+                change: Settings = {"pipeline.schedule": schedule, "pipeline.virtual_stages": number, LAYOUT: layout}
                 yield {**settings, **self.varied(change)}
 
-    def _rounds(self, stages: int) -> list[int]:
-        """Numbers of rounds: for each size of a virtual stage the fewest rounds that hold all layers."""
+    def _virtual_stages(self, stages: int) -> list[int]:
+        """Numbers of virtual stages of a device: for each number of layers in one the fewest that hold all layers."""
         layers = self.config.model.num_layers
         if stages == 1:
             return [1]
         fewest = -(-layers // stages)
-        slots = {r: -(-layers // (stages * r)) for r in range(1, min(fewest, MOST_ROUNDS) + 1)}
+        slots = {r: -(-layers // (stages * r)) for r in range(1, min(fewest, MOST_VIRTUAL_STAGES) + 1)}
         first = {slots[r]: r for r in reversed(slots)}.values()
         return sorted(r for r in first if r * slots[r] <= (1 + EMPTY_SLOTS) * fewest)
 
@@ -119,7 +120,7 @@ class Variations:
 
     def remats(self, settings: Settings) -> Iterator[Settings]:
         """Remat policies, those that recompute least first."""
-        rounds = int(str(settings.get("pipeline.rounds", self.fixed.get("pipeline.rounds", 1))))
+        rounds = int(str(settings.get("pipeline.virtual_stages", self.fixed.get("pipeline.virtual_stages", 1))))
         layers = -(-self.config.model.num_layers // (self._stages(settings) * rounds))
         for policy in self.values("remat.policy", ["none", "selective", "full"]):
             some = (

@@ -40,7 +40,7 @@ CURES = {
     ELEMENTWISE: "--parts and --operations 20 show which norms, conversions and copies they are",
     OPTIMIZER: "more devices on mesh.fsdp or mesh.data share it, and fewer microbatches add up fewer gradients",
     WAITING: "megajax preflight shows slow GPUs; with experts or documents the work itself is uneven",
-    BUBBLE: "use more batch.num_microbatches, more pipeline.rounds or pipeline.schedule=zero_bubble",
+    BUBBLE: "use more batch.num_microbatches, more pipeline.virtual_stages or pipeline.schedule=zero_bubble",
     HOST: "the devices waited for the host: for the data loader, for cores that other processes use, or for what runs "
     "between the steps",
     IDLE: "launched kernels waited, for each other or for copies: look at the timeline in Nsight Systems",
@@ -85,7 +85,7 @@ def schedule_of(trace: Trace, sizes: dict[str, int]) -> Schedule | None:
     settings, stages = trace.config.pipeline, sizes["pipeline"]
     if stages == 1:
         return None
-    return make_schedule(settings.schedule, stages, trace.config.batch.num_microbatches, settings.rounds)
+    return make_schedule(settings.schedule, stages, trace.config.batch.num_microbatches, settings.virtual_stages)
 
 
 def in_order(rows: Sequence[str]) -> list[str]:

@@ -45,7 +45,7 @@ class Run:
         count = math.prod(sizes.values())
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update=dict(sizes))})
         if sizes["pipeline"] == 1:
-            one_stage = {"schedule": "1f1b", "rounds": 1, "layout": None}
+            one_stage = {"schedule": "1f1b", "virtual_stages": 1, "layout": None}
             config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=one_stage)})
         self.program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
         self.saver = StateSaver(self.program)

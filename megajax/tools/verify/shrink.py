@@ -29,7 +29,7 @@ def shrink(
     its rounding is an error. Raises ConfigError if the small sizes are refused.
     """
     units = _Units.of(config, meshes)
-    rounds, layout = config.pipeline.rounds, config.pipeline.layout
+    rounds, layout = config.pipeline.virtual_stages, config.pipeline.layout
     # FP8 needs multiples of 16 tokens on a device, which has two sequences of a microbatch.
     stages = units.pipeline if config.model.mtp_layers else 1
     length = _multiple((8 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
@@ -56,7 +56,7 @@ def shrink(
     small |= {"remat": remat, "kernels": kernels}
     if layout:
         least = min(n for n in layout if n)
-        small["pipeline"] = {"layout": [depth * (min(n, 1) + (n > least)) for n in layout], "rounds": rounds}
+        small["pipeline"] = {"layout": [depth * (min(n, 1) + (n > least)) for n in layout], "virtual_stages": rounds}
         small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
@@ -172,7 +172,7 @@ def _layers(config: Config, units: _Units) -> int:
     model = config.model
     patterns = (model.block_pattern, model.layer_pattern, model.rope_pattern)
     period = math.lcm(model.moe_layer_interval, *(len(pattern) for pattern in patterns if pattern))
-    stages, without_fp8 = units.pipeline * config.pipeline.rounds, sum(_bf16_layers(config).values())
+    stages, without_fp8 = units.pipeline * config.pipeline.virtual_stages, sum(_bf16_layers(config).values())
     layers = min(model.num_layers, max(2, stages, period + min(model.first_dense_layers, 1), without_fp8 + 1))
     depth = _loops(config, units)[2]
     return _multiple(stages * depth, layers) if depth > 1 else layers
@@ -184,7 +184,10 @@ def _loops(config: Config, units: _Units) -> tuple[dict[str, Any], dict[str, Any
     A group, or a loop's body, of several layers has two; of some recomputed layers there is one group, and others too;
     several bodies are two.
     """
-    chosen, of_stage = config.kernels.scan_unroll, config.model.num_layers // (units.pipeline * config.pipeline.rounds)
+    chosen, of_stage = (
+        config.kernels.scan_unroll,
+        config.model.num_layers // (units.pipeline * config.pipeline.virtual_stages),
+    )
     unroll, group, partly = min(chosen or 1, 2), _group(config), config.remat.layers is not None
     bodies = 2 if unroll > 1 and of_stage > (chosen or 1) else 1
     depth = max(bodies * unroll, (group // unroll + 1) * unroll if partly else group)
