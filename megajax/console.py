@@ -59,6 +59,7 @@ COMMANDS = {
     "schedule": ("megajax.tools.schedule", "draw a pipeline's schedule, and simulate it"),
     "plot": ("megajax.tools.plot", "draw loss, learning rate and gradient norm of runs"),
     "bench": ("megajax.tools.bench", "measure the speed of configs"),
+    "explain-weight": ("megajax.tools.explain_weight", "the forms, bytes and collectives of one weight in a step"),
     "profile": ("megajax.tools.profile.__main__", "show where a step's time goes, beside the planner's estimate"),
     "preprocess": ("megajax.data.preprocess", "convert JSON lines to the token files for training"),
     "inspect": ("megajax.data.inspect", "describe token files, or show samples of a config as text"),

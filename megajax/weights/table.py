@@ -36,13 +36,15 @@ def block_weights(
     for kind, block in blocks.items():
         scope = block_scope(kind, prefix)
         groups = side_by_side(in_scope(plan.placements, scope), block.fused)
-        out[kind] = {name: _weight(plan, scope + name, members, dtypes) for name, members in groups.items()}
+        out[kind] = {name: _weight(plan, name, members, dtypes, scope) for name, members in groups.items()}
     return out
 
 
-def _weight(plan: StepPlan, name: str, members: Mapping[str, Placement], dtypes: WeightDtypes) -> Weight:
-    trained, (first, *_) = is_trained(plan.lora, name), members.values()
-    return Weight(name, members, plan.sizes, dtypes, trained, trained and is_split(plan, first))
+def _weight(
+    plan: StepPlan, name: str, members: Mapping[str, Placement], dtypes: WeightDtypes, scope: str = ""
+) -> Weight:
+    trained, (first, *_) = is_trained(plan.lora, scope + name), members.values()
+    return Weight(scope + name, members, plan.sizes, dtypes, trained, trained and is_split(plan, first), scope)
 
 
 def side_by_side(

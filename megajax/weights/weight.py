@@ -52,6 +52,7 @@ class Weight:
     dtypes: WeightDtypes
     is_trained: bool = True
     is_split: bool = False  # stored as a BF16 half beside its low bits (`masters.py`)
+    scope: str = ""  # the beginning of its parameters' canonical names
 
     @cached_property
     def placement(self) -> Placement:

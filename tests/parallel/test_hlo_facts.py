@@ -15,6 +15,7 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.step.nodes import StepArrays
+from megajax.tools import explain_weight
 from megajax.training.step import TrainProgram
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
@@ -142,7 +143,7 @@ def test_weights_are_gathered_over_fsdp_once_a_layer_and_pass_of_groups(compiled
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_an_unrolled_stack_gathers_over_fsdp_once_a_layer_and_pass_too(compiled, table, remat):
+def test_an_unrolled_stack_gathers_over_fsdp_once_a_layer_and_pass_too(build, compiled, table, remat):
     """Only the last layer's gathers are merged: merged gathers keep a layer's whole weights.
 
     With the policy `full` the last layer's are not merged either.
@@ -154,6 +155,9 @@ def test_an_unrolled_stack_gathers_over_fsdp_once_a_layer_and_pass_too(compiled,
     gathers = 2 * layers - (remat != "full")
     assert count(found, "fsdp", "all-gather") == LAYER_MATRICES * gathers + 2
     assert count(found, "fsdp", "reduce-scatter") == LAYER_MATRICES * layers + 2
+    graph = build({"fsdp": 2}, **settings).graph
+    chains = [chain for name in explain_weight.names(graph) for chain in explain_weight.chains(graph, name)]
+    assert sum(chain.count("all-gather", "fsdp") for chain in chains) == LAYER_MATRICES * gathers + 2
 
 
 # Forward, an input of attention and of the MLP is gathered and an output scattered; backward, their gradients the other

@@ -97,7 +97,7 @@ class StackWeights:
         weights, rows, out = self.weights[kind], self.kinds[kind], dict[str, Any]()
         in_fp8 = {name for name in weights if segment.fp8 and name in self.scaling.layers}
         for name, weight in weights.items():
-            if name not in in_fp8 and self._stays_in_stack(weight, segment, slot):
+            if name not in in_fp8 and self.stays_in_stack(weight, segment, slot):
                 parts = {member: stored[kind][member] for member in weight.members}
                 out[name] = StackedWeight(parts, kind, *rows.first_row(segment, j))
         in_stack = {member for name in out for member in weights[name].members}
@@ -112,7 +112,7 @@ class StackWeights:
             out = {name: weights[name].gather_per_layer(w) for name, w in out.items()}
         return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
 
-    def _stays_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
+    def stays_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
         """Whether each pass of a layer takes its weight from the stack, and casts and fuses it (`StackedWeight`)."""
         in_each_pass = segment.loops > 1 or (weight.is_stored_for_use and slot not in self.gathered)
         return len(self.all.table) == 1 and in_each_pass and not weight.is_gathered_per_step

@@ -1,0 +1,120 @@
+"""The chain that `explain-weight` prints, against the collectives of the traced train step."""
+
+import math
+from collections import Counter
+
+import jax
+import pytest
+from mesh_models import MIXTRAL, MODELS
+
+from megajax.config.checks import check_mesh
+from megajax.errors import InputError
+from megajax.estimate.weights import StepWeights
+from megajax.mesh import build_mesh
+from megajax.step.graph import Graph
+from megajax.step_plan import HOPPER, StepPlan
+from megajax.tools import explain_weight
+from megajax.training.step import TrainProgram
+
+BF16 = {"compute": "bfloat16"}
+DELAYED = {"compute": "bfloat16", "fp8": {"recipe": "delayed"}}
+LLAMA = MODELS["llama"]
+FULL = {"policy": "full"}  # else XLA merges the two gathers of the last layer without a loop: test_hlo_facts.py
+# Of the mesh, the model and the other sections.
+CASES = {
+    "dense": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": BF16, "microbatches": 2}),
+    "BF16 gradients over data, unrolled": (
+        {"data": 2, "fsdp": 2},
+        LLAMA,
+        {"precision": {**BF16, "gradients": "bfloat16"}, "kernels": {"scan_unroll": 4}, "remat": FULL},
+    ),
+    "experts": (
+        {"expert": 2, "fsdp": 2},
+        MIXTRAL,
+        {"precision": BF16, "kernels": {"dispatch": "all_to_all"}, "microbatches": 2},
+    ),
+    "FP8": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": DELAYED}),
+    "FP8 over data": ({"data": 2, "fsdp": 2}, LLAMA, {"precision": DELAYED}),
+    "adapters": ({"fsdp": 2, "data": 2}, LLAMA, {"lora": {"rank": 4}, "checkpoint": {"init_from": "x"}}),
+    "split masters": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": BF16, "optimizer": {"master": "split"}}),
+    "prediction modules": ({"fsdp": 2, "context": 2}, LLAMA | {"mtp_layers": 1}, {"precision": BF16, "remat": FULL}),
+}
+
+
+@pytest.fixture
+def programs(table):
+    def build(name) -> TrainProgram:
+        mesh, model, settings = CASES[name]
+        config = table.make_config(model, mesh, **settings)
+        count = math.prod(mesh.values())
+        return TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+
+    return build
+
+
+def traced(program) -> Counter:
+    """Bytes of a step's gathers and reduce-scatters over the axes that store weights, as `Chain.totals`."""
+    jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state, program.abstract_batch)
+    found = Counter()
+    for each, times in explain_weight.collectives(jaxpr.jaxpr):
+        if "tensor" not in each.axes and each.kind != "all-reduce" and not each.dtype.startswith("int"):
+            found[each.kind, each.axes, each.dtype] += each.bytes * times
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_chains_of_all_weights_have_the_collectives_of_the_step(programs, name):
+    program = programs(name)
+    totals, graph = Counter(), program.graph
+    for weight in explain_weight.names(graph):
+        for chain in explain_weight.chains(graph, weight):
+            totals += chain.totals()
+    explained = {key: size for key, size in totals.items() if key[0] != "all-reduce"}
+    assert explained and explained == traced(program)
+
+
+def lines(table, name, case):
+    mesh, model, others = CASES[case]
+    config = table.make_config(model, mesh, **others)
+    plan = StepPlan.make(config, check_mesh(config, math.prod(mesh.values())), HOPPER)
+    return explain_weight.lines(Graph.build(plan), name)
+
+
+def test_the_page_has_each_form_with_its_bytes(table):
+    """Hand-worked: MLP of width 128, D of 64, four layers, fsdp 2 and tensor 2: half the columns, half the rows."""
+    page = "\n".join(lines(table, "blocks.dense.mlp.down", "split masters"))
+    for text in (
+        "declared   blocks.dense.mlp.down: layers, mlp, embed; matrix",
+        "canonical  [4, 128, 64] float32",
+        "stored     [4, 128, 64] bfloat16 and 16 low bits, in shards over fsdp 2, tensor 2: 32 KiB",
+        "[64, 64] bfloat16 = 8 KiB",
+        "all-gather over fsdp: 8 KiB",
+        "reduce-scatter over fsdp: 16 KiB",
+    ):
+        assert text in page, text
+
+
+def test_forms_of_fp8_adapters_and_fused_weights_are_named(table):
+    page = "\n".join(lines(table, "blocks.dense.attention.key", "FP8"))
+    assert "attention.query" in page and "attention.value" in page, "they are one weight"
+    assert "float8_e4m3fn" in page and "all-gather over fsdp: 4 KiB" in page
+    adapted = "\n".join(lines(table, "blocks.dense.attention.query", "adapters"))
+    assert "frozen" in adapted and "with its adapter" in adapted and "backward" not in adapted
+    rows = "\n".join(lines(table, "final_norm", "dense"))
+    assert "whole on each device" in rows and "all-reduce over fsdp, tensor: 256 B" in rows
+
+
+def test_a_name_that_the_model_lacks_is_answered_with_one_that_it_has(table):
+    with pytest.raises(InputError, match=r"blocks\.dense\.mlp\.dwn.*blocks\.dense\.mlp\.down"):
+        lines(table, "blocks.dense.mlp.dwn", "dense")
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "FP8", "FP8 over data"])
+def test_the_estimate_of_memory_gathers_the_same_bytes_for_a_layer(programs, name):
+    graph = programs(name).graph
+    (kind,), plan = graph.layers.blocks, graph.plan
+    estimated = StepWeights(plan, plan.placements, graph.layers.blocks, plan.compute.itemsize)
+    own = [chain for w in graph.layers.weights.weights[kind].values() for chain in explain_weight.chains(graph, w.name)]
+    found = [each for chain in own for edge in chain.forward for each in edge.collectives if each.axes == ("fsdp",)]
+    expected = estimated.layer(kind, in_fp8=graph.layers.segments[0].fp8).gathered_bytes
+    assert sum(each.bytes for each in found) == expected > 0
