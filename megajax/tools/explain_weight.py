@@ -215,7 +215,7 @@ def collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Collective, int]
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, times * equation.params.get("length", 1)
         if name in COLLECTIVES:
-            axes = equation.params.get("axes", equation.params.get("axis_name"))
+            axes: Any = equation.params.get("axes", equation.params.get("axis_name"))
             for operand, result in zip(equation.invars, equation.outvars, strict=True):
                 whole: Any = (result if name == "all_gather" else operand).aval
                 size = math.prod(whole.shape) * whole.dtype.itemsize
