@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megajax.cluster import process_index
+from megajax.cluster.environment import process_index
 from megajax.config import Config
 from megajax.config.extensions import jax_has_started
 from megajax.files import replace_copy

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +15,7 @@ from megajax.config import Config
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
+from megajax.jax_internals import Jaxpr
 from megajax.layout.kinds import KINDS, LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Block, LayerContext, Sublayer, Transformer, init_parameters, parameters, register
@@ -181,6 +181,6 @@ def _multiplications(jaxpr: Any) -> float:
             inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
             total += inner * math.prod(equation.outvars[0].aval.shape)
         for value in equation.params.values():
-            if isinstance(inside := getattr(value, "jaxpr", value), jax.extend.core.Jaxpr):
+            if isinstance(inside := getattr(value, "jaxpr", value), Jaxpr):
                 total += equation.params.get("length", 1) * _multiplications(inside)
     return total

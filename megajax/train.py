@@ -28,8 +28,8 @@ def _train(config: Config, leftovers: Leftovers, ending: Ending) -> int:
     keep_compiled(config)
 
     # jax reads its environment when it starts, so modules that import it are imported here.
-    from megajax.mesh import start_processes
-    from megajax.start_checks import check_processes
+    from megajax.cluster.joining import start_processes
+    from megajax.cluster.start_checks import check_processes
     from megajax.training.watch import Watch
 
     start_processes(peer_timeout=config.run.peer_timeout_seconds)

@@ -227,18 +227,15 @@ def test_values_in_sentences_are_short_and_printable():
 # Where json.loads may stay: the text comes from megajax's own processes, or from a user's line of data.
 OWN_TEXT = {
     "tools/bench.py": "the last line of its own child process",
-    "checkpoint/manager.py": "messages of this run's processes",
     "data/conversation.py": "arguments of a tool call, in a line of data",
     "data/journal.py": "its own settings, written a line before",
     "data/json_array.py": "items of data, as lines of data are",
     "data/json_lines.py": "lines of data: the fast path, with the same limits",
     "data/tokenizer_trial.py": "a step of a tokenizer, written by its library",
-    "messages.py": "messages of this run's processes",
     "tools/plan/answers.py": "the last line of its own child process",
-    "tools/preflight/__main__.py": "messages of this run's processes",
     "tools/preflight/rates.py": "messages of this run's processes",
-    "start_checks.py": "messages of this run's processes",
-    "training/peers.py": "messages of this run's processes",
+    "cluster/cluster.py": "messages of this run's processes",
+    "cluster/peers.py": "messages of this run's processes",
 }
 
 

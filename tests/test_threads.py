@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from megajax import coordinator, messages, threads
+from megajax import threads
+from megajax.cluster import Cluster, relay, standing_for
+from megajax.cluster.peers import Peers
 from megajax.console import user_errors
 from megajax.data import workers
 from megajax.errors import ThreadError
 from megajax.training import run_lock, watch
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.monitoring import Background
-from megajax.training.peers import Peers
 from megajax.training.run_lock import RunLock
 from megajax.training.stop_signals import Agreement
 from megajax.training.watch import Watch
@@ -38,30 +39,21 @@ class Broken:
         raise KeyError("what nobody expects")
 
 
-@pytest.fixture
-def store(monkeypatch):
-    """Sets the key-value store of process 1 of 2."""
-
-    def use(client: object) -> None:
-        for name, value in {"process_id": 1, "num_processes": 2, "client": client}.items():
-            monkeypatch.setattr(messages.distributed.global_state, name, value)
-
-    return use
+SECOND = Cluster(1, 2, Broken())
 
 
-def watching(tmp_path, store, monkeypatch) -> str:
+def watching(tmp_path, monkeypatch) -> str:
     monkeypatch.setattr(watch, "TICK", 0.01)
     Watch(types.SimpleNamespace(run=Broken())).__enter__()  # type: ignore[arg-type]
     return "the watch over hangs"
 
 
-def exchanging(tmp_path, store, monkeypatch) -> str:
-    store(Broken())
-    Peers(timeout=1)
+def exchanging(tmp_path, monkeypatch) -> str:
+    Peers(SECOND, timeout=1)
     return "the watch over the other processes"
 
 
-def beating(tmp_path, store, monkeypatch) -> str:
+def beating(tmp_path, monkeypatch) -> str:
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
     lock = RunLock(tmp_path)
     lock.acquire(print)
@@ -69,30 +61,30 @@ def beating(tmp_path, store, monkeypatch) -> str:
     return "the sign of life"
 
 
-def agreeing(tmp_path, store, monkeypatch) -> str:
-    store(Broken())
-    Agreement(0)
+def agreeing(tmp_path, monkeypatch) -> str:
+    with standing_for(SECOND):
+        Agreement(0)
     return "the agreement on a stop"
 
 
-def relaying(tmp_path, store, monkeypatch) -> str:
-    name = coordinator.relay("host:no port").partition(":")[2]
+def relaying(tmp_path, monkeypatch) -> str:
+    name = relay.relay("host:no port").partition(":")[2]
     socket.socket(socket.AF_UNIX).connect(f"\0{name}")
     return "the relay to host"
 
 
-def serving(tmp_path, store, monkeypatch) -> str:
+def serving(tmp_path, monkeypatch) -> str:
     Background(fail).submit("a service", fail)
     return "the thread of W&B, MLflow and on_event"
 
 
-def orphaned(tmp_path, store, monkeypatch) -> str:
+def orphaned(tmp_path, monkeypatch) -> str:
     monkeypatch.setattr(multiprocessing, "parent_process", Broken)
     workers.end_with_parent()
     return "the wait for the end of the trainer"
 
 
-def reading_gpus(tmp_path, store, monkeypatch) -> str:
+def reading_gpus(tmp_path, monkeypatch) -> str:
     health = GpuHealth()
     health._nvml, health._gpus = types.SimpleNamespace(NVMLError=OSError), {"GPU-1": 0}
     health.on_log(None, 1, {})
@@ -111,8 +103,8 @@ def wait_for(found: Callable[[], str]) -> str:
 
 
 @pytest.mark.parametrize("begin", [*NEEDED, *OTHERS], ids=lambda begin: begin.__name__)
-def test_the_failure_of_each_threads_work_is_seen(begin, tmp_path, store, monkeypatch, capsys):
-    name = begin(tmp_path, store, monkeypatch)
+def test_the_failure_of_each_threads_work_is_seen(begin, tmp_path, monkeypatch, capsys):
+    name = begin(tmp_path, monkeypatch)
     line = wait_for(lambda: capsys.readouterr().err)
     assert line.startswith(f"megajax: warning: {name}") and line.count("\n") == 1 and "Error" in line
     if begin in NEEDED:

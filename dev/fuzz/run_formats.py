@@ -238,7 +238,7 @@ def compiled_plans(folder: Path) -> Subject:
 
 def environments(folder: Path) -> Subject:
     """Variables of a cluster, one a line."""
-    from megajax.cluster import process_index
+    from megajax.cluster.environment import process_index
 
     slurm = "SLURM_NTASKS=2\nSLURM_PROCID=1\nSLURM_LOCALID=0\nSLURM_JOB_ID=123\nJAX_COORDINATOR_PORT=1234"
     explicit = "JAX_COORDINATOR_ADDRESS=node1:1234\nJAX_NUM_PROCESSES=2\nJAX_PROCESS_ID=1\nJAX_LOCAL_DEVICE_IDS=0,1"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlib.mlir import ir
+from megajax.jax_internals import ir
 
 LONG = 200  # characters; a longer attribute is written as its hash
 NAMING = {"jax.result_info", "jax.arg_info", "callee", "sym_name", "sym_visibility"}  # attributes with Python's names

@@ -55,8 +55,8 @@ def lowered(case: Case) -> dict[str, Callable[[], Any]]:
 
 def modules(case: Case) -> dict[str, Any]:
     """The MLIR modules of the steps."""
-    from jax._src import source_info_util
 
+    from megajax.jax_internals import source_info_util
     from megajax.tools.plan.compile import no_gpu_needed
 
     with (

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import tensorstore
 
+from megajax import cluster
 from megajax.checkpoint.storage import Folder, key_value_store, sizes, store_errors
 from megajax.errors import InputError
-from megajax.messages import from_first_process
 
 HEADER = "/.zarray"  # end of orbax's key of an array's header
 COMPRESSOR = "zstd"  # orbax's; tensorstore takes what an array's chunk has, and no more. Not so blosc: 2 GiB of 90 kB
@@ -60,7 +60,7 @@ def check_shapes(item: Folder, abstract: Any) -> None:
     """
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
-    if problem := from_first_process(lambda: _misfit(item, shapes)):
+    if problem := cluster.current().first_decides(lambda: _misfit(item, shapes)):
         raise ValueError(problem)
 
 

@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
+from megajax import cluster
 from megajax.checkpoint.storage import Folder, write_text
 from megajax.files import read_bytes
 from megajax.json_files import parse
-from megajax.messages import from_first_process
 
 NAME = "eval_losses.json"
 
@@ -27,7 +26,7 @@ class BestByLoss(policies.PreservationPolicy):
     def __init__(self, folder: Folder, count: int):
         """All processes call this together."""
         self._path, self._count = folder / NAME, count
-        self._losses: dict[str, float] = from_first_process(self._read)  # by step
+        self._losses: dict[str, float] = cluster.current().first_decides(self._read)  # by step
 
     def _read(self) -> dict[str, float]:
         with contextlib.suppress(FileNotFoundError):
@@ -45,7 +44,7 @@ class BestByLoss(policies.PreservationPolicy):
         self._write()
 
     def _write(self) -> None:
-        if jax.process_index() == 0:
+        if cluster.current().is_first:
             write_text(self._path, json.dumps(self._losses))
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:

@@ -24,21 +24,20 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from megajax import json_files
+from megajax import cluster, json_files
 from megajax.checkpoint import checksums
 from megajax.checkpoint.host_memory import PINNED
-from megajax.checkpoint.manager import first_problem, reason
+from megajax.checkpoint.manager import reason
 from megajax.checkpoint.storage import Description
+from megajax.cluster.cluster import first_of
 from megajax.errors import UserError, reading
 from megajax.files import is_number
 from megajax.json_files import Count, Damaged, damaged
-from megajax.messages import FOR_EVER, Messages, gather, next_name
 
 DATA, INDEX, PARTIAL = "data", "index.json", ".partial"
 ALIGNMENT = 64  # bytes
 WRITERS = 8  # threads of a process that write shards
 MOST = 8  # complete steps that a process offers at a start; there are two or three
-SLOWEST = 60.0  # seconds by which processes may differ in writing
 FITS, DAMAGED, OTHER_LAYOUT = range(3)
 
 type Shard = tuple[str, str]  # the name of an array, and a slice of it
@@ -108,8 +107,8 @@ class LocalTier:
 
         Both are the same on all processes.
         """
-        self._process = Messages("local checkpoint").index
-        self.directory, self._layout = Path(local_dir) / run / f"process-{self._process}", layout
+        self._cluster, self._layout = cluster.current(), layout
+        self.directory = Path(local_dir) / run / f"process-{self._cluster.rank}"
         self._thread = ThreadPoolExecutor(1, "local checkpoint")
         self._writing: Future[LocalOutcome] | None = None
         self._common: int | None = None  # the newest step that every process has
@@ -121,13 +120,13 @@ class LocalTier:
         processes call this.
         """
         mine = sorted((step for step in self._steps() if step > after), reverse=True)[:MOST]
-        offered = gather(next_name("local steps"), mine)
+        offered = self._cluster.gather(mine)
         common = set(mine).intersection(*offered)
         newest = max((step for steps in offered for step in steps), default=-1)
         why = "" if newest < 0 or newest in common else f"not every process has that of step {newest}"
         for step in sorted(common, reverse=True):
             found, state = self._read(step, abstract)
-            states = gather(next_name("local steps"), state, FOR_EVER)
+            states = self._cluster.gather(state)
             if set(states) == {FITS}:
                 return found, ""
             problem = "is of another mesh, number of processes or precision"
@@ -157,9 +156,7 @@ class LocalTier:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
             for text, shard in {_slice(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}.items()
         ]
-        self._writing = self._thread.submit(
-            self._write, step, copies, description, Messages(next_name("local checkpoint"))
-        )
+        self._writing = self._thread.submit(self._write, step, copies, description)
 
     @property
     def is_writing(self) -> bool:
@@ -180,7 +177,7 @@ class LocalTier:
         with suppress(OSError):  # not empty, or another process of this host has removed it
             self.directory.parent.rmdir()
 
-    def _write(self, step: int, copies: list, description: Mapping[str, Any], call: Messages) -> LocalOutcome:
+    def _write(self, step: int, copies: list, description: Mapping[str, Any]) -> LocalOutcome:
         start, partial = time.perf_counter(), self.directory / f"{step}{PARTIAL}"
         size, error = sum(copy.nbytes for _, _, copy in copies), None
         try:
@@ -197,8 +194,8 @@ class LocalTier:
             error = reason(problem)
             shutil.rmtree(partial, ignore_errors=True)
         try:  # one answer for all, so that they keep the same step
-            own = f"process {self._process}: {error}" if error else ""
-            verdict = call.decide(own, first_problem, SLOWEST)
+            own = f"process {self._cluster.rank}: {error}" if error else ""
+            verdict = self._cluster.agree(own, first_of, "local checkpoint")
         except UserError as problem:  # one is slower, or gone
             verdict = str(problem)
         if not verdict:

@@ -6,12 +6,11 @@ orbax's thousand lines.
 """
 
 import contextlib
-import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
+from megajax import cluster
 from megajax.checkpoint import checksums
 from megajax.checkpoint.arrays import check_shapes
 from megajax.checkpoint.best import BestByLoss
@@ -35,13 +35,13 @@ from megajax.checkpoint.storage import (
     remove_partial,
     store_errors,
 )
+from megajax.cluster.cluster import first_of
 from megajax.config import ModelConfig
 from megajax.console import command
 from megajax.errors import InputError, UserError
 from megajax.files import is_number
 from megajax.json_files import Damaged
 from megajax.layout.kinds import MOE
-from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
 from megajax.model.lora import is_adapter
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
@@ -79,7 +79,7 @@ class Checkpoints:
         asyncio_log.removeFilter(_is_news)
         asyncio_log.addFilter(_is_news)
         sys.unraisablehook = _report_unraisable
-        self.directory = checkpoint_folder(run_dir)
+        self.directory, self._cluster = checkpoint_folder(run_dir), cluster.current()
         kept: list[Any] = [policies.LatestN(keep)]
         if keep_every:
             kept.append(policies.EveryNSteps(keep_every))
@@ -147,7 +147,7 @@ class Checkpoints:
             error = reason(problem)
         self._started = SaveOutcome(step, size, time.perf_counter() - start, error=error), start
         thread = ThreadPoolExecutor(1)
-        self._completing = thread.submit(self._complete, step, Messages(next_name("checksums")), error)
+        self._completing = thread.submit(self._complete, step, error)
         thread.shutdown(wait=False)
 
     def evaluated(self, step: int, loss: float) -> None:
@@ -155,16 +155,15 @@ class Checkpoints:
         if self._best is not None:
             self._best.set(step, loss)
 
-    def _complete(self, step: int, call: Messages, error: str | None) -> tuple[str | None, float]:
+    def _complete(self, step: int, error: str | None) -> tuple[str | None, float]:
         """Wait for orbax, and write the checksums; the reason if there are none, and the time.
 
         `error`: why this process could not start the save, for the others.
         """
         directory = self.directory / str(step)
 
-        def write(answers: list[str]) -> str:
-            found = [json.loads(answer) for answer in answers]
-            error = first_problem([answer["error"] for answer in found])
+        def write(found: list[Any]) -> str:
+            error = first_of(answer["error"] for answer in found)
             try:
                 return error or checksums.write(directory, [answer["share"] for answer in found])
             except Exception as problem:  # a bucket's client has errors of its own
@@ -174,11 +173,11 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
             if error is None:
-                answer["share"] = checksums.compute(directory, jax.process_index(), jax.process_count())
+                answer["share"] = checksums.compute(directory, self._cluster.rank, self._cluster.size)
         except Exception as problem:  # every process answers, so that none waits for it
             answer["error"] = reason(problem)
         try:
-            error = call.decide(json.dumps(answer), write, SLOWEST)
+            error = self._cluster.agree(answer, write, "checksums")
         except Exception as problem:  # also of jax's coordinator; the save itself is complete
             error = reason(problem)
         return error or None, time.perf_counter()
@@ -196,7 +195,7 @@ class Checkpoints:
             error = error or reason(problem)
         self._started = self._completing = None
         if error is not None:
-            if jax.process_index() == 0:
+            if self._cluster.is_first:
                 self.remove_partial()  # otherwise it would keep filling the disk
             with contextlib.suppress(Exception) if is_in_bucket(self.directory) else contextlib.nullcontext():
                 self._manager.reload()  # orbax has forgotten the old checkpoint that the failed save should replace
@@ -209,25 +208,10 @@ class Checkpoints:
         Empty if there is none, or if the checkpoint never had checksums. Each process reads a share of all files;
         process 0 those of a part, which are few.
         """
-        directory, index, count = self.directory / str(step), jax.process_index(), jax.process_count()
+        directory, here = self.directory / str(step), self._cluster
         if part:
-            return from_first_process(lambda: checksums.damage(directory, part=part))
-        return self.agree(lambda: checksums.damage(directory, index, count))
-
-    def agree(self, find: Callable[[], str]) -> str:
-        """The problem that the first process that has one finds; all processes must call this.
-
-        A UserError of one process is an InputError on every process.
-        """
-        mistake = problem = ""
-        try:
-            problem = find()
-        except UserError as error:
-            mistake = str(error)
-        mistakes, problems = zip(*gather(next_name("damage"), [mistake, problem], SLOWEST), strict=True)
-        if mistake := first_problem(mistakes):
-            raise InputError(mistake)
-        return first_problem(problems)
+            return here.first_decides(lambda: checksums.damage(directory, part=part))
+        return here.first_problem(lambda: checksums.damage(directory, here.rank, here.size))
 
     def has_checksums(self, step: int) -> bool:
         """Whether the files of a checkpoint can be verified."""
@@ -252,7 +236,7 @@ class Checkpoints:
             except Exception as error:  # of a bucket's client too
                 return {"damage": reason(error)}
 
-        found = from_first_process(find)
+        found = self._cluster.first_decides(find)
         if "damage" in found:
             raise ValueError(found["damage"])
         return found["description"]
@@ -291,11 +275,6 @@ def _storage(path: tuple[Any, ...], array: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(shard_axes=(0,) if in_block and layer >= LARGE_LAYER else ())
 
 
-def first_problem(problems: Iterable[str]) -> str:
-    """The first text that is not empty; empty if there is none."""
-    return next(filter(None, problems), "")
-
-
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of asyncio's log is not about a further failed part of a save."""
     return "exception was never retrieved" not in record.getMessage()
@@ -325,7 +304,7 @@ def agreed_steps(run_dir: str | Path) -> list[int]:
 
     The others do not ask a bucket, and see nothing that another writer changes meanwhile.
     """
-    return from_first_process(lambda: complete_steps(run_dir))
+    return cluster.current().first_decides(lambda: complete_steps(run_dir))
 
 
 def newest_good(run_dir: str | Path, steps: Sequence[int]) -> int | None:

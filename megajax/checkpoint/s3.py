@@ -8,8 +8,7 @@ import functools
 import os
 from typing import Any
 
-from orbax.checkpoint._src.path import gcs_utils  # orbax has no public functions for the stores that it knows
-from orbax.checkpoint._src.serialization import tensorstore_utils
+from megajax.checkpoint.orbax_internals import gcs_utils, tensorstore_utils
 
 SCHEME = "s3://"
 AMAZON = "amazonaws.com"  # in the addresses of its own servers

@@ -63,7 +63,7 @@ def jax_has_started() -> bool:
     """Whether jax has looked for its devices; then XLA's flags have no effect."""
     if "jax" not in sys.modules:
         return False
-    from jax._src import xla_bridge
+    from megajax.jax_internals import xla_bridge
 
     return xla_bridge.backends_are_initialized()
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from megajax import cluster
 from megajax.data.answers import AnswerSamples
 from megajax.data.chat_template import ChatTemplate
 from megajax.data.contents import template_of, tokenizer_digest
 from megajax.data.conversation import Completion, read_record
-from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, read_once, storage_errors
+from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, storage_errors
 from megajax.data.json_lines import LineBlock, check_encodable, check_inputs, matching_files, parse, read_blocks
 from megajax.data.packing import pack
 from megajax.data.rendering import Chat, Span
@@ -328,7 +329,7 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         check_inputs(paths := matching_files(path))
         return [paths, "_".join(map(file_digest, paths)), tokenizer_digest(str(data.tokenizer))]
 
-    paths, content, of_tokenizer = read_once(find)
+    paths, content, of_tokenizer = cluster.current().first_decides(find)
     template = template_of(data)
     key = {
         "kind": "chat",

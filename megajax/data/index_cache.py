@@ -5,7 +5,6 @@ import hashlib
 import json
 import shutil
 import socket
-import sys
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,18 +25,6 @@ KEY_FILE = "key.json"
 def cache_directory(config: "Config") -> Path:
     """The directory of a run's stored orders, tokens and blocks of remote files."""
     return Path(config.data.index_cache or Path(config.run.dir) / "index_cache")
-
-
-def read_once[T](find: Callable[[], T]) -> T:
-    """`find()` of process 0 on every process of a run, a value that JSON can hold; so one process reads the files.
-
-    All processes must call this. Where jax is not loaded, as in a reader's process, there is no run of several.
-    """
-    if "jax" not in sys.modules:
-        return find()
-    from megajax.messages import from_first_process
-
-    return from_first_process(find)
 
 
 def digest(array: np.ndarray) -> str:

@@ -20,9 +20,9 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from megajax import cluster
 from megajax.config.sentences import counted
 from megajax.console import command
-from megajax.data.index_cache import read_once
 from megajax.data.remote import RemoteFile, RemoteTokens
 from megajax.errors import InputError, file_reader
 from megajax.files import sync
@@ -259,7 +259,7 @@ def open_checked(prefixes: Sequence[str | Path], cache: Path | None = None) -> l
         checked.extend(IndexedDataset(prefix, cache=cache) for prefix in prefixes)
         return [dataset.sizes for dataset in checked]
 
-    expected = read_once(check)
+    expected = cluster.current().first_decides(check)
     if not checked:
         checked = [IndexedDataset(prefix, check=False, cache=cache) for prefix in prefixes]
         for dataset, sizes in zip(checked, expected, strict=True):

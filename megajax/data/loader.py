@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megajax import cluster
 from megajax.config.extensions import import_extensions
 from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
-from megajax.data.index_cache import cache_directory, read_once
+from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset, open_checked
 from megajax.data.megatron import MegatronSamples, open_samples, split_sequences
 from megajax.data.samples import (
@@ -60,7 +61,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
         _check_tokenizer(config)
         open_infilling(config)  # checks the tokens
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
-    read_once(lambda: [_check_token_ids(config, dataset) for dataset in files.values()])
+    cluster.current().first_decides(lambda: [_check_token_ids(config, dataset) for dataset in files.values()])
     return opened
 
 
@@ -313,7 +314,7 @@ def _check_tokenizer(config: "Config") -> None:
     if config.data.tokenizer is None:
         return
     try:
-        size = read_once(lambda: load_tokenizer(str(config.data.tokenizer)).vocab_size)
+        size = cluster.current().first_decides(lambda: load_tokenizer(str(config.data.tokenizer)).vocab_size)
     except InputError as error:
         raise InputError(f"data.tokenizer ({config.where('data.tokenizer')}): {error}") from None
     if size > config.model.vocab_size:

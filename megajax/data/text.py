@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megajax import json_files
+from megajax import cluster, json_files
 from megajax.config.sentences import counted
 from megajax.data.encoding import Encoded, TextEncoder, encode_blocks, write_documents
 from megajax.data.index_cache import (
@@ -25,7 +25,6 @@ from megajax.data.index_cache import (
     filling,
     folder_of,
     is_complete,
-    read_once,
     storage_errors,
 )
 from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, open_checked, token_dtype
@@ -113,11 +112,11 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
         folders = {path: folder_of(cache, key) for path, key in keys.items()}
         return [(path, folders[path].name if is_complete(folders[path]) else keys[path]) for path in paths]
 
-    found = read_once(find)
+    found = cluster.current().first_decides(find)
     folders = [cache / key if isinstance(key, str) else folder_of(cache, key) for _, key in found]
     if missing := {path: key for path, key in found if isinstance(key, dict)}:
         _Tokenising(config, cache, missing).store(list(missing))
-    bad = read_once(lambda: sum(map(_bad_lines, folders)))
+    bad = cluster.current().first_decides(lambda: sum(map(_bad_lines, folders)))
     dataset = TextDataset(pattern, open_checked([folder / TOKENS for folder in folders]), bad)
     if not dataset.tokens.size:
         found = f'only empty text under "{data.text_key}"' if dataset.num_documents else "no documents"

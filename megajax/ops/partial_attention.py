@@ -167,7 +167,7 @@ MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # cuDNN's 
 
 
 def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, window: int | None) -> Part:
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+    from megajax.jax_internals import fused_attention_stablehlo as fused
 
     before = _before(kind, ranges)
     call: Any = fused.dot_product_attention
@@ -181,7 +181,7 @@ def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, window: i
 
 
 def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, whole: Part, dout, window: int | None):
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+    from megajax.jax_internals import fused_attention_stablehlo as fused
 
     before = _before(kind, ranges)
     out, lse = whole[0].astype(q.dtype), whole[1]

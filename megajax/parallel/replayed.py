@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from megajax.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 
 def replayed(jaxpr: ClosedJaxpr, shapes: Any) -> Callable:

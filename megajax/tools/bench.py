@@ -62,7 +62,8 @@ def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
 def versions() -> dict[str, str | None]:
     """The versions of jax and, on GPUs, of CUDA, cuDNN and the driver; None if unknown."""
     import jax
-    from jax._src.lib import cuda_versions
+
+    from megajax.jax_internals import cuda_versions
 
     found: dict[str, str | None] = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     if jax.default_backend() == "gpu":

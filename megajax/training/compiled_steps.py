@@ -15,13 +15,12 @@ from unittest import mock
 from uuid import uuid4
 
 import jax
-from jax._src import cache_key, compilation_cache
 
-from megajax import threads
+from megajax import cluster, threads
 from megajax.config import Config
 from megajax.config.sentences import counted
 from megajax.errors import InputError
-from megajax.messages import SLOWEST, Messages, from_first_process, gather, next_name
+from megajax.jax_internals import cache_key, compilation_cache
 from megajax.runtime import keep_autotuning, memory_of
 from megajax.training.step import TrainProgram
 
@@ -127,26 +126,19 @@ class SharedCompiler:
 
         A deterministic run does not share: its processes have flags of their own, with the file of their measurements.
         """
-        self._name = next_name("compiled")
-        alone = Messages("compiled").count == 1 or config.run.deterministic
-        self.shares = not alone and _all_see(jax.config.jax_compilation_cache_dir, self._name)
+        self._cluster = cluster.current()
+        alone = self._cluster.size == 1 or config.run.deterministic
+        self.shares = not alone and _all_see(jax.config.jax_compilation_cache_dir)
 
     def compile(self, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
         """The compiled program `name`, which each process lowers; the others wait until process 0 has it."""
         if not self.shares:
             return lowered.compile()
-        messages = Messages(f"{self._name}/{name}")
-        if messages.index:
-            messages.wait("done")
-        try:
-            with _same_key():
-                return lowered.compile(ALONE if jax.default_backend() == "gpu" else None)
-        finally:
-            if messages.index == 0:  # also after an error: the others then find it too
-                messages.post("done", "", again=True)
+        with self._cluster.first_goes_ahead(f"compiled/{name}"), _same_key():
+            return lowered.compile(ALONE if jax.default_backend() == "gpu" else None)
 
 
-def _all_see(directory: str | None, call: str) -> bool:
+def _all_see(directory: str | None) -> bool:
     """Whether all processes see a file that process 0 writes in its compilation cache, where jax alone writes."""
     mark: Path | None = None
 
@@ -162,9 +154,9 @@ def _all_see(directory: str | None, call: str) -> bool:
             return ""
         return mark.name
 
-    name = from_first_process(write)
+    name = cluster.current().first_decides(write)
     sees = bool(name and directory and (Path(directory) / name).exists())
-    all_see = all(gather(f"{call} is seen", sees, SLOWEST))
+    all_see = all(cluster.current().gather(sees))
     if mark is not None:
         mark.unlink(missing_ok=True)
     return all_see

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
-import jax
-
-from megajax import threads
+from megajax import cluster, threads
 from megajax.checkpoint import reason
 from megajax.config import Config
 from megajax.errors import InputError, UserError
@@ -65,7 +63,7 @@ class Exports(Hook):
 
     def on_save(self, run: RunView, step: int) -> None:
         """Start writing the folder of a complete checkpoint, if it is due, after the last one is complete."""
-        if jax.process_index() == 0 and self.is_due(step):
+        if cluster.current().is_first and self.is_due(step):
             self._report(wait=True)
             self._thread = threads.start("the export", self._write, step)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from megajax import threads
+from megajax import cluster, threads
+from megajax.cluster.start_checks import cuda_devices, used_devices
 from megajax.errors import InputError
 from megajax.extras import require
-from megajax.start_checks import cuda_devices, used_devices
 from megajax.training.hooks import Hook, RunView
 
 # The bits of NVML's reasons for lower clocks that are faults or limits. Others, such as an idle GPU, are none.
@@ -97,5 +97,5 @@ class GpuHealth(Hook):
     def _warn(self, uuid: str, key: Any, problem: str) -> None:
         if (uuid, key) not in self._reported:
             self._reported.add((uuid, key))
-            sentence = f"process {jax.process_index()} on host {socket.gethostname()}: {uuid} {problem}"
+            sentence = f"process {cluster.current().rank} on host {socket.gethostname()}: {uuid} {problem}"
             print(f"megajax: warning: {sentence}", file=sys.stderr, flush=True)

@@ -9,16 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from megajax import cluster
 from megajax.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from megajax.console import size
 from megajax.errors import InputError
 from megajax.files import replace_text
 from megajax.mesh import mesh_sizes
-from megajax.messages import FOR_EVER, gather, next_name
 from megajax.training import logs
-from megajax.training.run_lock import on_first_process
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram, TrainState
 
@@ -58,7 +55,7 @@ class LocalSaves:
         Raises InputError if it cannot be written.
         """
         path = Path(self.config.run.dir) / RUN_ID
-        on_first_process(lambda: None if path.exists() else replace_text(path, uuid.uuid4().hex))
+        cluster.current().first_decides(lambda: None if path.exists() else replace_text(path, uuid.uuid4().hex))
         self._find_tier()
         assert self._tier is not None
         try:
@@ -114,10 +111,9 @@ class LocalSaves:
 
     def _find_tier(self) -> bool:
         """Find the run's directory in `checkpoint.local_dir`; False if the run has none yet."""
-        run_dir, run_id = Path(self.config.run.dir).resolve(), ""
-        if jax.process_index() == 0 and (run_dir / RUN_ID).is_file():
-            run_id = (run_dir / RUN_ID).read_text(encoding="utf-8")
-        run_id = gather(next_name("run id"), run_id, FOR_EVER)[0]
+        run_dir = Path(self.config.run.dir).resolve()
+        path = run_dir / RUN_ID
+        run_id = cluster.current().first_decides(lambda: path.read_text(encoding="utf-8") if path.is_file() else "")
         if run_id and self._tier is None:
             assert self.config.checkpoint.local_dir is not None
             self._tier = LocalTier(self.config.checkpoint.local_dir, tier_name(run_dir, run_id), self._layout)
@@ -140,7 +136,7 @@ def _layout(program: TrainProgram) -> str:
             **split,
             "optimizer": "slots",  # the names of its arrays
             "mesh": mesh_sizes(program.mesh),
-            "processes": jax.process_count(),
+            "processes": cluster.current().size,
             "compute": program.config.precision.compute,  # the loss scale is of it
             "placements": hashlib.sha256(json.dumps(placements).encode()).hexdigest(),
         }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax import metrics_file
+from megajax import cluster, metrics_file
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
 from megajax.config.sentences import counted
@@ -211,9 +211,8 @@ def draw_load_map(run_dir: Path, layers: Sequence[int]) -> None:
 
 def say(text: str) -> None:
     """Print a line on the console, from process 0 only."""
-    import jax
 
-    if jax.process_index() == 0:
+    if cluster.current().is_first:
         print(fold(text), flush=True)
         CONSOLE.info(text)
 

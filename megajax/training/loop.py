@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from megajax import cluster
 from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
@@ -40,7 +41,6 @@ from megajax.training.profiling import Profile
 from megajax.training.replicas import ReplicaCheck
 from megajax.training.resuming import Start
 from megajax.training.run_directory import RunDirectory, SaveReports
-from megajax.training.run_lock import on_first_process
 from megajax.training.saves import Saves
 from megajax.training.saving import StateSaver
 from megajax.training.spikes import Rollback
@@ -79,7 +79,7 @@ class Trainer:
         self.start_time = time.time() if start_time is None else start_time
         self.flags = prepare_environment(config) if flags is None else flags
         count = len(jax.devices() if devices is None else devices)
-        sizes = check_mesh(config, count, jax.process_count(), jax.default_backend())
+        sizes = check_mesh(config, count, cluster.current().size, jax.default_backend())
         self.console = logs.Console()
         self.monitoring = Monitoring(config, self.console.tell)
         self._exports = Exports(config, self.console.report) if config.checkpoint.export_hf.dir is not None else None
@@ -95,7 +95,7 @@ class Trainer:
         self.log = StepLog(self.monitoring.write, self.watch)
         self.view = RunView(self.program, lambda: self.step, lambda: self.state, self.console.note, self.log.add)
         self.directory = RunDirectory(self.saver, reports, self.view)
-        self.run_dir, self.writer = self.directory.path, jax.process_index() == 0
+        self.run_dir, self.writer = self.directory.path, cluster.current().is_first
         self._state: TrainState | None = None
         self._train_batches: Generator | None = None
         self._compiled = CompiledSteps(self.program, self.console.note)
@@ -306,11 +306,11 @@ class Trainer:
 
     def _prepare(self) -> None:
         """Tell what is about to run, start to compile, and read the state meanwhile."""
-        on_first_process(lambda: self.monitoring.start(logs.say))
+        cluster.current().first_decides(lambda: self.monitoring.start(logs.say))
         about_data = describe_data(self.config, self.data, self.sizes)
         logs.say(summary(self.program, self.flags, about_data, self.sizes))
         self.console.open(self.step, self.config.run.steps, self.writer)
-        on_first_process(lambda: remove_damaged_programs(self.config))
+        cluster.current().first_decides(lambda: remove_damaged_programs(self.config))
         self.compile()
         with ThreadPoolExecutor(1) as thread:
             reserved = thread.submit(self.saver.reserve_host_memory)
@@ -358,7 +358,7 @@ class Trainer:
             return
         self._lock()
         if self._exports is not None:
-            on_first_process(self._exports.check_directory)
+            cluster.current().first_decides(self._exports.check_directory)
         local_step = self._start.local_step if self.step == self._start.step else None
         if self._state is None:
             self._state = self._first_state(logs.say)

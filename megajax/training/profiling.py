@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from megajax import cluster
 from megajax.checkpoint import reason
 from megajax.console import command
 from megajax.training.hooks import Hook, RunView
@@ -50,7 +51,7 @@ class Profile(Hook):
         jax.block_until_ready(run.state.step)
         with self._warning():
             jax.profiler.stop_trace()
-            if jax.process_index() == 0 and steps:
+            if cluster.current().is_first and steps:
                 devices = run.program.mesh.devices
                 facts = {"steps": steps, "devices": devices.size, "device_kind": devices.flat[0].device_kind}
                 (self.directory / MODULE).write_bytes(gzip.compress(self._running_text().encode(), 1))

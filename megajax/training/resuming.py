@@ -8,18 +8,17 @@ from typing import Any
 
 import jax
 
+from megajax import cluster
 from megajax.checkpoint import Checkpoints, agreed_steps, newest_good, reason
 from megajax.checkpoint.description import SettingDifference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.checkpoint.storage import store_errors
 from megajax.errors import InputError, UserError
-from megajax.messages import from_first_process
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.training import run_record
 from megajax.training.local_saves import LocalSaves
 from megajax.training.rollbacks import Rollback, Rollbacks
-from megajax.training.run_lock import on_first_process
 from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainState
 
@@ -43,7 +42,7 @@ class Start:
         self._local_saves = local
         self.run_dir = Path(self.config.run.dir)
         if self.config.checkpoint.dir is not None:
-            on_first_process(lambda: link_checkpoints(self.config))
+            cluster.current().first_decides(lambda: link_checkpoints(self.config))
         self.find()
         self._weights, self._teacher = self._other_weights(), saver.restore_teacher()
 
@@ -55,7 +54,7 @@ class Start:
         """Choose the checkpoint, and compare it with this run."""
         self.seen = agreed_steps(self.run_dir)
         # Whether `checkpoint.resume_step` is new: an earlier start with the same setting went back already.
-        last = from_first_process(lambda: run_record.previous_config(self.run_dir).get("checkpoint", {}))
+        last = cluster.current().first_decides(lambda: run_record.previous_config(self.run_dir).get("checkpoint", {}))
         self._goes_back = self.config.checkpoint.resume_step not in (None, last.get("resume_step"))
         self._choose(self._step_to_resume())
 
@@ -117,13 +116,13 @@ class Start:
             self._local_saves.report(wait=True)
             self._local_saves.begin(None)  # removes the later ones
         later = [each for each in agreed_steps(self.run_dir) if each > step]
-        on_first_process(lambda: run_record.set_aside(self.run_dir, step, later))
+        cluster.current().first_decides(lambda: run_record.set_aside(self.run_dir, step, later))
         self.rollbacks.add(rollback)
         self._checkpoints().reload()
         self.resumed_step, self.local_step = step, None
         self.saved = self._checkpoints().describe(step)
         self.sizes = BatchSizes.of(self.config, Position(step, rollback.samples))
-        on_first_process(lambda: run_record.write_config(self.run_dir, self.config, step))
+        cluster.current().first_decides(lambda: run_record.write_config(self.run_dir, self.config, step))
         state, problem = self._read(step)
         if state is None:
             raise InputError(
@@ -225,4 +224,4 @@ class Start:
                 return reason(error)
             return ""
 
-        return self._checkpoints().agree(find)
+        return cluster.current().first_problem(find)

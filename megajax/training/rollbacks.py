@@ -15,14 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax import json_files, metrics_file
+from megajax import cluster, json_files, metrics_file
 from megajax.checkpoint import Checkpoints, agreed_steps
 from megajax.config import Config
 from megajax.config.sentences import counted
 from megajax.files import METRICS, replace_text
 from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.logs import MetricsLog
-from megajax.training.run_lock import on_first_process
 from megajax.training.spikes import BadStep, Rollback, sentence
 
 RECORD = "rollbacks.json"
@@ -102,4 +101,4 @@ class Rollbacks:
 
     def _write(self) -> None:
         text = json.dumps([past._asdict() for past in self.past], indent=1)
-        on_first_process(lambda: replace_text(self._path, text))
+        cluster.current().first_decides(lambda: replace_text(self._path, text))

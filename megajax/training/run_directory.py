@@ -10,17 +10,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from megajax import cluster
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.checkpoint.storage import is_in_bucket
 from megajax.config import Config
 from megajax.config.sentences import counted
 from megajax.errors import ConfigError, InputError
-from megajax.messages import from_first_process
 from megajax.training import logs, run_record
 from megajax.training.hooks import RunView
 from megajax.training.local_saves import LocalSaves
 from megajax.training.resuming import Start
-from megajax.training.run_lock import RunLock, on_first_process
+from megajax.training.run_lock import RunLock
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainState
 
@@ -54,7 +54,7 @@ class RunDirectory:
         self.lock.acquire(logs.say)
         if self.writing:  # new ones are this run's own
             return False
-        return from_first_process(lambda: complete_steps(self.path) != seen)
+        return cluster.current().first_decides(lambda: complete_steps(self.path) != seen)
 
     def begin(self, start: Start, step: int, local_step: int | None) -> None:
         """The run goes on from `start`, or from the local checkpoint of `local_step`.
@@ -65,8 +65,8 @@ class RunDirectory:
             self.local_saves.begin(local_step)
         start.rollbacks.forget_after(step)
         new = start.resumed_step is None
-        on_first_process(lambda: run_record.record_start(self.path, self.config, step, new, logs.say))
-        on_first_process(self.checkpoints.remove_partial)  # all processes open the checkpoints together
+        cluster.current().first_decides(lambda: run_record.record_start(self.path, self.config, step, new, logs.say))
+        cluster.current().first_decides(self.checkpoints.remove_partial)  # all processes open the checkpoints together
         self.checkpoints.reload()
         self.writing = True
 
@@ -76,7 +76,7 @@ class RunDirectory:
         `more` are further entries of its description. Raises InputError if the last one failed and there is no other.
         """
         self._report(self.reports.wait_for_last(self.checkpoints, step))
-        on_first_process(lambda: self.check_lock(step))
+        cluster.current().first_decides(lambda: self.check_lock(step))
         self.before_removal()
         if self.checkpoints.latest_step != step:
             self._saver.save(self.checkpoints, step, state, samples, **more)

@@ -1,7 +1,4 @@
-"""The lock of a run directory, in which one process trains at a time: a file with the owner's name and heartbeat.
-
-jax is imported only when processes agree, since a process may end before it is.
-"""
+"""The lock of a run directory, in which one process trains at a time: a file with the owner's name and heartbeat."""
 
 import atexit
 import contextlib
@@ -15,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-import numpy as np
 from pydantic import Field
 
-from megajax import json_files, threads
+from megajax import cluster, json_files, threads
 from megajax.errors import InputError, UserError, shown
 from megajax.files import HEARTBEAT_SECONDS, LOCK, METRICS, SUBDIRECTORY
 from megajax.json_files import Count, Damaged
@@ -51,7 +47,7 @@ class RunLock:
     def acquire(self, say: Callable[[str], None] = print) -> None:
         """Take the lock, or take it over if its owner is gone. Otherwise raises InputError on every process."""
         if not self.held:
-            on_first_process(lambda: self._acquire(say))
+            cluster.current().first_decides(lambda: self._acquire(say))
             self.held = True
 
     def release(self) -> None:
@@ -191,37 +187,6 @@ class Leftovers:
         if metrics.exists() and metrics.stat().st_size:
             return True
         return checkpoints.is_dir() and any(checkpoints.iterdir()) or checkpoints.is_symlink() or checkpoints.is_file()
-
-
-def on_first_process(action: Callable[[], object]) -> None:
-    """Run `action` on process 0; an error becomes an InputError on the other processes.
-
-    Process 0 raises an InputError too, or the error itself if it is neither a UserError nor an OSError.
-    """
-    import jax
-
-    message, unexpected = "", None
-    if jax.process_index() == 0:
-        try:
-            action()
-        except UserError as error:
-            message = str(error)
-        except OSError as error:
-            where, why = error.filename or "a file", error.strerror or str(error) or type(error).__name__
-            message = f"{where} could not be written ({why}): choose another run.dir."
-        except Exception as error:  # the others must not wait for it
-            message, unexpected = f"process 0 failed ({error or type(error).__name__}): look at its output.", error
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        padded = np.zeros(4096, np.uint8)
-        encoded = message.encode()[: padded.size]
-        padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        message = bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0").decode(errors="ignore")
-    if unexpected is not None:
-        raise unexpected
-    if message:
-        raise InputError(message)
 
 
 def _this_process() -> Owner:

@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
+from megajax import cluster
 from megajax.training.hooks import Hook, RunView
 from megajax.training.run_directory import RunDirectory
 from megajax.training.step_log import StepLog
@@ -57,7 +56,7 @@ class Saves(Hook):
             self._log.restart(run.step)
 
     def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
-        if jax.process_count() == 1:  # several processes check the lock when they save
+        if cluster.current().size == 1:  # several processes check the lock when they save
             self._directory.check_lock(run.step)
         values |= self._directory.reports.take()
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
+from megajax import cluster
 from megajax.checkpoint import Checkpoints, host_memory, restore_model
 from megajax.checkpoint.description import (
     SettingDifference,
@@ -98,7 +99,7 @@ class StateSaver:
             "saved_on": {  # information only
                 "mesh": {axis: size for axis, size in mesh_sizes(self.program.mesh).items() if size > 1},
                 "devices": self.program.mesh.size,
-                "processes": jax.process_count(),
+                "processes": cluster.current().size,
             },
         }
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from megajax import cluster
 from megajax.layout.kinds import expert_layers
 from megajax.training import logs
 from megajax.training.hooks import Hook, RunView
@@ -40,7 +41,7 @@ class StepLog(Hook):
     def on_start(self, run: RunView) -> None:
         if self._file is not None:
             self._file.close()
-        self._file = logs.MetricsLog(run.config, run.step, jax.process_index() == 0, self._send)
+        self._file = logs.MetricsLog(run.config, run.step, cluster.current().is_first, self._send)
         self._meter = Meter(run.config, run.sizes, run.program.mesh.devices, run.step)
         self._waiting = self._line = None
 

@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 
-from megajax import threads
-from megajax.messages import Failure, Messages, next_name
+from megajax import cluster, threads
+from megajax.cluster.messages import Failure
 from megajax.training import ending
 from megajax.training.ending import STOP_SIGNALS, read_by_a_thread
 
@@ -34,7 +34,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self._before = {}
-        if Messages("stop").count > 1:
+        if cluster.current().size > 1:
             self._agreement = Agreement(self._step)
         with contextlib.suppress(ValueError):  # only the main thread may set handlers; a notebook may run in another
             self._before = {s: signal.signal(s, self._handle) for s in self.SIGNALS}
@@ -96,7 +96,8 @@ class Agreement:
     """
 
     def __init__(self, step: int):
-        self._messages = Messages(next_name("stop"))
+        self._cluster = cluster.current()
+        self._messages = self._cluster.messages("stop")
         self._next, self._at = step + 1, 0  # the step that this process may start; the agreed one
         self._lock, self._agreed = threading.Lock(), threading.Event()
         self._requested = self._posted = False
@@ -132,9 +133,9 @@ class Agreement:
             if messages.wait("request") == "stop":
                 with self._lock:
                     self._requested, own = True, self._next
-                messages.post(str(messages.index), str(own))
-                if messages.index == 0:
-                    latest = max(int(messages.wait(str(index))) for index in range(messages.count))
+                messages.post(str(self._cluster.rank), str(own))
+                if self._cluster.is_first:
+                    latest = max(int(messages.wait(str(rank))) for rank in range(self._cluster.size))
                     messages.post("at", str(latest))
                 self._at = int(messages.wait("at"))
         except Failure:

@@ -3,8 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-import jax
-
+from megajax import cluster
 from megajax.config import Config
 from megajax.config.sentences import counted
 from megajax.console import amount, memory_size
@@ -37,7 +36,7 @@ def summary(
     padded = [n for n, p in program.placements.items() if p.is_padded]
     lines = [
         f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {_length(config)}",
-        f"devices    {program.mesh.size} × {device.device_kind}, {counted(jax.process_count(), 'process')}",
+        f"devices    {program.mesh.size} × {device.device_kind}, {counted(cluster.current().size, 'process')}",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
         f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
         f"{amount(flops_per_token(config), 'FLOP')} per token",

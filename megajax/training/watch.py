@@ -18,13 +18,12 @@ from typing import Any
 
 import jax
 
-from megajax import threads
+from megajax import cluster, threads
+from megajax.cluster.peers import Peers
 from megajax.config import Config
 from megajax.console import CRASH, LOST, described
-from megajax.messages import Messages
 from megajax.training.ending import Ending, within_seconds
 from megajax.training.hooks import Hook, RunView
-from megajax.training.peers import Peers
 from megajax.training.speed import find_slowest
 
 SAFE_TIMEOUT = 30.0  # seconds: a thread of a busy host waited up to 3 s for its turn (docs/reliability.md)
@@ -44,7 +43,7 @@ class Watch(Hook):
     def __init__(self, config: Config, ending: Ending | None = None):
         self.status, self.last_line = 0, ""
         self.ending = ending or Ending(config)
-        self.ending.speaks = Messages("signs").index == 0
+        self.ending.speaks = cluster.current().is_first
         self._entered = False
         self.peers: Peers | None = None
         self._config = config
@@ -58,15 +57,15 @@ class Watch(Hook):
 
     def __enter__(self) -> "Watch":
         self._entered = True
-        if Messages("signs").count > 1:
-            self.peers = Peers(self._config.run.peer_timeout_seconds)
+        if cluster.current().size > 1:
+            self.peers = Peers(cluster.current(), self._config.run.peer_timeout_seconds)
             self._warn_of_a_short_timeout()
         threads.start("the watch over hangs", self._watch, needed=True)
         return self
 
     def _warn_of_a_short_timeout(self) -> None:
         key, seconds = "run.peer_timeout_seconds", self._config.run.peer_timeout_seconds
-        if seconds < SAFE_TIMEOUT and self.peers is not None and self.peers.index == 0:
+        if seconds < SAFE_TIMEOUT and self.peers is not None and self.peers.rank == 0:
             warnings.warn(
                 f"{key}={seconds:g} ({self._config.where(key)}) is short: a process that is only slow, as on a"
                 f" busy host, may count as lost: set it to {SAFE_TIMEOUT:g} or more.",
@@ -106,8 +105,8 @@ class Watch(Hook):
             return {}
         self.peers.own_seconds = own
         signs = dict(self.peers.signs)  # a copy, because another thread adds to it
-        found = find_slowest({i: sign["own_seconds"] for i, sign in signs.items()} | {self.peers.index: own})
-        if found is None or self.peers.index != 0:
+        found = find_slowest({i: sign["own_seconds"] for i, sign in signs.items()} | {self.peers.rank: own})
+        if found is None or self.peers.rank != 0:
             return {}
         values = {"slowest_process": found.process, "slowest_host": self.peers.host(found.process)}
         values |= {"slowest_own_seconds": found.own, "others_own_seconds": found.others}
@@ -176,7 +175,7 @@ class Watch(Hook):
         return max(run.hang_min_seconds, run.hang_factor * self._usual)
 
     def _hang(self, limit: float) -> str:
-        process = f"process {self.peers.index}: " if self.peers else ""
+        process = f"process {self.peers.rank}: " if self.peers else ""
         what = self._work or f"the step after step {self.ending.step}"
         usual = f", a usual step {self._usual:.3g} s" if self._usual and not self._work else ""
         return (
@@ -186,13 +185,13 @@ class Watch(Hook):
         )
 
     def _stacks_file(self) -> Path:
-        return Path(self._config.run.dir) / f"hang-{self.peers.index if self.peers else 0}.txt"
+        return Path(self._config.run.dir) / f"hang-{self.peers.rank if self.peers else 0}.txt"
 
     def _write_stacks(self, sentence: str) -> None:
         steps = {0: self.ending.step}
         if self.peers is not None:
             others = {process: sign["step"] for process, sign in dict(self.peers.signs).items()}
-            steps = others | {self.peers.index: self.ending.step}
+            steps = others | {self.peers.rank: self.ending.step}
         lines = [f"last known step of process {process}: {step}" for process, step in sorted(steps.items())]
         self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
         with self._stacks_file().open("w", encoding="utf-8") as file:

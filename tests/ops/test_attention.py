@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 
 from megajax.errors import ConfigError
+from megajax.jax_internals import fused_attention_stablehlo
 from megajax.ops import attention, causal_ranges, choose_attention, document_starts
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores

@@ -2,9 +2,9 @@
 
 import jax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 
 from megajax.config.checks import check_mesh
+from megajax.jax_internals import fused_attention_stablehlo
 from megajax.mesh import build_mesh
 from megajax.step_plan import Kernels
 from megajax.training.step import TrainProgram

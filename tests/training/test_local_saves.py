@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from several_processes import together
+from several_processes import clusters, together
 from trainers import Killed, KilledQuickTrainer, KilledTrainer
 
 from megajax.checkpoint import checksums
@@ -200,7 +200,7 @@ def test_a_full_directory_is_a_warning_and_keeps_the_last_good_one(build, tmp_pa
 @pytest.fixture
 def tiers(tmp_path):
     """(function) → its results of three processes, called with the tier of each, and its number."""
-    with together(3) as call:
+    with together(clusters(3)) as call:
         made = call(lambda _: LocalTier(str(tmp_path), "run", "layout"))
         call(lambda index: made[index].prepare(keep=None))
         yield lambda function: call(lambda index: function(made[index], index))

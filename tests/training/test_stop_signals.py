@@ -7,9 +7,8 @@ import signal
 import threading
 import time
 
-import jax
 import pytest
-from several_processes import threads_as_processes
+from several_processes import Store, clusters, together
 
 from megajax.training.stop_signals import StopSignals
 
@@ -47,27 +46,6 @@ def test_a_deadline_asks_for_a_stop_when_it_is_reached():
         assert stop.requested(1) and stop.at_deadline
 
 
-class Store:
-    """A key-value store with the functions of jax's client that an agreement uses; each call takes a random time."""
-
-    def __init__(self, slowest: float = 0.003):
-        self._values, self._changed, self._slowest = {}, threading.Condition(), slowest
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
-        time.sleep(random.random() * self._slowest)
-        with self._changed:
-            if key in self._values and not allow_overwrite:
-                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        with self._changed:
-            assert self._changed.wait_for(lambda: key in self._values, timeout=20), f"waited in vain for {key}"
-        time.sleep(random.random() * self._slowest)
-        return self._values[key]
-
-
 class Devices:
     """Steps that need all processes, and hosts that start at most `ahead` of them before the devices have run them."""
 
@@ -83,13 +61,6 @@ class Devices:
             return self.started[process]
 
 
-class Client:
-    """A process's access to the store."""
-
-    def __init__(self, store: Store):
-        self.key_value_set, self.blocking_key_value_get = store.key_value_set, store.blocking_key_value_get
-
-
 @pytest.fixture
 def stopped_at():
     """(go_back_at=0) → the started steps of three processes until they stop, and the one at which a stop is requested.
@@ -98,13 +69,12 @@ def stopped_at():
     """
 
     def run_all(go_back_at: int = 0) -> tuple[list[int], int]:
-        store, devices, count = Store(), Devices(3, ahead=4), 3
+        devices, count = Devices(3, ahead=4), 3
         asks = random.randrange(count)
         asks_at = go_back_at - random.randrange(5) if go_back_at else random.randrange(1, 30)
-        together = threading.Barrier(count)
+        rollback = threading.Barrier(count)
 
         def run(index: int):
-            me.client, me.process_id, me.num_processes = Client(store), index, count
             with StopSignals() as stop:
                 run_until_stopped(index, stop)
 
@@ -114,7 +84,7 @@ def stopped_at():
                 time.sleep(random.random() * (0.004 if index == 1 else 0.0005))  # one is slow
                 started = devices.start(index)
                 if go_back_at and started == go_back_at + 1 and not back:
-                    together.wait(20)  # a rollback is a collective
+                    rollback.wait(20)  # a rollback is a collective
                     back = 1000
                     stop.go_back(started - back)
                     continue
@@ -123,12 +93,8 @@ def stopped_at():
                 if stop.requested(started - back):
                     return
 
-        hosts = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-        with threads_as_processes() as me:
-            for host in hosts:
-                host.start()
-            for host in hosts:
-                host.join(timeout=20)
+        with together(clusters(count, Store(count, slowest=0.003))) as call:
+            assert call(run) == [None] * count
         return devices.started, asks_at
 
     return run_all

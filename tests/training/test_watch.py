@@ -8,31 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
-import several_processes
+from several_processes import Store
 
-from megajax import coordinator, threads
+from megajax import threads
+from megajax.cluster import Cluster, peers, relay
+from megajax.cluster.peers import Peers
 from megajax.console import DONE, LOST
-from megajax.training import peers, watch
-from megajax.training.peers import Peers
+from megajax.training import watch
 from megajax.training.watch import Watch
-
-
-class Store:
-    """A key-value store with the functions of jax's client that `Peers` uses."""
-
-    def __init__(self):
-        self.values: dict[str, str] = {}
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
-        self.values[key] = value
-
-    def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
-        return [(key, value) for key, value in self.values.items() if key.startswith(directory)]
-
-    def key_value_try_get(self, key: str) -> str:
-        if key not in self.values:
-            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
-        return self.values[key]
 
 
 class Client:
@@ -54,13 +37,12 @@ def processes():
     every: list[Client] = []
 
     def make(count: int, timeout: float) -> tuple[list[Peers], list[Client]]:
-        store, made = Store(), []
+        store = Store(count)
         clients = [Client(store) for _ in range(count)]
         every.extend(clients)
-        for index, client in enumerate(clients):
-            with several_processes.process(index, count, client):
-                made.append(Peers(timeout))
-            made[-1].step = 7 + index
+        made = [Peers(Cluster(rank, count, client), timeout) for rank, client in enumerate(clients)]
+        for each in made:
+            each.step = 7 + each.rank
         return made, clients
 
     yield make
@@ -74,8 +56,8 @@ def verdicts(those: list[Peers], seconds: float) -> dict[int, str]:
     while time.monotonic() < end and len(found) < len(those):
         time.sleep(0.01)
         for process in those:
-            if process.index not in found and (sentence := process.check(0.01)):
-                found[process.index] = sentence
+            if process.rank not in found and (sentence := process.check(0.01)):
+                found[process.rank] = sentence
                 process.leave(LOST, sentence)
     return found
 
@@ -93,7 +75,7 @@ def test_all_others_end_with_the_number_host_and_last_step_of_a_lost_process(pro
     those, clients = processes(3, timeout=1.2)
     assert not verdicts(those, 0.7)  # longer than the silence that ends the run
     clients[lost].lost = True
-    found = verdicts([process for process in those if process.index != lost], 2)
+    found = verdicts([process for process in those if process.rank != lost], 2)
     assert len(found) == 2
     for sentence in found.values():
         assert f"process {lost} on host {peers.socket.gethostname()} was lost (last known step: {7 + lost})" in sentence
@@ -115,11 +97,11 @@ def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes)
     those, clients = processes(2, timeout=60)
     clients[0].lost = True
     assert those[1].check(11) is None
-    coordinator.LOST.set()
+    relay.LOST.set()
     try:
         assert those[1].check(0.1) is not None
     finally:
-        coordinator.LOST.clear()
+        relay.LOST.clear()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"step": 1}', "[" * 100_000], ids=lambda text: text[:9])
@@ -127,7 +109,7 @@ def test_a_text_that_is_no_sign_counts_as_silence(processes, text):
     """Of another program that reaches the coordinator's port: the thread goes on to read."""
     those, clients = processes(2, timeout=0.6)
     clients[1].lost = True
-    clients[0]._store.values["megajax/signs/1"] = text
+    clients[0]._store.values["megajax/signs/0/1"] = text
     found = verdicts(those[:1], 5)
     assert "process 1" in found[0] and "was lost" in found[0]
     threads.check()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal, Var
 
+from megajax.jax_internals import JaxprEqn, Literal, Var
 from megajax.options.remat import ATTENTION, RematPolicy
 
 VIEWS = ("name", "reshape", "squeeze")  # primitives that do not change the numbers of their operand

@@ -115,7 +115,7 @@ def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
     """
     if not any(on_host):
         return
-    from jaxlib.mlir import ir
+    from megajax.jax_internals import ir
 
     module: Any = lowered.compiler_ir()
     main = ir.SymbolTable(module.operation)["main"]
@@ -186,9 +186,7 @@ def h200_devices(gpus: int, device: str = "h200") -> list[Any]:
 @contextmanager
 def no_gpu_needed() -> Iterator[None]:
     """Patches four functions of jax that need a running GPU without reason (jax issue 23971)."""
-    from jax._src import xla_bridge
-    from jax._src.cudnn import fused_attention_stablehlo
-    from jax._src.interpreters import pxla
+    from megajax.jax_internals import fused_attention_stablehlo, pxla, xla_bridge
 
     with (
         # Else transfers between memories are dropped from a program whose arguments are all on the device.

@@ -9,11 +9,11 @@ Between hosts NCCL says which network it uses: TCP sockets instead of RDMA make 
 """
 
 import argparse
-import json
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megajax.command_parser import CommandParser
 from megajax.config import Config, load_config
@@ -24,46 +24,44 @@ from megajax.tools.preflight import network
 from megajax.tools.preflight.measurements import Sample, disk_rates, groups, link_rates, matmul_rates, report
 
 VIRTUAL = "CPU devices share the cores of their host, so their rates are not compared and say nothing about GPUs"
-LONGEST = 3600.0  # seconds that the slowest process may take longer than the first
 
 
 def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path | None) -> int:
     """Measure in all processes and print the report on the first one; the exit status."""
     import jax
 
+    from megajax import cluster
+    from megajax.cluster.joining import start_processes
+    from megajax.cluster.start_checks import check_processes
     from megajax.config.checks import check_mesh
-    from megajax.mesh import build_mesh, process_hosts, start_processes
-    from megajax.messages import Messages, from_first_process
-    from megajax.start_checks import check_processes
+    from megajax.mesh import build_mesh
     from megajax.tools.preflight.rates import check_new
 
     start_processes()
+    here = cluster.current()
     if options.rates is not None:
-        from_first_process(lambda: check_new(options.rates))
+        here.first_decides(lambda: check_new(options.rates))
     if config is not None:
         check_processes(config)
-    host, several = socket.gethostname(), jax.process_count() > 1
-    hosts = process_hosts()
+    host, hosts = socket.gethostname(), here.hosts
     on_gpu = jax.default_backend() == "gpu"
-    sizes = None if config is None else check_mesh(config, jax.device_count(), jax.process_count())
+    sizes = None if config is None else check_mesh(config, jax.device_count(), here.size)
     mesh = None if sizes is None else build_mesh(sizes)
     samples = matmul_rates(host, options.matrix or (8192 if on_gpu else 512))
     samples += link_rates(groups(jax.devices(), hosts, mesh), options.megabytes or (256 if on_gpu else 4))
-    if hosts.index(host) == jax.process_index():
+    if hosts.index(host) == here.rank:
         directory = Path(options.directory or ("runs" if config is None else config.run.dir))
         samples += disk_rates(host, directory, options.disk_megabytes)
 
-    def judge(answers: list[str]) -> str:
-        found = [json.loads(answer) for answer in answers]
+    def judge(found: list[Any]) -> int:
         table, outliers = report([Sample(*s) for own in found for s in own["samples"]], options.threshold, not on_gpu)
         line, problems = network.report([own["network"] for own in found], len(set(hosts)))
         outliers += problems
         print(table, *filter(None, [line, "" if on_gpu else VIRTUAL]), sep="\n")
         print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")
-        return str(int(bool(outliers)))
+        return int(bool(outliers))
 
-    mine = json.dumps({"samples": samples, "network": network.chosen(nccl_log)})
-    status = int(Messages("preflight").decide(mine, judge, LONGEST) if several else judge([mine]))
+    status = here.agree({"samples": samples, "network": network.chosen(nccl_log)}, judge)
     if options.rates is not None:
         measure_rates(options.rates, hosts)
     return status
@@ -81,16 +79,15 @@ def measure_rates(path: Path, hosts: Sequence[str]) -> None:
     """Measure the rates in all processes; the first one writes the file and prints the report."""
     import jax
 
-    from megajax.messages import Messages
+    from megajax import cluster
     from megajax.tools.preflight import rates
 
     machine = rates.Machine(jax.devices()[0].device_kind, jax.device_count(), len(set(hosts)))
 
-    def finish(answers: list[str]) -> str:
+    def finish(answers: list[str]) -> None:
         print(rates.finish(path, machine, [rates.from_json(answer) for answer in answers]))
-        return ""
 
-    Messages("rates").decide(rates.to_json(rates.measure(hosts)), finish, LONGEST)
+    cluster.current().agree(rates.to_json(rates.measure(hosts)), finish)
 
 
 def main(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megajax
-from megajax.start_checks import ProcessFacts, code_hash, find_problem, unused_gpus, used_devices
+from megajax.cluster.start_checks import ProcessFacts, code_hash, find_problem, unused_gpus, used_devices
 
 FOUR = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
@@ -135,8 +135,8 @@ def test_every_process_says_that_the_configs_differ_and_writes_nothing(tmp_path,
 
 def test_a_process_that_does_not_come_is_named(port):
     join = (
-        "import megajax.mesh, megajax.console\nmegajax.mesh.JOIN_SECONDS = 1\n"
-        "with megajax.console.user_errors(): megajax.mesh.start_processes()"
+        "import megajax.cluster.joining as joining, megajax.console\njoining.JOIN_SECONDS = 1\n"
+        "with megajax.console.user_errors(): joining.start_processes()"
     )
     alone = start(f"-c {join}", 0, port)
     output = alone.communicate(timeout=60)[0]

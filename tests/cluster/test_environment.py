@@ -1,13 +1,8 @@
-"""The processes of a run in the environment: what cannot be meant is a sentence at once, what is missing has a line."""
+"""The processes of a run in the environment: what cannot be meant is a sentence at once."""
 
-import socket
-import time
-
-import jax
 import pytest
 
-from megajax import mesh
-from megajax.cluster import LAST_PORT, Processes, processes
+from megajax.cluster.environment import LAST_PORT, Processes, processes
 from megajax.errors import ConfigError
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -66,25 +61,6 @@ def test_good_addresses_are_taken(address):
 def test_slurm_and_a_single_process():
     assert processes(SLURM) == Processes(2, 1, None, None)
     assert processes({"SLURM_NTASKS": "1", "SLURM_PROCID": "odd"}) is processes({}) is None
-
-
-@pytest.fixture
-def slow_start(monkeypatch):
-    """A start that waits for half a second."""
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.5))
-
-
-@pytest.mark.parametrize(
-    ("listens", "reason"), [(True, "it answers"), (False, "it does not answer (Connection refused)")]
-)
-def test_a_start_that_waits_says_for_what(slow_start, capsys, listens, reason):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        if not listens:
-            listener.close()
-        mesh.start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address}, silent_seconds=0.05)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "process 3 of 4 waits" in line and f"at {address}: {reason}" in line
 
 
 def test_torchrun_alone_is_a_mistake():

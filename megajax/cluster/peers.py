@@ -12,9 +12,11 @@ import threading
 import time
 from typing import Any
 
-from megajax import coordinator, threads
+from megajax import threads
+from megajax.cluster import relay
+from megajax.cluster.cluster import Cluster
+from megajax.cluster.messages import Failure
 from megajax.console import BAD_NUMBERS, DONE, STOPPED
-from megajax.messages import Failure, Messages
 
 IN_ORDER = (DONE, BAD_NUMBERS, STOPPED)  # exit statuses on which all processes agree
 INTERVALS = 12  # in the timeout
@@ -32,21 +34,21 @@ class Peers:
     The exchange may wait for ever, for example on a process 0 that is stopped, so it decides nothing.
     """
 
-    def __init__(self, timeout: float):
+    def __init__(self, cluster: Cluster, timeout: float):
         """`timeout`: seconds from a loss to the end of every other process."""
-        self._messages, self.timeout = Messages("signs"), timeout
-        self.index, self.count = self._messages.index, self._messages.count
+        self._cluster, self._messages, self.timeout = cluster, cluster.messages("signs"), timeout
+        self.rank = cluster.rank
         self.interval = min(timeout / INTERVALS, LONGEST_INTERVAL)
         self.step: int | None = None
         self.own_seconds: dict[str, float] = {}
         self._suspicious = False
         self.signs: dict[int, dict[str, Any]] = {}  # the last ones of the others, by process
         self._raw: dict[int, str] = {}
-        self._silent = dict.fromkeys(range(self.count) if self.index == 0 else [0], 0.0)
-        self._silent.pop(self.index, None)
+        self._silent = dict.fromkeys(range(cluster.size) if cluster.is_first else [0], 0.0)
+        self._silent.pop(self.rank, None)
         self._ending: dict[str, Any] = {}  # how this process ends, added to its sign
         self._number, self._exchanged = 0, threading.Condition()
-        self._wake, self._gone = threading.Event(), set[int]()
+        self._wake = threading.Event()
         threads.start("the watch over the other processes", self._exchange_at_intervals, needed=True)
 
     def check(self, seconds: float) -> str | None:
@@ -58,9 +60,9 @@ class Peers:
             return verdict
         suspicious = self._suspicious or any(sign.get("suspicious") for sign in list(self.signs.values()))
         limit = self.interval * SUSPECT_INTERVALS if suspicious else self.timeout * OF_TIMEOUT
-        if coordinator.LOST.is_set():
+        if relay.LOST.is_set():
             limit = 2 * self.interval
-        if self._ending and self.index > 0:  # process 0 goes as soon as it knows that this one ends too
+        if self._ending and self.rank > 0:  # process 0 goes as soon as it knows that this one ends too
             return None
         for process in self._silent:
             self._silent[process] += seconds
@@ -82,8 +84,8 @@ class Peers:
 
     @property
     def speaks_for_all(self) -> bool:
-        """Whether this process tells the user of a verdict: process 0, or process 1 if that one is lost."""
-        return self.index == 0 or self.index == 1 and 0 in self._gone
+        """Whether this process tells the user of a verdict: the first one that is not lost."""
+        return self.rank == self._cluster.alive()[0]
 
     def leave(self, status: int, verdict: str | None = None, hung: bool = False, agreed: bool = True) -> None:
         """Tell the others that this process ends, with a verdict if it has one.
@@ -95,20 +97,20 @@ class Peers:
         self._ending = {"status": status, "in_order": in_order, "verdict": verdict, "hung": hung}
         wanted = self._number + 2  # the exchange that runs now may have begun before
         self._wake.set()
-        grace = None if in_order and self.index == 0 else GRACE_INTERVALS * self.interval
+        grace = None if in_order and self.rank == 0 else GRACE_INTERVALS * self.interval
         with self._exchanged:
             self._exchanged.wait_for(lambda: self._number >= wanted and self._others_have_ended(), grace)
 
     def _others_have_ended(self) -> bool:
-        others = [self.signs.get(process, {}) for process in self._silent if process not in self._gone]
-        return self.index > 0 or all("status" in sign for sign in others)
+        others = [self.signs.get(process, {}) for process in self._silent if process in self._cluster.alive()]
+        return self.rank > 0 or all("status" in sign for sign in others)
 
     def _exchange_at_intervals(self) -> None:
         while True:
             with contextlib.suppress(Failure):  # no sign of process 0 yet, or it is gone
                 self._exchange()
             if self._ending:  # soon this process is gone
-                time.sleep(min(0.01 * self.count, self.interval))
+                time.sleep(min(0.01 * self._cluster.size, self.interval))
             else:
                 self._wake.wait(self.interval)
                 self._wake.clear()
@@ -116,11 +118,11 @@ class Peers:
     def _exchange(self) -> None:
         own = {"host": socket.gethostname(), "step": self.step, "own_seconds": self.own_seconds}
         own |= {"suspicious": self._suspicious, "number": self._number, **self._ending}
-        self._messages.post(str(self.index), json.dumps(own), again=True)
-        found = self._messages.read_all() if self.index == 0 else {"0": self._messages.read("0")}
+        self._messages.post(str(self.rank), json.dumps(own), again=True)
+        found = self._messages.read_all() if self.rank == 0 else {"0": self._messages.read("0")}
         for name, raw in found.items():
             process, sign = int(name), _read_sign(raw)
-            if process != self.index and self._raw.get(process) != raw and sign is not None:
+            if process != self.rank and self._raw.get(process) != raw and sign is not None:
                 self.signs[process] = sign
                 self._raw[process], self._silent[process] = raw, 0.0
         with self._exchanged:
@@ -128,7 +130,7 @@ class Peers:
             self._exchanged.notify_all()
 
     def _lost(self, process: int) -> str:
-        self._gone.add(process)
+        self._cluster.lost.add(process)
         return (
             f"{self.named(process)} was lost{self._last_step(process)}: it has given no sign of life for "
             f"{self._silent[process]:.0f} s, so this process ends too; start the same command again to resume from the "
@@ -148,7 +150,7 @@ class Peers:
 
     def host(self, process: int) -> str:
         """A process's host; "" if it has given no sign yet."""
-        return socket.gethostname() if process == self.index else self.signs.get(process, {}).get("host", "")
+        return socket.gethostname() if process == self.rank else self.signs.get(process, {}).get("host", "")
 
     def _last_step(self, process: int) -> str:
         step = self.signs.get(process, {}).get("step")

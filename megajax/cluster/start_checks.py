@@ -2,12 +2,11 @@
 their own.
 
 Each process posts its facts, a small JSON object; process 0 compares them and publishes one sentence
-(`messages.decide`). A process costs two messages, so thousands of them are checked in seconds.
+(`Cluster.agree`). A process costs two messages, so thousands of them are checked in seconds.
 """
 
 import ctypes
 import hashlib
-import json
 import os
 import platform
 import socket
@@ -20,13 +19,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from megajax import cluster
 from megajax.config import Config
 from megajax.config.extensions import file_of
 from megajax.config.sentences import counted
 from megajax.errors import ConfigError
-from megajax.messages import Messages
 from megajax.schema.tree import show
 
+ANSWER_SECONDS = 120.0  # all processes have joined before, and nothing watches them yet
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
 
 
@@ -47,8 +47,8 @@ def check_processes(config: Config) -> None:
 
     Raises ConfigError, with the same sentence on every process.
     """
-    call = Messages("start")
-    if call.count > 1 and (problem := call.decide(json.dumps(own_facts(config)), _problem_of_answers)):
+    here = cluster.current()
+    if here.size > 1 and (problem := here.agree(own_facts(config), _problem_of_answers, seconds=ANSWER_SECONDS)):
         raise ConfigError(problem)
 
 
@@ -79,7 +79,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def code_hash(package: Path = Path(__file__).parent, extensions: Sequence[str] = ()) -> str:
+def code_hash(package: Path = Path(__file__).parents[1], extensions: Sequence[str] = ()) -> str:
     """A short hash of the names and contents of a package's Python files, and of imported `run.extensions`."""
     total = hashlib.sha256()
     files = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
@@ -121,8 +121,8 @@ def cuda_devices() -> list[str]:
     return found
 
 
-def _problem_of_answers(answers: list[str]) -> str:
-    everyone = [ProcessFacts(*json.loads(answer)) for answer in answers]
+def _problem_of_answers(answers: list[Any]) -> str:
+    everyone = [ProcessFacts(*answer) for answer in answers]
     problem = find_problem(everyone)
     unused = "" if problem else unused_gpus(everyone)
     if unused:

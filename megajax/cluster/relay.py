@@ -1,7 +1,7 @@
 """The connection to jax's coordinator, the service in process 0 that joins the processes of a run.
 
 jax's client aborts its process with a C++ stack trace as soon as this connection breaks, so when process 0 dies. The
-client therefore connects to a relay in its own process, which keeps the client's side open; `training/peers.py` notices
+client therefore connects to a relay in its own process, which keeps the client's side open; `peers.py` notices
 the loss and explains it.
 """
 
@@ -13,9 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxlib import _jax  # type: ignore[attr-defined]  # jax.distributed has no option for the address
-
 from megajax import threads
+from megajax.jax_internals import native
 
 LOST = threading.Event()  # set when the coordinator has closed a connection
 
@@ -26,17 +25,17 @@ def through_a_relay() -> Iterator[None]:
 
     With jax's mutual TLS the client connects directly, because it compares the certificate with the address.
     """
-    make_client: Callable[..., Any] = _jax.get_distributed_runtime_client
+    make_client: Callable[..., Any] = native.get_distributed_runtime_client
 
     def make_relayed(address: str, process: int, **options: Any) -> Any:
         tls = any(value for name, value in options.items() if name.startswith("mtls_"))
         return make_client(address if process == 0 or tls else relay(address), process, **options)
 
-    _jax.get_distributed_runtime_client = make_relayed
+    native.get_distributed_runtime_client = make_relayed
     try:
         yield
     finally:
-        _jax.get_distributed_runtime_client = make_client
+        native.get_distributed_runtime_client = make_client
 
 
 def relay(address: str) -> str:

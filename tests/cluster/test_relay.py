@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from megajax import coordinator
+from megajax.cluster import relay
 
 
 @pytest.fixture
@@ -12,12 +12,12 @@ def service():
     """A listening socket in the place of the coordinator, and its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
-    coordinator.LOST.clear()
+    relay.LOST.clear()
 
 
 def connected(listener: socket.socket, address: str) -> tuple[socket.socket, socket.socket]:
     """(client's side, service's side) of a connection through a relay to `address`."""
-    scheme, _, name = coordinator.relay(address).partition(":")
+    scheme, _, name = relay.relay(address).partition(":")
     assert scheme == "unix-abstract"
     client = socket.socket(socket.AF_UNIX)
     client.connect(f"\0{name}")
@@ -26,32 +26,32 @@ def connected(listener: socket.socket, address: str) -> tuple[socket.socket, soc
 
 
 def test_bytes_pass_and_the_client_does_not_see_the_end_of_the_service(service):
-    coordinator.LOST.clear()
+    relay.LOST.clear()
     client, far = connected(*service)
     client.sendall(b"question")
     assert far.recv(100) == b"question"
     far.sendall(b"answer")
     assert client.recv(100) == b"answer"
     far.close()
-    assert coordinator.LOST.wait(10)
+    assert relay.LOST.wait(10)
     client.settimeout(0.05)
     with pytest.raises(TimeoutError):  # open, and silent
         client.recv(100)
 
 
 def test_a_connection_that_the_client_ends_is_no_loss(service):
-    coordinator.LOST.clear()
+    relay.LOST.clear()
     client, far = connected(*service)
     client.close()
     assert far.recv(100) == b""
     far.close()
-    assert not coordinator.LOST.wait(0.1)
+    assert not relay.LOST.wait(0.1)
 
 
 def test_without_a_service_the_client_is_turned_away_and_may_try_again(service):
     listener, address = service
     listener.close()
     client = socket.socket(socket.AF_UNIX)
-    client.connect("\0" + coordinator.relay(address).partition(":")[2])
+    client.connect("\0" + relay.relay(address).partition(":")[2])
     client.settimeout(10)
     assert client.recv(100) == b""

@@ -1,0 +1,108 @@
+"""The start of a run of several processes: what jax is told, and what a start that waits says."""
+
+import re
+import socket
+import time
+
+import jax
+import pytest
+
+from megajax.cluster.joining import JOIN_SECONDS, start_processes
+from megajax.errors import ConfigError
+
+
+@pytest.fixture
+def initialized(monkeypatch):
+    """The calls of jax.distributed.initialize, which is replaced and does nothing."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    return calls
+
+
+SETTINGS = {"initialization_timeout": JOIN_SECONDS + 5, "coordinator_bind_address": None}
+EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+@pytest.mark.parametrize("extra", [{}, {"SLURM_NTASKS": "9"}, {"OMPI_COMM_WORLD_SIZE": "9"}], ids=str)
+def test_explicit_variables_name_the_coordinator_and_win(initialized, extra):
+    start_processes({**extra, **EXPLICIT})
+    assert initialized == [(("host:1234", 4, 3), SETTINGS)]
+
+
+@pytest.mark.parametrize(
+    "address, more, bound",
+    [
+        ("localhost:1234", {}, "localhost:1234"),
+        ("127.0.0.1:1234", {}, "127.0.0.1:1234"),
+        ("192.0.2.1:1234", {}, None),  # no address of this host: a service in front of it
+        ("127.0.0.1:1234", {"JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0:9"}, "0.0.0.0:9"),
+    ],
+)
+def test_the_coordinator_listens_on_its_own_address_only(initialized, address, more, bound):
+    start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address} | more)
+    assert initialized == [((address, 4, 3), SETTINGS | {"coordinator_bind_address": bound})]
+
+
+@pytest.mark.parametrize("environment", [{"SLURM_NTASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}], ids=str)
+def test_slurm_and_open_mpi_are_left_to_jax(initialized, environment):
+    start_processes(environment)
+    assert initialized == [((), SETTINGS)]
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"SLURM_NTASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"SLURM_JOB_ID": "7"}], ids=str
+)
+def test_a_single_process_starts_nothing(initialized, environment):
+    start_processes(environment)
+    assert not initialized
+
+
+@pytest.mark.parametrize("value", ["two", "2(x3)", "-1", "99999999999", "9" * 5000])
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_variable_of_a_cluster_that_is_no_number_is_named(initialized, name, value):
+    with pytest.raises(ConfigError, match=f"{name}={re.escape(value[:100])}.* is not a whole number") as error:
+        start_processes({name: value})
+    assert len(str(error.value)) < 400 and not initialized
+
+
+@pytest.mark.parametrize("missing", EXPLICIT)
+def test_explicit_variables_come_together(initialized, missing):
+    with pytest.raises(ConfigError, match=f"not {missing}: set all three") as error:
+        start_processes({name: value for name, value in EXPLICIT.items() if name != missing})
+    assert all(name in str(error.value) for name in EXPLICIT)
+    assert not initialized
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"JAX_PROCESS_ID": "4"}, {"JAX_PROCESS_ID": "-1"}, {"JAX_NUM_PROCESSES": "four"}),
+        *({"JAX_NUM_PROCESSES": "٤"}, {"JAX_PROCESS_ID": "²"}),  # digits of which int() reads some
+        *({"JAX_COORDINATOR_ADDRESS": address} for address in ("host", "host:port", "host:99999", "host:0")),
+    ],
+    ids=str,
+)
+def test_a_process_number_counts_up_to_their_number(initialized, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        start_processes(EXPLICIT | wrong)
+    assert not initialized
+
+
+@pytest.fixture
+def slow_start(monkeypatch):
+    """A start that waits for half a second."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.5))
+
+
+@pytest.mark.parametrize(
+    ("listens", "reason"), [(True, "it answers"), (False, "it does not answer (Connection refused)")]
+)
+def test_a_start_that_waits_says_for_what(slow_start, capsys, listens, reason):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if not listens:
+            listener.close()
+        start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address}, silent_seconds=0.05)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "process 3 of 4 waits" in line and f"at {address}: {reason}" in line
