@@ -164,10 +164,9 @@ def _attempt(decide: Callable[[], Any]) -> tuple[str, Exception | None]:
     try:
         return json.dumps({"value": decide()}), None
     except Exception as error:
-        known, own = outcome(error), str(error) or type(error).__name__
-        return json.dumps(
-            {"failed": known[0] if known else f"process 0 failed ({shown(own)}): look at its output."}
-        ), error
+        unknown = f"process 0 failed ({shown(str(error) or type(error).__name__)}): look at its output."
+        sentence, _ = outcome(error) or (unknown, 0)
+        return json.dumps({"gone" if isinstance(error, Gone) else "failed": sentence}), error
 
 
 def _value(text: str, error: Exception | None) -> Any:
