@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from megajax import cluster
+
 PINNED = "pinned_host"
 
 
@@ -23,7 +25,7 @@ def reserve(tree: Any) -> None:
         empty = np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
         for replicas in holders.values():  # orbax divides their copies among the replicas
             device = replicas[number % len(replicas)]
-            if device.process_index == jax.process_index() and _has_pinned_memory(device):
+            if device.process_index == cluster.current().rank and _has_pinned_memory(device):
                 copies.append(jax.device_put(empty, SingleDeviceSharding(device, memory_kind=PINNED)))
     jax.block_until_ready(copies)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 
+from megajax import cluster
 from megajax.data.tokenizers import decode_after
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, Prefill
@@ -191,7 +192,9 @@ class Generator:
 
 def _on_host(arrays: Any) -> Any:
     """Arrays whose rows may be on the devices of several processes, which all call this."""
-    return multihost_utils.process_allgather(arrays, tiled=True) if jax.process_count() > 1 else jax.device_get(arrays)
+    return (
+        multihost_utils.process_allgather(arrays, tiled=True) if cluster.current().size > 1 else jax.device_get(arrays)
+    )
 
 
 def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

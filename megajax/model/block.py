@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from megajax import ops
 from megajax.config import ModelConfig
@@ -22,6 +21,7 @@ from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
 from megajax.model.prediction import Join
 from megajax.model.sublayer import LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
+from megajax.ops.barriers import not_repeated
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
 BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are the numbers of `step.graph` and `step.mtp`
@@ -94,7 +94,7 @@ class Block(nnx.Module):
             y, measured = part.apply(own, x, replace(ctx, state=_of_part(ctx.state, name)))
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
-                y = normalise(self.config, lax.optimization_barrier(y), own["post_norm"], own.get("post_norm_bias"))
+                y = normalise(self.config, not_repeated(y), own["post_norm"], own.get("post_norm_bias"))
             x = x + self._dropout(y, ctx, branch)
             metrics |= measured
         return x, metrics

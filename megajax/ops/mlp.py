@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax.ops import expert_activation_kernel, mlp_kernel
+from megajax.ops.barriers import not_merged
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 from megajax.ops.numerics import keep_inputs_only, wide
 
@@ -107,7 +107,7 @@ def activate_weighted_and_gradient(
     """(the result of `activate_weighted`, the gradients of x and of the weights), recomputed from x."""
     if _in_kernel(kind, implementation, dy.shape[-1]):
         return expert_activation_kernel.activate_and_gradient(kind, x, weights, dy, rows)
-    x, dy = lax.optimization_barrier((x, dy))  # else XLA keeps the forward pass's activation
+    x, dy = not_merged((x, dy))  # else XLA keeps the forward pass's activation
     values, pull = jax.vjp(partial(activate, kind), x.astype(wide(x.dtype)))
     scale, dy = weights[:, None].astype(values.dtype), dy.astype(values.dtype)
     (dx,) = pull(dy * scale)
@@ -126,6 +126,6 @@ def activate_and_gradient(
     if _in_kernel(kind, implementation, dy.shape[-1]):
         gradient, act = mlp_kernel.activate_and_gradient(kind, x, dy)
         return act, gradient
-    x, dy = lax.optimization_barrier((x, dy))  # else XLA keeps the forward pass's activation
+    x, dy = not_merged((x, dy))  # else XLA keeps the forward pass's activation
     act, pull = jax.vjp(partial(activate, kind), x)
     return act, pull(dy)[0]

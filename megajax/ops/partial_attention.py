@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops.barriers import not_before, not_merged
 from megajax.ops.numerics import wide
 
 Implementation = Literal["reference", "cudnn", "pallas"]
@@ -136,13 +137,13 @@ def backward_with_sinks[Gradients](
     if sinks is None:
         return backward(whole, dout), None
     # Without this barrier XLA keeps the output without sinks and applies them again where the output is read.
-    whole, dout = lax.optimization_barrier((whole, dout))
+    whole, dout = not_merged((whole, dout))
     out, lse = whole
     delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1).swapaxes(1, 2)
     p = jnp.exp(sinks.astype(lse.dtype)[:, None] - lse)
     dsinks = -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
     # Without this barrier XLA sums over the tokens at the end of the step, and keeps all layers' `dout` until then.
-    return lax.optimization_barrier((backward(whole, dout), dsinks))
+    return not_before((backward(whole, dout), dsinks))
 
 
 def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array | float]:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from megajax.ops.barriers import not_repeated
 from megajax.ops.ranged_attention_kernels import (
     BLOCK_ROWS,
     PER_COLUMN,
@@ -239,7 +240,7 @@ class KeyValueGradient(_Gradient):
 
         rounded, wide = p.astype(k.dtype), self.widths[0] > 128
         if wide:  # FP32 weights beside both accumulators would be spilled: 16 % slower
-            p = rounded = lax.optimization_barrier(rounded)
+            p = rounded = not_repeated(rounded)
 
         def rest(dp_acc):
             plgpu.wgmma(dp_acc, v, dout_ring.transpose((1, 0)))

@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from megajax.ops.barriers import not_before
+
 Load = Callable[[jax.Array, jax.Array], None]  # (step, slot): loads the step's tile into the slot
 
 LOG2_E = math.log2(math.e)
@@ -253,7 +255,7 @@ class Forward(RangedAttentionKernel):
             total = total * shrink + p.sum(axis=1)
             p = p.astype(q.dtype)
             # The whole softmax is before the turn is passed; else the compiler may move it after the next product.
-            acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
+            acc, total, new, p = not_before((acc, total, new, p))
             pass_turn()
             plgpu.barrier_wait(rings["v_ready"].at[slot])
             acc = self._plus_product(acc, p, rings["v_ring"].at[slot])

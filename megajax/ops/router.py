@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops.barriers import not_repeated
 from megajax.ops.numerics import wide
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -137,7 +138,7 @@ def within_capacity(
     Each device sorts the T·k assignments of all devices, three numbers each. A token's experts must differ.
     """
     # The barrier makes the sort and the comparison use one value: XLA might compute it twice, with different rounding.
-    priorities = lax.optimization_barrier(rounded(lax.stop_gradient(priorities)))
+    priorities = not_repeated(rounded(lax.stop_gradient(priorities)))
     all_experts, all_priorities, all_ids = gather_all_tokens((experts, priorities, token_ids))
     ids = jnp.repeat(all_ids, experts.shape[1])
     _, negated, ids = lax.sort((all_experts.reshape(-1), -all_priorities.reshape(-1), ids), num_keys=3)

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import mesh_sizes
+from megajax.ops.barriers import not_before, not_repeated
 from megajax.sharding import EMPTY, Placement
 
 Slots = dict[str, jax.Array]  # arrays [k, ...] of k matrices
@@ -162,7 +163,7 @@ def on_whole_matrices(
             layout, own = layouts[names[0]], slots.get(names[0], {})
             matrices = [layouts[name].matrices(shards[name]).astype(dtype) for name in names]
             if done is not None:  # independent collectives must not overlap: devices may order them differently
-                matrices, own, done = lax.optimization_barrier((matrices, own, done))
+                matrices, own, done = not_before((matrices, own, done))
             if own:
                 done, kept[names[0]] = _group(_unpadded(compute, layout), shape, sizes, matrices[0], own)
             else:
@@ -220,7 +221,7 @@ def _group(
     number, each = rounds(shape, sizes, count)
     padding = number * each * devices - count
     # Behind a barrier: XLA's CPU compiler makes an all-to-all of constants and others that its own verifier refuses.
-    rounded = lax.optimization_barrier(jnp.pad(matrices, ((0, padding), (0, 0), (0, 0))))
+    rounded = not_repeated(jnp.pad(matrices, ((0, padding), (0, 0), (0, 0))))
     rounded = rounded.reshape(number, devices * each, *matrices.shape[1:])
     if number == 1:
         whole, slots = compute(exchange.there(rounded[0]), slots)
@@ -234,7 +235,7 @@ def _group(
     def body(carry, given):
         (whole, computed), (following, own) = carry, given
         returned = exchange.back(computed)
-        following, returned = lax.optimization_barrier((following, returned))
+        following, returned = not_before((following, returned))
         computed, own = compute(whole, own)
         return (exchange.there(following), computed), (returned, own)
 

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from megajax.ops.barriers import not_before
+
 Space = jax.memory.Space
 
 HOST = "pinned_host"
@@ -53,7 +55,7 @@ def in_turn(
     done: list[Any] = []
     for index, (before, other, own) in enumerate(zip(kept, others, away, strict=True)):
         if index >= AHEAD:
-            before, done[index - AHEAD] = jax.lax.optimization_barrier((before, done[index - AHEAD]))
+            before, done[index - AHEAD] = not_before((before, done[index - AHEAD]))
         after = update(_moved(before, own, Space.Device), other)
         done.append(_moved(after, own, Space.Host))
     return done

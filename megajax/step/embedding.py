@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax import ops
 from megajax.model.sublayer import BlockInputs, scale_embeddings
+from megajax.ops.barriers import not_repeated
 from megajax.parallel import collectives
 from megajax.parallel.comm import MeshComm
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
@@ -80,7 +80,7 @@ class Embedding:
         own = of_microbatch(totals)
         # Without the barrier XLA would scatter into the layout of the reduction.
         table = row_major(own[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
-        own[TOKENS] = lax.optimization_barrier(table)
+        own[TOKENS] = not_repeated(table)
         if POSITIONS in weights:
             positions = self.comm.local_tokens(batch["positions"].reshape(-1))
             own[POSITIONS] = own[POSITIONS].at[positions].add(dx.astype(jnp.float32))

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax.layout.kinds import MTP, prediction_layers
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
+from megajax.ops.barriers import not_before
 from megajax.parallel.comm import MeshComm
 from megajax.step.embedding import TOKENS, Embedding
 from megajax.step.head import NORMS, LossHead
@@ -135,7 +135,7 @@ class MultiTokenPrediction:
 
     def _in_order[Values](self, values: Values) -> Values:
         """`values`, none available before all are: collectives must not overlap those of the layers (`LayerStack`)."""
-        return lax.optimization_barrier(values) if max(self.comm.sizes.values()) > 1 else values
+        return not_before(values) if max(self.comm.sizes.values()) > 1 else values
 
 
 def _table(table: Arrays) -> dict[str, jax.Array]:

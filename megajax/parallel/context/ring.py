@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from megajax.model.comm import LatentKeys, TokenPositions
+from megajax.ops.barriers import not_before
 from megajax.ops.partial_attention import Part, Ranges, Scores, attend, attend_backward, merge
 from megajax.options.context import UNROLLED_STEPS
 from megajax.parallel import collectives
@@ -202,7 +203,7 @@ class Ring(ToParts):
             return collectives.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
 
         own_message = _words(fixed)
-        first, own = lax.optimization_barrier(([send(own_message, direction) for direction, _ in sweeps], work.own()))
+        first, own = not_before(([send(own_message, direction) for direction, _ in sweeps], work.own()))
         moving, local = work.start(own)
         for keys, (direction, steps) in zip(first, sweeps, strict=True):
 
@@ -211,7 +212,7 @@ class Ring(ToParts):
                 outgoing = keys[:0] if last else keys
                 message = send(jnp.concatenate([outgoing, _words(moving)]), direction)
                 other = (rank - direction * i) % C
-                message, results = lax.optimization_barrier((message, work.compute(other, _arrays(keys, fixed))))
+                message, results = not_before((message, work.compute(other, _arrays(keys, fixed))))
                 next_keys, arrived = jnp.split(message, [outgoing.size])
                 return (next_keys, *work.combine(other, results, _arrays(arrived, moving), local)), None
 

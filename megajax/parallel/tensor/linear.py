@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8
+from megajax.ops.barriers import not_before
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.mlp import GATED, ElementwiseImplementation, activate, activate_and_gradient
 from megajax.options.fp8_recipes import Rounding
@@ -57,7 +57,7 @@ class TensorParallel:
 
         So the layer below hides the reduction of the weight gradients.
         """
-        return lax.optimization_barrier(gradients) if self.tied else gradients
+        return not_before(gradients) if self.tied else gradients
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -194,7 +194,7 @@ def _gathered_products(tp: TensorParallel, x: jax.Array, w: Weight, which: str, 
         xs.append(operand(piece))
         [y] = _products(tp, xs[-1:], w, which, x.dtype)
         if step < tp.ring.size - 1:
-            piece, y = lax.optimization_barrier((tp.ring.receive(piece), y))
+            piece, y = not_before((tp.ring.receive(piece), y))
         ys.append(y)
     return xs, ys
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, LayerContext
+from megajax.ops.barriers import not_merged
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
@@ -122,7 +122,7 @@ class RematGroups:
     ):
         gathered = self.weights.gather(weights, program, backward=True)
         if program.policy.keeps_input:
-            x, dy = lax.optimization_barrier((saved, dy))  # else XLA merges the recomputation with the forward pass
+            x, dy = not_merged((saved, dy))  # else XLA merges the recomputation with the forward pass
             trained, others = self._divided(gathered, program)
             run = self._runner(inputs, layers, program, others)
             _, pull, _ = jax.vjp(run, trained, x, inputs.streams, has_aux=True)

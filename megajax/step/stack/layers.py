@@ -17,6 +17,7 @@ from jax import lax
 from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, is_maximum
+from megajax.ops.barriers import not_before
 from megajax.parallel.comm import MeshComm
 from megajax.step.nodes import HIDDEN, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.groups import RematGroups, StreamGradients
@@ -246,8 +247,8 @@ class LayerStack:
         if not self.plan.ties_reductions(at_once):
             return values
         if (s, u) == (0, 0) and self.segments[0].loops == 1 and not self.plan.is_pipelined:
-            return values[0], *lax.optimization_barrier(values[1:])
-        return lax.optimization_barrier(values)
+            return values[0], *not_before(values[1:])
+        return not_before(values)
 
 
 def layers_of(first: Any, segment: LayerSegment, loop: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.layout.segments import LayerSegment
+from megajax.ops.barriers import not_before, not_merged
 from megajax.parallel.replayed import replayed
 
 
@@ -36,7 +37,7 @@ def tie_stacked[Weights](weights: Weights, until: Any) -> Weights:
     leaves, structure = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, StackedWeight))
     stacks = {i: w for i, w in enumerate(leaves) if isinstance(w, StackedWeight)}
     if stacks:
-        stacks, _ = lax.optimization_barrier((stacks, until))
+        stacks, _ = not_merged((stacks, until))
     return jax.tree.unflatten(structure, [stacks.get(i, w) for i, w in enumerate(leaves)])
 
 
@@ -60,5 +61,5 @@ def loop_over_layers(body: Callable, carry, xs: tuple, segment: LayerSegment, re
     # A scan would fill its stacks with zeros, and XLA would fill those of all segments before the first one runs.
     stacks = jax.tree.map(lambda a: lax.empty((segment.loops, *a.shape), a.dtype), shapes)
     if jax.tree.leaves(stacks):  # without the barrier XLA would allocate them before they are needed
-        carry, stacks = lax.optimization_barrier((carry, stacks))
+        carry, stacks = not_before((carry, stacks))
     return lax.fori_loop(0, segment.loops, iteration, (carry, stacks))

@@ -7,10 +7,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jax import lax
-
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
+from megajax.ops.barriers import not_repeated
 from megajax.step.stack.groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, GroupWeights, Metrics
 
@@ -56,7 +55,7 @@ class ForwardValues:
     def save(self, u: int, saved: Any, metrics: Metrics) -> None:
         if self.segment.loops > 1:
             # Without the barrier XLA would repeat a matmul to write its result into the stacked array.
-            saved = lax.optimization_barrier(saved)
+            saved = not_repeated(saved)
         self.saved.append(saved)
         self.metrics.append(metrics)
 

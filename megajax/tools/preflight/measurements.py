@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megajax import cluster
+
 if TYPE_CHECKING:
     import jax
 
@@ -209,9 +211,8 @@ def link_rates(
 
     `megabytes`: a device's buffer. The rate counts `sent_bytes`.
     """
-    import jax
 
-    samples, me = [], jax.process_index()
+    samples, me = [], cluster.current().rank
     for group in found:
         if all(device.process_index != me for device in group.devices):
             continue

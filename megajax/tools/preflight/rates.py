@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from megajax import cluster
 from megajax.errors import InputError
 from megajax.step_plan import Hardware
 from megajax.tools.plan.rates import DEVICES, GIB, H200, KEYS, Rates, write_rates
@@ -121,7 +122,7 @@ def timed_links(group: DeviceGroup, sizes: Sizes) -> list[Timing]:
 
     The number of calls does not depend on the time, because all processes must call a collective equally often.
     """
-    me, timings = jax.process_index(), []
+    me, timings = cluster.current().rank, []
     if all(device.process_index != me for device in group.devices):
         return []
     for operation in LINKS:

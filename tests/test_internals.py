@@ -1,0 +1,68 @@
+"""Private names of jax and of orbax have one file each, and so has XLA's barrier."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# What no other file may name → the file.
+RULES = {
+    r"jax\._src|jax\.extend|jaxlib": "megajax/jax_internals.py",
+    r"orbax\..*\._": "megajax/checkpoint/orbax_internals.py",
+    r"(jax\.)?lax\.optimization_barrier": "megajax/ops/barriers.py",
+    r"jax\.process_(index|count)|jax\.experimental\.multihost_utils": "megajax/inference/generation.py",  # of arrays
+}
+
+
+def names(source: str) -> Iterator[str]:
+    """The dotted names that a file imports or reads."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("from jax._src import core", 0),
+        ("from jax import _src", 0),
+        ("def f():\n    import jaxlib.mlir.ir", 0),
+        ("x = jax.extend.core.Var", 0),
+        ("from orbax.checkpoint._src.path import gcs_utils", 1),
+        ("y = lax.optimization_barrier(x)", 2),
+        ("from jax.lax import optimization_barrier as b", 2),
+        ("jax.process_index()", 3),
+    ],
+)
+def test_the_rules_see_each_form(source, rule):
+    assert any(re.match(list(RULES)[rule], name) for name in names(source))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=RULES.values())
+def test_one_file_has_them(rule):
+    paths = [path for folder in ("megajax", "scripts", "dev") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(p.relative_to(ROOT)) for p in paths if any(re.match(rule, n) for n in names(p.read_text("utf-8")))}
+    assert found == {RULES[rule]}
+
+
+@pytest.mark.parametrize(
+    ("file", "package"),
+    [("megajax/jax_internals.py", "jax"), ("megajax/checkpoint/orbax_internals.py", "orbax-checkpoint")],
+)
+def test_each_private_name_has_a_reason_and_was_tried_with_the_installed_version(file, package):
+    """After an upgrade try them again; what is public then leaves the file."""
+    version = re.search(rf"^{package}==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert version
+    text = (ROOT / file).read_text()
+    blocks = [block for block in text.split("\n\n") if re.search("^from (jax|orbax)", block, re.MULTILINE)]
+    assert blocks
+    for block in blocks:
+        reason = [line for line in block.splitlines() if line.startswith("# ")]
+        assert len(" ".join(reason)) > 50 and reason[-1].endswith(f" [{version[1]}]"), block
