@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.model import block
 from megajax.ops import fp8
+from megajax.ops.barriers import not_before
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel import collectives
 from megajax.parallel.collectives import gather_tiles, sum_over_all
@@ -218,7 +219,7 @@ def in_turn[Array](groups: Sequence[dict[str, Array]], move: Callable[[str, Arra
     arrived: dict[str, Array] = {}
     for group in groups:
         if arrived and group:
-            group, arrived = lax.optimization_barrier((group, arrived))
+            group, arrived = not_before((group, arrived))
         out |= arrived
         arrived = {name: move(name, array) for name, array in group.items()}
     return out | arrived

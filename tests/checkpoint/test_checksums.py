@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from several_processes import together
 
-from megajax.checkpoint import Checkpoints, checksums
+from megajax.checkpoint import checksums
 from megajax.errors import InputError
 
 FILES = {"state/d/large": 1000, "state/d/exact": 256, "state/small": 3, "description/metadata": 40, "empty": 0}
@@ -121,21 +120,3 @@ def test_a_file_that_may_not_be_read_is_a_mistake_and_no_damage(checkpoint, monk
     monkeypatch.setattr(Path, "open", forbid)
     with pytest.raises(InputError, match=f"{name} cannot be read: give yourself the permission"):
         checksums.damage(checkpoint)
-
-
-def test_a_mistake_that_one_process_finds_is_an_error_of_all(tmp_path):
-    """Otherwise the others would wait for its answer."""
-    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=None)
-
-    def mistaken() -> str:
-        raise InputError("/there/data cannot be read")
-
-    with together(3) as call:
-        errors = call(lambda index: checkpoints.agree(mistaken if index == 1 else lambda: "a problem"))
-        assert [type(error) for error in errors] == [InputError] * 3
-        assert {str(error) for error in errors} == {"/there/data cannot be read"}
-        found = call(lambda index: checkpoints.agree(lambda: "" if index == 0 else f"problem {index}"))
-        assert found == ["problem 1"] * 3
-    with pytest.raises(InputError, match="/there/data cannot be read"):  # alone
-        checkpoints.agree(mistaken)
-    checkpoints.close()

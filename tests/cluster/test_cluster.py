@@ -87,6 +87,7 @@ def test_the_problem_of_the_lowest_rank_is_everyone_s(together):
     mistaken = True
     for error in together(lambda rank: current().first_problem(lambda: find(rank))):
         assert isinstance(error, InputError) and str(error) == "process 2 has a bad key."
+    assert Cluster().first_problem(lambda: find(1)) == "problem 1"
 
 
 def test_process_0_looks_at_the_files_of_a_run_for_all(together, opened, tmp_path):

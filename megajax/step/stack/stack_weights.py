@@ -12,6 +12,7 @@ from jax import lax
 from megajax.layout.kinds import LayerKind
 from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
+from megajax.ops.barriers import not_before
 from megajax.options.remat import RematPolicy
 from megajax.parallel.comm import MeshComm
 from megajax.step.stack.loops import StackedWeight
@@ -170,7 +171,7 @@ class StackWeights:
 
     def tie_gather(self, values: Any) -> Any:
         """`values` behind a barrier: none is available before all are, so a gather of one waits for the others."""
-        return lax.optimization_barrier(values) if self.plan.sizes["fsdp"] > 1 else values
+        return not_before(values) if self.plan.sizes["fsdp"] > 1 else values
 
     # The way back
 
