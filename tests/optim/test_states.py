@@ -116,10 +116,10 @@ def test_a_mesh_rounds_as_one_device_does():
 def test_exact_slots_are_fp32_and_all_others_have_the_form_of_moments(kind, state):
     """Every slot of every optimizer: SOAP's factors and bases would be useless in 8 bits."""
     placement = place(SHAPE, ("layers", "embed", "mlp"), ONE)
-    parameter, config = SimpleNamespace(axes=placement.axes, role="matrix", muon=True), make_config(MODELS["llama"])
-    optimizer = config.optimizer.model_copy(update={"kind": kind, "state": state})
-    config = config.model_copy(update={"optimizer": optimizer})
-    slots = Update.build(config, {NAME: parameter}, {NAME: placement}, build_mesh(ONE, jax.devices()[:1])).slots
+    parameter = SimpleNamespace(axes=placement.axes, role="matrix", muon=True)
+    config = make_config(MODELS["llama"], optimizer={"kind": kind, "state": state})
+    mesh = build_mesh(ONE, jax.devices()[:1])
+    slots = Update.build(StepPlan.of(config, mesh), {NAME: parameter}, {NAME: placement}, mesh).slots
     declared = {slot.name: slot for slot in slots.member_of(NAME).slots_of(NAME)}
     assert kind != "soap" or [name for name, slot in declared.items() if slot.exact]
     small = {"float32": {"float32"}, "bfloat16": {"bfloat16"}, "int8": {"int8", "uint8", "float32"}}[state]
