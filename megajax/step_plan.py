@@ -190,7 +190,8 @@ class StepPlan:
     @cached_property
     def declared(self) -> dict[str, nnx.Param]:
         """All parameters by name, those of a teacher with its prefix."""
-        own = self.teacher.transformer if self.teacher else None
+        teacher = self.config.of_teacher  # not its plan: on GPUs without a capability it cannot choose kernels
+        own = None if teacher is None else _teacher_model(teacher)
         return _parameters(self.transformer) | ({TEACHER + n: p for n, p in _parameters(own).items()} if own else {})
 
     @property
@@ -472,11 +473,15 @@ class TeacherPlan(StepPlan):
 
     @property
     def transformer(self) -> Transformer:
-        return declared_model(self.model, self.lora, rows="modules")  # each stage of a pipeline has all layers
+        return _teacher_model(self.config)
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
         return ()  # it has no gradient whose table would be large
+
+
+def _teacher_model(config: Config) -> Transformer:
+    return declared_model(config.model, config.lora, rows="modules")  # each stage of a pipeline has all layers
 
 
 def loss_chunks(config: Config, tokens: int, tensor: int) -> int:

@@ -165,7 +165,7 @@ def test_flops_and_memory_count_it(table):
     assert more == pytest.approx(flops_per_token(config.of_teacher) / 3)
     programs = [TrainProgram.build(each, build_mesh({}, jax.devices()[:1])) for each in (config, plain)]
     with_teacher, without = (estimate_memory(p.plan.on_gpus(), p.placements) for p in programs)
-    assert with_teacher.parameters - without.parameters == 4 * parameter_count(programs[0].teacher)
+    assert with_teacher.parameters - without.parameters == 4 * parameter_count(programs[0].plan.teacher.transformer)
     assert with_teacher.weights == without.weights
     assert with_teacher.activations - without.activations == 4 * (ROWS // 2) * LENGTH * 32
     mesh = build_mesh({"fsdp": 2}, jax.devices()[:2])
