@@ -1,17 +1,19 @@
-"""Writes the tables of docs/migration.md from megajax/config/other_names.py and megatron_names.py."""
+"""Writes the tables of docs/migration.md: other_names.py and megatron_flags.py of megajax/config, and differences."""
 
 import argparse
 from pathlib import Path
 
-from megajax.config import megatron_names, other_names
+from megajax.config import megatron_flags, other_names
 from megajax.config.load import keys
 from megajax.config.other_name import OtherName
 from megajax.schema.tree import show
+from megajax.tools.from_megatron.differences import DIFFERENCES
 
 PAGE = Path(__file__).parents[1] / "docs/migration.md"
+MOST_NAMES = 12  # of a row
 TABLES = {
-    "Megatron-LM": ("--", megatron_names.MEGATRON),
-    "Megatron-LM, without counterpart": ("--", megatron_names.MEGATRON_WITHOUT),
+    "Megatron-LM": ("--", megatron_flags.MEGATRON),
+    **{f"Megatron-LM, {outcome}": ("--", table) for outcome, table in megatron_flags.MEGATRON_WITHOUT.items()},
     "MaxText": ("", other_names.MAXTEXT),
     "torchtitan": ("", other_names.TORCHTITAN),
     "Hugging Face": ("", other_names.HUGGING_FACE),
@@ -50,7 +52,8 @@ def table(prefix: str, rows: tuple[OtherName, ...]) -> str:
     """A row for each setting: the other framework's names, our key or note."""
     lines = ["| there | here |", "|---|---|"]
     for row in rows:
-        names = ", ".join(f"`{prefix}{name}`" for name in row.names)
+        names = ", ".join(f"`{prefix}{name}`" for name in row.names[:MOST_NAMES])
+        names += f" and {len(row.names) - MOST_NAMES} more" if len(row.names) > MOST_NAMES else ""
         here = ", ".join(filter(None, [f"`{row.ours}`" if row.ours else "", row.note]))
         lines.append(f"| {names} | {here} |")
     return "\n".join(lines) + "\n"
@@ -67,9 +70,17 @@ def defaults() -> str:
     return "\n".join(lines) + "\n"
 
 
+def differences() -> str:
+    """A row for each formula that differs from Megatron-LM's."""
+    lines = ["| row | Megatron-LM | megajax |", "|---|---|---|"]
+    lines += [f"| `{row}` | {each.theirs} | {each.ours} |" for row, each in DIFFERENCES.items()]
+    return "\n".join(lines) + "\n"
+
+
 def updated(page: str) -> str:
     """The page with all tables between their markers rewritten."""
-    tables = {name: table(*arguments) for name, arguments in TABLES.items()} | {"defaults": defaults()}
+    tables = {name: table(*arguments) for name, arguments in TABLES.items()}
+    tables |= {"defaults": defaults(), "differences": differences()}
     for name, text in tables.items():
         begin, end = f"<!-- {name}: written by dev/migration_tables.py -->\n", f"<!-- end of {name} -->"
         before, found, rest = page.partition(begin)

@@ -63,6 +63,10 @@ COMMANDS = {
     "profile": ("megajax.tools.profile.__main__", "show where a step's time goes, beside the planner's estimate"),
     "preprocess": ("megajax.data.preprocess", "convert JSON lines to the token files for training"),
     "inspect": ("megajax.data.inspect", "describe token files, or show samples of a config as text"),
+    "from-megatron": (
+        "megajax.tools.from_megatron.__main__",
+        "translate a launch script of Megatron-LM into a config",
+    ),
     "hf": ("megajax.hf.__main__", "convert between runs and models in Hugging Face's format"),
     "schema": ("megajax.config.json_schema", "print the JSON schema of configs, for editors"),
 }

@@ -5,7 +5,9 @@ have a value. The note gives the difference and follows our key after a comma; w
 reason.
 """
 
-from megajax.config.megatron_names import MEGATRON, MEGATRON_WITHOUT
+from itertools import chain
+
+from megajax.config.megatron_flags import MEGATRON, MEGATRON_WITHOUT
 from megajax.config.other_name import rows
 
 MAXTEXT = rows("""
@@ -279,4 +281,4 @@ profile_step | logging.profile_start
 """)
 
 # In order of precedence, for names with several meanings.
-ALL = (*MEGATRON, *MEGATRON_WITHOUT, *MAXTEXT, *TORCHTITAN, *HUGGING_FACE, *FINE_TUNING, *SHORT)
+ALL = (*MEGATRON, *MAXTEXT, *TORCHTITAN, *HUGGING_FACE, *FINE_TUNING, *SHORT, *chain(*MEGATRON_WITHOUT.values()))

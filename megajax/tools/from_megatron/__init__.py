@@ -1,0 +1,1 @@
+"""Translates Megatron-LM's launch lines into configs: `megajax from-megatron --help`."""

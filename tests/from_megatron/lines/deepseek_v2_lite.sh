@@ -1,0 +1,11 @@
+torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 27 --hidden-size 2048 --ffn-hidden-size 10944 \
+ --num-attention-heads 16 --kv-channels 16 --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 \
+ --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --norm-epsilon 1e-6 --num-experts 64 \
+ --moe-layer-freq '([0]+[1]*26)' --moe-ffn-hidden-size 1408 --moe-router-topk 6 \
+ --moe-shared-expert-intermediate-size 2816 --moe-router-pre-softmax --moe-router-load-balancing-type seq_aux_loss \
+ --moe-aux-loss-coeff 1e-3 --moe-router-topk-scaling-factor 1.0 --moe-grouped-gemm --moe-token-dispatcher-type alltoall \
+ --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --rotary-base 10000 --rotary-scaling-factor 40 \
+ --mscale 0.707 --mscale-all-dim 0.707 --position-embedding-type rope --no-rope-fusion --swiglu --normalization RMSNorm \
+ --disable-bias-linear --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096 \
+ --hidden-dropout 0 --attention-dropout 0 --bf16 --micro-batch-size 1 --global-batch-size 64 --train-iters 5000 \
+ --lr 4.2e-4 --min-lr 4.2e-5 --lr-decay-style cosine --lr-warmup-iters 200 --vocab-size 102400 --mock-data

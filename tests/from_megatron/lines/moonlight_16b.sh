@@ -1,0 +1,11 @@
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 \
+ --num-attention-heads 16 --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 \
+ --v-head-dim 128 --qk-layernorm --norm-epsilon 1e-5 --rotary-base 50000 --rope-type rope --position-embedding-type rope \
+ --num-experts 64 --moe-layer-freq "([0]*1+[1]*26)" --moe-ffn-hidden-size 1408 --moe-router-topk 6 \
+ --moe-shared-expert-intermediate-size 2816 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.446 \
+ --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 \
+ --moe-grouped-gemm --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights \
+ --seq-length 8192 --max-position-embeddings 8192 --hidden-dropout 0 --attention-dropout 0 --bf16 \
+ --expert-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 32 --train-iters 1000 --lr 4.2e-4 \
+ --min-lr 4.2e-5 --lr-decay-style cosine --vocab-size 163840 --mock-data --optimizer muon --muon-momentum 0.95 \
+ --muon-nesterov --muon-scale-mode spectral --muon-extra-scale-factor 0.2 --qk-clip --qk-clip-threshold 100

@@ -1,0 +1,395 @@
+"""Scripts of all kinds: what the shell says, what is refused, and that nothing in a script is executed."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megajax.tools.from_megatron
+from megajax import commands
+from megajax.config.megatron_flags import FLAGS, KEY
+from megajax.errors import InputError
+from megajax.tools.from_megatron.__main__ import read, translate
+from megajax.tools.from_megatron.differences import DIFFERENCES
+from megajax.tools.from_megatron.launch_line import from_script
+
+PACKAGE = Path(megajax.tools.from_megatron.__file__).parent
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --micro-batch-size 1 --train-iters 10 --lr 1e-3 --vocab-size 512 --mock-data"
+)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "NNODES", "X"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def words(place: Path, script: str, *arguments: str) -> list[str]:
+    (place / "train.sh").write_text(script)
+    return from_script(place / "train.sh", list(arguments)).words
+
+
+def settings(line: str, world: int = 1) -> tuple[dict, list[str]]:
+    text, warned = translate(read(line.split())[0], world)
+    return yaml.safe_load(text), warned
+
+
+def sentence(capsys, *arguments: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        commands.main(["from-megatron", *arguments])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    lines = [line for line in printed.err.splitlines() if "warning:" not in line]
+    assert lines[0].startswith("megajax: error: ") and all(line.startswith("  ") for line in lines[1:]), printed.err
+    return "\n".join(lines)
+
+
+# The expected words are those that bash gives.
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        ("A='x y'\np.py --micro-batch-size $A \"$A\" '$A'", [], ["x", "y", "x y", "$A"]),
+        (
+            "A=(a 'b c' d)\nA+=(e)\np.py --micro-batch-size ${A[1]} ${#A[@]} \"${A[@]}\"",
+            [],
+            "b|c|4|a|b c|d|e".split("|"),
+        ),
+        ("N=3\np.py --micro-batch-size $((N*8-2**3)) $(( (N + 1) % 3 )) $((-7/2))", [], ["16", "1", "-3"]),
+        ("p.py --micro-batch-size ${X:-$((2*3))} ${X:+no} ${X-'a b'} ${X:=q}$X", [], ["6", "a", "b", "qq"]),
+        ("p.py --micro-batch-size \\\n  1 \\\n  2 # 3", [], ["1", "2"]),
+        (
+            "F=/a/b.tar.gz\np.py --micro-batch-size ${F##*/} ${F%.*} ${F%%.*} ${F/a/c} ${F:1:3}",
+            [],
+            "b.tar.gz /a/b.tar /a/b /c/b.tar.gz a/b".split(),
+        ),
+        (
+            "if [ $1 -gt 2 ] && [[ $2 == b* ]]; then A=y; else A=n; fi\np.py --micro-batch-size $A $#",
+            ["3", "bc"],
+            ["y", "2"],
+        ),
+        ('for i in 1 2; do B="$B-$i"; done\np.py --micro-batch-size $B', [], ["-1-2"]),
+        (
+            "while [ $# -gt 0 ]; do case $1 in --a) A=$2; shift 2;; *) shift;; esac; done\np.py --micro-batch-size $A",
+            ["z", "--a", "4"],
+            ["4"],
+        ),
+        ("f() { local k=$1; shift; p.py --micro-batch-size $k \"$@\"; }\nf 1 'a b'", [], ["1", "a b"]),
+        ("cat <<EOF > x\np.py --micro-batch-size 9 '\nEOF\np.py --micro-batch-size 1 > log 2>&1", [], ["1"]),
+        ("V='--micro-batch-size 1 a'\neval \"p.py $V\"", [], ["1", "a"]),
+        ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
+    ],
+)
+def test_words_are_those_of_a_shell(place, script, arguments, expected):
+    assert words(place, script, *arguments) == ["--micro-batch-size", *expected]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world"),
+    [
+        ("torchrun --nproc-per-node 4 --nnodes=2 p.py", 8),
+        ("torchrun --nproc_per_node=4 p.py", 4),
+        ("srun -N 2 --ntasks-per-node=8 python -u p.py", 16),
+        ("mpirun -np 6 python p.py", 6),
+        ("#SBATCH --nodes=3\n#SBATCH --gpus-per-node 4\nsrun python p.py", 12),
+        ("export WORLD_SIZE=$((3*5))\npython p.py", 15),
+        ("torchrun --nproc_per_node $(nvidia-smi -L | wc -l) p.py", None),
+    ],
+)
+def test_the_number_of_devices_is_that_of_the_launcher(place, launcher, world):
+    (place / "train.sh").write_text(f"{launcher} {SMALL}")
+    assert read(["train.sh"])[1] == world
+
+
+def test_sourced_files_are_read_and_others_are_named(place):
+    (place / "a.sh").write_text("A=5\nsource nothing.sh\nsource $(pwd)/b.sh\n")
+    (place / "train.sh").write_text(f". ./a.sh\ntorchrun --nproc-per-node 2 p.py {SMALL} --seed $A")
+    given, world, warned = read(["train.sh"])
+    assert given["seed"] == 5 and world == 2
+    assert any("nothing.sh" in text and "a.sh, line 2" in text for text in warned)
+    assert any("$(pwd)/b.sh" in text for text in warned)
+
+
+HOSTILE = {
+    "substitution": (
+        f"p.py {SMALL} --save $(touch executed)/x --save-interval 1",
+        ("--save", "$(touch executed)", "line 1"),
+    ),
+    "backticks": (f"A=`touch executed`\np.py {SMALL} --seed $A", ("--seed", "`touch executed`", "line 1")),
+    "eval of a substitution": (f'eval "$(touch executed)"\np.py {SMALL}', ("$(touch executed)", "line 1")),
+    "eval of another command": ("eval 'touch executed; rm -rf .'", ("no launch line",)),
+    "commands": ("touch executed\nexec touch executed\n", ("no launch line",)),
+    "unclosed quote": (f"touch executed\np.py {SMALL} --save 'x", ("quote ' is not closed", "line 2")),
+    "unclosed double quote": (f'p.py {SMALL}\nA="x', ('quote " is not closed', "line 2")),
+    "unclosed brackets": (f"p.py {SMALL} --seed $((1+", ("is not closed", "line 1")),
+    "unclosed if": (f"if true; then\np.py {SMALL}", ("line 1", "no fi")),
+    "cyclic source": (f"source train.sh\np.py {SMALL}", ("sources itself", "line 1")),
+    "endless loop": (f"while true; do touch executed; done\np.py {SMALL}", ("20,000 commands",)),
+    "endless recursion": ("f() { f; }\nf", ("calls itself",)),
+    "doubling": ("A=aaaaaaaaaaaaaaaa\n" + "A=$A$A\n" * 64 + f"p.py {SMALL}", ("1,048,576 characters",)),
+    "deep substitutions": (f"p.py {SMALL} --seed {'${A:-' * 500}1{'}' * 500}", ("nested too deeply",)),
+    "deep blocks": ("if true; then\n" * 500, ("blocks in each other",)),
+    "huge power": (f"p.py {SMALL} --seed $((9**99999999))", ("no expression of integers",)),
+    "code in arithmetic": (f"p.py {SMALL} --seed $((__import__('os').system('touch executed')))", ("no expression",)),
+    "division by zero": (f"p.py {SMALL} --seed $((1/0))", ("divides by 0",)),
+    "code in a pattern": (
+        f"p.py {SMALL} --num-experts 4 --moe-layer-freq [print(1)]",
+        ("neither a number nor a list",),
+    ),
+    "huge pattern": (
+        f"p.py {SMALL} --num-experts 4 --moe-layer-freq [0]*999*999*999",
+        ("neither a number nor a list",),
+    ),
+    "required variable": (f"p.py {SMALL} --seed ${{SEED_OF_MINE:?}}", ("SEED_OF_MINE has no value",)),
+    "too large": ("#" * 10_000_000, ("more than 1,048,576 bytes",)),
+    "bytes": (b"\xff\xfe\x00\x00", ("cannot be read",)),
+    "two lines": (f"p.py {SMALL}\np.py {SMALL} --seed 2", ("2 launch lines", "line 1 and", "line 2")),
+    "another script": ("bash inner.sh", ("inner.sh",)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_scripts_get_a_sentence_and_nothing_is_executed(place, name, capsys):
+    script, parts = HOSTILE[name]
+    (place / "train.sh").write_bytes(script if isinstance(script, bytes) else script.encode())
+    before = sorted(place.iterdir())
+    said = sentence(capsys, "train.sh", "--world", "1")
+    assert all(part in said for part in parts), said
+    assert sorted(place.iterdir()) == before
+
+
+def test_the_package_has_nothing_that_executes():
+    forbidden = {"subprocess", "os.system", "eval", "exec", "compile", "popen", "__import__", "pickle"}
+    for file in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not {alias.name for alias in node.names} & forbidden, file
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in forbidden, file
+
+
+def test_every_flag_with_a_counterpart_is_translated():
+    code = "\n".join(file.read_text() for file in PACKAGE.glob("*.py"))
+    names = {name for text in re.findall(r"f?\"([\w{}]+)\"", code) for name in [text]}
+    patterns = [
+        re.sub(r"\{\w+\}", r"\\w+", re.escape(name).replace(r"\{", "{").replace(r"\}", "}"))
+        for name in names
+        if "{" in name
+    ]
+    for flag in FLAGS.values():
+        if flag.outcome == KEY:
+            assert flag.dest in names or any(re.fullmatch(pattern, flag.dest) for pattern in patterns), flag.name
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("pretrain_t5.py --micro-batch-size 1", ("trains T5",)),
+        ("pretrain_mamba.py --micro-batch-size 1", ("trains Mamba",)),
+        ("pretrain_bert.py --num-layers 2", ("trains BERT",)),
+        (f"{SMALL} --hybrid-layer-pattern M*M*", ("--hybrid-layer-pattern M*M*", "a GPT")),
+        (f"{SMALL} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", ("--spec",)),
+        (
+            f"{SMALL} --fp32-residual-connection --qk-l2-norm",
+            ("2 of the settings", "--fp32-residual-connection", "--qk-l2-norm"),
+        ),
+        (f"{SMALL} --fp8-format hybrid --fp8-recipe mxfp8", ("--fp8-recipe mxfp8", "tensorwise and delayed")),
+        (f"{SMALL} --position-embedding-type mrope", ("rotary, learned or absent",)),
+        (f"{SMALL} --use-checkpoint-args", ("--use-checkpoint-args", "write them into the line")),
+        (f"{SMALL} --multi-latent-attention --position-embedding-type rope", ("latents are always normalised",)),
+        (f"{SMALL} --optimizer adaptive_muon", ("adam, sgd, lion or muon",)),
+        (
+            f"{SMALL} --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+            ("weight decay is constant",),
+        ),
+        (
+            f"{SMALL} --tensor-model-paralel-size 2",
+            ("--tensor-model-paralel-size is not a flag", "did you mean --tensor-model-parallel-size?"),
+        ),
+        (
+            f"{SMALL} --zzz 1 --num-layer 3",
+            ("2 words are not flags", "--zzz", "--num-layer: did you mean --num-layers?"),
+        ),
+        (f"{SMALL} --seed one", ("--seed one is not an integer",)),
+        (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
+        (f"{SMALL} --tensor-model-parallel-size 3", ("1 devices are no multiple",)),
+        (f"{SMALL} --global-batch-size 0", ("no multiple",)),
+        (SMALL.replace("--vocab-size 512", ""), ("size of the vocabulary", "--vocab-size")),
+        (SMALL.replace("--lr 1e-3", ""), ("--lr is not set",)),
+        (SMALL.replace("--mock-data", ""), ("no --data-path",)),
+        (f"{SMALL} --lr-warmup-samples 5", ("does not go with --train-iters",)),
+        (f"{SMALL} --pipeline-model-parallel-layout t*x", ("no layout",)),
+        (
+            f"{SMALL} --moe-router-load-balancing-type quantile_balancing --num-experts 4",
+            ("aux_loss, seq_aux_loss or sinkhorn",),
+        ),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_by_name(line, parts, capsys):
+    said = sentence(capsys, "--world", "1", *line.split())
+    assert all(part in said for part in parts), said
+
+
+def test_a_value_that_is_megatrons_default_is_not_refused():
+    found, _ = settings(f"{SMALL} --weight-decay-incr-style constant --dataloader-type single --lr-warmup-init 0.0")
+    assert found["optimizer"]["weight_decay"] == 0.01
+
+
+def test_flags_without_a_counterpart_are_listed_by_class_and_reason():
+    text, _ = translate(read(f"{SMALL} --sequence-parallel --manual-gc --rotary-base 500".split())[0], 1)
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    always, none, beside = (
+        comments.index(next(c for c in comments if c.startswith(f"# {title}")))
+        for title in ("Always so here", "No effect here", "Without effect beside")
+    )
+    assert comments[always + 1].startswith("#   --sequence-parallel: sequence parallelism is always on")
+    assert comments[none + 1].startswith("#   --manual-gc: settings of NCCL")
+    assert comments[beside + 1] == "#   --rotary-base 500"  # learned positions
+
+
+# A line, the key and its value by Megatron's rules, or the row of a formula that differs.
+@pytest.mark.parametrize(
+    ("flags", "key", "expected"),
+    [
+        ("--swiglu", "model.ffn_hidden_size", 128),  # int(4 * 64 * 2 / 3 / 64) * 64
+        ("--disable-bias-linear", "model.activation", "gelu_exact"),
+        ("--openai-gelu --disable-bias-linear", "model.activation", "gelu"),
+        ("--make-vocab-size-divisible-by 100", "model.vocab_size", 600),
+        ("--no-pad-vocab-size --vocab-size 511", "model.vocab_size", 511),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "remat.group", 2),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", "remat.layers", 1),
+        ("--recompute-granularity selective --recompute-modules moe_act layernorm", "remat.policy", "save_matmuls"),
+        ("--global-batch-size 8 --rampup-batch-size 2 2 9", "batch.schedule", "0: 2, 96: 4, 192: 6, 288: 8"),
+        ("--step-batch-size-schedule 0:2,1K:8", "batch.schedule", "0: 2, 992: 8"),
+        (
+            "--global-batch-size 8 --rampup-batch-size 2 2 9 --lr-warmup-iters 2",
+            "schedule.warmup_steps",
+            5,
+        ),  # 2 + 2 + 4 + 6 + 8 >= 16
+        ("--moe-layer-freq 2 --num-experts 4", "model.block_pattern", ["moe", "dense"]),
+        ("--moe-layer-freq [0]+[1] --num-experts 4", "model.first_dense_layers", 1),
+        ("--num-experts 4 --moe-router-pre-softmax", "model.router.normalise", False),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2",
+            "model.router.sequence_loss",
+            0.2,
+        ),
+        ("--train-iters 100 --exit-interval 20", "schedule.decay_steps", 100),
+        ("--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer", "precision.accumulation", "bfloat16"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 3", "schedule.wsd_decay_style", "exponential"),
+        ("--fp8-format e4m3 --first-last-layers-bf16 --num-layers 9", "precision.fp8.last_bf16_layers", 1),
+        ("--window-size 7,0 --window-attn-skip-freq [1]+[0]", "model.layer_pattern", ["local", "global"]),
+        ("--position-embedding-type rope --no-rope-freq [0]+[1]", "model.rope_pattern", ["rope", "none"]),
+        ("--kv-channels 32", "model.head_dim", 32),
+        ("--num-query-groups 2", "model.num_kv_heads", 4),  # --group-query-attention is missing
+        ("--cpu-offloading-num-layers 1", "remat.policy", "offload"),
+        ("--seed 7", "run.seed", 7),
+    ],
+)
+def test_a_flag_becomes_the_value_of_megatrons_rule(flags, key, expected):
+    found, _ = settings(f"{SMALL} {flags}")
+    for part in key.split("."):
+        found = found[part]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        ("--lr-warmup-iters 5", "rate-step"),
+        ("--attention-dropout 0.1", "attention-dropout"),
+        ("--optimizer sgd", "sgd-decay"),
+        ("--fp16", "fp16-gradients"),
+        ("--num-experts 4 --moe-expert-capacity-factor 2", "capacity"),
+        ("--num-experts 4", "router-bias"),
+        ("--lr-decay-style inverse-square-root", "inverse-sqrt"),
+        ("--pretrained-checkpoint x", "checkpoints"),
+    ],
+)
+def test_a_formula_that_differs_is_a_warning_with_its_row(flags, row):
+    warned = settings(f"{SMALL} {flags}")[1]
+    assert any(f"docs/migration.md, row {row})" in text for text in warned)
+
+
+def test_expert_and_tensor_sizes_become_axes():
+    line = f"{SMALL} --num-experts 8 --disable-bias-linear --global-batch-size 16 --tensor-model-parallel-size 2"
+    mesh, _ = settings(f"{line} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 8)
+    assert (mesh["mesh"]["expert"], mesh["mesh"]["experts_over"]) == (2, ["expert", "tensor"])
+    mesh, _ = settings(f"{line} --expert-model-parallel-size 4", 8)
+    assert mesh["mesh"]["expert"] == 4 and "experts_over" not in mesh["mesh"]
+    mesh, _ = settings(f"{line} --expert-model-parallel-size 4 --context-parallel-size 4 --seq-length 32", 8)
+    assert mesh["mesh"]["experts_over"] == ["expert", "context"]
+
+
+def test_pipeline_layouts_are_layers_of_virtual_stages():
+    line = f"{SMALL} --global-batch-size 8 --pipeline-model-parallel-size 2"
+    found, _ = settings(
+        f"{line} --num-layers 10 --pipeline-model-parallel-layout Et*2|(tt|)*2,tttt|L".replace("tttt|L", "ttttL"), 2
+    )
+    assert found["pipeline"] == {"virtual_stages": 2, "layout": [2, 2, 2, 4]}
+    found, _ = settings(f"{line} --num-layers 7 --decoder-first-pipeline-num-layers 3", 2)
+    assert found["pipeline"] == {"layout": [3, 4]}
+    ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    found, _ = settings(f"{line} --num-layers 6 {ends} --num-layers-per-virtual-pipeline-stage 2", 2)
+    assert found["pipeline"] == {"virtual_stages": 2, "layout": [1, 2, 2, 1]}
+
+
+def test_yaml_of_megatrons_tests_and_of_its_config(place, monkeypatch):
+    monkeypatch.setenv("SEED_HERE", "3")
+    flags = {word: True for word in ("--mock-data", "--swiglu")} | {"--bf16": False, "--seed": "${SEED_HERE}"}
+    items = SMALL.replace(" --mock-data", "").split()
+    flags |= dict(zip(items[::2], map(str, items[1::2]), strict=True))
+    (place / "model_config.yaml").write_text(json.dumps({"ENV_VARS": {"A": 1}, "MODEL_ARGS": flags}))
+    found = yaml.safe_load(translate(read(["model_config.yaml"])[0], 1)[0])
+    assert found["run"]["seed"] == 3 and found["model"]["activation"] == "swiglu"
+    assert found["precision"]["compute"] == "float32"
+    (place / "gpt.yaml").write_text(
+        "language_model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, activation_func: swiglu,"
+        " num_query_groups: 2, num_moe_experts: 4, layernorm_epsilon: 1.e-6, add_bias_linear: False,"
+        " gated_linear_unit: True, init_method: null}\nmodel_parallel: {bf16: True}\nseq_length: 32\nmock_data: True\n"
+        "max_position_embeddings: 32\nmicro_batch_size: 1\ntrain_iters: 4\nlr: 1e-3\nvocab_size: 512\n"
+    )
+    (place / "train.sh").write_text("torchrun --nproc_per_node 1 pretrain_gpt.py --yaml-cfg gpt.yaml --seed 5")
+    given, world, _ = read(["train.sh"])
+    found = yaml.safe_load(translate(given, world)[0])
+    assert found["model"]["num_kv_heads"] == 2 and found["model"]["num_experts"] == 4
+    assert found["model"]["norm_epsilon"] == 1e-6 and found["run"]["seed"] == 5
+    (place / "gpt.yaml").write_text("language_model: {num_leyers: 2}\n")
+    with pytest.raises(InputError, match="num_leyers"):
+        read(["gpt.yaml"])
+    (place / "gpt.yaml").write_text("a: &a [1, 2]\nb: [*a, *a]\n")
+    with pytest.raises(InputError, match="alias"):
+        read(["gpt.yaml"])
+
+
+def test_the_command_writes_a_new_file(place, capsys):
+    line = f"--world 2 {SMALL} --write run.yaml".split()
+    assert commands.main(["from-megatron", *line]) == 0
+    assert "wrote run.yaml" in capsys.readouterr().out
+    assert yaml.safe_load((place / "run.yaml").read_text())["mesh"]["data"] == 2
+    assert "exists" in sentence(capsys, *line)
+    assert "--world" in sentence(capsys, *SMALL.split())
+    assert "SCRIPT_OR_ARGS" in sentence(capsys)
+
+
+def test_the_example_of_the_docs_is_real(place, capsys):
+    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+    section = page.split("### Your launch line\n")[1].split("\n### ")[0]
+    script, config, warned = re.findall(r"```(?:bash|yaml|)\n(.*?)```", section, re.DOTALL)
+    (place / "train.sh").write_text(script)
+    assert commands.main(["from-megatron", "train.sh", "--write", "run.yaml"]) == 0
+    assert (place / "run.yaml").read_text() == config
+    assert capsys.readouterr().err == warned
+
+
+def test_every_row_of_differences_is_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+    for row, difference in DIFFERENCES.items():
+        assert f"| `{row}` | {difference.theirs} | {difference.ours} |" in page
