@@ -10,8 +10,8 @@ tensor-model-parallel-size int=1 | mesh.tensor
 sequence-parallel | | sequence parallelism is always on with mesh.tensor
 pipeline-model-parallel-size int=1 | mesh.pipeline
 num-virtual-stages-per-pipeline-rank int | pipeline.virtual_stages
-num-layers-per-virtual-pipeline-stage int | pipeline.virtual_stages | which is model.num_layers / (mesh.pipeline * layers per
-    virtual stage)
+num-layers-per-virtual-pipeline-stage int | pipeline.virtual_stages | which is model.num_layers / (mesh.pipeline *
+    layers per virtual stage)
 pipeline-model-parallel-layout str, decoder-first-pipeline-num-layers int, decoder-last-pipeline-num-layers int,
     account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split | pipeline.layout | a list with the
     number of layers of each virtual stage
