@@ -52,6 +52,8 @@ class FolderTensors:
     with a sentence, for files that are missing, damaged or of another format.
     """
 
+    described_by = "config.json"  # the shapes that are expected
+
     @file_reader("folder")
     def __init__(self, folder: str | Path, quantization_config: Mapping[str, Any] | None = None):
         self.folder = Path(folder)

@@ -215,13 +215,13 @@ def check_tensors(weights: FolderTensors, readers: Sequence[Reader], unused: tup
             raise InputError(f"{weights.folder} has no tensor {name}: copy the whole model.")
         if (found := weights.shape(name)) != shape:
             raise InputError(
-                f"{weights.folder / weights.files[name]}: {name} has the shape {list(found)}, but by config.json "
-                f"it has {[*shape]}: copy both files of the same model."
+                f"{weights.folder / weights.files[name]}: {name} has the shape {list(found)}, but by "
+                f"{weights.described_by} it has {[*shape]}: give both of the same model."
             )
     extra = [n for n in weights.files if n not in expected and not n.startswith(unused) and not n.endswith(UNUSED)]
     extra = [name for name in extra if name != HEAD]  # equal to the embedding, or it were a parameter
     if extra:
-        raise InputError(f"{weights.folder} has the tensor {extra[0]}, which its model_type does not have.")
+        raise InputError(f"{weights.folder} has the tensor {extra[0]}, which the model does not have: give its own.")
 
 
 def unpadded(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:

@@ -81,12 +81,12 @@ class Tensor:
     def leading_axis(self) -> int:
         """The parameter's dimension, without the stacked ones, along which a tensor is cut; the outermost if possible.
 
-        A selected axis is not cut.
+        A selected axis is not cut, unless there is no other: then each piece reads all of it.
         """
         if not self.pattern:
             return 0
         groups, ours = self._axes
-        return ours.index(next(group[0] for group in groups if group[0] not in self._whole))
+        return ours.index(next((group[0] for group in groups if group[0] not in self._whole), groups[0][0]))
 
     def without_starts(self, wanted: Slices) -> Slices:
         """`wanted` for `to_ours`, the same for all blocks of one shape."""

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-Core: their weights into a run, without torch."""

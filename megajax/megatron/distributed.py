@@ -1,0 +1,237 @@
+"""A checkpoint in Megatron-Core's distributed format (`torch_dist`): its tensors, one layer and expert at a time.
+
+The folder has `.metadata`, a pickle with the shape of each tensor and the place of each of its chunks, and files
+`__RANK_NUMBER.distcp` with the chunks, each as torch.save writes a tensor. Layers that are alike are one tensor there,
+`[L, ...]`, and so are experts, `[E, ...]`; here each is a tensor of its own, by the names of Megatron's modules.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megajax.config import ModelConfig
+from megajax.errors import InputError, file_reader, shown
+from megajax.megatron.pickled import Plain, TensorInfo, TorchZip, load_plain
+
+METADATA, BACKEND = ".metadata", "metadata.json"
+NEWEST = "latest_checkpointed_iteration.txt"  # in the folder of a run's checkpoints
+OPEN_FILES = 64
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+# Norms that are fused with the layer after them, as Transformer Engine's modules name them
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "mtp_model_layer.": "transformer_layer.",
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the checkpoint."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor by the name of its module: a stored one, at an index of its leading dimensions."""
+
+    stored: Stored
+    at: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[len(self.at) :]
+
+
+def is_megatron_folder(path: str | Path) -> bool:
+    """Whether a path is a checkpoint in Megatron-Core's distributed format, or the folder of a run with such ones."""
+    return (Path(path) / METADATA).is_file() or (Path(path) / NEWEST).is_file()
+
+
+class MegatronTensors:
+    """The tensors of a checkpoint: their shapes, and slices of them. Nothing is read before it is asked for.
+
+    Raises InputError, with a sentence, for files that are missing or damaged, or that name anything but tensors.
+    """
+
+    described_by = "the section model"  # the shapes that are expected
+
+    @file_reader("folder")
+    def __init__(self, folder: str | Path, model: ModelConfig):
+        """`model` is that of the run: prediction modules count from its layers on, the vocabulary is without padding."""
+        self.folder, self._vocabulary = newest(Path(folder)), model.vocab_size
+        self._open: dict[str, BinaryIO] = {}
+        self._placed = lru_cache(maxsize=4096)(self._place)
+        self._parts = dict(_parts(_stored_tensors(self.folder), model.num_layers))
+        self.files = {name: part.stored.chunks[0].file for name, part in self._parts.items()}
+
+    def __enter__(self) -> "MegatronTensors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without the padding of the vocabulary."""
+        shape = self._parts[name].shape
+        return (min(shape[0], self._vocabulary), *shape[1:]) if name in VOCABULARY else shape
+
+    def itemsize(self, name: str) -> float:
+        """Bytes of a number of a tensor."""
+        return self._parts[name].stored.dtype.itemsize
+
+    @file_reader("self.folder")
+    def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
+        """A block of a tensor, in its own dtype; only the rows that hold it are read."""
+        part = self._parts[name]
+        wanted = (*(slice(i, i + 1) for i in part.at), *slices)
+        lengths = [len(range(*s.indices(size))) for s, size in zip(wanted, part.stored.shape, strict=True)]
+        out, filled = np.empty(lengths, part.stored.dtype), 0
+        for chunk in part.stored.chunks:
+            here, there = [], []
+            for s, offset, size in zip(wanted, chunk.offsets, chunk.sizes, strict=True):
+                step = s.step or 1
+                first = s.start + max(0, -(-(offset - s.start) // step)) * step
+                last = min(s.stop, offset + size)
+                here.append(slice(first - offset, max(last - offset, first - offset), step))
+                there.append(slice((first - s.start) // step, (first - s.start) // step + len(range(first, last, step))))
+            if all(s.stop > s.start for s in there):
+                block = self._chunk(chunk, part.stored)[tuple(here)]
+                out[tuple(there)] = block
+                filled += block.size
+        if filled != out.size:
+            raise InputError(f"{self.folder}: chunks of {part.stored.key} are missing: copy all of its .distcp files.")
+        return out[(0,) * len(part.at)]
+
+    def _chunk(self, chunk: Chunk, stored: Stored) -> np.ndarray:
+        path, at = self.folder / chunk.file, self._placed(chunk, stored)
+        return np.memmap(path, stored.dtype, "r", at, chunk.sizes) if chunk.sizes else np.fromfile(
+            path, stored.dtype, 1, offset=at
+        ).reshape(())
+
+    def _place(self, chunk: Chunk, stored: Stored) -> int:
+        """The first byte of a chunk's numbers in its file."""
+        path = self.folder / chunk.file
+        if chunk.file not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[chunk.file] = path.open("rb")
+        source = f"{path} ({stored.key})"
+        if chunk.start + chunk.length > path.stat().st_size:
+            raise InputError(f"{path} is shorter than {METADATA} says: copy it again.")
+        archive = TorchZip(self._open[chunk.file], chunk.start, chunk.length, source)
+        info = archive.value
+        if not isinstance(info, TensorInfo) or (info.shape, info.dtype) != (chunk.sizes, stored.dtype):
+            raise InputError(f"{source} has another tensor than {METADATA} says: copy the whole checkpoint again.")
+        return archive.place(info).at
+
+
+def newest(folder: Path) -> Path:
+    """The folder of the checkpoint: that of the newest step, if the folder has several."""
+    pointer = folder / NEWEST
+    if (folder / METADATA).is_file() or not pointer.is_file():
+        return folder
+    text = pointer.read_bytes()[:32].decode(errors="replace").strip()
+    if not re.fullmatch(r"\d{1,9}|release", text):
+        raise InputError(f"{pointer} has no step: give the folder of one checkpoint, iter_0001000.")
+    found = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not (found / METADATA).is_file():
+        raise InputError(
+            f"{found} is no checkpoint in Megatron-Core's distributed format (it has no {METADATA}): save it with "
+            "--ckpt-format torch_dist."
+        )
+    return found
+
+
+def _stored_tensors(folder: Path) -> Iterator[Stored]:
+    source = str(folder / METADATA)
+    metadata = load_plain((folder / METADATA).read_bytes, source)
+    try:
+        places: dict[tuple[str, tuple[int, ...] | None], Plain] = {}
+        for index, place in metadata.storage_data.items():
+            offset = getattr(index, "offset", None)
+            places[index.fqn, None if offset is None else tuple(map(int, offset))] = place
+        for key, described in metadata.state_dict_metadata.items():
+            if hasattr(described, "chunks"):
+                yield _stored(str(key), described, places, source)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{source} is damaged ({shown(error)}): copy it again.") from None
+
+
+def _stored(key: str, described: Any, places: Mapping[Any, Any], source: str) -> Stored:
+    shape, dtype = tuple(map(int, described.size)), described.properties.state[0]
+    if not isinstance(dtype, np.dtype):
+        raise InputError(f"{source}: {shown(key)} has the dtype {shown(dtype)}, which is not read: save it in BF16.")
+    if min(shape, default=1) < 1 or math.prod(shape) * dtype.itemsize > 2**50:
+        raise InputError(f"{source} is damaged ({shown(key)} has the shape {shown(shape)}): copy it again.")
+    chunks = []
+    for each in described.chunks:
+        offsets, sizes = tuple(map(int, each.offsets)), tuple(map(int, each.sizes))
+        inside = all(0 <= o and s > 0 and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True))
+        place = places[key, offsets]
+        file, start, length = str(place.relative_path), int(place.offset), int(place.length)
+        if not inside or start < 0 or length < 0:
+            raise InputError(f"{source} is damaged (a chunk of {shown(key)} is outside it): copy it again.")
+        if "/" in file or "\\" in file or file.startswith("..") or "\0" in file:
+            raise InputError(f"{source} names the file {shown(file)}, which is outside its folder: it was not read.")
+        chunks.append(Chunk(offsets, sizes, file, start, length))
+    return Stored(key, shape, dtype, tuple(chunks))
+
+
+def _parts(tensors: Iterator[Stored], layers: int) -> Iterator[tuple[str, Part]]:
+    """Each layer's and expert's tensor by the name of its module; the optimizer's are left out.
+
+    Prediction modules count from the number of `layers` on.
+    """
+    for stored in tensors:
+        name = stored.key
+        if name.startswith(("optimizer.", "chained_")):
+            continue
+        for theirs, ours in FUSED_NORMS.items():
+            name = name.replace(theirs, ours)
+        for layered, at in _unstacked(name, stored):
+            part = Part(stored, at)
+            if module := re.match(r"mtp\.layers\.(\d{1,6})\.", layered):
+                layered = f"mtp.layers.{layers + int(module[1])}.{layered[module.end() :]}"
+            if layered.endswith("shared_experts.gate_weight"):
+                part = Part(stored, (*at, 0))
+            if ".experts.experts." not in layered or len(part.shape) < 2 or part.shape[0] == 0:
+                yield layered, part
+                continue
+            prefix, _, rest = layered.partition(".experts.experts.")
+            for expert in range(part.shape[0]):
+                yield f"{prefix}.experts.local_experts.{expert}.{rest}", Part(stored, (*at, expert))
+
+
+def _unstacked(name: str, stored: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name of each layer's part, and its index in the tensor."""
+    found = re.search(r"(^|\.)layers\.(?!\d)", name)
+    if not found:
+        yield name, ()
+        return
+    for layer in range(stored.shape[0]):
+        yield f"{name[: found.end()]}{layer}.{name[found.end() :]}", (layer,)
