@@ -17,10 +17,9 @@ import numpy as np
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError, file_reader, shown
+from megajax.megatron import METADATA, NEWEST
 from megajax.megatron.pickled import Plain, TensorInfo, TorchZip, load_plain
 
-METADATA, BACKEND = ".metadata", "metadata.json"
-NEWEST = "latest_checkpointed_iteration.txt"  # in the folder of a run's checkpoints
 OPEN_FILES = 64
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 # Norms that are fused with the layer after them, as Transformer Engine's modules name them
@@ -64,11 +63,6 @@ class Part:
         return self.stored.shape[len(self.at) :]
 
 
-def is_megatron_folder(path: str | Path) -> bool:
-    """Whether a path is a checkpoint in Megatron-Core's distributed format, or the folder of a run with such ones."""
-    return (Path(path) / METADATA).is_file() or (Path(path) / NEWEST).is_file()
-
-
 class MegatronTensors:
     """The tensors of a checkpoint: their shapes, and slices of them. Nothing is read before it is asked for.
 
@@ -79,7 +73,7 @@ class MegatronTensors:
 
     @file_reader("folder")
     def __init__(self, folder: str | Path, model: ModelConfig):
-        """`model` is that of the run: prediction modules count from its layers on, the vocabulary is without padding."""
+        """`model` is the run's: prediction modules count from its layers on, the vocabulary is without padding."""
         self.folder, self._vocabulary = newest(Path(folder)), model.vocab_size
         self._open: dict[str, BinaryIO] = {}
         self._placed = lru_cache(maxsize=4096)(self._place)
@@ -116,7 +110,9 @@ class MegatronTensors:
                 first = s.start + max(0, -(-(offset - s.start) // step)) * step
                 last = min(s.stop, offset + size)
                 here.append(slice(first - offset, max(last - offset, first - offset), step))
-                there.append(slice((first - s.start) // step, (first - s.start) // step + len(range(first, last, step))))
+                there.append(
+                    slice((first - s.start) // step, (first - s.start) // step + len(range(first, last, step)))
+                )
             if all(s.stop > s.start for s in there):
                 block = self._chunk(chunk, part.stored)[tuple(here)]
                 out[tuple(there)] = block
@@ -127,9 +123,11 @@ class MegatronTensors:
 
     def _chunk(self, chunk: Chunk, stored: Stored) -> np.ndarray:
         path, at = self.folder / chunk.file, self._placed(chunk, stored)
-        return np.memmap(path, stored.dtype, "r", at, chunk.sizes) if chunk.sizes else np.fromfile(
-            path, stored.dtype, 1, offset=at
-        ).reshape(())
+        return (
+            np.memmap(path, stored.dtype, "r", at, chunk.sizes)
+            if chunk.sizes
+            else np.fromfile(path, stored.dtype, 1, offset=at).reshape(())
+        )
 
     def _place(self, chunk: Chunk, stored: Stored) -> int:
         """The first byte of a chunk's numbers in its file."""

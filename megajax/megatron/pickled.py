@@ -126,8 +126,8 @@ class PlainUnpickler(pickle.Unpickler):
             return _stand_in(name)
         if (module, name) not in ALLOWED:
             raise InputError(
-                f"{self._source} names {shown(f'{module}.{name}')}, which a checkpoint of tensors does not need: it was "
-                "not read; save the checkpoint again, without other objects."
+                f"{self._source} names {shown(f'{module}.{name}')}, which a checkpoint of tensors does not need: it "
+                "was not read; save the checkpoint again, without other objects."
             )
         return ALLOWED[module, name]
 

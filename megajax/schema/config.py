@@ -127,7 +127,9 @@ class CheckpointConfig(Section):
         " them.",
     )
     init_from: Text | None = Field(
-        default=None, description="Run directory, checkpoint, or Hugging Face folder with the initial weights."
+        default=None,
+        description="Run directory, checkpoint, Hugging Face folder, or Megatron-Core checkpoint (torch_dist) with the"
+        " initial weights.",
     )
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."

@@ -33,6 +33,7 @@ from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
 from megajax.hf import is_hf_folder
+from megajax.megatron import is_megatron_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
 from megajax.optim.offload import HOST, on_device, on_host
@@ -317,12 +318,19 @@ class StateSaver:
         return self._in_stored_form({TEACHER + name: w for name, w in weights.items()}, "frozen")
 
     def _read(self, path: str, wanted: dict[str, Any], layer_state: Any, model: ModelConfig, key: str) -> Weights:
-        """The model of a run's checkpoint, or of a folder in Hugging Face's format; `key` of the config names it."""
+        """The model of a run's checkpoint, of a folder in Hugging Face's format, or of a checkpoint of Megatron-Core.
+
+        `key` of the config names it.
+        """
         location = f" ({self.program.config.where(key)})"
         if is_hf_folder(path):
             from megajax.hf.convert import load  # here, because it needs safetensors
 
             weights = load(path, wanted, layer_state, model, key, location)
+        elif is_megatron_folder(path):
+            from megajax.megatron.convert import load as load_megatron
+
+            weights = load_megatron(path, wanted, layer_state, model)
         else:
             weights = restore_model(path, wanted, layer_state, model, key, location)
         if bad := _not_finite(weights):

@@ -1,0 +1,212 @@
+"""Checkpoints that megatron-core 0.19.2 wrote are read: `gqa` by two tensor-parallel ranks on each of two pipeline
+stages, with a padded vocabulary, biases and normalised queries; `v3` with latent attention, YaRN, a dense layer, groups
+of experts, shared experts and a prediction module.
+
+Their weights are `pattern` of the parameter's name here; Megatron's logits of the tokens are stored beside them.
+"""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from single_device import make_config
+from single_device import stored as stored_form
+
+from megajax.config import ModelConfig
+from megajax.errors import InputError
+from megajax.megatron.convert import load
+from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors
+from megajax.megatron.pickled import load_plain
+from megajax.model import Transformer, bind, parameters
+from megajax.model.block import layer_state
+from megajax.training.loop import Trainer
+
+FILES = Path(__file__).parents[1] / "data_files"
+
+
+def pattern(name: str, shape) -> np.ndarray:
+    """Numbers that depend on the parameter and the place: multiples of 1/256, around 1 for norms."""
+    index = np.arange(np.prod(shape), dtype=np.int64) * 37 + zlib.crc32(name.encode()) % 9973
+    values = ((index * index) % 67 % 64 - 32).astype(np.float32) / 64
+    return (values / 4 + ("norm" in name and "bias" not in name)).reshape(shape)
+
+
+@pytest.fixture
+def unpack(tmp_path):
+    def unpack(name: str) -> Path:
+        with zipfile.ZipFile(FILES / f"tiny_megatron_{name}.zip") as archive:
+            archive.extractall(tmp_path / name)
+        return tmp_path / name
+
+    return unpack
+
+
+def stored(name: str):
+    found = np.load(FILES / f"tiny_megatron_{name}.npz")
+    return json.loads(str(found["model"])), found["tokens"], found["logits"]
+
+
+def read(folder, model: ModelConfig):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def abstract(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=device)
+
+    wanted = {name: abstract(parameter) for name, parameter in parameters(Transformer(model)).items()}
+    kept = {kind: {name: abstract(a) for name, a in own.items()} for kind, own in layer_state(model).items()}
+    return load(str(folder), wanted, kept, model)
+
+
+@pytest.mark.parametrize("name", ["gqa", "v3"])
+def test_weights_are_those_that_megatron_saved_and_logits_are_megatrons(unpack, name):
+    section, tokens, logits = stored(name)
+    model = ModelConfig.model_validate(section | {"vocab_multiple": 32})
+    weights, state = read(unpack(name), model)
+    for parameter, array in weights.items():
+        whole = ModelConfig.model_validate(section | {"vocab_multiple": 1})
+        shape = parameters(Transformer(whole))[parameter].shape
+        expected = np.zeros(array.shape, np.float32)  # the vocabulary's padding here
+        expected[tuple(map(slice, shape))] = pattern(parameter, shape)
+        np.testing.assert_array_equal(array, expected, err_msg=parameter)
+    for row, bias in enumerate(state["moe"]["moe.expert_bias"] if state else ()):
+        np.testing.assert_array_equal(bias, pattern(f"expert_bias {row}", bias.shape))
+    found = bind(Transformer(model), weights)(jnp.asarray(tokens), state)
+    np.testing.assert_allclose(found, logits, atol=1e-6)  # FP32 sums in another order
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gqa", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("v3", {"expert": 4, "tensor": 2}),
+        ("v3", {"pipeline": 2, "fsdp": 4}),
+    ],
+    ids=str,
+)
+def test_a_run_on_a_mesh_starts_from_a_checkpoint(unpack, name, mesh):
+    section, _, _ = stored(name)
+    folder = unpack(name)
+    run = folder.parent / "run"
+    (folder / "iter_0000007").mkdir()
+    for file in [*folder.glob("*.distcp"), folder / METADATA]:
+        file.rename(folder / "iter_0000007" / file.name)
+    (folder / NEWEST).write_text("7\n")
+    config = make_config(
+        section,
+        mesh,
+        batch={"global_size": 8, "num_microbatches": 2, "sequence_length": 16},
+        run={"dir": str(run), "steps": 1, "eval_steps": 0},
+        checkpoint={"init_from": str(folder)},
+    )
+    model, state = config.model, read(folder, config.model)[1]
+    trainer = Trainer(config)
+    try:
+        for parameter, array in trainer.state.params.items():
+            placement = trainer.program.placements[parameter]
+            shape = parameters(Transformer(model))[parameter].shape
+            if parameter in ("embedding.tokens", "head"):
+                continue  # padded here; the test above has them
+            expected = stored_form(pattern(parameter, shape), placement, np.dtype(np.float32))
+            np.testing.assert_array_equal(array, expected, err_msg=parameter)
+        for kind, own in state.items():
+            for key, array in own.items():
+                np.testing.assert_array_equal(trainer.state.layer_state[kind][key], array)
+    finally:
+        trainer.close()
+
+
+def test_a_checkpoint_of_another_model_is_named(unpack):
+    section, _, _ = stored("gqa")
+    folder = unpack("gqa")
+    with pytest.raises(InputError, match=r"linear_fc2.weight has the shape \[16, 24\], but .* it has \[16, 32\]"):
+        read(folder, ModelConfig.model_validate(section | {"ffn_hidden_size": 32}))
+    with pytest.raises(InputError, match="has no tensor decoder.layers.2.self_attention.linear_qkv.weight"):
+        read(folder, ModelConfig.model_validate(section | {"num_layers": 3}))
+    with pytest.raises(InputError, match="has the tensor decoder.layers.0.self_attention.linear_qkv.bias, which"):
+        read(folder, ModelConfig.model_validate(section | {"attention_bias": False}))
+
+
+# Damaged and hostile files: a sentence, and nothing runs
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def altered(folder: Path, change) -> None:
+    """Change the objects of `.metadata`, with stand-ins that pickle by the names of torch's classes."""
+    data = (folder / METADATA).read_bytes()
+    (folder / METADATA).write_bytes(change(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda f: (f / "__0_0.distcp").unlink(), "does not exist|No such file|cannot be read"),
+        (lambda f: os.truncate(f / "__0_0.distcp", 9000), "__0_0.distcp is shorter than .metadata says"),
+        (lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * 40000), "is damaged"),
+        (lambda f: os.truncate(f / METADATA, 5000), "metadata is damaged"),
+        (lambda f: altered(f, lambda d: d.replace(b"__0_0.distcp", b"../../../abc")), "outside its folder: it was not"),
+        (lambda f: altered(f, lambda d: d.replace(b"__0_0.distcp", b"/etc/passwd1")), "outside its folder: it was not"),
+        (
+            lambda f: altered(f, lambda d: d.replace(b"bfloat16", b"float128").replace(b"float32", b"evalxyz")),
+            "evalxyz",
+        ),
+        (lambda f: (f / METADATA).write_bytes(b"\x80\x04]" + b"(" * 10**6), "is damaged"),
+        (lambda f: (f / METADATA).write_bytes(b""), "is damaged"),
+        (lambda f: (f / METADATA).write_bytes(pickle.dumps([1, 2])), "is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_sentence(unpack, damage, sentence):
+    section, _, _ = stored("gqa")
+    folder = unpack("gqa")
+    damage(folder)
+    with pytest.raises(InputError, match=sentence) as caught:
+        read(folder, ModelConfig.model_validate(section))
+    assert len(str(caught.value)) < 500
+
+
+def test_a_pickle_that_calls_a_function_is_refused_by_name(unpack, tmp_path):
+    made = tmp_path / "made"
+    folder = unpack("gqa")
+    (folder / METADATA).write_bytes(pickle.dumps({"state": Touch(str(made))}))
+    with pytest.raises(InputError, match="names posix.mkdir, .*not read"):
+        MegatronTensors(folder, ModelConfig.model_validate(stored("gqa")[0]))
+    for code in (b"cbuiltins\neval\n(V1\ntR.", b"cos\nsystem\n(Vtrue\ntR.", b"ctorch.serialization\nload\n."):
+        with pytest.raises(InputError, match="which a checkpoint of tensors does not need"):
+            load_plain(code, "file")
+    assert not made.exists()
+
+
+def test_a_tensors_own_pickle_is_not_trusted_either(unpack, tmp_path):
+    """The archive of a chunk has a pickle too."""
+    folder, made = unpack("gqa"), tmp_path / "made"
+    with MegatronTensors(folder, ModelConfig.model_validate(stored("gqa")[0])) as tensors:
+        part = tensors._parts["decoder.final_layernorm.weight"]
+        [chunk] = part.stored.chunks
+        data = bytearray((folder / chunk.file).read_bytes())
+        evil = io.BytesIO()
+        with zipfile.ZipFile(evil, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(Touch(str(made))))
+        padded = evil.getvalue()
+        assert len(padded) <= chunk.length
+        start = chunk.start + chunk.length - len(padded)
+        data[chunk.start : chunk.start + chunk.length] = b"\0" * (start - chunk.start) + padded
+        shutil.rmtree(folder / "x", ignore_errors=True)
+        (folder / chunk.file).write_bytes(data)
+        with pytest.raises(InputError, match="posix.mkdir"):
+            tensors.read("decoder.final_layernorm.weight", (slice(0, 16),))
+    assert not made.exists()
