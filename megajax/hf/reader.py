@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import lax
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError, file_reader
-from megajax.hf.folder import HEAD, FolderTensors
+from megajax.hf.folder import HEAD
 from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
 
 PIECE_BYTES = 2**28  # of a piece in FP32
@@ -22,6 +23,20 @@ READERS = 4  # pieces that are read at the same time
 # Buffers of older folders, which are no parameters.
 UNUSED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1}  # the padded dimension
+
+
+class NamedTensors(Protocol):
+    """The tensors of a folder, by name: `FolderTensors`, or those of another format."""
+
+    folder: Path
+    described_by: str  # what says the shapes that are expected
+    files: dict[str, str]  # the file of each tensor
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def itemsize(self, name: str) -> float: ...
+
+    def read(self, name: str, slices: Slices) -> np.ndarray: ...
 
 
 class Reader:
@@ -33,7 +48,7 @@ class Reader:
 
     def __init__(
         self,
-        weights: FolderTensors,
+        weights: NamedTensors,
         tensor: Tensor,
         model: ModelConfig,
         padded: Sequence[int],
@@ -200,7 +215,7 @@ def _with_piece(shard, block, start, tensor: Tensor, rest, wanted, lengths) -> j
 
 
 @file_reader("weights.folder")
-def check_tensors(weights: FolderTensors, readers: Sequence[Reader], unused: tuple[str, ...]) -> None:
+def check_tensors(weights: NamedTensors, readers: Sequence[Reader], unused: tuple[str, ...]) -> None:
     """Raise InputError for tensors that are missing, have another shape, or that no parameter needs.
 
     Tensors whose names begin with one of `unused` are allowed.

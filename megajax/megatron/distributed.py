@@ -42,7 +42,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of the checkpoint."""
 
     key: str
@@ -52,10 +52,10 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Part:
+class NamedPart:
     """A tensor by the name of its module: a stored one, at an index of its leading dimensions."""
 
-    stored: Stored
+    stored: StoredTensor
     at: tuple[int, ...] = ()
 
     @property
@@ -121,7 +121,7 @@ class MegatronTensors:
             raise InputError(f"{self.folder}: chunks of {part.stored.key} are missing: copy all of its .distcp files.")
         return out[(0,) * len(part.at)]
 
-    def _chunk(self, chunk: Chunk, stored: Stored) -> np.ndarray:
+    def _chunk(self, chunk: Chunk, stored: StoredTensor) -> np.ndarray:
         path, at = self.folder / chunk.file, self._placed(chunk, stored)
         return (
             np.memmap(path, stored.dtype, "r", at, chunk.sizes)
@@ -129,7 +129,7 @@ class MegatronTensors:
             else np.fromfile(path, stored.dtype, 1, offset=at).reshape(())
         )
 
-    def _place(self, chunk: Chunk, stored: Stored) -> int:
+    def _place(self, chunk: Chunk, stored: StoredTensor) -> int:
         """The first byte of a chunk's numbers in its file."""
         path = self.folder / chunk.file
         if chunk.file not in self._open:
@@ -163,7 +163,7 @@ def newest(folder: Path) -> Path:
     return found
 
 
-def _stored_tensors(folder: Path) -> Iterator[Stored]:
+def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
     source = str(folder / METADATA)
     metadata = load_plain((folder / METADATA).read_bytes, source)
     try:
@@ -180,7 +180,7 @@ def _stored_tensors(folder: Path) -> Iterator[Stored]:
         raise InputError(f"{source} is damaged ({shown(error)}): copy it again.") from None
 
 
-def _stored(key: str, described: Any, places: Mapping[Any, Any], source: str) -> Stored:
+def _stored(key: str, described: Any, places: Mapping[Any, Any], source: str) -> StoredTensor:
     shape, dtype = tuple(map(int, described.size)), described.properties.state[0]
     if not isinstance(dtype, np.dtype):
         raise InputError(f"{source}: {shown(key)} has the dtype {shown(dtype)}, which is not read: save it in BF16.")
@@ -197,10 +197,10 @@ def _stored(key: str, described: Any, places: Mapping[Any, Any], source: str) ->
         if "/" in file or "\\" in file or file.startswith("..") or "\0" in file:
             raise InputError(f"{source} names the file {shown(file)}, which is outside its folder: it was not read.")
         chunks.append(Chunk(offsets, sizes, file, start, length))
-    return Stored(key, shape, dtype, tuple(chunks))
+    return StoredTensor(key, shape, dtype, tuple(chunks))
 
 
-def _parts(tensors: Iterator[Stored], layers: int) -> Iterator[tuple[str, Part]]:
+def _parts(tensors: Iterator[StoredTensor], layers: int) -> Iterator[tuple[str, NamedPart]]:
     """Each layer's and expert's tensor by the name of its module; the optimizer's are left out.
 
     Prediction modules count from the number of `layers` on.
@@ -212,20 +212,20 @@ def _parts(tensors: Iterator[Stored], layers: int) -> Iterator[tuple[str, Part]]
         for theirs, ours in FUSED_NORMS.items():
             name = name.replace(theirs, ours)
         for layered, at in _unstacked(name, stored):
-            part = Part(stored, at)
+            part = NamedPart(stored, at)
             if module := re.match(r"mtp\.layers\.(\d{1,6})\.", layered):
                 layered = f"mtp.layers.{layers + int(module[1])}.{layered[module.end() :]}"
             if layered.endswith("shared_experts.gate_weight"):
-                part = Part(stored, (*at, 0))
+                part = NamedPart(stored, (*at, 0))
             if ".experts.experts." not in layered or len(part.shape) < 2 or part.shape[0] == 0:
                 yield layered, part
                 continue
             prefix, _, rest = layered.partition(".experts.experts.")
             for expert in range(part.shape[0]):
-                yield f"{prefix}.experts.local_experts.{expert}.{rest}", Part(stored, (*at, expert))
+                yield f"{prefix}.experts.local_experts.{expert}.{rest}", NamedPart(stored, (*at, expert))
 
 
-def _unstacked(name: str, stored: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _unstacked(name: str, stored: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The name of each layer's part, and its index in the tensor."""
     found = re.search(r"(^|\.)layers\.(?!\d)", name)
     if not found:

@@ -43,7 +43,7 @@ def pattern(name: str, shape) -> np.ndarray:
 @pytest.fixture
 def unpack(tmp_path):
     def unpack(name: str) -> Path:
-        with zipfile.ZipFile(FILES / f"tiny_megatron_{name}.zip") as archive:
+        with zipfile.ZipFile(FILES / f"megatron_{name}.zip") as archive:
             archive.extractall(tmp_path / name)
         return tmp_path / name
 
@@ -51,7 +51,7 @@ def unpack(tmp_path):
 
 
 def stored(name: str):
-    found = np.load(FILES / f"tiny_megatron_{name}.npz")
+    found = np.load(FILES / f"megatron_{name}.npz")
     return json.loads(str(found["model"])), found["tokens"], found["logits"]
 
 
