@@ -170,7 +170,7 @@ def test_a_run_may_leave_the_modules_out(with_module):
     change_config(with_module, num_nextn_predict_layers=2)
     np.testing.assert_array_equal(read(with_module, model={"mtp_layers": 0}, fsdp=4)[BIAS], V3[BIAS])
     change_config(with_module, num_nextn_predict_layers=0)
-    with pytest.raises(InputError, match=r"has the tensor model\.layers\.3\..*, which its model_type does not have"):
+    with pytest.raises(InputError, match=r"has the tensor model\.layers\.3\..*, which the model does not have"):
         read(with_module, fsdp=4)
 
 
