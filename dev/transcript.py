@@ -34,15 +34,15 @@ def readme_commands(readme: str, steps: int) -> list[str]:
     """
     quickstart = _block(readme, "bash").splitlines()[0]
     section = readme.split(f"\n## {SECTION}\n")[1].split("\n## ")[0]
-    sample = re.search(r"`(python -m megajax\.generate [^`]+)`", section)
+    sample = re.search(r"`(megajax generate [^`]+)`", section)
     if sample is None:
-        raise ValueError(f'README.md: "{SECTION}" has no `python -m megajax.generate ...`')
+        raise ValueError(f'README.md: "{SECTION}" has no `megajax generate ...`')
     commands = []
     for line in [quickstart, *_block(section, "bash").splitlines(), sample[1]]:
         command = line.split("  #")[0].rstrip()
         if command.startswith("nano "):
             command = f"cat > {command.split()[1]} <<'END'\n{_block(section, 'yaml')}END"
-        elif command.startswith("python -m megajax.train") and "--" not in command:
+        elif command.startswith("megajax train") and "--" not in command:
             command += f" run.steps={steps}"
         commands.append(command)
         if command.startswith("mkdir "):

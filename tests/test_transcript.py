@@ -12,8 +12,8 @@ def test_the_readmes_commands_are_found_in_order():
     commands = transcript.readme_commands(README, 7)
     programs = [shlex.split(command.splitlines()[0])[:3] for command in commands]
     assert programs[0] == ["./scripts/quickstart.sh"] and "source" in programs[1]
-    modules = [words[2] for words in programs if words[:2] == ["python", "-m"]]
-    assert modules == ["megajax.data.preprocess", "megajax.train", "megajax.train", "megajax.generate"]
+    names = [words[1] for words in programs if words[0] == "megajax"]
+    assert names == ["preprocess", "train", "train", "generate"]
     (training,) = [command for command in commands if command.endswith("run.steps=7")]
     assert commands.index(training) > commands.index(transcript.TEXT) and "--print-config" not in training
     (config,) = [command for command in commands if "num_layers" in command]
