@@ -28,6 +28,7 @@ TYPES: dict[type, tuple[str, ...]] = {
         "sliding_window_pattern",
     ),
 }
+COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers")  # 0 or null: none
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
 WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
@@ -60,6 +61,9 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
             found = config.get(key)
             if found is not None and (type(found) is not kind or (kind is int and not 1 <= found <= MOST_TOKENS)):
                 raise InputError(f"{path}: {key}={show(found)} is not {WORDS[kind]}: copy it again.")
+    for key in COUNTS:
+        if (found := config.get(key)) is not None and (type(found) is not int or found < 0):
+            raise InputError(f"{path}: {key}={show(found)} is not a whole number of 0 or more: copy it again.")
     for key in ("rope_parameters", "rope_scaling"):
         _check_rope(config.get(key) or {}, f"{path}: {key}")
     given = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}

@@ -71,13 +71,17 @@ def test_every_key_of_a_config_counts(path, tmp_path):
 def test_a_value_of_another_type_is_a_sentence_under_every_key(path, tmp_path):
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))
-    refused = set()
+    refused, accepted = set(), set()
     for key in config:
         for wrong in ("x", [], {"a": "x"}, -3):
             (tmp_path / "config.json").write_text(json.dumps(config | {key: wrong}))
             try:
                 read_model(tmp_path)
+                accepted.add(key)
             except InputError as error:
                 refused.add(key)
                 assert str(tmp_path) in str(error)
     assert len(refused) > 7
+    numbers = {key for key, value in config.items() if type(value) in (int, float)}
+    free = " ".join([*MAY_CHANGE.values(), OF_FAMILY.get(path.stem, "")]).split()
+    assert accepted & numbers <= {*free}, "a number that decides the model must be one"

@@ -141,6 +141,13 @@ class Pieces:
         return b"".join(PIECES[i] for i in ids).decode(errors="replace").removeprefix(" ")
 
 
+class Halves(Pieces):
+    """Each token is one of the two bytes of é."""
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(b"\xc3\xa9"[i % 2 : i % 2 + 1] for i in ids).decode(errors="replace")
+
+
 def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama):
     """A text is what its tokens add to the prompt's text: with its first space, and with characters of two tokens."""
     llama = changed(llama, tokenizer=Pieces())
@@ -156,6 +163,11 @@ def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama):
         pieces: list[str] = []
         assert continue_texts(llama, [prompt], 50, GREEDY, stop=ends, on_text=pieces.append) == [text]
         assert "".join(pieces) == text and len(pieces) > 2
+    halves = changed(llama, tokenizer=Halves())  # most pieces end in the first half of a character
+    for prompt in prompts:
+        pieces = []
+        text = continue_texts(halves, [prompt], 50, GREEDY, on_text=pieces.append)[0]
+        assert "".join(pieces) == text and "é" in text and len(pieces) > 2
     for first in range(8, 24):  # some of these texts begin in one piece and end in the next
         ends, pieces = [whole[0][first : first + 4], "\0"], []
         text = whole[0].partition(ends[0])[0]
@@ -219,6 +231,8 @@ def plain_remaining(logits: np.ndarray, sampling: Sampling) -> set[int]:
         Sampling(1.0, min_p=0.2),
         Sampling(1.0, top_k=30, top_p=0.5, min_p=0.05),
         Sampling(1.0, top_p=1e-9),
+        Sampling(1.0, top_p=0.0),
+        Sampling(1.0, min_p=1.0),
     ],
 )
 def test_top_k_top_p_and_min_p_keep_the_tokens_of_a_plain_loop(sampling):

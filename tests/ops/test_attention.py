@@ -8,7 +8,7 @@ import pytest
 
 from megajax.errors import ConfigError
 from megajax.jax_internals import fused_attention_stablehlo
-from megajax.ops import attention, causal_ranges, choose_attention, document_starts
+from megajax.ops import attention, cached_attention, causal_ranges, choose_attention, document_starts
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
 
@@ -328,3 +328,21 @@ def test_heads_up_to_256_need_cudnn_by_name():
 
 def test_reference_by_name_runs_anywhere():
     assert choose("reference", **FITS) == ("reference", "kernels.attention=reference")
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4)], ids=str)
+def test_the_last_tokens_attend_to_a_cache_as_to_the_whole_sequence(qkv, rng, new, heads):
+    """With sinks and a soft-cap; as speculation does with its drafts, several tokens of each head at once."""
+    q, k, v = qkv(*heads, 8)
+    sinks = rng.normal(size=heads[0])
+    caches = (jnp.asarray(a.swapaxes(1, 2), jnp.float32) for a in (k, v))
+    visible = np.arange(S) <= np.arange(S - new, S)[:, None]
+    found = cached_attention(
+        jnp.asarray(q[:, -new:], jnp.float32),
+        *caches,
+        jnp.asarray(np.broadcast_to(visible, (2, new, S))),
+        softcap=2.0,
+        sinks=jnp.asarray(sinks, jnp.float32),
+    )
+    np.testing.assert_allclose(found, numpy_attention(q, k, v, sinks, softcap=2.0)[:, -new:], rtol=1e-4, atol=1e-5)

@@ -83,6 +83,16 @@ def test_loss_and_gradients_are_those_of_the_reference(table, expected, mesh, ch
     table.check_first_step(program, state, batch, float(loss), gradients)
 
 
+def test_a_prediction_module_reads_the_stream_too(table):
+    """Its gradient of the encoder's output is added to that of the layers."""
+    pattern = ["dense", "reads_source"]  # a module has the sublayers of the last layer
+    config = make(table, {"fsdp": 2}, {"num_layers": 2, "block_pattern": pattern, "mtp_layers": 1}, microbatches=1)
+    losses, gradients = table.expected_gradients(config, table.weights_of(config), fields())
+    program = built(config, 2)
+    state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields())
+    table.check_first_step(program, state, batch, float(losses["loss"]), gradients)
+
+
 def test_layers_depend_on_the_source_but_not_on_its_padding(table):
     config, batch = make(table, {}), fields()
     program = built(config, 1)

@@ -89,7 +89,8 @@ def fields_of(name):
         batch["importance"] = rng.uniform(0.5, 2, shape)
     if name == "test_pairs":
         batch["reference"] = rng.uniform(-4, -3, shape)
-        batch["segments"] = np.broadcast_to(np.arange(ROWS)[:, None] % (ROWS // 2), shape)
+        batch["segments"] = np.broadcast_to(np.arange(ROWS)[:, None] % (ROWS // 2), shape).copy()
+        batch["segments"][:, ::5] = -1  # counted by the mask, but in no segment
     if name == "test_distilled":
         batch["teacher_tokens"] = rng.integers(0, 50, (*shape, 3))
         batch["teacher_probs"] = rng.dirichlet(np.ones(3), shape)
@@ -110,7 +111,8 @@ def expected_loss(name, logits, batch):
     if name == "test_distilled":
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits / 2), batch["teacher_tokens"], -1)
         return -(mask * ((batch["teacher_probs"] * chosen).sum(-1) + own / 2)).sum() / mask.sum()
-    better, worse = (mask * (own - batch["reference"])).sum(1).reshape(-1, 2).T
+    inside = mask * (batch["segments"] >= 0)
+    better, worse = (inside * (own - batch["reference"])).sum(1).reshape(-1, 2).T
     return jnp.mean(jnp.log1p(jnp.exp(worse - better)))
 
 
