@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -66,10 +66,19 @@ class MegatronOrder:
                 yield start, stop
 
 
-class MegatronSamples(DocumentSamples):
-    """The samples of sequences first..last-1 of a data set, at least `num_samples`, or for None of one epoch.
+class OrderSettings(NamedTuple):
+    """What decides the order of samples besides the lengths of the sequences; `num_samples` None: one epoch."""
 
-    Without `drop_last` the rest of the tokens is a sample too; after it come zeros, which the loss does not count.
+    num_samples: int | None
+    sequence_length: int
+    seed: int
+    drop_last: bool = True
+
+
+class MegatronSamples(DocumentSamples):
+    """The samples of sequences first..last-1 of a data set, at least `num_samples` of `order`, or one epoch.
+
+    Without its `drop_last` the rest of the tokens is a sample too; after it come zeros, which the loss does not count.
 
     With `end_of_document` documents end at this token, as with Megatron's --reset-attention-mask, else with their
     sequence. `num_documents` is the number of sequences. Raises InputError when there are no tokens or they are not
@@ -80,24 +89,22 @@ class MegatronSamples(DocumentSamples):
         self,
         dataset: IndexedDataset,
         sequences: tuple[int, int],
-        num_samples: int | None,
-        sequence_length: int,
-        seed: int,
+        order: OrderSettings,
         cache: Path,
         end_of_document: int | None,
-        drop_last: bool = True,
     ):
-        self._arguments = (dataset, sequences, num_samples, sequence_length, seed, cache, end_of_document, drop_last)
-        self.drop_last, self.one_epoch = drop_last, num_samples is None
-        self.dataset, self.sequence_length, self.end_of_document = dataset, sequence_length, end_of_document
+        self._arguments = (dataset, sequences, order, cache, end_of_document)
+        self.drop_last, self.one_epoch = order.drop_last, order.num_samples is None
+        self.dataset, self.sequence_length, self.end_of_document = dataset, order.sequence_length, end_of_document
         lengths = dataset.lengths[slice(*sequences)]
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
         self.check_tokens()
         first = int(dataset.offsets[sequences[0]]) // dataset.dtype.itemsize
         starts = first + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        key = {"kind": "gpt", "version": VERSION, "lengths": digest(lengths), "samples": num_samples}
-        key |= {"sequence_length": sequence_length, "seed": seed} | ({} if drop_last else {"drop_last": False})
-        build = partial(gpt_indices, lengths, num_samples, sequence_length, seed, drop_last=drop_last)
+        key = {"kind": "gpt", "version": VERSION, "lengths": digest(lengths), "samples": order.num_samples}
+        key |= {"sequence_length": order.sequence_length, "seed": order.seed}
+        key |= {} if order.drop_last else {"drop_last": False}
+        build = partial(gpt_indices, lengths, *order[:3], drop_last=order.drop_last)
         arrays = cached(cache, key, GptIndices._fields, build)
         self._order = MegatronOrder(starts, GptIndices(*arrays))
 
@@ -190,7 +197,7 @@ def open_samples(
         weights = normalise_weights(weights or ())
         counts = [math.ceil(count * SURPLUS) for count in member_samples(weights, wanted)]
     sources = [
-        MegatronSamples(dataset, sequences, count, length, seed, cache, end_of_document, drop_last)
+        MegatronSamples(dataset, sequences, OrderSettings(count, length, seed, drop_last), cache, end_of_document)
         for (dataset, sequences), count in zip(ranges, counts, strict=True)
     ]
     if len(sources) == 1 or whole:

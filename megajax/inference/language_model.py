@@ -1,7 +1,8 @@
 """A language model with its weights on devices: logits, scores and generation."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,23 @@ from megajax.options.registered import NO_ENCODER
 from megajax.step_plan import Hardware, Kernels
 
 
+@dataclass(frozen=True)
+class TextSettings:
+    """What a model has to know of texts: its tokenizer, the folder that has it, and the tokens around a text.
+
+    `begin_token` begins its texts, `end_token` ends them; None: nothing does. Generation ends at one of `stop_tokens`.
+    """
+
+    tokenizer: Tokenizer | None = None
+    folder: Path | None = None
+    begin_token: int | None = None
+    end_token: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+
+
+NO_TEXT = TextSettings()
+
+
 class LanguageModel:
     """A model's weights on a mesh, its programs, and its tokenizer.
 
@@ -39,18 +57,14 @@ class LanguageModel:
         params: Parameters,
         state: Mapping[str, State],
         mesh: Mesh,
+        text: TextSettings = NO_TEXT,
         *,
-        tokenizer: Tokenizer | None = None,
-        stop_tokens: Sequence[int] = (),
-        folder: Path | None = None,
-        begin_token: int | None = None,
-        end_token: int | None = None,
         speculate: int = 0,
     ):
-        """`params` are canonical, in the compute dtype, and a dictionary is emptied; `folder` has the tokenizer.
+        """`params` are canonical, in the compute dtype, and a dictionary is emptied.
 
-        `begin_token` begins its texts, `end_token` ends them; None: nothing does. `speculate` is the number of tokens
-        that generation drafts in each step, with the multi-token prediction modules; 0: none.
+        `speculate` is the number of tokens that generation drafts in each step, with the multi-token prediction
+        modules; 0: none.
         """
         assert config.model.mtp_layers or not speculate
         if config.model.encoder.kind != NO_ENCODER:
@@ -60,11 +74,11 @@ class LanguageModel:
             raise InputError(
                 f"{problem} on batches, but it does not generate or score texts yet: use TrainProgram.eval_step."
             )
-        self.config, self.mesh, self.tokenizer, self.speculate = config.model, mesh, tokenizer, speculate
+        self.config, self.mesh, self.tokenizer, self.speculate = config.model, mesh, text.tokenizer, speculate
         self.template_arguments = config.data.template_arguments
         self.max_length = config.batch.sequence_length
-        self.stop_tokens, self.folder = tuple(stop_tokens), folder
-        self.begin_token, self.end_token = begin_token, end_token
+        self.stop_tokens, self.folder = text.stop_tokens, text.folder
+        self.begin_token, self.end_token = text.begin_token, text.end_token
         self.model = Transformer(config.model)
         self.kernels = choose_kernels(config, Hardware.of(mesh))
         self.weights = from_parameters(self.model, params, state, mesh)

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from megajax.data.special_tokens import first_token, known_end, stop_tokens, usu
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
-from megajax.inference.language_model import LanguageModel
+from megajax.inference.language_model import LanguageModel, TextSettings
 from megajax.inference.weights import abstract_parameters, abstract_state
 from megajax.mesh import build_mesh, named_mesh
 from megajax.model import Transformer
@@ -57,21 +56,21 @@ def load_run(
     config = for_inference(config, dtype or config.precision.compute, speculate)
     mesh = mesh or _first_device()
     model = Transformer(config.model)
-    about_text = text_settings(config, run_dir)
+    text = text_settings(config, run_dir)
     params, state = _restored(config, str(run_dir / "checkpoints" / str(step)), model, mesh, setting)
-    return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
+    return LanguageModel(config, params, state, mesh, text, speculate=speculate)
 
 
-def text_settings(config: Config, run_dir: Path) -> dict[str, Any]:
+def text_settings(config: Config, run_dir: Path) -> TextSettings:
     """What a run's LanguageModel has to know of texts: the tokenizer, if there is one, and the tokens at both ends."""
     tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
     end = None if tokenizer is None else known_end(config.data, tokenizer)
-    about_text: dict[str, Any] = {"tokenizer": tokenizer, "folder": run_dir, "end_token": end}
-    about_text["stop_tokens"] = stop_tokens(run_dir, tokenizer, end, config.data.template_arguments)
-    if tokenizer is not None:
-        # A run that began with a Hugging Face model keeps its config: its texts begin as those of that model.
-        about_text["begin_token"] = first_token(config.data, tokenizer, (run_dir / "hf_config.json").is_file())
-    return about_text
+    stops = tuple(stop_tokens(run_dir, tokenizer, end, config.data.template_arguments))
+    if tokenizer is None:
+        return TextSettings(None, run_dir, stop_tokens=stops)
+    # A run that began with a Hugging Face model keeps its config: its texts begin as those of that model.
+    begin = first_token(config.data, tokenizer, (run_dir / "hf_config.json").is_file())
+    return TextSettings(tokenizer, run_dir, begin, end, stops)
 
 
 def _restored(config: Config, path: str, model: Transformer, mesh: Mesh, setting: str):
@@ -130,10 +129,9 @@ def from_hf(
     params, state = load(folder, shapes, abstract_state(model, mesh), config.model, setting)
     tokenizer = load_tokenizer(str(folder)) if files_in(folder) else None
     end = None if tokenizer is None else tokenizer.end_of_document
-    about_text = {"tokenizer": tokenizer, "folder": folder, "end_token": end}
-    about_text["stop_tokens"] = stop_tokens(folder, tokenizer, end, {})
-    about_text["begin_token"] = None if tokenizer is None else usual_first_token(tokenizer)
-    return LanguageModel(config, params, state, mesh, **about_text, speculate=speculate)
+    begin = None if tokenizer is None else usual_first_token(tokenizer)
+    text = TextSettings(tokenizer, folder, begin, end, tuple(stop_tokens(folder, tokenizer, end, {})))
+    return LanguageModel(config, params, state, mesh, text, speculate=speculate)
 
 
 def _first_device() -> Mesh:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.errors import InputError
 from megajax.inference.generation import Generator
-from megajax.inference.language_model import LanguageModel
+from megajax.inference.language_model import NO_TEXT, LanguageModel, TextSettings
 from megajax.inference.load import for_inference
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.inference.weights import abstract_parameters, abstract_state
@@ -41,17 +41,17 @@ class StateGenerator(Generator):
         state: TrainState,
         sampling: Sampling = DEFAULT,
         mesh: Mesh | None = None,
-        **about_text: Any,
+        text: TextSettings = NO_TEXT,
     ):
         """`mesh`: another one of the same processes; by default that of the training.
 
-        `about_text`: the tokenizer, the tokens that end a text, and so on, as LanguageModel takes them.
+        `text`: its tokenizer, and the tokens around a text.
         """
         config = for_inference(program.config, program.config.precision.compute, speculate=0)
         self._program, model, self._mesh = program, Transformer(config.model), mesh or program.mesh
         self._wanted = abstract_parameters(model, self._mesh, config.precision.compute)
         self._wanted_state = abstract_state(model, self._mesh)
-        super().__init__(LanguageModel(config, *self._arrays(state), self._mesh, **about_text), sampling)
+        super().__init__(LanguageModel(config, *self._arrays(state), self._mesh, text), sampling)
 
     def update(self, state: TrainState) -> None:
         """Generate with the weights of another state of the same program from now on; nothing is compiled again."""

@@ -200,7 +200,7 @@ class Trainer:
 
         `mesh`: another one of the same processes; by default that of the training.
         """
-        return StateGenerator(self.program, self.state, sampling, mesh, **text_settings(self.config, self.run_dir))
+        return StateGenerator(self.program, self.state, sampling, mesh, text_settings(self.config, self.run_dir))
 
     def export_weights(self, form: str = "hf", dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
         """The tensors of the folder that `hf export` would write now, one by one with their names; see `in_memory`."""
