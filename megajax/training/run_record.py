@@ -115,7 +115,7 @@ def keep_model_files(run_dir: Path, config: Config) -> None:
         beside.keep(source, run_dir)
 
 
-def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
+def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> str:
     """Move the checkpoints of `later_steps` to a new directory, since the run goes back to `step`; returns its path.
 
     metrics.jsonl and the configs are copied there too, since the run overwrites its logs after `step`.
@@ -138,7 +138,7 @@ def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> Path:
         shutil.copytree(run_dir / CONFIGS, target / CONFIGS)
     for later in later_steps:
         move(checkpoints / str(later), kept / str(later))
-    return target
+    return str(target)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
