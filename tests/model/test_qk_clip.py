@@ -117,7 +117,7 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold, dat
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "microbatches", "kernels", "data"),
+    ("model", "mesh", "microbatches", "communication", "data"),
     [
         ("sinks", {"context": 2, "tensor": 4}, 2, {"context": "ring"}, "packed"),  # twice as many devices as KV heads
         ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}, "whole"),
@@ -125,10 +125,10 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold, dat
         ("predicting", {"pipeline": 2, "context": 2}, 2, {"context": "all_to_all"}, "padded"),
     ],
 )
-def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, kernels, data):
+def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, communication, data):
     of_experts = microbatches if model == "mixtral" else 1  # their losses are those of a microbatch
     expected, its_scores = on_one_device(model, of_experts, data=data)
-    found, scores = run(make(model, mesh, microbatches=microbatches, kernels=kernels, data=DATA[data]))
+    found, scores = run(make(model, mesh, microbatches=microbatches, communication=communication, data=DATA[data]))
     np.testing.assert_allclose(scores, its_scores, rtol=1e-5)
     assert its_scores[0] > its_scores[1], "the first step clips"
     for name, weight in expected.items():
