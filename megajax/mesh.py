@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from megajax import cluster
 from megajax.config import AXES
-from megajax.config.mesh_text import read_mesh
+from megajax.config.mesh_checks import read_mesh
 from megajax.config.sentences import counted
 from megajax.errors import ConfigError
 

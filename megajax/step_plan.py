@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from megajax import ops
 from megajax.config import Config
-from megajax.config.registered import settings_of
+from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
 from megajax.layout.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments

@@ -17,7 +17,7 @@ from megajax.config.load import keys
 from megajax.console import COMMANDS
 from megajax.errors import InputError
 from megajax.optim.schedule import make_schedule
-from megajax.options.hooks import HOOKS
+from megajax.options.registered import HOOKS
 from megajax.options.remat import POLICIES
 from megajax.options.schedules import SCHEDULES
 

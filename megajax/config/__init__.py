@@ -2,7 +2,7 @@
 
 from megajax.config.load import help_text, load_config
 from megajax.options.fp8_recipes import Fp8Recipe, register_fp8
-from megajax.options.hooks import register_hook
+from megajax.options.registered import register_hook
 from megajax.options.remat import Keep, RematPolicy, register_remat
 from megajax.options.schedules import LearningRateSchedule, register_schedule
 from megajax.schema.config import (

@@ -8,15 +8,13 @@ from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_
 from megajax.config.effects import ignores_decay_steps, warn_without_effect
 from megajax.config.encoder_checks import check_encoder, check_encoder_on_mesh
 from megajax.config.expert_checks import check_experts
+from megajax.config.extensions import settings_of
 from megajax.config.fitting import axis_sizes, microbatch_numbers, microbatches_cure
-from megajax.config.length_checks import check_epochs
-from megajax.config.lora_checks import check_lora
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
-from megajax.config.model_checks import check_model
+from megajax.config.model_checks import check_lora, check_model
 from megajax.config.objective_checks import check_objective, check_teacher, with_teacher
 from megajax.config.pipeline_checks import check_stages
-from megajax.config.registered import settings_of
-from megajax.config.rollback_checks import check_rollbacks
+from megajax.config.run_checks import check_epochs, check_rollbacks
 from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value, warn
 from megajax.config.sublayer_checks import check_parts
 from megajax.options.schedules import TAIL

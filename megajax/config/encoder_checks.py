@@ -1,6 +1,6 @@
 """Checks of the section `model.encoder`."""
 
-from megajax.config.registered import settings_of
+from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail, format_axis, format_keys, listed
 from megajax.layout.kinds import block_layers, layer_kinds
 from megajax.layout.sublayers import read_streams

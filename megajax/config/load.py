@@ -13,11 +13,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megajax.config.checks import check
-from megajax.config.counterparts import counterpart, plain
 from megajax.config.extensions import import_extensions
-from megajax.config.length_checks import check_one_length
 from megajax.config.missing_features import missing_feature
+from megajax.config.other_names import counterpart, plain
 from megajax.config.other_values import choice_cure
+from megajax.config.run_checks import check_one_length
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError, file_reader, shown
 from megajax.options.registry import Registry

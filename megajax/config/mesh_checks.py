@@ -1,13 +1,16 @@
-"""Checks of divisibility by the mesh: heads, widths, experts, sequences, tokens, and the shapes of FP8 matmuls."""
+"""Checks of divisibility by the mesh: heads, widths, experts, sequences, FP8 matmuls; a mesh as text in an option."""
 
 import math
 
 from megajax.config.fitting import axis_sizes, fits_kv_heads, microbatch_numbers, tensor_keys
+from megajax.config.other_names import counterpart
 from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed, value
+from megajax.errors import ConfigError, shown
+from megajax.files import is_number
 from megajax.layout.kinds import is_gated, mlp_widths
 from megajax.options.context import STRATEGIES
 from megajax.schema.config import Config
-from megajax.schema.fields import BATCH_AXES
+from megajax.schema.fields import AXES, BATCH_AXES
 
 
 def check_axes(config: Config, sizes: dict[str, int]) -> None:
@@ -157,3 +160,22 @@ def _attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:
         f"{heads} x {format_keys(config, key)} / {mesh}": model.num_heads * value(config, key) // tensor
         for key in parts
     }
+
+
+def read_mesh(text: str, setting: str, rest: bool = False) -> dict[str, int]:
+    """The sizes of the axes in `text`, such as tensor=4; with `rest` a size may be -1. ConfigError names `setting`."""
+    sizes: dict[str, int] = {}
+    for entry in text.split(",") if text else ():
+        axis, _, size = (part.strip() for part in entry.partition("="))
+        given = f"{setting}={shown(text)}"
+        if axis not in AXES:
+            other = counterpart(axis)
+            meant = other.ours.removeprefix("mesh.") if other else ""
+            cure = f"did you mean {meant}?" if meant in AXES else f"the axes are {', '.join(AXES)}."
+            raise ConfigError(f"{given}: {shown(axis)} is no axis of a mesh: {cure}")
+        if not (rest and size == "-1" or is_number(size) and int(size) > 0):
+            raise ConfigError(f"{given}: {shown(entry)} is no axis with a size: write tensor=2,fsdp=2, for example.")
+        if axis in sizes:
+            raise ConfigError(f"{given} has {axis} twice: leave one of them out.")
+        sizes[axis] = int(size)
+    return sizes

@@ -2,7 +2,7 @@
 
 import re
 
-from megajax.config.counterparts import plain
+from megajax.config.other_names import plain
 
 # Names, as a part of a key or as a value, and the sentence.
 FEATURES = {

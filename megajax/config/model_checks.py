@@ -1,4 +1,4 @@
-"""Checks of the section `model`: heads, rotary positions and patterns of layers."""
+"""Checks of the section `model` (heads, rotary positions, patterns of layers) and of low-rank adapters."""
 
 from megajax.config.sentences import counted, divisors, fail, format_keys, listed, value
 from megajax.schema.config import Config
@@ -143,3 +143,27 @@ def _check_layers(config: Config) -> None:
         if pattern is not None and len(pattern) > model.num_layers:
             problem = f"{format_keys(config, keys[0])} has {counted(len(pattern), 'entry')}, more than"
             fail(config, f"{problem} {format_keys(config, keys[1])}", "shorten the pattern", *keys)
+
+
+def check_lora(config: Config) -> None:
+    """Raise `ConfigError` for settings that `lora.rank` excludes. `model.lora.targets` checks the targets."""
+    rank, base = "lora.rank", "checkpoint.init_from"
+    if config.lora.rank is None:
+        return
+    if config.checkpoint.init_from is None:
+        problem = f"{format_keys(config, rank)} freezes the weights of a trained model, but {base} names none"
+        fail(config, problem, f"set {base} to a run or to a Hugging Face folder", rank)
+    if config.precision.fp8.chosen.is_on:
+        recipe = "precision.fp8.recipe"
+        problem = f"{format_keys(config, rank)} cannot be combined with {format_keys(config, recipe)}"
+        fail(config, problem, f"set {recipe}=none", rank, recipe)
+    if config.model.mtp_layers:
+        modules = "model.mtp_layers"
+        problem = f"{format_keys(config, rank)} trains adapters of the model's layers only, but"
+        problem += f" {format_keys(config, modules)} adds prediction modules"
+        fail(config, problem, f"set {modules}=0; the base may have modules", rank, modules)
+    router = config.model.router
+    if router.expert_bias and router.bias_update_rate > 0:
+        rate = "model.router.bias_update_rate"
+        problem = f"{format_keys(config, rank)} freezes the routers, but {format_keys(config, rate)} changes their bias"
+        fail(config, problem, f"set {rate}=0", rank, rate)

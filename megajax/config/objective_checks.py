@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from megajax.config.registered import settings_of
+from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
 from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, OBJECTIVES

@@ -4,8 +4,8 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from megajax.config.counterparts import counterpart, plain
 from megajax.config.load import suggestion
+from megajax.config.other_names import counterpart, plain
 from megajax.schema.fields import AXES
 
 # Our option: its names in torchrun, accelerate, Megatron's tools, transformers and vLLM. It counts where it exists.

@@ -1,4 +1,4 @@
-"""Other frameworks' names for our keys, as data for counterparts.py and for the tables of docs/migration.md.
+"""Other frameworks' names for our keys, for "did you mean" and the tables of docs/migration.md.
 
 A row is `names | our key | note`, its further lines indented. The names are in the framework's spelling. Our key may
 have a value. The note gives the difference and follows our key after a comma; without a key it is a clause with the
@@ -8,7 +8,7 @@ reason.
 from itertools import chain
 
 from megajax.config.megatron_flags import MEGATRON, MEGATRON_WITHOUT
-from megajax.config.other_name import rows
+from megajax.config.other_name import OtherName, rows
 
 MAXTEXT = rows("""
 ici_data_parallelism, dcn_data_parallelism | mesh.data | one size over all hosts: ici * dcn
@@ -282,3 +282,17 @@ profile_step | logging.profile_start
 
 # In order of precedence, for names with several meanings.
 ALL = (*MEGATRON, *MAXTEXT, *TORCHTITAN, *HUGGING_FACE, *FINE_TUNING, *SHORT, *chain(*MEGATRON_WITHOUT.values()))
+
+
+def plain(name: str) -> str:
+    """A name without the dashes and capitals in which frameworks differ."""
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+def counterpart(key: str) -> OtherName | None:
+    """The counterpart of the unknown `key`: looked up whole, then by its last part."""
+    whole = plain(key)
+    return _BY_NAME.get(whole) or _BY_NAME.get(whole.rpartition(".")[2])
+
+
+_BY_NAME = {plain(name): other for other in reversed(ALL) for name in other.names}

@@ -1,11 +1,32 @@
-"""The classes that modules of `run.extensions` register, by the name that a key of the config has.
+"""What modules of `run.extensions` register by the name that a key of the config has.
 
-The classes need jax, so that this module does not import them: their `register` functions put them here.
+The classes of objectives and encoders need jax, so that this module does not import them: their `register` functions
+put them here.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+from megajax.options.registry import Registry
 
 NEXT_TOKEN = "next_token"  # the objective of `objective.kind` that needs no registration
 OBJECTIVES: dict[str, type[Any]] = {}  # for `objective.kind`
 ENCODER_KIND, NO_ENCODER = "model.encoder.kind", "none"
 ENCODERS: dict[str, type[Any]] = {}  # for ENCODER_KIND
+
+
+@dataclass(frozen=True)
+class HookOption:
+    """A hook by its name in `run.hooks`."""
+
+    name: str
+    make: Callable[[], Any]  # for each Trainer one: a subclass of `megajax.Hook`, or a function that makes one
+
+
+HOOKS = Registry[HookOption]("hook")
+
+
+def register_hook(name: str, make: Callable[[], Any]) -> None:
+    """Register a hook for `run.hooks`, before the config is loaded. Raises ConfigError for a name that is taken."""
+    HOOKS.add(HookOption(name, make))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megajax.options.hooks import HOOKS
+from megajax.options.registered import HOOKS
 from megajax.schema.fields import (
     UNKNOWN_STEPS,
     AboveOne,

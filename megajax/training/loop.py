@@ -24,7 +24,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.inference.load import text_settings
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.mesh import build_mesh
-from megajax.options.hooks import HOOKS
+from megajax.options.registered import HOOKS
 from megajax.runtime import prepare_environment
 from megajax.training import logs
 from megajax.training.batches import batches, check_own_fields

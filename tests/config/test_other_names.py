@@ -8,11 +8,10 @@ import pytest
 from migration_tables import TABLES
 
 from megajax.config import Config, load_config
-from megajax.config.counterparts import plain
 from megajax.config.load import keys, suggestion, type_of
 from megajax.config.megatron_flags import MEGATRON, MEGATRON_WITHOUT
 from megajax.config.missing_features import FEATURES
-from megajax.config.other_names import ALL
+from megajax.config.other_names import ALL, plain
 
 KEYS = {key for key, _ in keys()}
 PAGE = migration_tables.PAGE.read_text()

@@ -14,7 +14,7 @@ import megajax
 from megajax.checkpoint import complete_steps
 from megajax.console import STOPPED
 from megajax.errors import ConfigError, InputError
-from megajax.options.hooks import HOOKS
+from megajax.options.registered import HOOKS
 from megajax.training.loop import Trainer
 
 FILE = """\

@@ -7,7 +7,7 @@ import math
 import warnings
 
 from megajax.config.load import read_tree
-from megajax.config.mesh_text import read_mesh
+from megajax.config.mesh_checks import read_mesh
 from megajax.config.sentences import counted, divisors
 from megajax.mesh import describe_hosts
 from megajax.tools.plan.rates import GIB, Rates

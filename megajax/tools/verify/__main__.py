@@ -17,7 +17,7 @@ from pathlib import Path
 from megajax.command_parser import CommandParser
 from megajax.config import AXES, Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.config.mesh_text import read_mesh
+from megajax.config.mesh_checks import read_mesh
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.runtime import accept_missing_cuda
