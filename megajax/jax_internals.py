@@ -30,11 +30,13 @@ from jax._src.interpreters import pxla as pxla
 # The versions of CUDA and cuDNN that jax runs with, for the record of a measurement. [0.11.2]
 from jax._src.lib import cuda_versions as cuda_versions
 
-# `jax.extend` may change without notice. A traced function's equations: weight gradients are deferred by them. [0.11.2]
+# `jax.extend` may change without notice. A traced function's equations: weight gradients are deferred by them, and
+# costs are counted from them; a primitive stands for a kernel there. [0.11.2]
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
 from jax.extend.core import Var as Var
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 

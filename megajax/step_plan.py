@@ -433,7 +433,7 @@ class StepPlan:
 
     # Collectives
 
-    @property
+    @cached_property
     def collectives(self) -> Collectives:
         return Collectives(
             context=self.config.context_strategy(self.sizes),

@@ -3,7 +3,6 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest test_my_sublayer.py
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import Config
+from megajax.estimate.shapes import Shards
+from megajax.estimate.traces import LayerForm, traces
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
-from megajax.jax_internals import Jaxpr
-from megajax.layout.kinds import KINDS, LayerKind
+from megajax.layout.kinds import KINDS
 from megajax.mesh import AXES, build_mesh
-from megajax.model import Block, LayerContext, Sublayer, Transformer, init_parameters, parameters, register
+from megajax.model import Sublayer, Transformer, init_parameters, register
 from megajax.model.block import layer_state
-from megajax.model.comm import Comm, TokenPositions
-from megajax.model.sublayer import BlockInputs
+from megajax.options.remat import NONE
 from megajax.tools.verify.differences import compare
 from megajax.tools.verify.runs import Run, batches
 from megajax.training.batches import to_global
@@ -35,9 +34,9 @@ def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = N
 
     A small Llama in which it is every second layer trains two steps on meshes of each axis that it supports and with
     each kind of recomputation: loss, gradients and updates must be those of one device. No token may depend on a later
-    one or, with "documents", on another document. With "decoding", tokens one by one must be those of whole sequences,
-    and without experts its matmuls must be those of `matmul_parameters`. `model` has other settings of the section
-    model. Raises AssertionError with what differs.
+    one or, with "documents", on another document. With "decoding", tokens one by one must be those of whole sequences.
+    The planner must find its cost. `model` has other settings of the section model. Raises AssertionError with what
+    differs.
     """
     kind = _kind(sublayer)
     KINDS.pop(kind, None)
@@ -55,9 +54,8 @@ def _kind(sublayer: type[Sublayer]) -> str:
 def _checks(sublayer: type[Sublayer], model: Mapping[str, Any]) -> Iterator[str]:
     able, plain = sublayer.SUPPORTS, _config(model, {})
     one: dict[str, int] = dict.fromkeys(AXES, 1)
-    if not sublayer.HAS_EXPERTS:
-        _check_cost(sublayer, plain)
-        yield "matmul_parameters: those of its matmuls"
+    _check_cost(sublayer, plain)
+    yield "cost: found without a mesh"
     half = LENGTH // 2
     _check_dependence(sublayer, plain, slice(half), slice(half, None), "a later token")
     yield "no token depends on a later one"
@@ -154,33 +152,9 @@ def _check_decoding(sublayer: type[Sublayer], config: Config, count: int = 5) ->
 
 
 def _check_cost(sublayer: type[Sublayer], config: Config) -> None:
-    """The multiplications of `apply` that have a weight as operand, per token."""
-    block, (B, S) = Block(config.model, _kind(sublayer)), (2, LENGTH)
-    weights = block.fuse({name: jnp.zeros(p.shape) for name, p in parameters(block).items()})
-    state = {name: jnp.zeros(a.shape, a.dtype) for name, a in block.layer_state.items()}
-    positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S), None)
-    ctx = LayerContext(Comm(), inputs, 0, LayerKind(_kind(sublayer), None), state=state)
-    x = jnp.zeros((B * S, config.model.hidden_size))
-    part = block.parts[sublayer.NAME]
-    jaxpr = jax.make_jaxpr(lambda weights, x: block.apply(weights, x, ctx)[0])(weights, x)
-    found, declared = _multiplications(jaxpr.jaxpr) / (B * S), part.matmul_parameters()
-    attention = part.attention_flops(S) / 6  # of all tokens with all, forward
-    most = declared + attention
-    assert declared <= found * 1.001 and found <= 1.001 * most, (
-        f"{sublayer.__name__}.matmul_parameters() is {declared}, but its matmuls multiply {found:.0f} numbers per token"
-    )
-
-
-def _multiplications(jaxpr: Any) -> float:
-    """The multiplications of all matmuls in a jaxpr, those of loops by their number."""
-    total = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive is jax.lax.dot_general_p:
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-            total += inner * math.prod(equation.outvars[0].aval.shape)
-        for value in equation.params.values():
-            if isinstance(inside := getattr(value, "jaxpr", value), Jaxpr):
-                total += equation.params.get("length", 1) * _multiplications(inside)
-    return total
+    """Its cost is that of its matmuls, as one device and two that share it trace them."""
+    found = traces(config.model, config.lora, LENGTH, config.precision.compute)
+    for tensor in (1, 2) if "tensor" in sublayer.SUPPORTS else (1,):
+        trace = found.of(_kind(sublayer), LayerForm(Shards(tensor)))
+        counted = trace.parts[sublayer.NAME].multiplications, trace.saved(NONE, copied=True)
+        assert all(counted), f"{sublayer.__name__} multiplies by no weight, or keeps nothing: {counted}"

@@ -17,7 +17,7 @@ def recurrence():
 
 def test_the_recurrence_of_the_docs_is_what_it_declares(recurrence):
     assert [line.partition(":")[0] for line in check_sublayer(recurrence)] == [
-        "matmul_parameters",
+        "cost",
         "no token depends on a later one",
         "no token depends on another document",
         "token by token",
@@ -61,15 +61,15 @@ class OnlyOnOneDevice(Across):
     SUPPORTS = frozenset({"context"})
 
 
-class Cheap(MLP):
-    def matmul_parameters(self):
-        return 1
+class WithoutMatmul(MLP):
+    def apply(self, w, x, ctx):
+        return x, {}
 
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (Cheap, r"Cheap.matmul_parameters\(\) is 1, but its matmuls multiply 6144 numbers per token"),
+        (WithoutMatmul, "WithoutMatmul multiplies by no weight"),
         (Backwards, "Backwards: a token depends on a later token"),
         (Across, "Across: a token depends on another document"),
         (OfOneSequence, "OfOneSequence token by token: "),

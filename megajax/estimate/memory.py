@@ -30,10 +30,6 @@ HEAD = "head"  # name of the head's weight
 SCHEDULED = 114_541_026_649
 
 
-# Residual streams that a module keeps besides its block: both inputs, the same normalised, their projection, its output
-JOINED = 6
-
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one device at the peak; the parts add up to the total."""
@@ -134,7 +130,7 @@ class _Step:
             return
         head, module = self.in_head(), self.weights.module
         segments, own, stages = self.plan.prediction.segments, self.activations, self.sizes["pipeline"]
-        saved = sum(own.saved(MTP, segment, False) + JOINED * own.stream for segment in segments)
+        saved = sum(own.saved(MTP, segment, False) + own.stream for segment in segments)  # with their outputs
         yield replace(
             head,
             gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.modules.stored),

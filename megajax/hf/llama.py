@@ -9,8 +9,7 @@ from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope import read_rope, write_rope
 from megajax.hf.tensors import Tensor
-from megajax.layout.kinds import block_layers, layer_kinds
-from megajax.model.sublayer import is_gated
+from megajax.layout.kinds import block_layers, is_gated, layer_kinds
 
 Json = dict[str, Any]
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"

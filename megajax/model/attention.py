@@ -13,10 +13,8 @@ from megajax.model.sublayer import (
     MAX_SCORE,
     LayerContext,
     Metrics,
-    Shares,
     State,
     Sublayer,
-    SublayerSizes,
     Weights,
     add_bias,
     clip_factor,
@@ -128,13 +126,3 @@ class Attention(Sublayer):
         of_heads = {"query": jnp.repeat(shared, self.config.num_heads // K, axis=1), "key": shared}
         biases = {f"{name}_bias": f[:, :, None] for name, f in of_heads.items() if self.config.attention_bias}
         return {name: f[:, None, :, None] for name, f in of_heads.items()} | biases
-
-    def attention_flops(self, attended: float) -> float:
-        c = self.config
-        return 6 * attended * c.num_heads * (c.head_dim + c.head_dim)  # scores, and probabilities times values
-
-    def sizes(self, shares: Shares) -> SublayerSizes:
-        c, tensor = self.config, shares.tensor
-        output = c.num_heads * c.head_dim
-        key_value = 2 * c.head_dim * max(c.num_kv_heads, tensor)
-        return SublayerSizes((2 * output + key_value) / tensor, output, kept_width=output / tensor)

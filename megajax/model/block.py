@@ -82,6 +82,11 @@ class Block(nnx.Module):
             setattr(self, name, module)
 
     @property
+    def input_width(self) -> int:
+        """The width of the input of `apply`."""
+        return self.config.hidden_size
+
+    @property
     def parts(self) -> dict[str, Sublayer]:
         """The parts by name, in order."""
         return {name: getattr(self, name) for name in self.names}
@@ -141,6 +146,11 @@ class Block(nnx.Module):
         return tuple(dict.fromkeys(saved for part in self.parts.values() for saved in part.SAVED))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some of its weights are divided over `mesh.experts_over`."""
+        return any(part.HAS_EXPERTS for part in self.parts.values())
+
+    @property
     def streams(self) -> tuple[str, ...]:
         """The streams that the block reads besides the residual stream."""
         return tuple(dict.fromkeys(name for part in self.parts.values() for name in part.STREAMS))
@@ -194,6 +204,10 @@ class PredictionBlock(Block):
         super().__init__(config, layer_kinds(config)[-1].block)
         self.join = Join(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)
+
+    @property
+    def input_width(self) -> int:
+        return 2 * self.config.hidden_size
 
     def apply(self, weights: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """`x [T / tensor, 2D]`, the embedding beside the module's input → (its normalised output `[T / tensor, D]`,

@@ -13,10 +13,8 @@ from megajax.model.sublayer import (
     MAX_SCORE,
     LayerContext,
     Metrics,
-    Shares,
     State,
     Sublayer,
-    SublayerSizes,
     Weights,
     clip_factor,
     declare_norm,
@@ -136,21 +134,6 @@ class LatentAttention(Sublayer):
         factor = clip_factor(self.config, metrics[MAX_SCORE])[:, None, :, None]
         rotated = jnp.arange(self.config.head_dim) < (self.config.qk_rope_head_dim or 0)
         return {"query": jnp.where(rotated, factor, jnp.sqrt(factor)), "key": jnp.sqrt(factor)}
-
-    def attention_flops(self, attended: float) -> float:
-        c = self.config
-        return 6 * attended * c.num_heads * (c.head_dim + c.value_dim)
-
-    def sizes(self, shares: Shares) -> SublayerSizes:
-        c, tensor = self.config, shares.tensor
-        assert c.kv_lora_rank and c.qk_nope_head_dim and c.qk_rope_head_dim
-        down = (c.q_lora_rank or 0) + c.kv_lora_rank + c.qk_rope_head_dim
-        output = c.num_heads * c.value_dim
-        # Queries and keys with their rotated parts, the up-projections' outputs, and the normalised latents
-        heads = c.num_heads * (2 * c.head_dim + c.value_dim) + output
-        kept = (down + heads) / tensor + down
-        recomputed = (heads - output) / tensor + down
-        return SublayerSizes(kept, output, kept_width=output / tensor, recomputed=recomputed)
 
     def _normalise(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return ops.rms_norm(x, weight, EPSILON, self.config.norm_zero_centred)

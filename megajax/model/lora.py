@@ -87,14 +87,6 @@ def targets(config: Config) -> list[str]:
     return wanted
 
 
-def adapted_inputs(config: Config, block: Block) -> int:
-    """The number of a block's parts whose first linear layer has an adapter."""
-    wanted, able, fused = targets(config), adaptable(block), block.fused
-    firsts = [f"{name}.{part.linear_layers()[0]}" for name, part in block.parts.items()]
-    members = [fused.get(first, (first,)) for first in firsts]
-    return sum(any(member in able and _own_name(member) in wanted for member in own) for own in members)
-
-
 def add_adapters(block: Block, lora: LoraConfig) -> Block:
     """The same block, with the adapters of its `lora.targets` declared beside their weights.
 

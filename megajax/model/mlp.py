@@ -10,14 +10,11 @@ from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     LayerContext,
     Metrics,
-    Shares,
     Sublayer,
-    SublayerSizes,
     Weights,
     add_bias,
     declare_norm,
     normalise,
-    products,
     residual_scale,
 )
 
@@ -55,10 +52,3 @@ class MLP(Sublayer):
         norms, weights = ("norm", "norm_bias"), ("gate_up", "gate_up_bias", "down")
         y = compute(x, *(w.get(name) for name in (*norms, *weights)))
         return add_bias(checkpoint_name(y, "output"), w.get("down_bias")), {}
-
-    def sizes(self, shares: Shares) -> SublayerSizes:
-        width = self.config.ffn_hidden_size
-        activation = width / shares.tensor if self.config.mlp_bias else 0
-        return SublayerSizes(
-            products(self.config) * width / shares.tensor, width, products(self.config), activation=activation
-        )

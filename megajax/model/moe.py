@@ -15,15 +15,12 @@ from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     LayerContext,
     Metrics,
-    Shares,
     State,
     Sublayer,
-    SublayerSizes,
     Weights,
     add_bias,
     declare_norm,
     normalise,
-    products,
     residual_scale,
 )
 
@@ -203,27 +200,3 @@ class MoE(Sublayer):
     def updated_state(self, state: State, metrics: State) -> dict[str, jax.Array]:
         rate = self.config.router.bias_update_rate
         return {n: ops.router.updated_bias(bias, metrics["expert_counts"], rate) for n, bias in state.items()}
-
-    def matmul_parameters(self) -> int:
-        """With those of the router and the shared expert."""
-        c = self.config
-        width = c.experts_per_token * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
-        return c.hidden_size * ((1 + products(self.config)) * width + (c.num_experts or 0) + c.shared_expert_gate)
-
-    def width(self) -> int:
-        """Of one expert."""
-        return self.config.expert_ffn_hidden_size or 0
-
-    def sizes(self, shares: Shares) -> SublayerSizes:
-        """With experts on several devices, buffers hold the largest number of rows that can arrive."""
-        c, k = self.config, self.config.experts_per_token
-        assert c.num_experts is not None
-        over = shares.expert_shards
-        rows: float = over * min(k, c.num_experts // over) if over > 1 else k
-        if c.router.capacity_factor is not None:  # capacity counts the microbatch's tokens on all devices
-            rows = min(rows, c.router.capacity_factor * k * shares.token_shards)
-        width = rows * (c.expert_ffn_hidden_size or 0) + c.shared_expert_ffn_hidden_size
-        arrived = rows * c.hidden_size / (shares.tensor if shares.experts_over_tensor else 1)
-        routing = 4 / shares.compute * (c.num_experts + 4 * k) / shares.tensor  # in FP32
-        kept = products(self.config) * width / shares.tensor + (arrived + routing)
-        return SublayerSizes(kept, width, products(self.config), rows=rows, arrived=arrived)

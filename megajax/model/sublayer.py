@@ -16,7 +16,7 @@ from flax import nnx
 
 from megajax import ops
 from megajax.config import ModelConfig
-from megajax.layout.kinds import LayerKind, is_gated
+from megajax.layout.kinds import LayerKind
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.parameters import declare
 
@@ -69,31 +69,6 @@ class LayerContext:
     kind: LayerKind  # its window and positions
     recompute: Collection[str] = ()  # what the backward pass recomputes: "attention", from its inputs; "norms"
     state: State = field(default_factory=dict)  # declared by `layer_state`
-
-
-@dataclass(frozen=True)
-class Shares:
-    """The division of the work over devices, for `Sublayer.sizes`."""
-
-    tensor: int  # devices that share heads and widths
-    token_shards: int  # devices of the batch axes and `context`, without axes that divide the experts
-    expert_shards: int = 1  # devices that the experts are divided among
-    experts_over_tensor: bool = False  # `tensor` divides the experts instead of their width
-    compute: int = 2  # bytes of a number
-
-
-@dataclass(frozen=True)
-class SublayerSizes:
-    """Numbers per token on one device, in the compute dtype, for the estimate of memory."""
-
-    kept: float  # outputs of matmuls and routing, which the policies `none` and `save_matmuls` keep
-    width: float  # input of the last linear layer, on all devices of `tensor`
-    products: int = 1  # outputs of the first linear layer, in units of `width`: two with a gate
-    kept_width: float = 0  # kept input of the last linear layer
-    rows: float = 0  # rows of the residual stream's width that experts receive, on all devices of `tensor`
-    arrived: float | None = None  # input of the first linear layer; None: the residual stream's width
-    recomputed: float = 0  # part of `kept` that the policy `selective` recomputes
-    activation: float = 0  # an activation that is kept because its layer has a bias
 
 
 class Sublayer(nnx.Module):
@@ -161,31 +136,6 @@ class Sublayer(nnx.Module):
     def rescaled(self, metrics: State) -> dict[str, jax.Array]:
         """Factors of its parameters after an update, by name, for metrics `[L, ...]`: `[L, ...]`, broadcast to them."""
         return {}
-
-    def matmul_parameters(self) -> int:
-        """Number of matmul parameters that are active per token: by default all of LINEAR."""
-        return sum(map(self._size, self.linear_layers()))
-
-    def width(self) -> int:
-        """The input width of its last linear layer; matmuls with narrow weights are slower."""
-        return self._size(self.linear_layers()[-1]) // self.config.hidden_size
-
-    def attention_flops(self, attended: float) -> float:
-        """FLOPs of attention per token, forward and backward; a token attends to `attended` tokens on average."""
-        return 0
-
-    def sizes(self, shares: Shares) -> SublayerSizes:
-        """Numbers per token, for the estimate of memory: by default the linear layers' results and the last's input."""
-        *first, _ = self.linear_layers()
-        outputs = sum(math.prod(parameter.shape[1:]) for name in first for parameter in self._stored(name))
-        return SublayerSizes((outputs + self.width()) / shares.tensor, self.width())
-
-    def _stored(self, name: str) -> list[nnx.Param]:
-        """The parameters of a linear layer."""
-        return [w for member in self.FUSED.get(name, (name,)) if (w := getattr(self, member)) is not None]
-
-    def _size(self, name: str) -> int:
-        return sum(math.prod(parameter.shape) for parameter in self._stored(name))
 
 
 def is_maximum(metric: str) -> bool:
@@ -267,8 +217,3 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def residual_scale(config: ModelConfig) -> float:
     """GPT-2's depth scaling of the projections that write to the residual stream (Radford et al. 2019)."""
     return 1 / math.sqrt(2 * config.num_layers) if config.depth_scaled_init else 1.0
-
-
-def products(config: ModelConfig) -> int:
-    """The number of outputs of an MLP's first linear layer, in units of the MLP width: two with a gate."""
-    return 1 + is_gated(config)

@@ -23,7 +23,6 @@ from megajax.model.attention import Attention
 from megajax.model.block import dropout_key
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
-from megajax.model.sublayer import SublayerSizes
 from megajax.step.graph import ADAPTERS, JITTER
 from megajax.step.mtp import DROPOUT
 from megajax.step.nodes import Field, Results
@@ -69,10 +68,6 @@ class Squared(Sublayer):
 
     def updated_state(self, state, metrics):
         return {"mean_power": 0.5 * state["mean_power"] + 0.5 * metrics["power"]}
-
-    def sizes(self, shares):
-        width = 2 * self.config.ffn_hidden_size
-        return SublayerSizes(width / shares.tensor, width)
 
 
 class Mean(Sublayer):
@@ -201,9 +196,9 @@ def test_it_says_what_it_costs(table):
         config = make(table, {}, model={"ffn_hidden_size": width}, kernels={"scan_unroll": 4})
         program = build(config, 1)
         saved.append(estimate_memory(program.plan.on_gpus(), program.placements).activations)
-    # The compute dtype's 4 bytes of each token: gate and up of two dense layers, `up` of two of the kind
+    # The compute dtype's 4 bytes of each token: gate and up of two dense layers, `up` and its square of two of the kind
     tokens = config.batch.global_size * S
-    assert saved[1] - saved[0] == 4 * tokens * F * (2 * 2 + 2 * 2)
+    assert saved[1] - saved[0] == 4 * tokens * F * (2 * 2 + 2 * 2 * 2)
 
 
 def test_an_unknown_kind_is_a_sentence(table):

@@ -113,7 +113,10 @@ def test_the_encoder_counts_in_parameters_and_flops(table):
     D, S = TINY["hidden_size"], LENGTH
     plain = make(table, {}, {"block_pattern": ["dense"], "encoder": {"kind": "none"}})
     more = flops_per_token(make(table, {})) - flops_per_token(plain)
-    assert more == pytest.approx(6 * 4 * D * D * SOURCE / S + 2 * 6 * 4 * D * D)
+    encoder = 6 * 4 * D * D * SOURCE / S
+    # Of two layers: queries and outputs of the tokens, keys and values of the source, scores and their sums of values
+    cross = 6 * (2 * D * D + 2 * D * D * SOURCE / S + 2 * SOURCE * D)
+    assert more == pytest.approx(encoder + 2 * cross)
     own = {name: p.shape for name, p in parameters(Transformer(make(table, {}).model)).items() if "encoder." in name}
     assert sum(map(math.prod, own.values())) == 50 * D + D + 4 * D * D
 

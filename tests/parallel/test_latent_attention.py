@@ -7,9 +7,11 @@ import jax
 import pytest
 from mesh_models import LATENT_MODELS
 
-from megajax.config import ModelConfig
+from megajax.config import LoraConfig, ModelConfig
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.estimate.costs import attention_flops
+from megajax.estimate.traces import traces
 from megajax.mesh import build_mesh
 from megajax.model.block import Block
 from megajax.model.parameters import parameters
@@ -89,13 +91,16 @@ def test_deepseek_v3_attention_has_its_published_parameters_and_flops():
             **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
         }
     )
-    attention = Block(model, "dense").parts["attention"]
+    attention, work = (
+        Block(model, "dense").parts["attention"],
+        traces(model, LoraConfig(), 4096, "bfloat16").of("dense").parts["attention"],
+    )
     matmul = 7168 * 2112 + 1536 * 24576 + 512 * 32768 + 16384 * 7168
-    assert attention.matmul_parameters() == matmul
+    assert work.multiplications == matmul
     norms = 7168 + 1536 + 512
     sizes = {name: math.prod(p.shape) for name, p in parameters(attention).items()}
     assert sum(sizes.values()) == matmul + norms
-    assert attention.attention_flops(2048) == 3 * 4096 * 128 * (192 + 128)
+    assert attention_flops(work, 4096, None) == 3 * 4096 * 128 * (192 + 128)
 
 
 @pytest.mark.smoke

@@ -12,10 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
-from megajax.estimate.costs import attended_keys, planned_blocks, unsaved
+from megajax.config import LoraConfig
+from megajax.estimate.activations import shards_of
+from megajax.estimate.costs import attention_flops
+from megajax.estimate.traces import BlockTrace, LayerForm, Shards, SublayerWork, traces
 from megajax.layout.kinds import LayerKind
 from megajax.mesh import axes_across
-from megajax.model.sublayer import Shares, Sublayer, SublayerSizes
 from megajax.options.remat import RematPolicy
 from megajax.schema.fields import AXES
 from megajax.step_plan import StepPlan
@@ -92,7 +94,9 @@ class Device:
     def __init__(self, plan: StepPlan, rates: Rates):
         self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
         self.number = 4 if self.config.precision.compute == "float32" else 2  # bytes
-        self.blocks = planned_blocks(self.config.model)
+        self.whole_experts = "tensor" in self.config.mesh.experts_over
+        self.traces = traces(self.config.model, LoraConfig(), self.config.batch.sequence_length, "bfloat16")
+        self.blocks = self.traces.blocks
         self._layers: dict[tuple[LayerKind, bool], PassSeconds] = {}
 
     # One layer
@@ -100,70 +104,62 @@ class Device:
     def layer(self, kind: LayerKind, fp8: bool) -> PassSeconds:
         """The forward and backward pass of a layer for one microbatch."""
         if (kind, fp8) not in self._layers:
-            parts = [self.part(part, kind, fp8) for part in self.blocks[kind.block].parts.values()]
+            parts = [self.part(kind, name, fp8) for name in self.blocks[kind.block].names]
             self._layers[kind, fp8] = sum(parts, PassSeconds())
         return self._layers[kind, fp8]
 
-    def part(self, part: Sublayer, kind: LayerKind, fp8: bool) -> PassSeconds:
-        """The forward and backward pass of a part of a layer."""
-        tokens = self.plan.tokens
-        work = PassSeconds(
-            self.matmuls(part, fp8), elementwise=tokens * self.passes(part, fp8) / self.rates.memory_bytes
-        )
-        flops = part.attention_flops(attended_keys(self.config.batch.sequence_length, kind.window))
-        if flops:
-            work += self.attention(flops * tokens / self.sizes["tensor"], fp8)
-        if self.sizes["tensor"] > 1:
-            work.traffic["tensor"] = self.over_tensor(part, bool(flops))
-        if part.HAS_EXPERTS and self.plan.collectives.expert_shards > 1:
-            work.matmuls *= 1 + IMBALANCE * math.log2(self.plan.collectives.expert_shards)
-            work.traffic["expert"] = self.dispatch()
-        return work
+    def own(self, block: str) -> BlockTrace:
+        """The trace on a device of `tensor` whose experts receive as many rows as a token has experts."""
+        return self.traces.of(block, LayerForm(Shards(self.sizes["tensor"])))
 
-    def matmuls(self, part: Sublayer, fp8: bool) -> float:
+    def part(self, kind: LayerKind, name: str, fp8: bool) -> PassSeconds:
+        """The forward and backward pass of a part of a layer."""
+        tokens, work = self.plan.tokens, self.traces.of(kind.block).parts[name]
+        bytes_moved = tokens * self.passes(kind.block, name, fp8)
+        seconds = PassSeconds(self.matmuls(work, fp8), elementwise=bytes_moved / self.rates.memory_bytes)
+        flops = attention_flops(work, self.config.batch.sequence_length, kind.window)
+        if flops:
+            seconds += self.attention(flops * tokens / self.sizes["tensor"], fp8)
+        if self.sizes["tensor"] > 1:
+            seconds.traffic["tensor"] = self.over_tensor(work, bool(flops))
+        if work.has_experts and self.plan.collectives.expert_shards > 1:
+            seconds.matmuls *= 1 + IMBALANCE * math.log2(self.plan.collectives.expert_shards)
+            seconds.traffic["expert"] = self.dispatch()
+        return seconds
+
+    def matmuls(self, work: SublayerWork, fp8: bool) -> float:
         """Seconds of a part's matmuls."""
         model, tokens, tensor = self.config.model, self.plan.tokens, self.sizes["tensor"]
-        whole = part.HAS_EXPERTS and "tensor" in self.config.mesh.experts_over
-        smallest, waste = min(model.hidden_size, tokens, part.width() / (1 if whole else tensor)), 1.0
-        if part.HAS_EXPERTS:
+        whole = work.has_experts and self.whole_experts
+        smallest, waste = min(model.hidden_size, tokens, work.depth / (1 if whole else tensor)), 1.0
+        if work.has_experts:
             rows = tokens * self.plan.collectives.expert_shards / (tensor if whole else 1)  # of all experts together
             rows *= model.experts_per_token / (model.num_experts or 1)
             smallest, waste = min(smallest, rows), 1 + TILE / 2 / rows
-        flops = 6 * tokens * part.matmul_parameters() / tensor
+        flops = 6 * tokens * work.multiplications / tensor
         return waste * flops / self.rates.matmul_flops(smallest, fp8)
 
     def unused(self, kind: LayerKind, fp8: bool) -> PassSeconds:
         """The matmul of a layer whose output no backward pass needs, so that recomputation leaves it out: the last."""
-        part = list(self.blocks[kind.block].parts.values())[-1]
-        share = self.part_sizes(part).width * self.config.model.hidden_size / part.matmul_parameters()
-        return PassSeconds(self.matmuls(part, fp8) * share)
+        last = self.traces.of(kind.block).parts[self.blocks[kind.block].names[-1]]
+        share = last.width * self.config.model.hidden_size / last.multiplications
+        return PassSeconds(self.matmuls(last, fp8) * share)
 
     def saved(self, kind: LayerKind, policy: RematPolicy) -> float:
         """Bytes of a layer that are kept for the backward pass, with one remat policy."""
-        stream = self.config.model.hidden_size / self.sizes["tensor"]
         if policy.keeps_input:
-            return self.number * self.plan.tokens * stream
-        numbers = 0.0
-        for part in self.blocks[kind.block].parts.values():
-            sizes = self.part_sizes(part)
-            numbers += 2 * stream + sizes.kept + sizes.kept_width - unsaved(part, sizes, policy, stream)
-        return self.number * self.plan.tokens * numbers
+            return self.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
+        return self.number * self.plan.tokens * self.own(kind.block).saved(policy, copied=True)
 
-    def part_sizes(self, part: Sublayer, expert_shards: int = 1) -> SublayerSizes:
-        """Numbers of a part for a token of this device: with one shard as many rows as experts of a token."""
-        over_tensor = part.HAS_EXPERTS and "tensor" in self.config.mesh.experts_over
-        return part.sizes(Shares(self.sizes["tensor"], expert_shards, expert_shards, over_tensor, self.number))
-
-    def rows(self, part: Sublayer, expert_shards: int = 1) -> float:
-        """Numbers of the rows that experts receive, for a token of this device."""
-        return (self.part_sizes(part, expert_shards).arrived or 0.0) if part.HAS_EXPERTS else 0.0
-
-    def passes(self, part: Sublayer, fp8: bool) -> float:
+    def passes(self, block: str, name: str, fp8: bool) -> float:
         """Bytes of a part's elementwise work for a token."""
-        D, tensor, sizes = self.config.model.hidden_size, self.sizes["tensor"], self.part_sizes(part)
+        D, tensor, work = self.config.model.hidden_size, self.sizes["tensor"], self.own(block).parts[name]
         # A device's buffers have room for all assignments of its group. An all-gather permutes the unused rows too.
-        rows, received = self.rows(part), self.rows(part, self.plan.collectives.expert_shards)
-        kept = sizes.kept - rows + sizes.width / tensor
+        rows = work.rows / (tensor if self.whole_experts else 1)
+        received = (
+            self.traces.of(block, LayerForm(shards_of(self.plan, self.blocks[block]))).parts[name].rows if rows else 0
+        )
+        kept = work.products + work.attended + work.width
         numbers = STREAM_PASSES * D / tensor + KEPT_PASSES * kept
         if self.plan.collectives.dispatch.gathers_tokens:
             numbers += ROUTED_PASSES * received
@@ -173,14 +169,14 @@ class Device:
             numbers += QUANTISE_PASSES * (kept + (rows or D) + D / tensor)
         return self.number * numbers
 
-    def over_tensor(self, part: Sublayer, is_attention: bool) -> Traffic:
+    def over_tensor(self, part: SublayerWork, is_attention: bool) -> Traffic:
         """The collectives of a part of a layer over `tensor`."""
         model, number = self.config.model, self.number * self.plan.tokens
         into = number * (self.latents if is_attention and self.latents else model.hidden_size)
         out = number * model.hidden_size
         hidden = self.collective("tensor", INPUT_COLLECTIVES * into + OUTPUT_COLLECTIVES * out, copied=True)
         hidden = replace(hidden, exposed=TENSOR_EXPOSED * hidden.seconds)
-        if not part.HAS_EXPERTS:
+        if not part.has_experts:
             return hidden
         of_shared = hidden if model.shared_expert_ffn_hidden_size else Traffic()
         if "tensor" in self.config.mesh.experts_over:

@@ -1,0 +1,136 @@
+"""The communication points of a layer without numbers: what the planner traces in place of a mesh and its kernels.
+
+Linear layers are those of the step. Collectives have the shapes of their results. An operation with a kernel of its own
+is one `kernel` here, which declares its work, and keeps for the backward pass what the step's kernel keeps.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
+
+from megajax.jax_internals import Primitive
+from megajax.model.comm import AttentionSettings, Comm, TokenPositions
+from megajax.ops.expert_mlp import expert_mlp, num_experts
+from megajax.ops.experts import most_rows
+from megajax.options.remat import ATTENTION
+from megajax.parallel.comm import MeshComm
+from megajax.parallel.tensor.ring import TensorRing
+from megajax.schema.fields import AXES
+from megajax.step_plan import Collectives, Kernels
+
+Arrays = Sequence[jax.Array]
+FP32, INT32 = jnp.dtype("float32"), jnp.dtype("int32")
+# Arrays → arrays of the shapes and dtypes `results`. For a token and each token that it attends to, the kernel
+# multiplies `per_key` numbers.
+kernel = Primitive("kernel")
+kernel.multiple_results = True
+kernel.def_abstract_eval(lambda *_, results, per_key=0: [ShapedArray(shape, dtype) for shape, dtype in results])
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The devices that share a layer's work."""
+
+    tensor: int = 1  # they share heads and widths
+    experts: int = 1  # they have different experts
+    experts_over_tensor: bool = False  # whether they include the devices of `tensor`
+    tokens: int = 1  # they have different tokens: only the experts' capacity depends on it
+
+    @property
+    def experts_over(self) -> tuple[str, ...]:
+        """The axes that divide the experts; the others count as `expert`."""
+        return ("expert", "tensor") if self.experts_over_tensor else ("expert",)
+
+
+class ShapeRing(TensorRing):
+    """The devices of `tensor`; their tensors are in one piece."""
+
+    def overlaps(self, width: int) -> bool:
+        return False
+
+    def all_gather_tokens(self, x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x] * self.size)
+
+    def reduce_scatter_tokens(self, y: jax.Array) -> jax.Array:
+        return y[: len(y) // self.size]
+
+
+class ShapeComm(MeshComm):
+    """The communication points of one of several devices, with shapes alone."""
+
+    def __init__(self, shards: Shards, frozen: bool = False):
+        """`frozen`: the linear layers' weights have no gradients, except adapters."""
+        one: dict[str, int] = dict.fromkeys(AXES, 1)
+        super().__init__(one, Kernels(), Collectives(experts_over=shards.experts_over), False, frozen)
+        self.shards, ring = shards, ShapeRing(shards.tensor, copied=False)
+        self.all_gather_tokens, self.reduce_scatter_tokens = ring.all_gather_tokens, ring.reduce_scatter_tokens
+        self.tensor_parallel = replace(self.tensor_parallel, ring=ring)
+        self.adapters = replace(self.adapters, tp=replace(self.adapters.tp, ring=ring))
+
+    def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
+        return _attention(q, k, v), None
+
+    def attend_latent(self, q, keys, positions: TokenPositions, settings: AttentionSettings):
+        return Comm.attend_latent(self, q, keys, positions, settings)
+
+    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
+        whole = self.shards.experts_over_tensor
+        if not whole:
+            x, experts, weights = (self.all_gather_tokens(a) for a in (x, experts, weights))
+        rows = most_rows(self.shards.experts * len(x), experts.shape[1], num_experts(w_up), capacity)
+        numbers = [((n,), INT32) for n in (rows, experts.size, num_experts(w_up))]
+        routes = [checkpoint_name(a, "routing") for a in kernel.bind(experts, results=tuple(numbers))]
+        received = checkpoint_name(_sent(x, routes, (rows, x.shape[1])), "dispatched")
+        row_weights = checkpoint_name(_sent(weights.reshape(-1), routes, (rows,)), "routing")
+        arguments = self.expert_parallel.kernels, received, row_weights, w_up, w_down, routes[-1]
+        y: Any = _sent(expert_mlp(activation, *arguments, biases=biases), routes, x.shape)
+        return y if whole else self.reduce_scatter_tokens(y)
+
+    def size(self, axes: str | Sequence[str]) -> int:
+        own = {"tensor": self.shards.tensor, "data": self.shards.tokens}
+        return math.prod(own.get(axis, 1) for axis in self._named(axes))
+
+    def index(self, axis: str) -> int:
+        return 0
+
+    def gather[Tree](self, x: Tree, axes: str | Sequence[str], dim: int = 0) -> Tree:
+        return jax.tree.map(lambda a: jnp.concatenate([a] * self.size(axes), dim), x)
+
+
+# Kernels with what they keep. The planner never runs their backward pass.
+
+
+def _not_run(*_: Any) -> Any:
+    raise AssertionError("the planner traces forward passes alone")
+
+
+@jax.custom_vjp
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _attention_forward(q, k, v)[0]
+
+
+def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array):
+    """It keeps its inputs, its output, and the log-sum-exp of the scores in FP32."""
+    (B, S, N, H), W = q.shape, v.shape[-1]
+    results = ((B, S, N, W), q.dtype), ((B, N, S), FP32)
+    out, lse = (checkpoint_name(a, ATTENTION) for a in kernel.bind(q, k, v, results=results, per_key=N * (H + W)))
+    return out, (q, k, v, out, lse)
+
+
+_attention.defvjp(_attention_forward, _not_run)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sent(x: jax.Array, routes: Arrays, shape: tuple[int, ...]) -> jax.Array:
+    """Rows on their way to experts, or back."""
+    return kernel.bind(x, *routes, results=((shape, x.dtype),))[0]
+
+
+_sent.defvjp(lambda x, routes, shape: (_sent(x, routes, shape), routes), _not_run)
