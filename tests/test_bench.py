@@ -48,3 +48,21 @@ def test_the_rows_for_four_gpus_are_legal_and_have_names_of_their_own():
         assert bool(row.config) + bool(row.train) + bool(row.peer) == 1, row
         if not row.peer:
             assert 0 < gpu_rows.prediction(row)["gib"] < gpu_rows.rates_of("h100").memory_gib, row
+
+
+def test_figures_are_of_one_device_and_belong_together(tmp_path):
+    """8 sequences of 16 tokens on eight virtual devices."""
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "model: {num_layers: 1, hidden_size: 8, num_heads: 2, ffn_hidden_size: 8, vocab_size: 50, vocab_multiple: 1}\n"
+        "batch: {global_size: 8, sequence_length: 16}\n"
+    )
+    found = bench.bench(str(path), ["mesh.fsdp=-1"], warmup=1, timed=3)
+    assert found["devices"] == "8 × cpu" and found["mesh"] == "fsdp 8"
+    median, least, most = found["step_ms"]
+    assert 0 < least <= median <= most
+    speed = found["tokens_per_second_per_device"]
+    assert speed == pytest.approx(8 * 16 / (median / 1e3) / 8)
+    flops = 6 * (4 * 8 * 8 + 3 * 8 * 8 + 50 * 8 + 16 * 8)  # a token's matmuls with the head, and its half of all pairs
+    assert found["tflops_per_second_per_device"] == pytest.approx(speed * flops / 1e12)
+    assert found["mfu"] is None and f"| {speed:,.0f} |" in bench.row(found)

@@ -199,7 +199,9 @@ def test_a_large_model_is_written_in_several_files(tmp_path):
     rng = np.random.default_rng(0)
     arrays = {f"layer.{i}": rng.standard_normal((10, 5)).astype(np.float32) for i in range(5)}
     write_folder(tmp_path / "out", {}, iter(arrays.items()), shard_bytes=450)
-    files = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"] == {"total_size": 5 * 10 * 5 * 4}  # bytes
+    files = index["weight_map"]
     assert sorted(set(files.values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     with FolderTensors(tmp_path / "out") as weights:
         for name, array in arrays.items():

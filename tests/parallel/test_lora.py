@@ -14,9 +14,11 @@ from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.estimate.costs import flops_per_token
 from megajax.estimate.memory import estimate_memory
-from megajax.mesh import build_mesh
+from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind
-from megajax.model.lora import A, B, adapters
+from megajax.model.lora import A, Adapted, B, adapters
+from megajax.parallel.comm import MeshComm
+from megajax.step_plan import Collectives, Kernels
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 from megajax.weights.adapters import adapted
@@ -144,6 +146,24 @@ def test_the_dropout_of_an_adapter_is_the_same_in_every_process():
     found = adapted(weights, fused, LoraConfig(**ALL), inputs, layer=5)["mlp.down"].key
     expected = jax.random.fold_in(jax.random.fold_in(inputs.adapter_key, 5), 0x2AB29F11)
     assert found == expected
+
+
+@pytest.mark.parametrize("layer", ["column_linear", "row_linear", "replicated_linear"])
+def test_each_kind_of_layer_drops_the_inputs_of_its_adapter_alone(layer):
+    """By the documented rule: a number is dropped by the bits of its token's and its column's key."""
+    rng, rate = np.random.default_rng(0), 0.4
+    x, base, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 6), (6, 4), (6, 2), (2, 4)))
+    key, tokens = jax.random.key(7), jnp.array([3, 9, 11, 200, 4], jnp.uint32)
+    comm = MeshComm(dict.fromkeys(AXES, 1), Kernels(), Collectives(), deterministic=False, frozen=True)
+    with jax.default_matmul_precision("highest"):
+        found = getattr(comm, layer)(jnp.asarray(x), Adapted(*map(jnp.asarray, (base, a, b)), key, tokens, rate))
+    draws = [
+        [int(jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, token), column))[0]) for column in range(6)]
+        for token in tokens
+    ]
+    kept = np.array(draws) >= np.uint32(rate * 2**32)
+    assert 0 < kept.sum() < kept.size
+    np.testing.assert_allclose(found, x @ base + np.where(kept, x / (1 - rate), 0) @ a @ b, rtol=1e-4, atol=1e-5)
 
 
 def test_the_plan_knows_what_is_frozen(steps, table):

@@ -151,7 +151,7 @@ def test_targets_shift_within_a_document_and_nowhere_else():
 
 # With `tensor` 2 three query heads a device: two stages cannot share them evenly
 DENSE = {**MODELS["llama"], "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
-DENSE |= {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8}
+DENSE |= {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "attention_sinks": True}
 PACKED = {"data": {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}}
 PACKED["batch"] = {"sequence_length": 48}
 EXPERTS = MIXTRAL | {"router": {"score_function": "sigmoid", "expert_bias": True, "sequence_loss": 0.05}}

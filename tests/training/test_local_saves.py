@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -88,6 +89,20 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
     assert read_metrics(tmp_path / "run", *NUMBERS) == read_metrics(tmp_path / "whole", *NUMBERS)
     assert_equal(again.state, whole.state)
     assert not [*tmp_path.glob("local/*")]  # the durable checkpoint of the last step replaces them
+
+
+def test_the_first_save_is_a_line_with_its_size_and_its_time(build, monkeypatch, capsys):
+    take = LocalTier.outcome
+
+    def outcome(tier, wait=False):
+        found = take(tier, wait)
+        return found and replace(found, size=1_234_000, seconds=12.34)
+
+    monkeypatch.setattr(LocalTier, "outcome", outcome)
+    crash(build(*MESH, kind=KilledQuickTrainer), 3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved step")]
+    assert len(lines) == 1 and lines[0].startswith("saved step 1 in ")
+    assert lines[0].endswith("(1.23 MB in 12.3 s beside training)")
 
 
 def test_layers_in_another_order_are_another_layout(build, capsys):

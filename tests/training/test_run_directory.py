@@ -155,6 +155,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(run_dir, build, 
 
 def test_an_evaluation_uses_the_checkpoint_before_a_damaged_one_and_writes_nothing(run_dir, build):
     shutil.rmtree(run_dir / "checkpoints" / "4" / "state" / "d")
+    shutil.copytree(run_dir / "checkpoints" / "2", run_dir / "checkpoints" / "1")  # an older one, which is not taken
     before = files(run_dir)
     trainer = build("run.steps=6")
     assert trainer.step == 4

@@ -1,0 +1,54 @@
+"""Initial values of every parameter: their spread, and what they depend on."""
+
+import math
+
+import numpy as np
+import pytest
+from mesh_models import GPT2, MODELS
+
+from megajax.config import ModelConfig
+from megajax.model import Transformer, init_parameters, parameters
+
+SMALL = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "init_std": 0.05}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+EXPERTS = {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16}
+EXPERTS |= {"shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True}
+CASES = {
+    "llama": MODELS["llama"] | SMALL | {"num_kv_heads": 2, "qk_norm": True},
+    "gpt2": GPT2 | SMALL | {"max_positions": 16},
+    "experts": SMALL | LATENT | EXPERTS,
+    "modules": MODELS["llama"] | SMALL | {"num_kv_heads": 2, "mtp_layers": 2, "norm_zero_centred": True},
+}
+INTO_THE_STREAM = (".output", ".down", ".shared_down")
+
+
+def initial(settings: dict, **changes) -> tuple[ModelConfig, dict, dict]:
+    config = ModelConfig.model_validate({**settings, **changes})
+    model = Transformer(config)
+    arrays = {name: np.asarray(w) for name, w in init_parameters(model, 5, config.init_std).items()}
+    return config, arrays, parameters(model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matrices_have_the_std_norms_are_one_and_biases_zero(case):
+    config, arrays, declared = initial(CASES[case], depth_scaled_init=False)
+    for name, w in arrays.items():
+        role = declared[name].role
+        if role in ("matrix", "embedding"):
+            error = 6 / math.sqrt(2 * w.size)  # six standard deviations
+            assert w.std() == pytest.approx(config.init_std, rel=error), name
+            assert abs(w.mean()) < 6 * config.init_std / math.sqrt(w.size), name
+        else:
+            assert (w == (role == "norm" and not config.norm_zero_centred)).all(), name
+    matrices = [w.ravel()[:8] for name, w in arrays.items() if declared[name].role in ("matrix", "embedding")]
+    matrices += [row.ravel()[:8] for n, w in arrays.items() if "blocks" in n and w.any() and w.std() for row in w[1:]]
+    assert len(np.unique(np.array(matrices), axis=0)) == len(matrices), "of all parameters and layers others"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_depth_scaling_divides_what_is_added_to_the_residual_stream_by_the_root_of_the_branches(case):
+    config, plain, _ = initial(CASES[case], depth_scaled_init=False)
+    scaled = initial(CASES[case], depth_scaled_init=True)[1]
+    for name, w in plain.items():
+        factor = 1 / math.sqrt(2 * config.num_layers) if name.endswith(INTO_THE_STREAM) else 1
+        np.testing.assert_allclose(scaled[name], factor * w, rtol=1e-6, err_msg=name)
