@@ -218,6 +218,7 @@ no-create-attention-mask-in-dataloader off->create_attention_mask_in_dataloader 
 fp8-interval int=1, reuse-grad-buf-for-mxfp8-param-ag, keep-fp8-transpose-cache, fp8-param-gather | | weights travel
     in FP8 where matmuls are in FP8
 mtp-standalone | | the stages share the tokens of prediction modules, the head and the loss
+lr-warmup-init float=0.0 | | the warm-up begins at learning_rate / warmup_steps
 attention-dropout float=0.1 | | there is no dropout of attention weights; model.dropout is hidden dropout
 initial-loss-scale float=4294967296, min-loss-scale float=1.0, loss-scale-window float=1000, hysteresis int=2 | |
     precision.compute=float16 always scales the loss dynamically
@@ -291,7 +292,6 @@ ckpt-convert-format str, ckpt-convert-save str, ckpt-convert-update-legacy-dist-
 start-weight-decay float, end-weight-decay float, weight-decay-incr-style str=constant | | the weight decay is
     constant: optimizer.weight_decay
 loss-scale float | | precision.compute=float16 always scales the loss dynamically
-lr-warmup-init float=0.0 | | the warm-up begins at learning_rate / warmup_steps
 use-checkpoint-args | | the model's flags are in a Megatron checkpoint: write them into the line
 dataloader-type str=single | | samples are read in the order of data.order
 use-legacy-models | | models are those of Megatron-Core

@@ -223,7 +223,7 @@ def values(config, key: str):
 def test_a_line_is_translated_as_megatron_reads_it(name, place):
     arguments, world = SCRIPTS[name]
     stored = STORED["lines"][name]
-    given, found_world, _ = read([str(LINES / name), *arguments])
+    given, found_world = read([str(LINES / name), *arguments])
     assert found_world == world
     text, _ = translate(given, world)
     (place / "run.yaml").write_text(text)

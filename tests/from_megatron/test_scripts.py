@@ -111,10 +111,20 @@ def test_the_number_of_devices_is_that_of_the_launcher(place, launcher, world):
 def test_sourced_files_are_read_and_others_are_named(place):
     (place / "a.sh").write_text("A=5\nsource nothing.sh\nsource $(pwd)/b.sh\n")
     (place / "train.sh").write_text(f". ./a.sh\ntorchrun --nproc-per-node 2 p.py {SMALL} --seed $A")
-    given, world, warned = read(["train.sh"])
+    with pytest.warns(UserWarning) as warned:
+        given, world = read(["train.sh"])
     assert given["seed"] == 5 and world == 2
-    assert any("nothing.sh" in text and "a.sh, line 2" in text for text in warned)
-    assert any("$(pwd)/b.sh" in text for text in warned)
+    texts = [str(each.message) for each in warned]
+    assert len(texts) == 2 and "nothing.sh" in texts[0] and "a.sh, line 2" in texts[0] and "$(pwd)/b.sh" in texts[1]
+
+
+def test_variables_and_arguments_without_a_value_are_named(place, capsys):
+    (place / "train.sh").write_text(f"torchrun --nproc-per-node 2 $HERE/p.py {SMALL} $NOT_SET --save $1 --seed 3")
+    said = sentence(capsys, "train.sh")
+    assert "--save has no value" in said and "NOT_SET" not in said
+    with pytest.warns(UserWarning) as warned:
+        read(["train.sh", "out"])
+    assert [str(each.message).split(" has")[0] for each in warned] == ["HERE", "NOT_SET"]
 
 
 HOSTILE = {
@@ -307,6 +317,7 @@ def test_a_flag_becomes_the_value_of_megatrons_rule(flags, key, expected):
         ("--attention-dropout 0.1", "attention-dropout"),
         ("--optimizer sgd", "sgd-decay"),
         ("--fp16", "fp16-gradients"),
+        ("--lr-warmup-init 1e-7 --lr-warmup-samples 0", "warmup-init"),
         ("--num-experts 4 --moe-expert-capacity-factor 2", "capacity"),
         ("--num-experts 4", "router-bias"),
         ("--lr-decay-style inverse-square-root", "inverse-sqrt"),
@@ -357,7 +368,7 @@ def test_yaml_of_megatrons_tests_and_of_its_config(place, monkeypatch):
         "max_position_embeddings: 32\nmicro_batch_size: 1\ntrain_iters: 4\nlr: 1e-3\nvocab_size: 512\n"
     )
     (place / "train.sh").write_text("torchrun --nproc_per_node 1 pretrain_gpt.py --yaml-cfg gpt.yaml --seed 5")
-    given, world, _ = read(["train.sh"])
+    given, world = read(["train.sh"])
     found = yaml.safe_load(translate(given, world)[0])
     assert found["model"]["num_kv_heads"] == 2 and found["model"]["num_experts"] == 4
     assert found["model"]["norm_epsilon"] == 1e-6 and found["run"]["seed"] == 5

@@ -40,13 +40,13 @@ def main(words: list[str]) -> int:
     with user_errors():
         own, line = _divided(words)
         options = _parser().parse_args([*own, "--", *line] if line else own)
-        given, world, found = read(options.line)
+        given, world = read(options.line)
         world = options.world or world
         if world is None:
             cure = "add --world N, the number of GPUs"
             raise InputError(f"the number of devices is not in the launch line ({given.location}): {cure}.")
         text, warned = translate(given, world)
-        for sentence in [*found, *warned]:
+        for sentence in warned:
             warnings.warn(sentence, stacklevel=1)
         if options.write is None:
             print(text, end="")
@@ -75,11 +75,14 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
     return own, line
 
 
-def read(line: list[str]) -> tuple[Arguments, int | None, list[str]]:
-    """(the arguments, the number of devices if it is known, warnings) of a script, a YAML file or a launch line."""
+def read(line: list[str]) -> tuple[Arguments, int | None]:
+    """(the arguments, the number of devices if it is known) of a script, a YAML file or a launch line.
+
+    Warns about what the script has and this does not know.
+    """
     first = Path(line[0])
     if len(line) == 1 and first.suffix in (".yaml", ".yml"):
-        return megatron.from_yaml(first), None, []
+        return megatron.from_yaml(first), None
     is_script = first.suffix in (".sh", ".bash", ".slurm", ".sbatch") or (
         len(line) == 1 and not line[0].startswith("-")
     )
@@ -87,6 +90,8 @@ def read(line: list[str]) -> tuple[Arguments, int | None, list[str]]:
         found = launch_line.from_script(first, line[1:])
     else:
         found = launch_line.from_words(line)
+    for sentence in found.warnings:
+        warnings.warn(sentence, stacklevel=2)
     words = found.words
     if file := next((words[i + 1] for i, word in enumerate(words[:-1]) if word == "--yaml-cfg"), None):
         path = Path(found.values.known(file, "--yaml-cfg"))
@@ -94,8 +99,8 @@ def read(line: list[str]) -> tuple[Arguments, int | None, list[str]]:
         rest = [word for word in words if word not in ("--yaml-cfg", file)]
         more = megatron.from_words(rest, found.values, found.location)
         both = Arguments(given.given | more.given, given.texts | more.texts, f"{path}, {found.location}")
-        return both, found.world, found.warnings
-    return megatron.from_words(words, found.values, found.location), found.world, found.warnings
+        return both, found.world
+    return megatron.from_words(words, found.values, found.location), found.world
 
 
 def translate(given: Arguments, world: int) -> tuple[str, list[str]]:

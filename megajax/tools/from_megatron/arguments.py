@@ -20,7 +20,6 @@ MAX_BYTES = 2**20  # of a YAML file
 MAX_LAYERS = 1000
 MAX_PATTERN = 1000  # characters of a list expression
 SECTIONS = ("language_model", "model_parallel", "MODEL_ARGS")  # of Megatron's YAML files
-NOT_ARGUMENTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "LAUNCHER", "MODE", "BEFORE_SCRIPT", "AFTER_SCRIPT", "SKIP_PYTEST")
 ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "squared_relu": "squared_relu", "gelu": None}
 _CHOICES = {  # values that Megatron-LM accepts, of flags with few
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -220,7 +219,7 @@ def from_yaml(path: Path) -> Arguments:
     for name, value in found.items():
         if name in SECTIONS and isinstance(value, dict):
             flat |= value
-        elif name not in NOT_ARGUMENTS:
+        elif not str(name).isupper():  # ENV_VARS and the like
             flat[name] = value
     if any(str(name).startswith("--") for name in flat):
         return from_words(_words(flat), Values(str(path), [""]), str(path))

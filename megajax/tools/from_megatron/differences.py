@@ -15,6 +15,9 @@ DIFFERENCES = {
         "step t trains with the rate of t - 1: the first step of a warm-up has rate 0",
         "step t trains with the rate of t; logged curves are equal, because Megatron-LM logs after the step",
     ),
+    "warmup-init": Difference(
+        "the warm-up begins at `--lr-warmup-init`", "it is a line through rate 0, so its first step has rate / steps"
+    ),
     "sample-rates": Difference(
         "with `--train-samples` the rate depends on the samples read, which is no multiple of a step's, or ramps up",
         "the rate depends on the step; lengths in samples are rounded to steps",

@@ -54,7 +54,12 @@ def from_script(path: Path, arguments: list[str]) -> LaunchLine:
     line = found[0]
     given = _arguments(line, script.values)
     world = _world(line, script)
-    unset = [f"{name} has no value ({at}), so it is empty, as in a shell." for name, at in script.values.unset.items()]
+    unset = [
+        f"the script's argument {name} is missing ({at}): give it after the script's name."
+        if name.isdigit()
+        else f"{name} has no value ({at}), so it is empty, as in a shell."
+        for name, at in script.values.unset.items()
+    ]
     return LaunchLine(given, line.location, world, script.values, script.warnings + unset)
 
 
@@ -85,7 +90,8 @@ def _launcher(words: list[str]) -> list[str]:
 
 def _arguments(line: Line, values: Values) -> list[str]:
     at = _program(line.words)
-    name = Path(values.known(line.words[at], "the program")).name.removesuffix(".py") if at >= 0 else ""
+    program = line.words[at].rpartition("/")[2] if at >= 0 else ""  # its folder does not matter
+    name = values.known(program, "the program").removesuffix(".py")
     parts = re.split(r"[^a-z0-9]+", name.lower())
     if other := next((model for part, model in OTHER_PROGRAMS.items() if part in parts), None):
         raise InputError(f"{name}.py trains {other} ({line.location}), which megajax does not: it trains GPTs.")

@@ -63,7 +63,8 @@ def _experts(t: Translation, replicas: int, tensor: int, context: int) -> tuple[
         return ["expert"], 1
     if width not in (1, tensor):
         t.refuse(f"tensor divides each expert's width by 1 or by {tensor}", "expert_tensor_parallel_size")
-    elif width == tensor or tensor == 1:
+        return ["expert"], 1
+    if width == tensor or tensor == 1:
         if replicas % size == 0:
             return ["expert"], size
         if size % context == 0 and replicas % (size // context) == 0:

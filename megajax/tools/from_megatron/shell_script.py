@@ -206,7 +206,8 @@ class Script:
 
     def _text(self, text: str) -> None:
         """Read a text that the shell would run: of `eval`, or `bash -c`."""
-        text = self.values.known(text, "a command")
+        if MARK.fullmatch(text.strip()):
+            self.values.known(text, "a command")
         if len(self._open) > syntax.MAX_DEPTH:
             raise InputError(f"eval is nested too deeply ({self._at}): give the launch line itself.")
         self._open.append(Path("eval"))

@@ -204,8 +204,7 @@ class Values:
     def _value(self, name: str, quoted: bool) -> str | list[str]:
         value = self.get(name)
         if value is None:
-            if not name.isdigit():
-                self.unset.setdefault(name, f"{self.file}, line {self.line}")
+            self.unset.setdefault(name, f"{self.file}, line {self.line}")
             return ""
         if isinstance(value, list) and name not in ("@", "*"):
             value = value[0] if value else ""  # $A of an array
@@ -237,7 +236,7 @@ class Values:
         if rest[:2] in (":-", ":=", ":?", ":+") or rest[:1] in ("-", "=", "?", "+"):
             return self._default(name, value, rest, depth)
         if value is None:
-            if not name.isdigit() and index is None:
+            if index is None:
                 self.unset.setdefault(name, f"{self.file}, line {self.line}")
             return [] if index == "[@]" and quoted else ""
         if rest:

@@ -66,8 +66,9 @@ def _rates(t: Translation, length: Length, total: int, sampled: bool) -> None:
 
     unit = "samples" if sampled else "iters"
     other = "iters" if sampled else "samples"
-    wrong = t.given(f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}")
-    if wrong:
+    others = (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}")
+    t.use(*others)
+    if wrong := [name for name in t.given(*others) if t[name]]:
         problem = f"{t.arguments.shown(wrong[0])} does not go with --train-{unit}"
         raise t.arguments.fail(problem, f"write the schedule in {'samples' if sampled else 'iterations'}")
     decay = samples_of("lr_decay")
@@ -87,6 +88,8 @@ def _rates(t: Translation, length: Length, total: int, sampled: bool) -> None:
     t.put("schedule.warmup_steps", length.steps(warmup), *warmup_names)
     if warmup or kind != "constant":
         t.differs("rate-step", "lr_warmup_fraction" if t["lr_warmup_fraction"] is not None else f"lr_warmup_{unit}")
+    if t["lr_warmup_init"]:
+        t.differs("warmup-init", "lr_warmup_init")
     t.use(f"lr_decay_{unit}", f"lr_wsd_decay_{unit}", "min_lr")
     if kind == "constant":
         return
