@@ -1,12 +1,16 @@
-"""Writes the tables of docs/migration.md: other_names.py and megatron_flags.py of megajax/config, and differences."""
+"""Writes the tables and the translated launch line of docs/migration.md from megajax/config and its translator."""
 
 import argparse
+import contextlib
+import re
+import tempfile
 from pathlib import Path
 
 from megajax.config import megatron_flags, other_names
 from megajax.config.load import keys
 from megajax.config.other_name import OtherName
 from megajax.schema.tree import show
+from megajax.tools.from_megatron.__main__ import read, translate
 from megajax.tools.from_megatron.differences import DIFFERENCES
 
 PAGE = Path(__file__).parents[1] / "docs/migration.md"
@@ -77,6 +81,20 @@ def differences() -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_example(page: str) -> str:
+    """The page with what `from-megatron` makes of its launch script."""
+    before, heading, after = page.partition("### Your launch line\n")
+    script = re.search(r"```bash\n(.*?)```", after, re.DOTALL)
+    assert script, f"{PAGE} has lost its launch script"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("train.sh").write_text(script[1], encoding="utf-8")
+        text, warned = translate(*read(["train.sh"]))
+    warnings = "".join(f"megajax: warning: {sentence}\n" for sentence in warned)
+    after = re.sub(r"```yaml\n.*?```", lambda _: f"```yaml\n{text}```", after, count=1, flags=re.DOTALL)
+    after = re.sub(r"```\nmegajax: warning.*?```", lambda _: f"```\n{warnings}```", after, count=1, flags=re.DOTALL)
+    return before + heading + after
+
+
 def updated(page: str) -> str:
     """The page with all tables between their markers rewritten."""
     tables = {name: table(*arguments) for name, arguments in TABLES.items()}
@@ -87,7 +105,7 @@ def updated(page: str) -> str:
         _, closed, after = rest.partition(end)
         assert found and closed, f"{PAGE} has lost the marker {begin!r} or {end!r}"
         page = f"{before}{begin}\n{text}\n{end}{after}"
-    return page
+    return with_example(page)
 
 
 if __name__ == "__main__":

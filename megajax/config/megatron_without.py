@@ -65,7 +65,7 @@ moe-per-layer-logging, config-logger-dir str, pytorch-profiler-collect-shapes, p
     otel-enabled, otel-service-name str, otel-span-groups str, log-straggler, enable-experimental, no-one-logger
     off->enable_one_logger, one-logger-project str=megatron-lm, one-logger-run-name str, one-logger-async,
     app-tag-run-name str, app-tag-run-version str=0.0.0 | | further outputs: metrics.jsonl, TensorBoard and Weights &
-    Biases have the numbers of docs/logging.md
+    Biases have the numbers of docs/monitoring.md
 replication, replication-jump int, replication-factor int=2, adlr-autoresume, adlr-autoresume-interval int=1000,
     straggler-ctrlr-port int=65535, straggler-minmax-count int=1, disable-straggler-on-startup,
     run-workload-inspector-server, inprocess-restart, inprocess-max-iterations int, inprocess-monitor-thread-interval

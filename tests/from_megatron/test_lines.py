@@ -115,10 +115,11 @@ def router(a: Parsed) -> dict:
     sinkhorn = kind == "sinkhorn"
     function = "sigmoid" if sinkhorn and a["moe_router_topk"] == 1 else a["moe_router_score_function"]
     adjusted = a["moe_router_enable_expert_bias"] or a["moe_router_num_groups"]
+    before = a["moe_router_pre_softmax"] and function == "softmax"  # sigmoid scores are never a softmax
     return {
         "score_function": function,
-        "pre_softmax": a["moe_router_pre_softmax"],
-        "normalise": not a["moe_router_pre_softmax"] and not (function == "sigmoid" and a["moe_router_topk"] == 1),
+        "pre_softmax": before,
+        "normalise": not before and not (function == "sigmoid" and a["moe_router_topk"] == 1),
         "scaling_factor": a["moe_router_topk_scaling_factor"] or 1.0,
         "num_groups": a["moe_router_num_groups"] or 1,
         "groups_per_token": a["moe_router_group_topk"] or 1,

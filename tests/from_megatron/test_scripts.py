@@ -13,7 +13,6 @@ from megajax import commands
 from megajax.config.megatron_flags import FLAGS, KEY
 from megajax.errors import InputError
 from megajax.tools.from_megatron.__main__ import read, translate
-from megajax.tools.from_megatron.differences import DIFFERENCES
 from megajax.tools.from_megatron.launch_line import from_script
 
 PACKAGE = Path(megajax.tools.from_megatron.__file__).parent
@@ -388,19 +387,3 @@ def test_the_command_writes_a_new_file(place, capsys):
     assert "exists" in sentence(capsys, *line)
     assert "--world" in sentence(capsys, *SMALL.split())
     assert "SCRIPT_OR_ARGS" in sentence(capsys)
-
-
-def test_the_example_of_the_docs_is_real(place, capsys):
-    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
-    section = page.split("### Your launch line\n")[1].split("\n### ")[0]
-    script, config, warned = re.findall(r"```(?:bash|yaml|)\n(.*?)```", section, re.DOTALL)
-    (place / "train.sh").write_text(script)
-    assert commands.main(["from-megatron", "train.sh", "--write", "run.yaml"]) == 0
-    assert (place / "run.yaml").read_text() == config
-    assert capsys.readouterr().err == warned
-
-
-def test_every_row_of_differences_is_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
-    for row, difference in DIFFERENCES.items():
-        assert f"| `{row}` | {difference.theirs} | {difference.ours} |" in page

@@ -259,6 +259,7 @@ def _rope_pattern(t: Translation) -> None:
 
 
 def check_length(t: Translation, name: str, pattern: list[int]) -> None:
+    """Raise `InputError` for a pattern that has not a number for each layer."""
     if len(pattern) != layer_count(t):
         problem = f"{t.arguments.shown(name)} has {len(pattern)} layers, the model {layer_count(t)}"
         raise t.arguments.fail(problem, "correct it")

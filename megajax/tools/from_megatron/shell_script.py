@@ -151,6 +151,7 @@ class Script:
             self.values.unset = unset  # a test is how scripts ask whether a variable is set
             return status
         fields = [field for word in words for field in self.values.fields(word)]
+        self.values.line = command.line
         return self._run(fields) if fields else True
 
     def _assign(self, word: Word, found: re.Match[str]) -> None:
