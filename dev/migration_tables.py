@@ -88,7 +88,9 @@ def with_example(page: str) -> str:
     assert script, f"{PAGE} has lost its launch script"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("train.sh").write_text(script[1], encoding="utf-8")
-        text, warned = translate(*read(["train.sh"]))
+        given, world = read(["train.sh"])
+        assert world, "the launch script has lost its launcher"
+        text, warned = translate(given, world)
     warnings = "".join(f"megajax: warning: {sentence}\n" for sentence in warned)
     after = re.sub(r"```yaml\n.*?```", lambda _: f"```yaml\n{text}```", after, count=1, flags=re.DOTALL)
     after = re.sub(r"```\nmegajax: warning.*?```", lambda _: f"```\n{warnings}```", after, count=1, flags=re.DOTALL)

@@ -49,7 +49,7 @@ class Translation:
         self.settings[key] = Setting(value, " ".join(dict.fromkeys(given)) or note or DEFAULT)
 
     def copy(self, key: str, name: str, value: Any = None) -> None:
-        """Set a key to an argument (or to `value`) if it is in the line, and differs from nothing."""
+        """Set a key to an argument (or to `value`) if it is in the line."""
         if self.given(name) and self[name] is not None:
             self.put(key, self[name] if value is None else value, name)
 
