@@ -1,6 +1,7 @@
 """Attention over `context`: outputs and gradients against plain float64 attention, and training on such meshes."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_models import GPT2
 
 from megajax.config.checks import check_mesh
+from megajax.jax_internals import fused_attention_stablehlo
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import ATTENTION, token_order
@@ -149,6 +151,60 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
     directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
         # A sum of thousands of terms of either sign: against their magnitude.
+        magnitude = np.sqrt(np.sum((gradient * direction) ** 2))
+        assert abs(np.sum(gradient * direction) - slope) < 1e-5 * magnitude
+
+
+def library_scores(q, k, scale, mask, keys):
+    """Scores `[B, N, Sq, Sk]` of cuDNN's masks; `keys [B]`: the visible keys of PADDING."""
+    scores = scale * jnp.einsum("bqnh,bknh->bnqk", q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))
+    index = jnp.arange(k.shape[1])
+    visible = jnp.ones(scores.shape, bool)
+    if mask == fused_attention_stablehlo.MaskType.CAUSAL:
+        visible &= jnp.arange(q.shape[1])[:, None] >= index
+    if mask == fused_attention_stablehlo.MaskType.PADDING:
+        visible &= index < keys[:, None, None, None]
+    return jnp.where(visible, scores, -jnp.inf)
+
+
+def library_forward(
+    q, k, v, *, scale, mask_type, sliding_window_length, return_residual, q_seqlen=None, kv_seqlen=None
+):
+    assert sliding_window_length is None and return_residual
+    scores = library_scores(q, k, scale, mask_type, kv_seqlen)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
+
+
+def library_backward(q, k, v, _, q_seqlen, kv_seqlen, *rest, scale, mask_type, **others):
+    """From the log-sum-exp and the output of all keys; gradients of invisible keys are undefined."""
+    *_, lse, out, dout = rest
+    groups, own = q.shape[2] // k.shape[2], (k.shape[0], k.shape[1], k.shape[2])
+    p = jnp.exp(library_scores(q, k, scale, mask_type, kv_seqlen) - lse[..., None])
+    dp = jnp.einsum("bqnh,bknh->bnqk", dout, jnp.repeat(v, groups, axis=2))
+    ds = scale * p * (dp - jnp.sum(dout * out, axis=-1).swapaxes(1, 2)[..., None])
+    dq = jnp.einsum("bnqk,bknh->bqnh", ds, jnp.repeat(k, groups, axis=2))
+    dk, dv = (jnp.einsum("bnqk,bqnh->bknh", a, b).reshape(*own, groups, -1).sum(3) for a, b in ((ds, q), (p, dout)))
+    if mask_type == fused_attention_stablehlo.MaskType.PADDING:
+        seen = (jnp.arange(k.shape[1]) < kv_seqlen[:, None])[..., None, None]
+        dk, dv = (jnp.where(seen, g, jnp.nan) for g in (dk, dv))
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("name", ["plain", "with sinks", "narrow values"])
+@pytest.mark.parametrize(("strategy", "size"), [("ring", 2), ("ring", 4), ("all_gather", 4)])
+def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, name):
+    """The library is replaced at its interface by plain arithmetic: the choice of blocks and masks is the GPU's."""
+    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", library_forward)
+    bound = SimpleNamespace(bind=library_backward)
+    monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_p_wrapper", bound)
+    q, k, v, dout = numbers(8, 2, 5 if name == "narrow values" else H)
+    sinks = SINKS if name == "with sinks" else None
+    arguments = (q, k, v) if sinks is None else (q, k, v, sinks)
+    out, *gradients = on_devices(strategy, size, Scores(H**-0.5, None, "cudnn"), None, q, k, v, sinks, dout)
+    np.testing.assert_allclose(out, plain_attention(*arguments), rtol=1e-5, atol=1e-5)
+    directions, slopes = gradients_of(plain_attention, arguments, dout)
+    for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
         magnitude = np.sqrt(np.sum((gradient * direction) ** 2))
         assert abs(np.sum(gradient * direction) - slope) < 1e-5 * magnitude
 

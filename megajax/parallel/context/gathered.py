@@ -53,9 +53,9 @@ class GatheredContext(ToParts):
         (q, k, v), (k_all, v_all) = _by_chunk((q, k, v)), _for_both((k_all, v_all))
         one = attend(scores, "causal", q, k, v, None)
         out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, _before_chunk(positions)))
-        B, c, N, H = q.shape
+        B, c, N, _ = q.shape
         lse = lse.reshape(B // 2, 2, N, c).swapaxes(1, 2)
-        return out.reshape(B // 2, 2 * c, N, H), lse.reshape(B // 2, N, 2 * c)
+        return out.reshape(B // 2, 2 * c, *out.shape[2:]), lse.reshape(B // 2, N, 2 * c)
 
     def _to_all_backward(
         self, q, own: Keys, of_all: Keys, positions: TokenPositions, whole: Part, dout
@@ -72,7 +72,7 @@ class GatheredContext(ToParts):
         seen = _by_chunk(out), lse
         of_own = attend_backward(scores, "causal", q, k, v, None, seen, dout)
         before = attend_backward(scores, "prefix", q, k_all, v_all, _before_chunk(positions), seen, dout)
-        dq = (of_own[0].astype(lse.dtype) + before[0]).reshape(dout.shape[0] // 2, -1, *dout.shape[2:])
+        dq = (of_own[0].astype(lse.dtype) + before[0]).reshape(len(q) // 2, -1, *q.shape[2:])
         dk, dv = (g.reshape(len(g) // 2, -1, *g.shape[2:]) for g in of_own[1:])
         dk_all, dv_all = (g.reshape(len(g) // 2, 2, *g.shape[1:]).sum(1, dtype=lse.dtype) for g in before[1:])
         return dq, (dk, dv), (dk_all, dv_all)
