@@ -7,7 +7,7 @@ The folder has `.metadata`, a pickle with the shape of each tensor and the place
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,8 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mtp_model_layer.": "transformer_layer.",
 }
 
@@ -77,7 +79,7 @@ class MegatronTensors:
         self.folder, self._vocabulary = newest(Path(folder)), model.vocab_size
         self._open: dict[str, BinaryIO] = {}
         self._placed = lru_cache(maxsize=4096)(self._place)
-        self._parts = dict(_parts(_stored_tensors(self.folder), model.num_layers))
+        self._parts = dict(named_parts(_stored_tensors(self.folder), model.num_layers))
         self.files = {name: part.stored.chunks[0].file for name, part in self._parts.items()}
 
     def __enter__(self) -> "MegatronTensors":
@@ -200,7 +202,7 @@ def _stored(key: str, described: Any, places: Mapping[Any, Any], source: str) ->
     return StoredTensor(key, shape, dtype, tuple(chunks))
 
 
-def _parts(tensors: Iterator[StoredTensor], layers: int) -> Iterator[tuple[str, NamedPart]]:
+def named_parts(tensors: Iterable[StoredTensor], layers: int) -> Iterator[tuple[str, NamedPart]]:
     """Each layer's and expert's tensor by the name of its module; the optimizer's are left out.
 
     Prediction modules count from the number of `layers` on.

@@ -24,7 +24,7 @@ from single_device import stored as stored_form
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.megatron.convert import load
-from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors
+from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, StoredTensor, named_parts
 from megajax.megatron.pickled import load_plain
 from megajax.model import Transformer, bind, parameters
 from megajax.model.block import layer_state
@@ -133,6 +133,30 @@ def test_a_checkpoint_of_another_model_is_named(unpack):
         read(folder, ModelConfig.model_validate(section | {"num_layers": 3}))
     with pytest.raises(InputError, match="has the tensor decoder.layers.0.self_attention.linear_qkv.bias, which"):
         read(folder, ModelConfig.model_validate(section | {"attention_bias": False}))
+
+
+def test_names_of_transformer_engines_modules_are_those_of_the_local_ones():
+    """Norms fused with the layer after them, experts of one grouped GEMM, and layers of one tensor."""
+
+    def names(key, *shape):
+        return [name for name, _ in named_parts([StoredTensor(key, shape, np.dtype("float32"), ())], 4)]
+
+    layers, attention = "decoder.layers.", "self_attention."
+    assert names(f"{layers}1.{attention}linear_qkv.layer_norm_weight", 8) == [f"{layers}1.input_layernorm.weight"]
+    assert names(f"{layers}mlp.linear_fc1.layer_norm_bias", 2, 8) == [
+        f"{layers}0.pre_mlp_layernorm.bias",
+        f"{layers}1.pre_mlp_layernorm.bias",
+    ]
+    for module, norm in (("linear_q_up_proj", "q_layernorm"), ("linear_kv_up_proj", "kv_layernorm")):
+        assert names(f"{layers}0.{attention}{module}.layer_norm_weight", 8) == [f"{layers}0.{attention}{norm}.weight"]
+    experts = "mlp.experts.experts.linear_fc2.weight"
+    assert names(f"{layers}{experts}", 1, 2, 8, 4) == [
+        f"{layers}0.mlp.experts.local_experts.{expert}.linear_fc2.weight" for expert in (0, 1)
+    ]
+    assert names("mtp.layers.0.mtp_model_layer.input_layernorm.weight", 8) == [
+        "mtp.layers.4.transformer_layer.input_layernorm.weight"
+    ]
+    assert names("optimizer.state.exp_avg.decoder.final_layernorm.weight", 8) == []
 
 
 # Damaged and hostile files: a sentence, and nothing runs
