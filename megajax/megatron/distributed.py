@@ -165,6 +165,52 @@ def newest(folder: Path) -> Path:
     return found
 
 
+@file_reader("folder")
+def saved_arguments(folder: str | Path) -> dict[str, Any]:
+    """Megatron's arguments of the run that saved a checkpoint, by name: numbers, texts, lists of them and dtypes.
+
+    Raises InputError if the checkpoint has none.
+    """
+    folder = newest(Path(folder))
+    common = _common_state(folder)
+    arguments = vars(common["args"]) if isinstance(common, dict) and isinstance(common.get("args"), Plain) else {}
+    found = {name: f"torch.{own}" if isinstance(own, np.dtype) else own for name, own in arguments.items()}
+    plain = {name: own for name, own in found.items() if _is_plain(own) and name not in ("made_of", "state")}
+    if not plain:
+        raise InputError(f"{folder} has no arguments (args): give the launch script of its run.")
+    return plain
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _common_state(folder: Path) -> Any:
+    """What all ranks have in common: a file of its own, or an object among the tensors."""
+    path, start, length = folder / "common.pt", 0, None
+    if not path.is_file():
+        metadata = load_plain((folder / METADATA).read_bytes, str(folder / METADATA))
+        stored = getattr(metadata, "storage_data", {}).items()
+        place = next((place for index, place in stored if str(index.fqn).startswith("common_state/")), None)
+        if place is None:
+            return None
+        path, start, length = folder / _file_name(place.relative_path, METADATA), int(place.offset), int(place.length)
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        found = TorchZip(file, start, min(size - start if length is None else length, size - start), str(path), True)
+    return found.value[0] if isinstance(found.value, list) and found.value else found.value
+
+
+def _file_name(text: Any, source: str) -> str:
+    """The name of a file of the folder. Raises InputError for a path that leads out of it."""
+    name = str(text)
+    if "/" in name or "\\" in name or name.startswith("..") or "\0" in name:
+        raise InputError(f"{source} names the file {shown(name)}, which is outside its folder: it was not read.")
+    return name
+
+
 def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
     source = str(folder / METADATA)
     metadata = load_plain((folder / METADATA).read_bytes, source)
@@ -193,11 +239,9 @@ def _stored(key: str, described: Any, places: Mapping[Any, Any], source: str) ->
         offsets, sizes = tuple(map(int, each.offsets)), tuple(map(int, each.sizes))
         inside = all(0 <= o and s > 0 and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True))
         place = places[key, offsets]
-        file, start, length = str(place.relative_path), int(place.offset), int(place.length)
+        file, start, length = _file_name(place.relative_path, source), int(place.offset), int(place.length)
         if not inside or start < 0 or length < 0:
             raise InputError(f"{source} is damaged (a chunk of {shown(key)} is outside it): copy it again.")
-        if "/" in file or "\\" in file or file.startswith("..") or "\0" in file:
-            raise InputError(f"{source} names the file {shown(file)}, which is outside its folder: it was not read.")
         chunks.append(Chunk(offsets, sizes, file, start, length))
     return StoredTensor(key, shape, dtype, tuple(chunks))
 

@@ -115,16 +115,21 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that calls what ALLOWED has and nothing else."""
+    """An unpickler that calls what ALLOWED has and nothing else.
 
-    def __init__(self, file: BinaryIO, source: str):
+    Other names are refused, or, if it `holds_others`, become stand-ins that run nothing either.
+    """
+
+    def __init__(self, file: BinaryIO, source: str, holds_others: bool):
         super().__init__(file)
-        self._source = source
+        self._source, self._holds_others = source, holds_others
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith(DESCRIPTIONS) and "." not in name:
             return _stand_in(name)
         if (module, name) not in ALLOWED:
+            if self._holds_others:
+                return _stand_in(name)
             raise InputError(
                 f"{self._source} names {shown(f'{module}.{name}')}, which a checkpoint of tensors does not need: it "
                 "was not read; save the checkpoint again, without other objects."
@@ -139,13 +144,16 @@ class PlainUnpickler(pickle.Unpickler):
         return str(record), STORAGES[storage]
 
 
-def load_plain(read: Callable[[], bytes] | bytes, source: str) -> Any:
-    """The object of a pickle. Raises InputError for a damaged one, and for one that names another object."""
+def load_plain(read: Callable[[], bytes] | bytes, source: str, holds_others: bool = False) -> Any:
+    """The object of a pickle; `holds_others` as in `PlainUnpickler`.
+
+    Raises InputError for a damaged pickle, and for one that names another object.
+    """
     data = read if isinstance(read, bytes) else read()
     if len(data) > MOST_BYTES:
         raise InputError(f"{source} has {len(data):,} bytes, which no list of tensors has: save the checkpoint again.")
     try:
-        return PlainUnpickler(io.BytesIO(data), source).load()
+        return PlainUnpickler(io.BytesIO(data), source, holds_others).load()
     except InputError:
         raise
     except RecursionError:
@@ -166,7 +174,7 @@ class SavedTensor(NamedTuple):
 class TorchZip:
     """A file, or a part of one, that torch.save wrote: an archive with a pickle and the records of its storages."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int, source: str):
+    def __init__(self, file: BinaryIO, start: int, length: int, source: str, holds_others: bool = False):
         self._source, self._start = source, start
         self._part = FilePart(file, start, length)
         try:
@@ -174,7 +182,7 @@ class TorchZip:
             self._members = {name.partition("/")[2]: self._zip.getinfo(name) for name in self._zip.namelist()}
             if self._zip.read(self._members["byteorder"]) != b"little" if "byteorder" in self._members else False:
                 raise InputError(f"{source} has numbers of another byte order: save it on a usual machine.")
-            self.value = load_plain(lambda: self._zip.read(self._checked("data.pkl")), source)
+            self.value = load_plain(lambda: self._zip.read(self._checked("data.pkl")), source, holds_others)
         except (zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError, ValueError) as error:
             if isinstance(error, InputError):
                 raise

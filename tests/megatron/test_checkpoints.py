@@ -5,6 +5,8 @@ of experts, shared experts and a prediction module.
 Their weights are `pattern` of the parameter's name here; Megatron's logits of the tokens are stored beside them.
 """
 
+import argparse
+import enum
 import io
 import json
 import os
@@ -21,13 +23,14 @@ import pytest
 from single_device import make_config
 from single_device import stored as stored_form
 
-from megajax.config import ModelConfig
+from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.megatron.convert import load
 from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, StoredTensor, named_parts
 from megajax.megatron.pickled import load_plain
 from megajax.model import Transformer, bind, parameters
 from megajax.model.block import layer_state
+from megajax.tools.from_megatron.__main__ import main
 from megajax.training.loop import Trainer
 
 FILES = Path(__file__).parents[1] / "data_files"
@@ -234,3 +237,50 @@ def test_a_tensors_own_pickle_is_not_trusted_either(unpack, tmp_path):
         with pytest.raises(InputError, match="posix.mkdir"):
             tensors.read("decoder.final_layernorm.weight", (slice(0, 16),))
     assert not made.exists()
+
+
+class Backend(enum.Enum):  # an object that is no plain value, as Megatron's arguments have some
+    AUTO = 5
+
+
+def test_the_arguments_of_a_checkpoint_become_a_config(unpack, tmp_path, capsys):
+    folder, made = unpack("gqa"), tmp_path / "made"
+    arguments = argparse.Namespace(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=2,
+        ffn_hidden_size=24,
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        qk_layernorm=True,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        vocab_size=50,
+        seq_length=32,
+        max_position_embeddings=32,
+        micro_batch_size=1,
+        global_batch_size=8,
+        train_iters=100,
+        lr=1e-3,
+        tensor_model_parallel_size=2,
+        world_size=4,
+        mock_data=True,
+        make_vocab_size_divisible_by=16,
+        attention_backend=Backend.AUTO,
+        anything=Touch(str(made)),
+    )
+    with zipfile.ZipFile(folder / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps({"args": arguments, "iteration": 7}, protocol=2))
+        archive.writestr("common/byteorder", "little")
+    assert main([str(folder), "--write", str(tmp_path / "run.yaml")]) == 0
+    assert not made.exists() and "wrote" in capsys.readouterr().out
+    config = load_config(tmp_path / "run.yaml")
+    section = stored("gqa")[0] | {"vocab_size": 64}  # Megatron's softmax has the padding
+    assert (config.mesh.tensor, config.batch.num_microbatches) == (2, 4)
+    assert {name: getattr(config.model, name) for name in section} == section

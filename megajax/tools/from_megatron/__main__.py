@@ -14,6 +14,8 @@ from megajax.config.checks import check_mesh
 from megajax.config.megatron_flags import FLAGS
 from megajax.console import DONE, command, user_errors
 from megajax.errors import ConfigError, InputError, shown
+from megajax.megatron import is_megatron_folder
+from megajax.megatron.distributed import saved_arguments
 from megajax.tools.from_megatron import arguments as megatron
 from megajax.tools.from_megatron import launch_line
 from megajax.tools.from_megatron.arguments import Arguments
@@ -76,11 +78,15 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def read(line: list[str]) -> tuple[Arguments, int | None]:
-    """(the arguments, the number of devices if it is known) of a script, a YAML file or a launch line.
+    """(the arguments, the number of devices if it is known) of a script, a YAML file, a checkpoint or a line.
 
     Warns about what the script has and this does not know.
     """
     first = Path(line[0])
+    if len(line) == 1 and is_megatron_folder(first):
+        saved = saved_arguments(first)
+        world = saved.get("world_size")
+        return megatron.from_mapping(saved, str(first)), world if isinstance(world, int) else None
     if len(line) == 1 and first.suffix in (".yaml", ".yml"):
         return megatron.from_yaml(first), None
     is_script = first.suffix in (".sh", ".bash", ".slurm", ".sbatch") or (
@@ -150,7 +156,7 @@ def _parser() -> CommandParser:
         "line",
         nargs="+",
         metavar="SCRIPT_OR_ARGS",
-        help="a shell script with its arguments, a YAML file of Megatron-LM, or the words of a launch line",
+        help="a shell script with its arguments, a YAML file of Megatron-LM, a checkpoint, or the words of a line",
     )
     return parser
 
