@@ -149,13 +149,14 @@ class MoE(Sublayer):
         r, k, E = self.config.router, self.config.experts_per_token, logits.shape[1]
         comm, (B, S), real = ctx.comm, ctx.inputs.positions.shape, ctx.inputs.real
         is_real = real and real.is_real
-        entropy = ops.router.entropy(logits, r.score_function, is_real)
-        out = {"expert_counts": ops.router.count(experts, E), "router_entropy": entropy / tokens}
+        counts, entropy = ops.router.count(experts, E), ops.router.entropy(logits, r.score_function, is_real)
+        out = {"expert_counts": counts, "router_entropy": entropy / tokens}
         if r.counts_others:
             experts = ops.router.choose(ops.router.scores(logits, r.score_function), k)
             experts = experts if real is None else jnp.where(real.is_real[:, None], experts, E)
+            counts = ops.router.count(experts, E)
         if r.global_loss > 0:
-            total = comm.sum_over_tokens(ops.router.count(experts, E)).astype(jnp.float32)
+            total = comm.sum_over_tokens(counts).astype(jnp.float32)
             loss = ops.router.balance_loss(logits, total, r.score_function, k, tokens, is_real)
             out["aux_loss"] = r.global_loss / tokens * loss
         if r.sequence_loss > 0:
