@@ -192,7 +192,7 @@ def test_the_extensions_of_the_docs_train(workplace):
     assert norms == {10: pytest.approx(np.sqrt(squares), rel=1e-5)}
     HOOKS.pop("weight_norm")
 
-    config = load_config("my.yaml", shlex.split(remat)[4:])
+    config = load_config("my.yaml", [word for word in shlex.split(remat) if "=" in word])
     assert config.remat.chosen == POLICIES.pop("attention_outputs") == RematPolicy("attention_outputs", ("attention",))
 
     of_schedule = ["schedule.kind=steps_down", "schedule.warmup_steps=2", "schedule.decay_steps=10"]
