@@ -12,8 +12,8 @@ import tokenizers
 import megajax
 from megajax import generate
 from megajax.checkpoint.weights import run_config
-from megajax.inference.load import find_tokenizer
 from megajax.model import bind
+from megajax.sources import find_tokenizer
 from megajax.training.run_record import keep_tokenizer
 
 CONFIG = """

@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.manager import find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights
 from megajax.config import Config
 from megajax.errors import InputError
-from megajax.hf import ADAPTERS, is_hf_folder
-from megajax.hf.convert import family_for, open_readers
+from megajax.hf import ADAPTERS
+from megajax.hf.convert import family_for
 from megajax.hf.folder import new_folder, save_tensors
-from megajax.hf.reader import Reader
 from megajax.hf.tensors import Tensor, tensor_names, whole_shape
 from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
+from megajax.sources import find_source
 
 BASE = "checkpoint.init_from"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -41,25 +40,11 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
     assert base is not None
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
-        if is_hf_folder(base):
-            readers = stack.enter_context(open_readers(base, config.model, shapes, BASE, f" ({run_dir}/config.yaml)"))
-            arrays: Mapping[str, Any] = {name: _Stored(readers[name]) for name in shapes}
-        else:
-            found, newest = find_checkpoint(base, BASE, f" ({run_dir}/config.yaml)")
-            arrays = open_weights(found / SUBDIRECTORY / str(newest))
-            if {name: tuple(array.shape) for name, array in arrays.items()} != shapes:
-                raise InputError(f"{BASE}={base} ({run_dir}/config.yaml) is not the adapters' base: restore the base.")
-        yield {name: _Merged(name, array, weights, config.lora.scale) for name, array in arrays.items()} | kept
-
-
-class _Stored:
-    """A parameter of a folder; an index of its stacked dimensions reads that part."""
-
-    def __init__(self, reader: Reader):
-        self._reader, self.shape = reader, reader.padded
-
-    def __getitem__(self, at: tuple[int, ...]) -> np.ndarray:
-        return self._reader.part(at)
+        source = find_source(base, BASE, f" ({run_dir}/config.yaml)")
+        arrays = stack.enter_context(source.open(config.model))
+        if {name: tuple(array.shape) for name, array in arrays.items() if name not in kept} != shapes:
+            raise InputError(f"{source.shown} is not the adapters' base: restore the base.")
+        yield {name: _Merged(name, arrays[name], weights, config.lora.scale) for name in shapes} | kept
 
 
 class _Merged:

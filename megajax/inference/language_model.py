@@ -2,9 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ from jax.sharding import Mesh
 from megajax.config import AXES, Config
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.special_tokens import framed
-from megajax.data.tokenizers import Tokenizer
 from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, Parameters, from_parameters
@@ -24,24 +21,8 @@ from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
 from megajax.model.sublayer import BlockInputs, LayerContext, State
 from megajax.options.registered import NO_ENCODER
+from megajax.sources import NO_TEXT, TextSettings
 from megajax.step_plan import Hardware, Kernels
-
-
-@dataclass(frozen=True)
-class TextSettings:
-    """What a model has to know of texts: its tokenizer, the folder that has it, and the tokens around a text.
-
-    `begin_token` begins its texts, `end_token` ends them; None: nothing does. Generation ends at one of `stop_tokens`.
-    """
-
-    tokenizer: Tokenizer | None = None
-    folder: Path | None = None
-    begin_token: int | None = None
-    end_token: int | None = None
-    stop_tokens: tuple[int, ...] = ()
-
-
-NO_TEXT = TextSettings()
 
 
 class LanguageModel:

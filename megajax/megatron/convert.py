@@ -1,6 +1,8 @@
 """Weights from a checkpoint of Megatron-Core onto the devices of a mesh."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 
@@ -12,7 +14,7 @@ from megajax.model.block import state_by_name
 
 
 def load(
-    folder: str,
+    folder: str | Path,
     params: Mapping[str, jax.ShapeDtypeStruct],
     layer_state: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
     model: ModelConfig,
@@ -23,12 +25,8 @@ def load(
     devices hold. The checkpoint may have prediction modules that `model` does not have. Raises InputError for a
     checkpoint that is damaged or of another model.
     """
-    wanted = {**params, **state_by_name(layer_state)}
-    with MegatronTensors(folder, model) as weights:
-        found = {entry.ours: entry for entry in entries(model)}
-        assert found.keys() >= wanted.keys(), wanted.keys() - found.keys()
-        readers = {name: Reader(weights, found[name], model, array.shape) for name, array in wanted.items()}
-        check_tensors(weights, [*readers.values()], () if model.mtp_layers else ("mtp.",))
+    shapes = {name: array.shape for name, array in {**params, **state_by_name(layer_state)}.items()}
+    with open_readers(folder, shapes, model) as readers:
 
         def on_devices(name: str, array: jax.ShapeDtypeStruct) -> jax.Array:
             return readers[name].on_devices(array.sharding, array.dtype)
@@ -38,3 +36,16 @@ def load(
             for kind, own in layer_state.items()
         }
         return {name: on_devices(name, array) for name, array in params.items()}, kept
+
+
+@contextlib.contextmanager
+def open_readers(
+    folder: str | Path, shapes: Mapping[str, Sequence[int]], model: ModelConfig
+) -> Iterator[dict[str, Reader]]:
+    """A reader of each parameter of these canonical shapes, and of the layers' state, by name. Errors as in `load`."""
+    with MegatronTensors(folder, model) as weights:
+        found = {entry.ours: entry for entry in entries(model)}
+        assert found.keys() >= shapes.keys(), shapes.keys() - found.keys()
+        readers = {name: Reader(weights, found[name], model, shape) for name, shape in shapes.items()}
+        check_tensors(weights, [*readers.values()], () if model.mtp_layers else ("mtp.",))
+        yield readers

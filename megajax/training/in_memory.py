@@ -3,6 +3,7 @@
 Arrays are converted one parameter, or one layer, at a time, by programs that are compiled once.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,18 +15,20 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.inference.generation import Generator
-from megajax.inference.language_model import NO_TEXT, LanguageModel, TextSettings
+from megajax.inference.language_model import LanguageModel
 from megajax.inference.load import for_inference
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.inference.weights import abstract_parameters, abstract_state
 from megajax.mesh import mesh_sizes
 from megajax.model import Transformer
 from megajax.model.block import state_by_name
-from megajax.model.lora import A, B, low_rank, merge
+from megajax.model.lora import A, B, is_adapter, low_rank, merge
 from megajax.optim.offload import on_device
 from megajax.sharding import Placement, to_canonical, unpadded_spec
+from megajax.sources import NO_TEXT, Abstract, LayerState, TextSettings, WeightSource
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.masters import joined
 
@@ -57,12 +60,32 @@ class StateGenerator(Generator):
         """Generate with the weights of another state of the same program from now on; nothing is compiled again."""
         self.model.update(*self._arrays(state))
 
-    def _arrays(self, state: TrainState) -> tuple["_Parameters", dict[str, dict[str, jax.Array]]]:
+    def _arrays(self, state: TrainState) -> tuple[Any, LayerState]:
+        return StateSource(self._program, state).read(self._wanted, self._wanted_state, self._program.config.model)
+
+
+class StateSource(WeightSource):
+    """The weights of a train state, with adapters merged into their base; all processes read together."""
+
+    def __init__(self, program: TrainProgram, state: TrainState):
+        super().__init__(program.config.run.dir, "state")
+        self._program, self._state = program, state
+
+    @contextlib.contextmanager
+    def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:
+        """One layer of a parameter is on the host at a time."""
+        program, state = self._program, self._state
+        kept = {kind: own for kind, own in state.layer_state.items() if kind in program.model.blocks}
+        arrays: dict[str, Any] = {n: _Layers(program, state, n) for n in program.placements if not is_adapter(n)}
+        yield arrays | {name: np.asarray(array) for name, array in state_by_name(kept).items()}
+
+    def read(self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig) -> tuple[Any, LayerState]:
+        """The parameters are converted one by one, when they are popped."""
         kept = {
-            kind: {name: jax.device_put(state.layer_state[kind][name], array.sharding) for name, array in own.items()}
-            for kind, own in self._wanted_state.items()
+            kind: {n: jax.device_put(self._state.layer_state[kind][n], array.sharding) for n, array in own.items()}
+            for kind, own in layer_state.items()
         }
-        return _Parameters(self._program, state, self._wanted), kept
+        return _Parameters(self._program, self._state, params), kept
 
 
 class _Parameters:
@@ -113,13 +136,8 @@ def export_weights(
 
     if form != "hf":
         raise InputError(f"the format {form} is not known: give hf.")
-    weights: dict[str, Any] = {
-        name: _Layers(program, state, name) for name in program.placements if not name.endswith((A, B))
-    }
-    model = program.config.model
-    kept = {kind: own for kind, own in state.layer_state.items() if kind in program.model.blocks}
-    weights |= {name: np.asarray(array) for name, array in state_by_name(kept).items()}
-    return stream(weights, model, dtype)
+    with StateSource(program, state).open(program.config.model) as weights:
+        return stream(weights, program.config.model, dtype)
 
 
 class _Layers:

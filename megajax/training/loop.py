@@ -21,11 +21,11 @@ from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError
-from megajax.inference.load import text_settings
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.mesh import build_mesh
 from megajax.options.registered import HOOKS
 from megajax.runtime import prepare_environment
+from megajax.sources import text_settings
 from megajax.training import logs
 from megajax.training.batches import batches, check_own_fields
 from megajax.training.checks import NonFiniteCheck, SpikeCheck

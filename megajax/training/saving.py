@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
 from megajax import cluster
-from megajax.checkpoint import Checkpoints, host_memory, restore_model
+from megajax.checkpoint import Checkpoints, host_memory
 from megajax.checkpoint.description import (
     SettingDifference,
     config_allows,
@@ -32,14 +32,13 @@ from megajax.config.sentences import counted, fail, value
 from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
-from megajax.hf import is_hf_folder
-from megajax.megatron import is_megatron_folder
 from megajax.mesh import mesh_sizes
 from megajax.optim import make_schedule
 from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.schema.data import sources_of
 from megajax.sharding import TEACHER, Placement, to_canonical, to_stored, unpadded_spec
+from megajax.sources import find_source
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
 
@@ -318,21 +317,9 @@ class StateSaver:
         return self._in_stored_form({TEACHER + name: w for name, w in weights.items()}, "frozen")
 
     def _read(self, path: str, wanted: dict[str, Any], layer_state: Any, model: ModelConfig, key: str) -> Weights:
-        """The model of a run's checkpoint, of a folder in Hugging Face's format, or of a checkpoint of Megatron-Core.
-
-        `key` of the config names it.
-        """
+        """The model of a source of weights that `key` of the config names."""
         location = f" ({self.program.config.where(key)})"
-        if is_hf_folder(path):
-            from megajax.hf.convert import load  # here, because it needs safetensors
-
-            weights = load(path, wanted, layer_state, model, key, location)
-        elif is_megatron_folder(path):
-            from megajax.megatron.convert import load as load_megatron
-
-            weights = load_megatron(path, wanted, layer_state, model)
-        else:
-            weights = restore_model(path, wanted, layer_state, model, key, location)
+        weights = find_source(path, key, location).read(wanted, layer_state, model)
         if bad := _not_finite(weights):
             raise InputError(f"{key}={path}{location}: {', '.join(bad)} has NaN or Inf: give weights without them.")
         return weights

@@ -1,0 +1,265 @@
+"""Sources of weights: what `checkpoint.init_from`, `teacher.source` and the commands that use a model may name.
+
+Built in are a run or its checkpoint, a folder in Hugging Face's format, and a checkpoint of Megatron-Core;
+`register_source` adds another layout.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.checkpoint import find_checkpoint, restore_model
+from megajax.checkpoint.storage import SUBDIRECTORY
+from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
+from megajax.config import Config, ModelConfig
+from megajax.data.special_tokens import first_token, known_end, stop_tokens, usual_first_token
+from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
+from megajax.errors import InputError
+from megajax.hf import is_hf_folder
+from megajax.megatron import is_megatron_folder
+from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state, state_by_name
+
+Abstract = Mapping[str, jax.ShapeDtypeStruct]
+LayerState = dict[str, dict[str, jax.Array]]
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What a model has to know of texts: its tokenizer, the folder that has it, and the tokens around a text.
+
+    `begin_token` begins its texts, `end_token` ends them; None: nothing does. Generation ends at one of `stop_tokens`.
+    """
+
+    tokenizer: Tokenizer | None = None
+    folder: Path | None = None
+    begin_token: int | None = None
+    end_token: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+
+
+NO_TEXT = TextSettings()
+
+
+class WeightSource:
+    """The weights of a model at a path. Another layout is a subclass with `matches` and `open`."""
+
+    def __init__(self, path: str | Path, setting: str, location: str = ""):
+        """`setting` is the key or argument that gave the path, `location` where it was set, for errors."""
+        self.path, self.setting, self.location = Path(path), setting, location
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        """Whether a path has this layout."""
+        raise NotImplementedError
+
+    def open(self, model: ModelConfig) -> contextlib.AbstractContextManager[Mapping[str, Any]]:
+        """The canonical parameters of `model` by name, and the layers' state (`state_by_name`).
+
+        Each has a `shape`, and is read where it is indexed. Raises InputError for another model's weights.
+        """
+        raise NotImplementedError
+
+    def read(
+        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
+    ) -> tuple[dict[str, jax.Array], LayerState]:
+        """The parameters by name and the layers' state in these dtypes and shardings.
+
+        Each process reads what its devices hold. Raises InputError as `open` does, and for an array that lacks.
+        """
+        with self.open(model) as arrays:
+            kept = {
+                kind: {name: self._on_devices(arrays, f"blocks.{kind}.{name}", wanted) for name, wanted in own.items()}
+                for kind, own in layer_state.items()
+            }
+            return {name: self._on_devices(arrays, name, wanted) for name, wanted in params.items()}, kept
+
+    def config(self) -> Config:
+        """A config whose section `model` describes the weights, with the dtype of their use, for generation."""
+        raise InputError(f"{self.shown} is not a run and no Hugging Face folder: it has no config of the model.")
+
+    def text(self, config: Config) -> TextSettings:
+        """The settings of a LanguageModel for texts."""
+        return NO_TEXT
+
+    @property
+    def shown(self) -> str:
+        """The path in an error's sentence."""
+        return f"{self.setting}={self.path}{self.location}"
+
+    def _on_devices(self, arrays: Mapping[str, Any], name: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        array = arrays.get(name)
+        if array is None or tuple(array.shape) != wanted.shape:
+            found = "no" if array is None else f"{[*array.shape]} for"
+            raise InputError(f"{self.shown} has {found} {name} {[*wanted.shape]}: name weights of the same model.")
+        part = lambda index: np.asarray(array[index]).astype(wanted.dtype)  # noqa: E731
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+
+
+class RunSource(WeightSource):
+    """A run's newest checkpoint, or `RUN/checkpoints/STEP`."""
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        return True  # every other path: its errors say what a run has
+
+    @contextlib.contextmanager
+    def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:
+        checkpoint = self.checkpoint
+        yield {**open_weights(checkpoint), **open_layer_state(checkpoint, model)}
+
+    def read(
+        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
+    ) -> tuple[dict[str, jax.Array], LayerState]:
+        return restore_model(str(self.path), params, layer_state, model, self.setting, self.location)
+
+    def config(self) -> Config:
+        return run_config(find_checkpoint(self.path, self.setting, self.location)[0], self.setting)
+
+    def text(self, config: Config) -> TextSettings:
+        return text_settings(config, find_checkpoint(self.path, self.setting, self.location)[0])
+
+    @property
+    def checkpoint(self) -> Path:
+        """`RUN/checkpoints/STEP`."""
+        run_dir, step = find_checkpoint(self.path, self.setting, self.location)
+        return run_dir / SUBDIRECTORY / str(step)
+
+
+class HfSource(WeightSource):
+    """A folder in Hugging Face's format."""
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        return is_hf_folder(path)
+
+    @contextlib.contextmanager
+    def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:
+        from megajax.hf.convert import open_readers  # here, because it needs safetensors
+
+        shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
+        with open_readers(self.path, model, shapes, self.setting, self.location) as readers:
+            yield {name: _FolderArray(reader) for name, reader in readers.items()}
+
+    def read(
+        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
+    ) -> tuple[dict[str, jax.Array], LayerState]:
+        from megajax.hf.convert import load
+
+        return load(self.path, params, layer_state, model, self.setting, self.location)
+
+    def config(self) -> Config:
+        from megajax.hf.convert import read_folder
+
+        _, section, theirs = read_folder(self.path)
+        length = theirs.get("max_position_embeddings") or section.get("max_positions") or 2048
+        values = {
+            "model": section,
+            "mesh": {"data": 1},
+            "batch": {"global_size": 1, "sequence_length": length},
+            "data": {"kind": "synthetic"},
+        }
+        config = Config.model_validate(values)
+        dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
+        return config.model_copy(update={"precision": config.precision.model_copy(update={"compute": dtype})})
+
+    def text(self, config: Config) -> TextSettings:
+        tokenizer = load_tokenizer(str(self.path)) if files_in(self.path) else None
+        end = None if tokenizer is None else tokenizer.end_of_document
+        begin = None if tokenizer is None else usual_first_token(tokenizer)
+        return TextSettings(tokenizer, self.path, begin, end, tuple(stop_tokens(self.path, tokenizer, end, {})))
+
+
+class MegatronSource(WeightSource):
+    """A checkpoint of Megatron-Core in its distributed format, or the folder of a run with such ones."""
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        return is_megatron_folder(path)
+
+    @contextlib.contextmanager
+    def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:
+        from megajax.megatron.convert import open_readers
+
+        shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
+        shapes |= {name: state.shape for name, state in state_by_name(layer_state(model)).items()}
+        with open_readers(self.path, shapes, model) as readers:
+            yield {name: _FolderArray(reader) for name, reader in readers.items()}
+
+    def read(
+        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
+    ) -> tuple[dict[str, jax.Array], LayerState]:
+        from megajax.megatron.convert import load
+
+        return load(self.path, params, layer_state, model)
+
+
+class _FolderArray:
+    """An array of a folder; an index of its stacked dimensions reads that part."""
+
+    def __init__(self, reader: Any):
+        self._reader, self.shape = reader, reader.padded
+
+    def __getitem__(self, at: tuple[int, ...]) -> np.ndarray:
+        return self._reader.part(at)
+
+
+SOURCES: list[type[WeightSource]] = [HfSource, MegatronSource, RunSource]  # the first that matches
+
+
+def register_source(source: type[WeightSource]) -> type[WeightSource]:
+    """Register a layout, which is asked before the built-in ones."""
+    SOURCES.insert(0, source)
+    return source
+
+
+def find_source(path: str | Path, setting: str, location: str = "") -> WeightSource:
+    """The source at a path; `setting` gave it, at `location`."""
+    return next(source for source in SOURCES if source.matches(Path(path)))(path, setting, location)
+
+
+def text_settings(config: Config, run_dir: Path) -> TextSettings:
+    """What a run's LanguageModel has to know of texts: the tokenizer, if there is one, and the tokens at both ends."""
+    tokenizer = find_tokenizer(config, run_dir) if config.data.tokenizer else None
+    end = None if tokenizer is None else known_end(config.data, tokenizer)
+    stops = tuple(stop_tokens(run_dir, tokenizer, end, config.data.template_arguments))
+    if tokenizer is None:
+        return TextSettings(None, run_dir, stop_tokens=stops)
+    # A run that began with a Hugging Face model keeps its config: its texts begin as those of that model.
+    begin = first_token(config.data, tokenizer, (run_dir / "hf_config.json").is_file())
+    return TextSettings(tokenizer, run_dir, begin, end, stops)
+
+
+def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
+    """The tokenizer of a run's training, independent of the current directory if the run has a copy.
+
+    It is the run's copy, `tokenizer.json` or `tokenizer.model`, else `data.tokenizer` relative to the current directory
+    or to a directory above the run. Raises InputError if there is none, or if it does not fit the model.
+    """
+    spec = config.data.tokenizer
+    if spec is None:
+        raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add it.")
+    suffix = Path(spec).suffix
+    copies = sorted((run_dir / name for name in FILES), key=lambda path: path.suffix != suffix)
+    copy = copies[0]
+    if not has_no_file(spec):
+        candidates = [*copies, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
+        found = next((path for path in candidates if path.exists()), None)
+        if found is None:
+            raise InputError(
+                f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
+                f"run: copy the file to {copy}."
+            )
+        spec = str(found)
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise InputError(
+            f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but the model has {config.model.vocab_size}: "
+            f"copy the tokenizer of the training to {copy}."
+        )
+    return tokenizer
