@@ -25,6 +25,10 @@ from megajax.schema.fields import BATCH_AXES
 ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
 STORAGE_AXES = ("fsdp", *ONCE_AXES)
 NON_BLOCK_AXES = (*STORAGE_AXES, "pipeline")  # for weights outside the blocks, which every stage needs
+# A model in use has no stages and no batch of its own: these axes divide a weight's width D, whatever they are for in
+# training, and the sequences where their number allows it.
+SHARED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
+EXPERT_AXES = ("expert", "tensor")  # over which a model in use divides its experts
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
 COMPUTED_IN_FP32 = ("norm", "router", "sinks")  # the last axis of weights that are not cast to the compute dtype
 EMPTY = -1  # instead of a layer, for an empty slot
@@ -133,11 +137,7 @@ def place(
     spec, stored, kv_groups = [], list(shape), 1
     in_block = axes[0] == "layers"
     storage = STORAGE_AXES if in_block else NON_BLOCK_AXES
-    table: dict[str, str | tuple[str, ...] | None] = LOGICAL_TO_MESH | {"embed": storage}
-    if "experts" in axes:  # the axes that do not divide the experts shard them in storage
-        table["embed"] = storage = tuple(axis for axis in storage if axis not in experts_over)
-        table["experts"] = experts_over
-        table["expert_mlp"] = None if "tensor" in experts_over else "tensor"
+    table = _rules(axes, storage, experts_over)
     layers = (layers or tuple(range(shape[0]))) if in_block else None
     for dim, (size, axis) in enumerate(zip(shape, axes, strict=True)):
         entry = table[axis]
@@ -145,7 +145,7 @@ def place(
             assert sizes["tensor"] % size == 0
             entry, kv_groups = None, sizes["tensor"] // size
         if axis == "embed":
-            shards = math.prod(sizes[name] for name in storage)
+            shards = math.prod(sizes[name] for name in _axes(entry or ()))
             stored[dim] = -(-size // shards) * shards
         elif axis == "layers":
             assert layers is not None and len(layers) % sizes["pipeline"] == 0, (layers, sizes)
@@ -155,6 +155,40 @@ def place(
         spec.append(entry)
     storage_dim = axes.index("embed") if "embed" in axes else None
     return Placement(shape, axes, P(*spec), tuple(stored), storage_dim, kv_groups, layers)
+
+
+def place_in_use(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> P:
+    """The spec of a weight of a model in use: by the same table, D over the axes of SHARED_AXES that are left.
+
+    A dimension that an axis does not divide is whole on its devices.
+    """
+    table = _rules(axes, (), EXPERT_AXES) | {"layers": None}
+    entries = [dividing(size, _axes(table[axis] or ()), sizes) for size, axis in zip(shape, axes, strict=True)]
+    if "embed" in axes:
+        used = {axis for entry in entries for axis in entry}
+        left = tuple(axis for axis in SHARED_AXES if axis not in used)
+        entries[axes.index("embed")] = dividing(shape[axes.index("embed")], left, sizes)
+    return P(*(entry or None for entry in entries))
+
+
+def dividing(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes, in order, that together divide `size`."""
+    chosen: tuple[str, ...] = ()
+    for axis in axes:
+        if sizes[axis] > 1 and size % math.prod(sizes[a] for a in (*chosen, axis)) == 0:
+            chosen = (*chosen, axis)
+    return chosen
+
+
+def _rules(
+    axes: tuple[str, ...], storage: tuple[str, ...], experts_over: tuple[str, ...]
+) -> dict[str, str | tuple[str, ...] | None]:
+    """LOGICAL_TO_MESH for a weight; the axes that do not divide its experts shard them in storage."""
+    if "experts" not in axes:
+        return LOGICAL_TO_MESH | {"embed": storage}
+    left = tuple(axis for axis in storage if axis not in experts_over)
+    width = None if "tensor" in experts_over else "tensor"
+    return LOGICAL_TO_MESH | {"embed": left, "experts": experts_over, "expert_mlp": width}
 
 
 def place_all(

@@ -20,6 +20,7 @@ from megajax.optim.schedule import make_schedule
 from megajax.options.registered import HOOKS
 from megajax.options.remat import POLICIES
 from megajax.options.schedules import SCHEDULES
+from megajax.sources import SOURCES, find_source
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -170,7 +171,7 @@ def test_readme_library_example_trains(workplace, capsys):
 
 def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
-    names = ("my_blocks", "my_objectives", "my_remat", "my_schedule", "my_optimizer", "my_hooks")
+    names = ("my_blocks", "my_objectives", "my_remat", "my_schedule", "my_optimizer", "my_hooks", "my_source")
     sources = dict(zip(names, blocks(page, "python"), strict=True))  # my_optimizer: test_registered_optimizers.py
     for name, source in sources.items():
         (workplace / f"{name}.py").write_text(source)
@@ -191,6 +192,12 @@ def test_the_extensions_of_the_docs_train(workplace):
     squares = sum(np.sum(np.square(w, dtype=np.float64)) for w in load_weights(workplace / "runs/focal").values())
     assert norms == {10: pytest.approx(np.sqrt(squares), rel=1e-5)}
     HOOKS.pop("weight_norm")
+
+    np.savez("weights.npz", **load_weights(workplace / "runs/focal"))
+    config = load_config("my.yaml", ["run.extensions=[my_source.py]"])
+    with find_source("weights.npz", "path").open(config.model) as arrays:
+        assert arrays["final_norm"].shape == (32,)
+    assert SOURCES.pop(0).__name__ == "NumpyFile"
 
     config = load_config("my.yaml", [word for word in shlex.split(remat) if "=" in word])
     assert config.remat.chosen == POLICIES.pop("attention_outputs") == RematPolicy("attention_outputs", ("attention",))

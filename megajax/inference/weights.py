@@ -1,6 +1,5 @@
 """The weights of a model in use: each layer's own, fused, in the compute dtype, divided over the devices of a mesh."""
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -16,12 +15,7 @@ from megajax.mesh import mesh_sizes
 from megajax.model import Block, Transformer, parameters
 from megajax.model.block import layer_state
 from megajax.model.sublayer import State
-from megajax.sharding import BLOCKS, COMPUTED_IN_FP32, LOGICAL_TO_MESH
-
-# A model in use has no stages and no batch of its own: these axes divide a weight's width D, whatever they are for in
-# training, and the sequences where their number allows it.
-SHARED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
-EXPERT_AXES = ("expert", "tensor")
+from megajax.sharding import BLOCKS, COMPUTED_IN_FP32, place_in_use
 
 
 class ModelWeights(NamedTuple):
@@ -38,37 +32,12 @@ class Parameters(Protocol):
     def pop(self, name: str, /) -> jax.Array: ...
 
 
-def dividing(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes, in order, that together divide `size`."""
-    chosen: tuple[str, ...] = ()
-    for axis in axes:
-        if sizes[axis] > 1 and size % math.prod(sizes[a] for a in (*chosen, axis)) == 0:
-            chosen = (*chosen, axis)
-    return chosen
-
-
-def weight_spec(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> P:
-    """The placement of a weight: heads, widths and vocabulary over `tensor`, experts over EXPERT_AXES, D over the rest.
-
-    A dimension that an axis does not divide is whole on its devices.
-    """
-    own: list[tuple[str, ...]] = []
-    for size, axis in zip(shape, axes, strict=True):
-        over_tensor = LOGICAL_TO_MESH[axis] == "tensor" and "experts" not in axes
-        own.append(dividing(size, EXPERT_AXES if axis == "experts" else ("tensor",) * over_tensor, sizes))
-    if "embed" in axes:
-        used = {axis for entry in own for axis in entry}
-        rest = tuple(axis for axis in SHARED_AXES if axis not in used)
-        own[axes.index("embed")] = dividing(shape[axes.index("embed")], rest, sizes)
-    return P(*(entry or None for entry in own))
-
-
 def abstract_parameters(model: Transformer, mesh: Mesh, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The canonical parameters with the dtypes and the shardings in which they are read."""
 
     def abstract(parameter: Any) -> jax.ShapeDtypeStruct:
         kept = jnp.float32 if parameter.axes[-1] in COMPUTED_IN_FP32 else dtype
-        spec = weight_spec(parameter.shape, parameter.axes, mesh_sizes(mesh))
+        spec = place_in_use(parameter.shape, parameter.axes, mesh_sizes(mesh))
         return jax.ShapeDtypeStruct(parameter.shape, kept, sharding=NamedSharding(mesh, spec))
 
     return {name: abstract(parameter) for name, parameter in parameters(model).items()}
@@ -112,5 +81,5 @@ def _rows(
 ) -> tuple[jax.Array, ...]:
     """The fused weight `group` of each layer, from the stacked parameters `own` that it consists of."""
     rows = tuple(block.fuse(own)[group])
-    sharding = NamedSharding(mesh, weight_spec(rows[0].shape, axes, mesh_sizes(mesh)))
+    sharding = NamedSharding(mesh, place_in_use(rows[0].shape, axes, mesh_sizes(mesh)))
     return tuple(lax.with_sharding_constraint(row, sharding) for row in rows)
