@@ -12,8 +12,8 @@ FEATURES = {
     "rl rlhf rlvr ppo grpo rloo reinforce reward reward_model rollout": (
         "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"
     ),
-    "distill distillation kd kd_ratio kd_loss teacher teacher_model teacher_checkpoint": (
-        "no distillation is built in; objective.kind names an objective of your own (docs/extensions.md)"
+    "distill distillation kd kd_ratio kd_loss teacher_model teacher_checkpoint": (
+        "no loss of distillation is built in; teacher.model, and an objective that reads it, are in docs/extensions.md"
     ),
     "qlora bnb bitsandbytes load_in_4bit load_in_8bit nf4 int4 bnb_4bit_compute_dtype bnb_4bit_quant_type "
     "quantization_config": (
@@ -34,7 +34,7 @@ FEATURES = {
         "state-space layers do not exist yet; model.block_pattern takes registered kinds of blocks"
     ),
     "vision multimodal vision_model image_size patch_size encoder_decoder": (
-        "models are text decoders; encoders and images do not exist"
+        "images do not exist; model.encoder.kind names an encoder of your own (docs/extensions.md)"
     ),
     "push_to_hub hub_model_id hub_token hub_strategy": (
         "nothing is uploaded; checkpoint.export_hf.dir and megajax hf export write folders for Hugging Face"
