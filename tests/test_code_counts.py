@@ -1,13 +1,15 @@
 """The names of the package's classes."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from dev.code_counts import repeated_classes
 
-PACKAGE = Path(__file__).parents[1] / "megajax"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megajax"
 
 
 @pytest.mark.smoke
@@ -18,3 +20,28 @@ def test_a_public_class_name_means_one_class():
     assert not repeated_classes(modules)
     modules["second.py"] = ast.parse("class Config: ...\nclass _Own: ...\nclass Another: ...")
     assert repeated_classes(modules) == {"Config": ["schema/config.py", "second.py"]}
+
+
+@pytest.mark.smoke
+def test_the_files_that_comments_and_docs_name_exist():
+    """As `folder/file.py`: a reader goes there."""
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    pages = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    others = (
+        "tests/",
+        "scripts/",
+        "dev/",
+        "docs/",
+        "examples/",
+        "megatron/",
+        "tools/",
+    )
+    named = {
+        (str(page.relative_to(ROOT)), name.removeprefix("megajax/"))
+        for page in pages
+        for name in re.findall(r"`([a-z_]+/[a-z_0-9/]+\.py)`", page.read_text(encoding="utf-8"))
+        if not name.startswith(others)
+    }
+    assert len(named) > 60
+    missing = {(page, name) for page, name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
+    assert not missing

@@ -79,7 +79,7 @@ class Sublayer(nnx.Module):
     """
 
     NAME: ClassVar[str]  # of the sublayer in the names of its parameters
-    # Words of `config.block_kinds.ABILITIES`: the settings for which it is right; others are refused.
+    # Words of `layout.sublayers.ABILITIES`: the settings for which it is right; others are refused.
     SUPPORTS: ClassVar[frozenset[str]] = frozenset()
     # Fused weight → its stored parameters, side by side in one matmul.
     FUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}

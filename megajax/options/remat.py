@@ -10,8 +10,8 @@ from enum import Enum
 from megajax.errors import ConfigError
 from megajax.options.registry import Registry
 
-# Names that built-in parts give to their values: attention's output, and the term that a part adds to the stream.
-ATTENTION, OUTPUT = "attention", "output"
+# The name that built-in sublayers give to attention's output
+ATTENTION = "attention"
 
 
 class Keep(Enum):
@@ -30,7 +30,7 @@ class RematPolicy:
     keep: (
         Keep | tuple[str, ...]
     )  # or the names (`checkpoint_name`) of the values that are kept beside the group's input
-    recomputed_by_blocks: tuple[str, ...] = ()  # the values that blocks recompute themselves; see `Sublayer.__call__`
+    recomputed_by_blocks: tuple[str, ...] = ()  # the values that blocks recompute themselves; see `Sublayer.apply`
     on_host: bool = False  # whether kept values are in the host's memory
 
     @property

@@ -15,6 +15,6 @@
        |        reduce-scatter of the gradient                     Weight.reduce_per_layer
     used        by a layer: an array, an `Fp8Weight`, or `Adapted` with its adapter (adapters.py)
 
-The step composes the edges: `table.py` for weights outside the layers, `step/stack/weights.py` for those of the layers.
-`megajax explain-weight CONFIG NAME` traces them for one weight.
+The step composes the edges: `table.py` for weights outside the layers, `step/stack/stack_weights.py` for those of the
+layers. `megajax explain-weight CONFIG NAME` traces them for one weight.
 """
