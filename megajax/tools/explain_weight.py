@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from megajax.command_parser import CommandParser
@@ -28,6 +27,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.errors import InputError
+from megajax.jax_internals import ClosedJaxpr, Jaxpr
 from megajax.mesh import AXES
 from megajax.model.lora import adapters
 from megajax.sharding import Placement

@@ -31,7 +31,7 @@ CASES = {
     "experts": (
         {"expert": 2, "fsdp": 2},
         MIXTRAL,
-        {"precision": BF16, "kernels": {"dispatch": "all_to_all"}, "microbatches": 2},
+        {"precision": BF16, "communication": {"experts": "all_to_all"}, "microbatches": 2},
     ),
     "FP8": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": DELAYED}),
     "FP8 over data": ({"data": 2, "fsdp": 2}, LLAMA, {"precision": DELAYED}),

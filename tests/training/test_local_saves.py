@@ -198,6 +198,7 @@ class FullDisk(KilledQuickTrainer):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if self.step == 7:
             self.directory.local_saves.report(wait=True)
+            self.directory.checkpoints.outcome(wait=True)  # that of step 4 may still be written
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         super().save_locally()
         self.directory.local_saves.report(wait=True)
