@@ -191,8 +191,15 @@ def library_backward(q, k, v, _, q_seqlen, kv_seqlen, *rest, scale, mask_type, *
     return dq, dk, dv
 
 
-@pytest.mark.parametrize("name", ["plain", "with sinks", "narrow values"])
-@pytest.mark.parametrize(("strategy", "size"), [("ring", 2), ("ring", 4), ("all_gather", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "size", "name"),
+    [
+        ("ring", 2, "plain"),
+        ("ring", 4, "narrow values"),
+        ("all_gather", 4, "with sinks"),
+        ("all_gather", 4, "narrow values"),
+    ],
+)
 def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, name):
     """The library is replaced at its interface by plain arithmetic: the choice of blocks and masks is the GPU's."""
     monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", library_forward)
