@@ -30,8 +30,6 @@ from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError, UserError
 from megajax.estimate.memory import SCHEDULED, MemoryEstimate, estimate_memory
-from megajax.model import Transformer, parameters
-from megajax.sharding import place_all, stored_rows
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.tools.plan.compile import require_plugin
 
@@ -78,10 +76,8 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 def estimate(row: Row) -> MemoryEstimate:
     """Estimated bytes per device; it needs no devices."""
     config = load_config(ROOT / row.config, list(row.overrides))
-    sizes = check_mesh(config, row.gpus)
-    rows = stored_rows(config, sizes["pipeline"])
-    placements = place_all(parameters(Transformer(config.model, config.lora)), sizes, rows, config.mesh.experts_over)
-    return estimate_memory(StepPlan.make(config, sizes, HOPPER), placements)
+    plan = StepPlan.make(config, check_mesh(config, row.gpus), HOPPER)
+    return estimate_memory(plan, plan.placements)
 
 
 def planned(row: Row, seconds: float | None = None) -> float:

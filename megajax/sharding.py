@@ -78,6 +78,10 @@ class Placement:
         """Whether the step computes with this weight in FP32: norms, routers, sinks."""
         return self.axes[-1] in COMPUTED_IN_FP32
 
+    def dtype_in_use(self, compute: Any) -> Any:
+        """The dtype in which the step uses this weight, if it computes in `compute`."""
+        return jnp.dtype(jnp.float32 if self.computes_in_fp32 else compute)
+
     @property
     def is_canonical(self) -> bool:
         """Whether the stored form is that of checkpoints."""

@@ -23,7 +23,6 @@ from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.megatron import is_megatron_folder
 from megajax.model import Transformer, parameters
-from megajax.model.block import layer_state, state_by_name
 
 Abstract = Mapping[str, jax.ShapeDtypeStruct]
 LayerState = dict[str, dict[str, jax.Array]]
@@ -187,8 +186,7 @@ class MegatronSource(WeightSource):
         from megajax.megatron.convert import open_readers
 
         shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
-        shapes |= {name: state.shape for name, state in state_by_name(layer_state(model)).items()}
-        with open_readers(self.path, shapes, model) as readers:
+        with open_readers(self.path, model, shapes) as readers:
             yield {name: _FolderArray(reader) for name, reader in readers.items()}
 
     def read(

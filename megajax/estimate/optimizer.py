@@ -30,7 +30,7 @@ def state_bytes(plan: StepPlan, slots: OptimizerSlots) -> StateBytes:
     weights: list[StateArray] = jax.tree.leaves(slots.stored.params)
     for name, placement in plan.placements.items():
         if name not in slots.placements:  # frozen
-            weights.append(StateArray(placement, "float32" if placement.computes_in_fp32 else plan.compute))
+            weights.append(StateArray(placement, placement.dtype_in_use(plan.compute)))
     on_device, moved = 0, Counter[str]()
     for array in slots.slot_arrays:
         size = _on_a_device(plan, jax.tree.leaves(array.stored(slots.sizes)))

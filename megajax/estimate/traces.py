@@ -168,7 +168,7 @@ class BlockTrace:
             for dim, (n, entry) in enumerate(entries)
         )[1:]
         if not (self.fp8 and name in self.block.linear_layers):
-            return Shape(shape, jnp.float32 if placement.computes_in_fp32 else self.dtype)
+            return Shape(shape, placement.dtype_in_use(self.dtype))
         *lead, inside, out = shape
         scale, gradient = Shape((), jnp.float32), Shape(shape, self.dtype)
         tensors: list[Any] = [Shape(shape, E4M3), Shape((*lead, out, inside), E4M3), scale, scale, scale, gradient]

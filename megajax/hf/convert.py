@@ -21,7 +21,7 @@ from megajax.hf.folder import HEAD, FolderTensors, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
-from megajax.hf.reader import Reader, check_tensors, unpadded
+from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded
 from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values, complete
 from megajax.layout.kinds import MTP
@@ -140,17 +140,9 @@ def load(
     They have the dtypes and the shardings of `params` and `layer_state`. Each process reads only the blocks of tensors
     that its devices hold, in pieces (`Reader`). Errors as in `open_readers`.
     """
-
-    def on_devices(name: str, array: jax.ShapeDtypeStruct) -> jax.Array:
-        return readers[name].on_devices(array.sharding, array.dtype)
-
     shapes = {name: array.shape for name, array in params.items()}
     with open_readers(folder, model, shapes, setting, location) as readers:
-        kept = {
-            kind: {name: on_devices(f"blocks.{kind}.{name}", array) for name, array in own.items()}
-            for kind, own in layer_state.items()
-        }
-        return {name: on_devices(name, array) for name, array in params.items()}, kept
+        return on_devices(readers, params, layer_state)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -197,6 +197,26 @@ class Reader:
         for start in range(wanted[cut].start, wanted[cut].stop, step):
             own = slice(start, min(start + step, wanted[cut].stop))
             yield (*wanted[:cut], own, *wanted[cut + 1 :])
+
+
+def on_devices(
+    readers: Mapping[str, Reader],
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    layer_state: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
+) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
+    """(the parameters, the layers' state) that are wanted, in their dtypes and shardings.
+
+    `readers` are by name, those of the state as in `state_by_name`.
+    """
+
+    def read(name: str, array: jax.ShapeDtypeStruct) -> jax.Array:
+        return readers[name].on_devices(array.sharding, array.dtype)
+
+    kept = {
+        kind: {name: read(f"blocks.{kind}.{name}", array) for name, array in own.items()}
+        for kind, own in layer_state.items()
+    }
+    return {name: read(name, array) for name, array in params.items()}, kept
 
 
 class TensorPiece(NamedTuple):

@@ -274,7 +274,7 @@ class TrainProgram:
 
     def frozen_dtype(self, name: str) -> Any:
         """The dtype of a frozen weight: that in which the step computes with it."""
-        return jnp.dtype("float32" if self.placements[name].computes_in_fp32 else self.config.precision.compute)
+        return self.placements[name].dtype_in_use(self.plan.compute)
 
     def _divided(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Values by parameter → those of trained and those of frozen parameters."""

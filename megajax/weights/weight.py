@@ -63,7 +63,7 @@ class Weight:
     @property
     def sum_dtype(self) -> jnp.dtype:
         """The dtype of the sum of gradients over microbatches: FP32 if the step computes with the weight in FP32."""
-        return jnp.dtype(jnp.float32 if self.placement.computes_in_fp32 else self.dtypes.sums)
+        return self.placement.dtype_in_use(self.dtypes.sums)
 
     # Stored <-> per step
 
@@ -149,8 +149,7 @@ class Weight:
 
     @property
     def stored_dtype(self) -> jnp.dtype:
-        exact = self.placement.computes_in_fp32 or not self.is_stored_for_use
-        return jnp.dtype(jnp.float32 if exact else self.dtypes.compute)
+        return self.placement.dtype_in_use(self.dtypes.compute if self.is_stored_for_use else jnp.float32)
 
     @property
     def is_gathered_per_step(self) -> bool:
