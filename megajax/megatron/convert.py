@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from megajax.config import ModelConfig
+from megajax.errors import InputError
 from megajax.hf.reader import Reader, check_tensors, on_devices
 from megajax.megatron.distributed import MegatronTensors
 from megajax.megatron.gpt import entries
@@ -36,9 +37,11 @@ def open_readers(
 ) -> Iterator[dict[str, Reader]]:
     """A reader of each parameter of these canonical shapes, and of the layers' state, by name. Errors as in `load`."""
     wanted = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
+    found = {entry.ours: entry for entry in entries(model)}
+    if lacking := sorted(wanted.keys() - found.keys()):
+        cure = "name a run of megajax, or a Hugging Face folder"
+        raise InputError(f"{folder}: the model has {lacking[0]}, which Megatron-Core's GPTModel does not have: {cure}.")
     with MegatronTensors(folder, model) as weights:
-        found = {entry.ours: entry for entry in entries(model)}
-        assert found.keys() >= wanted.keys(), wanted.keys() - found.keys()
         readers = {name: Reader(weights, found[name], model, shape) for name, shape in wanted.items()}
         check_tensors(weights, [*readers.values()], () if model.mtp_layers else ("mtp.",))
         yield readers

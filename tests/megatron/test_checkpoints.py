@@ -134,6 +134,10 @@ def test_a_checkpoint_of_another_model_is_named(unpack):
         read(folder, ModelConfig.model_validate(section | {"ffn_hidden_size": 32}))
     with pytest.raises(InputError, match="has no tensor decoder.layers.2.self_attention.linear_qkv.weight"):
         read(folder, ModelConfig.model_validate(section | {"num_layers": 3}))
+    with pytest.raises(
+        InputError, match="has blocks.dense.attention.post_norm, which Megatron-Core's GPTModel does not"
+    ):
+        read(folder, ModelConfig.model_validate(section | {"norm_placement": "both"}))
     with pytest.raises(InputError, match="has the tensor decoder.layers.0.self_attention.linear_qkv.bias, which"):
         read(folder, ModelConfig.model_validate(section | {"attention_bias": False}))
 
