@@ -48,6 +48,7 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "router": None,  # the router's E dimension: every device scores all experts, in FP32
     "embed": STORAGE_AXES,  # the D dimension of matrices, in storage only (NON_BLOCK_AXES outside the blocks)
     "head": None,
+    "whole": None,  # any other dimension that no axis divides
     "rank": None,  # of a low-rank projection: every device has all of it (`replicated_linear`)
     "positions": None,
     "norm": None,  # vectors of width D or H are too small to shard; those of norms compute in FP32

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from megajax.config.extensions import import_extensions
+from megajax.errors import ConfigError
 from megajax.layout.kinds import KINDS
+from megajax.model import declare
 from megajax.model.mlp import MLP
 from megajax.testing import check_sublayer
 
@@ -64,6 +66,20 @@ class OnlyOnOneDevice(Across):
 class WithoutMatmul(MLP):
     def apply(self, w, x, ctx):
         return x, {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (((3, 8), (None, "mlp")), ("(3, 8)", "(None, 'mlp')", "whole", "embed")),
+        (((8,), ("embed", "mlp")), ("(8,)", "each dimension")),
+        (((8,), ("norm",), "gain"), ("role gain", "matrix, embedding, norm, bias")),
+    ],
+)
+def test_a_wrong_declaration_is_a_sentence(given, words):
+    with pytest.raises(ConfigError) as error:
+        declare(*given)
+    assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize(

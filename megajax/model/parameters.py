@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megajax.errors import ConfigError
+from megajax.sharding import LOGICAL_TO_MESH
+
 ROLES = ("matrix", "embedding", "norm", "bias")
 
 
@@ -19,11 +22,17 @@ def declare(
 ) -> nnx.Param:
     """A parameter without an array.
 
-    `axes` names each dimension for sharding.py's table. `role` sets the initial values (matrix and embedding: normal
-    with std `model.init_std * scale`; norm: `scale`; bias: zeros) and whether weight decay applies. `muon`: whether the
+    `axes` are names of LOGICAL_TO_MESH. `role` sets the initial values (matrix and embedding: normal with std
+    `model.init_std * scale`; norm: `scale`; bias: zeros) and whether weight decay applies. `muon`: whether the
     optimizer Muon updates it as a matrix, if that is its role; AdamW updates all others.
     """
-    assert len(shape) == len(axes) and role in ROLES
+    if len(shape) != len(axes) or not set(axes) <= {*LOGICAL_TO_MESH}:
+        raise ConfigError(
+            f"a parameter of the shape {shape} was declared with the logical axes {axes}: give each dimension one of "
+            f"{', '.join(LOGICAL_TO_MESH)} (docs/extensions.md, 'What a sublayer declares')"
+        )
+    if role not in ROLES:
+        raise ConfigError(f"a parameter was declared with the role {role}: use {', '.join(ROLES)}")
     of_muon = muon and role == "matrix"
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale, muon=of_muon)
 

@@ -22,18 +22,14 @@ Slots = dict[str, Any]  # arrays by slot: a scalar, or arrays by the names of pa
 class Slot:
     """An array that an optimizer keeps between steps, for each of its parameters; the first value is zero.
 
-    Its shape is `like` the parameter, or a `scalar` of all parameters (int32); or, for each matrix [R, C] of the
-    parameter, [R, C], [R, R] or [C, C], which one device keeps whole.
+    Its shape is `like` the parameter, or a `scalar` of all parameters (int32). A slot of a matrix has the two
+    dimensions of its array for each matrix of the parameter, which one device keeps whole.
     """
 
     name: str
-    shape: Literal["like", "scalar", "matrix", "rows", "columns"] = "like"
+    shape: Literal["like", "scalar"] | tuple[int, int] = "like"
     non_negative: bool = False  # second moments; int8 has another code for them
     exact: bool = False  # FP32 with every `optimizer.state`
-
-    def of_matrix(self, rows: int, columns: int) -> tuple[int, int]:
-        """The shape for a matrix."""
-        return {"matrix": (rows, columns), "rows": (rows, rows), "columns": (columns, columns)}[self.shape]
 
 
 COUNT = Slot("count", "scalar")  # the number of updates
@@ -94,7 +90,7 @@ class MatrixOptimizer(Optimizer):
     per_head = False  # whether each head of queries, keys and values is a matrix by itself
 
     def slots_of_matrices(self, rows: int, columns: int) -> tuple[Slot, ...]:
-        """Slots of a parameter whose matrices are [R, C]."""
+        """Slots of a parameter whose matrices are [R, C], such as `Slot("factor", (R, R))`."""
         return ()
 
     def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:

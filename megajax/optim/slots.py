@@ -90,7 +90,7 @@ class Member:
 
     def owned_slots(self, name: str) -> list[str]:
         """The slots with an array for each of a parameter's matrices, which its owner keeps."""
-        return [slot.name for slot in self.slots_of(name) if slot.shape != "like"]
+        return [slot.name for slot in self.slots_of(name) if not isinstance(slot.shape, str)]
 
     @property
     def with_slots(self) -> set[str]:
@@ -102,9 +102,8 @@ class Member:
         return self.kind if self.layouts and not self.owned_slots(name) else name
 
     def placement(self, name: str, slot: Slot, sizes: Mapping[str, int]) -> Placement:
-        if slot.shape == "like":
-            return self.placements[name]
-        return self.layouts[name].owned(slot.of_matrix(self.layouts[name].inputs, self.layouts[name].outputs), sizes)
+        """The placement of a slot's array."""
+        return self.placements[name] if isinstance(slot.shape, str) else self.layouts[name].owned(slot.shape, sizes)
 
 
 @dataclass(frozen=True)

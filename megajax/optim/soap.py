@@ -26,10 +26,13 @@ class Soap(MatrixOptimizer):
     def slots_of_matrices(self, rows: int, columns: int) -> tuple[Slot, ...]:
         largest = self.plan.optimizer.soap.max_dimension
         sizes: dict[Side, int] = {"rows": rows, "columns": columns}
-        sides: list[Side] = [side for side, size in sizes.items() if size <= largest]
-        both: list[tuple[Side, str]] = [(side, kind) for side in sides for kind in ("factor", "basis")]
-        factors = [Slot(f"{side}_{kind}", side, exact=True) for side, kind in both]
-        return (Slot("mean", "matrix"), Slot("square", "matrix", non_negative=True), *factors)
+        factors = [
+            Slot(f"{side}_{kind}", (size, size), exact=True)
+            for side, size in sizes.items()
+            if size <= largest
+            for kind in ("factor", "basis")
+        ]
+        return (Slot("mean", (rows, columns)), Slot("square", (rows, columns), non_negative=True), *factors)
 
     def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
         return gradients, slots | {"count": slots["count"] + 1}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from mesh_models import MODELS
 from single_device import make_config, train, weights_of
@@ -36,15 +37,16 @@ class Float16(Form):
 
 @pytest.fixture(scope="module", autouse=True)
 def registered(tmp_path_factory):
-    """The example of the docs, and a form of moments."""
+    """The examples of the docs, and a form of moments."""
     path = tmp_path_factory.mktemp("extension") / "my_optimizer.py"
     (source,) = re.findall(r"```python\n(# my_optimizer\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
     path.write_text(source)
-    import_extensions([str(path)])
+    import_extensions([str(path), "docs/examples/adafactor.py"])
     register_form(MomentForm("test_float16"), Float16)
     yield
     for options in (declared.OPTIMIZERS, slots.OPTIMIZERS):
         options.pop("laprop")
+        options.pop("adafactor")
     for options in (declared.FORMS, slots.FORMS):
         options.pop("test_float16")
 
@@ -82,6 +84,29 @@ def test_the_first_updates_are_those_of_numpy():
         mean = 0.9 * mean + 0.1 * g / (np.sqrt(square / (1 - 0.99**t)) + 1e-8)
         directions, state = optimizer.direction({"w": jnp.full(3, g)}, state)
         np.testing.assert_allclose(directions["w"], mean / (1 - 0.9**t), rtol=1e-5)
+
+
+def test_factored_moments_are_those_of_optax_and_on_a_mesh_those_of_one_device():
+    plan = StepPlan.make(make_config(MODEL, {}), dict.fromkeys(AXES, 1), Hardware("cpu"))
+    optimizer = slots.OPTIMIZERS["adafactor"](plan, slots.OPTIMIZERS["adafactor"].Settings())
+    reference = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0))
+    matrix = np.zeros((4, 6), np.float32)
+    expected, state = reference.init(matrix), {"count": jnp.int32(0)}
+    state |= {slot.name: jnp.zeros((1, *slot.shape)) for slot in optimizer.slots_of_matrices(4, 6)}
+    assert {name: x.shape for name, x in state.items()} == {
+        "count": (), "row_means": (1, 4, 1), "column_means": (1, 1, 6)
+    }  # fmt: skip
+    for seed in range(3):
+        gradient = np.random.default_rng(seed).normal(size=(4, 6)).astype(np.float32)
+        _, state = optimizer.direction({}, state)
+        directions, after = optimizer.of_matrices(gradient[None], state)
+        state |= after
+        update, expected = reference.update(gradient, expected, matrix)
+        np.testing.assert_allclose(directions[0], update, rtol=1e-5)
+    one = make_config(MODEL, {}, optimizer={"kind": "adafactor"}, steps=4)
+    mesh = make_config(MODEL, {"fsdp": 2, "tensor": 2}, optimizer={"kind": "adafactor"}, steps=4)
+    weights = weights_of(one)
+    np.testing.assert_allclose(train(mesh, weights).losses, train(one, weights).losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
