@@ -67,6 +67,10 @@ COMMANDS = {
         "megajax.tools.from_megatron.__main__",
         "translate a launch script of Megatron-LM into a config",
     ),
+    "export-megatron": (
+        "megajax.tools.export_megatron.__main__",
+        "write a run's weights as a checkpoint of Megatron-Core",
+    ),
     "hf": ("megajax.hf.__main__", "convert between runs and models in Hugging Face's format"),
     "schema": ("megajax.config.json_schema", "print the JSON schema of configs, for editors"),
 }

@@ -8,7 +8,7 @@ from megajax import commands
 
 COMMANDS = (
     "train launch preflight plan compile verify generate chat evaluate checkpoints status average schedule plot bench "
-    "explain-weight profile preprocess inspect from-megatron hf schema"
+    "explain-weight profile preprocess inspect from-megatron export-megatron hf schema"
 ).split()
 CALLS = {
     "/venv/bin/megajax": "megajax plot",

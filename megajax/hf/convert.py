@@ -223,16 +223,20 @@ def stream(weights: Mapping[str, Any], model: ModelConfig, dtype: str) -> Iterat
     The layers' state keeps its dtype. Raises InputError if no family fits.
     """
     family, number, kept = family_for(model), np.dtype(dtype), state_by_name(layer_state(model))
-    return _tensors(weights, [*family.tensors(model), *family.copies(model)], model, number, kept)
+    return their_tensors(weights, [*family.tensors(model), *family.copies(model)], model, number, kept)
 
 
-def _tensors(
+def their_tensors(
     weights: Mapping[str, Any],
     entries: Sequence[Tensor],
     model: ModelConfig,
     dtype: np.dtype,
     kept: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of the `entries` one by one with their names, in the order of the layers, without padding.
+
+    Those of the layers' state have the dtypes in `kept`, the others have `dtype`.
+    """
     parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
     for tensor in entries:
         for at, name in tensor_names(tensor, model).items():

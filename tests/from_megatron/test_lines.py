@@ -12,6 +12,7 @@ import yaml
 
 from megajax.config import load_config
 from megajax.config.megatron_flags import DEFAULTS, FLAGS
+from megajax.tools.export_megatron.arguments import arguments_for
 from megajax.tools.from_megatron.__main__ import read, translate
 from megajax.tools.from_megatron.arguments import from_mapping
 from megajax.tools.from_megatron.shell_values import MARK
@@ -248,6 +249,16 @@ def test_a_line_is_translated_as_megatron_reads_it(name, place):
         assert ("tensor" in mesh.experts_over) == (width < a["tensor_model_parallel_size"])
     assert (mesh.fsdp > 1) == a["use_megatron_fsdp"]
     check_comments(text)
+    check_arguments(config, a)
+
+
+def check_arguments(config, a: Parsed) -> None:
+    """The arguments that a run is exported with are those of its line."""
+    back = Parsed(arguments_for(config, 0, 0, (a["tensor_model_parallel_size"], 1, 1)))
+    pairs = [(network(back), network(a))]
+    if a["num_experts"]:
+        pairs += [(router(back), router(a)), (experts(back, config), experts(a, config))]
+    assert not {key: (mine[key], own[key]) for mine, own in pairs for key in own if mine[key] != own[key]}
 
 
 def check_comments(text: str) -> None:

@@ -8,18 +8,17 @@ Their weights are `pattern` of the parameter's name here; Megatron's logits of t
 import argparse
 import enum
 import io
-import json
 import os
 import pickle
 import shutil
 import zipfile
-import zlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from megatron_files import pattern, stored, unpacked
 from single_device import make_config
 from single_device import stored as stored_form
 
@@ -33,29 +32,10 @@ from megajax.model.block import layer_state
 from megajax.tools.from_megatron.__main__ import main
 from megajax.training.loop import Trainer
 
-FILES = Path(__file__).parents[1] / "data_files"
-
-
-def pattern(name: str, shape) -> np.ndarray:
-    """Numbers that depend on the parameter and the place: multiples of 1/256, around 1 for norms."""
-    index = np.arange(np.prod(shape), dtype=np.int64) * 37 + zlib.crc32(name.encode()) % 9973
-    values = ((index * index) % 67 % 64 - 32).astype(np.float32) / 64
-    return (values / 4 + ("norm" in name and "bias" not in name)).reshape(shape)
-
 
 @pytest.fixture
 def unpack(tmp_path):
-    def unpack(name: str) -> Path:
-        with zipfile.ZipFile(FILES / f"megatron_{name}.zip") as archive:
-            archive.extractall(tmp_path / name)
-        return tmp_path / name
-
-    return unpack
-
-
-def stored(name: str):
-    found = np.load(FILES / f"megatron_{name}.npz")
-    return json.loads(str(found["model"])), found["tokens"], found["logits"]
+    return lambda name: unpacked(name, tmp_path)
 
 
 def read(folder, model: ModelConfig):

@@ -1,0 +1,1 @@
+"""Writes runs as checkpoints of Megatron-Core: `megajax export-megatron --help`."""

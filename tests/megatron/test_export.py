@@ -1,0 +1,217 @@
+"""Runs become checkpoints of Megatron-Core: read back bit for bit, with the list of tensors that Megatron writes.
+
+dev/megatron_checkpoints.py has megatron-core read them.
+"""
+
+import pickle
+import pickletools
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from megatron_files import pattern, stored, unpacked
+from single_device import make_config
+
+from megajax import commands
+from megajax.checkpoint.description import describe_model
+from megajax.checkpoint.manager import save_weights
+from megajax.config import load_config
+from megajax.errors import InputError
+from megajax.megatron import METADATA, NEWEST
+from megajax.megatron.convert import load
+from megajax.megatron.distributed import saved_arguments
+from megajax.megatron.pickled import Plain, load_plain
+from megajax.megatron.torch_files import Call, Instance, Named, Pairs, pickled
+from megajax.megatron.writer import CheckpointWriter
+from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state
+from megajax.tools.export_megatron.__main__ import export_step
+
+STEP = 5
+SMALL = {"hidden_size": 16, "num_heads": 4, "num_layers": 2, "ffn_hidden_size": 24, "vocab_size": 50}
+GPT = SMALL | {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True}
+MODELS = {
+    "gqa": stored("gqa")[0],
+    "v3": stored("v3")[0],
+    "gpt": GPT | {"attention_bias": True, "mlp_bias": True, "max_positions": 32, "qk_norm": "layernorm"},
+    "mixtral": SMALL
+    | {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8, "shared_expert_ffn_hidden_size": 8}
+    | {"shared_expert_gate": True, "attention_sinks": True},
+}
+MESHES = [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}]
+ALIASES = ("layer_norm_weight", "layer_norm_bias", "layernorm.weight", "layernorm.bias")
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make_run(name: str, **more):
+        """A run whose weights are `pattern` of their names, before its first step."""
+        model = MODELS[name] | {"vocab_multiple": 32} | more
+        sizes = {"global_size": 8, "num_microbatches": 2, "sequence_length": 32}
+        config = make_config(model, {"data": 1}, batch=sizes, run={"dir": str(tmp_path / "run"), "steps": 9})
+        declared = parameters(Transformer(config.model))
+        weights = {parameter: jax.numpy.asarray(pattern(parameter, p.shape)) for parameter, p in declared.items()}
+        state = {
+            kind: {key: jax.numpy.asarray(pattern(f"{kind} {key}", a.shape)) for key, a in own.items()}
+            for kind, own in layer_state(config.model).items()
+        }
+        (tmp_path / "run").mkdir()
+        about = {"format": 1, "step": STEP, "model": describe_model(config.model), "samples_consumed": 36}
+        save_weights(tmp_path / "run", weights, state, about)
+        (tmp_path / "run/config.yaml").write_text(config.to_yaml())
+        return config, weights, state
+
+    return make_run
+
+
+def export(tmp_path, *options) -> int:
+    return commands.main(["export-megatron", str(tmp_path / "run"), str(tmp_path / "out"), *options])
+
+
+@pytest.mark.parametrize(("name", "axes"), [*zip(MODELS, [*MESHES, MESHES[1]], strict=True)], ids=str)
+def test_a_run_comes_back_bit_for_bit_on_any_mesh(make_run, tmp_path, name, axes):
+    config, weights, state = make_run(name)
+    assert export(tmp_path, "--tp", "2") == 0
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(*axes.values()), tuple(axes))
+
+    def wanted(array):
+        free, spec = dict(axes), []
+        for size in array.shape:
+            axis = next((axis for axis, parts in free.items() if size % parts == 0), None)
+            spec.append(axis)
+            free.pop(axis, None)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    found, kept = load(tmp_path / "out", *jax.tree.map(wanted, (weights, state)), config.model)
+    for parameter, array in weights.items():
+        expected = np.array(array)  # the padding is not in the checkpoint
+        expected[(slice(None),) * (expected.ndim - 1) + (slice(50, None),)] *= parameter != "head" or name == "v3"
+        expected[50:] *= parameter != "embedding.tokens" or name == "v3"
+        np.testing.assert_array_equal(found[parameter], expected, err_msg=parameter)
+    jax.tree.map(np.testing.assert_array_equal, kept, state)
+
+
+def tensors(folder):
+    """(the tensors' shapes, dtypes and chunks, the objects) of a checkpoint."""
+    metadata = load_plain((folder / METADATA).read_bytes(), "file")
+    found = {key: own for key, own in metadata.state_dict_metadata.items() if hasattr(own, "chunks")}
+    for key, own in found.items():
+        cells = sum(np.prod(chunk.sizes, dtype=int) for chunk in own.chunks)
+        assert cells == np.prod(own.size, dtype=int), key
+    described = {key: (own.size, own.properties.state) for key, own in found.items()}
+    return described, metadata.state_dict_metadata.keys() - found.keys()
+
+
+def names(pickle_bytes: bytes) -> set[tuple[str, str]]:
+    """The classes and functions that a pickle names."""
+    found, texts = set(), []
+    for code, argument, _ in pickletools.genops(pickle_bytes):
+        if code.name == "GLOBAL":
+            found.add(tuple(argument.split(" ")))
+        elif "UNICODE" in code.name:
+            texts.append(argument)
+        elif code.name == "STACK_GLOBAL":  # of Megatron's, whose module may be remembered
+            found.add((None, texts[-1]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["gqa", "v3"])
+def test_the_list_of_tensors_is_that_of_megatrons_own_checkpoint(make_run, tmp_path, name):
+    make_run(name)
+    assert export(tmp_path, "--tp", "2") == 0
+    theirs, out = unpacked(name, tmp_path), tmp_path / f"out/iter_{STEP:07d}"
+    (expected, their_objects), (found, objects) = tensors(theirs), tensors(out)
+    assert {key: found.get(key) for key in expected} == expected
+    assert all(key.endswith(ALIASES) for key in found.keys() - expected.keys())  # of norms, as Transformer Engine's
+    assert {key for key in their_objects if not key.startswith("common_state/")} <= objects
+    assert all("_extra_state/shard_" in key for key in objects)
+    ours = names((out / METADATA).read_bytes())
+    assert {name for _, name in ours} <= {name for _, name in names((theirs / METADATA).read_bytes())}
+    assert (out / "metadata.json").read_text() == (theirs / "metadata.json").read_text()
+    assert (tmp_path / "out" / NEWEST).read_text() == str(STEP)
+    found, expected = (
+        {member.partition("/")[2] for member in zipfile.ZipFile(next(folder.glob("__0_0.distcp"))).namelist()}
+        for folder in (out, theirs)
+    )
+    assert found <= expected  # of one tensor's archive
+
+
+def test_the_arguments_are_the_models_and_have_the_position_of_the_run(make_run, tmp_path):
+    config, _, _ = make_run("gqa")
+    assert export(tmp_path, "--tp", "2", "--pp", "2") == 0
+    arguments = saved_arguments(tmp_path / "out")
+    expected = {"iteration": STEP, "consumed_train_samples": 36, "tensor_model_parallel_size": 2, "num_query_groups": 2}
+    expected |= {"padded_vocab_size": 64, "make_vocab_size_divisible_by": 16, "no_save_optim": True, "world_size": 4}
+    assert {key: arguments[key] for key in expected} == expected
+    assert commands.main(["from-megatron", str(tmp_path / "out"), "--write", str(tmp_path / "back.yaml")]) == 0
+    back = load_config(tmp_path / "back.yaml").model
+    assert back == config.model.model_copy(update={"vocab_size": 64, "init_std": back.init_std})
+
+
+def test_a_bfloat16_checkpoint_has_rounded_weights_and_exact_biases_of_the_choice(make_run, tmp_path):
+    make_run("v3")
+    assert export(tmp_path, "--dtype", "bfloat16") == 0
+    found = {key: state[0].name for key, (_, state) in tensors(tmp_path / f"out/iter_{STEP:07d}")[0].items()}
+    exact = {key for key, dtype in found.items() if dtype == "float32"}
+    assert set(found.values()) == {"bfloat16", "float32"} and {key[-11:] for key in exact} == {"expert_bias"}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"norm_placement": "both"}, r"model.norm_placement=both .* has no arguments of Megatron-LM"),
+        ({"attention_scale": 0.3}, r"model.attention_scale=0.3 "),
+        ({"activation": "geglu"}, r"model.activation=geglu "),
+        ({"mlp_bias": True}, r"model.attention_bias=qkv "),
+    ],
+)
+def test_a_model_that_megatron_does_not_have_is_a_sentence(make_run, tmp_path, change, sentence):
+    config, _, _ = make_run("gqa", **change)
+    with pytest.raises(InputError, match=sentence):
+        export_step(tmp_path / "run", STEP, tmp_path / "out", (1, 1, 1), "float32")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--tp", "3"], "--tp=3 does not divide model.num_heads=4"),
+        (["--pp", "3"], "--pp=3 does not divide model.num_layers=2"),
+        (["--ep", "2"], "--ep=2 needs experts"),
+        (["--tp", "0"], "--tp=0 is no number of devices"),
+        (["--step", "4"], "has checkpoints of steps 5"),
+        ([], "out exists: give a new folder"),
+    ],
+)
+def test_mistakes_are_sentences_and_write_nothing(make_run, tmp_path, capsys, options, sentence):
+    make_run("gqa")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("kept")
+    with pytest.raises(SystemExit):
+        export(tmp_path, *options)
+    assert sentence in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+    assert (tmp_path / "out/mine").read_text() == "kept"
+
+
+def test_large_tensors_are_in_files_of_their_own(tmp_path):
+    with CheckpointWriter(tmp_path, file_bytes=1000) as writer:
+        for layer in range(3):
+            writer.add(["layers.weight", "layers.alias"], np.full((16, 16), layer, np.float32), [layer], [3])
+        writer.finish({})
+    assert sorted(path.name for path in tmp_path.glob("*.distcp")) == [f"__0_{i}.distcp" for i in range(3)]
+    shape, state = tensors(tmp_path)[0]["layers.alias"]
+    assert shape == (3, 16, 16) and state[0] == np.float32
+
+
+def test_pickles_are_those_of_pythons_reader():
+    plain = {"a": [None, True, False, -1, 2**31, -(2**40), 2**70, 1.5, "ä", (), (1, ("a", "a")), {}], 3: {"b": [[]]}}
+    assert pickle.loads(pickled(plain)) == plain
+    described = Instance(Named("argparse", "Namespace"), {"x": Call(Named("builtins", "complex"), (1.0, 2.0))})
+    found = pickle.loads(pickled(Pairs(((described, 1),)).pairs[0]))
+    assert found[0].x == 1 + 2j and found[1] == 1
+    assert isinstance(load_plain(pickled(described), "file", True), Plain)
+    with pytest.raises(TypeError, match="object is no plain value"):
+        pickled(object())
