@@ -76,8 +76,8 @@ def defaults() -> str:
 
 def differences() -> str:
     """A row for each formula that differs from Megatron-LM's."""
-    lines = ["| row | Megatron-LM | megajax |", "|---|---|---|"]
-    lines += [f"| `{row}` | {each.theirs} | {each.ours} |" for row, each in DIFFERENCES.items()]
+    lines = ["| row | Megatron-LM | megajax | equal with |", "|---|---|---|---|"]
+    lines += [f"| `{row}` | {each.theirs} | {each.ours} | {each.equal} |" for row, each in DIFFERENCES.items()]
     return "\n".join(lines) + "\n"
 
 

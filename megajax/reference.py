@@ -91,7 +91,8 @@ class Reference:
         """(the number that is minimised, (losses by name, metrics of the layers)) of a batch `[rows, S]`.
 
         `key` is for dropout; without it this is evaluation. Losses are means over the tokens that count in the whole
-        batch. Those of routers are not linear in the tokens: they are means over the microbatches.
+        batch; with `objective.average: microbatches` the mean of the microbatches' means is minimised. Losses of
+        routers are not linear in the tokens: they are means over the microbatches.
         """
         model, M = self.config.model, self.config.batch.num_microbatches
 
@@ -100,14 +101,15 @@ class Reference:
 
         with jax.default_matmul_precision("highest"):
             sums, metrics = lax.map(run, (jnp.arange(M), {n: a.reshape(M, -1, *a.shape[1:]) for n, a in batch.items()}))
-        entropies, z_losses, tokens = sums.sum(0).T  # of the model, then of each prediction module
-        entropies, z_losses = entropies / jnp.maximum(tokens, 1), z_losses / jnp.maximum(tokens, 1)
-        modules = (model.mtp_loss_weight * (entropies + z_losses)[1:]).sum() / max(model.mtp_layers, 1)
+        means = _means(sums.sum(0))  # [1 + modules, 2]: of the model, then of each prediction module
+        by_tokens = self.config.objective.average == "tokens"
+        minimised = (means if by_tokens else _means(sums).mean(0)).sum(-1)
+        modules = model.mtp_loss_weight * minimised[1:].sum() / max(model.mtp_layers, 1)
         metrics = {kind: {name: _combined(name, a) for name, a in own.items()} for kind, own in metrics.items()}
         names = {name for block in self.model.blocks.values() for name in block.losses}
         routers = sum(a.sum() for own in metrics.values() for name, a in own.items() if name in names)
-        losses = {"loss": entropies[0], "z_loss": z_losses[0], "mtp_loss/module": entropies[1:]}
-        return entropies[0] + z_losses[0] + modules + routers, (losses, metrics)
+        losses = {"loss": means[0, 0], "z_loss": means[0, 1], "mtp_loss/module": means[1:, 0]}
+        return minimised[0] + modules + routers, (losses, metrics)
 
     def microbatch(
         self, weights: Arrays, layers: ByKind, index: jax.Array, fields: Arrays, key: jax.Array | None
@@ -191,6 +193,11 @@ def _of_next_token(a: jax.Array, documents: jax.Array | None) -> jax.Array:
     """`a [B, S]` of the token after each one; 0 at the end of its document."""
     after = a[:, 1:] if documents is None else jnp.where(documents[:, 1:] == documents[:, :-1], a[:, 1:], 0)
     return jnp.pad(after, ((0, 0), (0, 1)))
+
+
+def _means(sums: jax.Array) -> jax.Array:
+    """`[..., 3]` of `cross_entropy` → the mean cross-entropy and z-loss, `[..., 2]`."""
+    return sums[..., :2] / jnp.maximum(sums[..., 2:], 1)
 
 
 def _combined(name: str, a: jax.Array) -> jax.Array:

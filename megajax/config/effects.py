@@ -70,6 +70,11 @@ def _of_the_model(config: Config) -> list[Rule]:
     return [
         Rule(model.position != "rope", "model.position", rope),
         Rule(scaling is not None, "model.rope_scaling.kind", unused),
+        Rule(
+            scaling is not None and scaling.kind == "yarn" and scaling.mscale_all_dim is None,
+            "model.rope_scaling.mscale_all_dim",
+            ("model.rope_scaling.mscale",),
+        ),
         Rule(not model.is_latent, "model.kv_lora_rank", latent),
         Rule(model.position != "learned", "model.position", ("model.max_positions",)),
         Rule(not has_local, "model.layer_pattern", ("model.sliding_window", "model.rope_local_theta")),

@@ -102,7 +102,9 @@ def _check_router(config: Config, router: RouterConfig) -> None:
         if over_chosen and senseless:
             other = format_keys(config, f"{name}pre_softmax")
             problem = f"{format_keys(config, key)} cannot be combined with {other}, because {why}"
-            fail(config, problem, f"set {name}pre_softmax=true", key, f"{name}pre_softmax")
+            # With Sinkhorn's choice one expert's weight is a sigmoid (Clark et al. 2022, and Megatron-LM).
+            cure = "score_function=sigmoid" if router.sinkhorn else "pre_softmax=true"
+            fail(config, problem, f"set {name}{cure}", key, f"{name}pre_softmax")
     for first, second, both in (
         ("sinkhorn", "expert_bias", router.sinkhorn and router.expert_bias),
         ("sinkhorn", "num_groups", router.sinkhorn and router.num_groups > 1),

@@ -100,13 +100,14 @@ moe-shared-expert-gate | model.shared_expert_gate
 moe-layer-freq str=1 | model.moe_layer_interval | where the last of n layers has experts, in Megatron the first;
     model.first_dense_layers=3 for [0]*3+[1]*58
 moe-aux-loss-coeff many=0.0, moe-router-load-balancing-type many=aux_loss | model.router.global_loss | or
-    model.router.sequence_loss for seq_aux_loss, or model.router.sinkhorn=true
+    model.router.sequence_loss for seq_aux_loss, or model.router.sinkhorn=true (for one expert with
+    model.router.score_function=sigmoid)
 moe-z-loss-coeff float | model.router.z_loss
 mtp-num-layers int | model.mtp_layers
 mtp-loss-scaling-factor float=0.1 | model.mtp_loss_weight | Megatron's default is 0.1
 moe-input-jitter-eps float | model.router.jitter
 moe-router-score-function str=softmax | model.router.score_function
-moe-router-pre-softmax | model.router.pre_softmax
+moe-router-pre-softmax | model.router.pre_softmax | with model.router.normalise=false
 moe-router-num-groups int | model.router.num_groups
 moe-router-group-topk int | model.router.groups_per_token
 moe-router-topk-scaling-factor float | model.router.scaling_factor
@@ -142,7 +143,7 @@ adam-beta1 float=0.9, sgd-momentum float=0.9, lion-beta1 float=0.95 | optimizer.
 adam-beta2 float=0.999, lion-beta2 float=0.98 | optimizer.beta2
 adam-eps float=1e-08 | optimizer.epsilon
 clip-grad float=1.0 | optimizer.clip_norm
-calculate-per-token-loss | | the loss is always the mean over all tokens of the step
+calculate-per-token-loss | objective.average | tokens (the default); without the flag microbatches
 bf16 | precision.compute=bfloat16 | the default
 fp16 | precision.compute=float16 | with dynamic loss scaling
 accumulate-allreduce-grads-in-fp32 | precision.accumulation=float32 | the default, as precision.gradients=float32

@@ -24,9 +24,10 @@ def check_objective(config: Config) -> None:
         cure = f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
     settings_of(config, OBJECTIVES[kind], "objective")
-    for other in ("objective.label_smoothing", "model.z_loss"):
+    for other in ("objective.label_smoothing", "objective.average", "model.z_loss"):
         section, _, name = other.partition(".")
-        if getattr(getattr(config, section), name):
+        own = getattr(config, section)
+        if getattr(own, name) != type(own).model_fields[name].default:
             problem = f"{format_keys(config, other)} belongs to next_token, but {format_keys(config, key)}"
             fail(config, problem, f"remove {other}", other, key)
 

@@ -62,6 +62,7 @@ olmo2, full, all, across_heads | all_heads
 """,
         "model.attention_bias": "qwen2, qkv_only, add_qkv_bias | qkv\n",
         "model.router.loss_counts": "unbiased, megatron, deepseek_v3 | top_scores\nrouted, deepseek_v2 | chosen\n",
+        "objective.average": "token, per_token, token_mean | tokens\nmicrobatch, megatron, batch_mean | microbatches\n",
         "schedule.wsd_decay_style": "exp | exponential\ncosine_annealing | cosine\n1-sqrt, sqrt | minus_sqrt\n",
         "model.router.score_function": """
 topk_softmax | softmax

@@ -245,6 +245,11 @@ class ObjectiveConfig(Registered):
         default=0.0,
         description="next_token: weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
     )
+    average: Literal["tokens", "microbatches"] = Field(
+        default="tokens",
+        description="next_token: what a step minimises, the mean over its counted tokens, or the mean of the means of "
+        "each microbatch's rows on data × fsdp × expert, as in Megatron-LM. The logged loss is the mean over tokens.",
+    )
     settings: dict[str, Any] = Field(default={}, description="Settings of a registered objective, by name.")
 
 

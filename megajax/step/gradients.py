@@ -54,6 +54,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         weights = {stack.NAME: gather_per_step(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
         weights |= {stack.NAME: stack.weights.gather_per_step(params, {}, {}) for stack in graph.frozen}
         counts, (batch, imbalance) = graph.counts(batch), graph.add_derived_fields(batch)
+        batch = graph.add_factors(batch, counts)
         tokens, layer_loss_scale = counts["loss"], graph.layer_loss_scale(loss_scale)
         key = graph.random_key(step)
         scales = {node.NAME: node.scale(loss_scale, counts) for node in graph.terminal}

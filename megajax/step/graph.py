@@ -29,6 +29,7 @@ from megajax.weights.weight import WeightDtypes
 
 # Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
 JITTER, ADAPTERS = 2**31, 2**31 + 1
+FACTOR = "factor of "  # and a terminal node's name: a field `[M, ...]`
 # Fields of a batch with padding, for `RealTokens`: `[M, B]`, `[M]`, `[M]`.
 REAL_COUNTS = ("real_lengths", "real_tokens", "real_sequences")
 
@@ -104,7 +105,8 @@ class Graph:
             layer_loss_scale=layer_loss_scale,
             real=real,
         )
-        return Microbatch(fields, inputs)
+        factors = {n: fields[FACTOR + n] for n in (node.NAME for node in self.terminal) if FACTOR + n in fields}
+        return Microbatch(fields, inputs, factors)
 
     def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
@@ -137,6 +139,21 @@ class Graph:
         counts = {name: count / copies for node in self.terminal for name, count in node.counts(batch).items()}
         return {name: jnp.maximum(count, 1) for name, count in sum_over_all(counts, self.sizes).items()}
 
+    def add_factors(self, batch: Arrays, counts: Arrays) -> Arrays:
+        """The batch with the fields FACTOR, `[M, ...]`, if the step minimises the mean of the microbatches' means.
+
+        They turn a sum over the step's count into one over the count of this device's rows of the microbatch.
+        """
+        if self.plan.objective.average == "tokens":
+            return batch
+        means = self.plan.num_microbatches * self.plan.batch_shards
+        factors = {}
+        for node in self.terminal:
+            fields = {name: batch[name][:, None] for name in node.fields()}
+            for name, count in jax.vmap(node.counts)(fields).items():
+                factors[FACTOR + node.NAME] = counts[name] / (jnp.maximum(self.comm.sum(count, "context"), 1) * means)
+        return {**batch, **factors}
+
     # What nodes give
 
     def turn(
@@ -144,6 +161,9 @@ class Graph:
     ) -> tuple[Streams, Table, Results]:
         """The terminal nodes of a microbatch: (gradients of the streams, `table` plus their weights', results)."""
         gradients, results = Streams(), Results()
+        if batch.factors:
+            scales = {name: scale * batch.factors[name] for name, scale in arrays.scales.items()}
+            arrays = arrays._replace(scales=scales)
         for node in self.terminal:
             gradients, table, own = node.turn(arrays, streams, gradients, batch, table)
             results = results.joined(own)

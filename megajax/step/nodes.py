@@ -39,6 +39,7 @@ class Microbatch(NamedTuple):
 
     fields: Arrays  # [B, S, ...]; in a terminal node those that it declares, [T, ...] of the tokens that it computes
     inputs: BlockInputs
+    factors: Arrays = {}  # by terminal node that of `StepArrays.scales`, where microbatches differ
 
 
 class StepArrays(NamedTuple):

@@ -176,6 +176,7 @@ def training(a: Parsed, world: int) -> dict:
         "optimizer.offload": a["optimizer_offload_fraction"] if a["optimizer_cpu_offload"] else 0.0,
         "optimizer.weight_decay": a["weight_decay"],
         "optimizer.clip_norm": a["clip_grad"],
+        "objective.average": "tokens" if a["calculate_per_token_loss"] else "microbatches",
         "schedule.kind": kinds.get(a["lr_decay_style"], a["lr_decay_style"]),
         "schedule.learning_rate": a["lr"],
         "run.seed": a["seed"],

@@ -285,6 +285,25 @@ def test_flags_without_a_counterpart_are_listed_by_class_and_reason():
         ("--moe-layer-freq 2 --num-experts 4", "model.block_pattern", ["moe", "dense"]),
         ("--moe-layer-freq [0]+[1] --num-experts 4", "model.first_dense_layers", 1),
         ("--num-experts 4 --moe-router-pre-softmax", "model.router.normalise", False),
+        ("--qk-layernorm", "model.qk_norm", "layernorm"),
+        ("", "objective.average", "microbatches"),
+        ("--calculate-per-token-loss", "objective.average", "tokens"),
+        (
+            "--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+            "model.router.score_function",
+            "sigmoid",
+        ),
+        (
+            "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+            " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+            "model.router.loss_counts",
+            "top_scores",
+        ),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 4 --mscale 0.5",
+            "model.rope_scaling.attention_factor",
+            1 + 0.05 * 1.386294361120,
+        ),
         (
             "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2",
             "model.router.sequence_loss",
@@ -306,7 +325,7 @@ def test_a_flag_becomes_the_value_of_megatrons_rule(flags, key, expected):
     found, _ = settings(f"{SMALL} {flags}")
     for part in key.split("."):
         found = found[part]
-    assert found == expected
+    assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
 
 
 @pytest.mark.parametrize(

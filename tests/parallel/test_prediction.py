@@ -158,6 +158,13 @@ EXPERTS = MIXTRAL | {"router": {"score_function": "sigmoid", "expert_bias": True
 # model, depth, mesh, microbatches, other sections
 MESHES = {
     "context and stages": (DENSE, 2, {"context": 2, "tensor": 2, "pipeline": 2}, 2, PACKED),
+    "means of microbatches": (
+        DENSE | {"attention_sinks": False},
+        1,
+        {"context": 2, "pipeline": 2, "fsdp": 2},
+        2,
+        {"objective": {"average": "microbatches"}, "batch": {"global_size": 8}},
+    ),
     "experts and stages": (EXPERTS, 1, {"expert": 2, "pipeline": 2}, 2, {"remat": {"policy": "full"}, "data": PADDED}),
 }
 

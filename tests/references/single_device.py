@@ -22,6 +22,7 @@ from megajax.model import Transformer, parameters
 from megajax.model.moe import MoE
 from megajax.optim import make_schedule
 from megajax.reference import Reference, adamw
+from megajax.schema.fields import BATCH_AXES
 from megajax.sharding import Placement
 from megajax.tools.verify.runs import batches, canonical, first_gradients, has_first_moments
 from megajax.training.batches import to_global
@@ -111,10 +112,13 @@ def reference_config(config: Config) -> Config:
     """The same mathematics on one device: one microbatch, nothing recomputed, the plain layer loop, FP32 sums.
 
     With experts the reference has the same number of microbatches, since their losses are nonlinear in a microbatch.
+    For the mean of the microbatches' means it has one for each microbatch of the devices that share sequences.
     """
     settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
     settings["precision"]["accumulation"] = "float32"
-    if config.model.num_experts is None:
+    if config.objective.average == "microbatches":
+        settings["batch"]["num_microbatches"] *= math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
+    elif config.model.num_experts is None:
         settings["batch"]["num_microbatches"] = 1
     return Config.model_validate(settings)
 

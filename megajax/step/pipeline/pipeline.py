@@ -182,15 +182,16 @@ class _Run:
 
         Positions are `[B, S / P]` if a node reads them.
         """
-        of_stage, (fields, inputs) = self.shares.of_stage, whole
+        of_stage, fields, inputs = self.shares.of_stage, whole.fields, whole.inputs
         names = sorted({name for node in self.graph.terminal for name in node.fields()})
         own = {name: of_stage(fields[name].reshape(-1, *fields[name].shape[2:])) for name in names}
         if not any(node.reads_positions for node in self.graph.terminal):
-            return Microbatch(own, inputs)
+            return whole._replace(fields=own)
         positions = of_stage(inputs.positions.reshape(-1)).reshape(len(inputs.positions), -1)
         real = inputs.real and replace(inputs.real, is_real=of_stage(inputs.real.is_real))
         token_ids = of_stage(inputs.token_ids)
-        return Microbatch(own, replace(inputs, positions=positions, token_ids=token_ids, real=real))
+        inputs = replace(inputs, positions=positions, token_ids=token_ids, real=real)
+        return whole._replace(fields=own, inputs=inputs)
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
         """Send `x` to the next (`step` 1) or previous (-1) stage; between last and first stage only with rounds."""
@@ -366,7 +367,7 @@ class _Run:
 
     def first_carry(self) -> Carry:
         """Empty buffers and zero gradients."""
-        x, (_, inputs) = self.empty_stream(), self.microbatch(jnp.int32(0))
+        x, inputs = self.empty_stream(), self.microbatch(jnp.int32(0)).inputs
         groups = [
             [self.empty_group(s, u, x, inputs) for u in range(len(groups))] for s, groups in enumerate(self.weights[0])
         ]

@@ -19,7 +19,7 @@ from megajax.megatron.distributed import saved_arguments
 from megajax.tools.from_megatron import arguments as megatron
 from megajax.tools.from_megatron import launch_line
 from megajax.tools.from_megatron.arguments import Arguments
-from megajax.tools.from_megatron.data import translate_data
+from megajax.tools.from_megatron.data import translate_data, translate_loss
 from megajax.tools.from_megatron.document import document
 from megajax.tools.from_megatron.experts import translate_experts
 from megajax.tools.from_megatron.model import translate_model
@@ -126,6 +126,7 @@ def translate(given: Arguments, world: int) -> tuple[str, list[str]]:
     translate_run(t, size)
     translate_records(t)
     translate_data(t)
+    translate_loss(t)
     text = document(t, t.finish())
     return text, [*t.warnings, *_checked(text, world)]
 

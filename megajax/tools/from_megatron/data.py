@@ -99,13 +99,18 @@ def _validation_sets(t: Translation, sources: list[Any], name: str) -> None:
     t.put("data.valid_sets", sets, "multiple_validation_sets", name, "validation_set_names")
 
 
+def translate_loss(t: Translation) -> None:
+    """The mean that a step minimises."""
+    of_tokens = t["calculate_per_token_loss"]
+    t.put("objective.average", "tokens" if of_tokens else "microbatches", "calculate_per_token_loss")
+    if t["context_parallel_size"] > 1 and not of_tokens and (t["eod_mask_loss"] or t["sft"]):
+        t.differs("loss-mean", "context_parallel_size")
+
+
 def _documents(t: Translation) -> None:
     for key, name in RESETS.items():
         if t[name]:
             t.put(f"data.{key}", True, name)
-    if t["eod_mask_loss"] and not t["calculate_per_token_loss"]:
-        t.differs("loss-mean", "eod_mask_loss")
-    t.use("calculate_per_token_loss")
 
 
 def _chat(t: Translation) -> None:
@@ -117,7 +122,6 @@ def _chat(t: Translation) -> None:
     t.copy("data.chat_template", "chat_template")
     t.put("data.tokenizer", t.arguments.required("tokenizer_model"), "tokenizer_model", "tokenizer_type")
     t.settings.pop("data.train_samples", None)
-    t.differs("loss-mean", "sft")
 
 
 def _tokenizer(t: Translation) -> None:

@@ -127,8 +127,6 @@ def _step_schedule(t: Translation, length: int) -> list[tuple[int, int]]:
     except ValueError:
         problem = f"{t.arguments.shown('step_batch_size_schedule')} is no schedule such as '0:256 50B:512'"
         raise t.arguments.fail(problem, "correct it") from None
-    if any(tokens % length for tokens, _ in found):
-        t.differs("batch-schedule", "step_batch_size_schedule")
     return [(tokens // length * length, size) for tokens, size in found]
 
 
