@@ -47,7 +47,7 @@ def main() -> int:
         if options.megatron:
             run(out, options.megatron, names)
         found = {name: compare(CASES[name], out / name) for name in names}
-        (out / "curves.json").write_text(curves(out, names, ("megajax", "megatron"), ("loss",)))
+        (out / "curves.json").write_text(curves(out, names, ("megajax", "megatron"), ("loss",)), encoding="utf-8")
         print(table(CASES, found))
         for name, each in found.items():
             for fact in each.facts:
@@ -72,7 +72,7 @@ def record(out: Path, found: dict[str, Difference]) -> None:
     CURVES.write_text(curves(out, [*STORED], ("megatron",), ("loss", "grad_norm")), encoding="utf-8")
     runs = {}
     for name, program in (("Megatron-Core", "megatron"), ("megajax", "megajax")):
-        curve = json.loads((out / DRAWN / f"{program}.json").read_text())["curve"]
+        curve = json.loads((out / DRAWN / f"{program}.json").read_text(encoding="utf-8"))["curve"]
         kept = ("loss", "learning_rate", "grad_norm")
         runs[name] = [json.dumps({"step": i, **{key: row[key] for key in kept}}) for i, row in enumerate(curve, 1)]
     body = ",\n".join(f"{json.dumps(run)}: [\n{',\n'.join(lines)}\n]" for run, lines in runs.items())

@@ -45,7 +45,9 @@ class Difference:
 
 def compare(case: Case, folder: Path) -> Difference:
     """Read and compare the two runs of a case."""
-    ours, theirs = (json.loads((folder / f"{name}.json").read_text()) for name in ("megajax", "megatron"))
+    ours, theirs = (
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("megajax", "megatron")
+    )
     curves = ours["curve"], theirs["curve"]
     numbers = {name: _both(curves, name) for name in ("loss", "grad_norm", "learning_rate")}
     losses, norms = np.abs(np.subtract(*numbers["loss"])), numbers["grad_norm"]
@@ -149,6 +151,6 @@ def curves(
     """Numbers of the steps as JSON, a line for each curve."""
     lines = []
     for name, program, key in itertools.product(names, programs, keys):
-        curve = json.loads((folder / name / f"{program}.json").read_text())["curve"]
+        curve = json.loads((folder / name / f"{program}.json").read_text(encoding="utf-8"))["curve"]
         lines.append(f"{json.dumps(f'{name}/{program}/{key}')}: {json.dumps([round(row[key], 7) for row in curve])}")
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -128,7 +128,7 @@ def main(case: Case, out: Path) -> None:
     np.savez(out / "megajax.npz", allow_pickle=False, **last)
     has_decay = bool(program.config.optimizer.weight_decay)
     facts = {"decay": decay_factors(program) if has_decay else {}, "initial": initial_statistics(program)}
-    (out / "megajax.json").write_text(json.dumps({"curve": curve, **facts}))
+    (out / "megajax.json").write_text(json.dumps({"curve": curve, **facts}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def main(case: Case, out: Path) -> None:
     if RANK == 0:
         np.savez(out / "megatron.npz", allow_pickle=False, **saved(trainer.gpt, case.vocab))
         facts |= {"decay": trainer.decay(), "initial": trainer.initial}
-        (out / "megatron.json").write_text(json.dumps(facts))
+        (out / "megatron.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def run_as_two_ranks(names: list[str]) -> None:
