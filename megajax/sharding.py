@@ -30,10 +30,12 @@ NON_BLOCK_AXES = (*STORAGE_AXES, "pipeline")  # for weights outside the blocks, 
 SHARED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
 EXPERT_AXES = ("expert", "tensor")  # over which a model in use divides its experts
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
-COMPUTED_IN_FP32 = ("norm", "router", "sinks")  # the last axis of weights that are not cast to the compute dtype
+# The last axis of weights that are not cast to the compute dtype
+COMPUTED_IN_FP32 = ("norm", "router", "sinks", "outputs")
 EMPTY = -1  # instead of a layer, for an empty slot
 BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block comes next
 TEACHER = "teacher."  # prefix of the names of a teacher's parameters
+OBJECTIVE = "objective."  # prefix of the names of an objective's parameters
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "layers": "pipeline",  # stage by stage: `stored_layers`
@@ -46,6 +48,7 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "experts": "expert",  # by default: `mesh.experts_over`
     "expert_mlp": "tensor",  # whole if `tensor` divides the experts themselves
     "router": None,  # the router's E dimension: every device scores all experts, in FP32
+    "outputs": None,  # of an objective's own head, in FP32
     "embed": STORAGE_AXES,  # the D dimension of matrices, in storage only (NON_BLOCK_AXES outside the blocks)
     "head": None,
     "whole": None,  # any other dimension that no axis divides

@@ -185,7 +185,7 @@ class StepPlan:
     @property
     def transformer(self) -> Transformer:
         """The declared model, without arrays."""
-        return declared_model(self.model, self.lora)
+        return declared_model(self.model, self.lora, objective=self.objective)
 
     @cached_property
     def declared(self) -> dict[str, nnx.Param]:

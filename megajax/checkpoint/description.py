@@ -10,10 +10,12 @@ from megajax.errors import InputError
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
 from megajax.model.lora import targets
+from megajax.options.registered import replaces_head
 from megajax.schema.fields import Section, shortest_pattern
 from megajax.schema.model import RopeScaling, RouterConfig
 from megajax.schema.optimizer import OptimizerConfig
 from megajax.schema.tree import show
+from megajax.sharding import OBJECTIVE
 
 # Router keys that change the network's function; the others only balance the load in training.
 ROUTER_OF_NETWORK = (
@@ -31,6 +33,7 @@ OTHER_ARRAYS = {  # sections, or keys, whose changes give the state other arrays
     "optimizer": "the optimizer has other moments",
     "lora.rank": "the adapters have other shapes",
     "lora.targets": "the adapters have other shapes",
+    "objective": "the objective has other parameters",
 }
 # Keys that decide the tokens of the samples, by `data.kind`, besides its sources and their order.
 OF_SAMPLES = {
@@ -102,6 +105,13 @@ def describe_lora(config: Config) -> dict[str, Any]:
     """The settings that define the adapters; empty without any."""
     lora = config.lora
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": targets(config)} if lora.rank else {}
+
+
+def describe_objective(config: Config) -> dict[str, Any]:
+    """An objective that has parameters, and their shapes; empty for others."""
+    own = parameters(Transformer(config.model, objective=config.objective))
+    shapes = {name.removeprefix(OBJECTIVE): [*p.shape] for name, p in own.items() if name.startswith(OBJECTIVE)}
+    return {"kind": config.objective.kind, **shapes} if replaces_head(config.objective.kind) else {}
 
 
 def describe_data(data: DataConfig) -> dict[str, Any]:

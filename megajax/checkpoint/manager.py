@@ -360,6 +360,11 @@ def restore_model(
                 f"{setting}={path}{location} has adapters only: write the merged model with "
                 f"{command('hf', 'export', path, 'HF_FOLDER')}, and give that folder."
             )
+        if saved.get("objective") and "head" in params:
+            raise InputError(
+                f"{setting}={path}{location} was trained with objective.kind={saved['objective']['kind']}, which has "
+                "parameters in place of the model's head: name another run."
+            )
         if not model.mtp_layers:
             saved = saved | {"model": saved["model"] | {"mtp_layers": 0}}
         compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
-from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, OBJECTIVES
+from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, OBJECTIVES, replaces_head
 from megajax.schema.config import Config
 
 OBJECTIVE, MODEL = "objective.kind", "teacher.model"
@@ -30,6 +30,12 @@ def check_objective(config: Config) -> None:
         if getattr(own, name) != type(own).model_fields[name].default:
             problem = f"{format_keys(config, other)} belongs to next_token, but {format_keys(config, key)}"
             fail(config, problem, f"remove {other}", other, key)
+    if replaces_head(kind):
+        for other in ("model.mtp_layers", "checkpoint.export_hf.dir"):
+            if value(config, other):
+                problem = f"{format_keys(config, other)} needs the model's head"
+                problem += f", but {format_keys(config, key)} has parameters in place of it"
+                fail(config, problem, f"remove {other}, or use an objective that reads logits", other, key)
 
 
 def check_teacher(config: Config) -> None:

@@ -37,11 +37,19 @@ def flops_per_token(config: Config) -> float:
     for kind in (*layer_kinds(model), *modules):
         for work in traced.of(kind.block).parts.values():
             total += each * work.multiplications + attention_flops(work, S, kind.window)
-    total += each * model.hidden_size * model.padded_vocab_size * (1 + model.mtp_layers)
-    whole = declared_model(model, config.lora)
+    whole = declared_model(model, config.lora, objective=config.objective)
+    own = 6 if whole.objective else each  # an objective's own parameters are always trained
+    total += own * head_parameter_count(whole) * (1 + model.mtp_layers)
     total += whole.encoder.flops() / S if whole.encoder else 0
     total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
     return total + 6 * adapter_parameter_count(whole)
+
+
+def head_parameter_count(model: Transformer) -> int:
+    """Number of the matmul parameters of the head, which may be the embedding's table, or of an objective's own."""
+    if model.objective is None:
+        return model.config.hidden_size * model.config.padded_vocab_size
+    return sum(math.prod(p.shape) for p in parameters(model.objective).values() if p.role == "matrix")
 
 
 def adapter_parameter_count(model: Transformer) -> int:

@@ -121,7 +121,7 @@ class _Step:
             gradients=self.gradients_in_head,
             weights=self.cast(len(self.slots)) + self.compute * self.non_block_in_head + held.gathered_bytes,
             activations=self.saved(len(self.slots)),
-            working=self.head_working + self.of_microbatch(TOKENS if self.config.model.tie_embeddings else HEAD),
+            working=self.head_working + (self.of_microbatch(self.head_name) if self.head_name else 0),
         )
 
     def in_modules(self) -> Iterator[MemoryEstimate]:
@@ -246,9 +246,16 @@ class _Step:
     @property
     def last_gradients(self) -> int:
         """Elements of the gradients, as stored, that are made at the end of the backward pass only, not in the head."""
-        names = [TOKENS] if self.weights.has_gradient(TOKENS) and not self.config.model.tie_embeddings else []
+        names = [TOKENS] if self.weights.has_gradient(TOKENS) and self.head_name != TOKENS else []
         names += [HEAD] if self.late_head else []
         return sum(self.weights.non_block_by_name[name].stored for name in names)
+
+    @property
+    def head_name(self) -> str:
+        """The weight that gives the logits; empty if the objective has parameters in place of it."""
+        if self.plan.transformer.objective:
+            return ""
+        return TOKENS if self.config.model.tie_embeddings else HEAD
 
     @property
     def has_head(self) -> bool:
@@ -338,12 +345,17 @@ class _Step:
         table = self.weights.non_block.whole - sum(
             e.whole for name, e in self.weights.non_block_by_name.items() if name != TOKENS
         )
-        return self.weights.non_block.whole - (0 if self.repeats or self.config.model.tie_embeddings else table)
+        return self.weights.non_block.whole - (0 if self.repeats or self.head_name == TOKENS else table)
 
     @property
     def head_working(self) -> int:
-        """Bytes of a chunk's logits and their gradient, its rows before and after the norm, and all rows' gradient."""
+        """Bytes of a chunk's logits and their gradient, its rows before and after the norm, and all rows' gradient.
+
+        Without logits all rows are computed at once, in FP32 too.
+        """
         tokens, tensor = self.plan.head_tokens, self.sizes["tensor"]
+        if not self.head_name:
+            return int(tokens * self.config.model.hidden_size / tensor * (3 * self.compute + 2 * FP32))
         chunk = math.ceil(tokens / self.plan.loss_chunks)
         logits, D = self.config.model.padded_vocab_size // tensor, self.config.model.hidden_size
         return int(self.compute * (chunk * (2 * logits + 4 * D) + tokens * D / tensor))

@@ -220,10 +220,16 @@ def export(
 def stream(weights: Mapping[str, Any], model: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of `export` one by one with their names, in the order of the layers.
 
-    The layers' state keeps its dtype. Raises InputError if no family fits.
+    The layers' state keeps its dtype. Raises InputError if no family fits, or if the weights lack a tensor of it.
     """
     family, number, kept = family_for(model), np.dtype(dtype), state_by_name(layer_state(model))
-    return their_tensors(weights, [*family.tensors(model), *family.copies(model)], model, number, kept)
+    tensors = [*family.tensors(model), *family.copies(model)]
+    if absent := next((tensor.ours for tensor in tensors if tensor.ours not in weights), None):
+        raise InputError(
+            f"the model has no {absent}, but model_type {family.model_type} does: train it with an objective that "
+            "reads logits (objective.kind)."
+        )
+    return their_tensors(weights, tensors, model, number, kept)
 
 
 def their_tensors(

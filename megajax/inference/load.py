@@ -15,6 +15,7 @@ from megajax.mesh import build_mesh, named_mesh
 from megajax.model import Transformer
 from megajax.model.lora import is_adapter, merge
 from megajax.options.fp8_recipes import NONE
+from megajax.options.registered import replaces_head
 from megajax.runtime import accept_missing_cuda
 from megajax.sources import HfSource, RunSource, WeightSource, find_source
 
@@ -107,6 +108,9 @@ def for_inference(config: Config, dtype: str, speculate: int) -> Config:
 
     It has multi-token prediction modules only if they draft tokens.
     """
+    if replaces_head(kind := config.objective.kind):
+        problem = f"objective.kind={kind} has parameters in place of the model's head"
+        raise InputError(f"{problem}, so the model does not generate or score texts: use TrainProgram.eval_step.")
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype} is not one of {', '.join(DTYPES)}: give one of them.")
     router = config.model.router.model_copy(update={"capacity_factor": None})

@@ -30,15 +30,19 @@ from megajax.model.sublayer import (
     scale_embeddings,
 )
 from megajax.model.width import std_factor
+from megajax.options.registered import OBJECTIVES, replaces_head
+from megajax.schema.config import ObjectiveConfig
 from megajax.schema.fields import cached
 
 ENCODER = "encoder."  # prefix of the names of its parameters
 
 
 @cached
-def declared_model(config: ModelConfig, lora: LoraConfig, rows: str = "layers") -> "Transformer":
+def declared_model(
+    config: ModelConfig, lora: LoraConfig, rows: str = "layers", objective: ObjectiveConfig | None = None
+) -> "Transformer":
     """The `Transformer` of these arguments; it has no arrays, so that one object serves all."""
-    return Transformer(config, lora, rows)
+    return Transformer(config, lora, rows, objective)
 
 
 class EmbeddingTables(nnx.Module):
@@ -59,10 +63,17 @@ class Transformer(nnx.Module):
     generation for its drafts.
     """
 
-    def __init__(self, config: ModelConfig, lora: LoraConfig | None = None, rows: str = "layers"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        lora: LoraConfig | None = None,
+        rows: str = "layers",
+        objective: ObjectiveConfig | None = None,
+    ):
         """`lora` adds adapters; they have no effect on `__call__`.
 
-        `rows` is the logical axis of the layers; "modules": all stages of a pipeline have all of them.
+        `rows` is the logical axis of the layers; "modules": all stages of a pipeline have all of them. An `objective`
+        may have parameters in place of the head; such a model has no logits.
         """
         V, D = config.padded_vocab_size, config.hidden_size
         self.config, lora = config, lora or LoraConfig()
@@ -72,7 +83,9 @@ class Transformer(nnx.Module):
         self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})
         self.encoder = make_encoder(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)
-        self.head = None if config.tie_embeddings else declare((D, V), ("embed", "vocab"), muon=False)
+        self.objective = _objective_parameters(config, objective)
+        has_head = not config.tie_embeddings and self.objective is None
+        self.head = declare((D, V), ("embed", "vocab"), muon=False) if has_head else None
         for parameter in parameters(self).values():
             parameter.set_metadata(scale=parameter.scale * std_factor(config, parameter))
 
@@ -133,6 +146,15 @@ class Transformer(nnx.Module):
     def logits(self, weights: Weights, h: jax.Array) -> jax.Array:
         """`output`, or that of a module `[..., D]` → FP32 logits `[..., V]`, without the vocabulary's padding."""
         c = self.config
+        assert self.objective is None
         head = weights["embedding.tokens"].T if self.head is None else weights["head"]
         logits = jnp.dot(h, head, preferred_element_type=jnp.float32)[..., : c.vocab_size]
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+
+
+def _objective_parameters(config: ModelConfig, objective: ObjectiveConfig | None) -> nnx.Dict | None:
+    """The parameters that an objective has in place of the head; None if it reads the head's logits."""
+    if objective is None or not replaces_head(objective.kind):
+        return None
+    registered = OBJECTIVES[objective.kind]
+    return nnx.Dict(registered.parameters(config, registered.Settings.model_validate(dict(objective.settings))))

@@ -15,7 +15,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 
-OUTPUTS = ("vocab", "router")  # dimensions of outputs whose number does not grow with the width
+OUTPUTS = ("vocab", "router", "outputs")  # dimensions of outputs whose number does not grow with the width
 STACKED = ("layers", "modules")
 
 

@@ -16,6 +16,11 @@ ENCODER_KIND, NO_ENCODER = "model.encoder.kind", "none"
 ENCODERS: dict[str, type[Any]] = {}  # for ENCODER_KIND
 
 
+def replaces_head(objective: str) -> bool:
+    """Whether an objective has parameters of its own in place of the model's head (`step.objective.Hidden`)."""
+    return getattr(OBJECTIVES.get(objective), "REPLACES_HEAD", False)
+
+
 @dataclass(frozen=True)
 class HookOption:
     """A hook by its name in `run.hooks`."""

@@ -162,7 +162,7 @@ class LossHead:
     def _logits(self, weights, x_cd: jax.Array):
         """(logits of this shard of the vocabulary, the head's input, the pullback of the norm)."""
         norms = {name: weights[name] for name in self.names[1:]}
-        normed, pull = jax.vjp(self._norm, norms, x_cd)
+        normed, pull = jax.vjp(self.norm, norms, x_cd)
         h = self.comm.all_gather_tokens(normed)
         return self._product(weights, h), h, pull
 
@@ -181,7 +181,8 @@ class LossHead:
             "reduce_sum": partial(self.comm.sum, axes="tensor") if sharded else None,
         }
 
-    def _norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    def norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+        """The final norm of `x [..., D]`; `norms` are its weights, or a table that has them."""
         return normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias"))
 
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array, fields: Mapping[str, jax.Array] | None = None):

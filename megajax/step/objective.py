@@ -1,7 +1,7 @@
 """The objective of training: a terminal node. `objective.kind` names it; `register` adds one.
 
-A class of your own derives from `Elementwise`, `Logits` or `Segment`, and declares its settings (`Settings`, the keys
-of `objective.settings`) and the batch fields that it reads besides the usual ones (`FIELDS`).
+A class of your own derives from `Elementwise`, `Logits`, `Segment` or `Hidden`. It declares its settings (`Settings`,
+the keys of `objective.settings`) and the batch fields that it reads besides the usual ones (`FIELDS`).
 """
 
 import math
@@ -10,15 +10,19 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from megajax.errors import ConfigError
 from megajax.options.registered import NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.comm import MeshComm
 from megajax.schema.fields import BATCH_AXES, Section
-from megajax.step.head import ChunkLoss, LossHead
+from megajax.schema.model import ModelConfig
+from megajax.sharding import OBJECTIVE
+from megajax.step.head import NORMS, ChunkLoss, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step.teacher import STREAM, TeacherHead
 from megajax.step_plan import StepPlan
+from megajax.weights.sums import added
 
 SHARES = (*BATCH_AXES, "context", "pipeline")  # the axes that divide the tokens at the head
 
@@ -160,6 +164,55 @@ class Logits(Elementwise):
             return self._with_slopes(logits, mask, others | teachers)
 
         return self.head.of_logits(scale, with_teacher)
+
+
+class Hidden(Elementwise):
+    """The sum of a function of each token's hidden state, the model's output after its final norm: no logits.
+
+    Its own parameters, such as those of a value or class head, take the place of the model's head. Each device computes
+    its own tokens at once. Mask and divisor are those of `Elementwise`.
+    """
+
+    REPLACES_HEAD: ClassVar[bool] = True
+
+    @classmethod
+    def parameters(cls, model: ModelConfig, settings: Any) -> Mapping[str, nnx.Param]:
+        """Its parameters (`declare`), called `objective.NAME`; the axis "outputs" is whole on each device, in FP32."""
+        return {}
+
+    def loss(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> jax.Array:
+        """Losses `[tokens]` from the parameters by name, the hidden states `[tokens, D]` and the fields.
+
+        Differentiable in `w` and `hidden`. Loss and derivatives must be finite in padding, whose fields are zero.
+        """
+        raise NotImplementedError
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        own, fields = self._weights(arrays.table), self._local_fields(batch, streams)
+        trained = {name: w for name, w in own.items() if name in table}
+        loss, pull = jax.vjp(lambda w, x: self._sum(own | w, x, fields), trained, streams[HIDDEN])
+        of_weights, dx = pull(arrays.scales[self.NAME])
+        table = table | {name: added(table[name], gradient) for name, gradient in of_weights.items()}
+        return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": loss})
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        fields = self._local_fields(batch, streams)
+        return {"loss": self._sum(self._weights(arrays.table), streams[HIDDEN], fields)}
+
+    @jax.named_scope("head")
+    def _sum(self, weights: Arrays, x: jax.Array, fields: Arrays) -> jax.Array:
+        """The summed loss of this device's `x [T / tensor, D]`."""
+        own = {name.removeprefix(OBJECTIVE): w for name, w in weights.items() if name.startswith(OBJECTIVE)}
+        losses, mask = self.loss(own, self.head.norm(weights, x), fields), fields["loss_mask"]
+        return jnp.where(mask > 0, mask * losses, 0).sum()
+
+    def _weights(self, table: Arrays) -> dict[str, jax.Array]:
+        return {name: w for name, w in table.items() if name in NORMS or name.startswith(OBJECTIVE)}
+
+    def _local_fields(self, batch: Microbatch, streams: Streams) -> dict[str, jax.Array]:
+        return {name: self.comm.local_tokens(field) for name, field in self.of_tokens(batch, streams).items()}
 
 
 class Segment(Objective):

@@ -22,6 +22,7 @@ from megajax.checkpoint.description import (
     describe_data,
     describe_lora,
     describe_model,
+    describe_objective,
     differences,
     has_optimizer_state,
     refuse_changes,
@@ -37,7 +38,7 @@ from megajax.optim import make_schedule
 from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.schema.data import sources_of
-from megajax.sharding import TEACHER, Placement, to_canonical, to_stored, unpadded_spec
+from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
 from megajax.sources import find_source
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
@@ -45,7 +46,7 @@ from megajax.weights.scaling import FP8, Scaling
 LayerState = dict[str, dict[str, jax.Array]]
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
 EMA_DECAY = "optimizer.ema_decay"
-MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "data")
+MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "objective", "data")
 ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
 
 
@@ -66,6 +67,7 @@ def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) ->
         "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1, **more},
         "batch": {"sequence_length": config.batch.sequence_length},
         "lora": describe_lora(config),
+        "objective": describe_objective(config),
         "data": {**describe_data(data), **decisive, **contents},
     }
 
@@ -153,7 +155,7 @@ class StateSaver:
         config, step = self.program.config, description["step"]
         with reading(name, "choose another one, or another run.dir"):  # a section may be missing
             batch = {key: value for key, value in description["batch"].items() if key != "global_size"}  # may change
-            saved = {"lora": {}, **description, "batch": batch}
+            saved = {"lora": {}, "objective": {}, **description, "batch": batch}
             found = differences(saved, self.description(step), MUST_AGREE)
             position = Position(step, saved["samples_consumed"])
         others = [each for each in found if each.key not in ORDER_BY_SIZE and not config_allows(config, each)]
@@ -291,12 +293,17 @@ class StateSaver:
     def restore_weights(self, path: str) -> Weights:
         """The model of another run's checkpoint, or of a folder in Hugging Face's format, in canonical shapes.
 
-        With LoRA they are the frozen weights, in their dtype. Raises InputError if one is not finite: no step would
-        have a gradient that is.
+        With LoRA they are the frozen weights, in their dtype. An objective's parameters may be absent. Raises
+        InputError if one is not finite: no step would have a gradient that is.
         """
         abstract: Any = self._canonical_abstract
         wanted, layer_state = _base(abstract.frozen) or abstract.params, _without_history(abstract.layer_state)
-        return self._read(path, wanted, layer_state, self.program.config.model, "checkpoint.init_from")
+        model, key = self.program.config.model, "checkpoint.init_from"
+        if own := {name for name in wanted if name.startswith(OBJECTIVE)}:
+            with find_source(path, key, f" ({self.program.config.where(key)})").open(model) as arrays:
+                absent = own.difference(arrays)
+            wanted = {name: leaf for name, leaf in wanted.items() if name not in absent}
+        return self._read(path, wanted, layer_state, model, key)
 
     def restore_teacher(self) -> dict[str, jax.Array]:
         """The frozen teacher's weights of `teacher.source`, as stored on the devices; empty without a teacher.
@@ -333,6 +340,8 @@ class StateSaver:
         if which == "frozen":
             self.base_checksum = int(_checksum(params))
             return replace(state, frozen=state.frozen | params)
+        if absent := [name for name in self.program.state_shardings.params if name not in params]:
+            params = self.program.first_weights(absent) | params
         if self.program.config.optimizer.ema_decay:
             state = replace(state, ema=self.program.update.first_averages(params))
         return self._halved(replace(state, params=params))

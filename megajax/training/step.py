@@ -1,6 +1,6 @@
 """The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -251,13 +251,23 @@ class TrainProgram:
             cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
             raise ValueError(f"the batch has {counted(count, 'microbatch')}, but {needed}: {cure}.")
 
+    def first_weights(self, names: Collection[str]) -> dict[str, jax.Array]:
+        """The FP32 weights of step 0 of some trained parameters, as stored on the devices."""
+        shardings = {name: self.state_shardings.params[name] for name in names}
+        return jax.jit(
+            lambda: {n: w for n, w in self._first_weights().items() if n in names}, out_shardings=shardings
+        )()
+
     def _init(self) -> TrainState:
+        return self._first_state(self._first_weights())
+
+    def _first_weights(self) -> dict[str, jax.Array]:
         seed, std = self.config.run.seed, self.config.model.init_std
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
         if (teacher := self.plan.teacher) is not None:
             own = init_parameters(teacher.transformer, seed, teacher.model.init_std)
             weights |= {TEACHER + name: w for name, w in own.items()}
-        return self._first_state({name: pad_storage(w, self.placements[name]) for name, w in weights.items()})
+        return {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
 
     def _first_state(self, stored: dict[str, jax.Array]) -> TrainState:
         """The state of step 0 with the FP32 weights `stored`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from megajax.config import LoraConfig
 from megajax.estimate.activations import shards_of
-from megajax.estimate.costs import attention_flops
+from megajax.estimate.costs import attention_flops, head_parameter_count
 from megajax.estimate.traces import BlockTrace, LayerForm, Shards, SublayerWork, traces
 from megajax.layout.kinds import LayerKind
 from megajax.mesh import axes_across
@@ -225,7 +225,7 @@ class Device:
     def head(self) -> float:
         """Seconds of head and loss of one microbatch, on the share of a stage."""
         model, tokens = self.config.model, self.plan.head_tokens
-        weights = model.hidden_size * model.padded_vocab_size / self.sizes["tensor"]
+        weights = head_parameter_count(self.plan.transformer) / self.sizes["tensor"]
         work = 6 * tokens * weights / self.rates.matmul_flops(model.hidden_size, False)
         # A chunk of tokens reads and writes the sum of the weight's gradients.
         moved = LOGIT_BYTES * tokens * weights / model.hidden_size + 2 * FP32 * weights * (self.plan.loss_chunks - 1)

@@ -1,0 +1,38 @@
+"""A value or class head: a linear layer on the model's last hidden states, in place of the head of the vocabulary.
+
+run: {extensions: [docs/examples/value_head.py]}
+objective: {kind: value_head, settings: {outputs: 1}}
+
+The batch field `labels` [rows, length] has a value for each token, as for a critic; with several outputs the number of
+a class. `loss_mask` is 1 at the tokens with a label: at all of them, or at the last one of a sequence to classify it.
+"""
+
+import jax
+import jax.numpy as jnp
+from pydantic import PositiveInt
+
+from megajax.model import declare
+from megajax.schema.fields import Section
+from megajax.step.objective import Hidden, register
+
+
+@register("value_head")
+class ValueHead(Hidden):
+    """Squared error of one output, or cross-entropy of several, at each token with a label."""
+
+    FIELDS = {"labels": jnp.float32}
+
+    class Settings(Section):
+        outputs: PositiveInt = 1
+
+    @classmethod
+    def parameters(cls, model, settings):
+        D, K = model.hidden_size, settings.outputs
+        return {"weight": declare((D, K), ("embed", "outputs")), "bias": declare((K,), ("outputs",), "bias")}
+
+    def loss(self, w, hidden, fields):
+        outputs, labels = hidden @ w["weight"] + w["bias"], fields["labels"]  # [tokens, K], [tokens]
+        if self.settings.outputs == 1:
+            return jnp.square(outputs[:, 0] - labels)
+        chosen = labels[:, None].astype(jnp.int32)
+        return -jnp.take_along_axis(jax.nn.log_softmax(outputs), chosen, axis=1)[:, 0]

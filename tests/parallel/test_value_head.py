@@ -1,0 +1,179 @@
+"""A value and a class head on the hidden states (docs/examples), against `jax.grad` of the plain model's output."""
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint import Checkpoints
+from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
+from megajax.errors import ConfigError, InputError
+from megajax.estimate.costs import flops_per_token, parameter_count
+from megajax.estimate.memory import estimate_memory
+from megajax.inference.load import for_inference
+from megajax.mesh import AXES, build_mesh
+from megajax.model import Transformer, bind
+from megajax.tools.explain_weight import lines
+from megajax.training.batches import to_global
+from megajax.training.in_memory import export_weights
+from megajax.training.saving import StateSaver
+from megajax.training.step import TrainProgram
+
+ROWS, LENGTH = 8, 12
+TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
+PLAIN = {"objective": {"kind": "next_token", "settings": {}}}
+D, V = TINY["hidden_size"], 128  # of the padded vocabulary
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example():
+    import_extensions(["docs/examples/value_head.py"])
+
+
+def make(table, mesh, outputs=1, **changes):
+    sections = {
+        "batch": {"global_size": ROWS, "sequence_length": LENGTH},
+        "objective": {"kind": "value_head", "settings": {"outputs": outputs}},
+    }
+    model = TINY | changes.pop("model", {})
+    return table.make_config(model, mesh, **{"microbatches": 2, "steps": 1, **sections, **changes})
+
+
+def built(config):
+    count = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    return TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+
+
+def fields(outputs):
+    rng = np.random.default_rng(5)
+    tokens, labels = rng.integers(0, 50, (ROWS, LENGTH + 1)), rng.normal(size=(ROWS, LENGTH))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch["loss_mask"] = (rng.random((ROWS, LENGTH)) < 0.6).astype(np.float32)
+    if outputs > 1:  # classes of whole sequences, at their last token
+        batch["loss_mask"] = np.zeros((ROWS, LENGTH), np.float32)
+        batch["loss_mask"][:, -1], labels = 1, rng.integers(0, outputs, (ROWS, LENGTH))
+    positions = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    return {**batch, "labels": labels.astype(np.float32), "positions": positions}
+
+
+def weights_of(table, config):
+    rng, outputs = np.random.default_rng(4), config.objective.settings["outputs"]
+    own = {"objective.weight": rng.normal(size=(D, outputs)), "objective.bias": rng.normal(size=outputs)}
+    model = {name: w for name, w in table.weights_of(config).items() if name != "head"}
+    return model | {name: w.astype(np.float32) for name, w in own.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """(loss, gradients) from the plain model; with the identity as head its logits are the hidden states."""
+
+    @cache
+    def of(outputs):
+        config, batch = make(table, {}, outputs), fields(outputs)
+
+        def loss(weights):
+            own = {name: w for name, w in weights.items() if not name.startswith("objective.")}
+            hidden = bind(Transformer(config.model), own | {"head": jnp.eye(D, V)})(batch["tokens"])[..., :D]
+            found = jnp.einsum("bsd,dk->bsk", hidden, weights["objective.weight"]) + weights["objective.bias"]
+            if outputs == 1:
+                losses = (found[..., 0] - batch["labels"]) ** 2
+            else:
+                losses = -(jax.nn.one_hot(batch["labels"].astype(int), outputs) * jax.nn.log_softmax(found)).sum(-1)
+            return (batch["loss_mask"] * losses).sum() / batch["loss_mask"].sum()
+
+        weights = {name: jnp.asarray(w) for name, w in weights_of(table, config).items()}
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(jax.value_and_grad(loss))(weights)
+
+    return of
+
+
+CASES = [
+    ({"fsdp": 2, "tensor": 2}, 1, {}),
+    ({"context": 2, "fsdp": 2}, 3, {}),
+    ({"pipeline": 2}, 1, {}),
+    ({"pipeline": 2, "tensor": 2}, 3, {"microbatches": 4, "pipeline": {"schedule": "zero_bubble"}}),
+    ({"data": 2}, 3, {"microbatches": 1}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "outputs", "changes"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_a_plain_model(table, expected, mesh, outputs, changes):
+    config, (loss, gradients) = make(table, mesh, outputs, **changes), expected(outputs)
+    program = built(config)
+    state, batch = table.first_state(program, weights_of(table, config)), to_global(program, fields(outputs))
+    if "tensor" in mesh:
+        total, number = program.eval_step(state.weights, state.layer_state, batch)
+        assert float(total / number) == pytest.approx(float(loss), rel=table.PLAIN_VALUE)
+    table.check_first_step(program, state, batch, float(loss), gradients)
+
+
+def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tmp_path):
+    config, other = make(table, {"fsdp": 2}), make(table, {"tensor": 2})
+    program, tensor = built(config), built(other)
+    assert "head" not in program.placements
+    state = table.first_state(program, weights_of(table, config))
+    checkpoints = Checkpoints(tmp_path, 1, None)
+    StateSaver(program).save(checkpoints, 1, state)
+    checkpoints.wait()
+    restored = StateSaver(tensor).restore(checkpoints, 1)
+    for name, w in weights_of(table, config).items():
+        if name.startswith("objective."):
+            np.testing.assert_array_equal(np.asarray(restored.params[name]), w)
+    saved = checkpoints.describe(1)
+    with pytest.raises(InputError, match="init_from=.*with objective.kind=value_head, which has .*in place of"):
+        StateSaver(built(make(table, {}, **PLAIN))).restore_weights(str(tmp_path))
+    with pytest.raises(InputError, match="the model has no head, but model_type .* does: .*objective.kind"):
+        next(export_weights(program, state))
+    with pytest.raises(InputError, match="objective.kind=value_head, but this run has null"):
+        StateSaver(built(make(table, {}, **PLAIN))).compare(saved, "it")
+    with pytest.raises(InputError, match=r"objective.weight=\[16, 1\], but this run has \[16, 3\].*other par"):
+        StateSaver(built(make(table, {}, 3))).compare(saved, "it")
+    checkpoints.close()
+    plain = make(table, {}, **PLAIN)
+    assert parameter_count(Transformer(plain.model)) - parameter_count(program.model) == D * V - (D + 1)
+    assert flops_per_token(plain) - flops_per_token(config) == 6 * (D * V - D)
+    ours, theirs = (estimate_memory(p.plan.on_gpus(), p.placements) for p in (built(make(table, {})), built(plain)))
+    assert theirs.parameters - ours.parameters == 4 * (D * V - (D + 1))
+    assert theirs.optimizer - ours.optimizer == 4 * (D * V - (D + 1)) * (theirs.optimizer // theirs.parameters)
+    text = "\n".join(lines(tensor.graph, "objective.weight"))
+    assert "objective.weight: trained" in text and "canonical  [16, 1] float32" in text
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lora):
+    """The objective's parameters are new then; with adapters they are trained beside them."""
+    plain = built(make(table, {}, **PLAIN))
+    given = table.weights_of(plain.config)
+    checkpoints = Checkpoints(tmp_path, 1, None)
+    StateSaver(plain).save(checkpoints, 1, table.first_state(plain, given))
+    checkpoints.close()
+    source = {"lora": {"rank": lora}, "checkpoint": {"init_from": str(tmp_path)}}
+    program = built(make(table, {"fsdp": 2}, **source))
+    saver = StateSaver(program)
+    state = saver.with_weights(program.init_state(params=False), saver.restore_weights(str(tmp_path)))
+    for name, w in given.items():
+        if name != "head":
+            np.testing.assert_array_equal(np.asarray(state.weights[name]), w)
+    assert {"objective.weight", "objective.bias"} <= state.params.keys()
+    np.testing.assert_array_equal(state.params["objective.weight"], program.init_state().params["objective.weight"])
+    first = np.asarray(state.params["objective.weight"])
+    assert 0.5 < first.std() / program.config.model.init_std < 1.5
+    state, metrics = program.train_step(state, to_global(program, fields(1)))
+    assert np.isfinite(metrics["loss"]) and np.abs(np.asarray(state.params["objective.weight"]) - first).min() > 0
+
+
+def test_what_needs_logits_is_refused(table):
+    for changes, sentence in (
+        ({"model": {"mtp_layers": 1}}, "mtp_layers=1 needs the model's head, but objective.kind=value_head"),
+        ({"checkpoint": {"export_hf": {"dir": "x", "every": 10}}}, "export_hf.dir=x needs the model's head"),
+        ({"model": {"z_loss": 0.1}}, "model.z_loss=0.1 belongs to next_token"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            make(table, {}, **changes)
+    with pytest.raises(InputError, match="objective.kind=value_head has parameters in place .*does not generate"):
+        for_inference(make(table, {}), "float32", 0)
