@@ -12,7 +12,7 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
   `communication.experts`; routers like Mixtral's and DeepSeek-V3's, and one that sends every token to the same expert.
   The reference has the same number of microbatches on one device; the routers' losses have the tolerance of gradient
   norms, assignments are equal exactly. Models of dense and MoE layers on some meshes, with up to four stages and two
-  rounds.
+  virtual stages.
 - `latent`: latent attention (DeepSeek-V2 and V3) on two devices of every axis, every pair and some triples, with and
   without documents, experts and MTP modules, under each remat policy; `communication.context` takes turns.
 """
@@ -97,7 +97,7 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
         "mesh": mesh_name(sizes)
         + (f", experts over {', '.join(folded)}" if folded != ("expert",) else "")
         + (
-            f", {config.pipeline.virtual_stages} rounds"
+            f", {config.pipeline.virtual_stages} virtual stages"
             if table == "experts" and config.pipeline.virtual_stages > 1
             else ""
         ),
@@ -130,7 +130,7 @@ def introduction(table: str, steps: int) -> str:
             "Pipeline mesh table",
             " --table pipeline",
             f"16 layers, {steps} steps in FP32",
-            "(R: rounds, M: microbatches)",
+            "(R: virtual stages, M: microbatches)",
         ),
         "context": (
             "Context mesh table",
@@ -182,9 +182,9 @@ def pipeline_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Confi
     """The same for the table of schedules."""
     meshes = parse_meshes(args.meshes) if args.meshes else pipeline_meshes()
     for model in args.model or DEEP_MODELS:
-        for mesh, schedule, rounds in itertools.product(meshes, KINDS, (1, 2)):
+        for mesh, schedule, virtual_stages in itertools.product(meshes, KINDS, (1, 2)):
             for count in args.microbatches or [mesh["pipeline"] * n for n in (1, 2, 4)]:
-                optimizer, pipeline = DEEP_OPTIMIZERS[model], {"schedule": schedule, "virtual_stages": rounds}
+                optimizer, pipeline = DEEP_OPTIMIZERS[model], {"schedule": schedule, "virtual_stages": virtual_stages}
                 yield (
                     model,
                     optimizer,
@@ -224,8 +224,8 @@ def expert_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
     given = parse_meshes(args.meshes) if args.meshes else None
     for model in args.model or [*EXPERT_MODELS, *MIXED_MODELS]:
         if model in MIXED_MODELS:
-            for mesh, rounds in [(mesh, 1) for mesh in given] if given else mixed_meshes():
-                pipeline = {"virtual_stages": rounds} if rounds > 1 else {}
+            for mesh, virtual_stages in [(mesh, 1) for mesh in given] if given else mixed_meshes():
+                pipeline = {"virtual_stages": virtual_stages} if virtual_stages > 1 else {}
                 settings = {"microbatches": max(2, mesh.get("pipeline", 1)), "steps": args.steps, "pipeline": pipeline}
                 yield model, "sgd", make_config(MIXED_MODELS[model], mesh, optimizer="sgd", **settings)
             continue

@@ -29,7 +29,7 @@ class Row:
 
     schedule: str
     microbatches: int
-    slots: int  # microbatches that a stage keeps at once, those of every round
+    slots: int  # microbatches that a stage keeps at once, those of every virtual stage
     saved: int  # buffers of these slots
     deferred: int  # buffers for weight operations
     temporary: int

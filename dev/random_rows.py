@@ -36,12 +36,12 @@ def draw_row(draw: random.Random, config: str) -> Case:
     gpus, stages = 1, sizes["pipeline"]
     for size in sizes.values():
         gpus *= size
-    rounds = draw.choice((1, 1, 2)) if stages > 1 else 1
+    virtual_stages = draw.choice((1, 1, 2)) if stages > 1 else 1
     microbatches = stages * draw.choice((2, 4)) if stages > 1 else draw.choice((1, 1, 4))
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     settings: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1}
     settings |= {
-        "model.num_layers": stages * rounds * draw.choice((2, 4, 8)),
+        "model.num_layers": stages * virtual_stages * draw.choice((2, 4, 8)),
         "batch.sequence_length": draw.choice((2048, 4096, 8192)) * sizes["context"],
         "batch.num_microbatches": microbatches,
         "batch.global_size": microbatches * shards * draw.choice((1, 1, 2)),
@@ -50,7 +50,7 @@ def draw_row(draw: random.Random, config: str) -> Case:
     }
     if stages > 1:
         settings |= {"pipeline.schedule": draw.choice(("1f1b", "1f1b", "zero_bubble", "gpipe"))}
-        settings |= {"pipeline.virtual_stages": rounds} if rounds > 1 else {}
+        settings |= {"pipeline.virtual_stages": virtual_stages} if virtual_stages > 1 else {}
     settings |= {"precision.fp8.recipe": draw.choice(("current", "delayed"))} if draw.random() < 0.2 else {}
     settings |= {"communication.experts": draw.choice(("all_gather", "all_to_all"))} if sizes["expert"] > 1 else {}
     settings |= {"kernels.scan_unroll": 1} if draw.random() < 0.2 else {}

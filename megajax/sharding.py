@@ -22,8 +22,8 @@ from megajax.layout.stages import layer_slots, slot_kinds, virtual_stages
 from megajax.mesh import AXES
 from megajax.schema.fields import BATCH_AXES
 
-ONCE_AXES = ("expert", "context", "data")  # gathered and reduced once a step
-STORAGE_AXES = ("fsdp", *ONCE_AXES)
+PER_STEP_AXES = ("expert", "context", "data")  # gathered and reduced once a step
+STORAGE_AXES = ("fsdp", *PER_STEP_AXES)
 NON_BLOCK_AXES = (*STORAGE_AXES, "pipeline")  # for weights outside the blocks, which every stage needs
 # A model in use has no stages and no batch of its own: these axes divide a weight's width D, whatever they are for in
 # training, and the sequences where their number allows it.
@@ -114,9 +114,9 @@ class Placement:
 
 
 def stored_layers(config: Config, stages: int) -> np.ndarray:
-    """The layer in each slot of each round and stage, `[P, R, slots]`; EMPTY for empty slots."""
-    rounds = config.pipeline.virtual_stages if stages > 1 else 1
-    layers = np.full((stages, rounds, len(slot_kinds(config, stages))), EMPTY)
+    """The layer in each slot of each stage and of its R virtual stages, `[P, R, slots]`; EMPTY for empty slots."""
+    per_stage = config.pipeline.virtual_stages if stages > 1 else 1
+    layers = np.full((stages, per_stage, len(slot_kinds(config, stages))), EMPTY)
     held_and_filled = zip(virtual_stages(config, stages), layer_slots(config, stages), strict=True)
     for v, (held, filled) in enumerate(held_and_filled):
         layers[v % stages, v // stages, list(filled)] = held

@@ -43,7 +43,7 @@ from megajax.schema.schedule import ScheduleConfig
 from megajax.sharding import (
     EMPTY,
     NON_BLOCK_AXES,
-    ONCE_AXES,
+    PER_STEP_AXES,
     TEACHER,
     Placement,
     place_all,
@@ -408,7 +408,7 @@ class StepPlan:
         """
         optimizer = self.config.optimizer
         small = (optimizer.offload > 0 or optimizer.form.is_small) and not self.is_pipelined
-        once = complete and any(self.sizes[axis] > 1 for axis in ONCE_AXES)
+        once = complete and any(self.sizes[axis] > 1 for axis in PER_STEP_AXES)
         return small or once or any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
 
     @cached_property

@@ -27,17 +27,17 @@ def check_stages(config: Config, sizes: dict[str, int]) -> None:
 
 def _split(config: Config, sizes: dict[str, int]) -> str:
     """`mesh.pipeline=P`, with the number of virtual stages if there are several."""
-    rounds = f" x {format_keys(config, 'pipeline.virtual_stages')}" if config.pipeline.virtual_stages > 1 else ""
-    return format_axis(config, sizes, "pipeline") + rounds
+    per_stage = f" x {format_keys(config, 'pipeline.virtual_stages')}" if config.pipeline.virtual_stages > 1 else ""
+    return format_axis(config, sizes, "pipeline") + per_stage
 
 
 def _check_count(config: Config, sizes: dict[str, int]) -> None:
-    layers, rounds = config.model.num_layers, config.pipeline.virtual_stages
-    count = sizes["pipeline"] * rounds
-    if sizes["pipeline"] <= layers and count <= layers + (2 if rounds > 1 else 0):
+    layers, per_stage = config.model.num_layers, config.pipeline.virtual_stages
+    count = sizes["pipeline"] * per_stage
+    if sizes["pipeline"] <= layers and count <= layers + (2 if per_stage > 1 else 0):
         return
     depth = format_keys(config, "model.num_layers")
-    if rounds == 1:
+    if per_stage == 1:
         problem = f"{_split(config, sizes)} is more than {depth}"
         fail(config, problem, f"use {at_most(layers)}", "mesh.pipeline", "model.num_layers")
     problem = f"{_split(config, sizes)} makes {count} virtual stages, but {depth} allows at most {layers + 2}"
@@ -45,7 +45,7 @@ def _check_count(config: Config, sizes: dict[str, int]) -> None:
     if sizes["pipeline"] <= layers:
         cure = f"set pipeline.virtual_stages to {at_most((layers + 2) // sizes['pipeline'])}"
     else:
-        most = min(layers, (layers + 2) // rounds)
+        most = min(layers, (layers + 2) // per_stage)
         cure = f"set mesh.pipeline to {at_most(max(most, 1))}"
     fail(config, problem, cure, "mesh.pipeline", "pipeline.virtual_stages", "model.num_layers")
 
@@ -71,16 +71,17 @@ def _check_layout(config: Config, sizes: dict[str, int]) -> None:
 
 
 def _check_microbatches(config: Config, sizes: dict[str, int]) -> None:
-    stages, rounds, microbatches = sizes["pipeline"], config.pipeline.virtual_stages, config.batch.num_microbatches
+    stages, per_stage = sizes["pipeline"], config.pipeline.virtual_stages
+    microbatches = config.batch.num_microbatches
     key, name = "batch.num_microbatches", format_axis(config, sizes, "pipeline")
     cure = microbatches_cure(config, sizes)
     if microbatches < stages:
-        idle = (stages - 1) / (microbatches * rounds + stages - 1)
+        idle = (stages - 1) / (microbatches * per_stage + stages - 1)
         problem = (
             f"{format_keys(config, key)} is less than {name}, so stages would be idle for up to {idle:.0%} of a step"
         )
         fail(config, problem, cure, key, "mesh.pipeline")
-    if rounds > 1 and microbatches % stages:
+    if per_stage > 1 and microbatches % stages:
         several = format_keys(config, "pipeline.virtual_stages")
         problem = f"{format_keys(config, key)} is not a multiple of {name}, which {several} needs"
         fail(config, problem, cure, key, "mesh.pipeline", "pipeline.virtual_stages")
@@ -133,11 +134,11 @@ def _check_pattern(config: Config, sizes: dict[str, int]) -> None:
 
 def _cure_of_pattern(config: Config, stages: int, period: int) -> str:
     """A layout with the same layer kinds on all virtual stages, with at most `pipeline.virtual_stages` on a device."""
-    rounds = config.pipeline.virtual_stages
-    for fewer in range(rounds, 0, -1):
+    per_stage = config.pipeline.virtual_stages
+    for fewer in range(per_stage, 0, -1):
         layout = layout_in_step(config.model.num_layers, stages * fewer, period)
         if layout is not None:
-            changed = f"pipeline.virtual_stages={fewer} and " if fewer < rounds else ""
+            changed = f"pipeline.virtual_stages={fewer} and " if fewer < per_stage else ""
             return f"set {changed}pipeline.layout={list(layout)}"
     return f"use fewer stages, so that each has a multiple of {period} layers"
 

@@ -11,7 +11,7 @@ from megajax.layout.kinds import MTP, prediction_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.runtime import LAYER_BYTES
-from megajax.sharding import BLOCKS, ONCE_AXES, TEACHER, Placement, is_in_layer
+from megajax.sharding import BLOCKS, PER_STEP_AXES, TEACHER, Placement, is_in_layer
 from megajax.step.embedding import TOKENS
 from megajax.step_plan import StepPlan
 
@@ -93,7 +93,7 @@ class StepWeights:
     @property
     def plain(self) -> bool:
         """Whether there is no once-a-step gather and no pipeline: then loops cast their own weights."""
-        return all(self.sizes[axis] == 1 for axis in (*ONCE_AXES, "pipeline"))
+        return all(self.sizes[axis] == 1 for axis in (*PER_STEP_AXES, "pipeline"))
 
     @cached_property
     def linear_of(self) -> dict[str, int]:
@@ -133,7 +133,7 @@ class StepWeights:
         own = {name: self.elements(name) for name in self.placements if name.startswith(TEACHER)}
         layers = sum((e for name, e in own.items() if is_in_layer(name)), Elements())
         outside = sum(e.whole for name, e in own.items() if not is_in_layer(name) and e.whole > e.stored)
-        once = any(self.sizes[axis] > 1 for axis in (*ONCE_AXES, "pipeline"))
+        once = any(self.sizes[axis] > 1 for axis in (*PER_STEP_AXES, "pipeline"))
         of_layer = layers.gathered_bytes // teacher.num_layers
         return layers.once_bytes * once + of_layer + self.compute * outside
 

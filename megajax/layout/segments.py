@@ -68,7 +68,7 @@ def choose_unrolling(
 def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | None = None) -> float:
     """Estimated seconds that XLA needs for a layer on a mesh of `sizes` (default: one device), on two cores.
 
-    In a pipeline the program contains a layer twice per round: once for ticks in which stages run one operation, and
+    In a pipeline the program contains a layer twice per virtual stage: once for ticks with one operation, and
     once for ticks in which they run several.
     """
     sizes = sizes or {}

@@ -1,8 +1,8 @@
 """The layers of each virtual stage of the pipeline, and their layer slots.
 
 All virtual stages run the same program over the same layer slots; a slot holds one layer of one kind. On a virtual
-stage without a layer for a slot the slot is empty. Virtual stages are in the model's order: stages 0 .. P-1 of round 0,
-then of round 1, and so on.
+stage without a layer for a slot the slot is empty. Virtual stages are in the model's order: the first of each of the
+stages 0 .. P-1, then the second of each, and so on.
 """
 
 import functools

@@ -70,7 +70,7 @@ class Attention(Sublayer):
                 c.attention_softcap,
                 c.attention_scale,
                 sinks=w.get("sinks"),
-                measured=c.qk_clip is not None and ctx.inputs.measures,
+                measured=c.qk_clip is not None and ctx.inputs.has_metrics,
             )
             return comm.attend(q, k, v, ctx.inputs.token_positions, settings)
 
@@ -112,7 +112,7 @@ class Attention(Sublayer):
         flat = x.reshape(*x.shape[:2], -1)
         return ops.rms_norm(flat, own, c.norm_epsilon, c.norm_zero_centred, comm.mean_over_heads).reshape(x.shape)
 
-    def measures(self) -> bool:
+    def has_metrics(self) -> bool:
         return self.config.qk_clip is not None
 
     def rescaled(self, metrics: State) -> dict[str, jax.Array]:

@@ -161,9 +161,9 @@ class Block(nnx.Module):
         return tuple(name for part in self.parts.values() for name in part.losses())
 
     @property
-    def measures(self) -> bool:
+    def has_metrics(self) -> bool:
         """Whether the block has metrics."""
-        return any(part.measures() for part in self.parts.values())
+        return any(part.has_metrics() for part in self.parts.values())
 
     @property
     def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -171,9 +171,9 @@ class Block(nnx.Module):
         return {f"{n}.{own}": shape for n, part in self.parts.items() for own, shape in part.layer_state().items()}
 
     @property
-    def needs_filled(self) -> tuple[str, ...]:
-        """The names of the state `filled`, which is False in a pipeline's empty layer slots."""
-        return tuple(f"{name}.filled" for name, part in self.parts.items() if part.NEEDS_FILLED)
+    def is_real_layer_names(self) -> tuple[str, ...]:
+        """The names of the state `is_real_layer`, which is False in a pipeline's empty layer slots."""
+        return tuple(f"{name}.is_real_layer" for name, part in self.parts.items() if part.READS_IS_REAL_LAYER)
 
     def updated_state(self, state: State, metrics: State) -> dict[str, jax.Array]:
         """The state `[L, ...]` of this kind's layers after a step; `metrics [L, ...]` are summed over all devices."""

@@ -117,7 +117,7 @@ class Comm:
         """`x @ w` for own tokens, `w` replicated (a low-rank projection): `[T / tensor, D]` → `[T / tensor, R]`."""
         return x @ w
 
-    def mlp(self, activation: str, x: jax.Array, w_up, bias: jax.Array | None, w_down) -> jax.Array:
+    def column_activation_row(self, activation: str, x: jax.Array, w_up, bias: jax.Array | None, w_down) -> jax.Array:
         """Column layer with an optional bias, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`."""
         up = self.column_linear(x, w_up)
         up = checkpoint_name(up if bias is None else up + bias, "gate_up")

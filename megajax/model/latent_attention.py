@@ -76,7 +76,7 @@ class LatentAttention(Sublayer):
                 ctx.kind.window,
                 self.config.attention_softcap,
                 self.score_scale(),
-                measured=self.config.qk_clip is not None and ctx.inputs.measures,
+                measured=self.config.qk_clip is not None and ctx.inputs.has_metrics,
             )
             out, largest = comm.attend_latent(q, keys, ctx.inputs.token_positions, settings)
             return checkpoint_name(out, "attention"), largest
@@ -124,7 +124,7 @@ class LatentAttention(Sublayer):
         scaling = c.rope_scaling.model_dump() if c.rope_scaling else None
         return c.attention_scale or c.head_dim**-0.5 * ops.rope_score_factor(scaling)
 
-    def measures(self) -> bool:
+    def has_metrics(self) -> bool:
         return self.config.qk_clip is not None
 
     def rescaled(self, metrics: State) -> dict[str, jax.Array]:

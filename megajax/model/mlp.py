@@ -44,7 +44,7 @@ class MLP(Sublayer):
     def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         def compute(x, norm, norm_bias, gate_up, bias, down):
             h = normalise(self.config, x, norm, norm_bias)
-            return ctx.comm.mlp(self.config.activation, h, gate_up, bias, down)
+            return ctx.comm.column_activation_row(self.config.activation, h, gate_up, bias, down)
 
         if "norms" in ctx.recompute:
             kept = jax.checkpoint_policies.save_only_these_names("gate_up")

@@ -40,7 +40,7 @@ class MoE(Sublayer):
     SAVED = ("gate_up", "routing", "dispatched", "output")
     METRICS = ("aux_loss", "router_z_loss", "router_entropy", "expert_counts", "dropped_tokens")
     LOSSES = ("aux_loss", "router_z_loss")
-    NEEDS_FILLED = True  # a router of zeros would send all tokens to the same experts
+    READS_IS_REAL_LAYER = True  # a router of zeros would send all tokens to the same experts
 
     def __init__(self, config: ModelConfig):
         D, E, F = config.hidden_size, config.num_experts, config.expert_ffn_hidden_size
@@ -87,7 +87,7 @@ class MoE(Sublayer):
         c, r, k = self.config, self.config.router, self.config.experts_per_token
         assert c.num_experts is not None
         comm, inputs, state = ctx.comm, ctx.inputs, ctx.state
-        training, real = inputs.measures, inputs.real
+        training, real = inputs.has_metrics, inputs.real
         tokens = h.shape[0] * comm.token_shards if real is None else real.num_tokens
         if inputs.jitter_key is not None:
             h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, ctx.layer), inputs.token_ids)
@@ -116,8 +116,8 @@ class MoE(Sublayer):
             if training:
                 dropped = ~kept if real is None else real.is_real[:, None] & ~kept
                 metrics["dropped_tokens"] = jnp.sum(dropped, dtype=jnp.int32)
-        if "filled" in state:
-            experts = checkpoint_name(jnp.where(state["filled"], experts, c.num_experts), "routing")
+        if "is_real_layer" in state:
+            experts = checkpoint_name(jnp.where(state["is_real_layer"], experts, c.num_experts), "routing")
         return experts, weights, metrics
 
     def within_capacity(self, experts, weights, ctx: LayerContext) -> jax.Array:
@@ -177,7 +177,7 @@ class MoE(Sublayer):
         """`y` plus the output of the shared expert, which processes every token."""
         if not self.config.shared_expert_ffn_hidden_size:
             return y
-        shared = comm.mlp(self.config.activation, h, w["shared_gate_up"], None, w["shared_down"])
+        shared = comm.column_activation_row(self.config.activation, h, w["shared_gate_up"], None, w["shared_down"])
         if self.config.shared_expert_gate:
             gate = jax.nn.sigmoid((h @ w["shared_router"]).astype(jnp.float32))
             shared = (shared * gate[:, None]).astype(shared.dtype)

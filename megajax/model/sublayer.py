@@ -54,7 +54,7 @@ class BlockInputs:
     fields: State = field(default_factory=dict)  # of the batch, for layers that read streams: [B, S, ...]
 
     @property
-    def measures(self) -> bool:
+    def has_metrics(self) -> bool:
         """Whether parts compute their metrics: in training only."""
         return self.layer_loss_scale is not None
 
@@ -89,7 +89,8 @@ class Sublayer(nnx.Module):
     METRICS: ClassVar[tuple[str, ...]] = ()  # names of its metrics in training
     LOSSES: ClassVar[tuple[str, ...]] = ()  # the METRICS that are added to the loss and differentiated
     HAS_EXPERTS: ClassVar[bool] = False  # whether its weights are divided over `mesh.experts_over`
-    NEEDS_FILLED: ClassVar[bool] = False  # whether its state has `filled`, which is False in an empty layer slot
+    # Whether its state has `is_real_layer`, which is False in an empty layer slot
+    READS_IS_REAL_LAYER: ClassVar[bool] = False
     IN_ORDER: ClassVar[bool] = False  # whether it uses `comm.in_order`
     STREAMS: ClassVar[tuple[str, ...]] = ()  # the streams besides the residual stream that it reads (`inputs.streams`)
     # The norm of its output, which the block declares and applies.
@@ -103,9 +104,9 @@ class Sublayer(nnx.Module):
         """`x [T / tensor, D]` → (the term added to it, metrics).
 
         `w` are the weights from `Block.fuse`. Metrics are this device's shares of sums over the real tokens of a
-        microbatch, if `ctx.inputs.measures`. A step reports floats as the mean over microbatches and layers (LOSSES as
-        the sum over layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are not
-        negative.
+        microbatch, if `ctx.inputs.has_metrics`. A step reports floats as the mean over microbatches and layers (LOSSES
+        as the sum over layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are
+        not negative.
         """
         raise NotImplementedError
 
@@ -117,7 +118,7 @@ class Sublayer(nnx.Module):
         """The weight that its forward pass uses last; the first is that of `linear_layers`."""
         return self.linear_layers()[-1]
 
-    def measures(self) -> bool:
+    def has_metrics(self) -> bool:
         """Whether it has metrics in this model."""
         return bool(self.METRICS)
 

@@ -87,14 +87,14 @@ class MeshComm(Comm):
             return self.replicated_linear(x, w.base) + self.adapters.own(x, w)
         return linear.replicated_linear(self.tensor_parallel, x, w)
 
-    def mlp(self, activation, x, w_up, bias, w_down) -> jax.Array:
+    def column_activation_row(self, activation, x, w_up, bias, w_down) -> jax.Array:
         if isinstance(w_down, Adapted):
-            # Its adapter needs the activation: recomputed, as in `linear.mlp`, not kept.
+            # Its adapter needs the activation: recomputed, as in `linear.column_activation_row`, not kept.
             up = checkpoint_name(add_bias(self.column_linear(x, w_up), bias), "gate_up")
             return jax.checkpoint(lambda up, w: self.row_linear(ops.activate(activation, up), w))(up, w_down)
         if bias is not None or isinstance(w_up, Adapted):
-            return super().mlp(activation, x, w_up, bias, w_down)
-        return linear.mlp(self.tensor_parallel, activation, x, w_up, w_down)
+            return super().column_activation_row(activation, x, w_up, bias, w_down)
+        return linear.column_activation_row(self.tensor_parallel, activation, x, w_up, w_down)
 
     def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
         apply = self.expert_parallel.apply

@@ -2,7 +2,7 @@
 
 One shard_map, manual over all six axes, contains forward, backward and gradient reduction. Weights are gathered. The
 microbatches run one after the other, or through the stages of a pipeline. Their gradients are summed
-(`weights/sums.py`); the axes of ONCE_AXES reduce the sums once per step.
+(`weights/sums.py`); the axes of PER_STEP_AXES reduce the sums once per step.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 
     def compute(params: Arrays, state: LayerState, batch: Arrays, step, loss_scale: jax.Array):
         history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
-        table = graph.table.gather(params)
+        table = graph.table.gather_per_step(params)
 
         def gather_per_step(stack: LayerStack, amax: Mapping[str, jax.Array]):
             scales = scaling.scales(stack.weights.history_of_stage(history), amax, loss_scale)
@@ -63,9 +63,9 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         run = pipeline.gradients if pipeline is not None else partial(train, graph)
         table_gradients, results = run(arrays, batch)
 
-        gradients = graph.table.reduce(table_gradients)
+        gradients = graph.table.reduce_per_step(table_gradients)
         for stack in stacks:
-            gradients |= stack.weights.collect(results.gradients[stack.NAME], stack.only_microbatch)
+            gradients |= stack.weights.reduce_per_step(results.gradients[stack.NAME], stack.only_microbatch)
         gradients = {name: gradients[name] / loss_scale for name in graph.trained}
         sums = results.losses
         if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided
@@ -98,7 +98,7 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
     def compute(params: Arrays, state: LayerState, batch: Arrays):
         history = stack.weights.history_of_stage(state.get(FP8, {}))
         scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
-        table = graph.table.gather(params)
+        table = graph.table.gather_per_step(params)
         weights = {stack.NAME: stack.weights.gather_per_step(params, scales, state)}
         weights |= {frozen.NAME: frozen.weights.gather_per_step(params, {}, {}) for frozen in graph.frozen}
         arrays = StepArrays(table, weights)

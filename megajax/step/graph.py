@@ -123,8 +123,8 @@ class Graph:
 
         None if no layer has metrics.
         """
-        measures = any(block.measures for block in self.layers.blocks.values())
-        return loss_scale / self.plan.num_microbatches if measures else None
+        has_metrics = any(block.has_metrics for block in self.layers.blocks.values())
+        return loss_scale / self.plan.num_microbatches if has_metrics else None
 
     def random_key(self, step: jax.Array) -> jax.Array | None:
         """The key of a step's dropout and jitter, if there are any."""

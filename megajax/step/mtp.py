@@ -98,7 +98,9 @@ class MultiTokenPrediction:
             )
             de, dh = jnp.split(dpair, 2, axis=1)
             table = self.embedding.add_gradients(table, _table(arrays.table), module.tokens, module.inputs, de)
-            gradient = self.stack.weights.reduce(gradient, self.stack.segments[k], 0, self.stack.only_microbatch)
+            gradient = self.stack.weights.reduce_per_layer(
+                gradient, self.stack.segments[k], 0, self.stack.only_microbatch
+            )
             dh, table, gradient = self._in_order((dh, table, gradient))
             found.insert(0, (gradient,))
             amax.insert(0, (largest,))
@@ -128,7 +130,7 @@ class MultiTokenPrediction:
         return self.stack.groups.at(self.stack.segments[k], 0, self.layers[k])
 
     def _group(self, weights: ByGroup[GroupWeights], k: int) -> GroupWeights:
-        return self.stack.weights.group_at(weights[k][0], self.stack.segments[k], 0)
+        return self.stack.weights.select_group(weights[k][0], self.stack.segments[k], 0)
 
     def _final_norm(self, norms: Arrays, x: jax.Array) -> jax.Array:
         return normalise(self.model, x, norms["final_norm"], norms.get("final_norm_bias"))

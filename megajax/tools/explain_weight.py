@@ -132,7 +132,7 @@ def _outside(graph: Graph, weight: Weight) -> Chain:
     chain.backward.append(Edge("sum over the microbatches", 1, gradient))
     if weight.name not in graph.table.as_stored:
         gradient = _edge(chain.backward, weight, "reduce", 1, weight.reduce_per_layer, gradient)
-        gradient = _edge(chain.backward, weight, "reduce", 1, weight.scatter_per_step, gradient)
+        gradient = _edge(chain.backward, weight, "reduce", 1, weight.reduce_per_step, gradient)
     _edge(chain.backward, weight, "sum over copies", 1, weight.complete, gradient)
     return chain
 
@@ -176,7 +176,7 @@ def _of_layer(graph: Graph, stack: LayerStack, kind: str, name: str, passes: _Pa
     if graph.plan.sums_gradients:
         gradient = jax.ShapeDtypeStruct(gradient.shape, weight.sum_dtype)
         chain.backward.append(Edge("sum over the microbatches", graph.plan.num_microbatches, gradient))
-    gradient = _edge(chain.backward, weight, "reduce", 1, weight.scatter_per_step, gradient)
+    gradient = _edge(chain.backward, weight, "reduce", 1, weight.reduce_per_step, gradient)
     gradient = _edge(chain.backward, weight, "sum over copies", 1, weight.complete, gradient)
     _edge(chain.backward, weight, "split", 1, weight.split, gradient)
     return chain

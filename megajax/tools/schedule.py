@@ -27,7 +27,9 @@ def draw(schedule: Schedule, width: int | None = None) -> str:
 
     Lines longer than `width` characters are broken into blocks of ticks, one below the other.
     """
-    widest = max(len(str(schedule.ticks - 1)), len(_label(schedule, schedule.microbatches - 1, schedule.rounds - 1)))
+    widest = max(
+        len(str(schedule.ticks - 1)), len(_label(schedule, schedule.microbatches - 1, schedule.virtual_stages - 1))
+    )
     left = len(f"stage {schedule.stages - 1} F")
     columns = schedule.ticks if width is None else max(1, (width - left) // (1 + widest))
 
@@ -50,22 +52,22 @@ def draw(schedule: Schedule, width: int | None = None) -> str:
 
 def _cell(schedule: Schedule, table: Table, tick: int, stage: int) -> str:
     microbatch = int(table.microbatch[tick, stage])
-    return "." if microbatch == IDLE else _label(schedule, microbatch, int(table.round[tick, stage]))
+    return "." if microbatch == IDLE else _label(schedule, microbatch, int(table.virtual_stage[tick, stage]))
 
 
 def _label(schedule: Schedule, microbatch: int, r: int) -> str:
     """3, or with several virtual stages 3a, 3b and so on."""
-    if schedule.rounds == 1:
+    if schedule.virtual_stages == 1:
         return str(microbatch)
-    return f"{microbatch}{string.ascii_lowercase[r]}" if schedule.rounds <= 26 else f"{microbatch}.{r}"
+    return f"{microbatch}{string.ascii_lowercase[r]}" if schedule.virtual_stages <= 26 else f"{microbatch}.{r}"
 
 
 def _legend(schedule: Schedule) -> str:
     lines = [f"{name[0].upper()}: {_meaning(schedule, name)}" for name in schedule.tables]
     numbers = "number: microbatch"
-    if schedule.rounds > 1:
-        first, last = (_label(schedule, 0, r)[1:] for r in (0, schedule.rounds - 1))
-        numbers += f"; {first} to {last}: virtual stage 0 to {schedule.rounds - 1}"
+    if schedule.virtual_stages > 1:
+        first, last = (_label(schedule, 0, r)[1:] for r in (0, schedule.virtual_stages - 1))
+        numbers += f"; {first} to {last}: virtual stage 0 to {schedule.virtual_stages - 1}"
     return "\n".join([", ".join(lines), f"{numbers}; dot: no such operation"])
 
 
@@ -91,7 +93,7 @@ class _Box(NamedTuple):
 
     operation: str
     microbatch: int
-    round: int
+    virtual_stage: int
     stage: int
     tick: int
     start: float  # time
@@ -106,7 +108,7 @@ def boxes(schedule: Schedule, costs: Costs) -> Iterator[_Box]:
             start = float(starts)
             for operation, table in schedule.tables.items():
                 if (microbatch := int(table.microbatch[tick, stage])) != IDLE:
-                    r = int(table.round[tick, stage])
+                    r = int(table.virtual_stage[tick, stage])
                     yield _Box(operation, microbatch, r, stage, tick, start, cost[operation])
                     start += cost[operation]
 
@@ -137,7 +139,7 @@ def svg(schedule: Schedule, costs: Costs, unit: str = "") -> str:
 
 def middle_period(schedule: Schedule) -> range:
     """The ticks in the middle in which one microbatch for each stage passes all virtual stages of a stage."""
-    period = min(schedule.ticks, schedule.stages * schedule.rounds)
+    period = min(schedule.ticks, schedule.stages * schedule.virtual_stages)
     start = (schedule.ticks - period) // 2
     return range(start, start + period)
 
@@ -157,15 +159,15 @@ def draw_heading(
     text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}{part}")
     x, y = LEFT, 58
     for operation in schedule.tables:
-        for r in range(schedule.rounds):
+        for r in range(schedule.virtual_stages):
             rectangle(picture, x, y, 14, 14, fill=hexadecimal(_shade(schedule, operation, r)))
             x += 15
         x += 5 + text(picture, x + 5, y + 11, _meaning(schedule, operation)) + 18
     if costs.send:
         rectangle(picture, x, y, 14, 14, fill=SENDING)
         x += 20 + text(picture, x + 20, y + 11, "send") + 18
-    if schedule.rounds > 1:
-        text(picture, x, y + 11, f"dark to light: virtual stage 0 to {schedule.rounds - 1}")
+    if schedule.virtual_stages > 1:
+        text(picture, x, y + 11, f"dark to light: virtual stage 0 to {schedule.virtual_stages - 1}")
 
 
 def draw_ticks(
@@ -197,12 +199,11 @@ def draw_ticks(
 
 def draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale: float) -> None:
     x, y, width = LEFT + box.start * scale, TOP + box.stage * (ROW + GAP), box.cost * scale
-    color = _shade(schedule, box.operation, box.round)
+    color = _shade(schedule, box.operation, box.virtual_stage)
     attributes = {"class_": box.operation, "stroke": "white", "stroke_width": "0.75"}
     drawn = rectangle(picture, x, y, width, ROW, fill=hexadecimal(color), **attributes)
-    hint = (
-        f"{box.operation}, microbatch {box.microbatch}, virtual stage {box.round}, stage {box.stage}, tick {box.tick}"
-    )
+    part = f"virtual stage {box.virtual_stage}, stage {box.stage}"
+    hint = f"{box.operation}, microbatch {box.microbatch}, {part}, tick {box.tick}"
     ElementTree.SubElement(drawn, "title").text = hint
     size = min(12.0, 12 * (width - 3) / text_width(str(box.microbatch)))
     if size >= 5:
@@ -215,7 +216,7 @@ def draw_box(picture: ElementTree.Element, schedule: Schedule, box: _Box, scale:
 
 def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
     """Red, green and blue of an operation: the full colour in the first virtual stage, the lightest in the last."""
-    share = LIGHTEST * r / max(1, schedule.rounds - 1)
+    share = LIGHTEST * r / max(1, schedule.virtual_stages - 1)
     return tuple(round(part + share * (255 - part)) for part in COLORS[operation])
 
 
@@ -238,7 +239,7 @@ def main(arguments: list[str]) -> int:
         schedule, costs = chosen(options)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(f"{_title(schedule)}\n\n{draw(schedule, width)}\n\n{_described(simulate(schedule, costs))}")
-        default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.rounds}.svg"
+        default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.virtual_stages}.svg"
         path = getattr(options, "svg", Path(default))
         try:
             path.write_text(svg(schedule, costs), encoding="utf-8")
@@ -249,7 +250,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _title(schedule: Schedule) -> str:
-    sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "virtual stage": schedule.rounds}
+    sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "virtual stage": schedule.virtual_stages}
     named = [counted(size, name) for name, size in sizes.items()]
     return f"{schedule.kind}: {', '.join(named)}"
 

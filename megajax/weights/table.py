@@ -75,7 +75,7 @@ class WeightTable:
         self.weights, self.as_stored = weights, as_stored
 
     @jax.named_scope("weights")
-    def gather(self, params: Arrays) -> dict[str, jax.Array]:
+    def gather_per_step(self, params: Arrays) -> dict[str, jax.Array]:
         """Stored shards of all parameters → gathered weights of the table; `fsdp` gathers them once per step too."""
         own = {name: (self.weights[name], w) for name, w in params.items() if not is_in_layer(name)}
         used = {name: w for name, (_, w) in own.items()}
@@ -87,12 +87,12 @@ class WeightTable:
         trained = {name: w for name, w in used.items() if self.weights[name].is_trained}
         return {name: jnp.zeros(w.shape, self.weights[name].sum_dtype) for name, w in trained.items()}
 
-    def reduce(self, gradients: Arrays) -> dict[str, jax.Array]:
-        """Gradients of the weights from `gather` → complete FP32 gradients of the stored shards."""
+    def reduce_per_step(self, gradients: Arrays) -> dict[str, jax.Array]:
+        """Gradients of the weights from `gather_per_step` → complete FP32 gradients of the stored shards."""
         out = {}
         for name, gradient in gradients.items():
             weight = self.weights[name]
             if name not in self.as_stored:
-                gradient = weight.scatter_per_step(weight.reduce_per_layer(gradient))
+                gradient = weight.reduce_per_step(weight.reduce_per_layer(gradient))
             out[name] = weight.complete(gradient)
         return out

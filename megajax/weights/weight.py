@@ -1,6 +1,6 @@
 """A weight of the step on its way from storage to use, and its gradient on the way back, inside the step's shard_map.
 
-The axes of ONCE_AXES (outside the blocks `pipeline` too) gather and reduce once per step, `fsdp` once per layer and
+The axes of PER_STEP_AXES (outside the blocks `pipeline` too) gather and reduce once per step, `fsdp` once per layer and
 pass. `fsdp` gathers three kinds of weights less often: those outside the blocks and those of `gathered_slots` once per
 step, those of the last remat group of an unrolled stack once for both passes. A token embedding that is looked up in
 its shards is not gathered at all (embedding.py).
@@ -83,7 +83,7 @@ class Weight:
         transposed, others = values.swapaxes(-1, -2) if whole else None, (scales.get("input"), scales.get("gradient"))
         return Fp8Weight(values, transposed, 1 / scale, *others, None, None, gradient_dtype)
 
-    def scatter_per_step(self, gradient: jax.Array) -> jax.Array:
+    def reduce_per_step(self, gradient: jax.Array) -> jax.Array:
         """Accumulated gradient → gradient of the stored shard, summed over the once-a-step axes that shard it."""
         if not self._per_step:
             return gradient
@@ -91,7 +91,7 @@ class Weight:
         return collectives.psum_scatter(gradient, self._per_step, scatter_dimension=dim, tiled=True)
 
     def complete(self, gradient: jax.Array) -> jax.Array:
-        """Gradients after `scatter_per_step`, of one layer or stacked → FP32, summed over the other axes too."""
+        """Gradients after `reduce_per_step`, of one layer or stacked → FP32, summed over the other axes too."""
         copies = tuple(axis for axis in self.placement.replicated_axes if self.sizes[axis] > 1)
         gradient = collectives.psum(gradient.astype(self.dtypes.gradients), copies) if copies else gradient
         return row_major(gradient.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Checkpoints know nothing of stages: any number of stages and rounds loads any checkpoint, bit for bit."""
+"""Checkpoints know nothing of stages: any number of stages and virtual stages loads any checkpoint, bit for bit."""
 
 import json
 import shutil

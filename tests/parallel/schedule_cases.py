@@ -4,7 +4,7 @@ import itertools
 
 from megajax.step.pipeline.schedules import KINDS
 
-# (stages, microbatches, rounds): fewer and more microbatches than stages, whole groups of stages in rounds
+# (stages, microbatches, virtual stages): fewer and more microbatches than stages, whole groups with virtual stages
 SIZES = [
     (P, M, R)
     for P, M, R in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 12, 16, 24), (1, 2, 3))

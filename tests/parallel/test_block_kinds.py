@@ -55,7 +55,7 @@ class Squared(Sublayer):
         comm = ctx.comm
         y = comm.row_linear(jnp.square(comm.column_linear(x, w["up"])), w["down"])
         y = y * w["gain"] / (1 + ctx.state["mean_power"])
-        if not ctx.inputs.measures:
+        if not ctx.inputs.has_metrics:
             return y, {}
         tokens = len(x) * comm.token_shards
         return y, {"power": jnp.sum(jnp.square(y)) / tokens}

@@ -57,13 +57,13 @@ SLOT_FIELDS = {
 @pytest.mark.parametrize(("P", "M", "R"), [(1, 3, 2), (2, 4, 1), (2, 8, 2), (4, 8, 2), (4, 16, 4)])
 def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
     schedule = make_schedule(kind, P, M, R)
-    slots = assign_buffer_slots(schedule, per_round=True)
+    slots = assign_buffer_slots(schedule, per_virtual_stage=True)
     replay(schedule, slots)
-    assert len(slots.rounds) == slots.activations and set(slots.rounds) == set(range(R))
-    owner = np.array(slots.rounds)
+    assert len(slots.virtual_stages) == slots.activations and set(slots.virtual_stages) == set(range(R))
+    owner = np.array(slots.virtual_stages)
     for table, accessed in ((schedule.forward, slots.forward), (schedule.backward, slots.backward)):
         used = table.active
-        assert (owner[accessed[used]] == table.round[used]).all()
+        assert (owner[accessed[used]] == table.virtual_stage[used]).all()
     if R == 1:
         assert np.array_equal(slots.forward, assign_buffer_slots(schedule).forward)
 
@@ -82,7 +82,7 @@ def test_replay_catches_every_slot_that_is_off_by_one(kind, field):
     table = schedule.tables.get({"deferred": "backward"}.get(field, field.split("_")[0]), schedule.forward)
     used = table.active
     if "head" in field:
-        used = (used & (table.round == schedule.rounds - 1))[:, -1]
+        used = (used & (table.virtual_stage == schedule.virtual_stages - 1))[:, -1]
     flag = {"weight": "weight", "deferred": "split"}.get(field)
     if flag:
         used = used & np.array([getattr(flags, flag) for flags in schedule.flags])[:, None]
@@ -102,6 +102,8 @@ def test_replay_catches_an_idle_operation_that_overwrites_what_is_needed():
     assert schedule.forward.microbatch[3, 0] == IDLE and schedule.flags[3].forward
     wrong = slots.forward.copy()
     wrong[3, 0] = slots.forward[1, 0]
-    sentence = "tick 6, stage 0: the backward operation of microbatch 1, round 0 reads slot 1 of the activations, "
+    sentence = (
+        "tick 6, stage 0: the backward operation of microbatch 1, virtual stage 0 reads slot 1 of the activations, "
+    )
     with pytest.raises(ValueError, match=f"^{sentence}which holds no microbatch.$"):
         replay(schedule, replace(slots, forward=wrong))

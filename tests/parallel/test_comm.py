@@ -107,7 +107,7 @@ def make_weights(sizes, parameters=PARAMETERS, gradients=jnp.float32):
 
 
 def reduce_per_step(weight, gradient):
-    return weight.complete(weight.scatter_per_step(gradient))
+    return weight.complete(weight.reduce_per_step(gradient))
 
 
 # The residual stream

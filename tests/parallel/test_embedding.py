@@ -42,11 +42,15 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
 
     def step(params, batch, dx):
         fields = {name: field[0] for name, field in batch.items()}
-        at, arrays, embedding = graph.microbatch(fields, 0), StepArrays(graph.table.gather(params), {}), graph.inner[0]
+        at, arrays, embedding = (
+            graph.microbatch(fields, 0),
+            StepArrays(graph.table.gather_per_step(params), {}),
+            graph.inner[0],
+        )
         given, saved = embedding.forward(arrays, {}, at, save=True)
         zeros = {name: jnp.zeros(w.shape) for name, w in arrays.table.items()}
         _, gradients, _ = embedding.backward(arrays, saved, {HIDDEN: dx}, at, zeros)
-        return given[HIDDEN], graph.table.reduce(gradients)[TOKENS]
+        return given[HIDDEN], graph.table.reduce_per_step(gradients)[TOKENS]
 
     specs = {name: placement.spec for name, placement in program.placements.items()}
     run = jax.shard_map(

@@ -170,7 +170,7 @@ def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_use
         for name, gradient in gradients.items():
             weight = weights[name]
             gradient = weight.reduce_per_layer(gradient.reshape(gradient.shape[len(AXES) :]))
-            out |= weight.split(weight.complete(weight.scatter_per_step(gradient)))
+            out |= weight.split(weight.complete(weight.reduce_per_step(gradient)))
         return out
 
     specs = {name: placement.spec for name, placement in placements.items()}

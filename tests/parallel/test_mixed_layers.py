@@ -89,7 +89,7 @@ def test_an_empty_slot_sends_no_token_to_an_expert(table):
 
     @jax.jit
     def run(weights, filled):
-        block, state = model.blocks["moe"], {"moe.filled": filled}
+        block, state = model.blocks["moe"], {"moe.is_real_layer": filled}
         ctx = LayerContext(Comm(), inputs, 1, LayerKind("moe", None), state=state)
         return block.apply(block.fuse(weights), x, ctx)[0]
 
@@ -113,7 +113,7 @@ def test_a_remat_group_may_hold_layers_of_both_kinds(table, reference):
 
 
 def test_initial_numbers_are_those_of_the_layer_in_the_model(table):
-    """Whatever rows hold it: two stages' here, two rounds each."""
+    """Whatever rows hold it: two stages' here, two virtual stages each."""
     config = make(table, FIRST_DENSE, {"pipeline": 2}, 2, pipeline={"virtual_stages": 2})
     model, rows = nnx.Dict({"blocks": nnx.Dict({"moe": Few()})}), stored_rows(config, 2)["moe"]
     (plain,) = init_parameters(model, 7, 0.1).values()
@@ -132,7 +132,7 @@ class Few(nnx.Module):
 
 
 def test_any_stages_load_any_checkpoint(table, tmp_path):
-    """From four stages to one device and to two rounds of two stages, weights and biases exactly."""
+    """From four stages to one device and to two virtual stages of two stages, weights and biases exactly."""
     run = {"run": {"dir": str(tmp_path)}}
     first = build(make(table, FIRST_DENSE, {"pipeline": 4}, 4, **run))
     weights, bias = table.weights_of(first.config), np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)

@@ -17,8 +17,8 @@ from model_options import GEMMA
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.sharding import EMPTY, stored_layers
-from megajax.step.pipeline.pipeline import _Run
-from megajax.step.stack.rows import Rows
+from megajax.step.pipeline.pipeline import ScheduleRunner
+from megajax.step.stack.layer_index import LayerIndex
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -34,7 +34,7 @@ MODELS = {
 
 PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
 
-# model, mesh, schedule, rounds, microbatches, sections.
+# model, mesh, schedule, virtual stages, microbatches, sections.
 CASES = [
     ("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 8, {"remat": {"policy": "selective"}}),
     ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "full", "group": 2}}),
@@ -47,7 +47,7 @@ CASES = [
         "1f1b",
         2,
         2,
-        {"remat": {"policy": "full"}},  # its backward pass makes the dropout of each round's layers again
+        {"remat": {"policy": "full"}},  # its backward pass makes the dropout of each virtual stage's layers again
         marks=pytest.mark.smoke,
     ),
     ("gemma", {"pipeline": 2, "fsdp": 2}, "gpipe", 1, 2, {"remat": {"policy": "full", "layers": 1}, "data": PACKED}),
@@ -62,11 +62,11 @@ def case_name(value) -> str | None:
 
 @pytest.fixture(scope="module")
 def make_config(table):
-    """(model, mesh, schedule, rounds, microbatches, sections) → a checked config."""
+    """(model, mesh, schedule, virtual stages, microbatches, sections) → a checked config."""
 
-    def make(model, mesh, schedule="1f1b", rounds=1, microbatches=1, sections=None):
+    def make(model, mesh, schedule="1f1b", virtual_stages=1, microbatches=1, sections=None):
         sections = dict(sections or {})
-        sections["pipeline"] = {"schedule": schedule, "virtual_stages": rounds, **sections.get("pipeline", {})}
+        sections["pipeline"] = {"schedule": schedule, "virtual_stages": virtual_stages, **sections.get("pipeline", {})}
         # Shorter than the tables': without LLVM's optimisations every write to a pipeline's buffer copies all of it.
         sections["batch"] = {"sequence_length": 10}
         return table.make_config(
@@ -80,11 +80,13 @@ def assert_agrees(difference):
     assert not difference.problems(), difference
 
 
-@pytest.mark.parametrize(("model", "mesh", "schedule", "rounds", "microbatches", "sections"), CASES, ids=case_name)
+@pytest.mark.parametrize(
+    ("model", "mesh", "schedule", "virtual_stages", "microbatches", "sections"), CASES, ids=case_name
+)
 def test_stages_train_as_one_device_does(
-    make_config, difference, model, mesh, schedule, rounds, microbatches, sections
+    make_config, difference, model, mesh, schedule, virtual_stages, microbatches, sections
 ):
-    assert_agrees(difference(make_config(model, mesh, schedule, rounds, microbatches, sections)))
+    assert_agrees(difference(make_config(model, mesh, schedule, virtual_stages, microbatches, sections)))
 
 
 def test_stages_need_not_divide_the_tokens_of_a_microbatch(make_config, difference):
@@ -101,7 +103,7 @@ def build(config) -> TrainProgram:
 
 
 def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table, make_config):
-    config = make_config("gpt2 of 3", {"pipeline": 2, "tensor": 2}, rounds=2, microbatches=2)
+    config = make_config("gpt2 of 3", {"pipeline": 2, "tensor": 2}, virtual_stages=2, microbatches=2)
     single, staged = build(table.reference_config(config)), build(config)
     params = staged.init_state().params
     found, expected = table.canonical(staged, params), table.canonical(single, single.init_state().params)
@@ -124,16 +126,16 @@ def test_the_evaluation_loss_is_that_of_the_reference(table, make_config):
 
 # Faults
 
-correct_work = _Run.work
+correct_operation = ScheduleRunner.operation_at
 
 
 def always_active(self, table, tick):
-    return jnp.bool_(True), *correct_work(self, table, tick)[1:]
+    return jnp.bool_(True), *correct_operation(self, table, tick)[1:]
 
 
 FAULTS = {
-    "an idle stage's gradients count": ("llama of 2", _Run, "work", always_active),
-    "empty slots train": ("gpt2 of 3", Rows, "without_empty", lambda self, gradient: gradient),
+    "an idle stage's gradients count": ("llama of 2", ScheduleRunner, "operation_at", always_active),
+    "empty slots train": ("gpt2 of 3", LayerIndex, "without_empty", lambda self, gradient: gradient),
 }
 
 

@@ -13,12 +13,12 @@ COSTS = (Costs(), Costs(1.0, 1.3, 0.7), Costs(2.0, 0.5, 3.0))
 
 
 def rows(schedule: Schedule, operation: str) -> list[str]:
-    """A line for each stage: microbatch and round (a, b, ...) at each tick, a dot where it is idle."""
+    """A line for each stage: microbatch and virtual stage (a, b, ...) at each tick, a dot where it is idle."""
     table = schedule.tables[operation]
-    letters = "abc" if schedule.rounds > 1 else [""]
+    letters = "abc" if schedule.virtual_stages > 1 else [""]
     return [
         " ".join("." if m == IDLE else f"{m}{letters[r]}" for m, r in zip(*column, strict=True))
-        for column in zip(table.microbatch.T, table.round.T, strict=True)
+        for column in zip(table.microbatch.T, table.virtual_stage.T, strict=True)
     ]
 
 
@@ -28,9 +28,9 @@ def happens(schedule: Schedule, flag: str) -> str:
 
 
 def works(schedule: Schedule, operation: str, stage: int) -> list[tuple[int, tuple[int, int]]]:
-    """(tick, (microbatch, round)) of each operation of a stage."""
+    """(tick, (microbatch, virtual stage)) of each operation of a stage."""
     table = schedule.tables[operation]
-    cells = zip(table.microbatch[:, stage].tolist(), table.round[:, stage].tolist(), strict=True)
+    cells = zip(table.microbatch[:, stage].tolist(), table.virtual_stage[:, stage].tolist(), strict=True)
     return [(tick, cell) for tick, cell in enumerate(cells) if cell[0] != IDLE]
 
 
@@ -62,7 +62,7 @@ def test_gpipe_by_hand():
 
 
 def test_two_rounds_with_deferred_weight_gradients_by_hand():
-    schedule = make_schedule("zero_bubble", stages=2, microbatches=4, rounds=2)
+    schedule = make_schedule("zero_bubble", stages=2, microbatches=4, virtual_stages=2)
     assert rows(schedule, "forward") == [
         "0a 1a 0b 1b 2a 3a 2b 3b . . . .",
         ". 0a 1a 0b 1b 2a 3a 2b 3b . . .",
@@ -143,7 +143,7 @@ def test_each_operation_follows_the_one_it_needs(kind):
         for name, table in schedule.tables.items():
             for (tick, stage), m in np.ndenumerate(table.microbatch):
                 if m != IDLE:
-                    key = (name, int(m), int(table.round[tick, stage]) * P + stage)
+                    key = (name, int(m), int(table.virtual_stage[tick, stage]) * P + stage)
                     assert key not in at
                     at[key] = tick
         assert len(at) == len(schedule.tables) * M * P * R
@@ -224,37 +224,37 @@ def test_flags_say_what_happens_on_any_stage():
         for tick, flags in enumerate(schedule.flags):
             for name in ("forward", "backward"):
                 assert getattr(flags, name) == any(m != IDLE for m in schedule.tables[name].microbatch[tick])
-            differ = False  # on any stage one without the other, or with another microbatch or round
+            differ = False  # on any stage one without the other, or with another microbatch or virtual stage
             if schedule.weight is not None:
                 tables = (schedule.backward, schedule.weight)
-                backward, weight = (list(zip(t.microbatch[tick], t.round[tick], strict=True)) for t in tables)
+                backward, weight = (list(zip(t.microbatch[tick], t.virtual_stage[tick], strict=True)) for t in tables)
                 differ = backward != weight
                 assert flags.weight == (differ and any(m != IDLE for m, _ in weight))
             else:
                 assert not flags.weight
             assert flags.split == (differ and flags.backward)
-            work = (schedule.forward.microbatch[tick, P - 1], schedule.forward.round[tick, P - 1])
+            work = (schedule.forward.microbatch[tick, P - 1], schedule.forward.virtual_stage[tick, P - 1])
             assert flags.head == (work[0] != IDLE and work[1] == R - 1)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_phases_does_not_grow_with_microbatches(kind, rounds):
-    numbers = [len(make_schedule(kind, 4, M, rounds).phases) for M in (8, 32, 128)]
-    splits = {"gpipe": 0, "1f1b": 0, "zero_bubble": 1 if rounds == 1 else 2}[kind]
+def test_the_number_of_phases_does_not_grow_with_microbatches(kind, virtual_stages):
+    numbers = [len(make_schedule(kind, 4, M, virtual_stages).phases) for M in (8, 32, 128)]
+    splits = {"gpipe": 0, "1f1b": 0, "zero_bubble": 1 if virtual_stages == 1 else 2}[kind]
     assert numbers[1] == numbers[2]
-    # One round: fill, full, drain. Two: the head comes at every other P ticks, which of 8 microbatches is no loop yet.
-    assert numbers[1] == (3 if rounds == 1 else 4) + splits
-    assert numbers[0] == (3 if rounds == 1 else 5) + splits
+    # One virtual stage: fill, full, drain. Two: the head comes at every other P ticks; of 8 microbatches no loop yet.
+    assert numbers[1] == (3 if virtual_stages == 1 else 4) + splits
+    assert numbers[0] == (3 if virtual_stages == 1 else 5) + splits
 
 
 # Broken tables
 
 
 def edited(schedule: Schedule, operation: str, edit) -> Schedule:
-    """A copy whose table `edit(microbatch, round)` has changed."""
+    """A copy whose table `edit(microbatch, virtual stage)` has changed."""
     table = Table(*(array.copy() for array in schedule.tables[operation]))
-    edit(table.microbatch, table.round)
+    edit(table.microbatch, table.virtual_stage)
     return replace(schedule, **{operation: table})
 
 
@@ -270,9 +270,9 @@ def drop(cell):
     return lambda microbatch, r: microbatch.__setitem__(cell, IDLE)
 
 
-def put(cell, m, in_round=0):
+def put(cell, m, in_virtual_stage=0):
     def edit(microbatch, r):
-        microbatch[cell], r[cell] = m, in_round
+        microbatch[cell], r[cell] = m, in_virtual_stage
 
     return edit
 
@@ -306,10 +306,26 @@ BROKEN = {
     "forward twice": ("forward", put((8, 0), 0), NOT_ONCE.format("forward") + ": one occurs twice"),
     "overwritten": ("forward", put((1, 0), 0), NOT_ONCE.format("forward") + ": microbatch 1 misses"),
     "weight twice": ("weight", put((5, 2), 3), NOT_ONCE.format("weight") + ": one occurs twice"),
-    "microbatch too high": ("forward", put((7, 0), 8), "tick 7, stage 0: the forward table has a microbatch or round"),
-    "microbatch below 0": ("forward", put((6, 0), -2), "tick 6, stage 0: the forward table has a microbatch or round"),
-    "round too high": ("weight", put((6, 1), 0, 1), "tick 6, stage 1: the weight table has a microbatch or round"),
-    "round below 0": ("backward", put((6, 0), 0, -1), "tick 6, stage 0: the backward table has a microbatch or round"),
+    "microbatch too high": (
+        "forward",
+        put((7, 0), 8),
+        "tick 7, stage 0: the forward table has a microbatch or virtual stage",
+    ),
+    "microbatch below 0": (
+        "forward",
+        put((6, 0), -2),
+        "tick 6, stage 0: the forward table has a microbatch or virtual stage",
+    ),
+    "virtual stage too high": (
+        "weight",
+        put((6, 1), 0, 1),
+        "tick 6, stage 1: the weight table has a microbatch or virtual stage",
+    ),
+    "virtual stage below 0": (
+        "backward",
+        put((6, 0), 0, -1),
+        "tick 6, stage 0: the backward table has a microbatch or virtual stage",
+    ),
 }
 
 
@@ -376,7 +392,7 @@ def test_sending_is_paid_once_at_each_tick_that_sends():
     report = simulate(make_schedule("1f1b", 2, 2), Costs(1.0, 1.0, 1.0, send=0.5))
     assert report.time == pytest.approx((1 + 0.5) + (3 + 0.5) + (3 + 0.5) + 2)
     assert report.ideal == 6
-    # In two rounds the last stage sends on to the first, and the first back to the last.
+    # In two virtual stages the last stage sends on to the first, and the first back to the last.
     schedule = make_schedule("1f1b", 2, 2, 2)
     assert sends(schedule).tolist() == 7 * [True] + [False]
     assert simulate(schedule, Costs(send=0.5)).time == pytest.approx((2 + 1 / 2) * 3 + 7 * 0.5)

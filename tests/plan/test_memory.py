@@ -197,10 +197,10 @@ def test_the_page_of_the_table_is_up_to_date():
     assert memory_table.TABLE.read_text() == memory_table.page(), "run python dev/memory_table.py"
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])
-def test_four_microbatches_a_stage_need_the_buffers_of_any_more(kind, rounds):
-    few, more = (make_schedule(kind, 4, microbatches, rounds) for microbatches in (16, 52))
-    for per_round in (False, True):
-        one, other = assign_buffer_slots(few, per_round), assign_buffer_slots(more, per_round)
+@pytest.mark.parametrize(("kind", "virtual_stages"), [("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])
+def test_four_microbatches_a_stage_need_the_buffers_of_any_more(kind, virtual_stages):
+    few, more = (make_schedule(kind, 4, microbatches, virtual_stages) for microbatches in (16, 52))
+    for per_virtual_stage in (False, True):
+        one, other = assign_buffer_slots(few, per_virtual_stage), assign_buffer_slots(more, per_virtual_stage)
         assert one.activations == other.activations and one.pending_heads == other.pending_heads
         assert one.deferred_slots == other.deferred_slots

@@ -156,7 +156,7 @@ def latent_meshes() -> list[dict[str, int]]:
 
 
 def mixed_meshes() -> list[tuple[dict[str, int], int]]:
-    """Meshes for dense and MoE layers, and the pipeline's rounds; those with four microbatches last."""
+    """Meshes for dense and MoE layers, and the pipeline's virtual stages; those with four microbatches last."""
     plain = [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 4}, {"expert": 2, "context": 2, "tensor": 2}]
     staged = [({"pipeline": 2, "expert": 2}, 1), ({"pipeline": 2, "fsdp": 2}, 2), ({"pipeline": 2, "tensor": 2}, 2)]
     return [*((mesh, 1) for mesh in plain), *staged, ({"pipeline": 4}, 1), ({"pipeline": 4, "expert": 2}, 1)]

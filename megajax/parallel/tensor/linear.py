@@ -124,16 +124,16 @@ replicated_linear.defvjp(_own_forward, _own_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def mlp(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) -> jax.Array:
+def column_activation_row(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) -> jax.Array:
     """Column layer, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`.
 
     One function for two reasons: pieces go from layer to layer without a join, and in FP8 a gated activation and its
     gradient are quantised by the kernel that computes them. In BF16 they would be written and read once more.
     """
-    return _mlp_forward(tp, activation, x, w_up, w_down)[0]
+    return _activation_row_forward(tp, activation, x, w_up, w_down)[0]
 
 
-def _mlp_forward(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight):
+def _activation_row_forward(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight):
     xs, ups = _gathered_products(tp, x, w_up, "input", tp.ring.overlaps(_shape(w_down)[0]))
     ups = [checkpoint_name(up, "gate_up") for up in ups]
     acts = _activated(tp, activation, ups, w_down)
@@ -143,7 +143,7 @@ def _mlp_forward(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight
     return y, (_kept(tp, xs), ups, kept, w_up, w_down)
 
 
-def _mlp_backward(tp: TensorParallel, activation: str, residuals, dy: jax.Array):
+def _activation_row_backward(tp: TensorParallel, activation: str, residuals, dy: jax.Array):
     xs, ups, acts, w_up, w_down = residuals
     dys, dacts = _gathered_products(tp, dy, w_down, "gradient", len(xs) > 1)
     if acts is None:
@@ -157,7 +157,7 @@ def _mlp_backward(tp: TensorParallel, activation: str, residuals, dy: jax.Array)
     return tp.tie_gradients((dx, d_up, d_down))
 
 
-mlp.defvjp(_mlp_forward, _mlp_backward)
+column_activation_row.defvjp(_activation_row_forward, _activation_row_backward)
 
 
 # Operands: the matmuls' inputs in pieces

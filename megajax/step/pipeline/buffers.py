@@ -26,7 +26,7 @@ Buffers = ByGroup[Arrays]  # each `[slots·loops, ...]`
 
 def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots, int]:
     """(buffer slots, number of banks): each slot is a bank with its own program; one bank if there are too many."""
-    slots = assign_buffer_slots(schedule, per_round=True)
+    slots = assign_buffer_slots(schedule, per_virtual_stage=True)
     count = slots.activations
     if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.layer_slots) <= MOST_LAYERS:
         return slots, count
@@ -42,15 +42,15 @@ class Carry(NamedTuple):
     activations: list[Buffers]  # residuals of forward operations, by bank
     deferred: Buffers  # arrays from backward operations for weight operations
     table: dict[str, jax.Array]  # gradients of the weights outside the stack: sums over the microbatches
-    layer_gradients: list[ByGroup[GroupWeights]]  # by round: sums, [loops, ...], without a loop [...]
-    amax: list[ByGroup[tuple[Amax, ...]]]  # by round: FP8's largest magnitudes
+    layer_gradients: list[ByGroup[GroupWeights]]  # by virtual stage: sums, [loops, ...], without a loop [...]
+    amax: list[ByGroup[tuple[Amax, ...]]]  # by virtual stage: FP8's largest magnitudes
     results: Results  # of the terminal nodes, summed over the microbatches
-    metrics: list[ByGroup[Metrics]]  # by round: the layers' metrics, summed over the microbatches
+    metrics: list[ByGroup[Metrics]]  # by virtual stage: the layers' metrics, summed over the microbatches
     streams: dict[str, jax.Array]  # gradients of the streams that all stages read: sums [M, T / tensor, D] in FP32
 
 
 class ForwardBuffers:
-    """Stores the residuals of a microbatch in its slot of a bank, and adds its metrics to those of the round."""
+    """Stores the residuals of a microbatch in its slot of a bank, and its metrics in the sums of the virtual stage."""
 
     def __init__(
         self, segment: LayerSegment, slot: jax.Array, loop: Any, state: tuple[Any, Any], active: jax.Array | None
@@ -71,7 +71,7 @@ class ForwardBuffers:
 
 
 class BackwardBuffers:
-    """Reads residuals from a slot of a bank, and adds the gradients to those of the round.
+    """Reads residuals from a slot of a bank, and adds the gradients to those of the virtual stage.
 
     If `split`, gradients of weight matrices are deferred, and their operands are stored.
     """
@@ -126,9 +126,9 @@ def position(segment: LayerSegment, slot: jax.Array, loop: jax.Array | int) -> j
     return slot * segment.loops + loop
 
 
-def replaced(rounds: list, r: int, new: Any) -> list:
-    """`rounds` with entry `r` replaced."""
-    return [new if k == r else old for k, old in enumerate(rounds)]
+def replaced(virtual_stages: list, r: int, new: Any) -> list:
+    """`virtual_stages` with entry `r` replaced."""
+    return [new if k == r else old for k, old in enumerate(virtual_stages)]
 
 
 def read(buffers: Arrays, at: jax.Array) -> Arrays:

@@ -4,9 +4,9 @@ At a tick every stage does the operations of its row of the schedule (schedules.
 of another, perhaps the weight gradients of a third. Idle stages compute too; their results are not used. Residuals of a
 forward operation stay in a buffer slot until the backward operation reads them. Except with `gpipe`, the number of
 slots does not grow with the number of microbatches. Each slot has its own program, in which matmuls write and read the
-slot in place. If these programs would be too large, all slots share one bank and one program per round, which copies
-residuals into and out of the slots. All stages together compute head and loss of the microbatch that leaves the last
-stage, each for its share of the tokens.
+slot in place. If these programs would be too large, all slots share one bank and one program per virtual stage, which
+copies residuals into and out of the slots. All stages together compute head and loss of the microbatch that leaves the
+last stage, each for its share of the tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -69,16 +69,16 @@ class Pipeline:
 
     def gradients(self, arrays: StepArrays, batch: Arrays) -> tuple[dict[str, jax.Array], Results]:
         """(gradients of the table, other results) of the batch `[M, B, S]`, summed over its microbatches."""
-        run = _Run(self, self.schedule, arrays, batch)
+        run = ScheduleRunner(self, self.schedule, arrays, batch)
         carry, name = run.loop(run.first_carry(), lambda flags: True), self.layers.NAME
-        gradients, metrics, amax = map(run.join_rounds, (carry.layer_gradients, carry.metrics, carry.amax))
+        gradients, metrics, amax = map(run.join_virtual_stages, (carry.layer_gradients, carry.metrics, carry.amax))
         table = run.shared_streams.backward(run.saved_streams, carry.streams, carry.table)
         return table, carry.results.joined(Results({name: gradients}, {}, {name: metrics}, {name: amax}))
 
     def evaluate(self, arrays: StepArrays, batch: Arrays) -> dict[str, jax.Array]:
         """This device's shares of the summed losses that evaluation reports: forward operations, without dropout."""
-        P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.rounds
-        run = _Run(self, make_schedule("gpipe", P, M, R), arrays, batch)
+        P, M, R = self.stages, batch["tokens"].shape[0], self.schedule.virtual_stages
+        run = ScheduleRunner(self, make_schedule("gpipe", P, M, R), arrays, batch)
         x = run.empty_stream()
         carry = Carry(x, x, x[None][:0], [], [], {}, [], [], Results(losses=self.graph.zero_losses()), [], {})
         return run.loop(carry, lambda flags: flags.forward).results.losses
@@ -95,7 +95,7 @@ class EmptyGroup(NamedTuple):
     metrics: Metrics
 
 
-class _Run:
+class ScheduleRunner:
     """One pass of a batch through a schedule, during tracing."""
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, arrays: StepArrays, batch: Arrays):
@@ -103,7 +103,7 @@ class _Run:
         self.stack, self.training = pipeline.layers, bool(arrays.scales)
         self.arrays, self.batch = arrays, batch
         self.first = [node for node in self.graph.inner if node.PLACE == "first"]
-        self.weights = self.by_round(arrays.stacks[self.stack.NAME])
+        self.weights = self.by_virtual_stage(arrays.stacks[self.stack.NAME])
         self.banks = 1  # one for all buffer slots, or one per slot
         if self.training:
             self.buffer_slots, self.banks = choose_buffer_slots(self.stack.plan, schedule)
@@ -149,15 +149,15 @@ class _Run:
             carry = self.weight(tick, carry)
         return carry
 
-    def own(self, table: np.ndarray, tick: jax.Array) -> jax.Array:
+    def of_stage(self, table: np.ndarray, tick: jax.Array) -> jax.Array:
         """This stage's entry of a table `[ticks, P]`."""
         return jnp.asarray(table)[tick, self.stage]
 
-    def work(self, table: Table, tick: jax.Array):
-        """(whether this stage is active, its microbatch, its round)."""
-        index = self.own(table.microbatch, tick)
+    def operation_at(self, table: Table, tick: jax.Array):
+        """(whether this stage is active, its microbatch, its virtual stage)."""
+        index = self.of_stage(table.microbatch, tick)
         batch = self.microbatch(jnp.maximum(index, 0))
-        return index >= 0, batch, self.own(table.round, tick)
+        return index >= 0, batch, self.of_stage(table.virtual_stage, tick)
 
     def microbatch(self, index: jax.Array) -> Microbatch:
         """A microbatch with the streams that the layers read."""
@@ -194,28 +194,28 @@ class _Run:
         return whole._replace(fields=own, inputs=inputs)
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
-        """Send `x` to the next (`step` 1) or previous (-1) stage; between last and first stage only with rounds."""
+        """Send `x` to the next (`step` 1) or previous (-1) stage; last and first only with virtual stages."""
         P = self.schedule.stages
         pairs = [(s, (s + step) % P) for s in range(P)]
-        if self.schedule.rounds == 1:
+        if self.schedule.virtual_stages == 1:
             pairs = [(a, b) for a, b in pairs if b == a + step]
         return collectives.ppermute(x, "pipeline", pairs)
 
     # Operations
 
     def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array]:
-        """Run the blocks of this stage's round on the previous stage's output; the first virtual stage embeds."""
-        active, batch, r = self.work(self.schedule.forward, tick)
+        """Run the blocks of a virtual stage on the previous one's output; the first one embeds."""
+        active, batch, r = self.operation_at(self.schedule.forward, tick)
         first = (self.stage == 0) & (r == 0)
         x, inputs = (first, self.first_stream(batch), carry.x), batch.inputs
-        slot = self.own(self.buffer_slots.forward, tick) if self.training else jnp.int32(0)
+        slot = self.of_stage(self.buffer_slots.forward, tick) if self.training else jnp.int32(0)
         buffers = (carry.activations, carry.metrics)
         active = active if self.arrays.layer_loss_scale is not None else None  # None: no metrics
         x, activations, metrics = self.in_program(r, slot, self.stage_forward, x, buffers, inputs, active)
         return carry._replace(x=self.send(x, 1), activations=activations, metrics=metrics), x
 
     def stage_forward(self, r: int, bank: int, slot: jax.Array, x: Any, buffers: Any, inputs, active):
-        """(y, updated activations, updated metrics) of round `r`; the residuals go to `slot` of `bank`.
+        """(y, updated activations, updated metrics) of virtual stage `r`; the residuals go to `slot` of `bank`.
 
         `x` is (whether this is the first virtual stage, its embedded tokens, the previous stage's output).
         """
@@ -252,13 +252,13 @@ class _Run:
         return carry, dy
 
     def backward(self, tick: jax.Array, carry: Carry, received, dhead: jax.Array | None, split: bool) -> Carry:
-        """Run the backward pass of this stage's round, from the gradient of the next stage or of the head.
+        """Run the backward pass of a virtual stage, from the gradient of the next stage or of the head.
 
         If `split`, gradients of weight matrices are deferred, and their operands are stored.
         """
-        active, batch, r = self.work(self.schedule.backward, tick)
+        active, batch, r = self.operation_at(self.schedule.backward, tick)
         inputs = batch.inputs
-        last = self.last_stage & (r == self.schedule.rounds - 1)
+        last = self.last_stage & (r == self.schedule.virtual_stages - 1)
         if self.pipeline.has_pending_heads:
             slot = jnp.asarray(self.buffer_slots.backward_head)[tick]
             dhead = lax.dynamic_index_in_dim(carry.pending_heads, slot, keepdims=False)
@@ -268,10 +268,10 @@ class _Run:
         if inputs.layer_loss_scale is not None:
             inputs = replace(inputs, layer_loss_scale=jnp.where(active, inputs.layer_loss_scale, 0))
         buffers = (carry.layer_gradients, carry.deferred, carry.amax, carry.activations)
-        slot, to = self.own(self.buffer_slots.backward, tick), self.own(self.buffer_slots.deferred, tick)
+        slot, to = (self.of_stage(t, tick) for t in (self.buffer_slots.backward, self.buffer_slots.deferred))
         operation = partial(self.stage_backward, split=split)
         dy, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
-        dx, index = dy.x, jnp.maximum(self.own(self.schedule.backward.microbatch, tick), 0)
+        dx, index = dy.x, jnp.maximum(self.of_stage(self.schedule.backward.microbatch, tick), 0)
         streams = {name: carry.streams[name].at[index].add(own) for name, own in dy.others.items()}
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
         batch, nothing = batch._replace(inputs=inputs), [None] * len(self.first)
@@ -282,7 +282,7 @@ class _Run:
     def stage_backward(
         self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, deferred_slot, active, *, split: bool
     ):
-        """(gradients of the streams, updated gradients, deferred arrays and amaxes) of round `r`."""
+        """(gradients of the streams, updated gradients, deferred arrays and amaxes) of virtual stage `r`."""
         layer_gradients, deferred, amax, activations = buffers
         operation = BackwardOperation(self.stack.groups, activations[bank], slot, deferred_slot, active, split)
 
@@ -297,14 +297,14 @@ class _Run:
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
         """Add the weight gradients that a backward operation has deferred."""
-        r = self.own(self.schedule.weight.round, tick)  # type: ignore[union-attr]
-        slot = self.own(self.buffer_slots.weight, tick)
-        programs = [partial(self.stage_weight, k) for k in range(self.schedule.rounds)]
+        r = self.of_stage(self.schedule.weight.virtual_stage, tick)  # type: ignore[union-attr]
+        slot = self.of_stage(self.buffer_slots.weight, tick)
+        programs = [partial(self.stage_weight, k) for k in range(self.schedule.virtual_stages)]
         gradients = switch(r, programs, carry.layer_gradients, carry.deferred, slot)
         return carry._replace(layer_gradients=gradients)
 
     def stage_weight(self, r: int, layer_gradients: list[ByGroup[GroupWeights]], deferred: Buffers, slot: jax.Array):
-        """The gradients of the layers plus the deferred gradients of one backward operation of round `r`."""
+        """The gradients of the layers plus the deferred gradients of one backward operation of virtual stage `r`."""
         gradients = []
         for s, segment in enumerate(self.stack.segments):
 
@@ -312,10 +312,10 @@ class _Run:
                 (index,), totals = loop, list(totals)
                 for u in reversed(range(len(totals))):
                     operands = read(deferred[s][u], position(segment, slot, index))
-                    weights = self.stack.weights.group_at(self.weights[r][s][u], segment, index)
+                    weights = self.stack.weights.select_group(self.weights[r][s][u], segment, index)
                     split = self.splits[s][u]
                     assert split is not None
-                    gradient = self.stack.weights.reduce(split.weights(weights, operands), segment, u)
+                    gradient = self.stack.weights.reduce_per_layer(split.weights(weights, operands), segment, u)
                     totals[u] = accumulate(totals[u], gradient, segment, index)
                 return totals, ()
 
@@ -326,31 +326,31 @@ class _Run:
     # Parts of operations
 
     def in_program(self, r: jax.Array, slot: jax.Array, operation: Callable, *arguments: Any) -> Any:
-        """Call `operation(round, bank, slot in the bank, ...)`; there is one program per bank, or per round."""
+        """Call `operation(virtual stage, bank, slot in the bank, ...)`: a program per bank, or per virtual stage."""
         if self.banks > 1:
-            programs = [partial(operation, k, bank) for bank, k in enumerate(self.buffer_slots.rounds)]
+            programs = [partial(operation, k, bank) for bank, k in enumerate(self.buffer_slots.virtual_stages)]
             return switch(slot, programs, 0, *arguments)
-        return switch(r, [partial(operation, k, 0) for k in range(self.schedule.rounds)], slot, *arguments)
+        return switch(r, [partial(operation, k, 0) for k in range(self.schedule.virtual_stages)], slot, *arguments)
 
-    def by_round(self, layers: ByGroup[GroupWeights]) -> list[ByGroup[GroupWeights]]:
-        """Weights in the form of the layer stack → the same by round."""
-        rounds = range(self.schedule.rounds)
-        if len(rounds) == 1:
+    def by_virtual_stage(self, layers: ByGroup[GroupWeights]) -> list[ByGroup[GroupWeights]]:
+        """Weights in the form of the layer stack → the same by virtual stage."""
+        virtual_stages = range(self.schedule.virtual_stages)
+        if len(virtual_stages) == 1:
             return [layers]
 
-        def of_round(r: int, n: int, groups: Any) -> Any:
+        def of_virtual_stage(r: int, n: int, groups: Any) -> Any:
             return jax.tree.map(lambda w: w[r] if n == 1 else w[r * n : (r + 1) * n], groups)
 
         loops = [segment.loops for segment in self.stack.segments]
-        return [[of_round(r, *pair) for pair in zip(loops, layers, strict=True)] for r in rounds]
+        return [[of_virtual_stage(r, *pair) for pair in zip(loops, layers, strict=True)] for r in virtual_stages]
 
-    def join_rounds(self, weights: list[Any]) -> Any:
-        """Inverse of `by_round`."""
+    def join_virtual_stages(self, weights: list[Any]) -> Any:
+        """Inverse of `by_virtual_stage`."""
         if len(weights) == 1:
             return weights[0]
 
-        def join(segment: LayerSegment, *rounds: Any) -> Any:
-            return jax.tree.map(lambda *w: jnp.stack(w) if segment.loops == 1 else jnp.concatenate(w), *rounds)
+        def join(segment: LayerSegment, *parts: Any) -> Any:
+            return jax.tree.map(lambda *w: jnp.stack(w) if segment.loops == 1 else jnp.concatenate(w), *parts)
 
         return [join(segment, *groups) for segment, *groups in zip(self.stack.segments, *weights, strict=True)]
 
@@ -389,10 +389,10 @@ class _Run:
             activations=[empty_bank() for _ in range(self.banks)],
             deferred=[[group.deferred for group in segment] for segment in groups],
             table=self.graph.table.zero_gradients(self.arrays.table),
-            layer_gradients=[gradients] * self.schedule.rounds,
-            amax=[amax] * self.schedule.rounds,
+            layer_gradients=[gradients] * self.schedule.virtual_stages,
+            amax=[amax] * self.schedule.virtual_stages,
             results=self.graph.zero_results(jax.eval_shape(self.turn_of_first, x)),
-            metrics=[metrics] * self.schedule.rounds,
+            metrics=[metrics] * self.schedule.virtual_stages,
             streams={name: jnp.zeros(self.streams[name].shape, jnp.float32) for name in self.stack.reads},
         )
 
@@ -405,14 +405,14 @@ class _Run:
         """Group `u` of segment `s` before the first tick; `x` is any residual stream."""
         segment, stack = self.stack.segments[s], self.stack
         at = stack.groups.at(segment, u, layers_of(self.first_layers[0], segment, 0))
-        group = stack.weights.group_at(self.weights[0][s][u], segment, 0)
+        group = stack.weights.select_group(self.weights[0][s][u], segment, 0)
 
         def forward(group, x):
             return stack.groups.forward(at, group, x, inputs, True)[1:]
 
         def backward(group, saved, dy):
             _, gradient, amax = stack.groups.backward(at, group, saved, dy, inputs)
-            return stack.weights.reduce(gradient, segment, u), amax
+            return stack.weights.reduce_per_layer(gradient, segment, u), amax
 
         def zeros(shapes: Any, lead: int | None) -> Any:
             leading = () if lead is None else (lead,)

@@ -1,9 +1,9 @@
 """Pipeline schedules as tables: the microbatch that each stage works on at each tick.
 
 Stages run in lockstep: at each tick every stage does at most one forward, one backward and one weight-gradient
-operation. Then it sends its results to its neighbours, which use them at the next tick. A stage holds R virtual stages,
-one per round; virtual stage r·P + s is round r of stage s (Narayanan et al. 2021, "Efficient Large-Scale Language Model
-Training"). `megajax schedule` draws schedules.
+operation. Then it sends its results to its neighbours, which use them at the next tick. A stage holds R virtual stages
+(Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"); the r-th of stage s is number r·P + s in the
+model's order. Tables and buffers count them by r. `megajax schedule` draws schedules.
 """
 
 import itertools
@@ -23,7 +23,7 @@ class Table(NamedTuple):
     """The work of each stage at each tick for one kind of operation, `[ticks, P]` int32."""
 
     microbatch: np.ndarray  # IDLE where the stage is idle
-    round: np.ndarray  # 0 where the stage is idle
+    virtual_stage: np.ndarray  # r, 0 where the stage is idle
 
     @property
     def active(self) -> np.ndarray:
@@ -68,7 +68,7 @@ class Schedule:
     kind: str
     stages: int
     microbatches: int
-    rounds: int
+    virtual_stages: int
     forward: Table
     backward: Table  # gradients of inputs
     weight: Table | None  # gradients of weights; None: in the backward operations
@@ -88,16 +88,16 @@ class Schedule:
         """By operation: the tick of each microbatch on each virtual stage, `[M, R·P]`; IDLE if it is missing."""
         out = {}
         for name, table in self.tables.items():
-            ticks = np.full((self.microbatches, self.rounds * self.stages), IDLE)
+            ticks = np.full((self.microbatches, self.virtual_stages * self.stages), IDLE)
             for tick, stage in np.argwhere(table.active):
-                ticks[table.microbatch[tick, stage], table.round[tick, stage] * self.stages + stage] = tick
+                ticks[table.microbatch[tick, stage], table.virtual_stage[tick, stage] * self.stages + stage] = tick
             out[name] = ticks
         return out
 
     @cached_property
     def flags(self) -> list[Flags]:
         """The flags of each tick."""
-        head = (self.forward.active & (self.forward.round == self.rounds - 1))[:, -1]
+        head = (self.forward.active & (self.forward.virtual_stage == self.virtual_stages - 1))[:, -1]
         split = weight = np.zeros(self.ticks, bool)
         if self.weight is not None:
             pairs = zip(self.backward, self.weight, strict=True)
@@ -123,7 +123,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)  # the planner asks for the same ones many times
-def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
+def make_schedule(kind: Kind, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """A schedule of a known kind.
 
     - `gpipe` (Huang et al. 2019): all forward operations, then all backward operations.
@@ -132,10 +132,10 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     - `zero_bubble` (Qi et al. 2024): like `1f1b`, but weight gradients of the first backward operations are deferred:
       stage s computes those of its first s operations in the last ticks, in which it has no other work.
 
-    With rounds, microbatches run in groups of P. Raises ValueError for sizes below 1, and if rounds > 1 and M is not a
-    multiple of P.
+    With several virtual stages, microbatches run in groups of P. Raises ValueError for sizes below 1, and then if M is
+    not a multiple of P.
     """
-    P, M, R = stages, microbatches, rounds
+    P, M, R = stages, microbatches, virtual_stages
     if kind not in KINDS:
         raise ValueError(f"schedule={kind} is not known: use {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
     for name, size in (("stages", P), ("microbatches", M), ("virtual_stages", R)):
@@ -146,21 +146,21 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, rounds: int = 1) -
     fill = P - 1  # ticks from the first stage to the last
     first_backward = M * R + fill if kind == "gpipe" else R * P - 1
     ticks = first_backward + M * R + fill
-    # (microbatch, round) of the first stage's M·R operations, in order
+    # (microbatch, virtual stage) of the first stage's M·R operations, in order
     order = np.array(list(_in_groups(M, P, R)))
     position = np.arange(len(order))[:, None]
     stage = np.arange(P)[None, :]
     forward = _table(ticks, order, position + stage)
-    reversed_rounds = np.stack([order[:, 0], R - 1 - order[:, 1]], axis=1)
-    backward = _table(ticks, reversed_rounds, first_backward + position + fill - stage)
+    reversed_order = np.stack([order[:, 0], R - 1 - order[:, 1]], axis=1)
+    backward = _table(ticks, reversed_order, first_backward + position + fill - stage)
     at_once = first_backward + position + fill - stage
     deferred = np.minimum(stage, M * R)
-    weight = _table(ticks, reversed_rounds, np.where(position < deferred, ticks - deferred + position, at_once))
+    weight = _table(ticks, reversed_order, np.where(position < deferred, ticks - deferred + position, at_once))
     return Schedule(kind, P, M, R, forward, backward, weight if kind == "zero_bubble" else None)
 
 
 def _in_groups(M: int, P: int, R: int) -> Iterator[tuple[int, int]]:
-    """(microbatch, round): each group of P microbatches runs all R rounds before the next group."""
+    """(microbatch, virtual stage): each group of P microbatches runs all R virtual stages before the next group."""
     for first in range(0, M, P):
         for r in range(R):
             yield from ((m, r) for m in range(first, min(first + P, M)))
@@ -171,7 +171,7 @@ def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> Table:
     table = Table(np.full((ticks, at.shape[1]), IDLE, np.int32), np.zeros((ticks, at.shape[1]), np.int32))
     for stage in range(at.shape[1]):
         table.microbatch[at[:, stage], stage] = operations[:, 0]
-        table.round[at[:, stage], stage] = operations[:, 1]
+        table.virtual_stage[at[:, stage], stage] = operations[:, 1]
     return table
 
 
@@ -181,16 +181,16 @@ def check(schedule: Schedule) -> None:
     A stage uses its neighbour's result at the next tick; results do not wait between stages. Within a tick the order is
     forward, head, backward, weight. Raises ValueError with the first wrong operation.
     """
-    S = schedule.stages * schedule.rounds
+    S = schedule.stages * schedule.virtual_stages
     for name, table in schedule.tables.items():
-        if not table.microbatch.shape == table.round.shape == (schedule.ticks, schedule.stages):
+        if not table.microbatch.shape == table.virtual_stage.shape == (schedule.ticks, schedule.stages):
             raise ValueError(f"the {name} table must have {schedule.ticks} ticks and {schedule.stages} stages.")
         exists = (table.microbatch >= 0) & (table.microbatch < schedule.microbatches)
-        wrong = table.active & ~(exists & (table.round >= 0) & (table.round < schedule.rounds))
+        wrong = table.active & ~(exists & (table.virtual_stage >= 0) & (table.virtual_stage < schedule.virtual_stages))
         if wrong.any():
             tick, stage = np.argwhere(wrong)[0]
             raise ValueError(
-                f"tick {tick}, stage {stage}: the {name} table has a microbatch or round that does not exist."
+                f"tick {tick}, stage {stage}: the {name} table has a microbatch or virtual stage that does not exist."
             )
     for name, table in schedule.tables.items():
         if table.active.sum() != schedule.microbatches * S or (schedule.ticks_of[name] == IDLE).any():
@@ -226,7 +226,7 @@ class BufferSlots:
     """
 
     activations: int  # number of slots on each stage for residuals of forward operations
-    rounds: tuple[int, ...]  # the round of each of these slots, on every stage; empty if rounds share them
+    virtual_stages: tuple[int, ...]  # that of each of these slots, on every stage; empty if they share the slots
     deferred_slots: int  # number of slots for operands of weight operations; 0 if none is deferred
     pending_heads: int  # number of slots for pending head gradients
     forward: np.ndarray  # the forward operation writes to this activation slot
@@ -238,12 +238,12 @@ class BufferSlots:
 
 
 @lru_cache(maxsize=256)
-def assign_buffer_slots(schedule: Schedule, per_round: bool = False) -> BufferSlots:
+def assign_buffer_slots(schedule: Schedule, per_virtual_stage: bool = False) -> BufferSlots:
     """Buffer slots for a checked schedule; a slot is free again after its last use.
 
-    Rounds share activation slots; with `per_round` each round has its own, which may need more.
+    Virtual stages share activation slots; with `per_virtual_stage` each has its own, which may need more.
     """
-    stages, final = range(schedule.stages), schedule.rounds - 1
+    stages, final = range(schedule.stages), schedule.virtual_stages - 1
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
 
     def assign(writer: Table, writes: np.ndarray, reader: str) -> list["_Assigned"]:
@@ -255,16 +255,16 @@ def assign_buffer_slots(schedule: Schedule, per_round: bool = False) -> BufferSl
     def read(assigned: list["_Assigned"], reader: Table) -> np.ndarray:
         return np.stack([_read(own, reader, s) for s, own in zip(stages, assigned, strict=True)], axis=1)
 
-    activations, rounds = assign(schedule.forward, flagged["forward"], "backward"), ()
-    if per_round:
-        activations, rounds = _assign_per_round(schedule, flagged["forward"])
+    activations, virtual_stages = assign(schedule.forward, flagged["forward"], "backward"), ()
+    if per_virtual_stage:
+        activations, virtual_stages = _assign_per_virtual_stage(schedule, flagged["forward"])
     nothing = np.zeros((schedule.ticks, schedule.stages), np.int32)
     deferred_slots = assign(schedule.backward, flagged["split"], "weight") if schedule.weight is not None else []
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
     heads = _assign(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
     return BufferSlots(
         activations=max(own.count for own in activations),
-        rounds=rounds,
+        virtual_stages=virtual_stages,
         deferred_slots=max((own.count for own in deferred_slots), default=0),
         pending_heads=heads.count,
         forward=written(activations),
@@ -276,20 +276,20 @@ def assign_buffer_slots(schedule: Schedule, per_round: bool = False) -> BufferSl
     )
 
 
-Work = tuple[int, int]  # microbatch, round
+Work = tuple[int, int]  # microbatch, virtual stage
 
 
 class _Assigned(NamedTuple):
     count: int  # slots
     written: np.ndarray  # [ticks]
-    of_work: dict[Work, int]  # the slot of each microbatch and round
+    of_work: dict[Work, int]  # the slot of each microbatch and virtual stage
 
 
 def _intervals(schedule: Schedule, writer: Table, stage: int, last_read: np.ndarray) -> dict[Work, tuple[int, int]]:
     """The live intervals (first tick, last tick) of the arrays that a stage's operations of one table write."""
     out = {}
     for tick in np.flatnonzero(writer.active[:, stage]):
-        m, r = int(writer.microbatch[tick, stage]), int(writer.round[tick, stage])
+        m, r = int(writer.microbatch[tick, stage]), int(writer.virtual_stage[tick, stage])
         out[m, r] = (int(tick), int(last_read[m, r * schedule.stages + stage]))
     return out
 
@@ -312,26 +312,28 @@ def _assign(writes: np.ndarray, intervals: dict[Work, tuple[int, int]]) -> _Assi
     return _Assigned(len(free_after), written, of_work)
 
 
-def _assign_per_round(schedule: Schedule, writes: np.ndarray) -> tuple[list[_Assigned], tuple[int, ...]]:
-    """(each stage's activation slots, the round of each slot), with slots in the order of the rounds."""
+def _assign_per_virtual_stage(schedule: Schedule, writes: np.ndarray) -> tuple[list[_Assigned], tuple[int, ...]]:
+    """(each stage's activation slots, the virtual stage of each slot), slots in their order."""
     assigned = [_Assigned(0, np.zeros(schedule.ticks, np.int32), {}) for _ in range(schedule.stages)]
-    rounds: tuple[int, ...] = ()
-    for r in range(schedule.rounds):
-        first = len(rounds)
+    virtual_stages: tuple[int, ...] = ()
+    for r in range(schedule.virtual_stages):
+        first = len(virtual_stages)
         for s, before in enumerate(assigned):
             intervals = _intervals(schedule, schedule.forward, s, schedule.ticks_of["backward"])
             own = {work: interval for work, interval in intervals.items() if work[1] == r}
-            new = _assign(writes & (schedule.forward.round[:, s] == r), own)
-            written = np.where(schedule.forward.round[:, s] == r, new.written + first, before.written)
+            new = _assign(writes & (schedule.forward.virtual_stage[:, s] == r), own)
+            written = np.where(schedule.forward.virtual_stage[:, s] == r, new.written + first, before.written)
             of_work = before.of_work | {work: slot + first for work, slot in new.of_work.items()}
             assigned[s] = _Assigned(first + new.count, written, of_work)
-        rounds += (r,) * (max(own.count for own in assigned) - first)
-    return assigned, rounds
+        virtual_stages += (r,) * (max(own.count for own in assigned) - first)
+    return assigned, virtual_stages
 
 
 def _read(assigned: _Assigned, reader: Table, stage: int) -> np.ndarray:
     """The slot that a stage's operation reads at each tick; an idle operation reads the first slot."""
     slots = np.zeros(len(reader.microbatch), np.int32)
     for tick in np.flatnonzero(reader.active[:, stage]):
-        slots[tick] = assigned.of_work.get((int(reader.microbatch[tick, stage]), int(reader.round[tick, stage])), 0)
+        slots[tick] = assigned.of_work.get(
+            (int(reader.microbatch[tick, stage]), int(reader.virtual_stage[tick, stage])), 0
+        )
     return slots

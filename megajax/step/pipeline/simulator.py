@@ -11,7 +11,7 @@ from megajax.step.pipeline.schedules import IDLE, BufferSlots, Schedule, Table, 
 
 @dataclass(frozen=True)
 class Costs:
-    """The time of one microbatch on a whole stage, all R rounds together, in any unit.
+    """The time of one microbatch on a whole stage, all R virtual stages together, in any unit.
 
     Raises ValueError for a cost that is negative or not finite, and if forward, backward and weight are all 0.
     """
@@ -34,10 +34,10 @@ class Costs:
         return self.forward + self.backward + self.weight
 
     def of_operations(self, schedule: Schedule) -> dict[str, float]:
-        """By table of the schedule: the cost of one operation, which is one round."""
+        """By table of the schedule: the cost of one operation, which is one virtual stage."""
         backward = self.backward + (self.weight if schedule.weight is None else 0.0)
         whole = {"forward": self.forward, "backward": backward, "weight": self.weight}
-        return {name: whole[name] / schedule.rounds for name in schedule.tables}
+        return {name: whole[name] / schedule.virtual_stages for name in schedule.tables}
 
 
 class SlotCounts(NamedTuple):
@@ -95,8 +95,8 @@ def sends(schedule: Schedule) -> np.ndarray:
     if schedule.stages == 1:
         return np.zeros(schedule.ticks, bool)
     forward, backward = schedule.forward.active.copy(), schedule.backward.active.copy()
-    forward[:, -1] &= schedule.forward.round[:, -1] != schedule.rounds - 1  # the last virtual stage
-    backward[:, 0] &= schedule.backward.round[:, 0] != 0  # the first
+    forward[:, -1] &= schedule.forward.virtual_stage[:, -1] != schedule.virtual_stages - 1  # the last virtual stage
+    backward[:, 0] &= schedule.backward.virtual_stage[:, 0] != 0  # the first
     return (forward | backward).any(axis=1)
 
 
@@ -109,7 +109,7 @@ def _in_flight(schedule: Schedule) -> list[float]:
         change = np.zeros(schedule.ticks + 1, int)
         np.add.at(change, first[:, stage :: schedule.stages], 1)
         np.add.at(change, last[:, stage :: schedule.stages] + 1, -1)
-        most.append(float(np.cumsum(change).max()) / schedule.rounds)
+        most.append(float(np.cumsum(change).max()) / schedule.virtual_stages)
     return most
 
 
@@ -121,17 +121,17 @@ class _Access(NamedTuple):
     writes: bool
     buffer: str
     count: int  # number of slots of the buffer
-    table: Table  # the operation's microbatches and rounds, [ticks, columns]
+    table: Table  # the operation's microbatches and virtual stages, [ticks, columns]
     slot: np.ndarray  # [ticks, columns]
 
 
 def replay(schedule: Schedule, slots: BufferSlots) -> None:
     """Check buffer slots by simulating their writes and reads tick by tick.
 
-    Each operation must read a slot that was written for its own microbatch and round. An idle operation overwrites its
-    slot with numbers that are not used, and must read a slot that has been written. Deferred slots are written only at
-    ticks with `Flags.split`, and read only at ticks with `Flags.weight`. Raises ValueError with tick, stage and
-    operation.
+    Each operation must read a slot that was written for its own microbatch and virtual stage. An idle operation
+    overwrites its slot with numbers that are not used, and must read a slot that has been written. Deferred slots are
+    written only at ticks with `Flags.split`, and read only at ticks with `Flags.weight`. Raises ValueError with tick,
+    stage and operation.
     """
     memory: dict[tuple[str, int, int], Work | None] = {}  # by buffer, stage and slot; None: from an idle operation
     accesses = _accesses(schedule, slots)
@@ -140,7 +140,7 @@ def replay(schedule: Schedule, slots: BufferSlots) -> None:
             width = access.slot.shape[1]
             for column in range(width):
                 stage, slot = schedule.stages - width + column, int(access.slot[tick, column])
-                microbatch, r = int(access.table.microbatch[tick, column]), int(access.table.round[tick, column])
+                microbatch, r = (int(own[tick, column]) for own in access.table)
                 work = None if microbatch == IDLE else (microbatch, r)
                 where = f"tick {tick}, stage {stage}: the {access.operation} operation of {_named(work)}"
                 name = f"slot {slot} of the {access.buffer}"
@@ -156,7 +156,7 @@ def replay(schedule: Schedule, slots: BufferSlots) -> None:
 
 
 def _named(work: Work | None) -> str:
-    return "no microbatch" if work is None else f"microbatch {work[0]}, round {work[1]}"
+    return "no microbatch" if work is None else f"microbatch {work[0]}, virtual stage {work[1]}"
 
 
 def _accesses(schedule: Schedule, slots: BufferSlots) -> list[_Access]:
@@ -180,5 +180,5 @@ def _accesses(schedule: Schedule, slots: BufferSlots) -> list[_Access]:
 
 def _of_last_virtual_stage(schedule: Schedule, table: Table) -> Table:
     """The table of the last virtual stage only, `[ticks, 1]`."""
-    last = np.where(table.round == schedule.rounds - 1, table.microbatch, IDLE)
-    return Table(last[:, -1:], table.round[:, -1:])
+    last = np.where(table.virtual_stage == schedule.virtual_stages - 1, table.microbatch, IDLE)
+    return Table(last[:, -1:], table.virtual_stage[:, -1:])

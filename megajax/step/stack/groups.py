@@ -106,7 +106,7 @@ class RematGroups:
         return self._traced[key]
 
     def _group_forward(self, weights: GroupWeights, x, inputs, layers, *, program: GroupProgram, save: bool):
-        gathered = self.weights.gather(weights, program, backward=False)
+        gathered = self.weights.gather_per_layer(weights, program, backward=False)
         trained, others = self._divided(gathered, program)
         run = self._runner(inputs, layers, program, others)
         if not save or program.policy.keeps_input:
@@ -120,7 +120,7 @@ class RematGroups:
     def _group_backward(
         self, weights: GroupWeights, saved, dy: StreamGradients, inputs: BlockInputs, layers, *, program: GroupProgram
     ):
-        gathered = self.weights.gather(weights, program, backward=True)
+        gathered = self.weights.gather_per_layer(weights, program, backward=True)
         if program.policy.keeps_input:
             x, dy = not_merged((saved, dy))  # else XLA merges the recomputation with the forward pass
             trained, others = self._divided(gathered, program)

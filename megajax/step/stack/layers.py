@@ -37,7 +37,7 @@ from megajax.weights.weight import Weight
 
 
 class LayerStack:
-    """All layers of one device's pipeline stage: R rounds of the same segments.
+    """All layers of one device's pipeline stage: R virtual stages of the same segments.
 
     A layer slot holds a layer of one kind. An empty slot holds zeros, and a block of zeros adds nothing to the residual
     stream.
@@ -169,7 +169,7 @@ class LayerStack:
                 (x, state), (index,) = carry, loop
                 own, layers = store(s, index, state), layers_of(first, segment, index)
                 for u, group in enumerate(groups):
-                    group, at = self.weights.group_at(group, segment, index), self.groups.at(segment, u, layers)
+                    group, at = self.weights.select_group(group, segment, index), self.groups.at(segment, u, layers)
                     x, saved, metrics = self.groups.forward(at, group, x, inputs, save)
                     own.save(u, saved, metrics)
                 state, out = own.close()
@@ -209,18 +209,18 @@ class LayerStack:
                     stored, at = groups[u], self.groups.at(segment, u, layers)
                     if segment.loops == 1 and self.gathers_again(s, u):
                         stored = tie_stacked(stored, entered)
-                    group = self.weights.group_at(stored, segment, index)
+                    group = self.weights.select_group(stored, segment, index)
                     if self.gathers_again(s, u):
                         group, _ = self.weights.tie_gather((group, entered))
                     entered = dx
                     dx, gradient = own.backward(u, at, group, dx, inputs)
                     if above is not None:
-                        above = own.add(u + 1, self.weights.reduce(above, segment, u + 1, at_once))
+                        above = own.add(u + 1, self.weights.reduce_per_layer(above, segment, u + 1, at_once))
                         dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above), at_once)
                         own.put(u + 1, above)
                     above = gradient
                 assert above is not None
-                own.put(0, own.add(0, self.weights.reduce(above, segment, 0, at_once)))
+                own.put(0, own.add(0, self.weights.reduce_per_layer(above, segment, 0, at_once)))
                 state, out = own.close()
                 return (dx, state), out
 

@@ -15,8 +15,8 @@ from megajax.model.block import Block
 from megajax.ops.barriers import not_before
 from megajax.options.remat import RematPolicy
 from megajax.parallel.comm import MeshComm
+from megajax.step.stack.layer_index import LayerIndex
 from megajax.step.stack.loops import StackedWeight
-from megajax.step.stack.rows import Rows
 from megajax.step_plan import StepPlan
 from megajax.weights.scaling import Scales, Scaling
 from megajax.weights.table import block_scope, in_scope
@@ -44,8 +44,8 @@ class GroupProgram:
 class StackWeights:
     """The edges of the chain (`megajax.weights`) for all layers of a stage.
 
-    For each kind of block with n layer slots, a stage stores R·n rows of every weight (`rows.Rows`). A segment's body
-    has the weights of its layers: of one layer `[...]`, in a loop or with several rounds `[R·loops, ...]`.
+    For each kind of block with n layer slots, a stage stores R·n rows of every weight (`LayerIndex`). A segment's body
+    has the weights of its layers: of one layer `[...]`, in a loop or with several virtual stages `[R·loops, ...]`.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class StackWeights:
         self.slots, self.segments, table = plan.layer_slots, plan.segments, plan.layer_table
         self.scaling, self.gathered = Scaling(plan), plan.gathered_slots
         self.scopes = {kind: block_scope(kind, prefix) for kind in blocks}
-        self.all = Rows(table, range(len(self.slots)))
+        self.all = LayerIndex(table, range(len(self.slots)))
         slots = {kind: [j for j, slot in enumerate(self.slots) if slot.block == kind] for kind in blocks}
-        self.kinds = {kind: Rows(table, own) for kind, own in slots.items()}
+        self.kinds = {kind: LayerIndex(table, own) for kind, own in slots.items()}
         # A layer's state that is not a parameter; it is passed among its group's weights.
-        self.state_names = {kind: {*block.layer_state, *block.needs_filled} for kind, block in blocks.items()}
+        self.state_names = {kind: {*block.layer_state, *block.is_real_layer_names} for kind, block in blocks.items()}
 
     # Stored -> per step
 
@@ -79,12 +79,12 @@ class StackWeights:
         """
         state, stored, out = self._state_of_stage(state), self._by_kind(params), []
         for segment in self.segments:
-            layers = [self._layer_per_step(segment, j, stored, scales, state) for j in range(segment.unroll)]
+            layers = [self._gather_layer_per_step(segment, j, stored, scales, state) for j in range(segment.unroll)]
             size = segment.group_size
             out.append(tuple(tuple(layers[start : start + size]) for start in range(0, len(layers), size)))
         return out
 
-    def _layer_per_step(
+    def _gather_layer_per_step(
         self,
         segment: LayerSegment,
         j: int,
@@ -124,11 +124,13 @@ class StackWeights:
 
     # Per step -> used
 
-    def group_at(self, group: GroupWeights, segment: LayerSegment, index: Any) -> GroupWeights:
+    def select_group(self, group: GroupWeights, segment: LayerSegment, index: Any) -> GroupWeights:
         """The weights of a group in iteration `index` of its segment's loop, which is 0 without a loop."""
-        return tuple({name: self._weight_at(name, w, segment, index) for name, w in layer.items()} for layer in group)
+        return tuple(
+            {name: self._select_weight(name, w, segment, index) for name, w in layer.items()} for layer in group
+        )
 
-    def _weight_at(self, name: str, w: Any, segment: LayerSegment, index: Any) -> Any:
+    def _select_weight(self, name: str, w: Any, segment: LayerSegment, index: Any) -> Any:
         if isinstance(w, StackedWeight):
             row, weight = w.row + w.step * index, self.weights[w.kind][name]
             # In their storage layout: XLA would transpose the whole stack into the layout of the gather.
@@ -139,26 +141,26 @@ class StackWeights:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w)
 
     @jax.named_scope("weights")
-    def gather(self, group: GroupWeights, program: GroupProgram, backward: bool) -> GroupWeights:
+    def gather_per_layer(self, group: GroupWeights, program: GroupProgram, backward: bool) -> GroupWeights:
         """The weights of a group as its blocks compute with them."""
         layers = zip(program.kinds, group, program.gathered, strict=True)
         if program.looped:
             backward = backward and not program.policy.keeps_input  # else the backward pass starts with the forward
             return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
         return tuple(
-            {name: self._use(kind.block, name, w, gathered) for name, w in layer.items()}
+            {name: self._gather_weight(kind.block, name, w, gathered) for name, w in layer.items()}
             for kind, layer, gathered in layers
         )
 
     def _gather_in_turn(self, kind: str, layer: dict[str, Any], backward: bool) -> dict[str, Any]:
-        """`gather` for a layer in a loop. It must hide its own gathers, so the weight that it uses first is first."""
+        """`gather_per_layer` in a loop: a layer hides its own gathers, so the weight that it uses first is first."""
         block, weights = self.blocks[kind], self.weights[kind]
         first = block.used_last if backward else block.used_first
         hidden = [n for n in layer if n in weights and n != first and weights[n].is_gathered_per_layer]
         groups = {n: w for n, w in layer.items() if n not in hidden}, {n: layer[n] for n in hidden}
-        return in_turn(groups, lambda name, w: self._use(kind, name, w, False))
+        return in_turn(groups, lambda name, w: self._gather_weight(kind, name, w, False))
 
-    def _use(self, kind: str, name: str, w: Any, gathered: bool) -> Any:
+    def _gather_weight(self, kind: str, name: str, w: Any, gathered: bool) -> Any:
         """A layer's weight of this name as its block takes it; state as it is."""
         if name in self.state_names[kind]:
             return w
@@ -176,26 +178,28 @@ class StackWeights:
     # The way back
 
     @jax.named_scope("gradients")
-    def reduce(self, gradient: GroupWeights, segment: LayerSegment, u: int, at_once: bool = False) -> GroupWeights:
+    def reduce_per_layer(
+        self, gradient: GroupWeights, segment: LayerSegment, u: int, at_once: bool = False
+    ) -> GroupWeights:
         """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `at_once`.
 
-        Gradients of layers that stay gathered are not summed over `fsdp` here, but in `collect`.
+        Gradients of layers that stay gathered are not summed over `fsdp` here, but in `reduce_per_step`.
         """
         reduce_layer = self._reduce_in_turn if segment.loops > 1 else self._reduce_layer
         layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
         reduced = tuple(own if stays else reduce_layer(kind, own) for kind, own, stays in layers)
-        reduced = self._scatter_per_step(reduced, segment, u) if at_once else reduced
+        reduced = self._reduce_group_per_step(reduced, segment, u) if at_once else reduced
         # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
 
     @jax.named_scope("gradients")
-    def collect(self, gradients: ByGroup[GroupWeights], only_microbatch: bool) -> dict[str, jax.Array]:
-        """Gradients from `reduce`, summed over the microbatches → complete FP32 gradients of the stored shards."""
+    def reduce_per_step(self, gradients: ByGroup[GroupWeights], only_microbatch: bool) -> dict[str, jax.Array]:
+        """Gradients from `reduce_per_layer`, summed over microbatches → complete FP32 gradients of stored shards."""
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, groups in zip(self.segments, gradients, strict=True):
             if not reduced_at_once(segment, only_microbatch):
                 reduced = [self._reduce_gathered(group, segment, u) for u, group in enumerate(groups)]
-                groups = [self._scatter_per_step(group, segment, u) for u, group in enumerate(reduced)]
+                groups = [self._reduce_group_per_step(group, segment, u) for u, group in enumerate(reduced)]
             for kind, layers in self.by_kind(segment, groups):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
@@ -206,7 +210,7 @@ class StackWeights:
         return {self.scopes[kind] + member: self.kinds[kind].without_empty(g) for (kind, member), g in joined.items()}
 
     def zero_gradients(self, gradients: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
-        """Zeros in the shapes of gradients from `reduce` of all groups, in the dtype of their sums."""
+        """Zeros in the shapes of gradients from `reduce_per_layer` of all groups, in the dtype of their sums."""
         segments = zip(self.segments, gradients, strict=True)
         return [tuple(self.zeros_of(own, segment, u) for u, own in enumerate(groups)) for segment, groups in segments]
 
@@ -236,9 +240,9 @@ class StackWeights:
         layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
         return tuple(self._reduce_layer(kind, own) if stays else own for kind, own, stays in layers)
 
-    def _scatter_per_step(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
+    def _reduce_group_per_step(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
         return tuple(
-            {name: self.weights[kind][name].scatter_per_step(g) for name, g in layer.items()}
+            {name: self.weights[kind][name].reduce_per_step(g) for name, g in layer.items()}
             for kind, layer in zip(self._kinds_of(segment, u), gradient, strict=True)
         )
 
@@ -265,9 +269,9 @@ class StackWeights:
         if len(self.kinds) == 1 and found:
             (own,) = found.values()
             return own
-        out = jnp.zeros((self.all.rounds, len(self.slots)), jnp.float32)
+        out = jnp.zeros((self.all.virtual_stages, len(self.slots)), jnp.float32)
         for kind, own in found.items():
-            out = out.at[:, np.array(self.kinds[kind].slots)].set(own.reshape(self.all.rounds, -1))
+            out = out.at[:, np.array(self.kinds[kind].slots)].set(own.reshape(self.all.virtual_stages, -1))
         return out.reshape(-1)
 
     def history_of_stage(self, history: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -293,13 +297,13 @@ class StackWeights:
         return [self.slots[slot].block for slot in self._slots_of(segment, u)]
 
     def _state_of_stage(self, state: LayerState) -> dict[str, dict[str, jax.Array]]:
-        """The layers' state, `[L, ...]` → `[R·n, ...]` of this stage; with `filled` if the kind has empty slots."""
+        """The layers' state, `[L, ...]` → `[R·n, ...]` of this stage; `is_real_layer` if the kind has empty slots."""
         out = {}
         for kind, rows in self.kinds.items():
             out[kind] = rows.of_stage(dict(state.get(kind, {})))
-            if not rows.filled.all():
-                filled = jnp.asarray(rows.filled)[lax.axis_index("pipeline")]
-                out[kind] |= {name: filled for name in self.blocks[kind].needs_filled}
+            if not rows.is_real_layer.all():
+                is_real_layer = jnp.asarray(rows.is_real_layer)[lax.axis_index("pipeline")]
+                out[kind] |= {name: is_real_layer for name in self.blocks[kind].is_real_layer_names}
         return out
 
 

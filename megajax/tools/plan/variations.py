@@ -94,8 +94,8 @@ class Variations:
         """Schedules, virtual stages and layouts for a mesh."""
         stages = self._stages(settings)
         schedules = self.values("pipeline.schedule", ["1f1b", "zero_bubble"] if stages > 1 else ["1f1b"])
-        rounds = self.values("pipeline.virtual_stages", self._virtual_stages(stages))
-        for schedule, number in itertools.product(schedules, rounds):
+        virtual_stages = self.values("pipeline.virtual_stages", self._virtual_stages(stages))
+        for schedule, number in itertools.product(schedules, virtual_stages):
             for layout in self._layouts(settings, number):
                 change: Settings = {"pipeline.schedule": schedule, "pipeline.virtual_stages": number, LAYOUT: layout}
                 yield {**settings, **self.varied(change)}
@@ -110,18 +110,20 @@ class Variations:
         first = {slots[r]: r for r in reversed(slots)}.values()
         return sorted(r for r in first if r * slots[r] <= (1 + EMPTY_SLOTS) * fewest)
 
-    def _layouts(self, settings: Settings, rounds: int) -> list[list[int] | None]:
+    def _layouts(self, settings: Settings, virtual_stages: int) -> list[list[int] | None]:
         """Layouts of the stages of a mesh; None for the default."""
         model, stages = self.config.model, self._stages(settings)
         if stages == 1 or LAYOUT in self.fixed:
             return [None]
-        default = default_layout(model, stages * rounds)
-        return [None if layout == default else list(layout) for layout in layouts_to_try(model, stages * rounds)]
+        default = default_layout(model, stages * virtual_stages)
+        return [
+            None if layout == default else list(layout) for layout in layouts_to_try(model, stages * virtual_stages)
+        ]
 
     def remats(self, settings: Settings) -> Iterator[Settings]:
         """Remat policies, those that recompute least first."""
-        rounds = int(str(settings.get("pipeline.virtual_stages", self.fixed.get("pipeline.virtual_stages", 1))))
-        layers = -(-self.config.model.num_layers // (self._stages(settings) * rounds))
+        virtual_stages = int(str(settings.get("pipeline.virtual_stages", self.fixed.get("pipeline.virtual_stages", 1))))
+        layers = -(-self.config.model.num_layers // (self._stages(settings) * virtual_stages))
         for policy in self.values("remat.policy", ["none", "selective", "full"]):
             some = (
                 sorted({max(1, layers * k // 4) for k in (1, 2, 3)} - {layers}) if POLICIES[policy].keeps_input else []

@@ -12,20 +12,20 @@ from megajax.parallel import collectives
 from megajax.sharding import EMPTY
 
 
-class Rows:
-    """The layers of one kind of block, or all, in arrays `[R·n, ...]` of one stage: n rows in each of R rounds.
+class LayerIndex:
+    """The layers of one kind of block, or all, in arrays `[R·n, ...]` of a stage with R virtual stages of n rows each.
 
     `table [P, R, slots]` holds the layer in each slot (`sharding.stored_layers`); `slots` are the n slots of these
-    layers. A layer's array is `[R·loops, ...]`; with one loop and one round it has no leading dimension.
+    layers. A layer's array is `[R·loops, ...]`; with one loop and one virtual stage it has no leading dimension.
     """
 
     def __init__(self, table: np.ndarray, slots: Sequence[int]):
-        self.slots, self.rounds = list(slots), table.shape[1]
+        self.slots, self.virtual_stages = list(slots), table.shape[1]
         own = table[:, :, self.slots]
         self.layers = np.unique(own[own != EMPTY])
         # For each slot the index of its layer in `self.layers`; [P, R, n]
         self.table = np.where(own == EMPTY, EMPTY, np.searchsorted(self.layers, own))
-        self.filled = (self.table != EMPTY).reshape(len(table), -1)  # [P, R·n]
+        self.is_real_layer = (self.table != EMPTY).reshape(len(table), -1)  # [P, R·n]
 
     def indices_in_body(self, segment: LayerSegment) -> list[int]:
         """The indices of these layers in a segment's body."""
@@ -33,19 +33,19 @@ class Rows:
 
     def copies(self, segment: LayerSegment) -> int:
         """The number of layers at one index of a segment's body: the length of their arrays' leading dimension."""
-        return self.rounds * segment.loops
+        return self.virtual_stages * segment.loops
 
     def layer_of(self, stacked: jax.Array, segment: LayerSegment, j: int) -> jax.Array:
         """`[R·n, ...]` → the j-th layer of a segment's body in all its loops, `[R·loops, ...]` or `[...]`."""
         indices = self.indices_in_body(segment)
         start = sum(slot < segment.start for slot in self.slots)
-        w = stacked.reshape(self.rounds, -1, *stacked.shape[1:])
+        w = stacked.reshape(self.virtual_stages, -1, *stacked.shape[1:])
         w = lax.slice_in_dim(w, start, start + segment.loops * len(indices), axis=1)
         w = w.reshape(self.copies(segment), len(indices), *stacked.shape[1:])[:, indices.index(j)]
         return w[0] if len(w) == 1 else w
 
     def first_row(self, segment: LayerSegment, j: int) -> tuple[int, int]:
-        """(row, step) with one stage and one round: the j-th layer of loop i is in row + i · step."""
+        """(row, step) with one stage and one virtual stage: the j-th layer of loop i is in row + i · step."""
         indices = self.indices_in_body(segment)
         return sum(slot < segment.start for slot in self.slots) + indices.index(j), len(indices)
 
@@ -60,10 +60,10 @@ class Rows:
         """`[R · count, ...]` for each segment that has any of these layers → `[R·n, ...]`."""
         if len(segments) == 1:
             return segments[0]
-        if self.rounds == 1:  # layer by layer: XLA would write a joined copy of parts with several layers
+        if self.virtual_stages == 1:  # layer by layer: XLA would write a joined copy of parts with several layers
             return _stacked([layer for part in segments for layer in part])
-        rounds = [part.reshape(self.rounds, -1, *part.shape[1:]) for part in segments]
-        return jnp.concatenate(rounds, axis=1).reshape(-1, *segments[0].shape[1:])
+        parts = [part.reshape(self.virtual_stages, -1, *part.shape[1:]) for part in segments]
+        return jnp.concatenate(parts, axis=1).reshape(-1, *segments[0].shape[1:])
 
     def of_stage[Arrays](self, arrays: Arrays) -> Arrays:
         """Arrays `[L, ...]` of all these layers → `[R·n, ...]` of this stage's rows."""
@@ -84,10 +84,10 @@ class Rows:
 
     def without_empty(self, gradient: jax.Array) -> jax.Array:
         """`[R·n, ...]` with zeros in empty slots, where a bias of the residual stream has a gradient too."""
-        if self.filled.all():
+        if self.is_real_layer.all():
             return gradient
-        filled = self.filled.reshape(*self.filled.shape, *(1,) * (gradient.ndim - 1))
-        return jnp.where(jnp.asarray(filled)[lax.axis_index("pipeline")], gradient, 0)
+        is_real_layer = self.is_real_layer.reshape(*self.is_real_layer.shape, *(1,) * (gradient.ndim - 1))
+        return jnp.where(jnp.asarray(is_real_layer)[lax.axis_index("pipeline")], gradient, 0)
 
 
 def _stacked(layers: Sequence[jax.Array]) -> jax.Array:
