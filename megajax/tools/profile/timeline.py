@@ -177,7 +177,7 @@ def idle_share(schedule: Schedule) -> float:
         flags.forward + flags.backward * (1 if flags.split else 2) + flags.weight
         for flags in schedule.flags  # of any stage: all stages run them
     )
-    return 1 - 3 * schedule.microbatches * schedule.rounds / run
+    return 1 - 3 * schedule.microbatches * schedule.virtual_stages / run
 
 
 def without_bubble(rows: Rows, schedule: Schedule | None) -> Rows:
