@@ -161,7 +161,8 @@ CASES: dict[str, Case] = {
     # Llama: RMSNorm, SwiGLU, grouped queries, rotary positions
     "llama": llama(),
     "llama_microbatch_mean": llama(per_token=False),
-    "llama_native_lr": llama(aligned=False, row="rate-step"),
+    "llama_delayed_rate": llama(aligned=False, sections={"schedule": {"delay_steps": 1}}),
+    "llama_other_rate": llama(aligned=False, row="rate-step"),
     "llama_vocab_padding": llama(vocab=100, padded=128, row="vocabulary-padding"),
     "proof_vocab_multiple": llama(vocab=100),
     "qkv_bias": llama({"attention_bias": "qkv"}, {"add_qkv_bias": True}),

@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import megatron_parity.megatron_cpu  # noqa: F401, I001
@@ -70,7 +72,13 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
 class Trainer:
     """A case: model, optimizer and schedule."""
 
-    def __init__(self, case: Case, start: dict[str, np.ndarray]):
+    def __init__(
+        self,
+        case: Case,
+        start: dict[str, np.ndarray] | None = None,
+        read: Callable[[int], dict[str, np.ndarray]] | None = None,
+    ):
+        """By default it has Megatron's own initial weights, and the batches of the case."""
         torch.manual_seed(1)
         MTPLossLoggingHelper.tracker.clear()
         get_moe_metrics_tracker()._metrics.clear()
@@ -78,7 +86,9 @@ class Trainer:
         self.case, (self.config, self.gpt) = case, build(case)
         self.initial = saved(self.gpt, case.vocab)
         self.initial = {name: [float(a.mean()), float(a.std())] for name, a in self.initial.items()}
-        load(self.gpt, start)
+        if start is not None:
+            load(self.gpt, start)
+        self.read = read or partial(batch, case)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
@@ -141,7 +151,7 @@ class Trainer:
         self.optimizer.zero_grad()
         counts.clear()
         gaps.clear()
-        fields = {name: torch.tensor(np.ascontiguousarray(a)) for name, a in batch(case, number).items()}
+        fields = {name: torch.tensor(np.ascontiguousarray(a)) for name, a in self.read(number).items()}
         causal = torch.triu(torch.ones(case.length, case.length, dtype=torch.bool), 1)[None, None]
 
         def forward_step(iterator, model):

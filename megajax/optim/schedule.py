@@ -7,7 +7,7 @@ from megajax.schema.schedule import ScheduleConfig
 
 
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:
-    """The learning rate of a step, counted from 1.
+    """The learning rate of a step, counted from 1; `delay_steps` moves all of it.
 
     Warm-up ends at `warmup_steps`; the rate reaches its minimum at `decay_steps` and stays there. inverse_sqrt ignores
     `decay_steps`: it falls with the root of the step down to the minimum. cosine is Loshchilov and Hutter 2017, wsd
@@ -15,9 +15,9 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     after = (config.chosen.rate or AFTER_WARMUP[config.kind])(config)
-    if warmup == 0:
-        return after
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+    rate = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
+    delay = config.delay_steps
+    return (lambda step: rate(jnp.maximum(step - delay, 0))) if delay else rate
 
 
 def _linear(config: ScheduleConfig) -> optax.Schedule:

@@ -29,6 +29,11 @@ class ScheduleConfig(Section):
     warmup_steps: CountOrZero = Field(
         default=0, description="Steps of linear warm-up; the first step has learning_rate / warmup_steps."
     )
+    delay_steps: CountOrZero = Field(
+        default=0,
+        description="Step t has the schedule's rate of step t - delay_steps; 1: as in Megatron-LM, whose first step of"
+        " a warm-up has rate 0.",
+    )
     decay_steps: Steps = derived(  # filled in by Config, which sees the run
         lambda schedule: None,
         "run.steps, at least warmup_steps + 1",

@@ -179,6 +179,7 @@ def training(a: Parsed, world: int) -> dict:
         "objective.average": "tokens" if a["calculate_per_token_loss"] else "microbatches",
         "schedule.kind": kinds.get(a["lr_decay_style"], a["lr_decay_style"]),
         "schedule.learning_rate": a["lr"],
+        "schedule.delay_steps": 1,
         "run.seed": a["seed"],
         "run.log_interval": a["log_interval"],
         "run.deterministic": a["deterministic_mode"],

@@ -331,7 +331,6 @@ def test_a_flag_becomes_the_value_of_megatrons_rule(flags, key, expected):
 @pytest.mark.parametrize(
     ("flags", "row"),
     [
-        ("--lr-warmup-iters 5", "rate-step"),
         ("--attention-dropout 0.1", "attention-dropout"),
         ("--optimizer sgd", "sgd-decay"),
         ("--fp16", "fp16-gradients"),

@@ -87,3 +87,8 @@ def test_by_default_no_step_has_a_learning_rate_of_zero(kind, warmup):
     assert min(steps) > 0
     assert steps[0] == pytest.approx(PEAK / 4) if warmup else steps[0] > 0.9 * PEAK
     assert steps[-1:] == pytest.approx(found or steps[-1:], rel=1e-5)
+
+
+def test_a_delayed_schedule_begins_at_rate_zero_as_megatrons_does():
+    assert rates([1, 2, 5], kind="linear", delay_steps=1) == pytest.approx([0, PEAK / 4, PEAK])
+    assert rates([1, 2], kind="linear", warmup_steps=0, delay_steps=1)[0] == pytest.approx(PEAK)

@@ -14,7 +14,8 @@ class Difference(NamedTuple):
 DIFFERENCES = {
     "rate-step": Difference(
         "step t trains with the rate of t - 1: the first step of a warm-up has rate 0",
-        "step t trains with the rate of t; logged curves are equal, because Megatron-LM logs after the step",
+        "step t trains with the rate of t; Megatron-LM logs the rate after the step",
+        "`schedule.delay_steps: 1`",
     ),
     "warmup-init": Difference(
         "the warm-up begins at `--lr-warmup-init`", "it is a line through rate 0, so its first step has rate / steps"

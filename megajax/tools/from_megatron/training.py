@@ -86,8 +86,7 @@ def _rates(t: Translation, length: Length, total: int, sampled: bool) -> None:
         t.differs("sample-rates", f"train_{unit}")
     warmup_names = ("lr_warmup_fraction", f"lr_warmup_{unit}")
     t.put("schedule.warmup_steps", length.steps(warmup), *warmup_names)
-    if warmup or kind != "constant":
-        t.differs("rate-step", "lr_warmup_fraction" if t["lr_warmup_fraction"] is not None else f"lr_warmup_{unit}")
+    t.put("schedule.delay_steps", 1, note="Megatron's default: step t has the rate of step t - 1")
     if t["lr_warmup_init"]:
         t.differs("warmup-init", "lr_warmup_init")
     t.use(f"lr_decay_{unit}", f"lr_wsd_decay_{unit}", "min_lr")
