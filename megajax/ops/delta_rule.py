@@ -1,0 +1,104 @@
+"""The gated delta rule (gated DeltaNet, Yang et al., arXiv 2412.06464): a linear recurrence with an erasing update.
+
+For each head S_t = a_t (1 − b_t k_t k_tᵀ) S_{t−1} + b_t k_t v_tᵀ and o_t = S_tᵀ q_t, with a decay a in (0, 1] and a
+strength b in [0, 1]. Keys should have norm 1. All functions compute in FP32 (float64 for float64 inputs).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.ops.linear_recurrence import (
+    ChunkMaps,
+    StateBefore,
+    chunk_size,
+    documents,
+    from_chunks,
+    states_before,
+    to_chunks,
+    unit_lower_inverse,
+)
+from megajax.ops.numerics import wide
+
+
+def recurrent_gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    strength: jax.Array,
+    starts: jax.Array | None = None,
+    initial: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The definition, token by token: arguments and results as `gated_delta_rule`."""
+    dtype, N = wide(v.dtype), v.shape[2]
+    q, k = (jnp.repeat(a.astype(dtype), N // a.shape[2], axis=2) for a in (q, k))
+    decay = jnp.exp(log_decay.astype(dtype))
+    if starts is not None:
+        decay = jnp.where(starts[..., None], 0, decay)
+    if initial is None:
+        initial = jnp.zeros((len(v), N, k.shape[-1], v.shape[-1]), dtype)
+
+    def step(state, token):
+        q, k, v, decay, strength = token
+        state = decay[..., None, None] * state
+        change = strength[..., None] * (v - jnp.sum(state * k[..., None], axis=-2))
+        state = state + k[..., None] * change[..., None, :]
+        return state, jnp.sum(state * q[..., None], axis=-2)
+
+    tokens = [jnp.moveaxis(a.astype(dtype), 1, 0) for a in (q, k, v, decay, strength)]
+    final, out = lax.scan(step, initial.astype(dtype), tokens)
+    return jnp.moveaxis(out, 0, 1), final
+
+
+def gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    strength: jax.Array,
+    starts: jax.Array | None = None,
+    initial: jax.Array | None = None,
+    state_before: StateBefore | None = None,
+    precision: lax.Precision = lax.Precision.HIGHEST,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys `[B, S, K, d]`, values `[B, S, N, w]`, the rest `[B, S, N]` → (`[B, S, N, w]`, final state).
+
+    K divides N: N / K consecutive heads share a query and a key. `starts [B, S]` is True where a document begins, and
+    the state is zeros before it. States are `[B, N, d, w]`. Where several devices have consecutive parts of the
+    sequences, `state_before` gives the initial state. Within a chunk this is the UT transform of the WY representation
+    (section 3.3): with A the strictly lower part of b_i (k_i · k_j) a_{j+1} … a_i, the state changes by the values
+    (1 + A)⁻¹ (b v) less what (1 + A)⁻¹ (b k) finds in the state before the chunk.
+    """
+    (B, S, K, _), N, dtype = q.shape, v.shape[2], wide(v.dtype)
+    size, of_heads = chunk_size(S), (0, 0, N // K)
+    q, k, v, log_decay, strength = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay, strength))
+    seen = documents(starts, (B, S), size)
+
+    def repeated(a: jax.Array) -> jax.Array:
+        """Of key heads → of the heads that share them."""
+        return jnp.repeat(a, of_heads[2], axis=2)
+
+    def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.matmul(x, y, precision=precision)
+
+    total = jnp.cumsum(log_decay, axis=-1)  # [n, B, N, C], from the beginning of the chunk
+    transposed = jnp.swapaxes(k, -1, -2)
+    index = jnp.arange(size)
+    visible = seen.same & (index[:, None] >= index)
+    between = jnp.where(visible, total[..., :, None] - total[..., None, :], -jnp.inf)
+    decays = jnp.exp(between)  # [n, B, N, C, C], from token j to token i
+    repeats = jnp.where(index[:, None] > index, decays * strength[..., None], 0) * repeated(matmul(k, transposed))
+    solved, scores = unit_lower_inverse(repeats), decays * repeated(matmul(q, transposed))
+    from_before = jnp.where(seen.since_before, jnp.exp(total), 0)[..., None]
+    to_end = jnp.where(seen.until_end, jnp.exp(total[..., -1:] - total), 0)[..., None]
+    q, k = repeated(q), repeated(k)
+    weighted = strength[..., None]
+    maps = ChunkMaps(
+        from_before[..., -1, :], to_end * k, matmul(solved, weighted * v), matmul(solved, weighted * from_before * k)
+    )
+    states, final = states_before(maps, initial, state_before, precision)
+    assert maps.erased is not None
+    changes = maps.values - matmul(maps.erased, states)
+    out = matmul(from_before * q, states) + matmul(scores, changes)
+    return from_chunks(out, S), final

@@ -1,0 +1,142 @@
+"""What linear recurrences share: sequences in chunks, with documents, and the state before each chunk.
+
+Within a chunk a recurrence is matmuls of tokens with tokens. From chunk to chunk a head's state [d, w] goes through a
+linear map, so its final value is `transition @ initial + final`, where `final` has an initial state of zeros. Several
+devices, each with consecutive tokens, combine these two.
+
+Shape letters: B sequences, S tokens, n chunks of C tokens, N heads, d key width, w value width.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 64
+# (transition [B, N, d, d] or its diagonal [B, N, d], final state [B, N, d, w]) of a device's tokens → its initial state
+StateBefore = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class ChunkMaps(NamedTuple):
+    """The maps of the state from chunk to chunk: S → decay · S + keysᵀ (values − erased S)."""
+
+    decay: jax.Array  # [n, B, N, d] or [n, B, N, 1]
+    keys: jax.Array  # [n, B, N, C, d]
+    values: jax.Array  # [n, B, N, C, w]
+    erased: jax.Array | None  # [n, B, N, C, d]; None: nothing is taken out of the state but by its decay
+
+
+class Documents(NamedTuple):
+    """What a token of a chunk sees of its document, `[n, B, 1, C]` each, but for `same`."""
+
+    same: jax.Array  # [n, B, 1, C, C], whether two tokens are in one document
+    since_before: jax.Array  # whether the token's document began before the chunk
+    until_end: jax.Array  # whether it goes on to the chunk's last token
+
+
+def chunk_size(length: int) -> int:
+    """The number of tokens in a chunk: CHUNK, or a smaller power of 2 for a short sequence."""
+    return min(CHUNK, 1 << (length - 1).bit_length())
+
+
+def to_chunks(x: jax.Array, size: int) -> jax.Array:
+    """`[B, S, N, ...]` → `[n, B, N, C, ...]`; the last chunk is filled with zeros."""
+    B, S, N, *rest = x.shape
+    x = jnp.pad(x, [(0, 0), (0, -S % size), *[(0, 0)] * (x.ndim - 2)])
+    return jnp.moveaxis(x.reshape(B, -1, size, N, *rest), (1, 3), (0, 2))
+
+
+def from_chunks(x: jax.Array, length: int) -> jax.Array:
+    """`[n, B, N, C, w]` → `[B, S, N, w]`."""
+    n, B, N, C, w = x.shape
+    return jnp.moveaxis(x, (0, 2), (1, 3)).reshape(B, n * C, N, w)[:, :length]
+
+
+def documents(starts: jax.Array | None, shape: tuple[int, int], size: int) -> Documents:
+    """`starts [B, S]` is True for the first token of each document; None: there is one."""
+    if starts is None:
+        starts = jnp.zeros(shape, bool)
+    number = jnp.cumsum(to_chunks(starts[:, :, None].astype(jnp.int32), size), axis=-1)  # [n, B, 1, C]
+    same = number[..., :, None] == number[..., None, :]
+    return Documents(same, number == 0, number == number[..., -1:])
+
+
+def states_before(
+    maps: ChunkMaps, initial: jax.Array | None, state_before: StateBefore | None, precision: lax.Precision
+) -> tuple[jax.Array, jax.Array]:
+    """(the state before each chunk `[n, B, N, d, w]`, the final state `[B, N, d, w]`).
+
+    With `state_before` the tokens are those of one device of several, and it gives their initial state.
+    """
+    _, B, N, _, d = maps.keys.shape
+    zeros = jnp.zeros((B, N, d, maps.values.shape[-1]), maps.values.dtype)
+    if state_before is not None:
+        assert initial is None
+        initial = state_before(*_transition(maps, zeros, precision))
+    return _scan(maps, zeros if initial is None else initial.astype(zeros.dtype), precision)
+
+
+def _transition(maps: ChunkMaps, zeros: jax.Array, precision: lax.Precision) -> tuple[jax.Array, jax.Array]:
+    """(the transition of all chunks together, the final state after zeros)."""
+    if maps.erased is None:
+        _, final = _scan(maps, zeros, precision)
+        return jnp.broadcast_to(jnp.prod(maps.decay, axis=0), zeros.shape[:-1]), final
+    # The columns of the transition are the final states for those of an identity, without any values.
+    d, w = zeros.shape[-2:]
+    identity = jnp.broadcast_to(jnp.eye(d, dtype=zeros.dtype), (*zeros.shape[:-1], d))
+    values = jnp.pad(maps.values, [*[(0, 0)] * 4, (0, d)])
+    _, both = _scan(maps._replace(values=values), jnp.concatenate([zeros, identity], axis=-1), precision)
+    return both[..., w:], both[..., :w]
+
+
+def _scan(maps: ChunkMaps, initial: jax.Array, precision: lax.Precision) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, chunk: ChunkMaps) -> tuple[jax.Array, jax.Array]:
+        values = chunk.values
+        if chunk.erased is not None:
+            values = values - jnp.matmul(chunk.erased, state, precision=precision)
+        added = jnp.einsum("bncd,bncw->bndw", chunk.keys, values, precision=precision)
+        return chunk.decay[..., None] * state + added, state
+
+    final, states = lax.scan(step, initial, maps)
+    return states, final
+
+
+@jax.custom_vjp
+def unit_lower_inverse(a: jax.Array) -> jax.Array:
+    """(1 + a)⁻¹ of strictly lower triangular matrices `[..., C, C]`, by blocks; C is a power of 2.
+
+    Each step is a block of forward substitution. Powers of `a` would need fewer steps, but they cancel.
+    """
+    C = a.shape[-1]
+    if C > 16:
+        half = C // 2
+        first, second = unit_lower_inverse(jnp.stack([a[..., :half, :half], a[..., half:, half:]]))
+        lower = -_exact(_exact(second, a[..., half:, :half]), first)
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        return jnp.concatenate([top, jnp.concatenate([lower, second], axis=-1)], axis=-2)
+    inverse, size, index = jnp.broadcast_to(jnp.eye(C, dtype=a.dtype), a.shape), 1, jnp.arange(C)
+    while size < C:  # from inverses of blocks of `size` to those of twice the size
+        pair, block = index // (2 * size), index // size
+        below = (pair[:, None] == pair) & (block[:, None] > block)
+        inverse = inverse - _exact(_exact(inverse, jnp.where(below, a, 0)), inverse)
+        size *= 2
+    return inverse
+
+
+def _inverse_gradient(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.tril(_exact(_exact(transposed, cotangent), transposed), -1),)
+
+
+def _inverse_forward(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_lower_inverse(a)
+    return inverse, inverse
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_gradient)
+
+
+def _exact(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,132 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
+from megajax.ops.linear_recurrence import unit_lower_inverse
+from megajax.ops.short_convolution import last_tokens, short_convolution
+
+TOLERANCE = 1e-5  # in float32
+
+
+def numpy_delta_rule(q, k, v, log_decay, strength, initial, starts=None):
+    """The definition's matrices: S_t = a (1 - b k kᵀ) S + b k vᵀ."""
+    (B, S, K, d), N = q.shape, v.shape[2]
+    out = np.zeros(v.shape)
+    for row, head in np.ndindex(B, N):
+        state, shared = initial[row, head], head // (N // K)
+        for t in range(S):
+            key, b = k[row, t, shared], strength[row, t, head]
+            if starts is not None and starts[row, t]:
+                state = np.zeros_like(state)
+            state = np.exp(log_decay[row, t, head]) * (np.eye(d) - b * np.outer(key, key)) @ state
+            state = state + b * np.outer(key, v[row, t, head])
+            out[row, t, head] = state.T @ q[row, t, shared]
+    return out
+
+
+def drawn(rng, S, B=2, K=2, N=4, d=8, w=6):
+    """Queries, keys, values, logarithms of decays, strengths and initial states; keys have norm 1."""
+    q, k = rng.normal(size=(2, B, S, K, d))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    decay, strength = -rng.exponential(0.3, size=(B, S, N)), rng.uniform(size=(B, S, N))
+    return q, k, rng.normal(size=(B, S, N, w)), decay, strength, rng.normal(size=(B, N, d, w))
+
+
+def borders(S):
+    """Documents of several lengths in two sequences: some of one token, some that begin or end with a chunk."""
+    starts = np.zeros((2, S), bool)
+    starts[0, [index for index in (3, 4, 5, 40, 64, 128, S - 1) if index < S]] = True
+    starts[1, :3] = True
+    return starts
+
+
+def in_order(op, starts=None):
+    """`op` with the initial state as its last positional argument, and its output only."""
+    return lambda *args: op(*args[:5], starts=starts, initial=args[5])[0]
+
+
+@pytest.mark.parametrize("op", [recurrent_gated_delta_rule, gated_delta_rule])
+def test_values_and_gradients_are_those_of_the_definition(check_op, rng, op):
+    starts = np.zeros((2, 7), bool)
+    starts[0, [2, 3]] = True
+    reference = partial(numpy_delta_rule, starts=starts)
+    check_op(in_order(op, jnp.asarray(starts)), reference, drawn(rng, 7, d=4, w=3), thorough=False)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_chunks_are_the_recurrence(rng, documents, error):
+    S = 131
+    args = [jnp.asarray(a, jnp.float32) for a in drawn(rng, S)]
+    starts = jnp.asarray(borders(S)) if documents else None
+    cotangents = rng.normal(size=(2, S, 4, 6)), rng.normal(size=(2, 4, 8, 6))
+
+    def run(op):
+        both = lambda *args: op(*args[:5], starts=starts, initial=args[5])  # noqa: E731
+        out, pull = jax.jit(lambda *args: jax.vjp(both, *args))(*args)
+        return *out, *pull(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
+
+    for found, expected in zip(run(gated_delta_rule), run(recurrent_gated_delta_rule), strict=True):
+        assert error(found, expected) < TOLERANCE
+
+
+def test_a_device_gets_its_initial_state_from_those_before_it(rng, error):
+    """Two parts of a sequence: the second begins with the state that the first one's map gives for its own."""
+    *args, initial = [jnp.asarray(a, jnp.float32) for a in drawn(rng, 100)]
+    starts = jnp.asarray(borders(100)).at[:, 60:].set(False).at[1].set(False)
+    expected, last = gated_delta_rule(*args, starts=starts, initial=initial)
+    found, state = [], initial
+    for part in (slice(0, 60), slice(60, 100)):
+        own, maps = [a[:, part] for a in args], []
+
+        def before(transition, final, state=state, maps=maps):
+            maps.append(jnp.einsum("bnij,bnjw->bniw", transition, state) + final)
+            return state
+
+        out, final = gated_delta_rule(*own, starts=starts[:, part], state_before=before)
+        assert error(maps[0], final) < TOLERANCE
+        found.append(out)
+        state = final
+    assert error(jnp.concatenate(found, axis=1), expected) < TOLERANCE
+    assert error(state, last) < TOLERANCE
+
+
+def test_equal_keys_do_not_spoil_the_inverse(rng, error):
+    """Sums of powers of this matrix have terms up to 1e18, which cancel."""
+    a = np.tril(np.ones((64, 64)), -1)
+    found, pull = jax.vjp(unit_lower_inverse, jnp.asarray(a, jnp.float32))
+    assert error(found, np.linalg.inv(np.eye(64) + a)) < TOLERANCE
+    cotangent = rng.normal(size=a.shape)
+    inverse = np.linalg.inv(np.eye(64) + a)
+    expected = -np.tril(inverse.T @ cotangent @ inverse.T, -1)
+    assert error(pull(jnp.asarray(cotangent, jnp.float32))[0], expected) < TOLERANCE
+
+
+def numpy_convolution(x, weight, before, position):
+    tokens, W = np.concatenate([before, x], axis=1), weight.shape[1]
+    y = np.zeros_like(x)
+    for t, back in np.ndindex(x.shape[1], W):
+        seen = (position[:, t] >= back)[:, None]
+        y[:, t] += np.where(seen, tokens[:, t + W - 1 - back] * weight[:, W - 1 - back], 0)
+    return y / (1 + np.exp(-y))
+
+
+def test_the_convolution_sees_its_document_only(check_op, rng):
+    position = np.array([[5, 6, 0, 1, 2, 3, 0], [0, 0, 0, 1, 2, 3, 4]])
+    args = [rng.normal(size=(2, 7, 3)), rng.normal(size=(3, 4)), rng.normal(size=(2, 3, 3))]
+    check_op(
+        lambda x, w, before: short_convolution(x, w, jnp.asarray(position), before),
+        partial(numpy_convolution, position=position),
+        args,
+    )
+
+
+def test_the_window_has_the_last_real_tokens(rng):
+    x, before = jnp.asarray(rng.normal(size=(2, 5, 3))), jnp.asarray(rng.normal(size=(2, 3, 3)))
+    found = last_tokens(x, 3, jnp.array([1, 5]), before)
+    np.testing.assert_array_equal(found[0], jnp.concatenate([before[0, 1:], x[0, :1]]))
+    np.testing.assert_array_equal(found[1], x[1, 2:])
+    np.testing.assert_array_equal(last_tokens(x, 3, None, None), x[:, 2:])
