@@ -31,7 +31,7 @@ SHARED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
 EXPERT_AXES = ("expert", "tensor")  # over which a model in use divides its experts
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
 # The last axis of weights that are not cast to the compute dtype
-COMPUTED_IN_FP32 = ("norm", "router", "sinks", "outputs")
+COMPUTED_IN_FP32 = ("norm", "router", "sinks", "decays", "outputs")
 EMPTY = -1  # instead of a layer, for an empty slot
 BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block comes next
 TEACHER = "teacher."  # prefix of the names of a teacher's parameters
@@ -44,6 +44,7 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",  # replicated where there are fewer KV heads than devices on `tensor`
     "sinks": "tensor",  # a logit for each query head, in FP32
+    "decays": "tensor",  # numbers of each head's decay, in FP32
     "mlp": "tensor",
     "experts": "expert",  # by default: `mesh.experts_over`
     "expert_mlp": "tensor",  # whole if `tensor` divides the experts themselves
@@ -54,6 +55,7 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "whole": None,  # any other dimension that no axis divides
     "rank": None,  # of a low-rank projection: every device has all of it (`replicated_linear`)
     "positions": None,
+    "window": None,  # the tokens of a short convolution
     "norm": None,  # vectors of width D or H are too small to shard; those of norms compute in FP32
     "residual": None,  # biases of width D, added to the residual stream in its dtype
 }

@@ -1,12 +1,12 @@
-"""Checks of the settings that a sublayer of a registered kind of block must declare to support."""
+"""Checks of the settings that a sublayer must declare to support."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megajax.config.sentences import fail, format_axis, format_keys
-from megajax.layout.kinds import block_layers, layer_kinds
+from megajax.layout.kinds import BUILT_IN, block_layers, layer_kinds
 from megajax.layout.stages import layer_slots, slot_kinds
-from megajax.layout.sublayers import BUILT_IN, how_to_declare, lacking, parts_of, takes_order
+from megajax.layout.sublayers import ABILITIES, lacking, parts_of, takes_order
 from megajax.schema.config import Config
 
 
@@ -22,17 +22,18 @@ class Need(NamedTuple):
 
 def check_parts(config: Config, sizes: dict[str, int]) -> None:
     """Raise ConfigError for an unknown kind of block, and for a setting that a part of a block does not support."""
-    registered = [kind for kind in block_layers(config.model) if kind not in BUILT_IN]
-    for kind in registered:
+    kinds = block_layers(config.model)
+    for kind in (kind for kind in kinds if kind not in BUILT_IN):
         parts_of(kind)
-    for need in _needs(config, sizes) if registered else ():
-        for kind in (kind for kind in registered if kind in need.kinds):
-            if part := lacking(kind, need.ability):
-                problem = f"{need.setting} needs {need.ability}, which {part.__name__} (block {kind}) does not declare"
-                cure = f"{need.cure}, or {how_to_declare(part, need.ability)}"
+    limited = [kind for kind in kinds if any(lacking(kind, ability) for ability in ABILITIES)]
+    for need in _needs(config, sizes) if limited else ():
+        for kind in (kind for kind in limited if kind in need.kinds):
+            if lack := lacking(kind, need.ability):
+                cure = f"{need.cure}, or {lack.cure}" if lack.cure else need.cure
+                problem = f"{need.setting} needs {need.ability}, {lack.what}"
                 fail(config, problem, cure, need.key, "model.block_pattern")
     last = layer_kinds(config.model)[-1].block
-    if sizes["pipeline"] > 1 and config.model.mtp_layers and last in registered and takes_order(last):
+    if sizes["pipeline"] > 1 and config.model.mtp_layers and takes_order(last):
         problem = f"{format_keys(config, 'model.mtp_layers')} in a pipeline divides every sequence over the stages"
         problem += f", but the last layer's kind {last} needs consecutive tokens (IN_ORDER)"
         fail(config, problem, "set mesh.pipeline=1 or model.mtp_layers=0", "mesh.pipeline", "model.mtp_layers")

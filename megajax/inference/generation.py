@@ -19,7 +19,7 @@ from megajax.inference.sampling import DEFAULT, Sampling, choose
 from megajax.inference.speculation import Drafter, Drafts, DraftWindow, Verified
 from megajax.inference.weights import ModelWeights
 from megajax.layout.kinds import block_layers
-from megajax.layout.sublayers import DECODING, DRAFTS, how_to_declare, lacking
+from megajax.layout.sublayers import DECODING, DRAFTS, lacking
 
 LENGTH_MULTIPLE = 64  # of lengths, by default
 NONE = -1  # instead of a token after the end of a sequence
@@ -209,11 +209,9 @@ def check_decoding(model: LanguageModel) -> None:
         needs[DRAFTS] = "speculation replaces drafts that are not accepted"
     for ability, reason in needs.items():
         for kind in block_layers(model.config):
-            if part := lacking(kind, ability):
-                problem = (
-                    f"{reason}, which needs {ability} of {part.__name__} (block {kind}), which does not declare it"
-                )
-                raise InputError(f"{problem}: {how_to_declare(part, ability)}.")
+            if lack := lacking(kind, ability):
+                cure = f": {lack.cure}" if lack.cure else ""
+                raise InputError(f"{reason}, which needs {ability}, {lack.what}{cure}.")
 
 
 @lru_cache(maxsize=8)

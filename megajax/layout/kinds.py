@@ -6,8 +6,32 @@ from megajax.schema.fields import cached, shortest_pattern
 from megajax.schema.model import ModelConfig
 
 DENSE, MOE = "dense", "moe"
+MLP, GATED_DELTANET = "mlp", "gated_deltanet"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 MTP = "mtp"  # the blocks of the multi-token prediction modules
+
+
+class Declared(NamedTuple):
+    """What checks ask about a built-in sublayer: they do not import its module, which needs jax."""
+
+    lacks: frozenset[str] = frozenset()  # of `layout.sublayers.ABILITIES`
+    in_order: bool = False  # `Sublayer.IN_ORDER`
+    has_experts: bool = False  # `Sublayer.HAS_EXPERTS`
+
+
+DECLARED = {
+    "attention": Declared(),
+    MLP: Declared(),
+    MOE: Declared(has_experts=True),
+    GATED_DELTANET: Declared(frozenset({"layer_pattern", "drafts"}), in_order=True),
+}
+# The built-in kinds of blocks, with the names of their sublayers in order.
+BUILT_IN = {
+    DENSE: ("attention", MLP),
+    MOE: ("attention", MOE),
+    GATED_DELTANET: (GATED_DELTANET, MLP),
+    f"{GATED_DELTANET}_moe": (GATED_DELTANET, MOE),
+}
 # The sublayers' classes of each kind by name, in order; `model.block.register` fills it.
 KINDS: dict[str, dict[str, type[Any]]] = {}
 
@@ -15,15 +39,15 @@ KINDS: dict[str, dict[str, type[Any]]] = {}
 class LayerKind(NamedTuple):
     """The properties of a layer that its program depends on."""
 
-    block: str  # "dense", "moe" or a registered kind: the key of its parts in `layout.kinds.KINDS`
+    block: str  # a kind of BUILT_IN or a registered one: the key of its parts in `layout.kinds.KINDS`
     window: int | None  # number of tokens that it attends to; None: all
     rope: bool = True  # whether it has the positions of model.position=rope
 
     @property
     def has_experts(self) -> bool:
         """Whether a part of its block divides its weights over `mesh.experts_over`."""
-        if self.block not in KINDS:  # the built-in ones need jax
-            return self.block == MOE
+        if self.block in BUILT_IN:
+            return any(DECLARED[name].has_experts for name in BUILT_IN[self.block])
         return any(part.HAS_EXPERTS for part in KINDS[self.block].values())
 
 
@@ -67,8 +91,13 @@ def expert_layers(model: ModelConfig) -> tuple[int, ...]:
 
 def mlp_widths(model: ModelConfig) -> tuple[str, ...]:
     """The keys of `model` for the widths of its MLPs and experts."""
-    dense = ("ffn_hidden_size",) if DENSE in block_layers(model) else ()
+    dense = ("ffn_hidden_size",) if has_sublayer(model, MLP) else ()
     return dense + (("shared_expert_ffn_hidden_size", "expert_ffn_hidden_size") if model.num_experts else ())
+
+
+def has_sublayer(model: ModelConfig, name: str) -> bool:
+    """Whether a layer of a built-in kind has this built-in sublayer."""
+    return any(name in BUILT_IN.get(block, ()) for block in block_layers(model))
 
 
 def is_gated(model: ModelConfig) -> bool:

@@ -1,14 +1,14 @@
-"""What the sublayers of registered kinds of blocks can do.
+"""What the sublayers of a kind of block can do.
 
-It does not import the sublayers, which need jax: `model.block.register` puts them into `KINDS`.
+It does not import the sublayers, which need jax: those of built-in kinds are in `DECLARED`, and `model.block.register`
+puts the classes of the others into `KINDS`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from megajax.errors import ConfigError
-from megajax.layout.kinds import DENSE, KINDS, MOE
+from megajax.layout.kinds import BUILT_IN, DECLARED, KINDS
 
-BUILT_IN = (DENSE, MOE)
 DECODING, DRAFTS = "decoding", "drafts"
 # What a part can do, in the words of `Sublayer.SUPPORTS`: none of it by default.
 ABILITIES = {
@@ -26,6 +26,11 @@ ABILITIES = {
 EVERYTHING = frozenset(ABILITIES)
 
 
+def supported(name: str) -> frozenset[str]:
+    """The abilities of a built-in sublayer."""
+    return EVERYTHING - DECLARED[name].lacks
+
+
 def parts_of(kind: str) -> dict[str, type[Any]]:
     """The classes of a kind's sublayers by name. Raises ConfigError if it is not registered."""
     if kind not in KINDS:
@@ -39,7 +44,9 @@ def parts_of(kind: str) -> dict[str, type[Any]]:
 
 def takes_order(kind: str) -> bool:
     """Whether a sublayer of a kind takes the tokens in the order of their sequences."""
-    return kind not in BUILT_IN and any(part.IN_ORDER for part in parts_of(kind).values())
+    if kind in BUILT_IN:
+        return any(DECLARED[name].in_order for name in BUILT_IN[kind])
+    return any(part.IN_ORDER for part in parts_of(kind).values())
 
 
 def read_streams(kind: str) -> dict[str, type[Any]]:
@@ -48,11 +55,20 @@ def read_streams(kind: str) -> dict[str, type[Any]]:
     return {stream: part for part in parts for stream in part.STREAMS}
 
 
-def lacking(kind: str, ability: str) -> type[Any] | None:
-    """The first part of a kind of block that does not declare an ability."""
-    return next((part for part in parts_of(kind).values() if ability not in part.SUPPORTS), None)
+class Lack(NamedTuple):
+    """An ability that a sublayer of a kind of block does not have."""
+
+    what: str  # the end of a sentence: "which ... does not have"
+    cure: str | None  # how to declare it, for a sublayer that is not built in
 
 
-def how_to_declare(part: type[Any], ability: str) -> str:
-    """The end of a sentence about an ability that a part does not declare."""
-    return f"add {ability!r} to {part.__name__}.SUPPORTS if it can: {ABILITIES[ability]}"
+def lacking(kind: str, ability: str) -> Lack | None:
+    """The first sublayer of a kind of block without an ability."""
+    if kind in BUILT_IN:
+        found = next((name for name in BUILT_IN[kind] if ability in DECLARED[name].lacks), None)
+        return found and Lack(f"which {found} (block {kind}) does not have: {ABILITIES[ability]}", None)
+    part = next((part for part in parts_of(kind).values() if ability not in part.SUPPORTS), None)
+    if part is None:
+        return None
+    cure = f"add {ability!r} to {part.__name__}.SUPPORTS if it can: {ABILITIES[ability]}"
+    return Lack(f"which {part.__name__} (block {kind}) does not declare", cure)

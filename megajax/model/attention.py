@@ -25,13 +25,15 @@ from megajax.model.sublayer import (
     rotate,
 )
 
+PARTS = ("query", "key", "value", "gate")
+
 
 class Attention(Sublayer):
     """Grouped-query causal self-attention (Ainslie et al. 2023) with the norm before it: `[T, D]` → `[T, D]`."""
 
     NAME = "attention"
     SUPPORTS = EVERYTHING
-    FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
+    FUSED = {"qkv": PARTS, "qkv_bias": tuple(f"{part}_bias" for part in PARTS)}
     LINEAR = ("qkv", "output")
     SAVED = ("qkv", "attention", "exchanged", "output")
 
@@ -42,6 +44,7 @@ class Attention(Sublayer):
         self.query = declare((D, N, H), ("embed", "heads", "head"))
         self.key = declare((D, K, H), ("embed", "kv_heads", "head"))
         self.value = declare((D, K, H), ("embed", "kv_heads", "head"))
+        self.gate = declare((D, N, H), ("embed", "heads", "head")) if config.attention_gate else None
         self.output = declare((N, H, D), ("heads", "head", "embed"), scale=residual_scale(config))
         together = config.qk_norm == "all_heads"
         self.query_norm = declare_norm_weight(config, N * H if together else H) if config.qk_norm else None
@@ -54,6 +57,7 @@ class Attention(Sublayer):
         self.query_bias = declare((N, H), ("heads", "head"), "bias") if bias else None
         self.key_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
         self.value_bias = declare((K, H), ("kv_heads", "head"), "bias") if bias else None
+        self.gate_bias = declare((N, H), ("heads", "head"), "bias") if bias and config.attention_gate else None
         self.output_bias = declare((D,), ("residual",), "bias") if bias is True else None
 
     @jax.named_scope("attention")
@@ -76,13 +80,18 @@ class Attention(Sublayer):
 
         core = jax.checkpoint(core) if "attention" in ctx.recompute else core
         out, largest = core(projected)
-        out = checkpoint_name(out, "attention")
-        y = checkpoint_name(comm.row_linear(out.reshape(-1, out.shape[-2] * out.shape[-1]), w["output"]), "output")
+        out = checkpoint_name(out, "attention").reshape(-1, out.shape[-2] * out.shape[-1])
+        if self.config.attention_gate:
+            out = gated(out, projected[:, -out.shape[-1] :])
+        y = checkpoint_name(comm.row_linear(out, w["output"]), "output")
         metrics = {} if largest is None else {MAX_SCORE: comm.padded_to_all_heads(largest, self.config.num_heads)}
         return add_bias(y, w.get("output_bias")), metrics
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> jax.Array:
-        """`[T / tensor, D]` → `[T, (N + 2K)·H]`: queries, keys and values of this device's heads, side by side."""
+        """`[T / tensor, D]` → `[T, (N + 2K)·H]`: queries, keys and values of this device's heads, side by side.
+
+        With gates `[T, (2N + 2K)·H]`.
+        """
 
         def compute(x, norm, norm_bias, weight):
             return ctx.comm.column_linear(normalise(self.config, x, norm, norm_bias), weight)
@@ -94,8 +103,9 @@ class Attention(Sublayer):
         """Output of `project` → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, with rotary positions."""
         c, comm, (B, S) = self.config, ctx.comm, ctx.inputs.positions.shape
         qkv = projected.reshape(B, S, -1, c.head_dim)
-        N = qkv.shape[2] - 2 * comm.local_kv_heads(c.num_kv_heads)
-        q, k, v = jnp.split(qkv, (N, (N + qkv.shape[2]) // 2), axis=2)
+        K = comm.local_kv_heads(c.num_kv_heads)
+        N = (qkv.shape[2] - 2 * K) // (2 if c.attention_gate else 1)
+        q, k, v = jnp.split(qkv[:, :, : N + 2 * K], (N, N + K), axis=2)
         if c.qk_norm:
             q, k = (self.normalise_heads(w, f"{name}_norm", a, comm) for a, name in ((q, "query"), (k, "key")))
         q, k = rotate(c, ctx.kind, ctx.inputs.positions, comm.sequence_length(S), q, k)
@@ -126,3 +136,9 @@ class Attention(Sublayer):
         of_heads = {"query": jnp.repeat(shared, self.config.num_heads // K, axis=1), "key": shared}
         biases = {f"{name}_bias": f[:, :, None] for name, f in of_heads.items() if self.config.attention_bias}
         return {name: f[:, None, :, None] for name, f in of_heads.items()} | biases
+
+
+@jax.checkpoint
+def gated(out: jax.Array, gate: jax.Array) -> jax.Array:
+    """out · sigmoid(gate)."""
+    return (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)

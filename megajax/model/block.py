@@ -12,9 +12,10 @@ from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
-from megajax.layout.kinds import DENSE, KINDS, MOE, MTP, block_layers, layer_kinds, stacked_layers
+from megajax.layout.kinds import BUILT_IN, KINDS, MTP, block_layers, layer_kinds, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
+from megajax.model.gated_deltanet import GatedDeltaNet
 from megajax.model.latent_attention import LatentAttention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
@@ -63,8 +64,9 @@ def _check_part(part: type[Sublayer]) -> None:
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
 
 
-register(DENSE, Attention, MLP)
-register(MOE, Attention, MoE)
+SUBLAYERS: dict[str, type[Sublayer]] = {part.NAME: part for part in (Attention, GatedDeltaNet, MLP, MoE)}
+for _kind, _names in BUILT_IN.items():
+    register(_kind, *(SUBLAYERS[name] for name in _names))
 
 
 class Block(nnx.Module):

@@ -5,7 +5,7 @@ are passed as flat dictionaries, keyed by the canonical dotted names of the chec
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,23 @@ from flax import nnx
 from megajax.errors import ConfigError
 from megajax.sharding import LOGICAL_TO_MESH
 
+Initial = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) → FP32 values
 ROLES = ("matrix", "embedding", "norm", "bias")
 
 
 def declare(
-    shape: tuple[int, ...], axes: tuple[str, ...], role: str = "matrix", scale: float = 1.0, muon: bool = True
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    role: str = "matrix",
+    scale: float = 1.0,
+    muon: bool = True,
+    initial: Initial | None = None,
 ) -> nnx.Param:
     """A parameter without an array.
 
     `axes` are names of LOGICAL_TO_MESH. `role` sets the initial values (matrix and embedding: normal with std
-    `model.init_std * scale`; norm: `scale`; bias: zeros) and whether weight decay applies. `muon`: whether the
-    optimizer Muon updates it as a matrix, if that is its role; AdamW updates all others.
+    `model.init_std * scale`; norm: `scale`; bias: zeros), unless `initial` does, and whether weight decay applies.
+    `muon`: whether the optimizer Muon updates it as a matrix, if that is its role; AdamW updates all others.
     """
     if len(shape) != len(axes) or not set(axes) <= {*LOGICAL_TO_MESH}:
         raise ConfigError(
@@ -33,8 +39,8 @@ def declare(
         )
     if role not in ROLES:
         raise ConfigError(f"a parameter was declared with the role {role}: use {', '.join(ROLES)}")
-    of_muon = muon and role == "matrix"
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, role=role, scale=scale, muon=of_muon)
+    own = {"axes": axes, "role": role, "scale": scale, "muon": muon and role == "matrix", "initial": initial}
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **own)
 
 
 def stack[Module: nnx.Module](block: Module, layers: tuple[int, ...], axis: str = "layers") -> Module:
@@ -78,6 +84,8 @@ def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float, layers
     std, shape = init_std * parameter.scale, parameter.shape
 
     def values(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if parameter.initial is not None:
+            return parameter.initial(key, shape)
         if parameter.role == "norm":
             return jnp.full(shape, parameter.scale, jnp.float32)
         if parameter.role == "bias":

@@ -4,14 +4,17 @@ from megajax.ops import router
 from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts, measured_attention
 from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
+from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import Biases, ExpertKernels
 from megajax.ops.experts import apply_experts
 from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_matmul
+from megajax.ops.linear_recurrence import StateBefore
 from megajax.ops.mlp import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
 from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor
+from megajax.ops.short_convolution import last_tokens, short_convolution
 
 __all__ = [
     "Biases",
@@ -20,6 +23,7 @@ __all__ = [
     "GroupedImplementation",
     "Implementation",
     "LossImplementation",
+    "StateBefore",
     "activate",
     "apply_experts",
     "apply_rope",
@@ -32,11 +36,15 @@ __all__ = [
     "chunk_loss_and_grad",
     "document_starts",
     "dropout",
+    "gated_delta_rule",
+    "last_tokens",
     "layer_norm",
     "measured_attention",
+    "recurrent_gated_delta_rule",
     "rms_norm",
     "rope_attention_factor",
     "rope_frequencies",
     "rope_score_factor",
     "router",
+    "short_convolution",
 ]

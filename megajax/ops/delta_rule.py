@@ -70,14 +70,14 @@ def gated_delta_rule(
     (section 3.3): with A the strictly lower part of b_i (k_i · k_j) a_{j+1} … a_i, the state changes by the values
     (1 + A)⁻¹ (b v) less what (1 + A)⁻¹ (b k) finds in the state before the chunk.
     """
-    (B, S, K, _), N, dtype = q.shape, v.shape[2], wide(v.dtype)
-    size, of_heads = chunk_size(S), (0, 0, N // K)
+    (B, S, K, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
+    group = v.shape[2] // K
     q, k, v, log_decay, strength = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay, strength))
     seen = documents(starts, (B, S), size)
 
     def repeated(a: jax.Array) -> jax.Array:
         """Of key heads → of the heads that share them."""
-        return jnp.repeat(a, of_heads[2], axis=2)
+        return jnp.repeat(a, group, axis=2)
 
     def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.matmul(x, y, precision=precision)

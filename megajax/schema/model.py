@@ -161,6 +161,20 @@ def _head_dim(model: dict[str, Any]) -> int:
     return model["hidden_size"] // model["num_heads"]
 
 
+class LinearAttentionConfig(Section):
+    """The heads of gated DeltaNet (blocks gated_deltanet and gated_deltanet_moe)."""
+
+    num_key_heads: Width = Field(default=16, description="Number of query and key heads.")
+    num_value_heads: Width = Field(
+        default=32, description="Number of value heads, a multiple of num_key_heads; each has a state of its own."
+    )
+    key_head_dim: Width = Field(default=128, description="Width of a query and a key.")
+    value_head_dim: Width = Field(default=128, description="Width of a value.")
+    conv_kernel: Annotated[int, Field(ge=2, le=64)] = Field(
+        default=4, description="Number of tokens that the convolution of queries, keys and values sees."
+    )
+
+
 class EncoderConfig(Registered):
     """The encoder, whose stream the layers can read beside their own."""
 
@@ -267,6 +281,10 @@ class ModelConfig(Section):
         description="QK-clip (Kimi K2): after each update, rescale the query and key weights of heads whose largest"
         " attention score in the step was above this threshold; Kimi K2 has 100. Also logs max_attention_score.",
     )
+    attention_gate: bool = Field(
+        default=False,
+        description="Multiply attention's output by a learned sigmoid of the layer's input, each number by its own.",
+    )
     attention_sinks: bool = Field(
         default=False,
         description="One learned logit per head in the softmax denominator (attention sink); it starts at 0.",
@@ -323,6 +341,9 @@ class ModelConfig(Section):
         default=False, description="Multiply the shared expert's output by a learned sigmoid."
     )
     router: RouterConfig = Field(default_factory=RouterConfig, description="Routing of MoE layers.")
+    linear_attention: LinearAttentionConfig = Field(
+        default_factory=LinearAttentionConfig, description="Linear attention, which has a state instead of a cache."
+    )
     encoder: EncoderConfig = Field(default_factory=EncoderConfig, description="A second stream beside the tokens'.")
 
     @property

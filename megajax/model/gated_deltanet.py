@@ -1,0 +1,139 @@
+"""Gated DeltaNet (Yang et al., arXiv 2412.06464), as in Qwen3-Next."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax import ops
+from megajax.config import ModelConfig
+from megajax.layout.kinds import GATED_DELTANET
+from megajax.layout.sublayers import supported
+from megajax.model.parameters import declare
+from megajax.model.recurrent import Kept, RecurrentTokens
+from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, normalise, residual_scale
+from megajax.options.remat import ATTENTION
+
+EPSILON = 1e-6  # of the norms of queries and keys
+DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus(dt_bias), as in Mamba-2
+
+
+class GatedDeltaNet(Sublayer):
+    """The gated delta rule of convolved queries, keys and values, with the norm before it: `[T, D]` → `[T, D]`.
+
+    The weights' heads are those of the keys: each has a group of value heads, which `tensor` does not divide.
+    """
+
+    NAME = GATED_DELTANET
+    SUPPORTS = supported(GATED_DELTANET)
+    IN_ORDER = True
+    FUSED = {
+        "projections": ("query", "key", "value", "gate"),
+        "rates": ("strength", "decay"),
+        "convolution": ("query_convolution", "key_convolution", "value_convolution"),
+    }
+    LINEAR = ("projections", "output")
+    SAVED = ("projections", "rates", ATTENTION, "output")
+
+    def __init__(self, config: ModelConfig):
+        D, c = config.hidden_size, config.linear_attention
+        K, group = c.num_key_heads, c.num_value_heads // c.num_key_heads
+        width, tokens = group * c.value_head_dim, c.conv_kernel
+        self.config = config
+        self.norm, self.norm_bias = declare_norm(config, config.norm_placement != "after")
+        self.query = declare((D, K, c.key_head_dim), ("embed", "heads", "head"))
+        self.key = declare((D, K, c.key_head_dim), ("embed", "heads", "head"))
+        self.value = declare((D, K, width), ("embed", "heads", "head"))
+        self.gate = declare((D, K, width), ("embed", "heads", "head"))
+        # Two numbers for each value head. They are small, and computed for a device's own tokens before these are sent.
+        self.strength = declare((D, K, group), ("embed", "rank", "rank"), muon=False)
+        self.decay = declare((D, K, group), ("embed", "rank", "rank"), muon=False)
+        of_convolution = {"axes": ("window", "heads", "head"), "role": "bias", "initial": _initial_convolution}
+        self.query_convolution = declare((tokens, K, c.key_head_dim), **of_convolution)
+        self.key_convolution = declare((tokens, K, c.key_head_dim), **of_convolution)
+        self.value_convolution = declare((tokens, K, width), **of_convolution)
+        self.decay_rate = declare((c.num_value_heads,), ("decays",), "bias", initial=_initial_decay_rate)
+        self.decay_bias = declare((c.num_value_heads,), ("decays",), "bias", initial=_initial_decay_bias)
+        self.output_norm = declare((c.value_head_dim,), ("norm",), "norm")
+        self.output = declare((K, width, D), ("heads", "head", "embed"), scale=residual_scale(config))
+
+    @jax.named_scope("gated_deltanet")
+    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        """Projections → convolution → delta rule → norm and gate → output."""
+        comm = ctx.comm
+        projected, rates = self.project(w, x, ctx)
+        # The delta rule keeps its inputs only: within chunks it has many times as many numbers.
+        out, kept = jax.checkpoint(lambda *own: self.mix(*own, ctx))(w, projected, rates, comm.earlier())
+        comm.keep(kept)
+        out = checkpoint_name(out, ATTENTION)
+        gate = projected[:, -out.shape[-1] :]
+        y = comm.row_linear(self.gated(w, out, gate), w["output"])
+        return checkpoint_name(y, "output"), {}
+
+    def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """`[T / tensor, D]` → (queries, keys, values and gates side by side `[T, F]`, rates of all heads `[T, K, 2N / K]`)."""
+
+        def compute(x, norm, norm_bias, projections, rates):
+            h = normalise(self.config, x, norm, norm_bias)
+            return ctx.comm.column_linear(h, projections), h @ rates.reshape(len(rates), -1)
+
+        compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
+        projected, rates = compute(x, w.get("norm"), w.get("norm_bias"), w["projections"], w["rates"])
+        rates = checkpoint_name(ctx.comm.all_gather_tokens(rates), "rates")
+        return checkpoint_name(projected, "projections"), rates.reshape(len(rates), *w["rates"].shape[1:])
+
+    def mix(self, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None, ctx: LayerContext):
+        """Outputs of `project` → (the delta rule's output `[T, N·w]`, what generation keeps)."""
+        c, comm, (B, S) = self.config.linear_attention, ctx.comm, ctx.inputs.positions.shape
+        tokens, devices = RecurrentTokens(ctx, earlier), comm.size("tensor")
+        K, N = c.num_key_heads // devices, c.num_value_heads // devices
+        qkv = projected[:, : -N * c.value_head_dim].reshape(B, S, -1)
+        rates = jnp.moveaxis(comm.local_heads(jnp.moveaxis(rates, 1, 0)), 0, 1).reshape(B, S, -1, 2, N // K)
+        qkv, rates = comm.in_order((qkv, rates))
+        q, k, v = jnp.split(tokens.convolved(qkv, w["convolution"]), (K * c.key_head_dim, 2 * K * c.key_head_dim), axis=-1)
+        q, k = (_unit(a.reshape(B, S, -1, c.key_head_dim)) for a in (q, k))
+        v, wide = v.reshape(B, S, N, -1), jnp.float32
+        strength, steps = (rates[:, :, :, i].reshape(B, S, N).astype(wide) for i in range(2))
+        strength = tokens.where_real(jax.nn.sigmoid(strength))
+        decay = tokens.where_real(-jnp.exp(w["decay_rate"]) * jax.nn.softplus(steps + w["decay_bias"]))
+        arguments = q * c.key_head_dim**-0.5, k, v, decay, strength, tokens.starts
+        if earlier is not None:
+            out, tokens.kept["state"] = ops.recurrent_gated_delta_rule(*arguments, earlier["state"])
+        else:
+            precision = jax.lax.Precision.HIGHEST if v.dtype == wide else jax.lax.Precision.DEFAULT
+            out, tokens.kept["state"] = ops.gated_delta_rule(
+                *arguments, state_before=tokens.state_before(), precision=precision
+            )
+        return comm.in_order(out.astype(v.dtype), back=True).reshape(B * S, -1), tokens.kept
+
+    def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:
+        """The norm of each head `[T, N·w]`, times silu(gate)."""
+
+        def compute(out, gate, weight):
+            normed = ops.rms_norm(out.reshape(len(out), -1, len(weight)), weight, self.config.norm_epsilon)
+            return (normed.reshape(out.shape) * jax.nn.silu(gate.astype(jnp.float32))).astype(out.dtype)
+
+        return jax.checkpoint(compute)(out, gate, w["output_norm"])
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """x with norm 1 over the last axis, in FP32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPSILON)
+
+
+def _initial_convolution(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Uniform as in PyTorch: the mean square of the output is a third of the input's."""
+    return jax.random.uniform(key, shape, minval=-(shape[0] ** -0.5), maxval=shape[0] ** -0.5)
+
+
+def _initial_decay_rate(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, minval=DECAYS[0], maxval=DECAYS[1]))
+
+
+def _initial_decay_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse softplus of steps between the limits, uniform in their logarithms."""
+    low, high = map(math.log, STEPS)
+    step = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+    return step + jnp.log(-jnp.expm1(-step))

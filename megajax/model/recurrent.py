@@ -1,0 +1,63 @@
+"""What sublayers with a state share: consecutive tokens, those before a device's, and what generation keeps."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax import ops
+from megajax.model.comm import Comm
+from megajax.model.sublayer import LayerContext
+
+Kept = dict[str, jax.Array]  # arrays [B, ...] by name
+
+
+class RecurrentTokens:
+    """This device's tokens as a recurrence sees them: consecutive in each sequence, in their documents.
+
+    `earlier` is what the layer kept for the tokens before (`Comm.earlier`), None in training; `kept` has the arrays for
+    those that follow.
+    """
+
+    def __init__(self, ctx: LayerContext, earlier: Kept | None):
+        self.comm: Comm = ctx.comm
+        tokens = ctx.inputs.token_positions
+        index = tokens.index if tokens.document_starts is None else tokens.index - tokens.document_starts
+        self.position, self.is_real = self.comm.in_order((index, tokens.is_real))  # [B, S], in the document
+        self.starts = None if tokens.document_starts is None else self.position == 0
+        self.earlier, self.kept = earlier, Kept()
+
+    def convolved(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """`ops.short_convolution` of x `[B, S, F]`."""
+        count = len(weight) - 1
+        before = self._window(x, count) if self.earlier is None else self.earlier["window"]
+        lengths = None if self.is_real is None else jnp.sum(self.is_real, axis=1, dtype=jnp.int32)
+        self.kept["window"] = ops.last_tokens(x, count, lengths, before)
+        return ops.short_convolution(x, weight, self.position, before, bias)
+
+    def where_real(self, x: jax.Array) -> jax.Array:
+        """x `[B, S, ...]`, and 0 for padding."""
+        return x if self.is_real is None else jnp.where(self.is_real.reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
+
+    def state_before(self) -> ops.StateBefore | None:
+        """How this device gets its initial state from the devices with the tokens before; None: there are none."""
+        return self._state_before if self.comm.size("context") > 1 else None
+
+    def _window(self, x: jax.Array, count: int) -> jax.Array | None:
+        """The last `count` tokens of the device before this one."""
+        if self.comm.size("context") == 1:
+            return None
+        index, ends = self.comm.index("context"), self.comm.gather(x[None, :, -count:], "context")
+        return jnp.where(index == 0, 0, ends[jnp.maximum(index, 1) - 1])
+
+    def _state_before(self, transition: jax.Array, final: jax.Array) -> jax.Array:
+        """Every device's map applied to the state before it, as far as to this device."""
+        everyone: Any = self.comm.gather((transition[None], final[None]), "context")
+        index, state = self.comm.index("context"), jnp.zeros_like(final)
+        for device, (own, end) in enumerate(zip(*everyone, strict=True)):
+            if own.ndim == final.ndim:
+                after = jnp.matmul(own, state, precision=jax.lax.Precision.HIGHEST) + end
+            else:
+                after = own[..., None] * state + end
+            state = jnp.where(device < index, after, state)
+        return state
