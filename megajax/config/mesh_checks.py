@@ -4,10 +4,10 @@ import math
 
 from megajax.config.fitting import axis_sizes, fits_kv_heads, microbatch_numbers, tensor_keys
 from megajax.config.other_names import counterpart
-from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed, value
+from megajax.config.sentences import counted, divisors, fail, format_axis, format_keys, listed, value
 from megajax.errors import ConfigError, shown
 from megajax.files import is_number
-from megajax.layout.kinds import is_gated, mlp_widths
+from megajax.layout.kinds import GATED_DELTANET, has_sublayer, is_gated, mlp_widths
 from megajax.options.context import STRATEGIES
 from megajax.schema.config import Config
 from megajax.schema.fields import AXES, BATCH_AXES
@@ -94,6 +94,7 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
     if config.batch.sequence_length % (2 * context):
         problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {format_keys(config, length)}"
         fail(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
+    _check_windows(config, sizes)
     heads = model.num_heads // sizes["tensor"]
     if heads % config.context_strategy(sizes).head_shards(context):
         had = format_keys(config, "model.num_heads")
@@ -108,6 +109,17 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
         fail(config, problem, cure, "communication.context", "mesh.context", "model.num_heads")
 
 
+def _check_windows(config: Config, sizes: dict[str, int]) -> None:
+    """A device needs the tokens before its own that a short convolution sees from one other device."""
+    key, context = "model.linear_attention.conv_kernel", sizes["context"]
+    own, kernel = config.batch.sequence_length // context, config.model.linear_attention.conv_kernel
+    if has_sublayer(config.model, GATED_DELTANET) and own < kernel - 1:
+        problem = f"{format_axis(config, sizes, 'context')} leaves {counted(own, 'token')} of a sequence on a device, "
+        problem += f"fewer than the {kernel - 1} before a token that {format_keys(config, key)} needs"
+        cure = f"make batch.sequence_length {context * (kernel - 1)} or more"
+        fail(config, problem, cure, "mesh.context", key, "batch.sequence_length")
+
+
 def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     """cuBLAS needs multiples of 16 in every dimension of an FP8 matmul."""
     if not config.precision.fp8.chosen.has_kernels:
@@ -119,6 +131,7 @@ def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     widths = {
         format_keys(config, "model.hidden_size"): model.hidden_size,
         **_attention_widths(config, tensor, mesh),
+        **_linear_attention_widths(config, tensor, mesh),
         f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
     if model.mtp_layers and sizes["pipeline"] > 1:  # the stages share the tokens of prediction modules
@@ -142,6 +155,18 @@ def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         problem = f"{format_keys(config, recipe)} can quantise fewer than 2^31 numbers at once, but a microbatch"
         problem += f" on one device has {tokens} tokens of {widest} numbers"
         fail(config, problem, "raise batch.num_microbatches", recipe)
+
+
+def _linear_attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:
+    """The widths of gated DeltaNet's matmuls on one device, by the settings that they follow from."""
+    if not has_sublayer(config.model, GATED_DELTANET):
+        return {}
+    widths = {}
+    for name in ("key", "value"):
+        heads, width = f"model.linear_attention.num_{name}_heads", f"model.linear_attention.{name}_head_dim"
+        total = value(config, heads) * value(config, width) // tensor
+        widths[f"{format_keys(config, heads)} x {format_keys(config, width)} / {mesh}"] = total
+    return widths
 
 
 def _attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:

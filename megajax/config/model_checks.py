@@ -1,6 +1,7 @@
 """Checks of the section `model` (heads, rotary positions, patterns of layers) and of low-rank adapters."""
 
 from megajax.config.sentences import counted, divisors, fail, format_keys, listed, value
+from megajax.layout.kinds import GATED_DELTANET, has_sublayer
 from megajax.schema.config import Config
 
 
@@ -10,6 +11,7 @@ def check_model(config: Config) -> None:
     _check_qk_clip(config)
     _check_width(config)
     _check_heads(config)
+    _check_linear_attention(config)
     _check_rope(config)
     _check_layers(config)
 
@@ -38,6 +40,7 @@ def _check_latent(config: Config) -> None:
         "model.qk_norm": (not model.qk_norm, "remove it: the latents are normalised"),
         "model.attention_sinks": (not model.attention_sinks, "remove it"),
         "model.attention_bias": (not model.attention_bias, "remove it"),
+        "model.attention_gate": (not model.attention_gate, "remove it"),
     }
     for key in (key for key, (fits, _) in plain.items() if not fits):
         problem = f"{format_keys(config, latent)} (latent attention) cannot be combined with {format_keys(config, key)}"
@@ -87,6 +90,14 @@ def _check_heads(config: Config) -> None:
         usable = [n for n in divisors(model.num_heads) if n % tensor == 0 or tensor % n == 0]
         cure = f"use {listed(usable)}, or change model.num_heads"
         fail(config, problem, cure, "model.num_kv_heads", "model.num_heads")
+
+
+def _check_linear_attention(config: Config) -> None:
+    keys = ("model.linear_attention.num_key_heads", "model.linear_attention.num_value_heads")
+    of_keys, of_values = (value(config, key) for key in keys)
+    if has_sublayer(config.model, GATED_DELTANET) and of_values % of_keys:
+        problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
+        fail(config, problem, f"use {listed(divisors(of_values))}, or change {keys[1]}", *keys)
 
 
 def _check_rope(config: Config) -> None:

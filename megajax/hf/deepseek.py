@@ -103,8 +103,8 @@ class DeepseekV2(Llama):
             Tensor(f"{ours}query", f"{theirs}q_b_proj.weight", HEADS, selected=query),
         ]
 
-    def moe(self, model: ModelConfig) -> list[Tensor]:
-        ours, theirs = "blocks.moe.moe.", "model.layers.{layer}.mlp."
+    def moe(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs = "model.layers.{layer}.mlp."
         out = [Tensor(f"{ours}router", f"{theirs}gate.weight", LINEAR)]
         out += [Tensor(f"{ours}{name}", f"{theirs}experts.{{expert}}.{name}_proj.weight", LINEAR) for name in MATRICES]
         if model.shared_expert_ffn_hidden_size:

@@ -85,6 +85,13 @@ DEFAULTS: dict[str, Json] = {
     | _sizes(24, 2048, 32, 6144, 151_936, 32_768)
     | {"num_key_value_heads": 4, "sliding_window": 4096, "num_local_experts": 128, "num_experts_per_tok": 8}
     | {"moe_intermediate_size": 768},
+    "qwen3_next": LLAMA
+    | _sizes(48, 2048, 16, 5632, 151_936, 32_768)
+    | {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "num_experts": 512}
+    | {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    | {"norm_topk_prob": True, "num_nextn_predict_layers": 1},
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA2
     | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window_pattern": 6}

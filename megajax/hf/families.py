@@ -105,8 +105,8 @@ class Phi3(Mistral):
         output = Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed")
         return [*side_by_side(f"{theirs}qkv_proj.weight", 0, parts), output]
 
-    def mlp(self, model: ModelConfig) -> list[Tensor]:
-        ours, theirs = "blocks.dense.mlp.", "model.layers.{layer}.mlp."
+    def mlp(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs = "model.layers.{layer}.mlp."
         parts = {f"{ours}{name}": (LINEAR, model.ffn_hidden_size) for name in ("gate", "up")}
         down = Tensor(f"{ours}down", f"{theirs}down_proj.weight", LINEAR)
         return [*side_by_side(f"{theirs}gate_up_proj.weight", 0, parts), down]

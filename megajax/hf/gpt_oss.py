@@ -56,8 +56,8 @@ class GptOss(Llama):
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
         return [*super().attention(model, ours), Tensor(f"{ours}sinks", "model.layers.{layer}.self_attn.sinks")]
 
-    def moe(self, model: ModelConfig) -> list[Tensor]:
-        ours, theirs = "blocks.moe.moe.", "model.layers.{layer}."
+    def moe(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs = "model.layers.{layer}."
         experts = f"{theirs}mlp.experts."
         return [
             Tensor(f"{ours}router", f"{theirs}mlp.router.weight", LINEAR),

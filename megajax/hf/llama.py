@@ -9,7 +9,7 @@ from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope import read_rope, write_rope
 from megajax.hf.tensors import Tensor
-from megajax.layout.kinds import block_layers, is_gated, layer_kinds
+from megajax.layout.kinds import BUILT_IN, block_layers, is_gated, layer_kinds
 
 Json = dict[str, Any]
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
@@ -78,11 +78,12 @@ class Llama:
         if not model.tie_embeddings:
             out.append(Tensor("head", "lm_head.weight", LINEAR))
         for kind in block_layers(model):
+            mixer, feed_forward = BUILT_IN[kind]
             for ours, theirs in self.norms.items():
-                ours = ours.replace("mlp", "moe") if kind == "moe" else ours
+                ours = ours.replace("attention", mixer).replace("mlp", feed_forward)
                 out += norm(model, f"blocks.{kind}.{ours}", f"model.layers.{{layer}}.{theirs}")
-            out += self.attention(model, f"blocks.{kind}.attention.")
-            out += self.moe(model) if kind == "moe" else self.mlp(model)
+            for name in (mixer, feed_forward):
+                out += getattr(self, name)(model, f"blocks.{kind}.{name}.")
         return out
 
     def unused(self, config: Json) -> tuple[str, ...]:
@@ -104,16 +105,15 @@ class Llama:
             out += [Tensor(f"{ours}{name}_norm", f"{theirs}{name[0]}_norm.weight") for name in ("query", "key")]
         return out
 
-    def mlp(self, model: ModelConfig) -> list[Tensor]:
-        ours, theirs = "blocks.dense.mlp.", "model.layers.{layer}."
-        out = []
+    def mlp(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        out, theirs = [], "model.layers.{layer}."
         for name in ("gate", "up", "down") if is_gated(model) else ("up", "down"):
             out.append(Tensor(f"{ours}{name}", f"{theirs}mlp.{name}_proj.weight", LINEAR))
             if model.mlp_bias:
                 out.append(Tensor(f"{ours}{name}_bias", f"{theirs}mlp.{name}_proj.bias"))
         return out
 
-    def moe(self, model: ModelConfig) -> list[Tensor]:
+    def moe(self, model: ModelConfig, ours: str) -> list[Tensor]:
         return []
 
 
@@ -150,8 +150,8 @@ class Mixtral(Mistral):
         counts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
         return super().write_options(model) | counts | {"intermediate_size": model.expert_ffn_hidden_size}
 
-    def moe(self, model: ModelConfig) -> list[Tensor]:
-        ours, theirs = "blocks.moe.moe.", "model.layers.{layer}."
+    def moe(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs = "model.layers.{layer}."
         out = [Tensor(f"{ours}router", theirs + self.router, LINEAR)]
         for name, short in self.expert_names.items():
             out.append(Tensor(f"{ours}{name}", f"{theirs}{self.experts}{short}.weight", LINEAR))

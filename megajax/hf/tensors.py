@@ -1,7 +1,7 @@
 """How a parameter of megajax corresponds to tensors of a Hugging Face model.
 
 A pattern in the notation of einops, such as `(heads head) embed -> embed heads head`, says how the dimensions of one
-tensor become those of the parameter; read from right to left it is the way back. So each entry of a family's table is
+tensor become those of the parameter, `()` being a dimension of length 1; read from right to left it is the way back. So each entry of a family's table is
 its own inverse, and a slice of a parameter is read from the slice of a tensor that holds it.
 """
 
@@ -43,6 +43,7 @@ class Tensor:
     start: int = 0  # where this one begins in it
     step: int = 1  # from one of its indices to the next: 1 if the parameters are side by side, else they take turns
     selected: Selected | None = None  # None: the parameter has its axes of the tensor whole and in the same order
+    first_layer: int = 0  # the model's layer that is the tensors' {layer} 0
 
     @property
     def stacked(self) -> int:
@@ -86,7 +87,8 @@ class Tensor:
         if not self.pattern:
             return 0
         groups, ours = self._axes
-        return ours.index(next((group[0] for group in groups if group[0] not in self._whole), groups[0][0]))
+        first = [group[0] for group in groups if group]
+        return ours.index(next((axis for axis in first if axis not in self._whole), first[0]))
 
     def without_starts(self, wanted: Slices) -> Slices:
         """`wanted` for `to_ours`, the same for all blocks of one shape."""
@@ -113,9 +115,10 @@ class Tensor:
             (groups, ours), sizes = self._axes, self._sizes(shape)
             want = dict(zip(ours, wanted, strict=True)) | {axis: slice(0, sizes[axis]) for axis in self._whole}
             slices = []
-            for first, *inner in groups:
-                size = math.prod(sizes[axis] for axis in inner)
-                slices.append(slice(want[first].start * size, want[first].stop * size))
+            for group in groups:
+                size = math.prod(sizes[axis] for axis in group[1:])
+                own = want[group[0]] if group else slice(0, 1)
+                slices.append(slice(own.start * size, own.stop * size))
         if self.fused is not None:
             slices[self.fused] = self.in_fused(slices[self.fused])
         return tuple(slices)
@@ -162,9 +165,9 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
         return {(): tensor.theirs}
     layers = stacked_layers(model)[tensor.ours.split(".")[1]]
     if "{expert}" not in tensor.theirs:
-        return {(row,): tensor.theirs.format(layer=layer) for row, layer in enumerate(layers)}
+        return {(row,): tensor.theirs.format(layer=layer - tensor.first_layer) for row, layer in enumerate(layers)}
     return {
-        (row, expert): tensor.theirs.format(layer=layer, expert=expert)
+        (row, expert): tensor.theirs.format(layer=layer - tensor.first_layer, expert=expert)
         for row, layer in enumerate(layers)
         for expert in range(model.num_experts or 0)
     }

@@ -48,7 +48,7 @@ class LayerKind(NamedTuple):
         """Whether a part of its block divides its weights over `mesh.experts_over`."""
         if self.block in BUILT_IN:
             return any(DECLARED[name].has_experts for name in BUILT_IN[self.block])
-        return any(part.HAS_EXPERTS for part in KINDS[self.block].values())
+        return any(part.HAS_EXPERTS for part in KINDS.get(self.block, {}).values())
 
 
 @cached

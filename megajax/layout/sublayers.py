@@ -66,7 +66,7 @@ def lacking(kind: str, ability: str) -> Lack | None:
     """The first sublayer of a kind of block without an ability."""
     if kind in BUILT_IN:
         found = next((name for name in BUILT_IN[kind] if ability in DECLARED[name].lacks), None)
-        return found and Lack(f"which {found} (block {kind}) does not have: {ABILITIES[ability]}", None)
+        return Lack(f"which {found} (block {kind}) does not have: {ABILITIES[ability]}", None) if found else None
     part = next((part for part in parts_of(kind).values() if ability not in part.SUPPORTS), None)
     if part is None:
         return None

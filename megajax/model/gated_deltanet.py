@@ -1,6 +1,7 @@
 """Gated DeltaNet (Yang et al., arXiv 2412.06464), as in Qwen3-Next."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ class GatedDeltaNet(Sublayer):
         comm = ctx.comm
         projected, rates = self.project(w, x, ctx)
         # The delta rule keeps its inputs only: within chunks it has many times as many numbers.
-        out, kept = jax.checkpoint(lambda *own: self.mix(*own, ctx))(w, projected, rates, comm.earlier())
+        out, kept = jax.checkpoint(partial(self.mix, ctx))(w, projected, rates, comm.earlier())
         comm.keep(kept)
         out = checkpoint_name(out, ATTENTION)
         gate = projected[:, -out.shape[-1] :]
@@ -72,7 +73,7 @@ class GatedDeltaNet(Sublayer):
         return checkpoint_name(y, "output"), {}
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """`[T / tensor, D]` → (queries, keys, values and gates side by side `[T, F]`, rates of all heads `[T, K, 2N / K]`)."""
+        """`[T / tensor, D]` → (queries, keys, values, gates `[T, F]`, all heads' rates `[T, K, 2N / K]`)."""
 
         def compute(x, norm, norm_bias, projections, rates):
             h = normalise(self.config, x, norm, norm_bias)
@@ -83,7 +84,7 @@ class GatedDeltaNet(Sublayer):
         rates = checkpoint_name(ctx.comm.all_gather_tokens(rates), "rates")
         return checkpoint_name(projected, "projections"), rates.reshape(len(rates), *w["rates"].shape[1:])
 
-    def mix(self, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None, ctx: LayerContext):
+    def mix(self, ctx: LayerContext, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None):
         """Outputs of `project` → (the delta rule's output `[T, N·w]`, what generation keeps)."""
         c, comm, (B, S) = self.config.linear_attention, ctx.comm, ctx.inputs.positions.shape
         tokens, devices = RecurrentTokens(ctx, earlier), comm.size("tensor")
@@ -91,7 +92,8 @@ class GatedDeltaNet(Sublayer):
         qkv = projected[:, : -N * c.value_head_dim].reshape(B, S, -1)
         rates = jnp.moveaxis(comm.local_heads(jnp.moveaxis(rates, 1, 0)), 0, 1).reshape(B, S, -1, 2, N // K)
         qkv, rates = comm.in_order((qkv, rates))
-        q, k, v = jnp.split(tokens.convolved(qkv, w["convolution"]), (K * c.key_head_dim, 2 * K * c.key_head_dim), axis=-1)
+        widths = K * c.key_head_dim, 2 * K * c.key_head_dim
+        q, k, v = jnp.split(tokens.convolved(qkv, w["convolution"]), widths, axis=-1)
         q, k = (_unit(a.reshape(B, S, -1, c.key_head_dim)) for a in (q, k))
         v, wide = v.reshape(B, S, N, -1), jnp.float32
         strength, steps = (rates[:, :, :, i].reshape(B, S, N).astype(wide) for i in range(2))

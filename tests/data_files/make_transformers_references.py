@@ -29,6 +29,7 @@ from pathlib import Path
 
 import deepseek_references as deepseek
 import family_references as families
+import hybrid_references as hybrids
 import llama_references as llama
 import numpy as np
 import torch
@@ -70,10 +71,18 @@ FOLDERS = (
     "tiny_smollm3",
     "tiny_deepseek_v2",
     "tiny_deepseek_v3",
+    "tiny_qwen3_next",
 )
 LATENT = tuple(
     f"blocks.moe.attention.{name}"
     for name in ("query_down", "key_value_down", "rotary_key", "query_norm", "key_value_norm", "key", "value", "output")
+)
+DELTA_NET = tuple(
+    f"blocks.gated_deltanet_moe.gated_deltanet.{name}"
+    for name in (
+        *("query", "key", "value", "gate", "strength", "decay", "query_convolution", "value_convolution"),
+        *("decay_rate", "decay_bias", "output_norm", "output", "norm"),
+    )
 )
 # Gradients of norms that other models lack; the other families have the logits only.
 TELLING_OF_FAMILY = {
@@ -82,6 +91,7 @@ TELLING_OF_FAMILY = {
     "tiny_olmo2": (*TELLING, "blocks.dense.mlp.post_norm", "blocks.dense.attention.key_norm"),
     "tiny_deepseek_v2": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
     "tiny_deepseek_v3": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
+    "tiny_qwen3_next": (*TELLING, *DELTA_NET, "blocks.moe.attention.gate", "blocks.moe.moe.shared_router"),
 }
 SEQUENCES, LENGTH = 2, 17
 STATE = "e_score_correction_bias"  # of layers, not a parameter
@@ -162,6 +172,7 @@ def main() -> None:
         families.tiny_smollm3,
         deepseek.tiny_deepseek_v2,
         deepseek.tiny_deepseek_v3,
+        hybrids.tiny_qwen3_next,
     )
     for seed, build in enumerate(builders):
         if build.__name__ not in (sys.argv[1:] or [build.__name__]):

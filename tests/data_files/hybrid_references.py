@@ -1,0 +1,138 @@
+"""The tiny models with linear attention, for make_transformers_references.py."""
+
+import torch
+from llama_references import NO_SPECIAL_TOKENS, Reference, Tensors, heads_in, heads_out, stack
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+# Kinds of blocks: a layer without experts among those with them, and attention in the last.
+BLOCKS = ["gated_deltanet_moe", "gated_deltanet", "gated_deltanet_moe", "moe"]
+SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 5, "conv_kernel": 4}
+
+
+def convert(tensors: Tensors, model: dict) -> Tensors:
+    """The network's tensors by canonical names."""
+    out = {
+        "embedding.tokens": tensors["model.embed_tokens.weight"],
+        "final_norm": tensors["model.norm.weight"],
+        "head": tensors["lm_head.weight"].T,
+    }
+    for kind in dict.fromkeys(BLOCKS):
+        layers = [layer for layer, own in enumerate(BLOCKS) if own == kind]
+        mixer = attention if kind == "moe" else gated_deltanet
+        block = mixer(tensors, model, layers) | (mlp if kind == "gated_deltanet" else experts)(tensors, layers)
+        out |= {f"blocks.{kind}.{name}": tensor for name, tensor in block.items()}
+    return out
+
+
+def of_layers(tensors: Tensors, layers: list[int]):
+    return lambda name: stack(tensors, "model.layers.{}." + name, layers)
+
+
+def attention(tensors: Tensors, model: dict, layers: list[int]) -> Tensors:
+    get = of_layers(tensors, layers)
+    both = heads_out(get("self_attn.q_proj.weight"), model["num_heads"])  # [L, D, N, 2H]
+    query, gate = both.chunk(2, dim=-1)
+    return {
+        "attention.norm": get("input_layernorm.weight"),
+        "attention.query": query,
+        "attention.gate": gate,
+        "attention.key": heads_out(get("self_attn.k_proj.weight"), model["num_kv_heads"]),
+        "attention.value": heads_out(get("self_attn.v_proj.weight"), model["num_kv_heads"]),
+        "attention.query_norm": get("self_attn.q_norm.weight"),
+        "attention.key_norm": get("self_attn.k_norm.weight"),
+        "attention.output": heads_in(get("self_attn.o_proj.weight"), model["num_heads"]),
+    }
+
+
+def gated_deltanet(tensors: Tensors, model: dict, layers: list[int]) -> Tensors:
+    """The split of `fix_query_key_value_ordering`, for a key head and its two value heads."""
+    get, heads, keys, values = of_layers(tensors, layers), 2, SIZES["key_head_dim"], 2 * SIZES["value_head_dim"]
+    projections = heads_out(get("linear_attn.in_proj_qkvz.weight"), heads).split([keys, keys, values, values], dim=-1)
+    rates = heads_out(get("linear_attn.in_proj_ba.weight"), heads).chunk(2, dim=-1)
+    convolution = get("linear_attn.conv1d.weight")[:, :, 0].split([heads * keys, heads * keys, heads * values], dim=1)
+    windows = [part.unflatten(1, (heads, -1)).movedim(-1, 1) for part in convolution]
+    own = {
+        **dict(zip(("query", "key", "value", "gate"), projections, strict=True)),
+        **dict(zip(("strength", "decay"), rates, strict=True)),
+        **dict(zip(("query_convolution", "key_convolution", "value_convolution"), windows, strict=True)),
+        "norm": get("input_layernorm.weight"),
+        "decay_rate": get("linear_attn.A_log"),
+        "decay_bias": get("linear_attn.dt_bias"),
+        "output_norm": get("linear_attn.norm.weight"),
+        "output": heads_in(get("linear_attn.out_proj.weight"), heads),
+    }
+    return {f"gated_deltanet.{name}": tensor for name, tensor in own.items()}
+
+
+def mlp(tensors: Tensors, layers: list[int]) -> Tensors:
+    get = of_layers(tensors, layers)
+    own = {name: get(f"mlp.{name}_proj.weight").transpose(1, 2) for name in ("gate", "up", "down")}
+    return {f"mlp.{name}": w for name, w in own.items()} | {"mlp.norm": get("post_attention_layernorm.weight")}
+
+
+def experts(tensors: Tensors, layers: list[int]) -> Tensors:
+    get = of_layers(tensors, layers)
+    gate, up = get("mlp.experts.gate_up_proj").transpose(2, 3).chunk(2, dim=-1)  # [L, E, D, F]
+    own = {
+        "norm": get("post_attention_layernorm.weight"),
+        "router": get("mlp.gate.weight").transpose(1, 2),
+        "gate": gate,
+        "up": up,
+        "down": get("mlp.experts.down_proj").transpose(2, 3),
+        "shared_router": get("mlp.shared_expert_gate.weight")[:, 0],
+    }
+    for name in ("gate", "up", "down"):
+        own[f"shared_{name}"] = get(f"mlp.shared_expert.{name}_proj.weight").transpose(1, 2)
+    return {f"moe.{name}": tensor for name, tensor in own.items()}
+
+
+def tiny_qwen3_next() -> Reference:
+    model = {
+        "num_layers": 4,
+        "hidden_size": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_hidden_size": 20,
+        "vocab_size": 43,
+        "norm_epsilon": 1e-5,
+        "norm_zero_centred": True,
+        "qk_norm": True,
+        "attention_gate": True,
+        "rope_theta": 500.0,
+        "rope_fraction": 0.5,
+        "block_pattern": BLOCKS,
+        "linear_attention": SIZES,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn_hidden_size": 12,
+        "shared_expert_ffn_hidden_size": 16,
+        "shared_expert_gate": True,
+    }
+    config = Qwen3NextConfig(
+        num_hidden_layers=4,
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=20,
+        vocab_size=43,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        mlp_only_layers=[1],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=16,
+        norm_topk_prob=True,
+        experts_implementation="eager",
+        attn_implementation="eager",
+        max_position_embeddings=64,
+        **NO_SPECIAL_TOKENS,
+    )
+    return Qwen3NextForCausalLM(config), model, convert
