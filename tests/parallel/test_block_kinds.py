@@ -282,7 +282,7 @@ def test_a_part_without_a_cache_is_evaluated_but_does_not_generate(table):
     model = bind(model, weights)
     tokens = np.array([[3, 1, 4, 1, 5]])
     np.testing.assert_allclose(generating(tokens), model(tokens), rtol=1e-4, atol=1e-5)
-    with pytest.raises(InputError, match="decoding of Mean .block mean., .* 'decoding' to Mean.SUPPORTS"):
+    with pytest.raises(InputError, match="decoding, which Mean .block mean. .* 'decoding' to Mean.SUPPORTS"):
         Generator(generating)
 
 
