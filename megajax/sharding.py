@@ -56,7 +56,6 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "whole": None,  # any other dimension that no axis divides
     "rank": None,  # of a low-rank projection: every device has all of it (`replicated_linear`)
     "positions": None,
-    "window": None,  # the tokens of a short convolution
     "norm": None,  # vectors of width D or H are too small to shard; those of norms compute in FP32
     "residual": None,  # biases of width D, added to the residual stream in its dtype
 }

@@ -1,8 +1,9 @@
 """How a parameter of megajax corresponds to tensors of a Hugging Face model.
 
 A pattern in the notation of einops, such as `(heads head) embed -> embed heads head`, says how the dimensions of one
-tensor become those of the parameter, `()` being a dimension of length 1; read from right to left it is the way back. So each entry of a family's table is
-its own inverse, and a slice of a parameter is read from the slice of a tensor that holds it.
+tensor become those of the parameter; `()` is a dimension of length 1. Read from right to left it is the way back. So
+each entry of a family's table is its own inverse, and a slice of a parameter is read from the slice of a tensor that
+holds it.
 """
 
 import math

@@ -50,7 +50,7 @@ class GatedDeltaNet(Sublayer):
         # Two numbers for each value head. They are small, and computed for a device's own tokens before these are sent.
         self.strength = declare((D, K, group), ("embed", "rank", "rank"), muon=False)
         self.decay = declare((D, K, group), ("embed", "rank", "rank"), muon=False)
-        of_convolution = {"axes": ("window", "heads", "head"), "role": "bias", "initial": _initial_convolution}
+        of_convolution = {"axes": ("whole", "heads", "head"), "role": "bias", "initial": _initial_convolution}
         self.query_convolution = declare((tokens, K, c.key_head_dim), **of_convolution)
         self.key_convolution = declare((tokens, K, c.key_head_dim), **of_convolution)
         self.value_convolution = declare((tokens, K, width), **of_convolution)

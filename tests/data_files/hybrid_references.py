@@ -1,6 +1,5 @@
 """The tiny models with linear attention, for make_transformers_references.py."""
 
-import torch
 from llama_references import NO_SPECIAL_TOKENS, Reference, Tensors, heads_in, heads_out, stack
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -132,7 +131,7 @@ def tiny_qwen3_next() -> Reference:
         norm_topk_prob=True,
         experts_implementation="eager",
         attn_implementation="eager",
-        max_position_embeddings=64,
+        max_position_embeddings=512,
         **NO_SPECIAL_TOKENS,
     )
     return Qwen3NextForCausalLM(config), model, convert

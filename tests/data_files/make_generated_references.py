@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).parent
-MODELS = ("tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral", "tiny_gpt_oss")
+MODELS = ("tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral", "tiny_gpt_oss", "tiny_qwen3_next")
 LENGTHS, COUNT = (3, 9, 17), 50
 
 

@@ -31,6 +31,7 @@ OF_FAMILY = {  # what other keys of the file decide
     "tiny_qwen2": "max_window_layers",  # layer_types
     "tiny_qwen3_local": "max_window_layers",  # layer_types
     "tiny_qwen3_moe_mixed": "mlp_only_layers sliding_window use_sliding_window",  # the order; a window is off or null
+    "tiny_qwen3_next": "mlp_only_layers",  # the order
     "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
 }
 

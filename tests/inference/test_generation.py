@@ -36,6 +36,7 @@ def last(pieces):
         ("tiny_mistral", {"fsdp": 2, "tensor": 2}),  # two query heads of each KV head on a device; three KV heads
         ("tiny_qwen3_local", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
         ("tiny_gpt_oss", {"data": 2, "expert": 2, "tensor": 2}),
+        ("tiny_qwen3_next", {"fsdp": 2, "tensor": 2}),  # states beside a cache
     ],
 )
 def test_a_mesh_generates_the_tokens_of_transformers(references, folder_of, name, sizes):

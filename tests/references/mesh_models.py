@@ -103,6 +103,19 @@ LATENT_VARIANTS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "dense, MTP 1": (LATENT_MODELS["dense"] | {"mtp_layers": 1}, False, "save_matmuls"),
 }
 
+# Gated DeltaNet in three of four layers, with an MLP in one of these, and gated attention, as Qwen3-Next's options are.
+HYBRID = MIXTRAL | {
+    "num_layers": 4,
+    "num_kv_heads": 2,
+    "expert_ffn_hidden_size": 24,
+    "block_pattern": ["gated_deltanet_moe", "gated_deltanet", "gated_deltanet_moe", "moe"],
+    "linear_attention": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
+    "attention_gate": True,
+    "qk_norm": True,
+    "rope_fraction": 0.5,
+    "norm_zero_centred": True,
+}
+
 
 def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Weights of UNEVEN with which every token chooses the first expert, and none the last three."""
