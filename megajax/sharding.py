@@ -31,7 +31,6 @@ SHARED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
 EXPERT_AXES = ("expert", "tensor")  # over which a model in use divides its experts
 BATCH_SPEC = P(None, BATCH_AXES, "context")  # [M, B, S]
 # The last axis of weights that are not cast to the compute dtype
-# The last axis of weights that are not cast to the compute dtype
 COMPUTED_IN_FP32 = ("norm", "router", "sinks", "decays", "outputs")
 EMPTY = -1  # instead of a layer, for an empty slot
 BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block comes next
