@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.sublayer import BlockInputs, add_metrics
+from megajax.ops.barriers import not_before
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.weights.sums import added
 
@@ -117,6 +118,9 @@ def forward_in_order(
         given, kept = node.forward(arrays, streams, batch, save)
         streams |= given
         saved.append(kept)
+        if node.PLACE == "before":  # the next node need not read its streams, but their collectives must not overlap
+            streams, table = not_before((streams, arrays.table))
+            arrays = arrays._replace(table=table)
     return streams, saved
 
 
@@ -131,6 +135,8 @@ def backward_in_reverse(
     """The nodes in reverse order, from the gradients of their streams → (`table` plus their weights', results)."""
     results = Results()
     for node, kept in reversed([*zip(nodes, saved, strict=True)]):
+        if node.PLACE == "before":
+            gradients, table = not_before((gradients, table))
         own, table, found = node.backward(arrays, kept, gradients, batch, table)
         gradients, results = gradients | own, results.joined(found)
     return table, results

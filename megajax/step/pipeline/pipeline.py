@@ -112,7 +112,7 @@ class ScheduleRunner:
         self.first_layers = jnp.asarray(self.stack.plan.first_layers)[self.stage]
         self.shares = TokenShares(self.stack.plan)
         self.shared_streams = SharedStreams(self.graph, arrays, schedule.microbatches, self.fields_of)
-        self.streams, self.saved_streams = self.shared_streams.forward(self.training)
+        self.streams, self.saved_streams, self.batch = self.shared_streams.forward(self.training, batch)
 
     # The loop over ticks
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops.barriers import not_before
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
 from megajax.step.nodes import (
@@ -34,22 +35,25 @@ class SharedStreams:
         self.stages = graph.sizes["pipeline"]
         self.each = -(-microbatches // self.stages)  # microbatches of a stage; the last ones may repeat the last of all
 
-    def forward(self, save: bool) -> tuple[Streams, Any]:
-        """(the streams of all microbatches, what `backward` needs)."""
+    def forward(self, save: bool, batch: Arrays) -> tuple[Streams, Any, Arrays]:
+        """(the streams of all microbatches, what `backward` needs, `batch` for the ticks that follow)."""
         if not self.nodes:
-            return {}, None
+            return {}, None, batch
 
         def one(_: None, k: jax.Array) -> tuple[None, tuple[Streams, list[Any]]]:
             return None, forward_in_order(self.nodes, self.arrays, self.microbatch(self._index(k)), save)
 
         _, (own, saved) = lax.scan(one, None, jnp.arange(self.each))
         gathered = jax.tree.map(lambda x: collectives.all_gather(x, "pipeline", axis=1), own)  # [each, P, ...]
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: self.count], gathered), saved
+        streams = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: self.count], gathered)
+        streams, batch = not_before((streams, batch))  # no collective of the ticks beside those of the nodes
+        return streams, saved, batch
 
     def backward(self, saved: Any, gradients: Arrays, table: Table) -> Table:
         """`table` plus the gradients of the nodes' weights, from this stage's `gradients` of all streams."""
         if not self.nodes:
             return table
+        gradients, table = not_before((gradients, table))
 
         def of_stage(dx: jax.Array) -> jax.Array:
             dx = jnp.pad(dx, ((0, self.each * self.stages - self.count), *((0, 0) for _ in dx.shape[1:])))
