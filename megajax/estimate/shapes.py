@@ -20,7 +20,7 @@ from megajax.model.comm import AttentionSettings, Comm, TokenPositions
 from megajax.ops.expert_mlp import expert_mlp, num_experts
 from megajax.ops.experts import most_rows
 from megajax.options.remat import ATTENTION
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.schema.fields import AXES
 from megajax.step_plan import Collectives, Kernels

@@ -5,7 +5,7 @@ from typing import Any
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama, Mistral, Qwen2, layer_types, windows
-from megajax.hf.rope import read_rope
+from megajax.hf.rope_scaling import read_rope
 from megajax.hf.tensors import Tensor, side_by_side
 from megajax.layout.kinds import layer_kinds
 

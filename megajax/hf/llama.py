@@ -7,7 +7,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
-from megajax.hf.rope import read_rope, write_rope
+from megajax.hf.rope_scaling import read_rope, write_rope
 from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import BUILT_IN, block_layers, is_gated, layer_kinds
 

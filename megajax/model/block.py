@@ -19,8 +19,8 @@ from megajax.model.gated_deltanet import GatedDeltaNet
 from megajax.model.latent_attention import LatentAttention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
+from megajax.model.mtp_join import Join
 from megajax.model.parameters import parameters
-from megajax.model.prediction import Join
 from megajax.model.sublayer import LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 from megajax.ops.barriers import not_repeated
 
@@ -98,12 +98,12 @@ class Block(nnx.Module):
         metrics: Metrics = {}
         for branch, (name, part) in enumerate(self.parts.items()):
             own = _of_part(weights, name)
-            y, measured = part.apply(own, x, replace(ctx, state=_of_part(ctx.state, name)))
+            y, found = part.apply(own, x, replace(ctx, state=_of_part(ctx.state, name)))
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
                 y = normalise(self.config, not_repeated(y), own["post_norm"], own.get("post_norm_bias"))
             x = x + self._dropout(y, ctx, branch)
-            metrics |= measured
+            metrics |= found
         return x, metrics
 
     def fuse(self, stored: Weights) -> dict[str, jax.Array]:

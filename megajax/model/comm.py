@@ -1,4 +1,4 @@
-"""The communication of a layer, as one device sees it: on one device here, on a mesh in parallel/comm.py."""
+"""The communication of a layer, as one device sees it: on one device here, on a mesh in parallel/mesh_comm.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

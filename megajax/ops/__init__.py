@@ -10,7 +10,7 @@ from megajax.ops.expert_mlp import Biases, ExpertKernels
 from megajax.ops.experts import apply_experts
 from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_matmul
 from megajax.ops.linear_recurrence import StateBefore
-from megajax.ops.mlp import ElementwiseImplementation, activate
+from megajax.ops.mlp_activation import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
 from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor

@@ -24,7 +24,7 @@ from megajax.ops.grouped_matmul import (
     weight_gradient,
 )
 from megajax.ops.grouped_rows import running_sum
-from megajax.ops.mlp import (
+from megajax.ops.mlp_activation import (
     GATED,
     ElementwiseImplementation,
     activate_weighted,

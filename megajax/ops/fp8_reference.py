@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops.mlp import activate
+from megajax.ops.mlp_activation import activate
 
 Quantised = tuple[jax.Array, jax.Array, jax.Array]
 """q [T, F], its transpose [F, T] and amax, a float32 scalar."""

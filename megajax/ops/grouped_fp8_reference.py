@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from megajax.ops.fp8_reference import Quantised, quantize
 from megajax.ops.fp8_reference import amax as amax_of_all
 from megajax.ops.grouped_rows import STEP, padded_rows, steps
-from megajax.ops.mlp import activate
+from megajax.ops.mlp_activation import activate
 
 
 def cast_transpose(x_rf: jax.Array, group_sizes_e: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:

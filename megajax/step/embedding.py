@@ -17,7 +17,7 @@ from megajax import ops
 from megajax.model.sublayer import BlockInputs, scale_embeddings
 from megajax.ops.barriers import not_repeated
 from megajax.parallel import collectives
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import after_microbatch, of_microbatch

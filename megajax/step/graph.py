@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from megajax.layout.kinds import MTP
 from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.parallel.collectives import sum_over_all
-from megajax.parallel.comm import MeshComm
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES
 from megajax.step.embedding import Embedding
-from megajax.step.encoder import EncoderNode
+from megajax.step.encoder_node import EncoderNode
 from megajax.step.mtp import MultiTokenPrediction
 from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, StepArrays, Streams, Table, TerminalNode
 from megajax.step.objective import make_objective

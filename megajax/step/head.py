@@ -10,7 +10,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.model.sublayer import normalise
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import after_microbatch, of_microbatch
 
@@ -196,9 +196,9 @@ class LossHead:
         padding = -own % n
 
         def arrange(a: jax.Array) -> jax.Array:
-            rest = a.shape[1:]
-            a = jnp.pad(a.reshape(tensor, own, *rest), ((0, 0), (0, padding), *((0, 0) for _ in rest)))
-            return a.reshape(tensor, n, -1, *rest).swapaxes(0, 1).reshape(n, -1, *rest)
+            more = a.shape[1:]
+            a = jnp.pad(a.reshape(tensor, own, *more), ((0, 0), (0, padding), *((0, 0) for _ in more)))
+            return a.reshape(tensor, n, -1, *more).swapaxes(0, 1).reshape(n, -1, *more)
 
         x = jnp.pad(x, ((0, padding), (0, 0)))
         return x.reshape(n, -1, x.shape[-1]), arrange(targets), arrange(mask), jax.tree.map(arrange, fields or {})

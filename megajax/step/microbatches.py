@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.parallel.replayed import replayed
 from megajax.step.graph import Graph
 from megajax.step.nodes import Arrays, Results, StepArrays, Table, backward_in_reverse, forward_in_order
+from megajax.step.stack.vjp import replayed
 
 
 def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Results]:

@@ -16,12 +16,12 @@ from megajax.layout.kinds import MTP, prediction_layers
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.ops.barriers import not_before
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.embedding import TOKENS, Embedding
 from megajax.step.head import NORMS, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
-from megajax.step.stack.groups import StreamGradients
 from megajax.step.stack.layers import LayerStack
+from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step.stack.stack_weights import ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import added
@@ -76,7 +76,7 @@ class MultiTokenPrediction:
         norms = {name: arrays.table[name] for name in NORMS if name in arrays.table}
         h, pull = jax.vjp(self._final_norm, norms, x)
         batch = batch._replace(inputs=self.stack.with_streams(batch, streams))
-        others = self.stack.first_gradients(gradients, batch.inputs).others
+        of_streams = self.stack.first_gradients(gradients, batch.inputs).streams
         passes: list[_Forward] = []
         for k in range(len(self.layers)):
             passes.append(self._forward(k, weights, arrays.table, h, batch))
@@ -92,8 +92,8 @@ class MultiTokenPrediction:
             group = self._group(weights, k)
             if module is not passes[-1]:  # else XLA would keep the weights of the forward pass
                 group, _ = self.stack.weights.tie_gather((group, dy))
-            dy = StreamGradients(dy, others)
-            (dpair, others), gradient, largest = self.stack.groups.backward(
+            dy = StreamGradients(dy, of_streams)
+            (dpair, of_streams), gradient, largest = self.stack.groups.backward(
                 self._at(k), group, module.saved, dy, module.inputs
             )
             de, dh = jnp.split(dpair, 2, axis=1)
@@ -106,7 +106,10 @@ class MultiTokenPrediction:
             amax.insert(0, (largest,))
         dnorms, dx_of_modules = pull(dh)
         table = {**table, **{name: added(table[name], g) for name, g in dnorms.items()}}
-        gradients, metrics = gradients | {HIDDEN: dx + dx_of_modules, **others}, [(each.metrics,) for each in passes]
+        gradients, metrics = (
+            gradients | {HIDDEN: dx + dx_of_modules, **of_streams},
+            [(each.metrics,) for each in passes],
+        )
         return gradients, table, Results({MTP: found}, {"mtp_loss": jnp.stack(losses)}, {MTP: metrics}, {MTP: amax})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:

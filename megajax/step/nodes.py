@@ -115,9 +115,9 @@ def forward_in_order(
     """The nodes in order → (all their streams, what each one's `backward` needs)."""
     streams, saved = Streams(), []
     for node in nodes:
-        given, kept = node.forward(arrays, streams, batch, save)
+        given, of_node = node.forward(arrays, streams, batch, save)
         streams |= given
-        saved.append(kept)
+        saved.append(of_node)
         if node.PLACE == "before":  # the next node need not read its streams, but their collectives must not overlap
             streams, table = not_before((streams, arrays.table))
             arrays = arrays._replace(table=table)
@@ -134,10 +134,10 @@ def backward_in_reverse(
 ) -> tuple[Table, Results]:
     """The nodes in reverse order, from the gradients of their streams → (`table` plus their weights', results)."""
     results = Results()
-    for node, kept in reversed([*zip(nodes, saved, strict=True)]):
+    for node, of_node in reversed([*zip(nodes, saved, strict=True)]):
         if node.PLACE == "before":
             gradients, table = not_before((gradients, table))
-        own, table, found = node.backward(arrays, kept, gradients, batch, table)
+        own, table, found = node.backward(arrays, of_node, gradients, batch, table)
         gradients, results = gradients | own, results.joined(found)
     return table, results
 

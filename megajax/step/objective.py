@@ -14,7 +14,7 @@ from flax import nnx
 
 from megajax.errors import ConfigError
 from megajax.options.registered import NEXT_TOKEN, OBJECTIVES
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES, Section
 from megajax.schema.model import ModelConfig
 from megajax.sharding import OBJECTIVE
@@ -159,9 +159,9 @@ class Logits(Elementwise):
 
     def chunk_loss(self, scale: jax.Array | float, table: Arrays) -> ChunkLoss:
         def with_teacher(logits: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
-            others = {name: field for name, field in fields.items() if name not in self.reads}
+            own = {name: field for name, field in fields.items() if name not in self.reads}
             teachers = {f"{name}_logits": self.teacher.logits(table, fields[name]) for name in self.reads}
-            return self._with_slopes(logits, mask, others | teachers)
+            return self._with_slopes(logits, mask, own | teachers)
 
         return self.head.of_logits(scale, with_teacher)
 

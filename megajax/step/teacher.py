@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.sublayer import normalise
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.sharding import TEACHER, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.head import LossHead

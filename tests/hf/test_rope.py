@@ -5,7 +5,7 @@ import pytest
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS, LLAMA
 from megajax.hf.families import Gemma3Text
-from megajax.hf.rope import read_rope, write_rope
+from megajax.hf.rope_scaling import read_rope, write_rope
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

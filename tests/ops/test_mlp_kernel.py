@@ -7,7 +7,7 @@ import pytest
 
 from megajax.ops import activate
 from megajax.ops import expert_activation_kernel as expert_kernel
-from megajax.ops.mlp import activate_and_gradient
+from megajax.ops.mlp_activation import activate_and_gradient
 from megajax.ops.mlp_kernel import activate_and_gradient as kernel
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.collectives import sum_over_all
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.sharding import place, to_canonical, to_stored
 from megajax.step_plan import Collectives, Kernels

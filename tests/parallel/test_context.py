@@ -16,7 +16,7 @@ from megajax.jax_internals import fused_attention_stablehlo
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import ATTENTION, token_order
-from megajax.parallel.context.ring import Ring, RingWork
+from megajax.parallel.context.ring_attention import Ring, RingWork
 from megajax.training.step import TrainProgram
 
 B, S, H = 2, 48, 8

@@ -14,8 +14,8 @@ from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import Biases
 from megajax.options.dispatch import DISPATCHES
-from megajax.parallel.comm import MeshComm
 from megajax.parallel.experts.exchanged import exchange, plan
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import Collectives, Kernels
 
 AXES = ("outer", "inner")  # experts may be divided over several axes

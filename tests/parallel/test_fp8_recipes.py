@@ -15,7 +15,7 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
 from megajax.options.fp8_recipes import RECIPES
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
 from megajax.step_plan import Collectives, Kernels
 from megajax.training.batches import to_global

@@ -17,7 +17,7 @@ from megajax.estimate.memory import estimate_memory
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.lora import A, Adapted, B, adapters
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import Collectives, Kernels
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram

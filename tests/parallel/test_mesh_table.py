@@ -19,7 +19,7 @@ from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram

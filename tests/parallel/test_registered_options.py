@@ -13,7 +13,7 @@ from megajax.options.dispatch import DISPATCHES, Dispatch
 from megajax.parallel import collectives, context, experts
 from megajax.parallel.context import ATTENTION, ContextAttention
 from megajax.parallel.experts import EXPERTS
-from megajax.parallel.experts.dispatch import ExpertParallel
+from megajax.parallel.experts.contract import ExpertParallel
 
 
 class Everything(ContextAttention):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.step.nodes import HIDDEN, StepArrays
-from megajax.step.stack.groups import StreamGradients
+from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step.stack.vjp import SplitBackward
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram

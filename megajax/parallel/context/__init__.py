@@ -1,9 +1,9 @@
 """Attention over `context`: the class of each strategy of `communication.context`, in a file of its own."""
 
 from megajax.options.context import ALL_GATHER, ALL_TO_ALL, RING, STRATEGIES, ContextStrategy
-from megajax.parallel.context.gathered import GatheredContext
+from megajax.parallel.context.gathered_keys import GatheredContext
 from megajax.parallel.context.heads import OverHeads
-from megajax.parallel.context.ring import Ring
+from megajax.parallel.context.ring_attention import Ring
 from megajax.parallel.context.strategy import ContextAttention
 
 ATTENTION: dict[str, type[ContextAttention]] = {

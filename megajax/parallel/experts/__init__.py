@@ -2,9 +2,9 @@
 
 from megajax.ops.experts import ExpertKernels, MaxOverDevices
 from megajax.options.dispatch import ALL_GATHER, ALL_TO_ALL, DISPATCHES, Dispatch
-from megajax.parallel.experts.dispatch import ExpertParallel
+from megajax.parallel.experts.contract import ExpertParallel
 from megajax.parallel.experts.exchanged import Exchanged
-from megajax.parallel.experts.gathered import GatheredExperts
+from megajax.parallel.experts.gathered_tokens import GatheredExperts
 from megajax.step_plan import Collectives
 
 EXPERTS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATHER.name: GatheredExperts}

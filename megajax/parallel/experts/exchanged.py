@@ -22,7 +22,7 @@ from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import num_experts
 from megajax.options.dispatch import ROOM
 from megajax.parallel import collectives
-from megajax.parallel.experts.dispatch import ExpertParallel
+from megajax.parallel.experts.contract import ExpertParallel
 
 Axes = tuple[str, ...]
 Arrays = tuple[jax.Array, ...]

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.ops import fp8
 from megajax.ops.barriers import not_before
 from megajax.ops.fp8 import Fp8Weight, Operand
-from megajax.ops.mlp import GATED, ElementwiseImplementation, activate, activate_and_gradient
+from megajax.ops.mlp_activation import GATED, ElementwiseImplementation, activate, activate_and_gradient
 from megajax.options.fp8_recipes import Rounding
 from megajax.parallel.tensor.ring import TensorRing
 

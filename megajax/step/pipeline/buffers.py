@@ -11,7 +11,7 @@ from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs, add_metric
 from megajax.step.nodes import Results
 from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
-from megajax.step.stack.groups import Group, RematGroups, StreamGradients
+from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import added

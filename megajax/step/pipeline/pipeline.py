@@ -48,8 +48,7 @@ from megajax.step.pipeline.buffers import (
 from megajax.step.pipeline.schedules import Flags, Schedule, Table, check, make_schedule
 from megajax.step.pipeline.shared_tokens import TokenShares
 from megajax.step.pipeline.streams import SharedStreams
-from megajax.step.stack.layers import layers_of
-from megajax.step.stack.loops import loop_over_layers
+from megajax.step.stack.layers import layers_of, loop_over_layers
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.step.stack.vjp import SplitBackward
 
@@ -170,8 +169,8 @@ class ScheduleRunner:
     def streams_of_head(self, index: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
         """This stage's share of the streams that terminal nodes read; `x` is summed over the stages."""
         read = sorted({name for node in self.graph.terminal for name in node.reads})
-        others = {name: self.shares.of_stage(own) for name, own in self.streams_of(index, read).items()}
-        return others | {HIDDEN: self.shares.scatter(x)}
+        own = {name: self.shares.of_stage(stream) for name, stream in self.streams_of(index, read).items()}
+        return own | {HIDDEN: self.shares.scatter(x)}
 
     def fields_of(self, index: jax.Array) -> Microbatch:
         fields = {n: lax.dynamic_index_in_dim(f, index, keepdims=False) for n, f in self.batch.items()}
@@ -224,13 +223,13 @@ class ScheduleRunner:
             x, _ = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], save=False)
             return x, activations, metrics
 
-        def store(s: int, loop: Any, state: Any) -> ForwardBuffers:
+        def make_store(s: int, loop: Any, state: Any) -> ForwardBuffers:
             return ForwardBuffers(self.stack.segments[s], slot, loop, state, active)
 
         states = [*zip(activations[bank], metrics[r], strict=True)]
-        x, kept = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], store, states)
-        new, measured = zip(*(state for state, _ in kept), strict=True)
-        return x, replaced(activations, bank, list(new)), replaced(metrics, r, list(measured))
+        x, results = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], make_store, states)
+        new, sums = zip(*(state for state, _ in results), strict=True)
+        return x, replaced(activations, bank, list(new)), replaced(metrics, r, list(sums))
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
         """Head and loss of the microbatch that leaves the last virtual stage; each stage computes 1/P of its tokens.
@@ -272,7 +271,7 @@ class ScheduleRunner:
         operation = partial(self.stage_backward, split=split)
         dy, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
         dx, index = dy.x, jnp.maximum(self.of_stage(self.schedule.backward.microbatch, tick), 0)
-        streams = {name: carry.streams[name].at[index].add(own) for name, own in dy.others.items()}
+        streams = {name: carry.streams[name].at[index].add(own) for name, own in dy.streams.items()}
         first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
         batch, nothing = batch._replace(inputs=inputs), [None] * len(self.first)
         table, _ = backward_in_reverse(self.first, self.arrays, nothing, {HIDDEN: first}, batch, carry.table)
@@ -286,13 +285,13 @@ class ScheduleRunner:
         layer_gradients, deferred, amax, activations = buffers
         operation = BackwardOperation(self.stack.groups, activations[bank], slot, deferred_slot, active, split)
 
-        def store(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
+        def make_store(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
             return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
 
-        states, nothing = [*zip(layer_gradients[r], deferred, amax[r], strict=True)], [()] * len(deferred)
+        states = [*zip(layer_gradients[r], deferred, amax[r], strict=True)]
         dy, weights = self.stack.first_gradients({HIDDEN: dx}, inputs), self.weights[r]
-        dy, kept = self.stack.run_backward(weights, dy, inputs, self.first_layers[r], store, states, nothing)
-        gradients, deferred, largest = map(list, zip(*(state for state, _ in kept), strict=True))
+        dy, results = self.stack.run_backward(weights, dy, inputs, None, self.first_layers[r], make_store, states)
+        gradients, deferred, largest = map(list, zip(*(state for state, _ in results), strict=True))
         return dy, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:

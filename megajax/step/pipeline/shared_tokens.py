@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
 from megajax.parallel import collectives
-from megajax.parallel.comm import TOKEN_AXES, MeshComm
 from megajax.parallel.context.heads import among_heads
+from megajax.parallel.mesh_comm import TOKEN_AXES, MeshComm
 from megajax.step_plan import StepPlan
 
 
@@ -49,10 +49,10 @@ class TokenShares:
 
     def _divided(self, x: jax.Array) -> jax.Array:
         """`[T, ...]` → `[pieces, P, length, ...]`, padded with zeros."""
-        piece, rest = self.own // self.pieces, x.shape[1:]
-        x = x.reshape(-1, piece, *rest)
-        x = jnp.pad(x, ((0, 0), (0, self.stages * self.length - piece), *((0, 0) for _ in rest)))
-        return x.reshape(-1, self.stages, self.length, *rest)
+        piece, more = self.own // self.pieces, x.shape[1:]
+        x = x.reshape(-1, piece, *more)
+        x = jnp.pad(x, ((0, 0), (0, self.stages * self.length - piece), *((0, 0) for _ in more)))
+        return x.reshape(-1, self.stages, self.length, *more)
 
 
 class SharedTokens(MeshComm):

@@ -61,9 +61,9 @@ class SharedStreams:
             return collectives.psum_scatter(dx, "pipeline", scatter_dimension=1)
 
         def one(table: Table, loop: Any) -> tuple[Table, None]:
-            k, kept, own = loop
+            k, saved, own = loop
             batch = self.microbatch(self._index(k))
-            return backward_in_reverse(self.nodes, self.arrays, kept, own, batch, table)[0], None
+            return backward_in_reverse(self.nodes, self.arrays, saved, own, batch, table)[0], None
 
         return lax.scan(one, table, (jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}))[0]
 

@@ -18,10 +18,9 @@ from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, is_maximum
 from megajax.ops.barriers import not_before
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import HIDDEN, Field, Microbatch, Results, StepArrays, Streams, Table
-from megajax.step.stack.groups import RematGroups, StreamGradients
-from megajax.step.stack.loops import loop_over_layers, tie_stacked
+from megajax.step.stack.remat_groups import RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import (
     Amax,
     ByGroup,
@@ -30,8 +29,10 @@ from megajax.step.stack.stack_weights import (
     Metrics,
     StackWeights,
     reduced_at_once,
+    tie_stacked,
 )
 from megajax.step.stack.stores import BackwardStore, BackwardValues, ForwardStore, ForwardValues
+from megajax.step.stack.vjp import replayed
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
 
@@ -116,23 +117,19 @@ class LayerStack:
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
         """All layers once; keeps residuals and metrics of each group, None for residuals if not `save`."""
         inputs = self.with_streams(batch, streams)
-        x, kept = self.run_forward(arrays.stacks[self.NAME], streams[HIDDEN], inputs, save=save)
-        return {HIDDEN: x}, (inputs, [values for _, values in kept])
+        x, results = self.run_forward(arrays.stacks[self.NAME], streams[HIDDEN], inputs, save=save)
+        return {HIDDEN: x}, (inputs, [values for _, values in results])
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        inputs, kept = saved
-        residuals, metrics = zip(*kept, strict=True)
-        nothing = [()] * len(self.segments)
-        store = lambda s, loop, state, saved: BackwardValues(self.groups, saved)  # noqa: E731
-        dx, kept = self.run_backward(
-            arrays.stacks[self.NAME], self.first_gradients(gradients, inputs), inputs, 0, store, nothing, residuals
-        )
-        found, amax = zip(*(values for _, values in kept), strict=True)
-        name = self.NAME
-        results = Results({name: [*found]}, {}, {name: [*metrics]}, {name: [*amax]})
-        return {HIDDEN: dx.x, **dx.others}, table, results
+        inputs, values = saved
+        residuals, metrics = zip(*values, strict=True)
+        dx, name = self.first_gradients(gradients, inputs), self.NAME
+        dx, found = self.run_backward(arrays.stacks[name], dx, inputs, residuals)
+        of_weights, amax = zip(*(values for _, values in found), strict=True)
+        results = Results({name: [*of_weights]}, {}, {name: [*metrics]}, {name: [*amax]})
+        return {HIDDEN: dx.x, **dx.streams}, table, results
 
     def with_streams(self, batch: Microbatch, streams: Streams) -> BlockInputs:
         """The inputs of the layers with the streams that they read besides the residual stream, if they read any."""
@@ -151,59 +148,62 @@ class LayerStack:
         x: jax.Array,
         inputs: BlockInputs,
         first: Any = 0,
-        store: Callable[[int, Any, Any], ForwardStore] | None = None,
+        make_store: Callable[[int, Any, Any], ForwardStore] | None = None,
         states: Sequence[Any] | None = None,
         save: bool = True,
     ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
         """The residual stream through all layers → (x, by segment (the stores' last state, their stacked outputs)).
 
         `first` is the layer index of the first slot, or of every slot if the layers are not consecutive.
-        `store(segment's index, loop, state)` makes the store of an iteration, by default of values; `states` holds
+        `make_store(segment's index, loop, state)` makes the store of an iteration, by default of values; `states` holds
         each segment's first state.
         """
-        kept, states = [], states or [()] * len(self.segments)
-        store = store or (lambda s, loop, state: ForwardValues(self.segments[s]))
+        results, states = [], states or [()] * len(self.segments)
+        make_store = make_store or (lambda s, loop, state: ForwardValues(self.segments[s]))
         for s, (segment, groups) in enumerate(zip(self.segments, weights, strict=True)):
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (x, state), (index,) = carry, loop
-                own, layers = store(s, index, state), layers_of(first, segment, index)
+                store, layers = make_store(s, index, state), layers_of(first, segment, index)
                 for u, group in enumerate(groups):
                     group, at = self.weights.select_group(group, segment, index), self.groups.at(segment, u, layers)
                     x, saved, metrics = self.groups.forward(at, group, x, inputs, save)
-                    own.save(u, saved, metrics)
-                state, out = own.close()
+                    store.save(u, saved, metrics)
+                state, out = store.close()
                 return (x, state), out
 
             (x, state), out = loop_over_layers(body, (x, states[s]), (), segment)
-            kept.append((state, out))
-        return x, kept
+            results.append((state, out))
+        return x, results
 
     def run_backward(
         self,
         weights: ByGroup[GroupWeights],
         dx: StreamGradients,
         inputs: BlockInputs,
-        first: Any,
-        store: Callable[[int, Any, Any, Any], BackwardStore],
-        states: Sequence[Any],
-        saved: Sequence[Any],
+        saved: Sequence[Any] | None = None,
+        first: Any = 0,
+        make_store: Callable[[int, Any, Any, Any], BackwardStore] | None = None,
+        states: Sequence[Any] | None = None,
     ) -> tuple[StreamGradients, list[tuple[Any, Any]]]:
         """Gradient of the stack's output → (gradient of its input, by segment as `run_forward` returns it).
 
-        `saved` holds residuals by segment, stacked over its loops; each store gets those of its iteration. Collectives
-        are tied to the layer that hides them. A group's weights are gathered during the backward pass of the group
-        above: untied, XLA merges this gather with the forward pass's and keeps the weights. A group's gradients are
-        reduced during the backward pass of the group below: untied, XLA merges the reductions of distant layers and
-        runs them last.
+        `saved` holds residuals by segment, stacked over its loops, if the store does not: each store gets those of its
+        iteration. `first`, `make_store` and `states` are as in `run_forward`. Collectives are tied to the layer that
+        hides them. A group's weights are gathered during the backward pass of the group above: untied, XLA merges this
+        gather with the forward pass's and keeps the weights. A group's gradients are reduced during the backward pass
+        of the group below: untied, XLA merges the reductions of distant layers and runs them last.
         """
-        kept: list[tuple[Any, Any]] = []
+        results: list[tuple[Any, Any]] = []
+        nothing = [()] * len(self.segments)
+        saved, states = saved or nothing, states or nothing
+        make_store = make_store or (lambda s, loop, state, saved: BackwardValues(self.groups, saved))
         for s, (segment, groups) in reversed([*enumerate(zip(self.segments, weights, strict=True))]):
             at_once = reduced_at_once(segment, self.only_microbatch)
 
             def body(carry, loop, s=s, segment=segment, groups=groups, at_once=at_once):
                 (dx, state), (index, saved) = carry, loop
-                own, layers = store(s, index, state, saved), layers_of(first, segment, index)
+                store, layers = make_store(s, index, state, saved), layers_of(first, segment, index)
                 entered, above = dx, None
                 for u in reversed(range(len(groups))):
                     stored, at = groups[u], self.groups.at(segment, u, layers)
@@ -213,20 +213,20 @@ class LayerStack:
                     if self.gathers_again(s, u):
                         group, _ = self.weights.tie_gather((group, entered))
                     entered = dx
-                    dx, gradient = own.backward(u, at, group, dx, inputs)
+                    dx, gradient = store.backward(u, at, group, dx, inputs)
                     if above is not None:
-                        above = own.add(u + 1, self.weights.reduce_per_layer(above, segment, u + 1, at_once))
+                        above = store.add(u + 1, self.weights.reduce_per_layer(above, segment, u + 1, at_once))
                         dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above), at_once)
-                        own.put(u + 1, above)
+                        store.put(u + 1, above)
                     above = gradient
                 assert above is not None
-                own.put(0, own.add(0, self.weights.reduce_per_layer(above, segment, 0, at_once)))
-                state, out = own.close()
+                store.put(0, store.add(0, self.weights.reduce_per_layer(above, segment, 0, at_once)))
+                state, out = store.close()
                 return (dx, state), out
 
             (dx, state), out = loop_over_layers(body, (dx, states[s]), (saved[s],), segment, reverse=True)
-            kept.insert(0, (state, out))
-        return dx, kept
+            results.insert(0, (state, out))
+        return dx, results
 
     def gathers_again(self, s: int, u: int) -> bool:
         """Whether a group's backward pass gathers its weights again.
@@ -255,3 +255,27 @@ def layers_of(first: Any, segment: LayerSegment, loop: Any) -> Any:
     """The index of a body's first layer; if `first` has the index of every slot, of all its layers `[unroll]`."""
     start = segment.start + segment.unroll * loop
     return lax.dynamic_slice_in_dim(first, start, segment.unroll) if jnp.ndim(first) else first + start
+
+
+def loop_over_layers(body: Callable, carry, xs: tuple, segment: LayerSegment, reverse: bool = False):
+    """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its outputs are not stacked."""
+    if segment.loops == 1:
+        return body(carry, (0, *xs))
+    if segment.policy.on_host:  # its residuals are in the host's memory
+        return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
+
+    one = jax.make_jaxpr(body, return_shape=True)(carry, (jnp.int32(0), *jax.tree.map(lambda a: a[0], xs)))
+    run, (_, shapes) = replayed(*one), one[1]
+
+    def iteration(i, state):
+        carry, stacks = state
+        index = segment.loops - 1 - i if reverse else i
+        x = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs)
+        carry, out = run(carry, (index, *x))
+        return carry, jax.tree.map(lambda s, a: lax.dynamic_update_index_in_dim(s, a, index, 0), stacks, out)
+
+    # A scan would fill its stacks with zeros, and XLA would fill those of all segments before the first one runs.
+    stacks = jax.tree.map(lambda a: lax.empty((segment.loops, *a.shape), a.dtype), shapes)
+    if jax.tree.leaves(stacks):  # without the barrier XLA would allocate them before they are needed
+        carry, stacks = not_before((carry, stacks))
+    return lax.fori_loop(0, segment.loops, iteration, (carry, stacks))

@@ -1,7 +1,7 @@
 """The weights of a stage's layers: gathers once a step and in each remat group, and the way back of gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,11 +12,10 @@ from jax import lax
 from megajax.layout.kinds import LayerKind
 from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
-from megajax.ops.barriers import not_before
+from megajax.ops.barriers import not_before, not_merged
 from megajax.options.remat import RematPolicy
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.stack.layer_index import LayerIndex
-from megajax.step.stack.loops import StackedWeight
 from megajax.step_plan import StepPlan
 from megajax.weights.scaling import Scales, Scaling
 from megajax.weights.table import block_scope, in_scope
@@ -27,6 +26,22 @@ type ByGroup[T] = Sequence[Sequence[T]]  # by segment and remat group of its bod
 GroupWeights = tuple[dict[str, Any], ...]  # of a group's layers, by name: weights, and state that is no parameter
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
 Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StackedWeight:
+    """A weight in a loop over layers, still in its stack: each iteration casts and fuses its own layer.
+
+    For weights that are not gathered once a step. A cast copy of all layers would live as long as the loop. Frozen
+    weights and halves of master weights, which are stored in the compute dtype, stay in their stack without a loop too:
+    both passes of a layer fuse it.
+    """
+
+    parts: dict[str, jax.Array]  # the parameters to fuse, by name: `[n, ...]`
+    kind: str = field(metadata={"static": True})  # of block
+    row: int = field(metadata={"static": True})  # of the first iteration
+    step: int = field(metadata={"static": True})  # rows from one iteration to the next
 
 
 @dataclass(frozen=True)
@@ -310,3 +325,15 @@ class StackWeights:
 def reduced_at_once(segment: LayerSegment, only_microbatch: bool) -> bool:
     """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""
     return only_microbatch and segment.loops == 1
+
+
+def tie_stacked[Weights](weights: Weights, until: Any) -> Weights:
+    """A group's weights with those in stacks behind a barrier: none is fused before `until` is available.
+
+    Else XLA would keep the forward pass's copies for the backward pass.
+    """
+    leaves, structure = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, StackedWeight))
+    stacks = {i: w for i, w in enumerate(leaves) if isinstance(w, StackedWeight)}
+    if stacks:
+        stacks, _ = not_merged((stacks, until))
+    return jax.tree.unflatten(structure, [stacks.get(i, w) for i, w in enumerate(leaves)])

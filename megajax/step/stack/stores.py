@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.ops.barriers import not_repeated
-from megajax.step.stack.groups import Group, RematGroups, StreamGradients
+from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, GroupWeights, Metrics
 
 
@@ -82,4 +82,4 @@ class BackwardValues:
         self.gradients[u] = gradient
 
     def close(self):
-        return (), tuple(tuple(kept[u] for u in range(len(kept))) for kept in (self.gradients, self.amax))
+        return (), tuple(tuple(each[u] for u in range(len(each))) for each in (self.gradients, self.amax))

@@ -1,4 +1,4 @@
-"""Operations on `jax.vjp` functions: select and store their residuals, split one in two.
+"""Operations on traced functions: select and store the residuals of a `jax.vjp`, split one in two, call one again.
 
 `Residuals` are the leaves that a remat group keeps from its forward pass. `ResidualLayout` stores them in stacked
 arrays. `SplitBackward` splits a backward pass. `with_policy` selects the values that a remat policy saves. This module
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from megajax.jax_internals import JaxprEqn, Literal, Var
+from megajax.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from megajax.options.remat import ATTENTION, RematPolicy
 
 VIEWS = ("name", "reshape", "squeeze")  # primitives that do not change the numbers of their operand
@@ -67,18 +67,18 @@ class ResidualLayout:
 
         sources = [source(var) for var in closed.jaxpr.outvars]
         self.first = [sources.index(key) for key in sources]  # for each leaf the first leaf with the same numbers
-        self.kept = sorted(set(self.first))
+        self.stored = sorted(set(self.first))
         self.shapes = [leaf.shape for leaf in leaves]
 
     def store(self, residuals: Any) -> list[jax.Array]:
         """Residuals → the arrays to store."""
         leaves = jax.tree.leaves(residuals)
-        return [leaves[i] for i in self.kept]
+        return [leaves[i] for i in self.stored]
 
     def restore(self, values: Sequence[jax.Array]) -> Any:
         """Stored arrays → residuals."""
-        kept = dict(zip(self.kept, values, strict=True))
-        leaves = [kept[i].reshape(shape) for i, shape in zip(self.first, self.shapes, strict=True)]
+        stored = dict(zip(self.stored, values, strict=True))
+        leaves = [stored[i].reshape(shape) for i, shape in zip(self.first, self.shapes, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -132,8 +132,8 @@ class SplitBackward:
         undeferred = [var for i, var in enumerate(self.outvars) if i not in self.deferred_outputs]
         self.first_equations = _needed(jaxpr.jaxpr.eqns, undeferred)
         first = {id(equation) for equation in self.first_equations}
-        others = [equation for equation in jaxpr.jaxpr.eqns if id(equation) not in first]
-        self.deferred_equations = _needed(others, [self.outvars[i] for i in self.deferred_outputs])
+        later = [equation for equation in jaxpr.jaxpr.eqns if id(equation) not in first]
+        self.deferred_equations = _needed(later, [self.outvars[i] for i in self.deferred_outputs])
 
         self.weight_vars = self.invars[: len(jax.tree.leaves(weights))]  # the second part gets the weights again
         made = {var for equation in self.deferred_equations for var in equation.outvars}
@@ -158,6 +158,15 @@ class SplitBackward:
         _evaluate(self.deferred_equations, values)
         out = [_value(var, values) if i in self.deferred_outputs else None for i, var in enumerate(self.outvars)]
         return _present(jax.tree.unflatten(self.out_structure, out)[1])
+
+
+def replayed(jaxpr: ClosedJaxpr, shapes: Any) -> Callable:
+    """The function of which `jax.make_jaxpr(function, return_shape=True)` gave these; its Python code never runs again.
+
+    With `jax.eval_shape`, which throws the trace away, loops in loops would double the tracing time each.
+    """
+    flat, structure = jaxpr_as_fun(jaxpr), jax.tree.structure(shapes)
+    return lambda *arguments: jax.tree.unflatten(structure, flat(*jax.tree.leaves(arguments)))
 
 
 def _present(gradients: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:

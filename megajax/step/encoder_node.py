@@ -8,7 +8,7 @@ import jax
 from megajax.model.encoder import Encoder
 from megajax.model.transformer import ENCODER
 from megajax.options.registered import ENCODER_KIND
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.vjp import Residuals
 from megajax.step_plan import StepPlan

@@ -21,8 +21,8 @@ from megajax.parallel.context import ContextAttention, context_attention
 from megajax.parallel.context.token_order import to_consecutive, to_stored
 from megajax.parallel.experts import expert_parallel
 from megajax.parallel.tensor import linear
-from megajax.parallel.tensor.adapters import TensorAdapters
 from megajax.parallel.tensor.ring import TensorRing
+from megajax.parallel.tensor.tensor_adapters import TensorAdapters
 from megajax.schema.fields import BATCH_AXES
 from megajax.step_plan import Collectives, Kernels
 

@@ -10,7 +10,7 @@ from jax import lax
 from megajax.ops.expert_mlp import num_experts
 from megajax.parallel import collectives
 from megajax.parallel.collectives import gather_tiles
-from megajax.parallel.experts.dispatch import ExpertParallel
+from megajax.parallel.experts.contract import ExpertParallel
 
 
 class GatheredExperts(ExpertParallel):

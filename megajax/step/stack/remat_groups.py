@@ -12,7 +12,7 @@ from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.ops.barriers import not_merged
 from megajax.ops.fp8 import Fp8Weight
-from megajax.parallel.comm import MeshComm
+from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
 from megajax.step.stack.stack_weights import GroupProgram, GroupWeights, StackWeights
 from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
@@ -25,7 +25,7 @@ class StreamGradients(NamedTuple):
     """The gradients of the streams that layers read."""
 
     x: jax.Array  # of the residual stream, [T / tensor, D]
-    others: dict[str, jax.Array] = {}  # of the other streams: sums over the layers so far, in FP32
+    streams: dict[str, jax.Array] = {}  # of the other streams: sums over the layers so far, in FP32
 
 
 class Group(NamedTuple):
@@ -85,7 +85,7 @@ class RematGroups:
             return self._group_forward(*arguments, program=at.program, save=True)[1]
 
         arguments = weights, x, inputs, at.layers
-        return self._once(("layout", at.program, x.shape), inputs, lambda: ResidualLayout(residuals, *arguments))
+        return self._cached(("layout", at.program, x.shape), inputs, lambda: ResidualLayout(residuals, *arguments))
 
     def split(
         self, at: Group, weights: GroupWeights, saved: Any, dy: StreamGradients, inputs: BlockInputs
@@ -96,9 +96,9 @@ class RematGroups:
             return self.backward(at._replace(layers=layers), weights, saved, dy, inputs)
 
         arguments = weights, saved, dy, inputs, at.layers
-        return self._once(("split", at.program, dy.x.shape), inputs, lambda: SplitBackward(backward, *arguments))
+        return self._cached(("split", at.program, dy.x.shape), inputs, lambda: SplitBackward(backward, *arguments))
 
-    def _once(self, key: Any, inputs: BlockInputs, trace: Callable[[], Any]) -> Any:
+    def _cached(self, key: Any, inputs: BlockInputs, trace: Callable[[], Any]) -> Any:
         """A cached result of `trace`; not cached if every call of attention must be different (`AttentionScales`)."""
         key = key, jax.tree.structure(inputs)  # the next batch may have padding
         if self.comm.deterministic or key not in self._traced:
@@ -107,8 +107,8 @@ class RematGroups:
 
     def _group_forward(self, weights: GroupWeights, x, inputs, layers, *, program: GroupProgram, save: bool):
         gathered = self.weights.gather_per_layer(weights, program, backward=False)
-        trained, others = self._divided(gathered, program)
-        run = self._runner(inputs, layers, program, others)
+        trained, untrained = self._divided(gathered, program)
+        run = self._runner(inputs, layers, program, untrained)
         if not save or program.policy.keeps_input:
             (y, _), metrics = run(trained, x, inputs.streams)
             return y, (x if save else None), metrics
@@ -123,8 +123,8 @@ class RematGroups:
         gathered = self.weights.gather_per_layer(weights, program, backward=True)
         if program.policy.keeps_input:
             x, dy = not_merged((saved, dy))  # else XLA merges the recomputation with the forward pass
-            trained, others = self._divided(gathered, program)
-            run = self._runner(inputs, layers, program, others)
+            trained, untrained = self._divided(gathered, program)
+            run = self._runner(inputs, layers, program, untrained)
             _, pull, _ = jax.vjp(run, trained, x, inputs.streams, has_aux=True)
         else:
             pull = saved.pull((gathered, inputs))
@@ -134,7 +134,7 @@ class RematGroups:
         gradient = tuple(
             {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
         )
-        return StreamGradients(dx, jax.tree.map(added, dy.others, of_streams)), gradient, amax
+        return StreamGradients(dx, jax.tree.map(added, dy.streams, of_streams)), gradient, amax
 
     def _divided(self, group: GroupWeights, program: GroupProgram) -> tuple[GroupWeights, GroupWeights]:
         """(the weights that have gradients, frozen weights and layer state) of a group."""
@@ -143,28 +143,28 @@ class RematGroups:
         trained = tuple({name: w for name, w in layer.items() if name in names} for layer, names in layers)
         return trained, tuple({n: w for n, w in layer.items() if n not in names} for layer, names in layers)
 
-    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram, others: GroupWeights) -> Callable:
+    def _runner(self, inputs: BlockInputs, layers, program: GroupProgram, untrained: GroupWeights) -> Callable:
         """(weights with gradients, x, other streams) → ((y, sum of the layers' losses), metrics).
 
-        The `others` are those of `_divided`, `layers` as in `Group`. The losses are this device's share, None if there
+        `untrained` as in `_divided`, `layers` as in `Group`. The losses are this device's share, None if there
         are none. They are an output beside y, because their gradient does not depend on that of y.
         """
 
         def run(trained: GroupWeights, x: jax.Array, streams: Mapping[str, jax.Array]):
             metrics, own_inputs = list[dict[str, jax.Array]](), replace(inputs, streams=streams)
-            for i, (kind, own, other) in enumerate(zip(program.kinds, trained, others, strict=True)):
-                state, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i
-                weights = own | {name: w for name, w in other.items() if name not in state}
-                kept = {name: a for name, a in other.items() if name in state}
-                ctx = LayerContext(self.comm, own_inputs, layer, kind, self._recomputed(program), kept)
+            for i, (kind, own, fixed) in enumerate(zip(program.kinds, trained, untrained, strict=True)):
+                names, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i
+                weights = own | {name: w for name, w in fixed.items() if name not in names}
+                state = {name: a for name, a in fixed.items() if name in names}
+                ctx = LayerContext(self.comm, own_inputs, layer, kind, self._recomputed(program), state)
                 weights = adapted(weights, self.weights.weights[kind.block], self.plan.lora, inputs, layer)
                 if program.fp8 and self.rounded is not None:
                     linear = self.blocks[kind.block].linear_layers
                     weights = {n: Rounded(w, self.rounded) if n in linear else w for n, w in weights.items()}
-                x, measured = self.blocks[kind.block].apply(weights, x, ctx)
-                metrics.append(measured)
-            measured = zip(program.kinds, metrics, strict=True)
-            losses = [own[n] for kind, own in measured for n in self.blocks[kind.block].losses if n in own]
+                x, of_layer = self.blocks[kind.block].apply(weights, x, ctx)
+                metrics.append(of_layer)
+            found = zip(program.kinds, metrics, strict=True)
+            losses = [own[n] for kind, own in found for n in self.blocks[kind.block].losses if n in own]
             return (x, sum(losses) if losses else None), tuple(metrics)
 
         return run

@@ -22,31 +22,31 @@ class GatheredContext(ToParts):
             g = self._as_stored(g.astype(whole[1].dtype), positions)
             return collectives.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
 
-        dq, own, of_all = self._to_all_backward(q, kv, self._gather(kv, positions), positions, whole, dout)
-        dk, dv = (to_owners(g) for g in of_all)
-        return dq, (dk, dv) if own is None else (dk + own[0], dv + own[1])
+        dq, local, of_sequence = self._to_all_backward(q, kv, self._gather(kv, positions), positions, whole, dout)
+        dk, dv = (to_owners(g) for g in of_sequence)
+        return dq, (dk, dv) if local is None else (dk + local[0], dv + local[1])
 
     def forward_latent(self, linear, q, keys, positions) -> Part:
-        own = heads_of(linear, keys, (keys.latent, keys.rotary), keys.up)
-        of_all = self._heads_of_all(linear, keys, positions, _gather_latents(keys), keys.up)
-        return self._to_all(q, own, of_all, positions)
+        local = heads_of(linear, keys, (keys.latent, keys.rotary), keys.up)
+        of_sequence = self._heads_of_sequence(linear, keys, positions, _gather_latents(keys), keys.up)
+        return self._to_all(q, local, of_sequence, positions)
 
     def backward_latent(self, linear, q, keys, positions, whole, dout) -> tuple[jax.Array, LatentKeys]:
         dtype = whole[1].dtype
-        own, pull_own = jax.vjp(partial(heads_of, linear, keys), (keys.latent, keys.rotary), keys.up)
-        heads_of_all = partial(self._heads_of_all, linear, keys, positions)
-        of_all, pull_all = jax.vjp(heads_of_all, _gather_latents(keys), keys.up)
-        dq, down, dall = self._to_all_backward(q, own, of_all, positions, whole, dout)
-        dsent, dup = pull_all(tuple(g.astype(a.dtype) for g, a in zip(dall, of_all, strict=True)))
+        local, pull_local = jax.vjp(partial(heads_of, linear, keys), (keys.latent, keys.rotary), keys.up)
+        heads_of_sequence = partial(self._heads_of_sequence, linear, keys, positions)
+        of_sequence, pull_sequence = jax.vjp(heads_of_sequence, _gather_latents(keys), keys.up)
+        dq, down, dall = self._to_all_backward(q, local, of_sequence, positions, whole, dout)
+        dsent, dup = pull_sequence(tuple(g.astype(a.dtype) for g, a in zip(dall, of_sequence, strict=True)))
         latent, rotary = (collectives.psum_scatter(g.astype(dtype), "context", scatter_dimension=0) for g in dsent)
         if down is not None:
-            of_own, up = pull_own(tuple(g.astype(a.dtype) for g, a in zip(down, own, strict=True)))
+            of_own, up = pull_local(tuple(g.astype(a.dtype) for g, a in zip(down, local, strict=True)))
             latent, rotary, dup = latent + of_own[0], rotary + of_own[1], dup.astype(dtype) + up
         return dq, latent_gradients(keys, (latent, rotary), dup)
 
-    def _to_all(self, q, own: Keys, of_all: Keys, positions: TokenPositions) -> Part:
-        """This device's queries to its `own` keys and values and those of whole sequences, `of_all`, in their order."""
-        scores, (k, v), (k_all, v_all) = self.scores, own, of_all
+    def _to_all(self, q, local: Keys, of_sequence: Keys, positions: TokenPositions) -> Part:
+        """Queries to this device's `local` keys and values, and to `of_sequence`, those of whole sequences in order."""
+        scores, (k, v), (k_all, v_all) = self.scores, local, of_sequence
         if scores.implementation != "cudnn":
             return attend(scores, "prefix", q, k_all, v_all, sequence_ranges(positions, self.window))
         # Each chunk attends to its own keys, and to the keys before it.
@@ -58,15 +58,15 @@ class GatheredContext(ToParts):
         return out.reshape(B // 2, 2 * c, *out.shape[2:]), lse.reshape(B // 2, N, 2 * c)
 
     def _to_all_backward(
-        self, q, own: Keys, of_all: Keys, positions: TokenPositions, whole: Part, dout
+        self, q, local: Keys, of_sequence: Keys, positions: TokenPositions, whole: Part, dout
     ) -> tuple[jax.Array, Keys | None, Keys]:
-        """(dq, gradients of `own` or None, gradients of `of_all`); those of both are added."""
-        scores, (k_all, v_all) = self.scores, of_all
+        """(dq, gradients of `local` or None, gradients of `of_sequence`); those of both are added."""
+        scores, (k_all, v_all) = self.scores, of_sequence
         if scores.implementation != "cudnn":
             ranges = sequence_ranges(positions, self.window)
             dq, dk, dv = attend_backward(scores, "prefix", q, k_all, v_all, ranges, whole, dout)
             return dq, None, (dk, dv)
-        (q, k, v, dout), (k_all, v_all) = _by_chunk((q, *own, dout)), _for_both((k_all, v_all))
+        (q, k, v, dout), (k_all, v_all) = _by_chunk((q, *local, dout)), _for_both((k_all, v_all))
         out, lse = whole
         lse = lse.reshape(*lse.shape[:2], 2, -1).transpose(0, 2, 1, 3).reshape(len(q), -1, q.shape[1])
         seen = _by_chunk(out), lse
@@ -85,20 +85,20 @@ class GatheredContext(ToParts):
 
         return one(kv[0]), one(kv[1])
 
-    def _heads_of_all(
+    def _heads_of_sequence(
         self, linear: Linear, keys: LatentKeys, positions: TokenPositions, sent: Sent, up: jax.Array
     ) -> Keys:
         """Output of `_gather_latents` → keys and values of whole sequences, in their order."""
         latent, rotary = sent
         C, B, S, _ = rotary.shape
 
-        def of_all(x: jax.Array, w: jax.Array) -> jax.Array:
+        def of_sequence(x: jax.Array, w: jax.Array) -> jax.Array:
             y = linear(x.reshape(-1, x.shape[-1]), w)  # [tensor · C · T / tensor, F], by device of `tensor` first
             y = y.reshape(-1, C, x.shape[1], y.shape[-1]).swapaxes(0, 1)  # [C, tensor, T / tensor, F]
             return y.reshape(C, B, S, -1).swapaxes(0, 1).reshape(B * C * S, -1)
 
         whole = rotary.swapaxes(0, 1).reshape(B, C * S, -1)
-        k, v = heads_of(of_all, keys, (latent, whole), up)
+        k, v = heads_of(of_sequence, keys, (latent, whole), up)
         return self._as_sequence(k, positions), self._as_sequence(v, positions)
 
     def _as_sequence(self, a: jax.Array, positions: TokenPositions) -> jax.Array:
