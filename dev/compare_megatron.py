@@ -36,12 +36,14 @@ DRAWN = "v3_mla"  # the case of the picture
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE", help="by default all")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="by default all")
     parser.add_argument("--megatron", metavar="PYTHON", help="trains; without it the runs in --out are compared")
     parser.add_argument("--out", type=Path, help="the folder of the runs; by default a temporary one")
     parser.add_argument("--record", action="store_true", help="write the page and the picture of the documentation")
     options = parser.parse_args()
     names = options.cases or [*CASES]
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"{unknown[0]} is none of {', '.join(CASES)}")
     with tempfile.TemporaryDirectory() as temporary:
         out = options.out or Path(temporary)
         if options.megatron:

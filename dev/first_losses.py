@@ -76,13 +76,14 @@ def table(curves: dict[str, list[dict]]) -> str:
     """The first step and every tenth one."""
     theirs, ours = curves["Megatron-Core"], curves["megajax"]
     assert len(theirs) == len(ours)
-    lines = ["| step | loss, Megatron-Core | loss, megajax | gradient norm | gradient norm |", "|---|---|---|---|---|"]
+    columns = [f"{what}, {program}" for what in ("loss", "gradient norm") for program in curves]
+    lines = [f"| step | {' | '.join(columns)} |", "|---|---|---|---|---|"]
     for a, b in zip(theirs, ours, strict=True):
         if a["step"] == 1 or a["step"] % 10 == 0:
             numbers = f"{a['loss']:.6f} | {b['loss']:.6f} | {a['grad_norm']:.5f} | {b['grad_norm']:.5f}"
             lines.append(f"| {a['step']} | {numbers} |")
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(theirs, ours, strict=True))
-    return "\n".join(lines) + f"\n\nThe largest difference of a loss is {worst:.0e}.\n"
+    return "\n".join(lines) + f"\n\nThe largest difference of the 100 losses is {worst:.0e}.\n"
 
 
 if __name__ == "__main__":

@@ -135,7 +135,11 @@ def test_yaml_in_the_docs_loads(page, workplace):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_configs_and_overrides_of_quoted_commands_load(page, workplace):
+    for script in ROOT.glob("docs/examples/*.sh"):
+        (workplace / script.name).symlink_to(script)
     for command in commands(page):
+        if "from-megatron" in command:
+            run(shlex.split(command))  # writes the config of a command below
         words = [word for word in shlex.split(command) if not word.startswith("--")]
         training = re.search(r"(?:^|&& |-m )megajax[ .]train\b(.*)", shlex.join(words))
         if training is None:

@@ -76,6 +76,7 @@ MTP, MTP_MG = (
 )
 PACKED = {"data": {"reset_attention": True, "reset_positions": True, "mask_end_of_document_loss": True}}
 SLOW = Rate(highest=4e-3, lowest=4e-4)  # rounding grows more slowly, so no token of equal runs is at a tie
+SLOWER = Rate(highest=2e-3, lowest=2e-4)
 FAST = Rate(highest=0.5, lowest=0.05)  # of SGD
 
 
@@ -124,6 +125,7 @@ SEQUENCE_MG = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_c
 MIXTRAL = moe({"global_loss": 0.02, "z_loss": 0.003}, {"moe_z_loss_coeff": 0.003}, loss=AUX)
 DROPS = {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "probs"}
 TOP_1 = {"moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"}
+SINKHORN = {"sinkhorn": True, "score_function": "sigmoid"}
 NO_GROUPS = ("num_groups", "groups_per_token", "expert_bias", "bias_update_rate")
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.0}
 ONE_MSCALE = {**without(YARN, "mscale_all_dim"), "mscale": 0.707}
@@ -139,8 +141,17 @@ SHORT = Rate(highest=4e-3, lowest=4e-4, warmup=2, decay=8)
 # A few steps of these are stored for the tests: what most models need, in few programs
 STORED: dict[str, Case] = {
     "stored_gpt": gpt(rate=replace(SHORT, kind="wsd", tail=4, style="exponential"), steps=6),
-    "stored_llama": llama(MTP, MTP_MG, rate=SHORT, steps=6, mask="random", per_token=False, sections=MEANS),
-    "stored_mixtral": replace(MIXTRAL, rate=SHORT, steps=6),
+    "stored_mixtral": moe(  # a dense layer and one of experts
+        {"global_loss": 0.02, "z_loss": 0.003},
+        {"moe_z_loss_coeff": 0.003, "moe_layer_freq": [0, 1]},
+        {"first_dense_layers": 1},
+        loss=AUX,
+        rate=SHORT,
+        steps=6,
+        mask="random",
+        per_token=False,
+        sections=MEANS,
+    ),
     "stored_v3": Case(
         {
             **{**without(V3, "num_kv_heads"), **LATENT, **MTP, "num_layers": 2},
@@ -237,9 +248,10 @@ CASES: dict[str, Case] = {
     ),
     "capacity": moe({"global_loss": 0.02, "capacity_factor": 1.0}, DROPS, loss=AUX, row="capacity"),
     "proof_capacity": moe(
-        {"global_loss": 0.02, "capacity_factor": 1.0}, DROPS, loss=AUX, patches=("rounded priorities",)
+        {"global_loss": 0.02, "capacity_factor": 1.0}, DROPS, loss=AUX, patches=("rounded priorities",), rate=SLOWER
     ),
-    "sinkhorn": moe({"sinkhorn": True, "score_function": "sigmoid"}, TOP_1, {"experts_per_token": 1}),
+    "sinkhorn": moe(SINKHORN, TOP_1, {"experts_per_token": 1}, row="sinkhorn-balance"),
+    "proof_sinkhorn": moe(SINKHORN, TOP_1, {"experts_per_token": 1}, patches=("20 iterations of Sinkhorn",)),
     "sinkhorn_softmax": moe({"sinkhorn": True, "pre_softmax": True}, TOP_1, {"experts_per_token": 1}, row="sinkhorn"),
     # DeepSeek-V3's router: sigmoid, groups, bias update, shared expert
     "v3": v3(),
@@ -253,7 +265,7 @@ CASES: dict[str, Case] = {
             **SEQUENCE_MG,
             "moe_router_enable_expert_bias": False,
         },
-        rate=SLOW,
+        rate=SLOWER,
     ),
     "capacity_expert_bias": v3({"capacity_factor": 1.0}, DROPS, row="capacity"),
     "proof_capacity_expert_bias": v3(

@@ -104,6 +104,7 @@ gaps: list[float] = []  # of this step: the least distances between an expert th
 _chosen: list[torch.Tensor] = []  # of the newest call, before any are dropped
 _routing, _bias_update = TopKRouter.routing, TopKRouter._apply_expert_bias
 _topk, _dropping = routers.topk_routing_with_score_function, routers.apply_router_token_dropping
+_sinkhorn = routers.sinkhorn
 _loss_scores, _reduce = routers.compute_routing_scores_for_aux_loss, mappings._reduce
 
 
@@ -162,6 +163,15 @@ def _bias_update_of_chosen(self, routing_map, padding_mask=None):
     return _bias_update(self, _chosen[0], padding_mask=padding_mask)
 
 
+def _sinkhorn_of_20_iterations(cost: torch.Tensor) -> torch.Tensor:
+    cost = torch.softmax(cost, -1)
+    by_expert = torch.ones(cost.shape[1])
+    for _ in range(20):
+        by_token = 1 / (cost.shape[0] * (cost @ by_expert) + 1e-8)
+        by_expert = 1 / (cost.shape[1] * (by_token @ cost) + 1e-8)
+    return cost * by_expert
+
+
 TopKRouter.routing, mappings._reduce = _counted_routing, _copied_reduce
 routers.topk_routing_with_score_function = _remembered_topk
 
@@ -172,4 +182,5 @@ def apply_patches(case: Case) -> None:
     scores = _loss_scores_of_chosen if on("counts of chosen experts") else _loss_scores
     routers.compute_routing_scores_for_aux_loss = scores
     routers.apply_router_token_dropping = _rounded_dropping if on("rounded priorities") else _dropping
+    routers.sinkhorn = _sinkhorn_of_20_iterations if on("20 iterations of Sinkhorn") else _sinkhorn
     TopKRouter._apply_expert_bias = _bias_update_of_chosen if on("bias of chosen experts") else _bias_update

@@ -7,7 +7,7 @@ MODEL=(
   --seq-length 128 --max-position-embeddings 128 --tokenizer-type NullTokenizer --vocab-size 257
 )
 TRAINING=(
-  --micro-batch-size 4 --global-batch-size 16 --train-iters 100 --lr 3e-3 --min-lr 3e-4
+  --micro-batch-size 4 --global-batch-size 16 --train-iters 100 --lr 1e-3 --min-lr 1e-4
   --lr-decay-style cosine --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0.1 --log-interval 1 --eval-iters 0
 )
 torchrun --nproc-per-node 1 pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" \

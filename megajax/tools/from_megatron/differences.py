@@ -84,6 +84,10 @@ DIFFERENCES = {
         "a softmax by default, which has no gradient for one expert and is refused",
         "`model.router.score_function: sigmoid`",
     ),
+    "sinkhorn-balance": Difference(
+        "Sinkhorn's scaling of a rank's microbatch stops when the experts' factors change by 1e-4 on average",
+        "it has 20 iterations, over a microbatch on all devices",
+    ),
     "loss-counts": Difference(
         "balancing losses count the k best plain scores, without expert bias and groups (DeepSeek-V3, equation 18)",
         "they count the experts that were chosen (DeepSeek-V2)",

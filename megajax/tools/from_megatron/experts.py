@@ -71,6 +71,7 @@ def _scores(t: Translation) -> None:
     kinds = t["moe_router_load_balancing_type"]
     if kinds == ["sinkhorn"]:  # Megatron's scores are then sigmoid for one expert, softmax for several
         t.put(f"{ROUTER}sinkhorn", True, "moe_router_load_balancing_type")
+        t.differs("sinkhorn-balance", "moe_router_load_balancing_type")
         function = "sigmoid" if top == 1 else "softmax"
         pre = function == "softmax"
     t.put(f"{ROUTER}score_function", function, "moe_router_score_function")

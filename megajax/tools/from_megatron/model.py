@@ -38,7 +38,8 @@ def translate_model(t: Translation) -> None:
     if t["mtp_num_layers"]:
         t.put("model.mtp_layers", t["mtp_num_layers"], "mtp_num_layers")
         t.put("model.mtp_loss_weight", t["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
-        if t["num_experts"] or t["eod_mask_loss"] or t["reset_attention_mask"]:
+        masked = t["eod_mask_loss"] and t["calculate_per_token_loss"]
+        if t["num_experts"] or masked or t["reset_attention_mask"]:
             t.differs("mtp-mask", "mtp_num_layers")
 
 
@@ -136,6 +137,7 @@ def _attention(t: Translation) -> None:
     _biases(t)
     if t["softmax_type"] == "learnable":
         t.put("model.attention_sinks", True, "softmax_type")
+        t.differs("router-bias", "softmax_type")
     elif t["softmax_type"] == "off-by-one":
         t.refuse("sinks are learned: --softmax-type learnable", "softmax_type")
     if t["qk_clip"]:
