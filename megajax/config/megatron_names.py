@@ -197,9 +197,11 @@ fim-prefix-token str=<fim_prefix>, fim-middle-token str=<fim_middle>, fim-suffix
     data.fim_tokens | prefix, middle and suffix
 eod-mask-loss | data.mask_end_of_document_loss
 save str | run.dir
-ckpt-step int | checkpoint.resume_step
-load str | run.dir | from which the same command resumes; checkpoint.init_from for the weights only
-finetune, no-load-optim, no-load-rng, load-main-params-from-ckpt, pretrained-checkpoint str | checkpoint.init_from
+ckpt-step int | checkpoint.init_from | the folder of that step, iter_0001000
+load str | checkpoint.init_from | with checkpoint.init_state=all; afterwards the same command resumes from run.dir
+finetune | checkpoint.init_state=weights
+no-load-optim, load-main-params-from-ckpt | checkpoint.init_state=position
+pretrained-checkpoint str | checkpoint.init_from | with checkpoint.init_state=weights
 no-save-optim | checkpoint.save_optimizer=false
 save-interval int, persistent-save-interval int->save_interval | run.checkpoint_interval
 non-persistent-save-interval int | checkpoint.local_interval

@@ -225,7 +225,8 @@ initial-loss-scale float=4294967296, min-loss-scale float=1.0, loss-scale-window
 rotary-interleaved | | the rotated pairs are always the two halves of a head; the weights of DeepSeek's models are
     sorted as they are read
 moe-router-dtype str | | routers always compute in FP32
-no-save-rng | | a run resumes as a whole; checkpoint.init_from takes the weights only
+no-save-rng, no-load-rng | | random numbers follow from run.seed, the step and the position, so no state of them is
+    saved or loaded
 ckpt-format str=torch_dist, use-dist-ckpt flag->use_dist_ckpt_deprecated, ckpt-fully-parallel-save
     flag->ckpt_fully_parallel_save_deprecated | | checkpoints are always sharded, and read on any mesh
 use-mcore-models, no-masked-softmax-fusion off->masked_softmax_fusion, no-bias-swiglu-fusion off->bias_swiglu_fusion,

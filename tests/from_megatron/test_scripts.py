@@ -329,6 +329,30 @@ def test_a_flag_becomes_the_value_of_megatrons_rule(flags, key, expected):
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--load x --save y --save-interval 5", ("x", "all", "y")),
+        ("--load x --no-load-rng", ("x", "all", None)),
+        ("--load x --ckpt-step 500", ("x/iter_0000500", "all", None)),
+        ("--load x --no-load-optim", ("x", "position", None)),
+        ("--load x --finetune --no-load-optim", ("x", "weights", None)),
+        ("--pretrained-checkpoint z", ("z", "weights", None)),
+        ("--load x --pretrained-checkpoint z", ("x", "all", None)),
+        ("--load x --save x --save-interval 5", (None, None, "x")),
+        ("--load there --save there --save-interval 5", ("there", "all", "there_megajax")),
+    ],
+)
+def test_a_run_begins_where_megatrons_would(place, flags, expected):
+    (place / "there").mkdir()
+    (place / "there/latest_checkpointed_iteration.txt").write_text("7")
+    found, warned = settings(f"{SMALL} {flags}")
+    checkpoint = found.get("checkpoint", {})
+    assert (checkpoint.get("init_from"), checkpoint.get("init_state"), found["run"].get("dir")) == expected
+    assert "resume_step" not in checkpoint
+    assert any("checkpoint.init_state=all" in text for text in warned) == (expected[0] is None)
+
+
+@pytest.mark.parametrize(
     ("flags", "row"),
     [
         ("--attention-dropout 0.1", "attention-dropout"),
@@ -341,7 +365,7 @@ def test_a_flag_becomes_the_value_of_megatrons_rule(flags, key, expected):
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1", "sinkhorn-balance"),
         ("--mtp-num-layers 1 --eod-mask-loss --calculate-per-token-loss", "mtp-mask"),
         ("--lr-decay-style inverse-square-root", "inverse-sqrt"),
-        ("--pretrained-checkpoint x", "checkpoints"),
+        ("--load x --no-load-optim", "no-load-optim"),
     ],
 )
 def test_a_formula_that_differs_is_a_warning_with_its_row(flags, row):

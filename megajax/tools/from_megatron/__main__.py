@@ -86,6 +86,7 @@ def read(line: list[str]) -> tuple[Arguments, int | None]:
     if len(line) == 1 and is_megatron_folder(first):
         saved = saved_arguments(first)
         world = saved.get("world_size")
+        saved |= dict.fromkeys(("finetune", "no_load_optim", "pretrained_checkpoint", "ckpt_step")) | {"load": line[0]}
         return megatron.from_mapping(saved, str(first)), world if isinstance(world, int) else None
     if len(line) == 1 and first.suffix in (".yaml", ".yml"):
         return megatron.from_yaml(first), None

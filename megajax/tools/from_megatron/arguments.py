@@ -183,7 +183,7 @@ def from_mapping(values: Mapping[str, Any], location: str) -> Arguments:
         for name, value in values.items()
         if name in _DESTS and name not in derived and value is not None
     }
-    changed = {name: value for name, value in given.items() if value != DEFAULTS[name]}
+    changed = {name: value for name, value in given.items() if value not in (DEFAULTS[name], [])}
     return Arguments(changed, {name: f"{name}={value}" for name, value in changed.items()}, location)
 
 

@@ -133,8 +133,8 @@ DIFFERENCES = {
         "the stages share these, and each inner stage has layers: they are divided evenly, and numbers do not change",
     ),
     "spikes": Difference("a loss above 10 times the largest one seen", "one above a multiple of a median"),
-    "checkpoints": Difference(
-        "continues with the optimizer, the step and the consumed samples of a checkpoint",
-        "checkpoint.init_from reads the weights of a checkpoint in the format torch_dist",
+    "no-load-optim": Difference(
+        "`--no-load-optim` begins the learning rate's schedule again, at the step of the checkpoint",
+        "`checkpoint.init_state: position` goes on with it at that step",
     ),
 }

@@ -1,5 +1,8 @@
 """Steps, learning rate, optimizer, number formats, recomputation and checkpoints."""
 
+from pathlib import Path
+
+from megajax.megatron import METADATA, is_megatron_folder
 from megajax.tools.from_megatron.translation import Translation
 
 SCHEDULES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
@@ -288,7 +291,6 @@ def _checkpoints(t: Translation) -> None:
         t.use("most_recent_k")
     if t["no_save_optim"]:
         t.put("checkpoint.save_optimizer", False, "no_save_optim")
-    t.copy("checkpoint.resume_step", "ckpt_step")
     if t["non_persistent_ckpt_type"] == "local" and t["non_persistent_local_ckpt_dir"]:
         t.put(
             "checkpoint.local_dir",
@@ -297,9 +299,36 @@ def _checkpoints(t: Translation) -> None:
             "non_persistent_ckpt_type",
         )
         t.copy("checkpoint.local_interval", "non_persistent_save_interval")
-    source = t["load"] if t["load"] != t["save"] else None
-    source = source or t["pretrained_checkpoint"]
-    t.use("load", "pretrained_checkpoint", "finetune", "no_load_optim", "no_load_rng", "load_main_params_from_ckpt")
-    if source:
-        t.put("checkpoint.init_from", source, "load", "pretrained_checkpoint", "finetune")
-        t.differs("checkpoints", "load" if t["load"] == source else "pretrained_checkpoint")
+    _initial_state(t)
+
+
+def _initial_state(t: Translation) -> None:
+    """Where a run without checkpoints begins: `--load` goes on with a checkpoint's training, `--finetune` does not."""
+    load, save, pretrained = t["load"], t["save"], t["pretrained_checkpoint"]
+    t.use("load", "pretrained_checkpoint", "finetune", "no_load_optim", "load_main_params_from_ckpt")
+    if load is not None and load == save:
+        if is_megatron_folder(load):
+            t.put("run.dir", f"{save}_megajax", "save", "load")
+        else:
+            load = None
+            t.warnings.append(
+                f"{t.arguments.shown('load')}: --save is the same, and has no checkpoint of Megatron-LM here, so the "
+                "run begins anew and resumes its own: to go on with one, set checkpoint.init_from, "
+                "checkpoint.init_state=all and another run.dir."
+            )
+    if load is None:
+        t.copy("checkpoint.resume_step", "ckpt_step")
+        if pretrained is not None:
+            t.put("checkpoint.init_from", pretrained, "pretrained_checkpoint")
+            t.put("checkpoint.init_state", "weights", "pretrained_checkpoint")
+        return
+    if t["ckpt_step"] is not None and not (Path(load) / METADATA).is_file():
+        load = f"{load}/iter_{t['ckpt_step']:07d}"
+    t.put("checkpoint.init_from", load, "load", "ckpt_step")
+    if t["finetune"]:
+        t.put("checkpoint.init_state", "weights", "finetune")
+    elif t["no_load_optim"]:
+        t.put("checkpoint.init_state", "position", "no_load_optim")
+        t.differs("no-load-optim", "no_load_optim")
+    else:
+        t.put("checkpoint.init_state", "all", "load")
