@@ -5,10 +5,10 @@ Built in are a run or its checkpoint, a folder in Hugging Face's format, and a c
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,6 +23,10 @@ from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.megatron import is_megatron_folder
 from megajax.model import Transformer, parameters
+
+if TYPE_CHECKING:
+    from megajax.hf.reader import Reader
+    from megajax.megatron.resume_point import SavedTraining
 
 Abstract = Mapping[str, jax.ShapeDtypeStruct]
 LayerState = dict[str, dict[str, jax.Array]]
@@ -77,6 +81,19 @@ class WeightSource:
                 for kind, own in layer_state.items()
             }
             return {name: self._on_devices(arrays, name, wanted) for name, wanted in params.items()}, kept
+
+    def training(self) -> "SavedTraining":
+        """The training that the weights come from, for `checkpoint.init_state`. Raises InputError if it is not read."""
+        raise InputError(
+            f"{self.shown} is no checkpoint of Megatron-Core, and checkpoint.init_state goes on from these only: set it"
+            " to weights; a run of megajax goes on with the same command and run.dir."
+        )
+
+    def open_training(
+        self, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], states: Collection[str], optimizer: str
+    ) -> "contextlib.AbstractContextManager[Mapping[str, Mapping[str, Reader]]]":
+        """The readers of what that training has, see `megatron.convert.open_training`."""
+        raise NotImplementedError
 
     def config(self) -> Config:
         """A config whose section `model` describes the weights, with the dtype of their use, for generation."""
@@ -195,6 +212,18 @@ class MegatronSource(WeightSource):
         from megajax.megatron.convert import load
 
         return load(self.path, params, layer_state, model)
+
+    def training(self) -> "SavedTraining":
+        from megajax.megatron.resume_point import saved_training
+
+        return saved_training(self.path)
+
+    def open_training(
+        self, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], states: Collection[str], optimizer: str
+    ) -> "contextlib.AbstractContextManager[Mapping[str, Mapping[str, Reader]]]":
+        from megajax.megatron.convert import open_training
+
+        return open_training(self.path, model, shapes, states, optimizer)
 
 
 class _FolderArray:

@@ -151,18 +151,20 @@ def compare_descriptions(
         raise _refusal(checkpoint, f"restore them, or {other}", lines)
 
 
-def refuse_changes(found: Sequence[SettingDifference], config: Config, checkpoint: str) -> None:
+def refuse_changes(
+    found: Sequence[SettingDifference], config: Config, checkpoint: str, other: str = "choose another run.dir"
+) -> None:
     """Raise InputError with the differences that `checkpoint.allow_changes` does not name, or cannot let through.
 
-    It cannot where the checkpoint's arrays are others than this run's.
+    It cannot where the checkpoint's arrays are others than this run's. `other` is a further correction.
     """
     reasons = [_reason(each, found, config.model) for each in found]
     refused = [(each, why) for each, why in zip(found, reasons, strict=True) if why or not config_allows(config, each)]
     if not refused:
         return
-    cure = "restore them, or choose another run.dir"
+    cure = f"restore them, or {other}"
     if not all(why for _, why in refused):
-        cure = f"restore them, choose another run.dir, or name those that are meant in {ALLOW}"
+        cure = f"restore them, {other}, or name those that are meant in {ALLOW}"
     lines = [
         f"{each} ({ALLOW} can't let it through: {why})" if why else f"{each}{_note(each)}" for each, why in refused
     ]

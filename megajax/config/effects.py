@@ -154,6 +154,7 @@ def _of_the_run(config: Config) -> list[Rule]:
         Rule(logging.mlflow is None, "logging.mlflow", ("logging.mlflow_experiment",)),
         Rule(logging.prometheus_port is None, "logging.prometheus_port", ("logging.prometheus_host",)),
         Rule(config.checkpoint.export_hf.dir is None, f"{exports}.dir", (f"{exports}.every", f"{exports}.dtype")),
+        Rule(config.checkpoint.init_from is None, "checkpoint.init_from", ("checkpoint.init_state",)),
         Rule(config.checkpoint.local_dir is None, "checkpoint.local_dir", ("checkpoint.local_interval",)),
         Rule(logging.profile_start is None, "logging.profile_start", ("logging.profile_steps",)),
         Rule((logging.profile_start or 0) > config.run.steps, "run.steps", ("logging.profile_start",)),

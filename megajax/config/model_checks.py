@@ -164,6 +164,12 @@ def check_lora(config: Config) -> None:
     if config.checkpoint.init_from is None:
         problem = f"{format_keys(config, rank)} freezes the weights of a trained model, but {base} names none"
         fail(config, problem, f"set {base} to a run or to a Hugging Face folder", rank)
+    if config.checkpoint.init_state != "weights":
+        state = "checkpoint.init_state"
+        problem = (
+            f"{format_keys(config, rank)} trains new adapters, but {format_keys(config, state)} goes on with the base"
+        )
+        fail(config, problem, f"set {state}=weights", rank, state)
     if config.precision.fp8.chosen.is_on:
         recipe = "precision.fp8.recipe"
         problem = f"{format_keys(config, rank)} cannot be combined with {format_keys(config, recipe)}"

@@ -151,6 +151,11 @@ truncation, cut, trim, right, keep_start | truncate
 discard, skip, filter, remove, ignore | drop
 split, wrap, error, keep_end, left | | a longer conversation loses its end, or is left out
 """,
+        "checkpoint.init_state": """
+finetune, params, model, weights_only, false, none | weights
+no_load_optim, step | position | which is the step and the position in the data, with a new optimizer
+full, everything, optimizer, full_state, resume, true, load | all
+""",
         "checkpoint.export_hf.dtype": FLOATS + HALF,
         "remat.policy": """
 no, false, off, null, disable | none

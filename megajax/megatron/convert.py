@@ -1,7 +1,8 @@
-"""Weights from a checkpoint of Megatron-Core onto the devices of a mesh."""
+"""Weights and optimizer state from a checkpoint of Megatron-Core onto the devices of a mesh."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +12,10 @@ from megajax.errors import InputError
 from megajax.hf.reader import Reader, check_tensors, on_devices
 from megajax.megatron.distributed import MegatronTensors
 from megajax.megatron.gpt import entries
+from megajax.megatron.resume_point import POSITION, without_state
 from megajax.model.block import layer_state, state_by_name
+
+MASTERS = ("param", "fp32_param")  # the states that are FP32 weights, of the distributed optimizer and of the other
 
 
 def load(
@@ -36,12 +40,57 @@ def open_readers(
     folder: str | Path, model: ModelConfig, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[dict[str, Reader]]:
     """A reader of each parameter of these canonical shapes, and of the layers' state, by name. Errors as in `load`."""
-    wanted = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
-    found = {entry.ours: entry for entry in entries(model)}
+    with MegatronTensors(folder, model) as weights:
+        yield _readers(weights, model, shapes)
+
+
+@contextlib.contextmanager
+def open_training(
+    folder: str | Path, model: ModelConfig, shapes: Mapping[str, Sequence[int]], states: Collection[str], optimizer: str
+) -> Iterator[dict[str, dict[str, Reader]]]:
+    """Readers of the FP32 master weights with the layers' state, under "", and of each of an optimizer's `states`.
+
+    `optimizer` is the setting that chose these. Errors as in `load`, and for a checkpoint without them, or with others.
+    """
+    with MegatronTensors(folder, model) as weights:
+        found = weights.states - {*MASTERS}
+        if states and not found:
+            raise InputError(without_state(weights.folder))
+        if found != {*states}:
+            theirs, ours = (", ".join(sorted(own)) or "nothing" for own in (found, states))
+            raise InputError(
+                f"{weights.folder} has {theirs} of its optimizer, and {optimizer} keeps {ours}: choose the optimizer of"
+                f" the checkpoint, or set {POSITION} to begin without."
+            )
+        readers = {"": _readers(weights, model, shapes)}
+        for state in weights.states & {*MASTERS}:  # of those in FP32 already there are none
+            masters = weights.of_state(state)
+            held = {n: shape for n, shape in shapes.items() if {*readers[""][n].names.values()} <= _names(masters)}
+            readers[""] |= _readers(masters, model, held)
+        for name in shapes:
+            reader = readers[""][name]
+            if narrow := [own for own in reader.names.values() if reader.weights.itemsize(own) < 4]:
+                problem = f"{weights.folder} has {narrow[0]} in less than FP32, and no master weight of it"
+                raise InputError(f"{problem}: set {POSITION}.")
+        yield readers | {state: _readers(weights.of_state(state), model, shapes) for state in states}
+
+
+def _names(masters: MegatronTensors) -> set[str]:
+    """The parameters that have a master weight."""
+    return {name.removeprefix(masters.prefix) for name in masters.files}
+
+
+def _readers(weights: MegatronTensors, model: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Reader]:
+    """Of the parameters of these shapes, and, among the weights themselves, of the layers' state."""
+    wanted, prefix = dict(shapes), weights.prefix
+    if not prefix:
+        wanted |= {name: array.shape for name, array in state_by_name(layer_state(model)).items()}
+    found = {entry.ours: replace(entry, theirs=prefix + entry.theirs) for entry in entries(model)}
     if lacking := sorted(wanted.keys() - found.keys()):
         cure = "name a run of megajax, or a Hugging Face folder"
-        raise InputError(f"{folder}: the model has {lacking[0]}, which Megatron-Core's GPTModel does not have: {cure}.")
-    with MegatronTensors(folder, model) as weights:
-        readers = {name: Reader(weights, found[name], model, shape) for name, shape in wanted.items()}
-        check_tensors(weights, [*readers.values()], () if model.mtp_layers else ("mtp.",))
-        yield readers
+        raise InputError(
+            f"{weights.folder}: the model has {lacking[0]}, which Megatron-Core's GPTModel does not have: {cure}."
+        )
+    readers = {name: Reader(weights, found[name], model, shape) for name, shape in wanted.items()}
+    check_tensors(weights, [*readers.values()], () if model.mtp_layers else (f"{prefix}mtp.",))
+    return readers

@@ -5,10 +5,12 @@ The folder has `.metadata`, a pickle with the shape of each tensor and the place
 `[L, ...]`, and so are experts, `[E, ...]`; here each is a tensor of its own, by the names of Megatron's modules.
 """
 
+import copy
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +32,8 @@ FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mtp_model_layer.": "transformer_layer.",
 }
+# An array of the optimizer's state in model space, which has the name, the shape and the layers of its parameter
+OPTIMIZER_STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.(\w{1,64})\.")
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint."""
+    """A tensor of the checkpoint.
+
+    An optimizer's tensor may be cut into `fragments` along each dimension. Its chunks then have one more dimension,
+    with the numbers of a fragment one after another.
+    """
 
     key: str
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[Chunk, ...]
+    fragments: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,26 @@ class MegatronTensors:
         self.folder, self._vocabulary = newest(Path(folder)), model.vocab_size
         self._open: dict[str, BinaryIO] = {}
         self._placed = lru_cache(maxsize=4096)(self._place)
-        self._parts = dict(named_parts(_stored_tensors(self.folder), model.num_layers))
+        self._by_state: dict[str, dict[str, NamedPart]] = {"": {}}
+        stored = in_model_space(_stored_tensors(self.folder), str(self.folder / METADATA))
+        for state, name, part in named_parts(stored, model.num_layers):
+            self._by_state.setdefault(state, {})[state_prefix(state) + name] = part
+        self._choose("")
+
+    def _choose(self, state: str) -> None:
+        self.prefix, self._parts = state_prefix(state), self._by_state.get(state, {})
         self.files = {name: part.stored.chunks[0].file for name, part in self._parts.items()}
+
+    @property
+    def states(self) -> set[str]:
+        """The arrays of the optimizer's state that the checkpoint has in model space, such as exp_avg."""
+        return self._by_state.keys() - {""}
+
+    def of_state(self, state: str) -> "MegatronTensors":
+        """The tensors of such an array instead, by the names of the parameters after `state_prefix`."""
+        chosen = copy.copy(self)  # with the same open files
+        chosen._choose(state)
+        return chosen
 
     def __enter__(self) -> "MegatronTensors":
         return self
@@ -92,7 +119,7 @@ class MegatronTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without the padding of the vocabulary."""
         shape = self._parts[name].shape
-        return (min(shape[0], self._vocabulary), *shape[1:]) if name in VOCABULARY else shape
+        return (min(shape[0], self._vocabulary), *shape[1:]) if name.removeprefix(self.prefix) in VOCABULARY else shape
 
     def itemsize(self, name: str) -> float:
         """Bytes of a number of a tensor."""
@@ -105,6 +132,9 @@ class MegatronTensors:
         wanted = (*(slice(i, i + 1) for i in part.at), *slices)
         lengths = [len(range(*s.indices(size))) for s, size in zip(wanted, part.stored.shape, strict=True)]
         out, filled = np.empty(lengths, part.stored.dtype), 0
+        if part.stored.fragments is not None:
+            self._read_fragments(part.stored, part.stored.fragments, wanted, out)
+            return out[(0,) * len(part.at)]
         for chunk in part.stored.chunks:
             here, there = [], []
             for s, offset, size in zip(wanted, chunk.offsets, chunk.sizes, strict=True):
@@ -122,6 +152,37 @@ class MegatronTensors:
         if filled != out.size:
             raise InputError(f"{self.folder}: chunks of {part.stored.key} are missing: copy all of its .distcp files.")
         return out[(0,) * len(part.at)]
+
+    def _read_fragments(
+        self, stored: StoredTensor, fragments: tuple[int, ...], wanted: Sequence[slice], out: np.ndarray
+    ) -> None:
+        """Fill `out` with the block `wanted` of a tensor whose fragments are stored as rows of numbers."""
+        shape = [size // count for size, count in zip(stored.shape, fragments, strict=True)]
+        first = next((dim for dim, size in enumerate(shape) if size > 1), len(shape) - 1)  # whose rows are read
+        row = math.prod(shape[first + 1 :])
+        indices = [np.arange(s.start, s.stop, s.step or 1) for s in wanted]
+        held = [np.unique(index // size) for index, size in zip(indices, shape, strict=True)]
+        for at in itertools.product(*held):
+            there = [np.flatnonzero(i // size == f) for i, size, f in zip(indices, shape, at, strict=True)]
+            here = [i[w] - f * size for i, w, size, f in zip(indices, there, shape, at, strict=True)]
+            start, stop = int(here[first][0]), int(here[first][-1]) + 1
+            rows = self._row_of_fragment(stored, tuple(map(int, at)), start * row, stop * row)
+            rows = rows.reshape(*(1,) * first, stop - start, *shape[first + 1 :])
+            here[first] = here[first] - start
+            out[np.ix_(*there)] = rows[np.ix_(*here)]
+
+    def _row_of_fragment(self, stored: StoredTensor, at: tuple[int, ...], start: int, stop: int) -> np.ndarray:
+        """The numbers from `start` to `stop` of a fragment."""
+        out, filled = np.empty(stop - start, stored.dtype), 0
+        for chunk in stored.chunks:
+            first, last = chunk.offsets[-1], chunk.offsets[-1] + chunk.sizes[-1]
+            begin, end = max(first, start), min(last, stop)
+            if chunk.offsets[:-1] == at and begin < end:
+                out[begin - start : end - start] = self._chunk(chunk, stored).reshape(-1)[begin - first : end - first]
+                filled += end - begin
+        if filled != out.size:
+            raise InputError(f"{self.folder}: chunks of {stored.key} are missing: copy all of its .distcp files.")
+        return out
 
     def _chunk(self, chunk: Chunk, stored: StoredTensor) -> np.ndarray:
         path, at = self.folder / chunk.file, self._placed(chunk, stored)
@@ -172,9 +233,10 @@ def saved_arguments(folder: str | Path) -> dict[str, Any]:
     Raises InputError if the checkpoint has none.
     """
     folder = newest(Path(folder))
-    common = _common_state(folder)
-    arguments = vars(common["args"]) if isinstance(common, dict) and isinstance(common.get("args"), Plain) else {}
-    found = {name: f"torch.{own}" if isinstance(own, np.dtype) else own for name, own in arguments.items()}
+    found = {
+        name: f"torch.{own}" if isinstance(own, np.dtype) else own
+        for name, own in arguments_in(common_state(folder)).items()
+    }
     plain = {name: own for name, own in found.items() if _is_plain(own) and name not in ("made_of", "state")}
     if not plain:
         raise InputError(f"{folder} has no arguments (args): give the launch script of its run.")
@@ -187,20 +249,42 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _common_state(folder: Path) -> Any:
-    """What all ranks have in common: a file of its own, or an object among the tensors."""
+def arguments_in(common: Mapping[Any, Any]) -> dict[str, Any]:
+    """Megatron's arguments in the common state of a checkpoint, as they are there; empty without any."""
+    return vars(common["args"]) if isinstance(common.get("args"), Plain) else {}
+
+
+def common_state(folder: Path) -> dict[Any, Any]:
+    """What all ranks have in common: a file of its own, or an object among the tensors. Empty if there is none."""
     path, start, length = folder / "common.pt", 0, None
     if not path.is_file():
         metadata = load_plain((folder / METADATA).read_bytes, str(folder / METADATA))
         stored = getattr(metadata, "storage_data", {}).items()
         place = next((place for index, place in stored if str(index.fqn).startswith("common_state/")), None)
         if place is None:
-            return None
+            return {}
         path, start, length = folder / _file_name(place.relative_path, METADATA), int(place.offset), int(place.length)
     with path.open("rb") as file:
         size = path.stat().st_size
         found = TorchZip(file, start, min(size - start if length is None else length, size - start), str(path), True)
-    return found.value[0] if isinstance(found.value, list) and found.value else found.value
+
+        def number(info: TensorInfo) -> Any:
+            file.seek(found.place(info).at)
+            return np.frombuffer(file.read(info.dtype.itemsize), info.dtype)[0].item()
+
+        value = found.value[0] if isinstance(found.value, list) and found.value else found.value
+        return _with_numbers(value, number) if isinstance(value, dict) else {}
+
+
+def _with_numbers(value: Any, number: Callable[[TensorInfo], Any], depth: int = 8) -> Any:
+    """A tree of containers, down to `depth`, with numbers in place of tensors of one."""
+    if isinstance(value, TensorInfo):
+        return number(value) if value.shape == () else value
+    if isinstance(value, dict) and depth:
+        return {key: _with_numbers(each, number, depth - 1) for key, each in value.items()}
+    if isinstance(value, list) and depth:
+        return [_with_numbers(each, number, depth - 1) for each in value]
+    return value
 
 
 def _file_name(text: Any, source: str) -> str:
@@ -246,14 +330,43 @@ def _stored(key: str, described: Any, places: Mapping[Any, Any], source: str) ->
     return StoredTensor(key, shape, dtype, tuple(chunks))
 
 
-def named_parts(tensors: Iterable[StoredTensor], layers: int) -> Iterator[tuple[str, NamedPart]]:
-    """Each layer's and expert's tensor by the name of its module; the optimizer's are left out.
+def in_model_space(tensors: Iterable[StoredTensor], source: str) -> Iterator[StoredTensor]:
+    """The tensors, those of the optimizer in the shapes of their parameters.
 
-    Prediction modules count from the number of `layers` on.
+    In the format fully_sharded_model_space the checkpoint has shapes of fragments instead.
+    """
+    found = {stored.key: stored for stored in tensors}
+    for key, stored in found.items():
+        state = OPTIMIZER_STATE.match(key)
+        parameter = found.get(key[state.end() :]) if state else None
+        if parameter is None or parameter.shape == stored.shape:
+            yield stored
+            continue
+        shape, (*fragments, length) = parameter.shape, stored.shape
+        divides = len(fragments) == len(shape) and not any(n % f for n, f in zip(shape, fragments, strict=True))
+        if not divides or math.prod(shape) != math.prod(fragments) * length:
+            problem = f"{shown(key)} has the shape {[*stored.shape]}, its parameter {[*shape]}"
+            raise InputError(f"{source} is damaged ({problem}): copy it again.")
+        if any(chunk.sizes[:-1] != (1,) * len(fragments) for chunk in stored.chunks):
+            raise InputError(f"{source} is damaged (a chunk of {shown(key)} has several fragments): copy it again.")
+        yield replace(stored, shape=shape, fragments=tuple(fragments))
+
+
+def state_prefix(state: str) -> str:
+    """The beginning of the names of the tensors of an array of the optimizer's state; "" is the weights."""
+    return f"optimizer.state.{state}." if state else ""
+
+
+def named_parts(tensors: Iterable[StoredTensor], layers: int) -> Iterator[tuple[str, str, NamedPart]]:
+    """(array of the optimizer's state or "", name of the module's parameter, the tensor) of each layer and expert.
+
+    The optimizer's tensors that are not in model space are left out. Prediction modules count from the number of
+    `layers` on.
     """
     for stored in tensors:
-        name = stored.key
-        if name.startswith(("optimizer.", "chained_")):
+        found = OPTIMIZER_STATE.match(stored.key)
+        state, name = (found[1], stored.key[found.end() :]) if found else ("", stored.key)
+        if not found and name.startswith(("optimizer.", "chained_")):
             continue
         for theirs, ours in FUSED_NORMS.items():
             name = name.replace(theirs, ours)
@@ -264,11 +377,11 @@ def named_parts(tensors: Iterable[StoredTensor], layers: int) -> Iterator[tuple[
             if layered.endswith("shared_experts.gate_weight"):
                 part = NamedPart(stored, (*at, 0))
             if ".experts.experts." not in layered or len(part.shape) < 2 or part.shape[0] == 0:
-                yield layered, part
+                yield state, layered, part
                 continue
             prefix, _, rest = layered.partition(".experts.experts.")
             for expert in range(part.shape[0]):
-                yield f"{prefix}.experts.local_experts.{expert}.{rest}", NamedPart(stored, (*at, expert))
+                yield state, f"{prefix}.experts.local_experts.{expert}.{rest}", NamedPart(stored, (*at, expert))
 
 
 def _unstacked(name: str, stored: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -131,6 +131,11 @@ class CheckpointConfig(Section):
         description="Run directory, checkpoint, Hugging Face folder, or Megatron-Core checkpoint (torch_dist) with the"
         " initial weights.",
     )
+    init_state: Literal["weights", "position", "all"] = Field(
+        default="weights",
+        description="What a run takes of a Megatron-Core checkpoint in init_from: weights; position: also its step and"
+        " its position in the data; all: also the optimizer's master weights and moments, so its training goes on.",
+    )
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
     )

@@ -362,9 +362,9 @@ class Trainer:
         local_step = self._start.local_step if self.step == self._start.step else None
         if self._state is None:
             self._state = self._first_state(logs.say)
+            for change in self._start.allowed:
+                logs.say(f"let through by checkpoint.allow_changes: {change}")
             if self._start.resumed_step is not None:
-                for change in self._start.allowed:
-                    logs.say(f"let through by checkpoint.allow_changes: {change}")
                 self.saver.warn_of_another_rate(self._start.saved, self._start.name)
             local_step = self._start.local_step  # reading it may have led to another checkpoint
         self.directory.begin(self._start, self._recorded_step, local_step)

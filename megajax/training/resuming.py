@@ -17,6 +17,7 @@ from megajax.checkpoint.storage import store_errors
 from megajax.errors import InputError, UserError
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.training import run_record
+from megajax.training.continuing import ContinuedTraining
 from megajax.training.local_saves import LocalSaves
 from megajax.training.rollbacks import Rollback, Rollbacks
 from megajax.training.saving import StateSaver, Weights
@@ -26,10 +27,11 @@ from megajax.training.step import TrainState
 class Start:
     """The checkpoint from which a run resumes, if there is one, and the first state.
 
-    resumed_step: the checkpoint's step or None; step: the same or 0; sizes: the sequences of each step from `step` on;
-    seen: the steps of all complete checkpoints at the time of `find`; allowed: the settings that changed since the
-    checkpoint and that `checkpoint.allow_changes` names; saved: its description; name: its name in messages; local: it,
-    if it is in `checkpoint.local_dir`; rollbacks: those of the run so far.
+    resumed_step: the checkpoint's step or None; continued: another program's training, with which a run that has no
+    checkpoint goes on, or None; step: the step of either, or 0; sizes: the sequences of each step from `step` on; seen:
+    the steps of all complete checkpoints at the time of `find`; allowed: the settings that changed since the checkpoint
+    and that `checkpoint.allow_changes` names; saved: its description; name: its name in messages; local: it, if it is
+    in `checkpoint.local_dir`; rollbacks: those of the run so far.
     """
 
     def __init__(self, saver: StateSaver, checkpoints: Callable[[], Checkpoints], local: LocalSaves | None = None):
@@ -48,7 +50,8 @@ class Start:
 
     @property
     def step(self) -> int:
-        return self.resumed_step or 0
+        first = 0 if self.continued is None else self.continued.position.step
+        return first if self.resumed_step is None else self.resumed_step
 
     def find(self) -> None:
         """Choose the checkpoint, and compare it with this run."""
@@ -63,8 +66,8 @@ class Start:
 
         None: there is none.
         """
-        self.resumed_step, self.sizes = step, BatchSizes.of(self.config)
-        self.allowed: list[SettingDifference] = []
+        self.resumed_step, self.allowed = step, list[SettingDifference]()
+        self.continued, self.sizes = None, BatchSizes.of(self.config)
         self.rollbacks = Rollbacks(self.config)
         self.saved: dict[str, Any] = {}
         self._local = self._newer_local_one()
@@ -76,6 +79,9 @@ class Start:
             problem = self._checkpoints().damage(step, "description") or self._problem(lambda: self._describe(step))
             if problem:
                 self._choose(self._older(step, problem))
+        elif (continued := ContinuedTraining.of(self.saver)) is not None:
+            self.continued, self.allowed = continued, continued.allowed
+            self.sizes = BatchSizes.of(self.config, continued.position)
 
     def _describe(self, step: int) -> None:
         if step < self.config.run.steps:  # else there is nothing to do
@@ -152,7 +158,11 @@ class Start:
         program = self.saver.program
         if weights is None:
             return program.init_state(teacher=False)
-        return self.saver.with_weights(program.init_state(params=False, teacher=False), weights)
+        state = self.saver.with_weights(program.init_state(params=False, teacher=False), weights)
+        if self.continued is None:
+            return state
+        say(str(self.continued))
+        return self.continued.into(state)
 
     def _restored(self, say: Callable[[str], None]) -> TrainState:
         """The state of the newest good checkpoint, from `resumed_step` backwards."""
@@ -209,6 +219,8 @@ class Start:
         resumes = self.resumed_step is not None and self.config.lora.rank is None
         if self.config.checkpoint.init_from is None or resumes:
             return None
+        if self.continued is not None:
+            return self.continued.weights()
         return self.saver.restore_weights(self.config.checkpoint.init_from)
 
     def _problem(self, action: Callable[[], None]) -> str:

@@ -160,7 +160,7 @@ class StateSaver:
             position = Position(step, saved["samples_consumed"])
         others = [each for each in found if each.key not in ORDER_BY_SIZE and not config_allows(config, each)]
         if not others and position.samples != samples_before(config, step):
-            self._check_order(position, saved["data"].get("samples"), name)
+            self.check_order(position, saved["data"].get("samples"), name)
         refuse_changes(found, config, name)
         if description.get("ema") and config.optimizer.ema_decay is None:
             raise InputError(
@@ -169,7 +169,7 @@ class StateSaver:
             )
         return position, found
 
-    def _check_order(self, position: Position, saved: int | None, name: str) -> None:
+    def check_order(self, position: Position, saved: int | None, name: str) -> None:
         """Raise InputError if the order of the data changes with the size of the batch, as it did at `position`.
 
         The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`,
@@ -290,15 +290,20 @@ class StateSaver:
             filled[name][:, : newest.shape[1]] = newest
         return others | {FP8: jax.device_put(filled, NamedSharding(self.program.mesh, P()))}
 
+    @property
+    def canonical_weights(self) -> tuple[Any, Any]:
+        """The model's weights, with LoRA the frozen ones, and the layers' state, as abstract canonical arrays."""
+        abstract: Any = self._canonical_abstract
+        return _base(abstract.frozen) or abstract.params, _without_history(abstract.layer_state)
+
     def restore_weights(self, path: str) -> Weights:
         """The model of another run's checkpoint, or of a folder in Hugging Face's format, in canonical shapes.
 
         With LoRA they are the frozen weights, in their dtype. An objective's parameters may be absent. Raises
         InputError if one is not finite: no step would have a gradient that is.
         """
-        abstract: Any = self._canonical_abstract
-        wanted, layer_state = _base(abstract.frozen) or abstract.params, _without_history(abstract.layer_state)
-        model, key = self.program.config.model, "checkpoint.init_from"
+        (wanted, layer_state), key = self.canonical_weights, "checkpoint.init_from"
+        model = self.program.config.model
         if own := {name for name in wanted if name.startswith(OBJECTIVE)}:
             with find_source(path, key, f" ({self.program.config.where(key)})").open(model) as arrays:
                 absent = own.difference(arrays)
@@ -327,8 +332,7 @@ class StateSaver:
         """The model of a source of weights that `key` of the config names."""
         location = f" ({self.program.config.where(key)})"
         weights = find_source(path, key, location).read(wanted, layer_state, model)
-        if bad := _not_finite(weights):
-            raise InputError(f"{key}={path}{location}: {', '.join(bad)} has NaN or Inf: give weights without them.")
+        refuse_not_finite(weights, f"{key}={path}{location}")
         return weights
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
@@ -352,7 +356,7 @@ class StateSaver:
             return weights
         placements, shardings = self.program.placements, getattr(self.program.state_shardings, which)
         return jax.jit(
-            lambda weights: {name: self._stored(w, placements[name]) for name, w in weights.items()},
+            lambda weights: {name: self.stored_form(w, placements[name]) for name, w in weights.items()},
             out_shardings={name: shardings[name] for name in weights},
         )(weights)
 
@@ -406,12 +410,13 @@ class StateSaver:
         if not self.converts:
             return lambda state: state
         target = replace(self.program.state_shardings, frozen={}, rest={})
-        return jax.jit(lambda state: self._each(state, self._stored), out_shardings=target)
+        return jax.jit(lambda state: self._each(state, self.stored_form), out_shardings=target)
 
     def _canonical(self, x: jax.Array, placement: Placement) -> jax.Array:
         return to_canonical(self._with_whole_rows(on_device(x), placement), placement)
 
-    def _stored(self, x: jax.Array, placement: Placement) -> jax.Array:
+    def stored_form(self, x: jax.Array, placement: Placement) -> jax.Array:
+        """Canonical form → the form that devices hold, inside a jitted function."""
         return self._with_whole_rows(to_stored(on_device(x), placement), placement)
 
     def _with_whole_rows(self, x: jax.Array, placement: Placement) -> jax.Array:
@@ -451,12 +456,13 @@ def _checksum(weights: Mapping[str, jax.Array]) -> jax.Array:
     return sum((b.astype(jnp.uint32).sum(dtype=jnp.uint32) for b in bits), jnp.uint32(0))
 
 
-def _not_finite(weights: Weights) -> list[str]:
-    """The names of the first arrays with NaN or Inf, at most three; they are checked on the devices."""
+def refuse_not_finite(weights: Weights, source: str) -> None:
+    """Raise InputError with the first arrays that have NaN or Inf, at most three; they are checked on the devices."""
     params, state = weights
     arrays = params | {f"{kind}.{name}": array for kind, own in state.items() for name, array in own.items()}
     finite = jax.jit(lambda arrays: {name: jnp.isfinite(array).all() for name, array in arrays.items()})(arrays)
-    return [name for name, good in finite.items() if not good][:3]
+    if bad := [name for name, good in finite.items() if not good][:3]:
+        raise InputError(f"{source}: {', '.join(bad)} has NaN or Inf: give weights without them.")
 
 
 def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, dict[str, Leaf]]:

@@ -126,7 +126,7 @@ def test_names_of_transformer_engines_modules_are_those_of_the_local_ones():
     """Norms fused with the layer after them, experts of one grouped GEMM, and layers of one tensor."""
 
     def names(key, *shape):
-        return [name for name, _ in named_parts([StoredTensor(key, shape, np.dtype("float32"), ())], 4)]
+        return [name for _, name, _ in named_parts([StoredTensor(key, shape, np.dtype("float32"), ())], 4)]
 
     layers, attention = "decoder.layers.", "self_attention."
     assert names(f"{layers}1.{attention}linear_qkv.layer_norm_weight", 8) == [f"{layers}1.input_layernorm.weight"]
@@ -143,7 +143,10 @@ def test_names_of_transformer_engines_modules_are_those_of_the_local_ones():
     assert names("mtp.layers.0.mtp_model_layer.input_layernorm.weight", 8) == [
         "mtp.layers.4.transformer_layer.input_layernorm.weight"
     ]
-    assert names("optimizer.state.exp_avg.decoder.final_layernorm.weight", 8) == []
+    for key in ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "chained_0.optimizer.state.step.a"):
+        found = named_parts([StoredTensor(key, (8,), np.dtype("float32"), ())], 4)
+        assert [(state, name) for state, name, _ in found] == [tuple(key.rpartition("state.")[2].split(".", 1))]
+    assert names("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg", 8) == []
 
 
 # Damaged and hostile files: a sentence, and nothing runs
@@ -257,6 +260,7 @@ def test_the_arguments_of_a_checkpoint_become_a_config(unpack, tmp_path, capsys)
         mock_data=True,
         make_vocab_size_divisible_by=16,
         attention_backend=Backend.AUTO,
+        iterations_to_skip=[],  # the default of Megatron's parser is an empty list
         anything=Touch(str(made)),
     )
     with zipfile.ZipFile(folder / "common.pt", "w") as archive:
@@ -268,3 +272,4 @@ def test_the_arguments_of_a_checkpoint_become_a_config(unpack, tmp_path, capsys)
     section = stored("gqa")[0] | {"vocab_size": 64}  # Megatron's softmax has the padding
     assert (config.mesh.tensor, config.batch.num_microbatches) == (2, 4)
     assert {name: getattr(config.model, name) for name in section} == section
+    assert (config.checkpoint.init_from, config.checkpoint.init_state) == (str(folder), "all")

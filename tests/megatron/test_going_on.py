@@ -1,0 +1,316 @@
+"""Runs go on with trainings that megatron-core 0.19.2 began. `megatron_training.zip` has checkpoints of step 10, and
+the losses of its own steps 11 to 15.
+
+llama: grouped queries; gpt: LayerNorm, biases, tied embeddings, written without the distributed optimizer, so with a
+`common_step`; mixtral: experts with balancing losses; deepseek: latent attention, a dense layer, groups of experts, a
+prediction module; bfloat16: llama with FP32 master weights; fragments: llama's training by four data-parallel ranks of
+megatron-core 0.12.2 in the format `fully_sharded_model_space`. The rate falls from 0.01 to 0.001 in 30 steps.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from single_device import make_config
+
+from megajax.config.checks import check_mesh
+from megajax.data.indexed import IndexedWriter
+from megajax.errors import ConfigError, InputError
+from megajax.mesh import build_mesh
+from megajax.training.continuing import ContinuedTraining
+from megajax.training.loop import Trainer
+from megajax.training.saving import StateSaver
+from megajax.training.step import TrainProgram
+
+ARCHIVE = Path(__file__).parents[1] / "data_files/megatron_training.zip"
+TOLERANCE = 2e-6  # of a loss; FP32 sums in another order
+SCHEDULE = {
+    "kind": "linear",
+    "learning_rate": 1e-2,
+    "min_learning_rate": 1e-3,
+    "warmup_steps": 0,
+    "decay_steps": 30,
+    "delay_steps": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The checkpoints, by name, and the `corpus` of their trainings."""
+    folder = tmp_path_factory.mktemp("megatron")
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        archive.extractall(folder)
+    following = (np.arange(32) * 29 + 7) % 32
+    with IndexedWriter(folder / "corpus", np.uint16) as writer:
+        for document in range(40):
+            tokens = [document * 5 % 32]
+            for i in range(1, 20 + document * 7 % 23):
+                tokens.append(int(following[tokens[-1]]) if (document + i) % 5 else document * i % 32)
+            writer.add_document(tokens)
+    return folder
+
+
+@pytest.fixture
+def configure(folder, tmp_path):
+    def configure(name, mesh=None, copy=False, **changes):
+        """A config that goes on with a checkpoint, or with a copy of it in `tmp_path`."""
+        if copy:
+            shutil.copytree(folder / name, tmp_path / name)
+        sections = {
+            "run": {"steps": 15, "dir": str(tmp_path / "run"), "eval_steps": 0, "log_interval": 1},
+            "batch": {"global_size": 8, "num_microbatches": 4, "sequence_length": 16},
+            "schedule": SCHEDULE,
+            "data": {
+                "kind": "indexed",
+                "train": str(folder / "corpus"),
+                "order": "megatron",
+                "train_samples": 240,
+                "index_cache": str(folder / "cache"),
+            },
+            "checkpoint": {"init_from": str((tmp_path if copy else folder) / name), "init_state": "all"},
+            "logging": {"tensorboard": False},
+        }
+        for section, keys in changes.items():
+            sections[section] = {**sections.get(section, {}), **keys}
+        return make_config(about(folder)[name]["model"], mesh, **sections)
+
+    return configure
+
+
+def about(folder) -> dict:
+    return json.loads((folder / "about.json").read_text())
+
+
+def continued(config) -> tuple[StateSaver, ContinuedTraining]:
+    count = config.mesh.pipeline * config.mesh.fsdp
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    saver = StateSaver(program)
+    training = ContinuedTraining.of(saver)
+    assert training is not None
+    return saver, training
+
+
+def trainer(config) -> Trainer:
+    return Trainer(config, jax.devices()[:1])
+
+
+def state_of(config):
+    saver, training = continued(config)
+    state = saver.with_weights(saver.program.init_state(params=False), training.weights())
+    return saver.program, training.into(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt", {"data": 2, "context": 2, "tensor": 2}),
+        ("mixtral", {"expert": 2, "context": 2, "tensor": 2}),
+        ("deepseek", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_the_next_losses_are_those_of_megatron(configure, folder, name, mesh):
+    trainer = Trainer(configure(name, mesh))
+    losses = [float(trainer.train_step(trainer.next_batch())["loss"]) for _ in range(5)]
+    trainer.close()
+    np.testing.assert_allclose(losses, about(folder)[name]["losses"], rtol=0, atol=TOLERANCE)
+
+
+def test_a_run_that_went_on_resumes_from_its_own_checkpoints(configure, folder, tmp_path, capsys):
+    mesh, source = {"pipeline": 2, "fsdp": 2, "tensor": 2}, tmp_path / "llama"
+    first = configure("llama", mesh, copy=True, run={"steps": 12})
+    assert Trainer(first).run() == 0
+    assert f"going on after step 10 of {source}/iter_0000010, with 80 samples read" in capsys.readouterr().out
+    shutil.rmtree(source)
+    assert Trainer(configure("llama", mesh, checkpoint={"init_from": str(source)})).run() == 0
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert [*found] == [11, 12, 13, 14, 15]
+    expected = about(folder)["llama"]["losses"]
+    np.testing.assert_allclose([*found.values()], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_master_weights_are_those_in_fp32(configure):
+    saver, training = continued(configure("bfloat16"))
+    masters, _ = training.weights()
+    rounded, _ = saver.restore_weights(str(training.saved.folder))
+    for name, master in masters.items():
+        np.testing.assert_array_equal(master.astype(jnp.bfloat16), rounded[name].astype(jnp.bfloat16))
+    assert not np.array_equal(masters["blocks.dense.mlp.up"], rounded["blocks.dense.mlp.up"])
+
+
+def test_fragments_of_the_optimizers_state_are_put_together(configure):
+    """Some end in the middle of a matrix. The run was in FP32, so its master weights are its weights."""
+    config = configure("fragments")
+    saver, training = continued(config)
+    masters, _ = training.weights()
+    weights, _ = saver.restore_weights(config.checkpoint.init_from)
+    for name, master in masters.items():
+        np.testing.assert_array_equal(master, weights[name], err_msg=name)
+    (_, found), (_, whole) = state_of(config), state_of(configure("llama"))
+    for slot in ("mu", "nu"):
+        for name, expected in whole.optimizer.slots["adamw"][slot].items():
+            x = found.optimizer.slots["adamw"][slot][name]
+            np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_other_forms_of_moments_and_weights_hold_the_same_numbers(configure, form):
+    mesh = {"pipeline": 2, "fsdp": 2}
+    _, exact = state_of(configure("llama", mesh))
+    small = {"state": form, "master": "split", "offload": 0.5}
+    program, state = state_of(configure("llama", mesh, optimizer=small, precision={"compute": "bfloat16"}))
+    slots = program.update.slots
+    found = slots.each(lambda array, kept: array.decode(jax.device_get(kept)), state.optimizer.slots)["adamw"]
+    expected = exact.optimizer.slots["adamw"]
+    assert int(found["count"]) == int(expected["count"]) == int(state.optimizer.rounded) == 10
+    for name, master in jax.jit(lambda state: state.masters)(jax.device_put(state)).items():
+        np.testing.assert_array_equal(master, exact.params[name])
+        for slot, share in (("mu", 2**-6), ("nu", 2**-3)):
+            largest = np.abs(expected[slot][name]).max()
+            assert largest > 0
+            np.testing.assert_allclose(found[slot][name], expected[slot][name], rtol=share, atol=share * largest)
+
+
+def test_a_position_is_taken_without_the_optimizer(configure):
+    going_on = trainer(configure("llama", checkpoint={"init_state": "position"}))
+    new = trainer(configure("llama", checkpoint={"init_state": "weights"}))
+    assert (going_on.step, int(going_on.state.step), new.step) == (10, 10, 0)
+    assert all(not np.any(x) for x in jax.tree.leaves(going_on.state.optimizer))
+    for _ in range(10):
+        new.next_batch()
+    np.testing.assert_array_equal(going_on.next_batch()["tokens"], new.next_batch()["tokens"])
+    going_on.close()
+    new.close()
+
+
+def test_another_size_of_the_batch_goes_on_at_the_consumed_sample(configure):
+    """Megatron's order does not depend on the size; `data.train_samples` is the same."""
+    larger, usual = (trainer(configure("llama", batch={"global_size": size})) for size in (16, 8))
+    rows = [np.asarray(each.next_batch()["tokens"]).reshape(-1, 16) for each in (larger, usual)]
+    np.testing.assert_array_equal(rows[0][:8], rows[1])
+    assert (len(rows[0]), larger.sizes.samples_before(11)) == (16, 96)
+    larger.close()
+    usual.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"optimizer": {"kind": "muon"}}, ["optimizer.kind=muon", "checkpoint.init_state=position"]),
+        ({"optimizer": {"kind": "lion"}}, ["has exp_avg, exp_avg_sq", "optimizer.kind=lion", "keeps exp_avg:"]),
+        ({"run": {"seed": 7}}, ["run.seed=1234", "7", "checkpoint.allow_changes", "checkpoint.init_state=weights"]),
+        ({"batch": {"sequence_length": 8}}, ["batch.sequence_length=16", "8"]),
+        ({"data": {"train_samples": 320}}, ["data.train_samples=240", "320"]),
+        ({"data": {"order": "shuffled", "train_samples": None}}, ["data.order=megatron", "shuffled"]),
+        ({"model": {"ffn_hidden_size": 16}}, ["linear_fc2.weight", "[8, 12]", "section model"]),
+    ],
+    ids=str,
+)
+def test_a_training_that_would_not_go_on_is_a_sentence(configure, changes, parts):
+    model = changes.pop("model", None)
+    config = configure("llama", **changes)
+    if model:
+        config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    with pytest.raises(InputError) as caught:
+        continued(config)[1].weights()
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_allowed_changes_are_let_through(configure):
+    config = configure("llama", run={"seed": 7}, checkpoint={"allow_changes": ["run.seed"]})
+    assert [each.key for each in continued(config)[1].allowed] == ["run.seed"]
+
+
+def test_only_checkpoints_of_megatron_have_a_training_to_go_on_with(configure, tmp_path):
+    with pytest.raises(InputError, match="init_from=.* is no checkpoint of Megatron-Core.*init_state"):
+        continued(configure("llama", checkpoint={"init_from": str(tmp_path)}))
+    with pytest.raises(ConfigError, match=r"lora.rank=2 .*checkpoint.init_state=all.*init_state=weights"):
+        configure("llama", lora={"rank": 2})
+
+
+def test_another_learning_rate_is_a_warning(configure):
+    with pytest.warns(UserWarning, match="learning rate of step 11 is 0.0023.*but 0.007 in .*section schedule"):
+        state_of(configure("llama", schedule={"learning_rate": 0.003}))
+
+
+# Damaged and hostile checkpoints
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def common(folder: Path, **values) -> None:
+    """A `common.pt`, which older checkpoints have instead of the object among the tensors."""
+    args = SimpleNamespace(consumed_train_samples=80, seed=1234, seq_length=16, train_iters=30, global_batch_size=8)
+    vars(args).update(values.pop("args", {}))
+    with zipfile.ZipFile(folder / "iter_0000010/common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps({"args": args, "iteration": 10} | values, protocol=2))
+        archive.writestr("common/byteorder", "little")
+
+
+def group(**values) -> dict:
+    return {"optimizer": {"param_groups": [{"lr": 0.007} | values]}}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"iteration": 10**40}, "as iteration, so the position"),
+        ({"iteration": "ten"}, "ten as iteration"),
+        ({"iteration": None}, "no iteration.*checkpoint.init_state=weights"),
+        ({"args": {"consumed_train_samples": -8}}, "-8 as consumed_train_samples"),
+        ({"args": {"consumed_train_samples": [8]}}, "as consumed_train_samples"),
+        ({"args": {"consumed_train_samples": float("nan")}}, "nan as consumed_train_samples"),
+        ({"optimizer": {0: group(step=3), 1: group(step=4)}}, "3, 4 updates"),
+        ({"optimizer": group(step=[1])}, "as step of the optimizer"),
+        ({"args": {"seed": "x"}}, "run.seed=x"),
+    ],
+    ids=str,
+)
+def test_a_position_that_is_none_is_a_sentence(configure, tmp_path, values, sentence):
+    config = configure("llama", copy=True)
+    common(tmp_path / "llama", **values)
+    with pytest.raises(InputError, match=sentence) as caught:
+        continued(config)
+    assert len(str(caught.value)) < 600
+
+
+def test_the_format_of_one_mesh_is_named_with_the_flag_of_another(configure, tmp_path):
+    config = configure("llama", copy=True)
+    metadata = tmp_path / "llama/iter_0000010/.metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b"optimizer.state.", b"optimizer.other."))
+    with pytest.raises(InputError, match="has no optimizer state|fully_reshardable"):
+        continued(config)[1].weights()
+    common(tmp_path / "llama", content_metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    with pytest.raises(InputError, match="format dp_reshardable.*--dist-ckpt-optim-fully-reshardable.*=position"):
+        continued(config)[1].weights()
+
+
+def test_nothing_in_a_common_state_is_executed(configure, tmp_path):
+    config, made = configure("llama", copy=True), tmp_path / "made"
+    common(tmp_path / "llama", optimizer=Touch(str(made)), rng_state=Touch(str(made)))
+    assert continued(config)[1].saved.updates == 10  # unknown, so those of the steps
+    assert not made.exists()
+
+
+def test_a_damaged_moment_is_a_sentence_before_the_run_directory_has_a_config(configure, tmp_path):
+    config = configure("llama", copy=True)
+    [file] = (tmp_path / "llama/iter_0000010").glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(InputError, match=r"shorter than .metadata says"):
+        state_of(config)
+    assert not (tmp_path / "run/config.yaml").exists()
