@@ -112,8 +112,8 @@ def state_of(config):
     ("name", "mesh"),
     [
         ("gpt", {"data": 2, "context": 2, "tensor": 2}),
-        ("mixtral", {"expert": 2, "context": 2, "tensor": 2}),
-        ("deepseek", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+        ("mixtral", {"pipeline": 2, "expert": 2, "tensor": 2}),
+        ("deepseek", {"expert": 2, "context": 2, "tensor": 2}),
     ],
     ids=str,
 )
