@@ -192,7 +192,7 @@ class HfSource(WeightSource):
 
 
 class MegatronSource(WeightSource):
-    """A checkpoint of Megatron-Core in its distributed format, or the folder of a run with such ones."""
+    """A checkpoint of Megatron-Core, or the folder of a run with such ones."""
 
     @classmethod
     def matches(cls, path: Path) -> bool:

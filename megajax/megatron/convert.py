@@ -10,8 +10,10 @@ import jax
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.reader import Reader, check_tensors, on_devices
-from megajax.megatron.distributed import MegatronTensors
+from megajax.megatron import is_distributed, is_legacy
+from megajax.megatron.distributed import MegatronTensors, newest
 from megajax.megatron.gpt import entries
+from megajax.megatron.legacy import LegacyTensors
 from megajax.megatron.resume_point import POSITION, without_state
 from megajax.model.block import layer_state, state_by_name
 
@@ -40,7 +42,7 @@ def open_readers(
     folder: str | Path, model: ModelConfig, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[dict[str, Reader]]:
     """A reader of each parameter of these canonical shapes, and of the layers' state, by name. Errors as in `load`."""
-    with MegatronTensors(folder, model) as weights:
+    with open_tensors(folder, model) as weights:
         yield _readers(weights, model, shapes)
 
 
@@ -52,7 +54,7 @@ def open_training(
 
     `optimizer` is the setting that chose these. Errors as in `load`, and for a checkpoint without them, or with others.
     """
-    with MegatronTensors(folder, model) as weights:
+    with open_tensors(folder, model) as weights:
         found = weights.states - {*MASTERS}
         if states and not found:
             raise InputError(without_state(weights.folder))
@@ -94,3 +96,9 @@ def _readers(weights: MegatronTensors, model: ModelConfig, shapes: Mapping[str, 
     readers = {name: Reader(weights, found[name], model, shape) for name, shape in wanted.items()}
     check_tensors(weights, [*readers.values()], () if model.mtp_layers else (f"{prefix}mtp.",))
     return readers
+
+
+def open_tensors(folder: str | Path, model: ModelConfig) -> MegatronTensors:
+    """The tensors of a checkpoint in either format. Errors as in `load`."""
+    found = newest(Path(folder))
+    return (LegacyTensors if is_legacy(found) and not is_distributed(found) else MegatronTensors)(found, model)

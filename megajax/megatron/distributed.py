@@ -19,7 +19,7 @@ import numpy as np
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError, file_reader, shown
-from megajax.megatron import METADATA, NEWEST
+from megajax.megatron import METADATA, NEWEST, RANK_FILE, is_distributed, is_legacy
 from megajax.megatron.pickled import Plain, TensorInfo, TorchZip, load_plain
 
 OPEN_FILES = 64
@@ -212,17 +212,15 @@ class MegatronTensors:
 def newest(folder: Path) -> Path:
     """The folder of the checkpoint: that of the newest step, if the folder has several."""
     pointer = folder / NEWEST
-    if (folder / METADATA).is_file() or not pointer.is_file():
+    if is_distributed(folder) or not pointer.is_file():
         return folder
     text = pointer.read_bytes()[:32].decode(errors="replace").strip()
     if not re.fullmatch(r"\d{1,9}|release", text):
         raise InputError(f"{pointer} has no step: give the folder of one checkpoint, iter_0001000.")
     found = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
-    if not (found / METADATA).is_file():
-        raise InputError(
-            f"{found} is no checkpoint in Megatron-Core's distributed format (it has no {METADATA}): save it with "
-            "--ckpt-format torch_dist."
-        )
+    if not is_distributed(found) and not is_legacy(found):
+        problem = f"{found} is no checkpoint of Megatron-Core (it has neither {METADATA} nor folders mp_rank_*)"
+        raise InputError(f"{problem}: save it with --ckpt-format torch_dist.")
     return found
 
 
@@ -255,8 +253,12 @@ def arguments_in(common: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def common_state(folder: Path) -> dict[Any, Any]:
-    """What all ranks have in common: a file of its own, or an object among the tensors. Empty if there is none."""
-    path, start, length = folder / "common.pt", 0, None
+    """What all ranks have in common: a file of its own, an object among the tensors, or in any rank's file.
+
+    Empty if there is none.
+    """
+    files = (folder / "common.pt", *sorted(folder.glob(f"mp_rank_[0-9]*/{RANK_FILE}")))
+    path, start, length = next((file for file in files if file.is_file()), files[0]), 0, None
     if not path.is_file():
         metadata = load_plain((folder / METADATA).read_bytes, str(folder / METADATA))
         stored = getattr(metadata, "storage_data", {}).items()
@@ -368,20 +370,28 @@ def named_parts(tensors: Iterable[StoredTensor], layers: int) -> Iterator[tuple[
         state, name = (found[1], stored.key[found.end() :]) if found else ("", stored.key)
         if not found and name.startswith(("optimizer.", "chained_")):
             continue
-        for theirs, ours in FUSED_NORMS.items():
-            name = name.replace(theirs, ours)
-        for layered, at in _unstacked(name, stored):
-            part = NamedPart(stored, at)
+        for layered, at in _unstacked(own_name(name), stored):
+            part = NamedPart(stored, (*at, *row_of(name)))
             if module := re.match(r"mtp\.layers\.(\d{1,6})\.", layered):
                 layered = f"mtp.layers.{layers + int(module[1])}.{layered[module.end() :]}"
-            if layered.endswith("shared_experts.gate_weight"):
-                part = NamedPart(stored, (*at, 0))
             if ".experts.experts." not in layered or len(part.shape) < 2 or part.shape[0] == 0:
                 yield state, layered, part
                 continue
             prefix, _, rest = layered.partition(".experts.experts.")
             for expert in range(part.shape[0]):
                 yield state, f"{prefix}.experts.local_experts.{expert}.{rest}", NamedPart(stored, (*at, expert))
+
+
+def own_name(name: str) -> str:
+    """The name of a tensor by its own module: norms may be fused with the layer after them."""
+    for theirs, ours in FUSED_NORMS.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def row_of(name: str) -> tuple[int, ...]:
+    """The index in a stored tensor, without layer and expert, of the tensor here: a gate of one row is a vector."""
+    return (0,) if name.endswith("shared_experts.gate_weight") else ()
 
 
 def _unstacked(name: str, stored: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:

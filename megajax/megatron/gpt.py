@@ -6,8 +6,11 @@ Megatron's matrices are [out, in]. `linear_qkv` has for each group of query head
 """
 
 from megajax.config import ModelConfig
-from megajax.hf.tensors import Selected, Tensor, side_by_side
+from megajax.hf.reader import unpadded
+from megajax.hf.tensors import Selected, Tensor, side_by_side, tensor_names, whole_shape
 from megajax.layout.kinds import MTP, block_layers, is_gated
+from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state, state_by_name
 
 LINEAR, HEADS = "out in -> in out", "(heads head) in -> in heads head"
 MODULE = "transformer_layer."  # of a prediction module
@@ -32,6 +35,19 @@ def entries(model: ModelConfig) -> list[Tensor]:
         out.append(Tensor(f"{ours}join.projection", f"{theirs}eh_proj.weight", LINEAR))
         out += _norm(model, f"{ours}final_norm", f"{theirs}final_layernorm")
     return out
+
+
+def tensor_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of `entries`, without the vocabulary's padding."""
+    shapes = {name: p.shape for name, p in parameters(Transformer(model)).items()}
+    shapes |= {name: array.shape for name, array in state_by_name(layer_state(model)).items()}
+    parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
+    for tensor in entries(model):
+        if tensor.ours in shapes:
+            own = unpadded(tensor.ours, shapes[tensor.ours], model)[tensor.stacked :]
+            for name in tensor_names(tensor, model).values():
+                parts.setdefault(name, []).append((tensor, own))
+    return {name: whole_shape(own) for name, own in parts.items()}
 
 
 def _norm(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from megajax.errors import InputError, shown
 
+Modules = tuple[str, ...]  # beginnings of the names of modules
 MOST_BYTES = 2**28  # of a pickle, whose tensors are elsewhere
 # Storages by the name of their class, and dtypes by their own
 STORAGES = {
@@ -117,10 +118,11 @@ ALLOWED: dict[tuple[str, str], Any] = {
 class PlainUnpickler(pickle.Unpickler):
     """An unpickler that calls what ALLOWED has and nothing else.
 
-    Other names are refused, or, if it `holds_others`, become stand-ins that run nothing either.
+    Other names are refused, or, if it `holds_others`, become stand-ins that run nothing either; with a tuple, those of
+    modules that begin so.
     """
 
-    def __init__(self, file: BinaryIO, source: str, holds_others: bool):
+    def __init__(self, file: BinaryIO, source: str, holds_others: bool | Modules):
         super().__init__(file)
         self._source, self._holds_others = source, holds_others
 
@@ -128,7 +130,7 @@ class PlainUnpickler(pickle.Unpickler):
         if module.startswith(DESCRIPTIONS) and "." not in name:
             return _stand_in(name)
         if (module, name) not in ALLOWED:
-            if self._holds_others:
+            if self._holds_others is True or module.startswith(self._holds_others or ()):
                 return _stand_in(name)
             raise InputError(
                 f"{self._source} names {shown(f'{module}.{name}')}, which a checkpoint of tensors does not need: it "
@@ -144,7 +146,7 @@ class PlainUnpickler(pickle.Unpickler):
         return str(record), STORAGES[storage]
 
 
-def load_plain(read: Callable[[], bytes] | bytes, source: str, holds_others: bool = False) -> Any:
+def load_plain(read: Callable[[], bytes] | bytes, source: str, holds_others: bool | Modules = False) -> Any:
     """The object of a pickle; `holds_others` as in `PlainUnpickler`.
 
     Raises InputError for a damaged pickle, and for one that names another object.
@@ -174,7 +176,7 @@ class SavedTensor(NamedTuple):
 class TorchZip:
     """A file, or a part of one, that torch.save wrote: an archive with a pickle and the records of its storages."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int, source: str, holds_others: bool = False):
+    def __init__(self, file: BinaryIO, start: int, length: int, source: str, holds_others: bool | Modules = False):
         self._source, self._start = source, start
         self._part = FilePart(file, start, length)
         try:

@@ -128,7 +128,7 @@ class CheckpointConfig(Section):
     )
     init_from: Text | None = Field(
         default=None,
-        description="Run directory, checkpoint, Hugging Face folder, or Megatron-Core checkpoint (torch_dist) with the"
+        description="Run directory, checkpoint, Hugging Face folder, or Megatron-Core checkpoint with the"
         " initial weights.",
     )
     init_state: Literal["weights", "position", "all"] = Field(

@@ -165,6 +165,10 @@ def test_a_bfloat16_checkpoint_has_rounded_weights_and_exact_biases_of_the_choic
         ({"attention_scale": 0.3}, r"model.attention_scale=0.3 "),
         ({"activation": "geglu"}, r"model.activation=geglu "),
         ({"mlp_bias": True}, r"model.attention_bias=qkv "),
+        (
+            {"block_pattern": ["dense", "gated_deltanet"]},
+            r"model.block_pattern=\[dense, gated_deltanet\] .* become null",
+        ),
     ],
 )
 def test_a_model_that_megatron_does_not_have_is_a_sentence(make_run, tmp_path, change, sentence):

@@ -1,6 +1,7 @@
 """Checkpoints that megatron-core 0.19.2 wrote, their weights, and its logits."""
 
 import json
+import tarfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -28,3 +29,10 @@ def stored(name: str):
     """(section `model`, tokens, logits) of a checkpoint."""
     found = np.load(FILES / f"megatron_{name}.npz")
     return json.loads(str(found["model"])), found["tokens"], found["logits"]
+
+
+def unpacked_legacy(name: str, folder: Path) -> Path:
+    """The same weights in the older format: `gqa` of TP 2 × PP 2, `v3` of PP 3 × EP 2."""
+    with tarfile.open(FILES / f"megatron_{name}_torch.tar.xz") as archive:
+        archive.extractall(folder / f"{name}_torch", filter="data")
+    return folder / f"{name}_torch"

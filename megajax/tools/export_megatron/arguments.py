@@ -1,6 +1,8 @@
 """Megatron-LM's arguments for a model: the inverse of `from_megatron`, by which they are checked."""
 
 import math
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -242,11 +244,14 @@ def _check(model: ModelConfig, values: Values) -> None:
     section = _section({k: s.value for k, s in back.settings.items() if k.startswith("model.")}) | section
     if model.is_latent and section.get("rope_scaling"):
         section["rope_scaling"] |= {ours: values[theirs] for theirs, ours in OF_YARN.items()}
-    mine, theirs = (_described(each) for each in (model, ModelConfig.model_validate(section)))
+    found = ModelConfig.model_validate(section)
+    mine, theirs = _described(model), _described(found)
     if different := [name for name in mine if mine[name] != theirs.get(name)]:
         name = different[0]
-        problem = f"model.{name}={show(mine[name])} with the other settings has no arguments of Megatron-LM"
-        raise InputError(f"{problem}, which become {show(theirs.get(name))}: export it with {command('hf')} export.")
+        written = (each.model_dump(mode="json") for each in (model, found))  # not as `_described` writes it
+        ours, nearest = (show(reduce(getitem, name.split("."), values)) for values in written)
+        problem = f"model.{name}={ours} with the other settings has no arguments of Megatron-LM"
+        raise InputError(f"{problem}, which become {nearest}: export it with {command('hf')} export.")
 
 
 def _section(flat: Values) -> Values:
@@ -262,8 +267,8 @@ def _section(flat: Values) -> Values:
 
 def _described(model: ModelConfig) -> Values:
     """The description of a network; what can be written in several ways is written in one."""
-    described = {name: value for name, value in describe_model(model).items() if name not in OF_LAYERS}
-    described["block_pattern"] = [list(kind) for kind in layer_kinds(model)]
+    others = {name: value for name, value in describe_model(model).items() if name not in OF_LAYERS}
+    described = {"block_pattern": [list(kind) for kind in layer_kinds(model)], **others}
     if model.position != "rope":
         described = {name: value for name, value in described.items() if not name.startswith("rope_")}
     elif scaling := described["rope_scaling"]:

@@ -1,0 +1,251 @@
+"""Checkpoints in Megatron-LM's older format: those that megatron-core 0.19.2 wrote, and files made up for each rule.
+
+dev/megatron_checkpoints.py compares further models with megatron-core itself.
+"""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from megatron_files import pattern, stored, unpacked_legacy
+from single_device import make_config
+
+from megajax.config import ModelConfig
+from megajax.errors import InputError
+from megajax.megatron import NEWEST, is_megatron_folder
+from megajax.megatron.convert import load
+from megajax.megatron.distributed import saved_arguments
+from megajax.megatron.gpt import tensor_shapes
+from megajax.megatron.legacy import LegacyTensors
+from megajax.megatron.torch_files import Call, Instance, Named, save, tensor
+from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state
+from megajax.training.loop import Trainer
+
+SMALL = {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "ffn_hidden_size": 12, "vocab_size": 32}
+MOE = SMALL | {"num_layers": 1, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 4}
+STATE = "self_attention.linear_qkv._extra_state"
+
+
+def read(folder: Path, model: ModelConfig, sharding=None):
+    sharding = sharding or (lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    def abstract(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding(leaf.shape))
+
+    wanted = {name: abstract(parameter) for name, parameter in parameters(Transformer(model)).items()}
+    kept = {kind: {name: abstract(a) for name, a in own.items()} for kind, own in layer_state(model).items()}
+    return load(folder, wanted, kept, model)
+
+
+@pytest.mark.parametrize("name", ["gqa", "v3"])
+@pytest.mark.parametrize("axes", [{"a": 1}, {"a": 8}, {"a": 4, "b": 2}], ids=str)
+def test_weights_are_those_that_megatron_saved_on_any_mesh(tmp_path, name, axes):
+    section = stored(name)[0]
+    model = ModelConfig.model_validate(section | {"vocab_multiple": 1})
+    devices = np.array(jax.devices()[: np.prod([*axes.values()])])
+    mesh = Mesh(devices.reshape(*axes.values()), [*axes])
+
+    def sharding(shape):
+        free, spec = dict(axes), []
+        for size in shape:
+            spec.append(next((axis for axis, parts in free.items() if size % parts == 0), None))
+            free.pop(spec[-1], None)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    folder = unpacked_legacy(name, tmp_path)
+    assert is_megatron_folder(folder)
+    weights, state = read(folder, model, sharding)
+    for parameter, array in weights.items():
+        np.testing.assert_array_equal(array, pattern(parameter, array.shape), err_msg=parameter)
+    for row, bias in enumerate(state["moe"]["moe.expert_bias"] if state else ()):
+        np.testing.assert_array_equal(bias, pattern(f"expert_bias {row}", bias.shape))
+
+
+def test_a_run_starts_from_the_newest_of_a_folder(tmp_path):
+    section = stored("gqa")[0]
+    (tmp_path / "saved").mkdir()
+    unpacked_legacy("gqa", tmp_path).rename(tmp_path / "saved/iter_0000007")
+    (tmp_path / "saved" / NEWEST).write_text("7\n")
+    run = {"dir": str(tmp_path / "run"), "steps": 1, "eval_steps": 0}
+    sizes = {"global_size": 8, "num_microbatches": 1, "sequence_length": 16}
+    start = {"init_from": str(tmp_path / "saved")}
+    trainer = Trainer(make_config(section, {"data": 2, "fsdp": 4}, batch=sizes, run=run, checkpoint=start))
+    try:
+        array = trainer.state.params["final_norm"]
+        np.testing.assert_array_equal(array, pattern("final_norm", array.shape))
+    finally:
+        trainer.close()
+
+
+def test_its_arguments_are_those_of_the_first_file(tmp_path):
+    arguments = saved_arguments(unpacked_legacy("gqa", tmp_path))
+    expected = {"num_layers": 2, "hidden_size": 16, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert {name: arguments[name] for name in expected} == expected
+
+
+# Files made up for one rule each
+
+
+def write(folder: Path, rank: str, models: dict, more=None, **arguments) -> Path:
+    """A file of a rank, whose `models` are by key: each an array by name, or an object."""
+    path = folder / f"mp_rank_{rank}/model_optim_rng.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, np.ndarray] = {}
+    value: dict = {"args": Instance(Named("argparse", "Namespace"), {"num_layers": 2, **arguments})}
+    for key, model in models.items():
+        value[key] = {}
+        for name, own in model.items():
+            if isinstance(own, np.ndarray):
+                arrays[str(len(arrays))] = own
+                own = tensor(str(len(arrays) - 1), own)
+            value[key][name] = own
+    with path.open("wb") as file:
+        save(file, value | (more or {}), arrays)
+    return path
+
+
+def whole(model: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors of a model by the names of Megatron's local modules, each with its own numbers."""
+    return {name: pattern(name, shape) for name, shape in tensor_shapes(model).items()}
+
+
+def same(folder: Path, model: ModelConfig, expected: dict[str, np.ndarray]) -> None:
+    with LegacyTensors(folder, model) as tensors:
+        assert tensors.files.keys() == expected.keys()
+        for name, array in expected.items():
+            found = tensors.read(name, tuple(slice(0, size) for size in array.shape))
+            np.testing.assert_array_equal(found, array, err_msg=name)
+
+
+def test_virtual_stages_are_in_the_order_of_the_layers(tmp_path):
+    """Two stages of two virtual ones: layers 0, 2 and 4 are in the first, 1 and 3 in the second."""
+    model = ModelConfig.model_validate(SMALL | {"num_layers": 5})
+    expected, files = whole(model), [[{}, {}], [{}, {}]]
+    for name, array in expected.items():
+        if not name.startswith("decoder.layers."):
+            at = (0, 0) if name.startswith("embedding.") else (1, 1)
+            files[at[0]][at[1]][name] = array
+            continue
+        layer, rest = name.removeprefix("decoder.layers.").split(".", 1)
+        pipeline, virtual, local = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 0)][int(layer)]
+        files[pipeline][virtual][f"decoder.layers.{local}.{rest}"] = array
+    for pipeline, stages in enumerate(files):
+        models = {f"model{virtual}": own | {STATE: None} for virtual, own in enumerate(stages)}
+        write(tmp_path, f"00_{pipeline:03d}", models, pipeline_model_parallel_size=2)
+    same(tmp_path, model, expected)
+
+
+def test_transformer_engines_names_and_divided_experts_of_any_width(tmp_path):
+    """Norms fused with the layer after them, numbered experts, and whole experts beside TP 2: two files of four."""
+    model = ModelConfig.model_validate(MOE)
+    expected = whole(model)
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    for rank in (0, 1):
+        own = {}
+        for name, array in expected.items():
+            parts = [slice(None)]
+            if ".local_experts." in name:
+                before, _, after = name.partition(".local_experts.")
+                expert, _, rest = after.partition(".")
+                if int(expert) // 2 == rank:
+                    own[f"{before}.{rest}{int(expert) % 2}"] = array
+                continue
+            if name.endswith("linear_proj.weight"):
+                parts = [slice(None), slice(rank * 4, rank * 4 + 4)]
+            elif "linear_qkv" in name or name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                parts = [slice(rank * len(array) // 2, (rank + 1) * len(array) // 2)]
+            name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+            own[name] = array[tuple(parts)]
+        write(tmp_path, f"0{rank}_00{rank}", {"model": own}, num_layers=1, num_experts=4, **sizes)
+    same(tmp_path, model, expected)
+
+
+def test_a_tied_head_and_copies_in_later_stages_are_left_out(tmp_path):
+    model = ModelConfig.model_validate(SMALL | {"tie_embeddings": True, "num_layers": 1})
+    expected = whole(model)
+    first = {name: array for name, array in expected.items() if not name.startswith("decoder.final")}
+    last = {"output_layer.weight": np.ones((32, 8), np.float32), "embedding.word_embeddings.weight": np.zeros((32, 8))}
+    last |= {"decoder.final_layernorm.weight": expected["decoder.final_layernorm.weight"]}
+    for rank, own in enumerate((first, last)):
+        write(tmp_path, f"00_00{rank}", {"model": own}, num_layers=1, pipeline_model_parallel_size=2)
+    same(tmp_path, model, expected)
+
+
+def small(folder: Path, rank: str = "00", more=None, **arguments) -> None:
+    write(folder, rank, {"model": whole(ModelConfig.model_validate(SMALL))}, more, **arguments)
+
+
+CALL = Call(Named("posix", "mkdir"), ("made",))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda f: small(f, more={"rng": CALL}), r"names posix.mkdir, .*not read"),
+        (lambda f: small(f, more={"rng": Call(Named("builtins", "eval"), ("1",))}), r"names builtins.eval, .*not read"),
+        (lambda f: write(f, "00", {"model": {"a": CALL}}), "names posix.mkdir"),
+        (lambda f: small(f, num_layers=CALL), "names posix.mkdir"),
+        (lambda f: (small(f), os.truncate(f / "mp_rank_00/model_optim_rng.pt", 5000)), "is damaged"),
+        (lambda f: (f / "mp_rank_00").mkdir() or (f / "mp_rank_00/model_optim_rng.pt").write_bytes(b""), "is damaged"),
+        (lambda f: write(f, "00", {}), "has no model"),
+        (lambda f: write(f, "00", {"model": {"language_model": {}}}), "before Megatron-Core: convert"),
+        (lambda f: write(f, "00", {"model": {}}, {"args": None}), r"has no arguments \(args\)"),
+        (lambda f: small(f, tensor_model_parallel_size=2), "no file of the tensor-parallel rank 1, of 2"),
+        (lambda f: small(f, tensor_model_parallel_size=10**15), "no file of the tensor-parallel rank 1, of 1000000"),
+        (lambda f: small(f, "00_001", pipeline_model_parallel_size=2), "no file of the pipeline-parallel rank 0, of 2"),
+        (lambda f: small(f, "01"), r"mp_rank_01 is no folder of a rank with tensor_model_parallel_size=1"),
+        (
+            lambda f: [small(f, r, tensor_model_parallel_size=2, num_layers=int(r) + 1) for r in ("00", "01")],
+            "num_layers=2",
+        ),
+        (lambda f: [small(f, r, hidden_size=len(r)) for r in ("00", "00_000")], "hidden_size=6, but .* hidden_size=2"),
+        (
+            lambda f: write(f, "00", {"model": {"decoder.layers.0.mlp.experts.weight1": np.zeros((8, 8), np.float32)}}),
+            "all experts in one tensor, decoder.layers.0.mlp.experts.weight1",
+        ),
+    ],
+)
+def test_a_damaged_or_hostile_file_is_a_sentence_and_nothing_runs(tmp_path, monkeypatch, make, sentence):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path)
+    with pytest.raises(InputError, match=sentence) as caught:
+        read(tmp_path, ModelConfig.model_validate(SMALL))
+    assert len(str(caught.value)) < 500 and not (tmp_path / "made").exists()
+
+
+def test_objects_of_megatron_are_held_and_not_called(tmp_path):
+    """An enumeration in the arguments, and NumPy's random state, which a function makes."""
+    backend = Call(Named("megatron.core.transformer.enums", "AttnBackend"), (5,))
+    state = Call(Named("numpy.core.multiarray", "_reconstruct"), (Named("numpy", "ndarray"), (0,)))
+    small(tmp_path, more={"rng_state": [state]}, attention_backend=backend)
+    same(tmp_path, ModelConfig.model_validate(SMALL), whole(ModelConfig.model_validate(SMALL)))
+
+
+def test_a_missing_file_of_one_rank_names_the_tensor(tmp_path):
+    folder = unpacked_legacy("gqa", tmp_path)
+    model = ModelConfig.model_validate(stored("gqa")[0])
+    shutil.rmtree(folder / "mp_rank_01_001")
+    with pytest.raises(InputError, match="no part of decoder.layers.1.* of the tensor-parallel rank 1"):
+        read(folder, model)
+
+
+def test_another_model_is_named(tmp_path):
+    folder, section = unpacked_legacy("gqa", tmp_path), stored("gqa")[0]
+    with pytest.raises(InputError, match=r"linear_fc2.weight has the shape \[16, 12\], but .* it has \[16, 32\]"):
+        read(folder, ModelConfig.model_validate(section | {"ffn_hidden_size": 32}))
+    with pytest.raises(InputError, match="has no tensor decoder.layers.2.self_attention"):
+        read(folder, ModelConfig.model_validate(section | {"num_layers": 3}))
+
+
+def test_an_archive_with_another_pickle_is_not_trusted(tmp_path):
+    path = write(tmp_path, "00", {"model": {}})
+    path.write_bytes(pickle.dumps({"model": {}}))
+    with pytest.raises(InputError, match="is damaged"):
+        read(tmp_path, ModelConfig.model_validate(SMALL))
