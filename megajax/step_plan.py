@@ -18,7 +18,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
-from megajax.layout.kinds import LayerKind, block_layers, layer_windows, prediction_kind, prediction_layers
+from megajax.layout.kinds import LayerKind, block_layers, layer_windows
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.layout.stages import gathered_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
@@ -412,20 +412,6 @@ class StepPlan:
         return small or once or any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
 
     @cached_property
-    def prediction(self) -> "PredictionPlan | None":
-        """The plan of the multi-token prediction modules; None without any.
-
-        Each is a segment with the remat policy and the precision of the last layer.
-        """
-        count, last = self.config.model.mtp_layers, self.segments[-1]
-        if not count:
-            return None
-        slots = (prediction_kind(self.config.model),) * count
-        segments = tuple(LayerSegment(k, 1, 1, 1, last.policy, last.fp8) for k in range(count))
-        sizes = {**self.sizes, "pipeline": 1}
-        return PredictionPlan(self.config, sizes, self.hardware, self.kernels, slots, self.unrolling, segments)
-
-    @cached_property
     def teacher(self) -> "TeacherPlan | None":
         """The plan of the frozen teacher's forward pass, whose layers all stages of a pipeline compute."""
         config = self.config.of_teacher
@@ -458,14 +444,6 @@ class StepPlan:
     def embedding_axes(self) -> tuple[str, ...]:
         """The axes over which the embedding is looked up in its shards; empty: the table is gathered."""
         return _embedding_axes(self.config, self.sizes)
-
-
-class PredictionPlan(StepPlan):
-    """The plan of the multi-token prediction modules: layers without stages, after those of the model."""
-
-    @cached_property
-    def layer_table(self) -> np.ndarray:
-        return np.array(prediction_layers(self.config.model))[None, None]
 
 
 class TeacherPlan(StepPlan):

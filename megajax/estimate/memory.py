@@ -18,6 +18,7 @@ from megajax.layout.segments import LayerSegment
 from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import Placement
 from megajax.step.embedding import TOKENS
+from megajax.step.mtp import ModulesPlan
 from megajax.step.pipeline.buffers import choose_buffer_slots
 from megajax.step.pipeline.schedules import make_schedule
 from megajax.step_plan import StepPlan
@@ -126,10 +127,10 @@ class _Step:
 
     def in_modules(self) -> Iterator[MemoryEstimate]:
         """The backward pass of the last multi-token prediction module, with the values of all; stages share tokens."""
-        if self.plan.prediction is None:
+        if not self.config.model.mtp_layers:
             return
         head, module = self.in_head(), self.weights.module
-        segments, own, stages = self.plan.prediction.segments, self.activations, self.sizes["pipeline"]
+        segments, own, stages = ModulesPlan.after(self.plan).segments, self.activations, self.sizes["pipeline"]
         saved = sum(own.saved(MTP, segment, False) + own.stream for segment in segments)  # with their outputs
         yield replace(
             head,

@@ -55,7 +55,7 @@ def abstract_state(model: Transformer, mesh: Mesh) -> dict[str, dict[str, jax.Sh
 def from_parameters(model: Transformer, params: "Parameters", state: Mapping[str, State], mesh: Mesh) -> ModelWeights:
     """The weights of canonical parameters, popped one by one, so that each is freed when it has been fused."""
     outer = {name: params.pop(name) for name in parameters(model) if not name.startswith(BLOCKS)}
-    count = model.config.num_layers + model.config.mtp_layers
+    count = sum(map(len, stacked_layers(model.config).values()))
     layers: list[dict[str, jax.Array]] = [{} for _ in range(count)]
     kept: list[dict[str, jax.Array]] = [{} for _ in range(count)]
     for kind, held in stacked_layers(model.config).items():

@@ -75,6 +75,11 @@ def prediction_kind(model: ModelConfig) -> LayerKind:
     return layer_kinds(model)[-1]._replace(block=MTP)
 
 
+def kind_of_layer(model: ModelConfig, layer: int) -> LayerKind:
+    """The kind of a layer or of a module after the layers."""
+    return layer_kinds(model)[layer] if layer < model.num_layers else prediction_kind(model)
+
+
 def stacked_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The layers in each stack of parameters: those of each kind of block, and the multi-token prediction modules."""
     return block_layers(model) | ({MTP: prediction_layers(model)} if model.mtp_layers else {})

@@ -1,5 +1,6 @@
 """What is computed: Flax nnx modules, written once for one logical device."""
 
+import megajax.model.mtp_block  # noqa: F401  # its blocks are registered there
 from megajax.layout.sublayers import EVERYTHING
 from megajax.model.block import Block, register
 from megajax.model.encoder import Encoder, register_encoder

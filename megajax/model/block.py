@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,20 @@ from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
-from megajax.layout.kinds import BUILT_IN, KINDS, MTP, block_layers, layer_kinds, stacked_layers
+from megajax.layout.kinds import BUILT_IN, KINDS, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
 from megajax.model.gated_deltanet import GatedDeltaNet
 from megajax.model.latent_attention import LatentAttention
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
-from megajax.model.mtp_join import Join
 from megajax.model.parameters import parameters
 from megajax.model.sublayer import LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 from megajax.ops.barriers import not_repeated
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
-BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are the numbers of `step.graph` and `step.mtp`
+BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are numbers of nodes
+BLOCK_CLASSES: dict[str, type[Any]] = {}  # of the kinds that are more than a list of sublayers: subclasses of Block
 # Members of a sublayer for which there is no default.
 REQUIRED = ("NAME", "LINEAR", "apply")
 
@@ -40,7 +40,7 @@ def register(kind: str, *parts: type[Sublayer], **named: type[Sublayer]) -> None
     for part in (*parts, *named.values()):
         _check_part(part)
     own = [*((part.NAME, part) for part in parts), *named.items()]
-    if not own or not kind.isidentifier() or kind == MTP:
+    if not own or not kind.isidentifier() or kind in BLOCK_CLASSES:
         raise ConfigError(f"register({kind!r}) is no kind of block: give a name, such as my_block, and its sublayers.")
     for values in ([name for name, _ in own], [metric for _, part in own for metric in part.METRICS]):
         if again := sorted({value for value in values if values.count(value) > 1}):
@@ -75,6 +75,8 @@ class Block(nnx.Module):
     A name is the sublayer's name and the name within it: `attention.qkv`.
     """
 
+    ROWS: ClassVar[str] = ""  # the logical axis of its stack's rows; empty: that of the layers
+
     def __init__(self, config: ModelConfig, kind: str):
         self.config, self.kind = config, kind
         self.names = tuple(parts_of(kind))
@@ -97,8 +99,8 @@ class Block(nnx.Module):
         """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`, `ctx.state` is the whole block's."""
         metrics: Metrics = {}
         for branch, (name, part) in enumerate(self.parts.items()):
-            own = _of_part(weights, name)
-            y, found = part.apply(own, x, replace(ctx, state=_of_part(ctx.state, name)))
+            own = of_part(weights, name)
+            y, found = part.apply(own, x, replace(ctx, state=of_part(ctx.state, name)))
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
                 y = normalise(self.config, not_repeated(y), own["post_norm"], own.get("post_norm_bias"))
@@ -181,7 +183,7 @@ class Block(nnx.Module):
         """The state `[L, ...]` of this kind's layers after a step; `metrics [L, ...]` are summed over all devices."""
         out: dict[str, jax.Array] = {}
         for name, part in self.parts.items():
-            out |= {f"{name}.{n}": a for n, a in part.updated_state(_of_part(state, name), metrics).items()}
+            out |= {f"{name}.{n}": a for n, a in part.updated_state(of_part(state, name), metrics).items()}
         return out
 
     def rescaled(self, metrics: State) -> dict[str, jax.Array]:
@@ -196,29 +198,6 @@ class Block(nnx.Module):
         return ops.dropout(y, self.config.dropout, key, ctx.inputs.token_ids)
 
 
-class PredictionBlock(Block):
-    """A multi-token prediction module without embedding and head, which it shares with the model.
-
-    It has the parts of the model's last layer, a projection before them, and a norm of its own after them.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, layer_kinds(config)[-1].block)
-        self.join = Join(config)
-        self.final_norm, self.final_norm_bias = declare_norm(config)
-
-    @property
-    def input_width(self) -> int:
-        return 2 * self.config.hidden_size
-
-    def apply(self, weights: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        """`x [T / tensor, 2D]`, the embedding beside the module's input → (its normalised output `[T / tensor, D]`,
-        metrics).
-        """
-        x, metrics = super().apply(weights, self.join(_of_part(weights, "join"), x, ctx.comm), ctx)
-        return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias")), metrics
-
-
 def dropout_key(key: jax.Array, count: int, layer: jax.Array | int, branch: int) -> jax.Array:
     """The key for the dropout of sublayer `branch` of `count` in a layer: a different one for each."""
     if count == 2:
@@ -227,9 +206,8 @@ def dropout_key(key: jax.Array, count: int, layer: jax.Array | int, branch: int)
 
 
 def blocks_of(config: ModelConfig) -> dict[str, Block]:
-    """One block of each kind in the model, and of its multi-token prediction modules."""
-    blocks = {kind: Block(config, kind) for kind in block_layers(config)}
-    return blocks | ({MTP: PredictionBlock(config)} if config.mtp_layers else {})
+    """One block of each stack of parameters in the model."""
+    return {kind: BLOCK_CLASSES.get(kind, Block)(config, kind) for kind in stacked_layers(config)}
 
 
 def linear_layers(config: ModelConfig) -> tuple[str, ...]:
@@ -265,7 +243,8 @@ def fuse(
     return weights
 
 
-def _of_part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def of_part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The values by name within a part."""
     prefix = f"{name}."
     return {n.removeprefix(prefix): value for n, value in values.items() if n.startswith(prefix)}
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import LoraConfig, ModelConfig
-from megajax.layout.kinds import MTP, layer_kinds, prediction_kind, stacked_layers
+from megajax.layout.kinds import kind_of_layer, stacked_layers
 from megajax.model.block import blocks_of
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.encoder import make_encoder
@@ -79,8 +79,8 @@ class Transformer(nnx.Module):
         self.config, lora = config, lora or LoraConfig()
         self.embedding = EmbeddingTables(config)
         blocks = {kind: add_adapters(block, lora) for kind, block in blocks_of(config).items()}
-        axes = {kind: "modules" if kind == MTP else rows for kind in blocks}
-        self.blocks = nnx.Dict({k: stack(blocks[k], held, axes[k]) for k, held in stacked_layers(config).items()})
+        layers = stacked_layers(config)
+        self.blocks = nnx.Dict({kind: stack(block, layers[kind], block.ROWS or rows) for kind, block in blocks.items()})
         self.encoder = make_encoder(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)
         self.objective = _objective_parameters(config, objective)
@@ -123,7 +123,7 @@ class Transformer(nnx.Module):
         Prediction modules continue the numbers of the layers; theirs is `x [T, 2D]`. `states` are as `state` above.
         """
         c = self.config
-        kind = layer_kinds(c)[layer] if layer < c.num_layers else prediction_kind(c)
+        kind = kind_of_layer(c, layer)
         row, prefix = stacked_layers(c)[kind.block].index(layer), f"blocks.{kind.block}."
         own = {name.removeprefix(prefix): w[row] for name, w in weights.items() if name.startswith(prefix)}
         state = {name: a[row] for name, a in states.get(kind.block, {}).items()}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from megajax.layout.kinds import MTP
 from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
@@ -29,6 +29,7 @@ from megajax.weights.weight import WeightDtypes
 
 # Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
 JITTER, ADAPTERS = 2**31, 2**31 + 1
+WITH_BLOCKS = (MultiTokenPrediction,)  # terminal nodes for which a model may have blocks of the kind NAME
 FACTOR = "factor of "  # and a terminal node's name: a field `[M, ...]`
 # Fields of a batch with padding, for `RealTokens`: `[M, B]`, `[M]`, `[M]`.
 REAL_COUNTS = ("real_lengths", "real_tokens", "real_sequences")
@@ -53,19 +54,17 @@ class Graph:
         comm = MeshComm(sizes, plan.kernels, plan.collectives, plan.deterministic, plan.lora.rank is not None)
         dtypes = WeightDtypes(plan.compute, plan.gradients, plan.accumulation)
         weights = block_weights(plan, blocks, dtypes)
-        embedding, terminal = Embedding(plan, comm), list[TerminalNode]([make_objective(plan, comm)])
-        of_modules, module, stacks = weights.pop(MTP, None), blocks.pop(MTP, None), list[LayerStack]()
+        embedding, extra = Embedding(plan, comm), [node for node in WITH_BLOCKS if node.NAME in blocks]
+        own = [(blocks.pop(node.NAME), weights.pop(node.NAME)) for node in extra]
         layers = LayerStack("layers", plan, comm, blocks, weights, not plan.sums_gradients)
-        if of_modules is not None and module is not None:
-            shared = SharedTokens(comm, plan) if plan.is_pipelined else comm
-            modules = MultiTokenPrediction(plan, shared, module, of_modules)
-            terminal.append(modules)
-            stacks.append(modules.stack)
+        shared = SharedTokens(comm, plan) if extra and plan.is_pipelined else comm
+        modules = [node(plan, shared, *of_node) for node, of_node in zip(extra, own, strict=True)]
+        terminal: list[TerminalNode] = [make_objective(plan, comm), *modules]
         table = WeightTable(table_weights(plan, dtypes), embedding.as_stored)
         first: list[InnerNode] = [EncoderNode(plan, model.encoder, comm, [*plan.trained])] if model.encoder else []
         teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
         nodes, frozen = ((*first, *teachers, embedding, layers), (*terminal,)), (*(each.stack for each in teachers),)
-        return cls(plan, comm, table, *nodes, layers, (layers, *stacks), frozen)
+        return cls(plan, comm, table, *nodes, layers, (layers, *(node.stack for node in modules)), frozen)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -80,6 +79,10 @@ class Graph:
     def fields(self) -> dict[str, Field]:
         """The fields of a batch: those that the nodes read."""
         return {name: field for node in (*self.inner, *self.terminal) for name, field in node.fields().items()}
+
+    def derived_fields(self, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The fields `[rows, S, ...]` that terminal nodes make from those of whole rows."""
+        return {name: field for node in self.terminal for name, field in node.derived_fields(fields).items()}
 
     # The inputs of nodes
 

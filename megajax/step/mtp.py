@@ -7,12 +7,15 @@ runs forward and backward between the two passes of the layers, so its activatio
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from megajax.layout.kinds import MTP, prediction_layers
+from megajax.layout.kinds import MTP, prediction_kind, prediction_layers
+from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.ops.barriers import not_before
@@ -40,6 +43,23 @@ class _Forward(NamedTuple):
     inputs: BlockInputs
 
 
+class ModulesPlan(StepPlan):
+    """The plan of the modules: layers without stages, after those of the model."""
+
+    @classmethod
+    def after(cls, plan: StepPlan) -> "ModulesPlan":
+        """Each module is a segment with the remat policy and the precision of the last layer."""
+        count, last = plan.model.mtp_layers, plan.segments[-1]
+        slots = (prediction_kind(plan.model),) * count
+        segments = tuple(LayerSegment(k, 1, 1, 1, last.policy, last.fp8) for k in range(count))
+        sizes = {**plan.sizes, "pipeline": 1}
+        return cls(plan.config, sizes, plan.hardware, plan.kernels, slots, plan.unrolling, segments)
+
+    @cached_property
+    def layer_table(self) -> np.ndarray:
+        return np.array(prediction_layers(self.model))[None, None]
+
+
 class MultiTokenPrediction:
     """The modules, their losses and gradients: a terminal node; embedding and head are the model's."""
 
@@ -49,17 +69,20 @@ class MultiTokenPrediction:
     reads_positions = True
 
     def __init__(self, plan: StepPlan, comm: MeshComm, block: Block, weights: Mapping[str, Weight]):
-        assert plan.prediction is not None
         self.model, self.comm = plan.model, comm
         self.layers = prediction_layers(self.model)
         self.weight = self.model.mtp_loss_weight / len(self.layers)  # of each module's loss
-        self.stack = LayerStack(MTP, plan.prediction, comm, {MTP: block}, {MTP: weights}, not plan.sums_gradients)
+        own, only_microbatch = ModulesPlan.after(plan), not plan.sums_gradients
+        self.stack = LayerStack(MTP, own, comm, {MTP: block}, {MTP: weights}, only_microbatch)
         self.embedding, self.head = Embedding(plan, comm), LossHead(plan, comm, norms=())
 
     def fields(self) -> dict[str, Field]:
         depth, key = (len(self.layers),), "model.mtp_layers"
         own = {"mtp_targets": Field(jnp.int32, key, depth, True), "mtp_mask": Field(jnp.float32, key, depth, True)}
         return {"targets": Field(jnp.int32), **own}
+
+    def derived_fields(self, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return fields_of_modules(fields, len(self.layers))
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
         return {"mtp_loss": batch["mtp_mask"].astype(jnp.float32).sum((0, 1, 2))}
@@ -146,3 +169,20 @@ class MultiTokenPrediction:
 def _table(table: Arrays) -> dict[str, jax.Array]:
     """The weights of a module's embedding: rows of the token table, without learned positions."""
     return {TOKENS: table[TOKENS]}
+
+
+def fields_of_modules(fields: Mapping[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
+    """`mtp_targets` and `mtp_mask` `[rows, S, depth]` of whole rows.
+
+    Module k predicts the target k tokens later, if it is in the same document; elsewhere its target is 0 and does not
+    count. Without `segment_ids` a row is one document.
+    """
+    token, counts = fields["targets"], np.asarray(fields["loss_mask"])
+    documents = fields.get("segment_ids", np.zeros_like(token))
+    same, end = documents[:, 1:] == documents[:, :-1], ((0, 0), (0, 1))
+    targets, masks = [], []
+    for _ in range(depth):
+        token, counts = (np.pad(np.where(same, a[:, 1:], 0), end) for a in (token, counts))
+        targets.append(token)
+        masks.append(counts)
+    return {"mtp_targets": np.stack(targets, axis=2), "mtp_mask": np.stack(masks, axis=2)}

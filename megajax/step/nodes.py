@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from megajax.model.sublayer import BlockInputs, add_metrics
 from megajax.ops.barriers import not_before
@@ -169,6 +170,10 @@ class TerminalNode(Protocol):
 
     def fields(self) -> dict[str, Field]:
         """The batch fields that it reads."""
+        ...
+
+    def derived_fields(self, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Those of its fields that are `derived`, from the others `[rows, S, ...]`, on the host."""
         ...
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:

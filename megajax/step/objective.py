@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megajax.errors import ConfigError
@@ -48,6 +49,9 @@ class Objective:
         declared = {name: own if isinstance(own, tuple) else (own,) for name, own in self.FIELDS.items()}
         own = {name: Field(dtype, "objective.kind", tuple(extra)) for name, (dtype, *extra) in declared.items()}
         return {"targets": Field(jnp.int32), "loss_mask": Field(jnp.float32)} | own
+
+    def derived_fields(self, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {}
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
         return {"loss": batch["loss_mask"].astype(jnp.float32).sum()}

@@ -36,11 +36,11 @@ def to_global(
     than a step can use.
 
     With `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so the tokens are in
-    another order along S; if the order depends on the documents, the field `order` holds it. Fields of prediction
-    modules are added.
+    another order along S; if the order depends on the documents, the field `order` holds it. The fields that nodes
+    derive from others are added.
     """
     _check(program, fields, source)
-    fields = {**fields, **fields_of_modules(fields, program.config.model.mtp_layers)}
+    fields = {**fields, **program.graph.derived_fields(fields)}
     known, sharding, shape = program.graph.fields, program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
@@ -101,25 +101,6 @@ def check_own_fields(program: TrainProgram) -> None:
         if (key := field.setting) in ("objective.kind", ENCODER_KIND):
             problem = f"{format_keys(program.config, key)} reads the batch field {name}, which data.train does not give"
             fail(program.config, problem, "train from your own loop (docs/custom_loop.md)", key)
-
-
-def fields_of_modules(fields: Mapping[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
-    """`mtp_targets` and `mtp_mask` `[rows, S, depth]` of whole rows; nothing without prediction modules.
-
-    Module k predicts the target k tokens later, if it is in the same document; elsewhere its target is 0 and does not
-    count. Without `segment_ids` a row is one document.
-    """
-    if not depth:
-        return {}
-    token, counts = fields["targets"], np.asarray(fields["loss_mask"])
-    documents = fields.get("segment_ids", np.zeros_like(token))
-    same, end = documents[:, 1:] == documents[:, :-1], ((0, 0), (0, 1))
-    targets, masks = [], []
-    for _ in range(depth):
-        token, counts = (np.pad(np.where(same, a[:, 1:], 0), end) for a in (token, counts))
-        targets.append(token)
-        masks.append(counts)
-    return {"mtp_targets": np.stack(targets, axis=2), "mtp_mask": np.stack(masks, axis=2)}
 
 
 def _part(local: np.ndarray, local_row: np.ndarray, index: Any) -> np.ndarray:

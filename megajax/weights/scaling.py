@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from megajax.layout.kinds import stacked_layers
 from megajax.model.block import linear_layers
 from megajax.ops import fp8
 from megajax.step_plan import StepPlan
@@ -27,7 +28,7 @@ class Scaling:
 
     def __init__(self, plan: StepPlan):
         self.settings, model = plan.fp8, plan.model
-        self.num_layers = model.num_layers + model.mtp_layers  # modules after the layers
+        self.num_layers = sum(map(len, stacked_layers(model).values()))
         self.layers = linear_layers(model) if self.settings.chosen.rounded is None else ()
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
         # Guesses for empty histories, too large rather than too small: saturation is worse than small values.

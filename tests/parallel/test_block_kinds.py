@@ -314,6 +314,9 @@ def test_every_loss_reaches_the_metrics(table):
         def fields(self):
             return {"loss_mask": Field(jnp.float32)}
 
+        def derived_fields(self, fields):
+            return {}
+
         def counts(self, batch):
             return {}
 

@@ -13,7 +13,8 @@ from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
 from megajax.model import parameters
 from megajax.step.gradients import gradient_function
-from megajax.training.batches import fields_of_modules, to_global
+from megajax.step.mtp import fields_of_modules
+from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
 # A dense and a MoE layer: the modules have experts

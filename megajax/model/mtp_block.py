@@ -1,4 +1,4 @@
-"""The input of a multi-token prediction module (DeepSeek-AI 2024, section 2.2)."""
+"""The blocks of multi-token prediction modules (DeepSeek-AI 2024, section 2.2)."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
+from megajax.layout.kinds import MTP, layer_kinds
+from megajax.model.block import BLOCK_CLASSES, Block, of_part
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
-from megajax.model.sublayer import Weights, declare_norm, normalise
+from megajax.model.sublayer import LayerContext, Metrics, Weights, declare_norm, normalise
 
 
 class Join(nnx.Module):
@@ -33,3 +35,31 @@ class Join(nnx.Module):
         return checkpoint_name(
             comm.replicated_linear(jnp.concatenate([embedded, x], axis=1), w["projection"]), "output"
         )
+
+
+class PredictionBlock(Block):
+    """A multi-token prediction module without embedding and head, which it shares with the model.
+
+    It has the parts of the model's last layer, a projection before them, and a norm of its own after them.
+    """
+
+    ROWS = "modules"
+
+    def __init__(self, config: ModelConfig, kind: str):
+        super().__init__(config, layer_kinds(config)[-1].block)
+        self.join = Join(config)
+        self.final_norm, self.final_norm_bias = declare_norm(config)
+
+    @property
+    def input_width(self) -> int:
+        return 2 * self.config.hidden_size
+
+    def apply(self, weights: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        """`x [T / tensor, 2D]`, the embedding beside the module's input → (its normalised output `[T / tensor, D]`,
+        metrics).
+        """
+        x, metrics = super().apply(weights, self.join(of_part(weights, "join"), x, ctx.comm), ctx)
+        return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias")), metrics
+
+
+BLOCK_CLASSES[MTP] = PredictionBlock
