@@ -15,7 +15,8 @@ from megajax.config.checks import check_mesh
 from megajax.jax_internals import fused_attention_stablehlo
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
-from megajax.parallel.context import ATTENTION, token_order
+from megajax.parallel.context import IMPLEMENTATIONS as ATTENTION
+from megajax.parallel.context import token_order
 from megajax.parallel.context.ring_attention import Ring, RingWork
 from megajax.training.step import TrainProgram
 

@@ -11,8 +11,9 @@ from megajax.model.comm import TokenPositions
 from megajax.options.context import STRATEGIES, ContextStrategy
 from megajax.options.dispatch import DISPATCHES, Dispatch
 from megajax.parallel import collectives, context, experts
-from megajax.parallel.context import ATTENTION, ContextAttention
-from megajax.parallel.experts import EXPERTS
+from megajax.parallel.context import IMPLEMENTATIONS as ATTENTION
+from megajax.parallel.context import ContextAttention
+from megajax.parallel.experts import IMPLEMENTATIONS as EXPERTS
 from megajax.parallel.experts.contract import ExpertParallel
 
 

@@ -6,7 +6,8 @@ from megajax.parallel.context.heads import OverHeads
 from megajax.parallel.context.ring_attention import Ring
 from megajax.parallel.context.strategy import ContextAttention
 
-ATTENTION: dict[str, type[ContextAttention]] = {
+# By the name of the declaration in `options/context.py`
+IMPLEMENTATIONS: dict[str, type[ContextAttention]] = {
     RING.name: Ring,
     ALL_GATHER.name: GatheredContext,
     ALL_TO_ALL.name: OverHeads,
@@ -16,9 +17,9 @@ ATTENTION: dict[str, type[ContextAttention]] = {
 def register(strategy: ContextStrategy, attention: type[ContextAttention]) -> None:
     """Register an extension's strategy for `communication.context`. Raises ConfigError for a name that is taken."""
     STRATEGIES.add(strategy)
-    ATTENTION[strategy.name] = attention
+    IMPLEMENTATIONS[strategy.name] = attention
 
 
 def context_attention(strategy: ContextStrategy, devices: int) -> type[ContextAttention]:
     """Attention over this number of devices."""
-    return ATTENTION[strategy.name] if devices > 1 else ContextAttention
+    return IMPLEMENTATIONS[strategy.name] if devices > 1 else ContextAttention

@@ -7,13 +7,14 @@ from megajax.parallel.experts.exchanged import Exchanged
 from megajax.parallel.experts.gathered_tokens import GatheredExperts
 from megajax.step_plan import Collectives
 
-EXPERTS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATHER.name: GatheredExperts}
+# By the name of the declaration in `options/dispatch.py`
+IMPLEMENTATIONS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATHER.name: GatheredExperts}
 
 
 def register(dispatch: Dispatch, experts: type[ExpertParallel]) -> None:
     """Register an extension's choice for `communication.experts`. Raises ConfigError for a name that is taken."""
     DISPATCHES.add(dispatch)
-    EXPERTS[dispatch.name] = experts
+    IMPLEMENTATIONS[dispatch.name] = experts
 
 
 def expert_parallel(
@@ -21,5 +22,5 @@ def expert_parallel(
 ) -> ExpertParallel:
     """The experts of a layer on this mesh."""
     devices = collectives.expert_shards
-    experts = EXPERTS[collectives.dispatch.name] if devices > 1 else ExpertParallel
+    experts = IMPLEMENTATIONS[collectives.dispatch.name] if devices > 1 else ExpertParallel
     return experts(collectives.experts_over, devices, kernels, max_over_devices)
