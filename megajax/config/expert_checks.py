@@ -102,7 +102,7 @@ def _check_router(config: Config, router: RouterConfig) -> None:
         if over_chosen and senseless:
             other = format_keys(config, f"{name}pre_softmax")
             problem = f"{format_keys(config, key)} cannot be combined with {other}, because {why}"
-            # With Sinkhorn's choice one expert's weight is a sigmoid (Clark et al. 2022, and Megatron-LM).
+            # With Sinkhorn's choice the weight of one expert is a sigmoid in Megatron-LM.
             cure = "score_function=sigmoid" if router.sinkhorn else "pre_softmax=true"
             fail(config, problem, f"set {name}{cure}", key, f"{name}pre_softmax")
     for first, second, both in (

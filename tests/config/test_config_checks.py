@@ -322,6 +322,10 @@ WARNED = {
     "model.qk_nope_head_dim=16": ("", "model.kv_lora_rank=null"),
     "model.qk_rope_head_dim=16": ("", "model.kv_lora_rank=null"),
     "optimizer.muon.momentum=0.5": ("", "optimizer.kind=adamw"),
+    "model.rope_scaling.mscale=0.7": (
+        "model.rope_scaling={kind: yarn, factor: 4}",
+        "model.rope_scaling.mscale_all_dim=null",
+    ),
     "lora.dropout=0.5": ("", "lora.rank=null"),
     "lora.targets=[query]": ("", "lora.rank=null"),
     "run.spike_window=7": ("", "run.spike_factor=null"),

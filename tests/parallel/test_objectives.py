@@ -164,6 +164,7 @@ def test_wrong_settings_and_batches_are_sentences(table):
         ({"kind": "test_focal", "settings": {"gama": 1}}, "objective.settings.gama .*gamma"),
         ({"kind": "test_focal", "settings": {"gamma": "x"}}, "objective.settings.gamma=x"),
         ({"kind": "test_focal", "label_smoothing": 0.1}, "label_smoothing=0.1 belongs to next_token"),
+        ({"kind": "test_focal", "average": "microbatches"}, "average=microbatches belongs to next_token"),
         ({"settings": {"gamma": 1}}, "objective.settings=.*which has none"),
     ):
         with pytest.raises(ConfigError, match=sentence):
