@@ -15,6 +15,8 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
   virtual stages.
 - `latent`: latent attention (DeepSeek-V2 and V3) on two devices of every axis, every pair and some triples, with and
   without documents, experts and MTP modules, under each remat policy; `communication.context` takes turns.
+- `hybrid`: gated DeltaNet beside gated attention, and Mamba-2 beside attention, with experts, on the meshes of `latent`
+  that their two groups of heads allow.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from mesh_models import (
     DEEP_MODELS,
     DEEP_OPTIMIZERS,
     EXPERT_MODELS,
+    HYBRID_VARIANTS,
     LATENT_VARIANTS,
     MIXED_MODELS,
     MODELS,
@@ -69,10 +72,11 @@ SETTINGS = {
     "context": ("model", "optimizer", "mesh", "context", "documents", "M"),
     "experts": ("model", "optimizer", "mesh", "dispatch", "M"),
     "latent": ("model", "mesh", "context", "documents", "remat", "M"),
+    "hybrid": ("model", "mesh", "context", "documents", "remat", "M"),
 }
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
-STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10}
+STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10, "hybrid": 5}
 
 
 def mesh_name(mesh: Mapping[str, int]) -> str:
@@ -150,11 +154,17 @@ def introduction(table: str, steps: int) -> str:
             f"{steps} steps in FP32",
             "(M: microbatches, the reference's too with experts)",
         ),
+        "hybrid": (
+            "Hybrid mesh table",
+            " --table hybrid",
+            f"{steps} steps in FP32",
+            "(M: microbatches, the reference's too)",
+        ),
     }[table]
     return f"""# {title}
 
 `python dev/mesh_table.py{option}` with jax {jax.__version__} on 8 virtual CPU devices: {runs}, each row
-against the same config on one device{"" if table in ("experts", "latent") else " with one microbatch"} {letters}.
+against the same config on one device{"" if "reference" in letters else " with one microbatch"} {letters}.
 
 - *loss*, *gradient norm*: worst relative difference over the steps, at most {SCALAR_TOLERANCE:g}.
 - *worst gradient*: largest ‖Δ‖/‖g‖ of the first step over all weights, layer by layer, at most {GRADIENT_TOLERANCE:g}.
@@ -260,6 +270,20 @@ def latent_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
             yield variant, "sgd", config
 
 
+def hybrid_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for layers with a state."""
+    meshes = parse_meshes(args.meshes) if args.meshes else [m for m in latent_meshes() if m.get("tensor", 1) <= 2]
+    for turn, (variant, (model, packed, policy)) in enumerate(HYBRID_VARIANTS.items()):
+        if args.model and variant not in args.model:
+            continue
+        for i, mesh in enumerate(meshes):
+            strategy = ("ring", "all_gather", "all_to_all")[(i + turn) % (3 if mesh.get("context", 1) <= 2 else 2)]
+            settings = {"steps": args.steps, "optimizer": "sgd", "communication": {"context": strategy}}
+            settings |= {"batch": {"sequence_length": 48}, "data": DOCUMENTS if packed else {}}
+            config = make_config(model, mesh, microbatches=2, remat={"policy": policy}, **settings)
+            yield variant, "sgd", config
+
+
 def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
     """Initial weights, if those of the seed give too even a load."""
     if model != "uneven":
@@ -276,6 +300,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         "context": context_configs,
         "experts": expert_configs,
         "latent": latent_configs,
+        "hybrid": hybrid_configs,
     }[args.table](args)
 
     def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int]:
@@ -298,7 +323,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument(
         "--model",
-        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS],
+        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS, *HYBRID_VARIANTS],
         action="append",
         help="only this; may be repeated",
     )

@@ -7,7 +7,7 @@ from pydantic.fields import FieldInfo
 
 from megajax.config import Config, DataConfig, ModelConfig
 from megajax.errors import InputError
-from megajax.layout.kinds import GATED_DELTANET, has_sublayer
+from megajax.layout.recurrent import unused_sections
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
 from megajax.model.lora import targets
@@ -92,8 +92,8 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     }
     description = model.model_dump(mode="json", exclude=training_only)
     router = description.pop("router")
-    if not has_sublayer(model, GATED_DELTANET):
-        del description["linear_attention"]
+    for heads in unused_sections(model):
+        del description[heads.section]
     if model.num_experts is None:  # the form of dense models' descriptions before experts existed
         return {name: value for name, value in description.items() if "expert" not in name}
     return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}

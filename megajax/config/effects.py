@@ -3,7 +3,8 @@
 from typing import Any, NamedTuple
 
 from megajax.config.sentences import format_keys, value, warn
-from megajax.layout.kinds import GATED_DELTANET, LATENT, has_sublayer
+from megajax.layout.kinds import LATENT
+from megajax.layout.recurrent import unused_sections
 from megajax.options.optimizers import BETA1, BETA2, EPSILON, OPTIMIZERS
 from megajax.options.schedules import DECAY, LOWEST, STYLE, TAIL
 from megajax.schema.config import Config
@@ -66,7 +67,9 @@ def _of_the_model(config: Config) -> list[Rule]:
     unused = tuple(f"model.rope_scaling.{name}" for name in (scaling.unused if scaling else ()))
     rope = tuple(f"model.rope_{name}" for name in ("theta", "scaling", "fraction", "local_theta", "pattern"))
     latent = tuple(f"model.{name}" for name in LATENT)
-    linear = tuple(f"model.linear_attention.{name}" for name in type(model.linear_attention).model_fields)
+    recurrent = tuple(
+        heads.key(name) for heads in unused_sections(model) for name in type(getattr(model, heads.section)).model_fields
+    )
     undivided = all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
     return [
         Rule(model.position != "rope", "model.position", rope),
@@ -83,7 +86,7 @@ def _of_the_model(config: Config) -> list[Rule]:
         Rule(undivided, f"mesh.{config.mesh.experts_over[0]}", ("communication.experts", "mesh.experts_over")),
         Rule(not model.mtp_layers, "model.mtp_layers", ("model.mtp_loss_weight",)),
         Rule(model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
-        Rule(not has_sublayer(model, GATED_DELTANET), "model.block_pattern", linear),
+        Rule(True, "model.block_pattern", recurrent),
         Rule(
             not model.router.expert_bias and model.router.num_groups == 1,
             "model.router.expert_bias",

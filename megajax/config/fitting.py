@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from megajax.config.sentences import divisors, listed, value
-from megajax.layout.kinds import GATED_DELTANET, has_sublayer, mlp_widths
+from megajax.layout.kinds import mlp_widths
+from megajax.layout.recurrent import recurrent_heads
 from megajax.schema.config import Config
 
 
@@ -11,8 +12,8 @@ def tensor_keys(config: Config) -> list[str]:
     """The keys of `model` whose values `mesh.tensor` must divide."""
     whole = {"expert_ffn_hidden_size"} if "tensor" in config.mesh.experts_over else set()
     widths = [key for key in mlp_widths(config.model) if key not in whole and getattr(config.model, key)]
-    heads = ["model.linear_attention.num_key_heads"] if has_sublayer(config.model, GATED_DELTANET) else []
-    return ["model.num_heads", *heads, *(f"model.{key}" for key in widths)]
+    shared = [heads.key(heads.shared) for heads in recurrent_heads(config.model)]
+    return ["model.num_heads", *shared, *(f"model.{key}" for key in widths)]
 
 
 def fits_kv_heads(config: Config, tensor: int) -> bool:

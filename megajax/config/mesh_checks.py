@@ -7,7 +7,8 @@ from megajax.config.other_names import counterpart
 from megajax.config.sentences import counted, divisors, fail, format_axis, format_keys, listed, value
 from megajax.errors import ConfigError, shown
 from megajax.files import is_number
-from megajax.layout.kinds import GATED_DELTANET, has_sublayer, is_gated, mlp_widths
+from megajax.layout.kinds import is_gated, mlp_widths
+from megajax.layout.recurrent import recurrent_heads
 from megajax.options.context import STRATEGIES
 from megajax.schema.config import Config
 from megajax.schema.fields import AXES, BATCH_AXES
@@ -111,13 +112,17 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
 
 def _check_windows(config: Config, sizes: dict[str, int]) -> None:
     """A device needs the tokens before its own that a short convolution sees from one other device."""
-    key, context = "model.linear_attention.conv_kernel", sizes["context"]
-    own, kernel = config.batch.sequence_length // context, config.model.linear_attention.conv_kernel
-    if has_sublayer(config.model, GATED_DELTANET) and own < kernel - 1:
-        problem = f"{format_axis(config, sizes, 'context')} leaves {counted(own, 'token')} of a sequence on a device, "
-        problem += f"fewer than the {kernel - 1} before a token that {format_keys(config, key)} needs"
-        cure = f"make batch.sequence_length {context * (kernel - 1)} or more"
-        fail(config, problem, cure, "mesh.context", key, "batch.sequence_length")
+    context = sizes["context"]
+    own = config.batch.sequence_length // context
+    for key in (heads.key("conv_kernel") for heads in recurrent_heads(config.model)):
+        before = value(config, key) - 1
+        if own < before:
+            problem = (
+                f"{format_axis(config, sizes, 'context')} leaves {counted(own, 'token')} of a sequence on a device, "
+            )
+            problem += f"fewer than the {before} before a token that {format_keys(config, key)} needs"
+            cure = f"make batch.sequence_length {context * before} or more"
+            fail(config, problem, cure, "mesh.context", key, "batch.sequence_length")
 
 
 def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
@@ -131,7 +136,7 @@ def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
     widths = {
         format_keys(config, "model.hidden_size"): model.hidden_size,
         **_attention_widths(config, tensor, mesh),
-        **_linear_attention_widths(config, tensor, mesh),
+        **_recurrent_widths(config, tensor, mesh),
         f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
     if model.mtp_layers and sizes["pipeline"] > 1:  # the stages share the tokens of prediction modules
@@ -157,16 +162,15 @@ def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         fail(config, problem, "raise batch.num_microbatches", recipe)
 
 
-def _linear_attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:
-    """The widths of gated DeltaNet's matmuls on one device, by the settings that they follow from."""
-    if not has_sublayer(config.model, GATED_DELTANET):
-        return {}
-    widths = {}
-    for name in ("key", "value"):
-        heads, width = f"model.linear_attention.num_{name}_heads", f"model.linear_attention.{name}_head_dim"
-        total = value(config, heads) * value(config, width) // tensor
-        widths[f"{format_keys(config, heads)} x {format_keys(config, width)} / {mesh}"] = total
-    return widths
+def _recurrent_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:
+    """The widths of the matmuls of sublayers with a state on one device, by the settings that they follow from."""
+    return {
+        f"{format_keys(config, heads.key(count))} x {format_keys(config, heads.key(width))} / {mesh}": (
+            value(config, heads.key(count)) * value(config, heads.key(width)) // tensor
+        )
+        for heads in recurrent_heads(config.model)
+        for count, width in heads.widths
+    }
 
 
 def _attention_widths(config: Config, tensor: int, mesh: str) -> dict[str, int]:

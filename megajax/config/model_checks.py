@@ -1,7 +1,7 @@
 """Checks of the section `model` (heads, rotary positions, patterns of layers) and of low-rank adapters."""
 
 from megajax.config.sentences import counted, divisors, fail, format_keys, listed, value
-from megajax.layout.kinds import GATED_DELTANET, has_sublayer
+from megajax.layout.recurrent import recurrent_heads
 from megajax.schema.config import Config
 
 
@@ -11,7 +11,7 @@ def check_model(config: Config) -> None:
     _check_qk_clip(config)
     _check_width(config)
     _check_heads(config)
-    _check_linear_attention(config)
+    _check_recurrent(config)
     _check_rope(config)
     _check_layers(config)
 
@@ -92,12 +92,13 @@ def _check_heads(config: Config) -> None:
         fail(config, problem, cure, "model.num_kv_heads", "model.num_heads")
 
 
-def _check_linear_attention(config: Config) -> None:
-    keys = ("model.linear_attention.num_key_heads", "model.linear_attention.num_value_heads")
-    of_keys, of_values = (value(config, key) for key in keys)
-    if has_sublayer(config.model, GATED_DELTANET) and of_values % of_keys:
-        problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
-        fail(config, problem, f"use {listed(divisors(of_values))}, or change {keys[1]}", *keys)
+def _check_recurrent(config: Config) -> None:
+    for heads in recurrent_heads(config.model):
+        keys = heads.key(heads.shared), heads.key(heads.heads)
+        shared, count = (value(config, key) for key in keys)
+        if count % shared:
+            problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
+            fail(config, problem, f"use {listed(divisors(count))}, or change {keys[1]}", *keys)
 
 
 def _check_rope(config: Config) -> None:

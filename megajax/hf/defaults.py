@@ -19,6 +19,7 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     **{family: {"num_experts": "num_local_experts"} for family in ("mixtral", "qwen3_moe", "gpt_oss")},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
 
@@ -103,6 +104,13 @@ DEFAULTS: dict[str, Json] = {
     "nemotron": _sizes(32, 6144, 48, 24_576, 256_000, 4096)
     | {"tie_word_embeddings": False, "norm_eps": 1e-5, "hidden_act": "relu2", "rope_theta": 1e4}
     | {"partial_rotary_factor": 0.5},
+    "nemotron_h": {"hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 21_504, "vocab_size": 131_072}
+    | {"max_position_embeddings": 4096}
+    | {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-5}
+    | {"mlp_hidden_act": "relu2", "hybrid_override_pattern": "ME*-", "mamba_num_heads": 128, "mamba_head_dim": 64}
+    | {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "time_step_min": 0.001, "n_routed_experts": 8}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
+    | {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
     "smollm3": LLAMA
     | _sizes(36, 2048, 16, 11008, 128_256, 32_768)
     | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},

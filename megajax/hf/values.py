@@ -68,10 +68,10 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
         _check_rope(config.get(key) or {}, f"{path}: {key}")
     given = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
     check_section(SMALLEST | given, names, path)
-    layers = given.get("num_layers", 0)
+    layers = given.get("num_layers")  # None: they are those of a list
     for key in ("layer_types", "no_rope_layers"):
         found = config.get(key)
-        if found is not None and len(found) != layers:
+        if found is not None and layers is not None and len(found) != layers:
             entries = counted(len(found), "entry")
             raise InputError(
                 f"{path}: {key} has {entries}, but the model has {counted(layers, 'layer')}: copy it again."

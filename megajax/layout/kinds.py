@@ -6,7 +6,7 @@ from megajax.schema.fields import cached, shortest_pattern
 from megajax.schema.model import ModelConfig
 
 DENSE, MOE = "dense", "moe"
-MLP, GATED_DELTANET = "mlp", "gated_deltanet"
+ATTENTION, MLP, GATED_DELTANET, MAMBA2 = "attention", "mlp", "gated_deltanet", "mamba2"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 MTP = "mtp"  # the blocks of the multi-token prediction modules
 
@@ -19,18 +19,25 @@ class Declared(NamedTuple):
     has_experts: bool = False  # `Sublayer.HAS_EXPERTS`
 
 
+RECURRENT = Declared(frozenset({"layer_pattern", "drafts"}), in_order=True)
 DECLARED = {
-    "attention": Declared(),
+    ATTENTION: Declared(),
     MLP: Declared(),
     MOE: Declared(has_experts=True),
-    GATED_DELTANET: Declared(frozenset({"layer_pattern", "drafts"}), in_order=True),
+    GATED_DELTANET: RECURRENT,
+    MAMBA2: RECURRENT,
 }
 # The built-in kinds of blocks, with the names of their sublayers in order.
 BUILT_IN = {
-    DENSE: ("attention", MLP),
-    MOE: ("attention", MOE),
+    DENSE: (ATTENTION, MLP),
+    MOE: (ATTENTION, MOE),
     GATED_DELTANET: (GATED_DELTANET, MLP),
     f"{GATED_DELTANET}_moe": (GATED_DELTANET, MOE),
+    # Of Nemotron-H, whose layers have one sublayer
+    MAMBA2: (MAMBA2,),
+    ATTENTION: (ATTENTION,),
+    MLP: (MLP,),
+    "experts": (MOE,),
 }
 # The sublayers' classes of each kind by name, in order; `model.block.register` fills it.
 KINDS: dict[str, dict[str, type[Any]]] = {}

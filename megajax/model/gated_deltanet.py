@@ -1,6 +1,5 @@
 """Gated DeltaNet (Yang et al., arXiv 2412.06464), as in Qwen3-Next."""
 
-import math
 from functools import partial
 
 import jax
@@ -12,12 +11,18 @@ from megajax.config import ModelConfig
 from megajax.layout.kinds import GATED_DELTANET
 from megajax.layout.sublayers import supported
 from megajax.model.parameters import declare
-from megajax.model.recurrent import Kept, RecurrentTokens
+from megajax.model.recurrent import (
+    Kept,
+    RecurrentTokens,
+    initial_convolution,
+    initial_decay_bias,
+    initial_decay_rate,
+    matmul_precision,
+)
 from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, normalise, residual_scale
 from megajax.options.remat import ATTENTION
 
 EPSILON = 1e-6  # of the norms of queries and keys
-DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus(dt_bias), as in Mamba-2
 
 
 class GatedDeltaNet(Sublayer):
@@ -50,12 +55,12 @@ class GatedDeltaNet(Sublayer):
         # Two numbers for each value head. They are small, and computed for a device's own tokens before these are sent.
         self.strength = declare((D, K, group), ("embed", "rank", "rank"), muon=False)
         self.decay = declare((D, K, group), ("embed", "rank", "rank"), muon=False)
-        of_convolution = {"axes": ("whole", "heads", "head"), "role": "bias", "initial": _initial_convolution}
+        of_convolution = {"axes": ("whole", "heads", "head"), "role": "bias", "initial": initial_convolution}
         self.query_convolution = declare((tokens, K, c.key_head_dim), **of_convolution)
         self.key_convolution = declare((tokens, K, c.key_head_dim), **of_convolution)
         self.value_convolution = declare((tokens, K, width), **of_convolution)
-        self.decay_rate = declare((c.num_value_heads,), ("decays",), "bias", initial=_initial_decay_rate)
-        self.decay_bias = declare((c.num_value_heads,), ("decays",), "bias", initial=_initial_decay_bias)
+        self.decay_rate = declare((c.num_value_heads,), ("decays",), "bias", initial=initial_decay_rate)
+        self.decay_bias = declare((c.num_value_heads,), ("decays",), "bias", initial=initial_decay_bias)
         self.output_norm = declare((c.value_head_dim,), ("norm",), "norm")
         self.output = declare((K, width, D), ("heads", "head", "embed"), scale=residual_scale(config))
 
@@ -103,10 +108,8 @@ class GatedDeltaNet(Sublayer):
         if earlier is not None:
             out, tokens.kept["state"] = ops.recurrent_gated_delta_rule(*arguments, earlier["state"])
         else:
-            precision = jax.lax.Precision.HIGHEST if v.dtype == wide else jax.lax.Precision.DEFAULT
-            out, tokens.kept["state"] = ops.gated_delta_rule(
-                *arguments, state_before=tokens.state_before(), precision=precision
-            )
+            own = {"state_before": tokens.state_before(), "precision": matmul_precision(v.dtype)}
+            out, tokens.kept["state"] = ops.gated_delta_rule(*arguments, **own)
         return comm.in_order(out.astype(v.dtype), back=True).reshape(B * S, -1), tokens.kept
 
     def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:
@@ -123,19 +126,3 @@ def _unit(x: jax.Array) -> jax.Array:
     """x with norm 1 over the last axis, in FP32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPSILON)
-
-
-def _initial_convolution(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform as in PyTorch: the mean square of the output is a third of the input's."""
-    return jax.random.uniform(key, shape, minval=-(shape[0] ** -0.5), maxval=shape[0] ** -0.5)
-
-
-def _initial_decay_rate(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.log(jax.random.uniform(key, shape, minval=DECAYS[0], maxval=DECAYS[1]))
-
-
-def _initial_decay_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse softplus of steps between the limits, uniform in their logarithms."""
-    low, high = map(math.log, STEPS)
-    step = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
-    return step + jnp.log(-jnp.expm1(-step))

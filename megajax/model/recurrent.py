@@ -1,5 +1,6 @@
 """What sublayers with a state share: consecutive tokens, those before a device's, and what generation keeps."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from megajax import ops
 from megajax.model.comm import Comm
 from megajax.model.sublayer import LayerContext
 
+DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus of its bias, as in Mamba-2
 Kept = dict[str, jax.Array]  # arrays [B, ...] by name
 
 
@@ -61,3 +63,25 @@ class RecurrentTokens:
                 after = own[..., None] * state + end
             state = jnp.where(device < index, after, state)
         return state
+
+
+def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """The precision of a recurrence's FP32 matmuls: full in a step in FP32, else that of the device's fast ones."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def initial_convolution(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Uniform as in PyTorch: the mean square of the output is a third of the input's."""
+    return jax.random.uniform(key, shape, minval=-(shape[0] ** -0.5), maxval=shape[0] ** -0.5)
+
+
+def initial_decay_rate(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The logarithm of a uniform A."""
+    return jnp.log(jax.random.uniform(key, shape, minval=DECAYS[0], maxval=DECAYS[1]))
+
+
+def initial_decay_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse softplus of steps between the limits, uniform in their logarithms."""
+    low, high = map(math.log, STEPS)
+    step = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+    return step + jnp.log(-jnp.expm1(-step))

@@ -15,6 +15,7 @@ from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
 from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor
 from megajax.ops.short_convolution import last_tokens, short_convolution
+from megajax.ops.state_space import recurrent_state_space, state_space
 
 __all__ = [
     "Biases",
@@ -41,10 +42,12 @@ __all__ = [
     "layer_norm",
     "measured_attention",
     "recurrent_gated_delta_rule",
+    "recurrent_state_space",
     "rms_norm",
     "rope_attention_factor",
     "rope_frequencies",
     "rope_score_factor",
     "router",
     "short_convolution",
+    "state_space",
 ]

@@ -12,6 +12,7 @@ from megajax.ops.linear_recurrence import (
     ChunkMaps,
     StateBefore,
     chunk_size,
+    decays,
     documents,
     from_chunks,
     states_before,
@@ -73,7 +74,7 @@ def gated_delta_rule(
     (B, S, K, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
     group = v.shape[2] // K
     q, k, v, log_decay, strength = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay, strength))
-    seen = documents(starts, (B, S), size)
+    decay = decays(log_decay, documents(starts, (B, S), size))
 
     def repeated(a: jax.Array) -> jax.Array:
         """Of key heads → of the heads that share them."""
@@ -82,23 +83,13 @@ def gated_delta_rule(
     def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.matmul(x, y, precision=precision)
 
-    total = jnp.cumsum(log_decay, axis=-1)  # [n, B, N, C], from the beginning of the chunk
-    transposed = jnp.swapaxes(k, -1, -2)
-    index = jnp.arange(size)
-    visible = seen.same & (index[:, None] >= index)
-    between = jnp.where(visible, total[..., :, None] - total[..., None, :], -jnp.inf)
-    decays = jnp.exp(between)  # [n, B, N, C, C], from token j to token i
-    repeats = jnp.where(index[:, None] > index, decays * strength[..., None], 0) * repeated(matmul(k, transposed))
-    solved, scores = unit_lower_inverse(repeats), decays * repeated(matmul(q, transposed))
-    from_before = jnp.where(seen.since_before, jnp.exp(total), 0)[..., None]
-    to_end = jnp.where(seen.until_end, jnp.exp(total[..., -1:] - total), 0)[..., None]
+    transposed, strength = jnp.swapaxes(k, -1, -2), strength[..., None]
+    repeats = jnp.tril(decay.between * strength * repeated(matmul(k, transposed)), -1)
+    solved, scores = unit_lower_inverse(repeats), decay.between * repeated(matmul(q, transposed))
     q, k = repeated(q), repeated(k)
-    weighted = strength[..., None]
-    maps = ChunkMaps(
-        from_before[..., -1, :], to_end * k, matmul(solved, weighted * v), matmul(solved, weighted * from_before * k)
-    )
+    erased = matmul(solved, strength * decay.from_before * k)
+    maps = ChunkMaps(decay.of_chunk, decay.to_end * k, matmul(solved, strength * v), erased)
     states, final = states_before(maps, initial, state_before, precision)
-    assert maps.erased is not None
-    changes = maps.values - matmul(maps.erased, states)
-    out = matmul(from_before * q, states) + matmul(scores, changes)
+    changes = maps.values - matmul(erased, states)
+    out = matmul(decay.from_before * q, states) + matmul(scores, changes)
     return from_chunks(out, S), final

@@ -36,6 +36,19 @@ class Documents(NamedTuple):
     until_end: jax.Array  # whether it goes on to the chunk's last token
 
 
+class Decays(NamedTuple):
+    """The factors by which tokens of a chunk see the state and each other; 0 from another document or a later token."""
+
+    between: jax.Array  # [n, B, N, C, C], from token j to token i
+    from_before: jax.Array  # [n, B, N, C, 1], from the state before the chunk
+    to_end: jax.Array  # [n, B, N, C, 1], to the chunk's last token
+
+    @property
+    def of_chunk(self) -> jax.Array:
+        """`[n, B, N, 1]`, of the state from before a chunk to its end."""
+        return self.from_before[..., -1, :]
+
+
 def chunk_size(length: int) -> int:
     """The number of tokens in a chunk: CHUNK, or a smaller power of 2 for a short sequence."""
     return min(CHUNK, 1 << (length - 1).bit_length())
@@ -61,6 +74,16 @@ def documents(starts: jax.Array | None, shape: tuple[int, int], size: int) -> Do
     number = jnp.cumsum(to_chunks(starts[:, :, None].astype(jnp.int32), size), axis=-1)  # [n, B, 1, C]
     same = number[..., :, None] == number[..., None, :]
     return Documents(same, number == 0, number == number[..., -1:])
+
+
+def decays(log_decay: jax.Array, seen: Documents) -> Decays:
+    """The factors for the tokens' `log_decay [n, B, N, C]`."""
+    total, index = jnp.cumsum(log_decay, axis=-1), jnp.arange(log_decay.shape[-1])
+    visible = seen.same & (index[:, None] >= index)
+    between = jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], -jnp.inf))
+    from_before = jnp.where(seen.since_before, jnp.exp(total), 0)[..., None]
+    to_end = jnp.where(seen.until_end, jnp.exp(total[..., -1:] - total), 0)[..., None]
+    return Decays(between, from_before, to_end)
 
 
 def states_before(

@@ -175,6 +175,21 @@ class LinearAttentionConfig(Section):
     )
 
 
+class Mamba2Config(Section):
+    """The heads of Mamba-2 (blocks mamba2)."""
+
+    num_heads: Width = Field(default=64, description="Number of heads, each with a state.")
+    num_groups: Width = Field(
+        default=8, description="Number of groups of heads that share a key and a query (B and C); it divides num_heads."
+    )
+    head_dim: Width = Field(default=64, description="Width of a head's values.")
+    state_dim: Width = Field(default=128, description="Width of a key and a query, the other width of a state.")
+    conv_kernel: Annotated[int, Field(ge=2, le=64)] = Field(
+        default=4, description="Number of tokens that the convolution of values, keys and queries sees."
+    )
+    min_step: PositiveOrZero = Field(default=0.0, description="Lower limit of the steps (delta).")
+
+
 class EncoderConfig(Registered):
     """The encoder, whose stream the layers can read beside their own."""
 
@@ -344,6 +359,7 @@ class ModelConfig(Section):
     linear_attention: LinearAttentionConfig = Field(
         default_factory=LinearAttentionConfig, description="Linear attention, which has a state instead of a cache."
     )
+    mamba2: Mamba2Config = Field(default_factory=Mamba2Config, description="Mamba-2, which has a state too.")
     encoder: EncoderConfig = Field(default_factory=EncoderConfig, description="A second stream beside the tokens'.")
 
     @property

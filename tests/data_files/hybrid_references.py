@@ -1,7 +1,7 @@
 """The tiny models with linear attention, for make_transformers_references.py."""
 
 from llama_references import NO_SPECIAL_TOKENS, Reference, Tensors, heads_in, heads_out, stack
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import NemotronHConfig, NemotronHForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 # Kinds of blocks: a layer without experts among those with them, and attention in the last.
 BLOCKS = ["gated_deltanet_moe", "gated_deltanet", "gated_deltanet_moe", "moe"]
@@ -135,3 +135,116 @@ def tiny_qwen3_next() -> Reference:
         **NO_SPECIAL_TOKENS,
     )
     return Qwen3NextForCausalLM(config), model, convert
+
+
+KINDS = {"mamba2": "linear_attention", "experts": "moe", "attention": "full_attention", "mlp": "mlp"}
+ONE_SUBLAYER = ["mamba2", "experts", "attention", "mamba2", "mlp"]
+MAMBA = {"num_heads": 4, "num_groups": 2, "head_dim": 5, "state_dim": 6, "conv_kernel": 4, "min_step": 0.5}
+
+
+def convert_nemotron_h(tensors: Tensors, model: dict) -> Tensors:
+    out = {
+        "embedding.tokens": tensors["model.embeddings.weight"],
+        "final_norm": tensors["model.norm_f.weight"],
+        "head": tensors["lm_head.weight"].T,
+    }
+    for kind in dict.fromkeys(ONE_SUBLAYER):
+        get = of_layers(tensors, [layer for layer, own in enumerate(ONE_SUBLAYER) if own == kind])
+        name = "moe" if kind == "experts" else kind
+        own = {"mamba2": mamba2, "attention": plain_attention, "mlp": plain_mlp, "experts": plain_experts}[kind](get)
+        own["norm"] = get("norm.weight")
+        out |= {f"blocks.{kind}.{name}.{n}": tensor for n, tensor in own.items()}
+    return out
+
+
+def mamba2(get) -> Tensors:
+    """The split of the mixer's forward pass; two groups of two heads."""
+    inner, states = MAMBA["num_heads"] * MAMBA["head_dim"], MAMBA["num_groups"] * MAMBA["state_dim"]
+    names, widths = ("value", "key", "query"), [inner, states, states]
+    parts = get("mixer.in_proj.weight").split([inner, *widths, MAMBA["num_heads"]], dim=1)
+    own = dict(zip(("gate", *names, "step"), (heads_out(part, 2) for part in parts), strict=True))
+    windows = get("mixer.conv1d.weight")[:, :, 0].split(widths, dim=1)
+    biases = get("mixer.conv1d.bias").split(widths, dim=1)
+    for name, window, bias in zip(names, windows, biases, strict=True):
+        own[f"{name}_convolution"] = window.unflatten(1, (2, -1)).movedim(-1, 1)
+        own[f"{name}_bias"] = bias.unflatten(1, (2, -1))
+    return own | {
+        "decay_rate": get("mixer.A_log"),
+        "step_bias": get("mixer.dt_bias"),
+        "skip": get("mixer.D"),
+        "output_norm": get("mixer.norm.weight").unflatten(1, (2, -1)),
+        "output": heads_in(get("mixer.out_proj.weight"), 2),
+    }
+
+
+def plain_attention(get) -> Tensors:
+    heads = {"query": 4, "key": 2, "value": 2}
+    own = {name: heads_out(get(f"mixer.{name[0]}_proj.weight"), count) for name, count in heads.items()}
+    return own | {"output": heads_in(get("mixer.o_proj.weight"), 4)}
+
+
+def plain_mlp(get) -> Tensors:
+    return {name: get(f"mixer.{name}_proj.weight").transpose(1, 2) for name in ("up", "down")}
+
+
+def plain_experts(get) -> Tensors:
+    own = {"router": get("mixer.gate.weight").transpose(1, 2), "expert_bias": get("mixer.gate.e_score_correction_bias")}
+    for name in ("up", "down"):
+        own[name] = get(f"mixer.experts.{name}_proj").transpose(2, 3)
+        own[f"shared_{name}"] = get(f"mixer.shared_experts.{name}_proj.weight").transpose(1, 2)
+    return own
+
+
+def tiny_nemotron_h() -> Reference:
+    """Steps have a limit that half of them meet."""
+    model = {
+        "num_layers": 5,
+        "hidden_size": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_hidden_size": 20,
+        "vocab_size": 43,
+        "norm_epsilon": 1e-5,
+        "activation": "relu2",
+        "position": "none",
+        "block_pattern": ONE_SUBLAYER,
+        "mamba2": MAMBA,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn_hidden_size": 12,
+        "shared_expert_ffn_hidden_size": 16,
+        "router": {
+            "score_function": "sigmoid",
+            "expert_bias": True,
+            "normalise": True,
+            "scaling_factor": 2.5,
+            "loss_counts": "top_scores",
+        },
+    }
+    config = NemotronHConfig(
+        layers_block_type=[KINDS[kind] for kind in ONE_SUBLAYER],
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=20,
+        vocab_size=43,
+        layer_norm_epsilon=1e-5,
+        mamba_num_heads=4,
+        mamba_head_dim=5,
+        n_groups=2,
+        ssm_state_size=6,
+        conv_kernel=4,
+        time_step_min=0.5,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        moe_shared_expert_intermediate_size=16,
+        routed_scaling_factor=2.5,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        max_position_embeddings=512,
+        **NO_SPECIAL_TOKENS,
+    )
+    return NemotronHForCausalLM(config), model, convert_nemotron_h

@@ -72,6 +72,7 @@ FOLDERS = (
     "tiny_deepseek_v2",
     "tiny_deepseek_v3",
     "tiny_qwen3_next",
+    "tiny_nemotron_h",
 )
 LATENT = tuple(
     f"blocks.moe.attention.{name}"
@@ -84,6 +85,13 @@ DELTA_NET = tuple(
         *("decay_rate", "decay_bias", "output_norm", "output", "norm"),
     )
 )
+MAMBA = tuple(
+    f"blocks.mamba2.mamba2.{name}"
+    for name in (
+        *("gate", "value", "key", "query", "step", "value_convolution", "query_convolution", "key_bias"),
+        *("decay_rate", "step_bias", "skip", "output_norm", "output", "norm"),
+    )
+)
 # Gradients of norms that other models lack; the other families have the logits only.
 TELLING_OF_FAMILY = {
     "tiny_gpt_oss": TELLING,
@@ -91,6 +99,7 @@ TELLING_OF_FAMILY = {
     "tiny_olmo2": (*TELLING, "blocks.dense.mlp.post_norm", "blocks.dense.attention.key_norm"),
     "tiny_deepseek_v2": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
     "tiny_deepseek_v3": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
+    "tiny_nemotron_h": (*MAMBA, "embedding.tokens", "blocks.experts.moe.up", "blocks.attention.attention.query"),
     "tiny_qwen3_next": (*TELLING, *DELTA_NET, "blocks.moe.attention.gate", "blocks.moe.moe.shared_router"),
 }
 SEQUENCES, LENGTH = 2, 17
@@ -173,6 +182,7 @@ def main() -> None:
         deepseek.tiny_deepseek_v2,
         deepseek.tiny_deepseek_v3,
         hybrids.tiny_qwen3_next,
+        hybrids.tiny_nemotron_h,
     )
     for seed, build in enumerate(builders):
         if build.__name__ not in (sys.argv[1:] or [build.__name__]):

@@ -32,6 +32,10 @@ OF_FAMILY = {  # what other keys of the file decide
     "tiny_qwen3_local": "max_window_layers",  # layer_types
     "tiny_qwen3_moe_mixed": "mlp_only_layers sliding_window use_sliding_window",  # the order; a window is off or null
     "tiny_qwen3_next": "mlp_only_layers",  # the order
+    # Of programs, of training, of the initial weights, or of expert groups and prediction modules that it does not have
+    "tiny_nemotron_h": """chunk_size expand hidden_dropout mamba_ssm_cache_dtype moe_shared_expert_overlap
+        mtp_layers_block_type num_logits_to_keep rescale_prenorm_residual time_step_floor time_step_limit time_step_max
+        topk_group use_mamba_kernels""",
     "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
 }
 

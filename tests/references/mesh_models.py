@@ -115,6 +115,24 @@ HYBRID = MIXTRAL | {
     "rope_fraction": 0.5,
     "norm_zero_centred": True,
 }
+# Nemotron-H's layers of one sublayer.
+MAMBA = MIXTRAL | {
+    "num_layers": 4,
+    "num_kv_heads": 2,
+    "expert_ffn_hidden_size": 24,
+    "activation": "relu2",
+    "position": "none",
+    "block_pattern": ["mamba2", "experts", "attention", "mlp"],
+    "mamba2": {"num_heads": 4, "num_groups": 2, "head_dim": 6, "state_dim": 8, "min_step": 0.001},
+}
+# Variants of the table, as of LATENT_VARIANTS.
+HYBRID_VARIANTS: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "gated DeltaNet": (HYBRID, False, "none"),
+    "gated DeltaNet, packed": (HYBRID, True, "selective"),
+    "gated DeltaNet, full": (HYBRID | {"mtp_layers": 1}, True, "full"),
+    "Mamba-2": (MAMBA, False, "save_matmuls"),
+    "Mamba-2, packed": (MAMBA, True, "full"),
+}
 
 
 def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

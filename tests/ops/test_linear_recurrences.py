@@ -8,6 +8,7 @@ import pytest
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.linear_recurrence import unit_lower_inverse
 from megajax.ops.short_convolution import last_tokens, short_convolution
+from megajax.ops.state_space import recurrent_state_space, state_space
 
 TOLERANCE = 1e-5  # in float32
 
@@ -36,6 +37,12 @@ def drawn(rng, S, B=2, K=2, N=4, d=8, w=6):
     return q, k, rng.normal(size=(B, S, N, w)), decay, strength, rng.normal(size=(B, N, d, w))
 
 
+def arguments(op, values):
+    """The values that an op takes, FP32."""
+    q, k, v, decay, strength, initial = (jnp.asarray(a, jnp.float32) for a in values)
+    return [q, k, v, decay, *([strength] if op is gated_delta_rule else []), initial]
+
+
 def borders(S):
     """Documents of several lengths in two sequences: some of one token, some that begin or end with a chunk."""
     starts = np.zeros((2, S), bool)
@@ -49,6 +56,28 @@ def in_order(op, starts=None):
     return lambda *args: op(*args[:5], starts=starts, initial=args[5])[0]
 
 
+def numpy_state_space(q, k, v, log_decay, initial, starts=None):
+    """S_t = a S + k vᵀ."""
+    (B, S, G, _), N = q.shape, v.shape[2]
+    out = np.zeros(v.shape)
+    for row, head in np.ndindex(B, N):
+        state, shared = initial[row, head], head // (N // G)
+        for t in range(S):
+            decay = 0 if starts is not None and starts[row, t] else np.exp(log_decay[row, t, head])
+            state = decay * state + np.outer(k[row, t, shared], v[row, t, head])
+            out[row, t, head] = state.T @ q[row, t, shared]
+    return out
+
+
+@pytest.mark.parametrize("op", [recurrent_state_space, state_space])
+def test_mamba_2_is_its_definition(check_op, rng, op):
+    starts = np.zeros((2, 7), bool)
+    starts[0, [2, 3]] = True
+    q, k, v, decay, _, initial = drawn(rng, 7, d=4, w=3)
+    found = lambda *args: op(*args[:4], starts=jnp.asarray(starts), initial=args[4])[0]  # noqa: E731
+    check_op(found, partial(numpy_state_space, starts=starts), [q, k, v, decay, initial], thorough=False)
+
+
 @pytest.mark.parametrize("op", [recurrent_gated_delta_rule, gated_delta_rule])
 def test_values_and_gradients_are_those_of_the_definition(check_op, rng, op):
     starts = np.zeros((2, 7), bool)
@@ -57,36 +86,45 @@ def test_values_and_gradients_are_those_of_the_definition(check_op, rng, op):
     check_op(in_order(op, jnp.asarray(starts)), reference, drawn(rng, 7, d=4, w=3), thorough=False)
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_chunks_are_the_recurrence(rng, documents, error):
+@pytest.mark.parametrize(
+    ("ops", "documents"),
+    [
+        ((gated_delta_rule, recurrent_gated_delta_rule), False),
+        ((gated_delta_rule, recurrent_gated_delta_rule), True),
+        ((state_space, recurrent_state_space), True),
+    ],
+)
+def test_chunks_are_the_recurrence(rng, ops, documents, error):
     S = 131
-    args = [jnp.asarray(a, jnp.float32) for a in drawn(rng, S)]
+    args = arguments(ops[0], drawn(rng, S))
     starts = jnp.asarray(borders(S)) if documents else None
     cotangents = rng.normal(size=(2, S, 4, 6)), rng.normal(size=(2, 4, 8, 6))
 
     def run(op):
-        both = lambda *args: op(*args[:5], starts=starts, initial=args[5])  # noqa: E731
+        both = lambda *args: op(*args[:-1], starts=starts, initial=args[-1])  # noqa: E731
         out, pull = jax.jit(lambda *args: jax.vjp(both, *args))(*args)
         return *out, *pull(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
 
-    for found, expected in zip(run(gated_delta_rule), run(recurrent_gated_delta_rule), strict=True):
+    for found, expected in zip(*map(run, ops), strict=True):
         assert error(found, expected) < TOLERANCE
 
 
-def test_a_device_gets_its_initial_state_from_those_before_it(rng, error):
+@pytest.mark.parametrize("op", [gated_delta_rule, state_space])
+def test_a_device_gets_its_initial_state_from_those_before_it(rng, error, op):
     """Two parts of a sequence: the second begins with the state that the first one's map gives for its own."""
-    *args, initial = [jnp.asarray(a, jnp.float32) for a in drawn(rng, 100)]
+    *args, initial = arguments(op, drawn(rng, 100))
     starts = jnp.asarray(borders(100)).at[:, 60:].set(False).at[1].set(False)
-    expected, last = gated_delta_rule(*args, starts=starts, initial=initial)
+    expected, last = op(*args, starts=starts, initial=initial)
     found, state = [], initial
     for part in (slice(0, 60), slice(60, 100)):
         own, maps = [a[:, part] for a in args], []
 
         def before(transition, final, state=state, maps=maps):
-            maps.append(jnp.einsum("bnij,bnjw->bniw", transition, state) + final)
+            after = transition @ state if transition.ndim == 4 else transition[..., None] * state
+            maps.append(after + final)
             return state
 
-        out, final = gated_delta_rule(*own, starts=starts[:, part], state_before=before)
+        out, final = op(*own, starts=starts[:, part], state_before=before)
         assert error(maps[0], final) < TOLERANCE
         found.append(out)
         state = final

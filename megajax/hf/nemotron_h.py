@@ -1,0 +1,167 @@
+"""Nemotron-H and Nemotron 3: layers of one sublayer, Mamba-2, attention, an MLP or experts; config.json and tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.hf.deepseek import read_groups
+from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
+from megajax.hf.tensors import Tensor, side_by_side
+from megajax.layout.kinds import ATTENTION, BUILT_IN, MAMBA2, MLP, block_layers, layer_kinds
+from megajax.schema.fields import shortest_pattern
+
+Json = dict[str, Any]
+# Kinds of blocks by the letter of hybrid_override_pattern, and the names of layers_block_type, newest first
+LETTERS = {"M": MAMBA2, "*": ATTENTION, "-": MLP, "E": "experts"}
+TYPES = {
+    MAMBA2: ("linear_attention", "mamba"),
+    ATTENTION: ("full_attention", "attention"),
+    MLP: ("mlp",),
+    "experts": ("moe",),
+}
+# config.json and `model.mamba2`
+SIZES = {
+    "mamba_num_heads": "num_heads",
+    "mamba_head_dim": "head_dim",
+    "n_groups": "num_groups",
+    "ssm_state_size": "state_dim",
+    "conv_kernel": "conv_kernel",
+    "time_step_min": "min_step",
+}
+# Options that its models do not use
+FIXED: Json = {
+    "mamba_hidden_act": "silu",
+    "use_conv_bias": True,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 0,
+    **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "residual_in_fp32"), False),
+    **dict.fromkeys(("moe_latent_size", "sliding_window"), None),
+}
+CONVOLUTION = "(heads head) () whole -> whole heads head"
+
+
+class NemotronH(Llama):
+    """Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano."""
+
+    model_type, architecture = "nemotron_h", "NemotronHForCausalLM"
+    names = {theirs: ours for theirs, ours in NAMES.items() if theirs not in ("rms_norm_eps", "num_hidden_layers")}
+    names |= {"layer_norm_epsilon": "norm_epsilon"}
+    activations, activation_key = {"relu2": "relu2"}, "mlp_hidden_act"
+
+    def read_rope(self, config: Json) -> Json:
+        return {"position": "none"}
+
+    def write_rope(self, model: ModelConfig) -> Json:
+        if model.position != "none":
+            raise ValueError("it has no positions")
+        return {}
+
+    def read_options(self, config: Json) -> Json:
+        for key, known in FIXED.items():
+            if config.get(key, known) != known:
+                raise ValueError(f"{key}={config[key]} is not {known}")
+        if missing := [key for key in ("n_group", "topk_group") if config[key] is None]:
+            raise ValueError(f"{missing[0]}=null")
+        blocks = self.read_blocks(config)
+        if config.get("num_hidden_layers", len(blocks)) != len(blocks):
+            raise ValueError(f"num_hidden_layers={config['num_hidden_layers']} with {len(blocks)} layers")
+        options = {
+            "num_layers": len(blocks),
+            "block_pattern": list(shortest_pattern(tuple(blocks), len(blocks))),
+            "mamba2": {ours: config[theirs] for theirs, ours in SIZES.items()},
+        }
+        if "experts" not in blocks:
+            return options
+        router = {"score_function": "sigmoid", "expert_bias": True, "loss_counts": "top_scores"}
+        router |= {"normalise": config["norm_topk_prob"], "scaling_factor": config["routed_scaling_factor"]}
+        return options | {
+            "num_experts": config["n_routed_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "expert_ffn_hidden_size": config["moe_intermediate_size"],
+            "shared_expert_ffn_hidden_size": config["moe_shared_expert_intermediate_size"],
+            "router": router | read_groups(config),
+        }
+
+    def read_blocks(self, config: Json) -> list[str]:
+        """The kind of each layer."""
+        if (types := config.get("layers_block_type")) is not None:
+            kinds = {theirs: kind for kind, names in TYPES.items() for theirs in names}
+        else:
+            types, kinds = config["hybrid_override_pattern"], LETTERS
+        for found in types:
+            if found not in kinds:
+                raise ValueError(f"the layer {found} is not {', '.join(kinds)}")
+        return [kinds[found] for found in types]
+
+    def write_options(self, model: ModelConfig) -> Json:
+        blocks = [kind.block for kind in layer_kinds(model)]
+        letters = {kind: letter for letter, kind in LETTERS.items()}
+        out: Json = FIXED | {"num_hidden_layers": model.num_layers}
+        out |= {theirs: getattr(model.mamba2, ours) for theirs, ours in SIZES.items()}
+        out["layers_block_type"] = [TYPES.get(kind, (kind,))[0] for kind in blocks]
+        out["hybrid_override_pattern"] = "".join(letters.get(kind, "?") for kind in blocks)
+        if model.num_experts is None:
+            return out
+        return out | {
+            "n_routed_experts": model.num_experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "moe_intermediate_size": model.expert_ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
+            "norm_topk_prob": model.router.normalise,
+            "routed_scaling_factor": model.router.scaling_factor,
+            "n_group": model.router.num_groups,
+            "topk_group": model.router.groups_per_token,
+        }
+
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        out = [Tensor("embedding.tokens", "backbone.embeddings.weight"), Tensor("final_norm", "backbone.norm_f.weight")]
+        if not model.tie_embeddings:
+            out.append(Tensor("head", "lm_head.weight", LINEAR))
+        for kind in block_layers(model):
+            (sublayer,) = BUILT_IN[kind]
+            ours = f"blocks.{kind}.{sublayer}."
+            out.append(Tensor(f"{ours}norm", "backbone.layers.{layer}.norm.weight"))
+            out += getattr(self, sublayer)(model, ours)
+        return out
+
+    def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        return _in_mixer(super().attention(model, ours), "self_attn")
+
+    def mlp(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        return _in_mixer(super().mlp(model, ours), "mlp")
+
+    def moe(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        theirs = "backbone.layers.{layer}.mixer."
+        out = [
+            Tensor(f"{ours}router", f"{theirs}gate.weight", LINEAR),
+            Tensor(f"{ours}expert_bias", f"{theirs}gate.e_score_correction_bias"),
+        ]
+        for name in ("up", "down"):
+            out.append(Tensor(f"{ours}{name}", f"{theirs}experts.{{expert}}.{name}_proj.weight", LINEAR))
+            out.append(Tensor(f"{ours}shared_{name}", f"{theirs}shared_experts.{name}_proj.weight", LINEAR))
+        return out
+
+    def mamba2(self, model: ModelConfig, ours: str) -> list[Tensor]:
+        c, theirs = model.mamba2, "backbone.layers.{layer}.mixer."
+        inner, states = c.num_heads * c.head_dim, c.num_groups * c.state_dim
+        parts = {"value": inner, "key": states, "query": states}
+        projected = {"gate": inner} | parts | {"step": c.num_heads}
+        projections = {f"{ours}{name}": (HEADS, n) for name, n in projected.items()}
+        windows = {f"{ours}{name}_convolution": (CONVOLUTION, n) for name, n in parts.items()}
+        biases = {f"{ours}{name}_bias": ("(heads head) -> heads head", n) for name, n in parts.items()}
+        return [
+            *side_by_side(f"{theirs}in_proj.weight", 0, projections),
+            *side_by_side(f"{theirs}conv1d.weight", 0, windows),
+            *side_by_side(f"{theirs}conv1d.bias", 0, biases),
+            Tensor(f"{ours}decay_rate", f"{theirs}A_log"),
+            Tensor(f"{ours}step_bias", f"{theirs}dt_bias"),
+            Tensor(f"{ours}skip", f"{theirs}D"),
+            Tensor(f"{ours}output_norm", f"{theirs}norm.weight", "(heads head) -> heads head"),
+            Tensor(f"{ours}output", f"{theirs}out_proj.weight", "embed (heads head) -> heads head embed"),
+        ]
+
+
+def _in_mixer(tensors: list[Tensor], module: str) -> list[Tensor]:
+    """Llama's entries under the names of Nemotron-H."""
+    theirs, renamed = f"model.layers.{{layer}}.{module}.", "backbone.layers.{layer}.mixer."
+    return [replace(tensor, theirs=tensor.theirs.replace(theirs, renamed)) for tensor in tensors]

@@ -1,0 +1,73 @@
+"""State space duality (Mamba-2, Dao and Gu, arXiv 2405.21060): a linear recurrence whose state decays by one number.
+
+For each head S_t = a_t S_{t−1} + k_t v_tᵀ and o_t = S_tᵀ q_t; in the paper's letters q is C, k is B and v is Δ x. All
+functions compute in FP32 (float64 for float64 inputs).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.ops.linear_recurrence import (
+    ChunkMaps,
+    StateBefore,
+    chunk_size,
+    decays,
+    documents,
+    from_chunks,
+    states_before,
+    to_chunks,
+)
+from megajax.ops.numerics import wide
+
+
+def recurrent_state_space(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    starts: jax.Array | None = None,
+    initial: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The definition, token by token: arguments and results as `state_space`."""
+    dtype, N = wide(v.dtype), v.shape[2]
+    q, k = (jnp.repeat(a.astype(dtype), N // a.shape[2], axis=2) for a in (q, k))
+    decay = jnp.exp(log_decay.astype(dtype))
+    if starts is not None:
+        decay = jnp.where(starts[..., None], 0, decay)
+    if initial is None:
+        initial = jnp.zeros((len(v), N, k.shape[-1], v.shape[-1]), dtype)
+
+    def step(state, token):
+        q, k, v, decay = token
+        state = decay[..., None, None] * state + k[..., None] * v[..., None, :]
+        return state, jnp.sum(state * q[..., None], axis=-2)
+
+    tokens = [jnp.moveaxis(a.astype(dtype), 1, 0) for a in (q, k, v, decay)]
+    final, out = lax.scan(step, initial.astype(dtype), tokens)
+    return jnp.moveaxis(out, 0, 1), final
+
+
+def state_space(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    starts: jax.Array | None = None,
+    initial: jax.Array | None = None,
+    state_before: StateBefore | None = None,
+    precision: lax.Precision = lax.Precision.HIGHEST,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys `[B, S, G, d]`, values `[B, S, N, w]`, decays `[B, S, N]` → (`[B, S, N, w]`, the final state).
+
+    The other arguments are those of `ops.gated_delta_rule`.
+    """
+    (B, S, G, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
+    q, k, v, log_decay = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay))
+    decay, group = decays(log_decay, documents(starts, (B, S), size)), v.shape[2] // G
+    scores = decay.between * jnp.repeat(jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=precision), group, axis=2)
+    q, k = (jnp.repeat(a, group, axis=2) for a in (q, k))
+    maps = ChunkMaps(decay.of_chunk, decay.to_end * k, v, None)
+    states, final = states_before(maps, initial, state_before, precision)
+    out = jnp.matmul(decay.from_before * q, states, precision=precision) + jnp.matmul(scores, v, precision=precision)
+    return from_chunks(out, S), final

@@ -1,0 +1,51 @@
+"""Gated DeltaNet and Mamba-2 beside attention: on meshes as on one device, and what they refuse.
+
+tests/model/test_transformers_references.py and tests/inference/test_generation.py compare them with transformers,
+tests/ops/test_linear_recurrences.py with the definition; dev/mesh_table.py --table hybrid has more meshes.
+"""
+
+import math
+
+import pytest
+from mesh_models import HYBRID, MAMBA
+
+from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+
+DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
+
+
+def make(table, mesh, microbatches, model, **sections):
+    return table.make_config(model, mesh, microbatches=microbatches, steps=2, optimizer="sgd", **sections)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "microbatches", "sections"),
+    [
+        (HYBRID, {"tensor": 2, "context": 4}, 1, {"data": DOCUMENTS}),  # documents cross the devices' tokens
+        # Stages of unlike layers
+        (HYBRID, {"pipeline": 2, "expert": 2, "context": 2}, 2, {"remat": {"policy": "selective"}}),
+        (MAMBA, {"pipeline": 2, "tensor": 2, "context": 2}, 2, {"data": DOCUMENTS}),
+    ],
+    ids=["documents", "pipeline", "mamba"],
+)
+def test_a_mesh_trains_as_one_device_does(table, difference, model, mesh, microbatches, sections):
+    found = difference(make(table, mesh, microbatches, model, **sections))
+    assert not found.problems(), found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "sections", "cure"),
+    [
+        ({"tensor": 4}, {}, {}, "num_key_heads=2.*mesh.tensor to 1 or 2"),
+        ({}, {"linear_attention": {"num_key_heads": 3, "num_value_heads": 4}}, {}, "use 1, 2 or 4"),
+        ({"context": 8}, {}, {"batch": {"sequence_length": 16}}, "conv_kernel=4.*sequence_length 24 or more"),
+        ({}, {"block_pattern": ["mamba2", "moe"], "mamba2": {"num_heads": 6, "num_groups": 4}}, {}, "use 1, 2, 3 or 6"),
+        ({}, {"sliding_window": 8}, {}, "layer_pattern.*gated_deltanet.*remove it"),
+        ({"pipeline": 2}, {"mtp_layers": 1, "block_pattern": ["moe", "gated_deltanet"]}, {}, "mtp_layers=0"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(table, mesh, model, sections, cure):
+    devices = math.prod(mesh.values())
+    with pytest.raises(ConfigError, match=cure):
+        check_mesh(make(table, mesh, 2, HYBRID | model, **sections), devices)
