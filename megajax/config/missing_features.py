@@ -30,9 +30,6 @@ FEATURES = {
         "there is no stage to set; mesh.data shards optimizer state and stored weights (ZeRO-1), mesh.fsdp is ZeRO-3"
     ),
     "fp4 mxfp4 nvfp4 fp4_format fp4_recipe": "training in FP4 does not exist yet; precision.fp8.recipe is the lowest",
-    "mamba ssm mamba2 mamba_num_heads mamba_state_dim mamba_head_dim hybrid_override_pattern": (
-        "Mamba-2 is the kind mamba2 of model.block_pattern; model.mamba2 has its sizes"
-    ),
     "vision multimodal vision_model image_size patch_size encoder_decoder": (
         "images do not exist; model.encoder.kind names an encoder of your own (docs/extensions.md)"
     ),

@@ -165,6 +165,17 @@ no_rope_layers, no_rope_layer_interval | model.rope_pattern | a list of rope and
 query_pre_attn_scalar | model.attention_scale | which is its power of -0.5
 initializer_range | model.init_std
 layer_types | model.layer_pattern | global for full_attention, local for sliding_attention
+hybrid_override_pattern, layers_block_type | model.block_pattern | mamba2, attention, mlp and experts
+mamba_num_heads | model.mamba2.num_heads
+mamba_head_dim | model.mamba2.head_dim
+ssm_state_size | model.mamba2.state_dim
+n_groups | model.mamba2.num_groups
+time_step_min | model.mamba2.min_step
+linear_num_key_heads | model.linear_attention.num_key_heads
+linear_num_value_heads | model.linear_attention.num_value_heads
+linear_key_head_dim | model.linear_attention.key_head_dim
+linear_value_head_dim | model.linear_attention.value_head_dim
+linear_conv_kernel_dim | model.linear_attention.conv_kernel
 attn_logit_softcapping | model.attention_softcap
 final_logit_softcapping | model.logit_softcap
 resid_pdrop, embd_pdrop, hidden_dropout_prob | model.dropout
