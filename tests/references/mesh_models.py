@@ -128,10 +128,10 @@ MAMBA = MIXTRAL | {
 # Variants of the table, as of LATENT_VARIANTS.
 HYBRID_VARIANTS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "gated DeltaNet": (HYBRID, False, "none"),
-    "gated DeltaNet, packed": (HYBRID, True, "selective"),
+    "gated DeltaNet, selective": (HYBRID, True, "selective"),
     "gated DeltaNet, full": (HYBRID | {"mtp_layers": 1}, True, "full"),
     "Mamba-2": (MAMBA, False, "save_matmuls"),
-    "Mamba-2, packed": (MAMBA, True, "full"),
+    "Mamba-2, full": (MAMBA, True, "full"),
 }
 
 

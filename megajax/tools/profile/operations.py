@@ -13,12 +13,13 @@ The roofline is the shortest possible time on an H200:
 import math
 import re
 
+from megajax.layout.kinds import DECLARED
 from megajax.tools.profile import hlo
 
 BF16_FLOPS, FP8_FLOPS, MEMORY_BYTES, NVLINK_BYTES = 989e12, 1979e12, 4.8e12, 450e9  # a second
 CORE = "core_attention"  # the scope of attention itself, without its projections and positions
 # Names of the step's parts (`jax.named_scope`); the innermost one counts.
-SCOPES = ("embedding", "attention", CORE, "mlp", "moe", "router", "norm", "head", "weights", "gradients", "optimizer")
+SCOPES = ("embedding", *DECLARED, CORE, "router", "norm", "head", "weights", "gradients", "optimizer")
 ATTENTION, MATMULS, HEAD, ELEMENTWISE = "attention", "matmuls", "head and loss", "norms and elementwise"
 OPTIMIZER, COPIES, COLLECTIVES = "optimizer", "copies", "collectives"
 GROUPS = (ATTENTION, MATMULS, HEAD, ELEMENTWISE, OPTIMIZER, COPIES, COLLECTIVES)
