@@ -8,6 +8,7 @@ megatron-core 0.12.2 in the format `fully_sharded_model_space`. The rate falls f
 """
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -24,6 +25,7 @@ from single_device import make_config
 from megajax.config.checks import check_mesh
 from megajax.data.indexed import IndexedWriter
 from megajax.errors import ConfigError, InputError
+from megajax.megatron.distributed import Chunk, StoredTensor, in_model_space
 from megajax.mesh import build_mesh
 from megajax.training.continuing import ContinuedTraining
 from megajax.training.loop import Trainer
@@ -98,8 +100,8 @@ def continued(config) -> tuple[StateSaver, ContinuedTraining]:
     return saver, training
 
 
-def trainer(config) -> Trainer:
-    return Trainer(config, jax.devices()[:1])
+def trainer(config, devices=1) -> Trainer:
+    return Trainer(config, jax.devices()[:devices])
 
 
 def state_of(config):
@@ -113,14 +115,14 @@ def state_of(config):
     [
         ("gpt", {"data": 2, "context": 2, "tensor": 2}),
         ("mixtral", {"pipeline": 2, "expert": 2, "tensor": 2}),
-        ("deepseek", {"expert": 2, "context": 2, "tensor": 2}),
+        ("deepseek", {"expert": 2}),
     ],
     ids=str,
 )
 def test_the_next_losses_are_those_of_megatron(configure, folder, name, mesh):
-    trainer = Trainer(configure(name, mesh))
-    losses = [float(trainer.train_step(trainer.next_batch())["loss"]) for _ in range(5)]
-    trainer.close()
+    run = trainer(configure(name, mesh), math.prod(mesh.values()))
+    losses = [float(run.train_step(run.next_batch())["loss"]) for _ in range(5)]
+    run.close()
     np.testing.assert_allclose(losses, about(folder)[name]["losses"], rtol=0, atol=TOLERANCE)
 
 
@@ -298,6 +300,24 @@ def test_the_format_of_one_mesh_is_named_with_the_flag_of_another(configure, tmp
     common(tmp_path / "llama", content_metadata={"distrib_optim_sharding_type": "dp_reshardable"})
     with pytest.raises(InputError, match="format dp_reshardable.*--dist-ckpt-optim-fully-reshardable.*=position"):
         continued(config)[1].weights()
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "sentence"),
+    [
+        ((2, 2, 3, 8), (1, 1, 1, 8), "has the shape .*, its parameter"),  # 3 does not divide 8
+        ((2, 1, 1, 63), (1, 1, 1, 63), "has the shape .*, its parameter"),
+        ((2, 1, 1, 64), (2, 1, 1, 64), "a chunk of .* has several fragments"),
+        ((4, 64), (1, 64), "has the shape .*, its parameter"),
+    ],
+    ids=str,
+)
+def test_fragments_that_do_not_fit_the_parameter_are_a_sentence(shape, sizes, sentence):
+    parameter = StoredTensor("a", (2, 8, 8), np.dtype("float32"), ())
+    chunk = Chunk((0,) * len(shape), sizes, "file", 0, 0)
+    state = StoredTensor("optimizer.state.exp_avg.a", shape, np.dtype("float32"), (chunk,))
+    with pytest.raises(InputError, match=sentence):
+        list(in_model_space([parameter, state], "file"))
 
 
 def test_nothing_in_a_common_state_is_executed(configure, tmp_path):
