@@ -328,6 +328,13 @@ def test_a_flag_becomes_the_value_of_megatrons_rule(flags, key, expected):
     assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
 
 
+@pytest.mark.parametrize(("flag", "end"), [("", 511), ("--null-tokenizer-eod-id 7", 7)])
+def test_the_end_of_a_document_is_a_token_of_the_null_tokenizer(flag, end):
+    line = SMALL.replace("--mock-data", "--data-path x --split 1,0,0 --tokenizer-type NullTokenizer")
+    found, _ = settings(f"{line} {flag}")
+    assert (found["model"]["vocab_size"], found["data"]["tokenizer"]) == (512, f"null:{end}")
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -130,7 +130,9 @@ def _tokenizer(t: Translation) -> None:
     vocabulary, merges = t["vocab_file"], t["merge_file"]
     t.use("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     if kind == "NullTokenizer":
-        t.put("data.tokenizer", f"null:{t['vocab_size']}", "tokenizer_type", "vocab_size")
+        size, end = t.arguments.required("vocab_size"), t["null_tokenizer_eod_id"]
+        last = size - 1 if end is None else end  # the end of a document is one of the tokens
+        t.put("data.tokenizer", f"null:{last}", "tokenizer_type", "vocab_size", "null_tokenizer_eod_id")
     elif model and (model[0] in "/.~" or Path(model).exists()):
         t.put("data.tokenizer", model, "tokenizer_model", "tokenizer_type")
     elif model:
