@@ -111,16 +111,17 @@ def state_of(config):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "microbatches"),
     [
-        ("gpt", {"data": 2, "context": 2, "tensor": 2}),
-        ("mixtral", {"pipeline": 2, "expert": 2, "tensor": 2}),
-        ("deepseek", {"expert": 2}),
+        ("gpt", {"context": 2, "tensor": 2}, 1),
+        ("mixtral", {"pipeline": 2, "expert": 2, "tensor": 2}, 4),  # balancing losses are of a microbatch
+        ("deepseek", {"expert": 2}, 1),
     ],
     ids=str,
 )
-def test_the_next_losses_are_those_of_megatron(configure, folder, name, mesh):
-    run = trainer(configure(name, mesh), math.prod(mesh.values()))
+def test_the_next_losses_are_those_of_megatron(configure, folder, name, mesh, microbatches):
+    config = configure(name, mesh, batch={"num_microbatches": microbatches})
+    run = trainer(config, math.prod(mesh.values()))
     losses = [float(run.train_step(run.next_batch())["loss"]) for _ in range(5)]
     run.close()
     np.testing.assert_allclose(losses, about(folder)[name]["losses"], rtol=0, atol=TOLERANCE)
