@@ -20,13 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from megatron_files import stored, unpacked_legacy
 from single_device import make_config
 
+from megajax.config import ModelConfig
 from megajax.config.checks import check_mesh
 from megajax.data.indexed import IndexedWriter
 from megajax.errors import ConfigError, InputError
+from megajax.megatron.convert import open_training
 from megajax.megatron.distributed import Chunk, StoredTensor, in_model_space
+from megajax.megatron.resume_point import saved_training
 from megajax.mesh import build_mesh
+from megajax.model import Transformer, parameters
 from megajax.training.continuing import ContinuedTraining
 from megajax.training.loop import Trainer
 from megajax.training.saving import StateSaver
@@ -319,6 +324,15 @@ def test_fragments_that_do_not_fit_the_parameter_are_a_sentence(shape, sizes, se
     state = StoredTensor("optimizer.state.exp_avg.a", shape, np.dtype("float32"), (chunk,))
     with pytest.raises(InputError, match=sentence):
         list(in_model_space([parameter, state], "file"))
+
+
+def test_the_older_format_has_a_position_only(tmp_path):
+    older, model = unpacked_legacy("gqa", tmp_path), ModelConfig.model_validate(stored("gqa")[0])
+    assert saved_training(older).step == 7
+    shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
+    opened = open_training(older, model, shapes, ["exp_avg"], "optimizer.kind=adamw")
+    with pytest.raises(InputError, match="no optimizer state that is read: set checkpoint.init_state=position"), opened:
+        pass
 
 
 def test_nothing_in_a_common_state_is_executed(configure, tmp_path):
