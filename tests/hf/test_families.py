@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
-from megajax.hf.convert import family_for, load, read_model
+from megajax.hf.convert import export, family_for, load, read_model
 from megajax.hf.folder import SINGLE
 from megajax.model import Transformer, parameters
 
@@ -130,3 +130,24 @@ def test_options_of_published_families_that_few_models_set_are_kept_or_refused(t
     with pytest.raises(InputError, match="use_sliding_window=false with sliding_attention in layer_types"):
         model_of(model_type="smollm3", num_hidden_layers=4, **local)
     assert model_of(model_type="smollm3", num_hidden_layers=4, **local, use_sliding_window=True).sliding_window == 8
+
+
+def test_the_module_of_qwen3_next_is_under_its_published_names(tmp_path):
+    """transformers leaves it out; the shapes are those of the published folder, for these widths."""
+    with zipfile.ZipFile(FILES / "tiny_qwen3_next.zip") as archive:
+        archive.extractall(tmp_path)
+    section = read_model(tmp_path) | {"mtp_layers": 1, "vocab_multiple": 1}
+    model, rng = ModelConfig.model_validate(section), np.random.default_rng(0)
+    shapes = {name: p.shape for name, p in parameters(Transformer(model)).items()}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    export(weights, model, tmp_path / "out", "float32", {})
+    tensors, D = load_file(tmp_path / "out" / SINGLE), model.hidden_size
+    own = {name: array for name, array in tensors.items() if name.startswith("mtp.")}
+    np.testing.assert_array_equal(own["mtp.fc.weight"], weights["blocks.mtp.join.projection"][0].T)
+    np.testing.assert_array_equal(own["mtp.norm.weight"], weights["blocks.mtp.final_norm"][0])
+    assert own["mtp.fc.weight"].shape == (D, 2 * D) and own["mtp.pre_fc_norm_hidden.weight"].shape == (D,)
+    assert own["mtp.layers.0.self_attn.q_proj.weight"].shape == (2 * model.num_heads * model.head_dim, D)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=device) for name, shape in shapes.items()}
+    for name, array in load(tmp_path / "out", wanted, {}, model, "folder")[0].items():
+        np.testing.assert_array_equal(array, weights[name], err_msg=name)
