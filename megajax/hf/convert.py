@@ -254,7 +254,8 @@ def their_tensors(
         for tensor, at in parts[name]:
             array = np.asarray(weights[tensor.ours][at])
             array = array[tuple(map(slice, unpadded(tensor.ours, weights[tensor.ours].shape, model)[len(at) :]))]
-            arrays.append((tensor, array.astype(kept[tensor.ours].dtype if tensor.ours in kept else dtype)))
+            wanted = kept[tensor.ours].dtype if tensor.ours in kept else dtype
+            arrays.append((tensor, array.astype(wanted, copy=False)))
         yield name, assembled(arrays)
 
 

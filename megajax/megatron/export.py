@@ -47,7 +47,7 @@ def export(
         (partial / f"iter_{step:07d}").mkdir()
         with CheckpointWriter(partial / f"iter_{step:07d}") as writer:
             for name, array in their_tensors(weights, entries(model), model, np.dtype(dtype), kept):
-                if name in VOCABULARY:
+                if name in VOCABULARY and len(array) < padded_vocabulary:
                     array = np.pad(array, ((0, padded_vocabulary - len(array)), (0, 0)))
                 stored = stored_as(name, model)
                 writer.add(stored.names, array[None] if name.endswith("gate_weight") else array, *stored[1:])
