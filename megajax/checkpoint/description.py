@@ -112,9 +112,11 @@ def describe_lora(config: Config) -> dict[str, Any]:
 
 def describe_objective(config: Config) -> dict[str, Any]:
     """An objective that has parameters, and their shapes; empty for others."""
+    if not replaces_head(config.objective.kind):
+        return {}
     own = parameters(Transformer(config.model, objective=config.objective))
     shapes = {name.removeprefix(OBJECTIVE): [*p.shape] for name, p in own.items() if name.startswith(OBJECTIVE)}
-    return {"kind": config.objective.kind, **shapes} if replaces_head(config.objective.kind) else {}
+    return {"kind": config.objective.kind, **shapes}
 
 
 def describe_data(data: DataConfig) -> dict[str, Any]:

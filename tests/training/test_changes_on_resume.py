@@ -99,6 +99,8 @@ BASES = (
     ("data", ("data.kind=text", *TEXT, "data.fim_rate=0.5")),
     ("data", ("data.kind=chat", *TEXT)),
     ("optimizer", ("optimizer.kind=soap",)),
+    ("model.linear_attention", ("model.block_pattern=[gated_deltanet]",)),
+    ("model.mamba2", ("model.block_pattern=[mamba2]",)),
 )
 
 
