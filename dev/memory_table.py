@@ -77,7 +77,7 @@ def estimate(row: Row) -> MemoryEstimate:
     """Estimated bytes per device; it needs no devices."""
     config = load_config(ROOT / row.config, list(row.overrides))
     plan = StepPlan.make(config, check_mesh(config, row.gpus), HOPPER)
-    return estimate_memory(plan, plan.placements)
+    return estimate_memory(plan)
 
 
 def planned(row: Row, seconds: float | None = None) -> float:

@@ -41,12 +41,12 @@ def average(run_dir: Path, steps: Sequence[int], ema: bool, out: Path) -> None:
     described = [_checked(run_dir, step, config, ema) for step in steps]
     paths = [run_dir / SUBDIRECTORY / str(step) for step in steps]
     stored = [open_weights(path, EMA if ema else PARAMS) for path in paths]
-    kept = [open_layer_state(path, config.model) for path in paths]
+    states = [open_layer_state(path, config.model) for path in paths]
     with new_folder(out) as partial:
         params = _means(stored)
         about = {name: described[-1].get(name) for name in ("format", "step", "model", "lora", "base")}
         about |= {"averaged": {"steps": list(steps), "ema": ema}}
-        save_weights(partial, params, _by_kind(_means(kept)), about)
+        save_weights(partial, params, _by_kind(_means(states)), about)
         beside.keep(run_dir, partial)
         (partial / "config.yaml").write_text(_config(config, out).to_yaml(), encoding="utf-8")
 
@@ -92,8 +92,8 @@ def _by_kind(state: Mapping[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
     """The inverse of `state_by_name`."""
     kinds: dict[str, dict[str, jax.Array]] = {}
     for name, array in state.items():
-        _, kind, own = name.split(".", 2)
-        kinds.setdefault(kind, {})[own] = array
+        _, kind, parameter = name.split(".", 2)
+        kinds.setdefault(kind, {})[parameter] = array
     assert state_by_name(kinds).keys() == state.keys()
     return kinds
 

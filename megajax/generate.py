@@ -56,7 +56,7 @@ def generate(options) -> None:
             asked = prompt if isinstance(prompt, str) else prompt.messages
             print(json.dumps({"prompt": asked, "text": text}, ensure_ascii=False))
     if verified := generator(model, sampling).verified:
-        print(verified.sentence(), file=sys.stderr)
+        print(verified.explain(), file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:

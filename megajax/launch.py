@@ -101,8 +101,8 @@ def child_environments(devices: list[str], processes: int) -> list[dict[str, str
     if devices[0].startswith("GPU-"):
         shared["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     else:
-        others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(CPU_DEVICES)]
-        shared["XLA_FLAGS"] = " ".join([*others, f"{CPU_DEVICES}={each}"])
+        other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(CPU_DEVICES)]
+        shared["XLA_FLAGS"] = " ".join([*other_flags, f"{CPU_DEVICES}={each}"])
     if processes == 1:
         return [shared]
     return [

@@ -38,9 +38,9 @@ def hosts_of(devices: Sequence[Any], names: Sequence[str] | None = None) -> list
     """The host of each device, numbered as they first occur; `names`: the host of each process of this run."""
     names = cluster.current().hosts if names is None else names
     # In a run of one process other ones' devices are those of a topology, which has one process on a host.
-    own = [names[d.process_index] if len(names) > 1 else d.process_index for d in devices]
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(own))}
-    return [numbers[host] for host in own]
+    host_of_device = [names[d.process_index] if len(names) > 1 else d.process_index for d in devices]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(host_of_device))}
+    return [numbers[host] for host in host_of_device]
 
 
 def axes_across(sizes: Mapping[str, int], owners: Sequence[int] | np.ndarray) -> tuple[str, ...]:

@@ -127,14 +127,14 @@ class Reference:
         smoothing = 0.0 if key is None else self.config.objective.label_smoothing
         sums = [self.cross_entropy(model.logits(weights, h), targets, counted, smoothing)]
         for module, layer in enumerate(prediction_layers(self.config.model)):  # reads the target, predicts the next
-            own = replace(inputs, dropout_key=_folded(inputs.dropout_key, MODULES + module))
-            embedded = self.dropout(model.embed_tokens(weights, targets.reshape(-1)), own)
-            h, measured = model.layer(weights, layer, jnp.concatenate([embedded, h], axis=1), own, layers)
+            module_inputs = replace(inputs, dropout_key=_folded(inputs.dropout_key, MODULES + module))
+            embedded = self.dropout(model.embed_tokens(weights, targets.reshape(-1)), module_inputs)
+            h, measured = model.layer(weights, layer, jnp.concatenate([embedded, h], axis=1), module_inputs, layers)
             metrics.append(measured)
             targets, counted = (_of_next_token(a, fields.get("segment_ids")) for a in (targets, counted))
             sums.append(self.cross_entropy(model.logits(weights, h), targets, counted))
         kinds = stacked_layers(self.config.model).items()
-        by_kind = {kind: jax.tree.map(lambda *a: jnp.stack(a), *(metrics[i] for i in own)) for kind, own in kinds}
+        by_kind = {kind: jax.tree.map(lambda *a: jnp.stack(a), *(metrics[i] for i in layers)) for kind, layers in kinds}
         return jnp.stack(sums), by_kind
 
     def cross_entropy(self, logits: jax.Array, targets: jax.Array, counted: jax.Array, smoothing: float = 0.0):

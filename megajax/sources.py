@@ -76,11 +76,11 @@ class WeightSource:
         Each process reads what its devices hold. Raises InputError as `open` does, and for an array that lacks.
         """
         with self.open(model) as arrays:
-            kept = {
+            states = {
                 kind: {name: self._on_devices(arrays, f"blocks.{kind}.{name}", wanted) for name, wanted in own.items()}
                 for kind, own in layer_state.items()
             }
-            return {name: self._on_devices(arrays, name, wanted) for name, wanted in params.items()}, kept
+            return {name: self._on_devices(arrays, name, wanted) for name, wanted in params.items()}, states
 
     def training(self) -> "SavedTraining":
         """The training that the weights come from, for `checkpoint.init_state`. Raises InputError if it is not read."""

@@ -191,8 +191,8 @@ class StepPlan:
     def declared(self) -> dict[str, nnx.Param]:
         """All parameters by name, those of a teacher with its prefix."""
         teacher = self.config.of_teacher  # not its plan: on GPUs without a capability it cannot choose kernels
-        own = None if teacher is None else _teacher_model(teacher)
-        return _parameters(self.transformer) | ({TEACHER + n: p for n, p in _parameters(own).items()} if own else {})
+        frozen = {} if teacher is None else _parameters(_teacher_model(teacher))
+        return _parameters(self.transformer) | {TEACHER + name: parameter for name, parameter in frozen.items()}
 
     @property
     def trained(self) -> dict[str, nnx.Param]:
@@ -319,8 +319,10 @@ class StepPlan:
 
         With prediction modules each stage has a part of every sequence.
         """
-        own = self.tokens // self.sizes["tensor"]
-        return math.gcd(own, self.batch_shape[2] // self.sizes["context"]) if self.config.model.mtp_layers else own
+        tokens = self.tokens // self.sizes["tensor"]
+        if self.config.model.mtp_layers:
+            return math.gcd(tokens, self.batch_shape[2] // self.sizes["context"])
+        return tokens
 
     @property
     def loss_chunks(self) -> int:

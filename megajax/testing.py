@@ -92,7 +92,7 @@ def _runs(sublayer: type[Sublayer]) -> Iterator[tuple[dict[str, Any], list[tuple
 
 
 def _settings(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return [f"{section}.{key}={value}" for section, own in sections.items() for key, value in own.items()]
+    return [f"{section}.{key}={value}" for section, values in sections.items() for key, value in values.items()]
 
 
 def _config(model: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> Config:

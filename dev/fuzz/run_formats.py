@@ -160,7 +160,7 @@ def checkpoints(folder: Path) -> Subject:
     from megajax.checkpoint import checksums, find_checkpoint
     from megajax.checkpoint.inspect import array_lines, row
     from megajax.checkpoint.weights import load_weights, run_config
-    from megajax.training.resuming import Start
+    from megajax.training.resuming import ResumePoint
 
     saver, opened = saved_run(folder)
     run = folder / "run"
@@ -177,7 +177,7 @@ def checkpoints(folder: Path) -> Subject:
 
             BestByLoss(best.parent, 1).should_preserve([type("Saved", (), {"step": 4})], context=None)
             return
-        start = Start(saver, lambda: opened)
+        start = ResumePoint(saver, lambda: opened)
         start.state()
         list(array_lines(step))
         load_weights(run)

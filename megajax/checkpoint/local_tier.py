@@ -194,8 +194,8 @@ class LocalTier:
             error = reason(problem)
             shutil.rmtree(partial, ignore_errors=True)
         try:  # one answer for all, so that they keep the same step
-            own = f"process {self._cluster.rank}: {error}" if error else ""
-            verdict = self._cluster.agree(own, first_of, "local checkpoint")
+            failure = f"process {self._cluster.rank}: {error}" if error else ""
+            verdict = self._cluster.agree(failure, first_of, "local checkpoint")
         except UserError as problem:  # one is slower, or gone
             verdict = str(problem)
         if not verdict:

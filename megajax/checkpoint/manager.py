@@ -80,14 +80,14 @@ class Checkpoints:
         asyncio_log.addFilter(_is_news)
         sys.unraisablehook = _report_unraisable
         self.directory, self._cluster = checkpoint_folder(run_dir), cluster.current()
-        kept: list[Any] = [policies.LatestN(keep)]
+        rules: list[Any] = [policies.LatestN(keep)]
         if keep_every:
-            kept.append(policies.EveryNSteps(keep_every))
+            rules.append(policies.EveryNSteps(keep_every))
         self._best = BestByLoss(self.directory, keep_best) if keep_best else None
         if self._best is not None:
-            kept.append(self._best)
+            rules.append(self._best)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(kept),
+            preservation_policy=policies.AnyPreservationPolicy(rules),
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(timeout_secs=LONGEST_SAVE),  # type: ignore[call-arg]
         )
@@ -413,12 +413,12 @@ def saved_layer_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
     Kinds without state are left out.
     """
     bare = {name.removeprefix("moe."): a for name, a in state.get(MOE, {}).items()}
-    others = {kind: dict(own) for kind, own in state.items() if kind != MOE and own}
-    return others | ({EXPERTS: bare} if bare else {})
+    without_experts = {kind: dict(arrays) for kind, arrays in state.items() if kind != MOE and arrays}
+    return without_experts | ({EXPERTS: bare} if bare else {})
 
 
 def loaded_layer_state(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The inverse of `saved_layer_state`."""
-    others = {kind: dict(own) for kind, own in saved.items() if kind != EXPERTS}
+    without_experts = {kind: dict(arrays) for kind, arrays in saved.items() if kind != EXPERTS}
     experts = {f"moe.{name}": a for name, a in saved.get(EXPERTS, {}).items()}
-    return others | ({MOE: experts} if experts else {})
+    return without_experts | ({MOE: experts} if experts else {})

@@ -46,15 +46,15 @@ def open_layer_state(run_or_checkpoint: str | Path, model: ModelConfig) -> dict[
 
     Raises InputError as `load_weights` does.
     """
-    kept = layer_state(model)
-    ours = saved_layer_state({kind: {name: f"{kind}.{name}" for name in own} for kind, own in kept.items()})
-    if not ours:
+    declared = layer_state(model)
+    saved = saved_layer_state({kind: {name: f"{kind}.{name}" for name in own} for kind, own in declared.items()})
+    if not saved:
         return {}
     with _damage_reported(item := _item(run_or_checkpoint)):
         stored = _open(item, "")
         return {
             f"blocks.{name}": StoredArray(item, stored[f"{group}.{own}"])
-            for group, names in ours.items()
+            for group, names in saved.items()
             for own, name in names.items()
         }
 

@@ -77,17 +77,17 @@ def start_processes(
 
 
 @contextlib.contextmanager
-def _names_what_it_waits_for(own: env.Processes, silent_seconds: float) -> Iterator[None]:
+def _names_what_it_waits_for(given: env.Processes, silent_seconds: float) -> Iterator[None]:
     """Around the start: jax waits for minutes without a word, also for a host that no process reaches."""
     joined = threading.Event()
 
     def name() -> None:
         if not joined.wait(silent_seconds):
-            address = distributed.global_state.coordinator_address or own.address
+            address = distributed.global_state.coordinator_address or given.address
             reason = _problem_of(address) if address else "its address is not known yet"
             if not joined.is_set():
                 print(
-                    f"megajax: process {own.index} of {own.count} waits for the others, up to {JOIN_SECONDS} s; "
+                    f"megajax: process {given.index} of {given.count} waits for the others, up to {JOIN_SECONDS} s; "
                     f"the coordinator of process 0 is at {address}: {reason}",
                     file=sys.stderr,
                     flush=True,

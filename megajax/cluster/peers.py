@@ -102,8 +102,8 @@ class Peers:
             self._exchanged.wait_for(lambda: self._number >= wanted and self._others_have_ended(), grace)
 
     def _others_have_ended(self) -> bool:
-        others = [self.signs.get(process, {}) for process in self._silent if process in self._cluster.alive()]
-        return self.rank > 0 or all("status" in sign for sign in others)
+        signs = [self.signs.get(process, {}) for process in self._silent if process in self._cluster.alive()]
+        return self.rank > 0 or all("status" in sign for sign in signs)
 
     def _exchange_at_intervals(self) -> None:
         while True:
@@ -116,9 +116,9 @@ class Peers:
                 self._wake.clear()
 
     def _exchange(self) -> None:
-        own = {"host": socket.gethostname(), "step": self.step, "own_seconds": self.own_seconds}
-        own |= {"suspicious": self._suspicious, "number": self._number, **self._ending}
-        self._messages.post(str(self.rank), json.dumps(own), again=True)
+        facts = {"host": socket.gethostname(), "step": self.step, "own_seconds": self.own_seconds}
+        facts |= {"suspicious": self._suspicious, "number": self._number, **self._ending}
+        self._messages.post(str(self.rank), json.dumps(facts), again=True)
         found = self._messages.read_all() if self.rank == 0 else {"0": self._messages.read("0")}
         for name, raw in found.items():
             process, sign = int(name), _read_sign(raw)

@@ -143,17 +143,17 @@ def find_problem(everyone: Sequence[ProcessFacts]) -> str:
 
 def _other_code(everyone: Sequence[ProcessFacts]) -> str:
     for package, version in everyone[0].versions.items():
-        if others := [i for i, facts in enumerate(everyone) if facts.versions.get(package) != version]:
-            other = everyone[others[0]].versions.get(package, "not installed")
+        if different := [i for i, facts in enumerate(everyone) if facts.versions.get(package) != version]:
+            other = everyone[different[0]].versions.get(package, "not installed")
             return (
-                f"{package} is {other} in {_named(everyone, others)} and {version} in {_named(everyone, [0])}: "
+                f"{package} is {other} in {_named(everyone, different)} and {version} in {_named(everyone, [0])}: "
                 "install the same packages everywhere (constraints.txt)."
             )
     code = everyone[0].code
-    if others := [i for i, facts in enumerate(everyone) if facts.code != code]:
-        hashes = f"hashes {everyone[others[0]].code} and {code}"
+    if different := [i for i, facts in enumerate(everyone) if facts.code != code]:
+        hashes = f"hashes {everyone[different[0]].code} and {code}"
         return (
-            f"the code of megajax or of run.extensions in {_named(everyone, others)} differs from that in "
+            f"the code of megajax or of run.extensions in {_named(everyone, different)} differs from that in "
             f"{_named(everyone, [0])} ({hashes}): start all processes from the same files."
         )
     return ""
@@ -161,27 +161,27 @@ def _other_code(everyone: Sequence[ProcessFacts]) -> str:
 
 def _other_config(everyone: Sequence[ProcessFacts]) -> str:
     mine = _flat(everyone[0].config)
-    others = [i for i, facts in enumerate(everyone) if facts.config != everyone[0].config]
-    if not others:
+    different = [i for i, facts in enumerate(everyone) if facts.config != everyone[0].config]
+    if not different:
         return ""
-    theirs = _flat(everyone[others[0]].config)
+    theirs = _flat(everyone[different[0]].config)
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     shown = [f"{key}={show(theirs.get(key))} instead of {show(mine.get(key))}" for key in keys[:8]]
     shown += [counted(len(keys) - 8, "more key")] if len(keys) > 8 else []
     return (
-        f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} another config than "
+        f"{_named(everyone, different)} {'has' if len(different) == 1 else 'have'} another config than "
         f"{_named(everyone, [0])} ({'; '.join(shown)}): start every process with the same config and overrides."
     )
 
 
 def _other_flags(everyone: Sequence[ProcessFacts]) -> str:
     mine = set(everyone[0].flags)
-    others = [i for i, facts in enumerate(everyone) if set(facts.flags) != mine]
-    if not others:
+    unlike = [i for i, facts in enumerate(everyone) if set(facts.flags) != mine]
+    if not unlike:
         return ""
-    different = " ".join(sorted(set(everyone[others[0]].flags) ^ mine))
+    different = " ".join(sorted(set(everyone[unlike[0]].flags) ^ mine))
     return (
-        f"XLA_FLAGS in {_named(everyone, others)} and in {_named(everyone, [0])} differ in {different}: set the same "
+        f"XLA_FLAGS in {_named(everyone, unlike)} and in {_named(everyone, [0])} differ in {different}: set the same "
         "flags for every process, since all must run the same program."
     )
 
@@ -211,10 +211,10 @@ def _same_gpu(everyone: Sequence[ProcessFacts]) -> str:
 
 def _other_number(everyone: Sequence[ProcessFacts]) -> str:
     gpus = len(everyone[0].gpus)
-    if others := [i for i, facts in enumerate(everyone) if len(facts.gpus) != gpus]:
+    if unlike := [i for i, facts in enumerate(everyone) if len(facts.gpus) != gpus]:
         return (
-            f"{_named(everyone, others)} {'has' if len(others) == 1 else 'have'} "
-            f"{counted(len(everyone[others[0]].gpus), 'GPU')} and {_named(everyone, [0])} has {gpus}: use hosts with "
+            f"{_named(everyone, unlike)} {'has' if len(unlike) == 1 else 'have'} "
+            f"{counted(len(everyone[unlike[0]].gpus), 'GPU')} and {_named(everyone, [0])} has {gpus}: use hosts with "
             "the same number of working GPUs, or give each process the same number with JAX_LOCAL_DEVICE_IDS."
         )
     hosts = [facts.host for facts in everyone]

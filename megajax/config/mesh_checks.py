@@ -104,9 +104,9 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
         problem = (
             f"{format_keys(config, 'communication.context')} divides the heads over {name}, which does not divide {had}"
         )
-        others = listed([each.name for each in STRATEGIES.values() if not each.divides_heads])
+        alternatives = listed([each.name for each in STRATEGIES.values() if not each.divides_heads])
         sizes_that_do = listed(axis_sizes(config, "context", divisors(heads)))
-        cure = f"use communication.context={others}, or mesh.context={sizes_that_do}"
+        cure = f"use communication.context={alternatives}, or mesh.context={sizes_that_do}"
         fail(config, problem, cure, "communication.context", "mesh.context", "model.num_heads")
 
 

@@ -56,9 +56,9 @@ def check_teacher(config: Config) -> None:
         problem = f"{format_keys(config, OBJECTIVE)} reads no teacher, but {MODEL} is set"
         fail(config, problem, f"remove teacher, or set {OBJECTIVE} to an objective with TEACHER", MODEL, OBJECTIVE)
     for name in ("vocab_size", "vocab_multiple"):
-        own, of_teacher = value(config, f"model.{name}"), getattr(teacher, name)
-        if own != of_teacher:
-            problem = f"{MODEL}.{name}={of_teacher}, but model.{name}={own}"
+        of_model, of_teacher = value(config, f"model.{name}"), getattr(teacher, name)
+        if of_model != of_teacher:
+            problem = f"{MODEL}.{name}={of_teacher}, but model.{name}={of_model}"
             fail(config, problem, "give both the same vocabulary", f"{MODEL}.{name}", f"model.{name}")
     unused = {
         "mtp_layers": (teacher.mtp_layers, "its prediction modules would not run"),

@@ -75,5 +75,5 @@ def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
 def _with_empty_slots(config: Config, stages: int) -> set[str]:
     """The kinds of blocks with a slot that has no layer on some virtual stage."""
     slots = slot_kinds(config, stages)
-    of_stages = [set(own) for own in layer_slots(config, stages)]
-    return {kind.block for slot, kind in enumerate(slots) if any(slot not in own for own in of_stages)}
+    of_stages = [set(filled) for filled in layer_slots(config, stages)]
+    return {kind.block for slot, kind in enumerate(slots) if any(slot not in filled for filled in of_stages)}

@@ -163,10 +163,10 @@ def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     Usually one: the two parts that the merges of lower rank leave of it. If they leave more, merges of higher rank may
     come first, so every pair counts.
     """
-    parts, own = [bytes([byte]) for byte in token], ranks[token]
+    parts, rank = [bytes([byte]) for byte in token], ranks[token]
     while len(parts) > 2:
-        best, at = min((ranks.get(a + b, own), i) for i, (a, b) in enumerate(pairwise(parts)))
-        if best >= own:
+        best, at = min((ranks.get(a + b, rank), i) for i, (a, b) in enumerate(pairwise(parts)))
+        if best >= rank:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     if len(parts) == 2:
@@ -197,5 +197,5 @@ def _byte_level(model: "tokenizers.models.BPE", words: str | None) -> "tokenizer
 def _letters() -> list[str]:
     """GPT-2's letter for each byte: printable Latin-1 itself, the others in order from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

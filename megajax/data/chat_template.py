@@ -78,14 +78,14 @@ def find_chat_template(
 
     The special tokens are those of the folder. None: there is no template.
     """
-    own = file or (folder / "chat_template.jinja" if folder else None)
+    template = file or (folder / "chat_template.jinja" if folder else None)
     config_path = folder / TOKENIZER_CONFIG if folder else None
     sources: Any = {} if config_path is None else read_json(config_path).get("chat_template")
     if isinstance(sources, list):  # several named ones
         sources = {str(entry.get("name")): entry.get("template") for entry in sources if isinstance(entry, dict)}
     elif not isinstance(sources, dict):
         sources = {"default": sources}
-    files = {"default": own} if own is not None and (file or own.is_file()) else {}
+    files = {"default": template} if template is not None and (file or template.is_file()) else {}
     if folder is not None and file is None:
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if files:

@@ -97,12 +97,12 @@ def repeated_starts(tokens: Tokens, starts: np.ndarray) -> int:
     """The number of documents with tokens whose first 32 tokens are those of an earlier document."""
     hashes = []
     for first in range(0, starts.size - 1, AT_ONCE):
-        own = starts[first : first + AT_ONCE + 1]
-        lengths = np.diff(own)
-        own, lengths = own[:-1][lengths > 0], lengths[lengths > 0]
-        hashed = np.zeros(own.size, np.uint64)
+        some = starts[first : first + AT_ONCE + 1]
+        lengths = np.diff(some)
+        some, lengths = some[:-1][lengths > 0], lengths[lengths > 0]
+        hashed = np.zeros(some.size, np.uint64)
         for i in range(FIRST):
-            token = tokens[np.minimum(own + i, tokens.size - 1)].astype(np.uint64) + np.uint64(1)
+            token = tokens[np.minimum(some + i, tokens.size - 1)].astype(np.uint64) + np.uint64(1)
             hashed = (hashed + np.where(lengths > i, token, np.uint64(0))) * MIXING
             hashed ^= hashed >> np.uint64(29)
         hashes.append(hashed)

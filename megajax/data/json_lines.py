@@ -145,15 +145,15 @@ def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[Line
                 to_skip -= len(passed)
             position = stored.tell()
             while text := lines.read(limits.block_bytes):
-                own = text if text_bytes else text.removeprefix(BYTE_ORDER_MARK)
-                if not text_bytes and ARRAY.match(own):
-                    items = _array_items(path, own, lines, stored, start.line - 1, limits)
+                body = text if text_bytes else text.removeprefix(BYTE_ORDER_MARK)
+                if not text_bytes and ARRAY.match(body):
+                    items = _array_items(path, body, lines, stored, start.line - 1, limits)
                     yield from _record_blocks(path, items, start, "item", limits)
                     return
-                rest = _rest_of_line(lines, path, text, line, limits.most_bytes)
-                own, text = own + rest, text + rest
+                ending = _rest_of_line(lines, path, text, line, limits.most_bytes)
+                body, text = body + ending, text + ending
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
-                yield LineBlock(path, first, own, stored.tell() - position, TextPosition(start.file, line, text_bytes))
+                yield LineBlock(path, first, body, stored.tell() - position, TextPosition(start.file, line, text_bytes))
                 position = stored.tell()
         except DAMAGE as error:
             raise InputError(
@@ -167,13 +167,13 @@ def _rest_of_line(lines: IO[bytes], path: str, text: bytes, line: int, most_byte
     if text.endswith(b"\n"):
         return b""
     here = len(text) - 1 - text.rfind(b"\n")
-    rest = lines.readline(most_bytes - here + 1)
-    if here + len(rest) > most_bytes and not rest.endswith(b"\n"):
+    ending = lines.readline(most_bytes - here + 1)
+    if here + len(ending) > most_bytes and not ending.endswith(b"\n"):
         raise InputError(
             f"{path}, line {line + text.count(b'\n')} has more than {most_bytes >> 20} MiB: write each "
             "document on a line of its own, and divide one that is longer."
         )
-    return rest
+    return ending
 
 
 def _array_items(

@@ -107,14 +107,14 @@ def _rows(lengths: np.ndarray, documents: np.ndarray, samples: int, sequence_len
     rows = np.empty((samples + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     position = filled = 0  # tokens before the piece, rows that are done
     for first in range(0, len(documents), chunk):
-        own = lengths[documents[first : first + chunk]].astype(np.int64)
-        ends = position + np.cumsum(own)
+        lengths_of_chunk = lengths[documents[first : first + chunk]].astype(np.int64)
+        ends = position + np.cumsum(lengths_of_chunk)
         last = min(samples, (int(ends[-1]) - 1) // sequence_length) if ends[-1] else -1
         if last >= filled:
             tokens = np.arange(filled, last + 1, dtype=np.int64) * sequence_length
             at = np.searchsorted(ends, tokens, side="right")
             rows[filled : last + 1, 0] = first + at
-            rows[filled : last + 1, 1] = tokens - (ends[at] - own[at])
+            rows[filled : last + 1, 1] = tokens - (ends[at] - lengths_of_chunk[at])
             filled = last + 1
         position = int(ends[-1])
     assert filled == samples + 1, (filled, samples)

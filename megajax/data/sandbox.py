@@ -73,21 +73,21 @@ class LimitedProcess:
 
     def _started(self) -> Connection:
         if self._process is None or self._process.poll() is not None:
-            own, other = socketpair()
-            with other, TemporaryFile() as counter:
+            parent_end, child_end = socketpair()
+            with child_end, TemporaryFile() as counter:
                 counter.truncate(WORD)
                 self._made = memoryview(mmap(counter.fileno(), WORD)).cast("Q")  # values, written by the child
                 given = (counter.fileno(), self.memory, self.seconds)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", SERVE, *map(str, given)],
-                    stdin=other.fileno(),
+                    stdin=child_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,  # what native code writes when it aborts
                     pass_fds=given[:1],
                     env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     start_new_session=True,  # Ctrl-C does not reach it
                 )
-            self._connection = Connection(own.detach())
+            self._connection = Connection(parent_end.detach())
             self._end = weakref.finalize(self, _end, self._process, self._connection)
         return self._connection
 

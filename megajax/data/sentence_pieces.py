@@ -41,8 +41,8 @@ class SentencePieceTokenizer:
         self._behind = model if found.legacy else sentencepiece.SentencePieceProcessor(model_proto=without_prefix)
         self._added = {token: added for token, added in found.added.items() if token not in pieces}
         self.vocab_size = max([*pieces, *self._added]) + 1
-        own = {i: AddedToken(texts[i]) for i in pieces if model.IsControl(i) or model.IsUnknown(i)}
-        named = own | dict(found.added)
+        of_model = {i: AddedToken(texts[i]) for i in pieces if model.IsControl(i) or model.IsUnknown(i)}
+        named = of_model | dict(found.added)
         self._ids = {token.content: i for i, token in named.items()}
         self.added_tokens = list(self._ids)
         controls = [texts[i] for i in pieces if model.IsControl(i)]

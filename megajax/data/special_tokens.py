@@ -63,24 +63,24 @@ class FolderTokens:
     added: Mapping[int, AddedToken] = field(default_factory=dict)
     legacy: bool = False  # SentencePiece: the text behind a special token begins like a text of its own
 
-    def end(self, token_id: Callable[[str], int | None], special: Collection[str], own: int | None) -> int | None:
-        """The token that ends a text: the folder's, else `own` of the tokenizer's file, else one of a known name."""
+    def end(self, token_id: Callable[[str], int | None], special: Collection[str], of_model: int | None) -> int | None:
+        """The token that ends a text: the folder's, else that of the tokenizer's file, else one of a known name."""
         found = self._named("eos_token", token_id)
-        if found is not None or own is not None:
-            return own if found is None else found
+        if found is not None or of_model is not None:
+            return of_model if found is None else found
         known = sorted(
             (name for name in KNOWN_ENDS if token_id(name) is not None), key=lambda name: name not in special
         )
         return token_id(known[0]) if known else None  # special ones first: Gemma's </s> is a tag of HTML
 
-    def begin(self, token_id: Callable[[str], int | None], own: int | None) -> tuple[int | None, bool]:
-        """(the token that begins a text, whether the tokenizer puts it there); `own` is the one of its file."""
+    def begin(self, token_id: Callable[[str], int | None], of_model: int | None) -> tuple[int | None, bool]:
+        """(the token that begins a text, whether the tokenizer puts it there); `of_model` is the one of its file."""
         found = self._named("bos_token", token_id)
-        if self.adds_begin is None and own is not None:
-            return own, True
+        if self.adds_begin is None and of_model is not None:
+            return of_model, True
         if found is None and "bos_token" not in self.names:
             known = next((name for name in KNOWN_BEGINS if token_id(name) is not None), None)
-            found = own if own is not None or known is None else token_id(known)
+            found = of_model if of_model is not None or known is None else token_id(known)
         return found, bool(self.adds_begin) and found is not None
 
     def _named(self, name: str, token_id: Callable[[str], int | None]) -> int | None:
@@ -140,8 +140,8 @@ def end_of_document(tokenizer: "Tokenizer", spec: str, name: str | None = None, 
         return token
     special = ", ".join(tokenizer.special_tokens[:NAMES_SHOWN]) or "none"
     if name is not None:
-        own = "" if tokenizer.end_of_document is None else f", or use its own, token {tokenizer.end_of_document}"
-        raise InputError(f"{setting}: {spec} has no token {name}: name one that it has (special: {special}){own}.")
+        hint = "" if tokenizer.end_of_document is None else f", or use its own, token {tokenizer.end_of_document}"
+        raise InputError(f"{setting}: {spec} has no token {name}: name one that it has (special: {special}){hint}.")
     raise InputError(
         f"{spec} has no eos_token in a {CONFIG} beside it, and no end-of-document token of a known name "
         f"({', '.join(KNOWN_ENDS)}): name its token with {setting} (its special tokens: {special})."

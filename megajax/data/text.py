@@ -81,9 +81,9 @@ class TextDataset:
 
     def document_starts(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """As in `IndexedDataset`."""
-        own = [part.document_starts()[:-1] + start for part, start in zip(self.parts, self.tokens.starts, strict=True)]
+        each = [part.document_starts()[:-1] + start for part, start in zip(self.parts, self.tokens.starts, strict=True)]
         last = self.num_documents if last is None else last
-        return np.concatenate([*own, [self.tokens.size]])[first : last + 1]
+        return np.concatenate([*each, [self.tokens.size]])[first : last + 1]
 
 
 def open_text(config: "Config", pattern: str) -> TextDataset:

@@ -150,9 +150,9 @@ def tokenizer_files(spec: str) -> list[Path]:
 @file_reader("spec")
 def deciding_files(spec: str) -> list[Path]:
     """All files that decide a tokenizer's tokens: its own, and those beside it that name special ones."""
-    own = tokenizer_files(spec)
+    files = tokenizer_files(spec)
     names = (CONFIG, NAMES, ADDED, *ID_FILES)
-    return own + [path for name in names if own and (path := own[0].parent / name).is_file()]
+    return files + [path for name in names if files and (path := files[0].parent / name).is_file()]
 
 
 def has_no_file(spec: str) -> bool:
@@ -165,10 +165,10 @@ def files_in(folder: Path) -> list[Path]:
 
     Raises InputError as `model_files.inside`.
     """
-    own = [folder / name for name in FILES if (folder / name).is_file()]
-    own += sorted(folder.glob("*.tiktoken"))
+    files = [folder / name for name in FILES if (folder / name).is_file()]
+    files += sorted(folder.glob("*.tiktoken"))
     pair = [folder / name for name in GPT2_FILES]
-    return [inside(path) for path in own[:1] or (pair if all(path.is_file() for path in pair) else [])]
+    return [inside(path) for path in files[:1] or (pair if all(path.is_file() for path in pair) else [])]
 
 
 def kept_name(source: Path) -> str:
@@ -231,7 +231,7 @@ class ByteTokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         spans = [[(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()] for text in texts]
-        return [(self.encode(text), own) for text, own in zip(texts, spans, strict=True)]
+        return [(self.encode(text), spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")

@@ -41,8 +41,9 @@ class WholeSet(BlendedSamples):
         return max(0, rank * samples.sequence_length + self._width - samples.num_tokens)
 
     def counted(self, index: int) -> np.ndarray:
-        own = super().counted(index)
-        return np.arange(self._width) < self._width - self.padding(index) if own is None else own & (index < len(self))
+        if (counted := super().counted(index)) is not None:
+            return counted & (index < len(self))
+        return np.arange(self._width) < self._width - self.padding(index)
 
 
 def cut(samples: DocumentSamples) -> int:

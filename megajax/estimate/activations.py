@@ -46,8 +46,8 @@ class Activations:
     def recomputed(self, block: str, segment: LayerSegment, stacked: bool) -> int:
         """Bytes that a layer recomputes before its backward pass starts."""
         values = self._values(block, False, NONE, segment.fp8) * self.compute * self.tokens
-        own = 0 if segment.policy.keeps_input else self.saved(block, segment, stacked)
-        return max(int(values) - own, 0)
+        already_saved = 0 if segment.policy.keeps_input else self.saved(block, segment, stacked)
+        return max(int(values) - already_saved, 0)
 
     def deferred(self, block: str) -> int:
         """Bytes of the operands of a layer's weight gradients, if a schedule defers these."""
@@ -134,9 +134,9 @@ class Activations:
 
     def deferred_of_block(self, block: str) -> float:
         """Numbers per token in the operands of a block's weight gradients, in units of the compute dtype."""
-        D, own, in_fp8 = self.config.model.hidden_size, self.blocks[block].names, self.in_fp8
-        works = [self.parts[block][name] for name in own]
-        operands = 2 * len(own) * D + sum(work.width + work.products + work.rows for work in works)
+        D, sublayers, in_fp8 = self.config.model.hidden_size, self.blocks[block].names, self.in_fp8
+        works = [self.parts[block][name] for name in sublayers]
+        operands = 2 * len(sublayers) * D + sum(work.width + work.products + work.rows for work in works)
         return operands * (1 - in_fp8 + in_fp8 / self.compute)
 
     @property

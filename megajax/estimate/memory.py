@@ -1,12 +1,12 @@
 """Memory of one device's train step, estimated without compiling it.
 
-The peak is at one of a few moments: in the head, with all saved activations; in the backward pass of a layer, which
+The peak is one of a few: in the head, with all saved activations; in the backward pass of a layer, which
 frees activations and adds gradients; or at the end, with all gradients. The estimate is the largest sum of the live
-arrays at these moments. XLA's figure differs by a few per cent (dev/memory_table.py compares).
+arrays at these peaks. XLA's figure differs by a few per cent (dev/memory_table.py compares).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +16,6 @@ from megajax.estimate.weights import Elements, StepWeights
 from megajax.layout.kinds import MTP
 from megajax.layout.segments import LayerSegment
 from megajax.optim.slots import OptimizerSlots
-from megajax.sharding import Placement
 from megajax.step.embedding import TOKENS
 from megajax.step.mtp import ModulesPlan
 from megajax.step.pipeline.buffers import choose_buffer_slots
@@ -47,39 +46,39 @@ class MemoryEstimate:
         return self.parameters + self.optimizer + self.gradients + self.weights + self.activations + self.working
 
 
-def estimate_memory(plan: StepPlan, placements: Mapping[str, Placement]) -> MemoryEstimate:
+def estimate_memory(plan: StepPlan) -> MemoryEstimate:
     """Bytes per device for a train step with this plan, as in XLA's programs for GPUs."""
-    return max(moments(plan, placements), key=lambda moment: moment.total)
+    return max(peaks(plan), key=lambda peak: peak.total)
 
 
-def moments(plan: StepPlan, placements: Mapping[str, Placement]) -> Iterator[MemoryEstimate]:
-    """The moments of a step that may be its peak."""
-    step = _Pipelined(plan, placements) if plan.is_pipelined else _Step(plan, placements)
+def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
+    """The peaks of a step, one of which is the largest."""
+    step = _Pipelined(plan) if plan.is_pipelined else _Step(plan)
     teacher = plan.config.teacher.model
     if teacher is None:
-        return step.moments()
+        return step.peaks()
     # A teacher's output: of one microbatch, in a pipeline of all
-    own, held = plan.tokens // plan.sizes["tensor"], plan.batch_shape[0] if plan.is_pipelined else 1
-    stream = step.compute * held * own * teacher.hidden_size
+    local_tokens, held = plan.tokens // plan.sizes["tensor"], plan.batch_shape[0] if plan.is_pipelined else 1
+    stream = step.compute * held * local_tokens * teacher.hidden_size
     return (
         replace(each, weights=each.weights + step.weights.teacher, activations=each.activations + stream)
-        for each in step.moments()
+        for each in step.peaks()
     )
 
 
 class _Step:
     """The live arrays of a step without a pipeline."""
 
-    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
-        self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
+    def __init__(self, plan: StepPlan):
+        self.plan, self.config, self.sizes = plan, plan.config, plan.sizes
         self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
         self.compute = self.activations.compute
         self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
-        self.weights = StepWeights(plan, placements, self.activations.blocks, self.compute)
+        self.weights = StepWeights(plan, self.activations.blocks, self.compute)
         self.repeats = self.weights.repeats
 
-    def moments(self) -> Iterator[MemoryEstimate]:
-        """The moments with a possible peak, in the order of the step."""
+    def peaks(self) -> Iterator[MemoryEstimate]:
+        """The possible peaks, in the order of the step."""
         yield from (self.in_forward(segment) for segment in self.segments if segment.loops > 1)
         yield self.in_head()
         yield from self.in_modules()
@@ -95,7 +94,7 @@ class _Step:
         if self.config.optimizer.offload:
             yield self.in_update()
 
-    # The moments
+    # The peaks
 
     def in_forward(self, segment: LayerSegment) -> MemoryEstimate:
         """The forward pass of a loop: its body's activations are copied to the loop's stacks when the body ends.
@@ -130,30 +129,30 @@ class _Step:
         if not self.config.model.mtp_layers:
             return
         head, module = self.in_head(), self.weights.module
-        segments, own, stages = ModulesPlan.after(self.plan).segments, self.activations, self.sizes["pipeline"]
-        saved = sum(own.saved(MTP, segment, False) + own.stream for segment in segments)  # with their outputs
+        segments, numbers, stages = ModulesPlan.after(self.plan).segments, self.activations, self.sizes["pipeline"]
+        saved = sum(numbers.saved(MTP, segment, False) + numbers.stream for segment in segments)  # with their outputs
         yield replace(
             head,
             gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.modules.stored),
             weights=head.weights + self.weights.modules.once_bytes + module.gathered_bytes,
-            activations=head.activations + (saved + own.recomputed(MTP, segments[-1], False)) // stages,
-            working=max(head.working, own.working(MTP, segments[-1].policy, self.compute * module.whole) // stages),
+            activations=head.activations + (saved + numbers.recomputed(MTP, segments[-1], False)) // stages,
+            working=max(head.working, numbers.working(MTP, segments[-1].policy, self.compute * module.whole) // stages),
         )
 
     def in_backward(self, segment: LayerSegment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
         """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
         group, looped = slots[: segment.group_size], segment.loops > 1
-        own, after = self.weights.layers(group), slots[-1] + 1
+        layers, after = self.weights.layers(group), slots[-1] + 1
         later = range(after, len(self.slots))
         above = later[: segment.group_size]
         # A loop casts its own weights.
-        weights = self.compute * own.whole if looped else own.gathered_bytes + self.weights.fused(own)
+        weights = self.compute * layers.whole if looped else layers.gathered_bytes + self.weights.fused(layers)
         weights += self.compute * self.weights.non_block.whole if self.repeats else 0
         # The head's gradient is reduced at the end.
         head = self.weights.non_block_by_name[HEAD] if self.has_head and not self.late_head else Elements()
         non_block = self.weights.non_block_as_stored.stored - self.last_gradients + head.whole - head.stored
         gradients = self.accumulated(FP32 * non_block, done) + self.gradient_stacks
-        moment = replace(
+        peak = replace(
             self.always,
             gradients=gradients,
             weights=self.cast(after) + weights,
@@ -161,16 +160,16 @@ class _Step:
             working=self.layer_working(segment, slots) + (self.head_operands if self.head_waits else 0),
         )
         if looped:
-            return moment
+            return peak
         if self.defers:
             operands = sum(self.activations.deferred(self.slots[slot].block) for slot in later)
-            working = moment.working + max(operands - self.uncopied, 0)  # not at the same time
-            return replace(moment, gradients=self.accumulated(FP32 * non_block), working=working)
+            working = peak.working + max(operands - self.uncopied, 0)  # not at the same time
+            return replace(peak, gradients=self.accumulated(FP32 * non_block), working=working)
         if self.sizes["fsdp"] > 1 and not self.repeats:
-            return self.while_reducing(moment, slots, above)
-        return self.with_layer_above(moment, segment, slots, above, done)
+            return self.while_reducing(peak, slots, above)
+        return self.with_layer_above(peak, segment, slots, above, done)
 
-    def while_reducing(self, moment: MemoryEstimate, slots: Sequence[int], above: range) -> MemoryEstimate:
+    def while_reducing(self, peak: MemoryEstimate, slots: Sequence[int], above: range) -> MemoryEstimate:
         """A group's backward pass: the larger of its start and its end, which reduces the gradients of the group above.
 
         At its start these gradients are in the compute dtype, or the operands of the last layer's are kept.
@@ -178,11 +177,11 @@ class _Step:
         waiting = self.compute * self.weights.layers(above, trained=True).reduced
         if above.stop == len(self.slots):
             waiting = max(waiting, sum(self.activations.operands(self.slots[slot].block) for slot in above))
-        start = replace(moment, working=moment.working + waiting)
+        start = replace(peak, working=peak.working + waiting)
         block = self.slots[slots[0]].block
         largest = self.compute * self.weights.largest[block]
         end = replace(
-            moment,
+            peak,
             weights=self.cast(slots[-1] + 1),
             activations=self.saved(slots[-1] + 1),
             working=self.activations.at_weight_gradients(block, largest) + FP32 * self.weights.reduced_at_once(above),
@@ -190,7 +189,7 @@ class _Step:
         return max(start, end, key=lambda each: each.total)
 
     def with_layer_above(
-        self, moment: MemoryEstimate, segment: LayerSegment, slots: Sequence[int], above: range, done: Elements
+        self, peak: MemoryEstimate, segment: LayerSegment, slots: Sequence[int], above: range, done: Elements
     ) -> MemoryEstimate:
         """A group's backward pass with the gradients of the group above, which are reduced, or added to the sums.
 
@@ -199,16 +198,16 @@ class _Step:
         gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_at_once(above)
         before = self.weights.layers(range(max(slots[0] - segment.group_size, 0), slots[0]))
         more = self.layer_working(segment, slots, reduced) - self.layer_working(segment, slots)
-        moment = replace(
-            moment,
-            gradients=moment.gradients + self.waiting(done, gradients),
-            weights=moment.weights + before.gathered_bytes,  # gathered at the same time
-            working=moment.working + more + self.pending(gradients),
+        peak = replace(
+            peak,
+            gradients=peak.gradients + self.waiting(done, gradients),
+            weights=peak.weights + before.gathered_bytes,  # gathered at the same time
+            working=peak.working + more + self.pending(gradients),
         )
         is_last = above.stop == len(self.slots) and self.sizes["fsdp"] == 1
         exchanges = not self.plan.collectives.dispatch.gathers_tokens  # the operands would be in its pool
         late = sum(self.activations.operands(self.slots[slot].block) for slot in above if is_last and not exchanges)
-        return replace(moment, working=moment.working + (late if moment.total + late < SCHEDULED else 0))
+        return replace(peak, working=peak.working + (late if peak.total + late < SCHEDULED else 0))
 
     def at_end(self) -> MemoryEstimate:
         """All gradients, those outside the blocks before they are reduced.
@@ -229,11 +228,11 @@ class _Step:
         first, head = self.parts(self.segments[0])[0], self.weights.non_block_by_name[HEAD]
         once = head.whole // self.sizes["fsdp"]
         late = head.whole + (once if head.stored < once < head.whole else 0)
-        others = self.weights.non_block_as_stored.stored - self.last_gradients
+        other_weights = self.weights.non_block_as_stored.stored - self.last_gradients
         everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
         return replace(
             self.always,
-            gradients=self.accumulated(FP32 * (others + late), everything),
+            gradients=self.accumulated(FP32 * (other_weights + late), everything),
             weights=self.cast(first.stop) + self.weights.layers(first).gathered_bytes,
             working=FP32 * self.weights.reduced_at_once(first),
         )
@@ -242,7 +241,7 @@ class _Step:
         """All gradients, and moments from the host: of the largest parameter before and after its update."""
         return replace(self.at_end(), working=2 * self.state.largest_moved)
 
-    # The live arrays at these moments
+    # The live arrays at these peaks
 
     @property
     def last_gradients(self) -> int:
@@ -261,7 +260,7 @@ class _Step:
     @property
     def has_head(self) -> bool:
         """Whether there is a head with a gradient, besides the embedding."""
-        return HEAD in self.placements and self.weights.has_gradient(HEAD)
+        return HEAD in self.plan.placements and self.weights.has_gradient(HEAD)
 
     @property
     def late_head(self) -> bool:
@@ -308,7 +307,7 @@ class _Step:
 
     @cached_property
     def state(self) -> StateBytes:
-        return state_bytes(self.plan, OptimizerSlots.of(self.plan, self.plan.trained, self.placements))
+        return state_bytes(self.plan, OptimizerSlots.of(self.plan, self.plan.trained, self.plan.placements))
 
     def accumulated(self, non_block: int, done: Elements | None = None) -> int:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
@@ -419,24 +418,24 @@ class _Step:
         if self.weights.fuses_in_turn and self.config.optimizer.master == "split":
             return 0  # all are stored in the compute dtype
         looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s) if not self.plan.is_pipelined}
-        kept = range(len(self.slots) if self.repeats else slots)
-        in_loops = self.weights.layers([j for j in kept if j in looped]).before_loops_bytes
-        others = self.weights.layers([j for j in kept if j not in looped], trained=self.weights.fuses_in_turn)
-        return self.rounds * (others.once_bytes + in_loops)
+        cast_slots = range(len(self.slots) if self.repeats else slots)
+        in_loops = self.weights.layers([j for j in cast_slots if j in looped]).before_loops_bytes
+        outside = self.weights.layers([j for j in cast_slots if j not in looped], trained=self.weights.fuses_in_turn)
+        return self.rounds * (outside.once_bytes + in_loops)
 
 
 class _Pipelined(_Step):
     """The live arrays of a pipeline: buffers of several microbatches, and sums of gradients."""
 
-    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement]):
-        super().__init__(plan, placements)
+    def __init__(self, plan: StepPlan):
+        super().__init__(plan)
         settings, stages, microbatches = plan.config.pipeline, plan.sizes["pipeline"], plan.batch_shape[0]
         if settings.schedule != "gpipe":  # the others need no more buffers for more microbatches
             microbatches = min(microbatches, 4 * stages)
         schedule = make_schedule(settings.schedule, stages, microbatches, settings.virtual_stages)
         self.kept, _ = choose_buffer_slots(plan, schedule)
 
-    def moments(self) -> Iterator[MemoryEstimate]:
+    def peaks(self) -> Iterator[MemoryEstimate]:
         """A tick's head, and its layers' backward passes; sums and buffers are always live."""
         yield self.in_head()
         yield from self.in_modules()

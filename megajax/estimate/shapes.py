@@ -94,8 +94,8 @@ class ShapeComm(MeshComm):
         return y if whole else self.reduce_scatter_tokens(y)
 
     def size(self, axes: str | Sequence[str]) -> int:
-        own = {"tensor": self.shards.tensor, "data": self.shards.tokens}
-        return math.prod(own.get(axis, 1) for axis in self._named(axes))
+        sizes = {"tensor": self.shards.tensor, "data": self.shards.tokens}
+        return math.prod(sizes.get(axis, 1) for axis in self._named(axes))
 
     def index(self, axis: str) -> int:
         return 0

@@ -141,7 +141,7 @@ class BlockTrace:
         fused = _weights(block, shards)
         # Sorted, as jax flattens dictionaries
         weights = {name: self._shapes(name, weight) for name, weight in sorted(fused.items())}
-        comm, own = ShapeComm(shards, frozen=of.lora.rank is not None), length // shards.tensor
+        comm, local_tokens = ShapeComm(shards, frozen=of.lora.rank is not None), length // shards.tensor
         kind = LayerKind(block.kind, None)
 
         def run(weights, x, streams, positions, token_ids, state, fields):
@@ -149,8 +149,8 @@ class BlockTrace:
             ctx = LayerContext(comm, inputs, 0, kind, form.recompute, state)
             return block.apply(adapted(weights, fused, of.lora, inputs, 0), x, ctx)[0]
 
-        x = Shape((own, block.input_width), dtype)
-        positions, token_ids = Shape((1, length), jnp.int32), Shape((own,), jnp.uint32)
+        x = Shape((local_tokens, block.input_width), dtype)
+        positions, token_ids = Shape((1, length), jnp.int32), Shape((local_tokens,), jnp.uint32)
         streams, fields = _streams(of.model, shards, dtype)
         arguments = weights, x, streams, positions, token_ids, block.layer_state, fields
         self.jaxpr: ClosedJaxpr = jax.make_jaxpr(run)(*arguments)
@@ -195,8 +195,8 @@ class BlockTrace:
                 part, _, _ = self.weights[min(used)][0].partition(".")
                 part = part if part in work else OTHERS
             for inside in _inside(equation):
-                own = operands[len(operands) - len(inside.invars) :]
-                part = self._add(inside, own, times * equation.params.get("length", 1), work, part)
+                arguments = operands[len(operands) - len(inside.invars) :]
+                part = self._add(inside, arguments, times * equation.params.get("length", 1), work, part)
             if equation.primitive is kernel and origin is TOKENS and (per_key := equation.params.get("per_key")):
                 work[part].per_key += times * per_key
                 work[part].attended += times * self._numbers(equation.outvars[0])
@@ -253,9 +253,9 @@ class BlockTrace:
             made |= dict.fromkeys(equation.outvars, equation)
             if not of_tokens.isdisjoint(v for v in equation.invars if not isinstance(v, Literal)):
                 of_tokens.update(equation.outvars)
-        kept = {_source(v, made) for v in jaxpr.outvars if not isinstance(v, Literal)} & of_tokens - {*streams}
-        smaller = set[Var]().union(*(_operands(var, made, of_tokens) for var in kept))
-        return sum(map(self._numbers, smaller)), sum(map(self._numbers, kept))
+        saved = {_source(v, made) for v in jaxpr.outvars if not isinstance(v, Literal)} & of_tokens - {*streams}
+        smaller = set[Var]().union(*(_operands(var, made, of_tokens) for var in saved))
+        return sum(map(self._numbers, smaller)), sum(map(self._numbers, saved))
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def _weights(block: Block, shards: Shards) -> dict[str, Weight]:
         for name, p in parameters(block).items()
     }
     dtypes = WeightDtypes(None, None)  # not needed
-    return {name: Weight(name, own, sizes, dtypes) for name, own in side_by_side(stored, block.fused).items()}
+    return {name: Weight(name, members, sizes, dtypes) for name, members in side_by_side(stored, block.fused).items()}
 
 
 def _streams(model: ModelConfig, shards: Shards, dtype: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:

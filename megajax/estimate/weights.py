@@ -11,7 +11,7 @@ from megajax.layout.kinds import MTP, prediction_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.runtime import LAYER_BYTES
-from megajax.sharding import BLOCKS, PER_STEP_AXES, TEACHER, Placement, is_in_layer
+from megajax.sharding import BLOCKS, PER_STEP_AXES, TEACHER, is_in_layer
 from megajax.step.embedding import TOKENS
 from megajax.step_plan import StepPlan
 
@@ -40,9 +40,9 @@ class Elements:
 class StepWeights:
     """The weights of a step by name and by kind of layer."""
 
-    def __init__(self, plan: StepPlan, placements: Mapping[str, Placement], blocks: Mapping[str, Block], compute: int):
+    def __init__(self, plan: StepPlan, blocks: Mapping[str, Block], compute: int):
         """`compute` is the number of bytes of the compute dtype."""
-        self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, placements
+        self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, plan.placements
         self.blocks, self.compute = blocks, compute
         self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
         self.linear = frozenset(linear_layers(plan.config.model)) if plan.config.fp8_layers else frozenset[str]()
@@ -66,11 +66,11 @@ class StepWeights:
 
     def slot(self, slot: int, trained: bool = False) -> Elements:
         """Elements of the weights in one slot."""
-        own = self.layer(self.plan.layer_slots[slot].block, trained, slot in self.fp8_slots)
+        layer = self.layer(self.plan.layer_slots[slot].block, trained, slot in self.fp8_slots)
         if slot not in self.plan.gathered_slots:
-            return own
+            return layer
         # In FP8 with the transposed weights
-        return replace(own, once=own.whole, once_bytes=self.compute * own.whole, gathered_bytes=0, reduced=0)
+        return replace(layer, once=layer.whole, once_bytes=self.compute * layer.whole, gathered_bytes=0, reduced=0)
 
     def layer(self, kind: str, trained: bool = False, in_fp8: bool = False) -> Elements:
         """Elements of one layer of a kind; if `trained` only of the weights that have gradients."""
@@ -86,9 +86,9 @@ class StepWeights:
         halves = config.optimizer.master == "split" and not config.precision.fp8.chosen.has_kernels
         return self.plain and (config.lora.rank is not None or halves)
 
-    def fused(self, own: Elements) -> int:
+    def fused(self, layer: Elements) -> int:
         """Bytes of the weights of a layer that `fsdp` does not gather, while the layer fuses and computes with them."""
-        return self.compute * own.whole - own.gathered_bytes if self.fuses_in_turn else 0
+        return self.compute * layer.whole - layer.gathered_bytes if self.fuses_in_turn else 0
 
     @property
     def plain(self) -> bool:
@@ -130,9 +130,9 @@ class StepWeights:
         """Bytes of a teacher's weights besides those as stored: gathered once a step, and those of one layer."""
         if (teacher := self.config.teacher.model) is None:
             return 0
-        own = {name: self.elements(name) for name in self.placements if name.startswith(TEACHER)}
-        layers = sum((e for name, e in own.items() if is_in_layer(name)), Elements())
-        outside = sum(e.whole for name, e in own.items() if not is_in_layer(name) and e.whole > e.stored)
+        by_name = {name: self.elements(name) for name in self.placements if name.startswith(TEACHER)}
+        layers = sum((e for name, e in by_name.items() if is_in_layer(name)), Elements())
+        outside = sum(e.whole for name, e in by_name.items() if not is_in_layer(name) and e.whole > e.stored)
         once = any(self.sizes[axis] > 1 for axis in (*PER_STEP_AXES, "pipeline"))
         of_layer = layers.gathered_bytes // teacher.num_layers
         return layers.once_bytes * once + of_layer + self.compute * outside
@@ -150,8 +150,8 @@ class StepWeights:
     def gathered_outside(self, trained: bool) -> Elements:
         """Elements outside the blocks without an embedding that is looked up in its shards; as in `layers`."""
         rows = self.plan.embedding_axes
-        own = {n: e for n, e in self.non_block_by_name.items() if self.has_gradient(n) or not trained}
-        return sum((e for name, e in own.items() if not (name == TOKENS and rows)), Elements())
+        by_name = {n: e for n, e in self.non_block_by_name.items() if self.has_gradient(n) or not trained}
+        return sum((e for name, e in by_name.items() if not (name == TOKENS and rows)), Elements())
 
     @cached_property
     def non_block_whole(self) -> Elements:
@@ -190,8 +190,8 @@ class StepWeights:
 
     def fused_name(self, kind: str, name: str) -> str:
         """The name within a block of the fused weight that a parameter is a part of."""
-        own = name.removeprefix(f"{BLOCKS}{kind}.")
-        return next((fused for fused, members in self.blocks[kind].fused.items() if own in members), own)
+        member = name.removeprefix(f"{BLOCKS}{kind}.")
+        return next((fused for fused, members in self.blocks[kind].fused.items() if member in members), member)
 
     def reduced_at_once(self, slots: Sequence[int]) -> int:
         """Elements of the gradients in these slots that are reduced in one collective, right after their layer."""
@@ -204,11 +204,11 @@ class StepWeights:
 
         Otherwise the largest fused weight.
         """
-        own = {kind: [self.elements(n, kind) for n in self.names_of(kind, True)] for kind in self.blocks}
-        results = {kind: 4 * sum(e.once for e in each if e.reduced) for kind, each in own.items()}
+        by_kind = {kind: [self.elements(n, kind) for n in self.names_of(kind, True)] for kind in self.blocks}
+        results = {kind: 4 * sum(e.once for e in each if e.reduced) for kind, each in by_kind.items()}
         return {
             kind: sum(e.reduced for e in each) if results[kind] <= LAYER_BYTES else self.largest[kind]
-            for kind, each in own.items()
+            for kind, each in by_kind.items()
         }
 
     @cached_property

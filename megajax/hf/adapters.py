@@ -33,18 +33,18 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
     Raises InputError if the base model, `checkpoint.init_from`, cannot be read or is another model.
     """
     checkpoint, base = run_dir / SUBDIRECTORY / str(step), config.checkpoint.init_from
-    weights, kept = open_weights(checkpoint), open_layer_state(checkpoint, config.model)
+    weights, layer_state = open_weights(checkpoint), open_layer_state(checkpoint, config.model)
     if config.lora.rank is None:
-        yield weights | kept
+        yield weights | layer_state
         return
     assert base is not None
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
         source = find_source(base, BASE, f" ({run_dir}/config.yaml)")
         arrays = stack.enter_context(source.open(config.model))
-        if {name: tuple(array.shape) for name, array in arrays.items() if name not in kept} != shapes:
+        if {name: tuple(array.shape) for name, array in arrays.items() if name not in layer_state} != shapes:
             raise InputError(f"{source.shown} is not the adapters' base: restore the base.")
-        yield {name: _Merged(name, arrays[name], weights, config.lora.scale) for name in shapes} | kept
+        yield {name: _Merged(name, arrays[name], weights, config.lora.scale) for name in shapes} | layer_state
 
 
 class _Merged:
@@ -79,17 +79,17 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     for tensor in tensors:
         for at, name in tensor_names(tensor, model).items():
             parts.setdefault((name, at), []).append(tensor)
-    for (name, at), own in parts.items():
-        adapted = [tensor for tensor in own if tensor.ours + A in weights]
+    for (name, at), group in parts.items():
+        adapted = [tensor for tensor in group if tensor.ours + A in weights]
         if not adapted:
             continue
         transposed = _is_transposed(adapted[0], *(weights[adapted[0].ours + end][at] for end in (A, B)))
         module = name.removesuffix(".weight")
-        a, b = _of_module(own, weights, at, {tensor.ours: declared[tensor.ours].shape[1:] for tensor in own})
+        a, b = _of_module(group, weights, at, {tensor.ours: declared[tensor.ours].shape[1:] for tensor in group})
         ranks[".".join(module.split(".")[-2:])] = len(a)
         for which, matrix in (("A", a), ("B", b)):
             stored[f"base_model.model.{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix)
-    others = {module: rank for module, rank in ranks.items() if rank != lora.rank}
+    other_ranks = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -98,8 +98,8 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": sorted(ranks),
-        "rank_pattern": others,
-        "alpha_pattern": {module: lora.scale * rank for module, rank in others.items()},
+        "rank_pattern": other_ranks,
+        "alpha_pattern": {module: lora.scale * rank for module, rank in other_ranks.items()},
         "bias": "none",
         "fan_in_fan_out": transposed,
         "inference_mode": True,
@@ -123,10 +123,10 @@ def _of_module(
             continue
         a, b = (np.asarray(weights[tensor.ours + end][at]) for end in (A, B))
         if a.ndim == 2:
-            own, factor = {t.ours: (b.shape[0], *shapes[t.ours][1:]) for t in parts}, b
+            shapes_of_parts, factor = {t.ours: (b.shape[0], *shapes[t.ours][1:]) for t in parts}, b
         else:
-            own, factor = {t.ours: (*shapes[t.ours][:-1], a.shape[-1]) for t in parts}, a
-        theirs = np.zeros(whole_shape((t, own[t.ours]) for t in parts), np.float32)
+            shapes_of_parts, factor = {t.ours: (*shapes[t.ours][:-1], a.shape[-1]) for t in parts}, a
+        theirs = np.zeros(whole_shape((t, shapes_of_parts[t.ours]) for t in parts), np.float32)
         tensor.put(theirs, factor)
         theirs = theirs.T if _is_transposed(tensor, a, b) else theirs
         firsts.append(a.T if a.ndim == 2 else theirs)

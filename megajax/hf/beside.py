@@ -49,8 +49,8 @@ def is_its_tokenizer(source: Path, spec: str | None) -> bool:
     if has_no_file(spec) or not Path(spec).exists():
         return False
     given = tokenizer_files(spec)[0]
-    own = [source / name for name in FILES if (source / name).is_file()] + files_in(source)
-    return any(filecmp.cmp(path, given, shallow=False) for path in own)
+    files = [source / name for name in FILES if (source / name).is_file()] + files_in(source)
+    return any(filecmp.cmp(path, given, shallow=False) for path in files)
 
 
 def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -60,11 +60,11 @@ def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, 
     """
     files = {name: (run_dir / name).read_bytes() for name in TOKENIZER_FILES if (run_dir / name).is_file()}
     ids = token_ids(run_dir, config)
-    kept = read_json(run_dir / GENERATION)
-    if kept and kept.get("eos_token_id") in (None, ids.get("eos_token_id")):
+    settings = read_json(run_dir / GENERATION)
+    if settings and settings.get("eos_token_id") in (None, ids.get("eos_token_id")):
         files[GENERATION] = (run_dir / GENERATION).read_bytes()
     elif ids:
-        files[GENERATION] = (json.dumps(kept | ids, indent=2, sort_keys=True) + "\n").encode()
+        files[GENERATION] = (json.dumps(settings | ids, indent=2, sort_keys=True) + "\n").encode()
     keys = {name: None for name in ("bos_token_id", "eos_token_id")} | ids  # absent: transformers' defaults
     if config.model.position != "learned":
         longest = _kept(run_dir).get("max_position_embeddings", 0)
@@ -82,8 +82,8 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
     ids = {name: stored_ids(run_dir, name) for name in TOKENS}
     if tokenizer is not None:
         pad = tokenizer.token_id(token_names(run_dir).get("pad_token", ""))
-        for name, own in (("bos_token", tokenizer.begin_of_text), ("pad_token", pad)):
-            ids[name] = ids[name] or [token for token in [own] if token is not None]
+        for name, token_of_setting in (("bos_token", tokenizer.begin_of_text), ("pad_token", pad)):
+            ids[name] = ids[name] or [token for token in [token_of_setting] if token is not None]
         arguments = config.data.template_arguments if config.data.kind == "chat" else None
         stops = stop_tokens(run_dir, tokenizer, known_end(config.data, tokenizer), arguments)
         if set(stops) != set(ids["eos_token"]):

@@ -130,8 +130,8 @@ def run_logits(checkpoint: Path, model: ModelConfig, tokens: np.ndarray) -> np.n
     def abstract(arrays):
         return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for name, a in arrays.items()}
 
-    kept = {kind: abstract(own) for kind, own in layer_state(model).items()}
-    params, state = restore_model(str(checkpoint), abstract(parameters(network)), kept, model, "RUN_DIR")
+    layer_states = {kind: abstract(states) for kind, states in layer_state(model).items()}
+    params, state = restore_model(str(checkpoint), abstract(parameters(network)), layer_states, model, "RUN_DIR")
     return np.asarray(jax.jit(lambda p, s, t: bind(network, p)(t, state=s))(params, state, tokens))
 
 

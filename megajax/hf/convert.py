@@ -224,14 +224,14 @@ def stream(weights: Mapping[str, Any], model: ModelConfig, dtype: str) -> Iterat
 
     The layers' state keeps its dtype. Raises InputError if no family fits, or if the weights lack a tensor of it.
     """
-    family, number, kept = family_for(model), np.dtype(dtype), state_by_name(layer_state(model))
+    family, number, states = family_for(model), np.dtype(dtype), state_by_name(layer_state(model))
     tensors = [*family.tensors(model), *family.copies(model)]
     if absent := next((tensor.ours for tensor in tensors if tensor.ours not in weights), None):
         raise InputError(
             f"the model has no {absent}, but model_type {family.model_type} does: train it with an objective that "
             "reads logits (objective.kind)."
         )
-    return their_tensors(weights, tensors, model, number, kept)
+    return their_tensors(weights, tensors, model, number, states)
 
 
 def their_tensors(
@@ -239,11 +239,11 @@ def their_tensors(
     entries: Sequence[Tensor],
     model: ModelConfig,
     dtype: np.dtype,
-    kept: Mapping[str, jax.ShapeDtypeStruct],
+    states: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of the `entries` one by one with their names, in the order of the layers, without padding.
 
-    Those of the layers' state have the dtypes in `kept`, the others have `dtype`.
+    Those of the layers' state have the dtypes in `states`, the others have `dtype`.
     """
     parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
     for tensor in entries:
@@ -254,7 +254,7 @@ def their_tensors(
         for tensor, at in parts[name]:
             array = np.asarray(weights[tensor.ours][at])
             array = array[tuple(map(slice, unpadded(tensor.ours, weights[tensor.ours].shape, model)[len(at) :]))]
-            wanted = kept[tensor.ours].dtype if tensor.ours in kept else dtype
+            wanted = states[tensor.ours].dtype if tensor.ours in states else dtype
             arrays.append((tensor, array.astype(wanted, copy=False)))
         yield name, assembled(arrays)
 

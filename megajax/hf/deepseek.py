@@ -40,9 +40,9 @@ class DeepseekV2(Llama):
     score_function = "softmax"
 
     def read_options(self, config: Json) -> Json:
-        kept = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
-        kept |= {"scoring_func": self.score_function, "num_key_value_heads": config["num_attention_heads"]}
-        for key, known in kept.items():
+        known_values = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
+        known_values |= {"scoring_func": self.score_function, "num_key_value_heads": config["num_attention_heads"]}
+        for key, known in known_values.items():
             if config.get(key) not in (None, known):
                 raise ValueError(f"{key}={config[key]} is not {known}")
         if missing := [name for name in (*LATENT[1:], *MOE) if config[name] is None]:

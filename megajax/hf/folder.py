@@ -194,8 +194,8 @@ def text_names(names: Iterable[str], folder: Path) -> dict[str, str]:
     that of a model without its head, as transformers' base classes save it, they lack one: also GPT-2 as published.
     """
     found = {name: name for name in names}
-    for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
-        if text := {own + name.removeprefix(prefix): name for name in found if name.startswith(prefix)}:
+    for prefix, new_prefix in (("language_model.", ""), ("model.language_model.", "model.")):
+        if text := {new_prefix + name.removeprefix(prefix): name for name in found if name.startswith(prefix)}:
             found = text | {name: name for name in found if name.startswith("lm_head.")}
             break
     for embedding, prefix in BASES.items():
@@ -254,8 +254,8 @@ def _base_of(adapters: Path) -> str:
 
 def _text_config(config: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The language model's config, with the keys of the whole model's that are about both."""
-    whole, own = (part.get("tie_word_embeddings") for part in (config, text))
-    if None not in (whole, own) and whole != own:
+    whole, of_text = (part.get("tie_word_embeddings") for part in (config, text))
+    if None not in (whole, of_text) and whole != of_text:
         raise InputError(
             f"{path}: tie_word_embeddings is true and false, one of them in text_config: remove the wrong."
         )

@@ -51,7 +51,7 @@ class Gpt2:
         return config | {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "activation_function": next((n for n, own in ACTIVATIONS.items() if own == model.activation), "gelu_new"),
+            "activation_function": next((n for n, a in ACTIVATIONS.items() if a == model.activation), "gelu_new"),
             "n_inner": model.ffn_hidden_size,
             "scale_attn_weights": model.attention_scale != 1.0,
             "tie_word_embeddings": model.tie_embeddings,

@@ -31,12 +31,12 @@ def import_folder(folder: Path, run_dir: Path) -> None:
     device = SingleDeviceSharding(jax.devices("cpu")[0])
     declared = parameters(Transformer(config.model))
     shapes = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=device) for name, p in declared.items()}
-    kept = {
-        kind: {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for name, a in own.items()}
-        for kind, own in layer_state(config.model).items()
+    layer_states = {
+        kind: {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for name, a in arrays.items()}
+        for kind, arrays in layer_state(config.model).items()
     }
     with new_folder(run_dir) as partial:
-        params, state = load(folder, shapes, kept, config.model, "HF_FOLDER")
+        params, state = load(folder, shapes, layer_states, config.model, "HF_FOLDER")
         save_weights(partial, params, state, {"format": 1, "step": 0, "model": describe_model(config.model)})
         beside.keep(folder, partial)
         if files_in(folder):

@@ -145,10 +145,10 @@ class Reader:
         Every process reads and adds the same blocks of rows, so that the mean is the same on any mesh.
         """
         [name] = self.names.values()
-        rows, *rest = self.weights.shape(name)
-        total, step = np.zeros(rest), max(1, PIECE_BYTES // (8 * math.prod(rest)))
+        rows, *width = self.weights.shape(name)
+        total, step = np.zeros(width), max(1, PIECE_BYTES // (8 * math.prod(width)))
         for start in range(0, rows, step):
-            block = (slice(start, min(start + step, rows)), *(slice(0, size) for size in rest))
+            block = (slice(start, min(start + step, rows)), *(slice(0, size) for size in width))
             total += self.weights.read(name, block).astype(np.float64).sum(axis=0)
         return (total / rows).astype(np.float32)
 
@@ -195,8 +195,8 @@ class Reader:
         row = 4 * math.prod(s.stop - s.start for s in wanted) // (wanted[cut].stop - wanted[cut].start)
         step = max(1, PIECE_BYTES // row)
         for start in range(wanted[cut].start, wanted[cut].stop, step):
-            own = slice(start, min(start + step, wanted[cut].stop))
-            yield (*wanted[:cut], own, *wanted[cut + 1 :])
+            piece = slice(start, min(start + step, wanted[cut].stop))
+            yield (*wanted[:cut], piece, *wanted[cut + 1 :])
 
 
 def on_devices(
@@ -212,11 +212,11 @@ def on_devices(
     def read(name: str, array: jax.ShapeDtypeStruct) -> jax.Array:
         return readers[name].on_devices(array.sharding, array.dtype)
 
-    kept = {
-        kind: {name: read(f"blocks.{kind}.{name}", array) for name, array in own.items()}
-        for kind, own in layer_state.items()
+    states = {
+        kind: {name: read(f"blocks.{kind}.{name}", array) for name, array in arrays.items()}
+        for kind, arrays in layer_state.items()
     }
-    return {name: read(name, array) for name, array in params.items()}, kept
+    return {name: read(name, array) for name, array in params.items()}, states
 
 
 class TensorPiece(NamedTuple):
@@ -244,7 +244,7 @@ def check_tensors(weights: NamedTensors, readers: Sequence[Reader], unused: tupl
     for reader in readers:
         for name in reader.names.values():
             parts.setdefault(name, []).append((reader.tensor, reader.rest))
-    expected = {name: whole_shape(own) for name, own in parts.items()}
+    expected = {name: whole_shape(pieces) for name, pieces in parts.items()}
     for name, shape in expected.items():
         if name not in weights.files:
             raise InputError(f"{weights.folder} has no tensor {name}: copy the whole model.")

@@ -124,10 +124,10 @@ class Tensor:
             slices[self.fused] = self.in_fused(slices[self.fused])
         return tuple(slices)
 
-    def in_fused(self, own: slice) -> slice:
+    def in_fused(self, rows: slice) -> slice:
         """A slice of this part in the dimension that it shares with others."""
-        first = self.start + own.start * self.step
-        return slice(first, first + (own.stop - own.start - 1) * self.step + 1, self.step)
+        first = self.start + rows.start * self.step
+        return slice(first, first + (rows.stop - rows.start - 1) * self.step + 1, self.step)
 
     def to_ours(self, block: Any, shape: Sequence[int], wanted: Slices) -> Any:
         """A block of the tensor (NumPy or jax), as `their_slices` names it → the slices `wanted` of the parameter."""
@@ -147,8 +147,8 @@ class Tensor:
     def put(self, tensor: np.ndarray, array: np.ndarray) -> None:
         """Write the parameter `array`, or one layer's and expert's part, into its numbers of the whole `tensor`."""
         if self.fused is not None:
-            own = slice(0, self.their_shape(array.shape)[self.fused])
-            tensor = tensor[(slice(None),) * self.fused + (self.in_fused(own),)]
+            rows = slice(0, self.their_shape(array.shape)[self.fused])
+            tensor = tensor[(slice(None),) * self.fused + (self.in_fused(rows),)]
         if not self.pattern:
             tensor[...] = array
             return
@@ -177,8 +177,8 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
 def whole_shape(parts: Iterable[tuple[Tensor, Sequence[int]]]) -> tuple[int, ...]:
     """The shape of a tensor whose parts are those of parameters with these shapes, without stacked dimensions."""
     shape: list[int] = []
-    for tensor, own in parts:
-        part = tensor.their_shape(own)
+    for tensor, size in parts:
+        part = tensor.their_shape(size)
         shape = shape or [*part]
         if tensor.fused is not None:
             shape[tensor.fused] = max(shape[tensor.fused], tensor.in_fused(slice(0, part[tensor.fused])).stop)

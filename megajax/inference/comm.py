@@ -47,7 +47,7 @@ class WholeSequences(Comm):
         """The tokens at these positions `[B, S]`."""
         return TokenPositions(positions)
 
-    def sequence_length(self, own: int) -> int:
+    def sequence_length(self, local: int) -> int:
         return self.max_length  # new tokens have the rotary positions of those in the cache
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
@@ -61,17 +61,17 @@ class WholeSequences(Comm):
 
     def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
         over = dividing(w_up.shape[0], EXPERT_AXES, self.sizes)
-        rest = tuple(axis for axis in SHARED_AXES if axis not in over)
+        token_axes = tuple(axis for axis in SHARED_AXES if axis not in over)
 
         def apply(x, experts, weights, w_up, w_down, biases):
             count = w_up.shape[0]
             first = lax.axis_index(over) * count if over else 0
-            own = jnp.where((experts >= first) & (experts < first + count), experts - first, count)
+            local_experts = jnp.where((experts >= first) & (experts < first + count), experts - first, count)
             how = {"kernels": self.kernels.experts, "max_over_devices": lambda amax: amax}
-            y = ops.apply_experts(activation, x, own, weights, w_up, w_down, capacity, biases, **how)
+            y = ops.apply_experts(activation, x, local_experts, weights, w_up, w_down, capacity, biases, **how)
             return lax.psum(y.astype(jnp.float32), over).astype(y.dtype) if over else y
 
-        tokens, matrices = P(dividing(len(x), rest, self.sizes)), P(over)
+        tokens, matrices = P(dividing(len(x), token_axes, self.sizes)), P(over)
         return self.divided(apply, (tokens, tokens, tokens, matrices, matrices, matrices), tokens)(
             x, experts, weights, w_up, w_down, biases
         )
@@ -122,8 +122,8 @@ class Prefill(WholeSequences):
         """Keys or values `[B, S, K, H]` of the prompts as the cache keeps them, `[B, K, W, H]`."""
         slots = jnp.arange(min(self.slots, window + self.new - 1) if window else self.slots)
         newest = newest_position(slots, self.lengths - 1)  # [B, W]; negative in slots that are still empty
-        kept = jnp.take_along_axis(x, jnp.maximum(newest, 0)[:, :, None, None], axis=1)
-        return self.place(kept.transpose(0, 2, 1, 3), P(self.sequences(len(x)), self.heads(x.shape[2])))
+        newest_tokens = jnp.take_along_axis(x, jnp.maximum(newest, 0)[:, :, None, None], axis=1)
+        return self.place(newest_tokens.transpose(0, 2, 1, 3), P(self.sequences(len(x)), self.heads(x.shape[2])))
 
 
 class Decode(WholeSequences):
@@ -197,10 +197,10 @@ def _attend_to_cache(
     if values is not None:
         values = values.at[rows, :, slots].set(v)
     stored = newest_position(jnp.arange(width), positions[:, -1])[:, None]
-    own = jnp.maximum(positions, 0)[..., None]  # a token before the first is never read, but must not become NaN
-    visible = (stored >= 0) & (stored <= own)
+    of_query = jnp.maximum(positions, 0)[..., None]  # a token before the first is never read, but must not become NaN
+    visible = (stored >= 0) & (stored <= of_query)
     if settings.window is not None:
-        visible &= stored > own - settings.window
+        visible &= stored > of_query - settings.window
     read = keys[..., shared:] if values is None else values
     out = ops.cached_attention(q, keys, read, visible, softcap=settings.softcap, scale=settings.scale, sinks=sinks)
     return out, LayerCache(keys, values)

@@ -161,10 +161,10 @@ class Generator:
         new = jnp.arange(tokens.shape[1]) <= last[:, None]
         stopped = new & (tokens[..., None] == self.stop).any(axis=2)
         ended = progress.done[:, None] | (jnp.cumsum(stopped, axis=1) > 0)
-        kept = jnp.where(active[:, None] & new & ~ended, tokens, NONE)
+        written = jnp.where(active[:, None] & new & ~ended, tokens, NONE)
         rows, added = jnp.arange(len(tokens))[:, None], jnp.where(active, last + 1, 0)
         return progress._replace(
-            tokens=progress.tokens.at[rows, positions_from(progress.count, tokens.shape[1])].set(kept),
+            tokens=progress.tokens.at[rows, positions_from(progress.count, tokens.shape[1])].set(written),
             count=progress.count + added,
             position=progress.position + added,
             done=progress.done | active & stopped.any(axis=1),

@@ -144,9 +144,9 @@ class LanguageModel:
         x = self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1))
         x = comm.place(x, comm.token_spec(len(tokens)))
         for layer, kind in enumerate(layer_kinds(self.config)):
-            own, state = weights.layers[layer], weights.state[layer]
+            layer_weights, state = weights.layers[layer], weights.state[layer]
             ctx = LayerContext(comm, inputs, layer, kind, state=state)
-            x, _ = self.model.blocks[kind.block].apply(own, x, ctx)
+            x, _ = self.model.blocks[kind.block].apply(layer_weights, x, ctx)
         return self.model.output(weights.outer, x).reshape(*tokens.shape, -1)
 
 

@@ -81,13 +81,13 @@ class MegajaxLM(TemplateLM):
         return self.model.encode(string, add_special_tokens is not False) if string else []
 
     def _loglikelihood_tokens(self, requests, **_: Any) -> list[tuple[float, bool]]:
-        longest = max((len(rest) for _, _, rest in requests), default=0)
+        longest = max((len(target) for _, _, target in requests), default=0)
         if longest > self.model.max_length:
             raise InputError(
                 f"an answer to score has {longest} tokens, but the model's context has {self.model.max_length}: choose "
                 "another task."
             )
-        found = self.scorer.scores([ScoredWindow([*context, *rest], len(context)) for _, context, rest in requests])
+        found = self.scorer.scores([ScoredWindow([*context, *target], len(context)) for _, context, target in requests])
         return [(score.log_likelihood, score.is_greedy) for score in found]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:

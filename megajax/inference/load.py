@@ -75,16 +75,16 @@ def _load(source: WeightSource, mesh: Mesh | None, dtype: str | None, speculate:
     text, model = source.text(config), Transformer(config.model)
     state, base = abstract_state(model, mesh), abstract_parameters(model, mesh, config.precision.compute)
     if config.lora.rank is None:
-        params, kept = source.read(base, state, config.model)
-        return LanguageModel(config, params, kept, mesh, text, speculate=speculate)
+        params, layer_state = source.read(base, state, config.model)
+        return LanguageModel(config, params, layer_state, mesh, text, speculate=speculate)
     # Adapters are merged into their base.
     whole = abstract_parameters(Transformer(config.model, config.lora), mesh, jnp.float32)
     adapters = {name: shape for name, shape in whole.items() if is_adapter(name)}
-    adapted, kept = source.read(adapters, state, config.model)
+    adapted, layer_state = source.read(adapters, state, config.model)
     assert config.checkpoint.init_from is not None
     params, _ = find_source(config.checkpoint.init_from, "checkpoint.init_from").read(base, {}, config.model)
     params = merge(params, adapted, config.lora)
-    return LanguageModel(config, params, kept, mesh, text, speculate=speculate)
+    return LanguageModel(config, params, layer_state, mesh, text, speculate=speculate)
 
 
 def _first_device() -> Mesh:

@@ -50,8 +50,8 @@ def choose(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array) -> jax.A
     """The next token of each sequence, `[B]` int32, from FP32 logits and a random key per sequence."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_bv, axis=-1).astype(jnp.int32)
-    kept = remaining(logits_bv / sampling.temperature, sampling)
-    return jax.vmap(jax.random.categorical)(keys_b, kept).astype(jnp.int32)
+    logits = remaining(logits_bv / sampling.temperature, sampling)
+    return jax.vmap(jax.random.categorical)(keys_b, logits).astype(jnp.int32)
 
 
 def remaining(logits_bv: jax.Array, sampling: Sampling) -> jax.Array:
@@ -75,8 +75,8 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """The probabilities `[..., V]` with which `choose` takes each token: float32, of FP32 logits."""
     if sampling.temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    kept = remaining(logits.reshape(-1, logits.shape[-1]) / sampling.temperature, sampling)
-    return jax.nn.softmax(kept, axis=-1).reshape(logits.shape)
+    remaining_logits = remaining(logits.reshape(-1, logits.shape[-1]) / sampling.temperature, sampling)
+    return jax.nn.softmax(remaining_logits, axis=-1).reshape(logits.shape)
 
 
 def verify(p: jax.Array, q: jax.Array, drafts: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,6 +90,6 @@ def verify(p: jax.Array, q: jax.Array, drafts: jax.Array, uniform: jax.Array) ->
     accepted = jnp.cumprod(uniform * drawn[1] < drawn[0], axis=1).sum(axis=1)
     rows = jnp.arange(len(p))
     model, draft = p[rows, accepted], jnp.pad(q, ((0, 0), (0, 1), (0, 0)))[rows, accepted]
-    rest = jnp.maximum(model - draft, 0)
-    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, model)  # p = q up to rounding
-    return accepted, rest / rest.sum(-1, keepdims=True)
+    residual = jnp.maximum(model - draft, 0)
+    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, model)  # p = q up to rounding
+    return accepted, residual / residual.sum(-1, keepdims=True)

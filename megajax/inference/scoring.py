@@ -75,20 +75,20 @@ class Scorer:
     def scores(self, all_windows: Sequence[ScoredWindow]) -> list[Score]:
         """The score of each window; one that is longer than the context is cut at its beginning."""
         limit = self.model.max_length
-        kept = []
+        windows = []
         for tokens, start, counted in all_windows:
             cut = max(0, len(tokens) - 1 - limit)
             first = max(1, start - cut)
-            kept.append(
+            windows.append(
                 ScoredWindow(tokens[cut:], first, counted if counted is None else counted[first + cut - start :])
             )
-        out: list[Score | None] = [None] * len(kept)
-        order = sorted(range(len(kept)), key=lambda i: -len(kept[i].tokens))
+        out: list[Score | None] = [None] * len(windows)
+        order = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
         while order:
-            length = self._padded(len(kept[order[0]].tokens) - 1)
+            length = self._padded(len(windows[order[0]].tokens) - 1)
             count = max(1, self.tokens_per_batch // length)
             chosen, order = order[:count], order[count:]
-            for i, score in zip(chosen, self._batch([kept[i] for i in chosen], length, count), strict=True):
+            for i, score in zip(chosen, self._batch([windows[i] for i in chosen], length, count), strict=True):
                 out[i] = score
         return [score for score in out if score is not None]
 
@@ -105,10 +105,10 @@ class Scorer:
         likelihoods, greedy = (np.asarray(a) for a in found)
         out = []
         for row, (tokens, start, counted) in enumerate(batch):
-            own = np.arange(start - 1, len(tokens) - 1)
-            own = own if counted is None else own[counted]
-            total = likelihoods[row, own].sum(dtype=np.float64)
-            out.append(Score(float(total), bool(greedy[row, own].all()), own.size))
+            counted_tokens = np.arange(start - 1, len(tokens) - 1)
+            counted_tokens = counted_tokens if counted is None else counted_tokens[counted]
+            total = likelihoods[row, counted_tokens].sum(dtype=np.float64)
+            out.append(Score(float(total), bool(greedy[row, counted_tokens].all()), counted_tokens.size))
         return out
 
     def _predictions(self, weights: ModelWeights, inputs, targets) -> tuple[jax.Array, jax.Array]:
@@ -122,8 +122,8 @@ class Scorer:
 
         def piece(x, targets):
             logits = model.model.logits(weights.outer, x)
-            own = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-            return own - jax.nn.logsumexp(logits, axis=1), jnp.argmax(logits, axis=1) == targets
+            of_targets = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+            return of_targets - jax.nn.logsumexp(logits, axis=1), jnp.argmax(logits, axis=1) == targets
 
         cut = partial(jnp.reshape, shape=(pieces, tokens // pieces, -1))
         found = lax.map(lambda part: piece(*part), (cut(x), cut(targets)[..., 0]))

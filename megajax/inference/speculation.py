@@ -41,7 +41,7 @@ class Verified(NamedTuple):
     steps: jax.Array  # [] int32, one for each sequence in each step
     accepted: jax.Array  # [N] int32, the steps in which each draft was accepted
 
-    def sentence(self) -> str:
+    def explain(self) -> str:
         """Tokens per step, and the share of the steps in which each draft was accepted."""
         if not self.steps:
             return "speculation: no drafts were verified."
@@ -82,8 +82,8 @@ class Drafter:
         p = distribution(self.model.model.logits(weights.outer, h), self.sampling)
         positions = positions_from(position + 1, self.count)
         uniform = jax.vmap(jax.vmap(lambda key, at: jax.random.uniform(_key(key, at, ACCEPT)), (None, 0)))
-        accepted, rest = verify(p, drafts.distributions, drafts.tokens, uniform(keys, positions))
-        token = _draw(rest, keys, position + 1 + accepted, REPLACE)
+        accepted, residual = verify(p, drafts.distributions, drafts.tokens, uniform(keys, positions))
+        token = _draw(residual, keys, position + 1 + accepted, REPLACE)
         outputs = jnp.concatenate([drafts.outputs, h], axis=1)
         return accepted, token, DraftWindow(outputs, tokens, position - before, accepted + before)
 
@@ -115,9 +115,9 @@ class Drafter:
         layer = prediction_layers(config)[k]
         embedded = model.embed_tokens(weights.outer, tokens.reshape(-1))
         pair = jnp.concatenate([embedded, x.reshape(embedded.shape)], axis=1)
-        pair, own = comm.place(pair, comm.token_spec(len(x))), (weights.layers[layer], weights.state[layer])
-        ctx = LayerContext(comm, block_inputs(positions), layer, prediction_kind(config), state=own[1])
-        y, _ = model.blocks[MTP].apply(own[0], pair, ctx)
+        pair, module = comm.place(pair, comm.token_spec(len(x))), (weights.layers[layer], weights.state[layer])
+        ctx = LayerContext(comm, block_inputs(positions), layer, prediction_kind(config), state=module[1])
+        y, _ = model.blocks[MTP].apply(module[0], pair, ctx)
         return y.reshape(x.shape)
 
     def _choose(self, weights: ModelWeights, h, keys, positions) -> tuple[jax.Array, jax.Array]:

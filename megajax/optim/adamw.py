@@ -10,8 +10,8 @@ class AdamW(OptaxOptimizer):
     STATE = optax.ScaleByAdamState
 
     def transformation(self) -> optax.GradientTransformation:
-        own = self.plan.optimizer
-        return optax.scale_by_adam(own.beta1, own.beta2, own.epsilon)
+        settings = self.plan.optimizer
+        return optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon)
 
     @property
     def first_moment(self) -> tuple[str, float]:

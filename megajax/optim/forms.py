@@ -56,9 +56,9 @@ class Form:
         """FP32 → the arrays; `bits` are 32 random ones for each number."""
         return x
 
-    def decode(self, kept: Any, placement: Placement, non_negative: bool) -> jax.Array:
+    def decode(self, stored: Any, placement: Placement, non_negative: bool) -> jax.Array:
         """The arrays → FP32."""
-        return kept
+        return stored
 
 
 class LowBits(Form):
@@ -79,8 +79,8 @@ class BFloat16(Form):
         sum_of = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)
         return jax.lax.bitcast_convert_type((sum_of >> 16).astype(jnp.uint16), jnp.bfloat16)
 
-    def decode(self, kept: jax.Array, placement: Placement, non_negative: bool) -> jax.Array:
-        return kept.astype(jnp.float32)
+    def decode(self, stored: jax.Array, placement: Placement, non_negative: bool) -> jax.Array:
+        return stored.astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -102,8 +102,8 @@ class Int8(Form):
     def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> Blocks:
         return to_blocks(x, block_of(placement), non_negative, bits)
 
-    def decode(self, kept: Blocks, placement: Placement, non_negative: bool) -> jax.Array:
-        return from_blocks(kept, block_of(placement), non_negative)
+    def decode(self, stored: Blocks, placement: Placement, non_negative: bool) -> jax.Array:
+        return from_blocks(stored, block_of(placement), non_negative)
 
 
 def to_blocks(x: jax.Array, block: tuple[int, int], second: bool, bits: jax.Array) -> Blocks:
@@ -126,11 +126,11 @@ def to_blocks(x: jax.Array, block: tuple[int, int], second: bool, bits: jax.Arra
     return Blocks(codes, scales)
 
 
-def from_blocks(kept: Blocks, block: tuple[int, int], second: bool) -> jax.Array:
+def from_blocks(blocks: Blocks, block: tuple[int, int], second: bool) -> jax.Array:
     """The inverse of `to_blocks`, FP32."""
-    code = kept.codes.astype(jnp.float32)
+    code = blocks.codes.astype(jnp.float32)
     share = jnp.where(code > 0, _second_of(code), 0.0) if second else code * jnp.abs(code) / 127**2
-    return share * _spread(kept.scales, *block)
+    return share * _spread(blocks.scales, *block)
 
 
 def _second_of(code: jax.Array) -> jax.Array:

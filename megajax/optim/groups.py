@@ -27,18 +27,18 @@ def group_of(plan: StepPlan, names: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for index, group in enumerate(plan.optimizer.groups):
         where = f"{KEY}.{index}.parameters"
-        own: set[str] = set()
+        members: set[str] = set()
         for pattern in group.parameters:
             matched = fnmatch.filter(names, pattern)
             if not matched:
                 near = difflib.get_close_matches(pattern, names, 1, 0) or names[:1]
                 problem = f"{where} has {pattern!r}, which matches no trained parameter"
                 plan.refuse(problem, f"a name is {near[0]}", KEY)
-            own |= set(matched)
-        if own <= found.keys():
+            members |= set(matched)
+        if members <= found.keys():
             problem = f"all parameters of {where}={list(group.parameters)} are in groups before it"
             plan.refuse(problem, "put the narrower group first, or remove this one", KEY)
-        found |= {name: index for name in own - found.keys()}
+        found |= {name: index for name in members - found.keys()}
     return found
 
 
@@ -57,15 +57,15 @@ def rates(plan: StepPlan, declared: Mapping[str, Any], slots: OptimizerSlots) ->
 
 def decays(plan: StepPlan, declared: Mapping[str, Any]) -> dict[str, float]:
     """The weight decay of each parameter."""
-    own, groups = plan.optimizer, _groups(plan, declared)
+    settings, groups = plan.optimizer, _groups(plan, declared)
     of_role = {
         "matrix": True,
-        "embedding": own.decay_embeddings,
-        "norm": own.decay_norms,
-        "bias": own.decay_biases,
+        "embedding": settings.decay_embeddings,
+        "norm": settings.decay_norms,
+        "bias": settings.decay_biases,
     }
     return {
-        name: own.weight_decay * of_role[p.role] * (groups[name].weight_decay if name in groups else 1.0)
+        name: settings.weight_decay * of_role[p.role] * (groups[name].weight_decay if name in groups else 1.0)
         for name, p in declared.items()
     }
 
@@ -75,9 +75,9 @@ def clip(plan: StepPlan, gradients: Mapping[str, jax.Array], norm: jax.Array) ->
 
     `norm` is that of all gradients.
     """
-    own, groups = plan.optimizer, group_of(plan, list(gradients))
-    apart = {name: index for name, index in groups.items() if own.groups[index].clip_norm is not None}
-    limits = {None: own.clip_norm} | {index: own.groups[index].clip_norm or 0.0 for index in apart.values()}
+    settings, groups = plan.optimizer, group_of(plan, list(gradients))
+    apart = {name: index for name, index in groups.items() if settings.groups[index].clip_norm is not None}
+    limits = {None: settings.clip_norm} | {index: settings.groups[index].clip_norm or 0.0 for index in apart.values()}
     out = {}
     for index, limit in limits.items():
         together = {name: g for name, g in gradients.items() if apart.get(name) == index}

@@ -132,15 +132,15 @@ class MatrixLayout:
         # Rows by the mesh axes that divide layers and experts, then those of a device: its matrices.
         sides, over = list[int](), list[str]()
         for size, entry in zip(stored, self.placement.spec, strict=False):
-            own = [axis for axis in _axes(entry) if sizes[axis] > 1]
-            sides += [*(sizes[axis] for axis in own), size // math.prod(sizes[axis] for axis in own)]
-            over += [*own, ""]
+            dividing = [axis for axis in _axes(entry) if sizes[axis] > 1]
+            sides += [*(sizes[axis] for axis in dividing), size // math.prod(sizes[axis] for axis in dividing)]
+            over += [*dividing, ""]
         order = sorted(range(len(over)), key=lambda dim: over[dim] == "")
         local = index.reshape(sides).transpose(order).reshape(-1, self.count)
-        number, own = rounds(self.shape, sizes, self.count)
+        number, each_round = rounds(self.shape, sizes, self.count)
         devices = math.prod(sizes[axis] for axis in axes) // len(local)
-        padded = np.pad(local, ((0, 0), (0, number * devices * own - self.count)), constant_values=EMPTY)
-        rows = padded.reshape(-1, number, devices, own).swapaxes(1, 2).ravel()
+        padded = np.pad(local, ((0, 0), (0, number * devices * each_round - self.count)), constant_values=EMPTY)
+        rows = padded.reshape(-1, number, devices, each_round).swapaxes(1, 2).ravel()
         whole = (int((index != EMPTY).sum()), *shape)
         return Placement(whole, OWNED, P(axes or None, None, None), (len(rows), *shape), None, 1, tuple(rows.tolist()))
 
@@ -157,25 +157,25 @@ def on_whole_matrices(
 
     def local(shards: dict[str, jax.Array], slots: dict[str, Slots]) -> tuple[dict[str, jax.Array], dict[str, Slots]]:
         out: dict[str, jax.Array] = {}
-        kept: dict[str, Slots] = {}
+        new_slots: dict[str, Slots] = {}
         done = None
         for shape, names in groups(layouts, slots):
-            layout, own = layouts[names[0]], slots.get(names[0], {})
+            layout, held = layouts[names[0]], slots.get(names[0], {})
             matrices = [layouts[name].matrices(shards[name]).astype(dtype) for name in names]
             if done is not None:  # independent collectives must not overlap: devices may order them differently
-                matrices, own, done = not_before((matrices, own, done))
-            if own:
-                done, kept[names[0]] = _group(_unpadded(compute, layout), shape, sizes, matrices[0], own)
+                matrices, held, done = not_before((matrices, held, done))
+            if held:
+                done, new_slots[names[0]] = _group(_unpadded(compute, layout), shape, sizes, matrices[0], held)
             else:
                 done, _ = _group(compute, shape, sizes, jnp.concatenate(matrices), {})
             parts = jnp.split(done, [*accumulate(len(m) for m in matrices)][:-1])
             for name, part in zip(names, parts, strict=True):
                 out[name] = layouts[name].shard(part, shards[name].shape)
-        return out, kept
+        return out, new_slots
 
     def whole(arrays: dict[str, jax.Array], slots: dict[str, Slots]) -> Any:
         specs = {name: layout.placement.spec for name, layout in layouts.items()}
-        owned = {name: dict.fromkeys(own, P(layouts[name].owner_axes(sizes) or None)) for name, own in slots.items()}
+        owned = {name: dict.fromkeys(held, P(layouts[name].owner_axes(sizes) or None)) for name, held in slots.items()}
         both = specs, owned
         return jax.shard_map(local, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)(arrays, slots)
 
@@ -233,11 +233,11 @@ def _group(
         return returned, {name: x.reshape(slots[name].shape) for name, x in by_round.items()}
 
     def body(carry, given):
-        (whole, computed), (following, own) = carry, given
+        (whole, computed), (following, slots_of_round) = carry, given
         returned = exchange.back(computed)
         following, returned = not_before((following, returned))
-        computed, own = compute(whole, own)
-        return (exchange.there(following), computed), (returned, own)
+        computed, slots_of_round = compute(whole, slots_of_round)
+        return (exchange.there(following), computed), (returned, slots_of_round)
 
     first = exchange.there(rounded[0])
     # The first round returns zeros, and the last one receives the first round's matrices again: both are dropped.
@@ -261,8 +261,8 @@ class _Exchange:
     def there(self, shards: jax.Array) -> jax.Array:
         """`[devices · copies · k, rows / n, columns / n']` → this device's k matrices, whole."""
         if self.copies > 1:
-            own = len(shards) // self.copies
-            shards = lax.dynamic_slice_in_dim(shards, lax.axis_index(self.copies_over) * own, own)
+            share = len(shards) // self.copies
+            shards = lax.dynamic_slice_in_dim(shards, lax.axis_index(self.copies_over) * share, share)
         if self.devices == 1:
             return shards
         received = lax.all_to_all(shards, self.axes, 0, 0, tiled=True)

@@ -46,18 +46,18 @@ def on_device(tree: Any) -> Any:
 
 
 def in_turn(
-    update: Callable[[Any, Any], Any], kept: Sequence[Any], others: Sequence[Any], away: Sequence[Any]
+    update: Callable[[Any, Any], Any], states: Sequence[Any], inputs: Sequence[Any], on_host: Sequence[Any]
 ) -> list[Any]:
-    """`update(kept, other)`, which returns the new `kept`, of each part; `away` says what of `kept` is on the host.
+    """`update(state, input)`, which returns the new state, of each part; `on_host` says which arrays of it move.
 
-    It comes to the device when that of the second part before it is back.
+    They come to the device when those of the second part before it are back.
     """
     done: list[Any] = []
-    for index, (before, other, own) in enumerate(zip(kept, others, away, strict=True)):
+    for index, (before, given, moves) in enumerate(zip(states, inputs, on_host, strict=True)):
         if index >= AHEAD:
             before, done[index - AHEAD] = not_before((before, done[index - AHEAD]))
-        after = update(_moved(before, own, Space.Device), other)
-        done.append(_moved(after, own, Space.Host))
+        after = update(_moved(before, moves, Space.Device), given)
+        done.append(_moved(after, moves, Space.Host))
     return done
 
 

@@ -130,4 +130,4 @@ class Updated(NamedTuple):
     params: Any
     ema: Any
     optimizer: OptimizerState
-    rest: Any
+    master_low_bits: Any

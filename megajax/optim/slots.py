@@ -62,9 +62,9 @@ class SlotArray:
         bits = random_bits(self.placement, seed_of(self.seed_name, step)) if self.form.is_rounded else None
         return self.form.encode(x, self.placement, self.non_negative, bits)
 
-    def decode(self, kept: Any) -> jax.Array:
+    def decode(self, stored: Any) -> jax.Array:
         """The inverse of `encode`."""
-        return self.form.decode(kept, self.placement, self.non_negative)
+        return self.form.decode(stored, self.placement, self.non_negative)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class OptimizerSlots:
             return cls(plan, roles, (Member(kind, made, trained, {}),))
         matrices = {name: placements[name] for name, parameter in declared.items() if parameter.muon}
         layouts = {name: MatrixLayout.of(p, plan.sizes, made.per_head, made.turns) for name, p in matrices.items()}
-        others = {name: placement for name, placement in trained.items() if name not in matrices}
-        members = Member(kind, made, matrices, layouts), Member(ADAMW, AdamW(plan), others, {})
+        left_to_adamw = {name: placement for name, placement in trained.items() if name not in matrices}
+        members = Member(kind, made, matrices, layouts), Member(ADAMW, AdamW(plan), left_to_adamw, {})
         return cls(plan, roles, members)
 
     @property
@@ -145,19 +145,19 @@ class OptimizerSlots:
     @cached_property
     def placements(self) -> dict[str, Placement]:
         """Of the trained parameters."""
-        of_all = {name: placement for member in self.members for name, placement in member.placements.items()}
-        return {name: of_all[name] for name in self.roles}
+        found = {name: placement for member in self.members for name, placement in member.placements.items()}
+        return {name: found[name] for name in self.roles}
 
     @cached_property
     def arrays(self) -> dict[str, dict[str, Any]]:
         """`OptimizerState.slots` with a `SlotArray` in place of each array, and None of each scalar."""
         found = dict[str, dict[str, Any]]()
         for member in self.members:
-            own: dict[str, Any] = {s.name: None if s.shape == "scalar" else {} for s in member.optimizer.slots()}
+            by_slot: dict[str, Any] = {s.name: None if s.shape == "scalar" else {} for s in member.optimizer.slots()}
             for name in member.placements:
                 for slot in member.slots_of(name):
-                    own.setdefault(slot.name, {})[name] = self._array(member, name, slot)
-            found[member.kind] = own
+                    by_slot.setdefault(slot.name, {})[name] = self._array(member, name, slot)
+            found[member.kind] = by_slot
         return found
 
     def _array(self, member: Member, name: str, slot: Slot) -> SlotArray:
@@ -170,14 +170,14 @@ class OptimizerSlots:
     @cached_property
     def averages(self) -> dict[str, SlotArray]:
         """Moving averages of the weights."""
-        kept = self.placements if self.plan.optimizer.ema_decay else {}
-        return {name: SlotArray(name, "ema", placement, Form()) for name, placement in kept.items()}
+        averaged = self.placements if self.plan.optimizer.ema_decay else {}
+        return {name: SlotArray(name, "ema", placement, Form()) for name, placement in averaged.items()}
 
     @cached_property
     def low_bits(self) -> dict[str, SlotArray]:
         """The lower halves of split master weights."""
         halved = {name: p for name, p in self.placements.items() if is_split(self.plan, p)}
-        return {name: SlotArray(name, "rest", placement, LowBits()) for name, placement in halved.items()}
+        return {name: SlotArray(name, "master_low_bits", placement, LowBits()) for name, placement in halved.items()}
 
     @cached_property
     def stored(self) -> Updated:
@@ -224,18 +224,18 @@ class OptimizerSlots:
             return kept if arrays is None else {name: change(arrays[name], kept[name]) for name in sorted(kept)}
 
         return {
-            kind: {slot: changed(self.arrays[kind][slot], own[slot]) for slot in sorted(own)}
-            for kind, own in sorted(slots.items())
+            kind: {slot: changed(self.arrays[kind][slot], of_kind[slot]) for slot in sorted(of_kind)}
+            for kind, of_kind in sorted(slots.items())
         }
 
     def on_disk(self, state: OptimizerState) -> Any:
         """The tree of a checkpoint. Its names are those of optax's states, which earlier checkpoints have."""
         trees = dict[str, Any]()
-        others = {name: optax.MaskedNode() for member in self.members for name in member.placements}
+        masked = {name: optax.MaskedNode() for member in self.members for name in member.placements}
         for member in self.members:
-            own: Any = {slot: others | x if isinstance(x, dict) else x for slot, x in state.slots[member.kind].items()}
-            own = own or optax.EmptyState()
-            trees[member.kind] = {"inner_state": (own, optax.EmptyState()) if member.is_chained else own}
+            held: Any = {slot: masked | x if isinstance(x, dict) else x for slot, x in state.slots[member.kind].items()}
+            held = held or optax.EmptyState()
+            trees[member.kind] = {"inner_state": (held, optax.EmptyState()) if member.is_chained else held}
         first = next(iter(trees.values()))["inner_state"]
         tree = {"inner_states": trees} if len(self.members) > 1 else first
         tree = tree if state.rounded is None else {"rounded": state.rounded, "inner": tree}
@@ -248,10 +248,10 @@ class OptimizerSlots:
         tree = tree["inner"] if self.form.is_rounded else tree
         slots = dict[str, Any]()
         for member in self.members:
-            own = tree["inner_states"][member.kind]["inner_state"] if len(self.members) > 1 else tree
-            own: Any = own[0] if member.is_chained else own
+            saved = tree["inner_states"][member.kind]["inner_state"] if len(self.members) > 1 else tree
+            saved: Any = saved[0] if member.is_chained else saved
             slots[member.kind] = {
-                slot: {name: own[slot][name] for name in arrays} if isinstance(arrays, dict) else own[slot]
+                slot: {name: saved[slot][name] for name in arrays} if isinstance(arrays, dict) else saved[slot]
                 for slot, arrays in self.arrays[member.kind].items()
             }
         return OptimizerState(rounded, slots)

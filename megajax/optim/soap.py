@@ -38,17 +38,17 @@ class Soap(MatrixOptimizer):
         return gradients, slots | {"count": slots["count"] + 1}
 
     def of_matrices(self, matrices: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
-        own, t = self.plan.optimizer, slots["count"] - 1  # the first step is number 0
+        settings, t = self.plan.optimizer, slots["count"] - 1  # the first step is number 0
         bases: dict[Side, jax.Array] = {side: slots[f"{side}_basis"] for side in AXES if f"{side}_basis" in slots}
         projected = _rotated(matrices, bases)
-        mean = own.beta1 * slots["mean"] + (1 - own.beta1) * matrices
-        square = own.beta2 * slots["square"] + (1 - own.beta2) * projected**2
-        denominator = jnp.sqrt(square / (1 - own.beta2**t)) + own.epsilon
-        directions = _rotated(_rotated(mean, bases) / (1 - own.beta1**t) / denominator, bases, back=True)
+        mean = settings.beta1 * slots["mean"] + (1 - settings.beta1) * matrices
+        square = settings.beta2 * slots["square"] + (1 - settings.beta2) * projected**2
+        denominator = jnp.sqrt(square / (1 - settings.beta2**t)) + settings.epsilon
+        directions = _rotated(_rotated(mean, bases) / (1 - settings.beta1**t) / denominator, bases, back=True)
         directions, mean, square = (jnp.where(t > 0, x, 0) for x in (directions, mean, square))
         outer = {"rows": _product(matrices, matrices.mT), "columns": _product(matrices.mT, matrices)}
-        factors = {s: own.beta2 * slots[f"{s}_factor"] + (1 - own.beta2) * outer[s] for s in bases}
-        refreshes = t % own.soap.precondition_frequency == 0
+        factors = {s: settings.beta2 * slots[f"{s}_factor"] + (1 - settings.beta2) * outer[s] for s in bases}
+        refreshes = t % settings.soap.precondition_frequency == 0
         branch = jnp.where(t == 0, 2, refreshes.astype(jnp.int32))
         bases, square = lax.switch(branch, (_kept, _refreshed, _first), factors, bases, square)
         found = {"mean": mean, "square": square}
@@ -103,8 +103,8 @@ def _first(factors: Sides, bases: Sides, square: jax.Array) -> tuple[Sides, jax.
         values, vectors = (jnp.flip(x, axis=-1) for x in jnp.linalg.eigh(factor))
         is_clear = values > values[:, :1] * size * jnp.finfo(jnp.float32).eps
         clear = vectors * is_clear[:, None, :]
-        others = jnp.eye(size) - _product(clear, clear.mT)
+        uncovered = jnp.eye(size) - _product(clear, clear.mT)
         index = jnp.maximum(jnp.arange(size) - jnp.sum(is_clear, axis=-1, keepdims=True), 0)
-        others = jnp.take_along_axis(others, index[:, None, :], axis=-1)
-        found[side], _ = jnp.linalg.qr(jnp.where(is_clear[:, None, :], clear, others))
+        uncovered = jnp.take_along_axis(uncovered, index[:, None, :], axis=-1)
+        found[side], _ = jnp.linalg.qr(jnp.where(is_clear[:, None, :], clear, uncovered))
     return found, square

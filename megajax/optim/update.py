@@ -70,7 +70,7 @@ class Update:
     def halves(self, masters: Named) -> tuple[Named, Named]:
         """FP32 master weights → (weights as they are stored, low bits of those that are split)."""
         both = {name: split(masters[name]) for name in masters if name in self.slots.low_bits}
-        return masters | {n: half for n, (half, _) in both.items()}, {n: rest for n, (_, rest) in both.items()}
+        return masters | {n: half for n, (half, _) in both.items()}, {n: low_bits for n, (_, low_bits) in both.items()}
 
     def rate(self, step: jax.Array) -> Any:
         """The schedule's learning rate of the step after `step` steps."""
@@ -90,7 +90,7 @@ class Update:
 
     def _changed(self, before: Updated, given: Given) -> Updated:
         """The update of the parameters of a turn, whose arrays are on the device."""
-        masters = join_all(before.params, before.rest)
+        masters = join_all(before.params, before.master_low_bits)
         directions, held = self.directions(given.gradients, before.optimizer, masters)
         new = {name: masters[name] - given.rate * d for name, d in directions.items()}
         new |= {name: new[name] * factor for name, factor in given.factors.items()}
@@ -118,24 +118,24 @@ class Update:
 
         A parameter with arrays on the host has a turn of its own; those whose matrices are computed together have one.
         """
-        names, away = [*self.slots.placements], {name for _, name in self.slots.on_host}
+        names, on_host = [*self.slots.placements], {name for _, name in self.slots.on_host}
         turn_of = {name: self.slots.member_of(name).turn_of(name) for name in names}
-        moving = dict.fromkeys(turn_of[name] for name in names if name in away)
+        moving = dict.fromkeys(turn_of[name] for name in names if name in on_host)
         turns = {turn: [name for name in names if turn_of[name] == turn] for turn in moving}
         size = {name: math.prod(placement.stored_shape) for name, placement in self.slots.placements.items()}
         order = sorted(turns.values(), key=lambda together: -sum(size[name] for name in together))
         # A small one and a large one, so that two large ones are not on the device together.
         order = [order[index // 2 if index % 2 else -(index // 2) - 1] for index in range(len(order))]
-        others = [name for name in names if turn_of[name] not in moving]
-        return [*order, others] if others else order
+        left = [name for name in names if turn_of[name] not in moving]
+        return [*order, left] if left else order
 
     def directions(self, gradients: Named, held: OptimizerState, masters: Named) -> tuple[Named, OptimizerState]:
         """(directions with weight decay and learning rates of parameters, new slots), of some or all parameters."""
-        slots = self.slots.each(lambda array, kept: array.decode(kept), held.slots)
+        slots = self.slots.each(lambda array, stored: array.decode(stored), held.slots)
         found: Named = {}
         for member in self.slots.members:
-            own = {name: gradients[name] for name in member.placements if name in gradients}
-            directions, slots[member.kind] = self._directions_of(member, own, slots[member.kind])
+            of_member = {name: gradients[name] for name in member.placements if name in gradients}
+            directions, slots[member.kind] = self._directions_of(member, of_member, slots[member.kind])
             found |= directions
         rounded = None if held.rounded is None else held.rounded + 1
         slots = self.slots.each(lambda array, x: array.encode(x, rounded), slots)
@@ -153,13 +153,13 @@ class Update:
         scalars = {slot: x for slot, x in slots.items() if not isinstance(x, dict)}
         layouts = {name: layout for name, layout in member.layouts.items() if name in gradients}
         owned = {name: {slot: slots[slot][name] for slot in member.owned_slots(name)} for name in layouts}
-        owned = {name: own for name, own in owned.items() if own}
+        owned = {name: held for name, held in owned.items() if held}
         compute = on_whole_matrices(
-            lambda matrices, own: optimizer.of_matrices(matrices, scalars | own), layouts, self.mesh, optimizer.dtype
+            lambda matrices, held: optimizer.of_matrices(matrices, scalars | held), layouts, self.mesh, optimizer.dtype
         )
         whole, owned = compute({name: directions[name] for name in layouts}, owned)
-        for name, own in owned.items():
-            slots = slots | {slot: slots[slot] | {name: x} for slot, x in own.items()}
+        for name, held in owned.items():
+            slots = slots | {slot: slots[slot] | {name: x} for slot, x in held.items()}
         scales = {name: optimizer.scale(layout.inputs, layout.outputs) for name, layout in layouts.items()}
         return {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}, slots
 
@@ -172,10 +172,10 @@ def _chosen(by_name: Any, names: Collection[str]) -> Any:
 def _part(tree: Updated, names: Collection[str]) -> Updated:
     """The arrays of some parameters, and all scalars."""
     slots = {
-        kind: {slot: _chosen(own, names) for slot, own in by_slot.items()}
+        kind: {slot: _chosen(of_slot, names) for slot, of_slot in by_slot.items()}
         for kind, by_slot in tree.optimizer.slots.items()
     }
-    weights, averages, low_bits = (_chosen(own, names) for own in (tree.params, tree.ema, tree.rest))
+    weights, averages, low_bits = (_chosen(of_slot, names) for of_slot in (tree.params, tree.ema, tree.master_low_bits))
     return Updated(weights, averages, OptimizerState(tree.optimizer.rounded, slots), low_bits)
 
 

@@ -325,8 +325,8 @@ class Config(Section):
         if self.teacher.model is None:
             return None
         plain = self.precision.model_copy(update={"fp8": Fp8Config()})
-        own = {"model": self.teacher.model, "teacher": TeacherConfig(), "lora": LoraConfig(), "precision": plain}
-        return self.model_copy(update=own | {"objective": ObjectiveConfig(), "remat": RematConfig()})
+        sections = {"model": self.teacher.model, "teacher": TeacherConfig(), "lora": LoraConfig(), "precision": plain}
+        return self.model_copy(update=sections | {"objective": ObjectiveConfig(), "remat": RematConfig()})
 
     @property
     def fp8_layers(self) -> range:
@@ -341,8 +341,8 @@ class Config(Section):
         Their batches have the field `is_real`.
         """
         data, of_validation = self.data, split.partition("/")[0] == "valid"
-        rest = data.order == "megatron" and not data.drop_last_validation_sample and of_validation
-        return data.kind == "chat" or rest or self.reads_whole(split)
+        last_sample = data.order == "megatron" and not data.drop_last_validation_sample and of_validation
+        return data.kind == "chat" or last_sample or self.reads_whole(split)
 
     def reads_whole(self, split: str) -> bool:
         """Whether a split is evaluated, and an evaluation reads each of its samples once."""

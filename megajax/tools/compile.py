@@ -58,7 +58,7 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
 
 def estimate_of(program: TrainProgram) -> int:
     """Bytes per device from the estimate in a run's summary, without compilation."""
-    return estimate_memory(program.plan, program.placements).total
+    return estimate_memory(program.plan).total
 
 
 def verdict(needed: int) -> str:

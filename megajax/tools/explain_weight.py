@@ -72,8 +72,8 @@ class Chain:
     def count(self, kind: str, axis: str) -> int:
         """The number of collectives of this kind over an axis in a step, on one device."""
         edges = (*self.forward, *self.backward)
-        own = [(edge, [c for c in edge.collectives if c.kind == kind and axis in c.axes]) for edge in edges]
-        return sum(len(found) * edge.times * self.layers for edge, found in own)
+        matching = [(edge, [c for c in edge.collectives if c.kind == kind and axis in c.axes]) for edge in edges]
+        return sum(len(found) * edge.times * self.layers for edge, found in matching)
 
     def totals(self) -> Counter[tuple[str, tuple[str, ...], str]]:
         """Bytes of a step on one device by (collective, axes, dtype)."""
@@ -102,9 +102,9 @@ def chains(graph: Graph, name: str) -> list[Chain]:
             return [_outside(graph, weight)]
     for stack in (*graph.stacks, *graph.frozen):
         for kind, weights in stack.weights.weights.items():
-            for own, weight in weights.items():
+            for members, weight in weights.items():
                 if name in (weight.name, *(weight.scope + member for member in weight.members)):
-                    return _of_layers(graph, stack, kind, own)
+                    return _of_layers(graph, stack, kind, members)
     known = [*graph.plan.placements, *names(graph)]
     near = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
     raise InputError(f"the model has no weight {name}: give one such as {', '.join(dict.fromkeys(near))}.")
@@ -154,19 +154,19 @@ def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Ch
 
 
 def _of_layer(graph: Graph, stack: LayerStack, kind: str, name: str, passes: _Passes, count: int) -> Chain:
-    weight, own = stack.weights.weights[kind][name], stack.weights
+    weight, weights = stack.weights.weights[kind][name], stack.weights
     chain = Chain(weight, passes.in_fp8, count)
     parts = {n: _stored(weight, p, _local(p, weight.sizes)[1:]) for n, p in weight.members.items()}
     w = _edge(chain.forward, weight, "fuse", passes.casts, lambda parts: fuse({name: weight}, parts)[name], parts)
     if passes.in_fp8:
         scale = jax.ShapeDtypeStruct((), jnp.float32)
-        tensors = ("weight", "input", "gradient") if own.scaling.settings.chosen.keeps_history else ("weight",)
-        quantise = lambda w, scales: weight.quantize_per_step(w, scales, own.scaling.gradient_dtype)  # noqa: E731
+        tensors = ("weight", "input", "gradient") if weights.scaling.settings.chosen.keeps_history else ("weight",)
+        quantise = lambda w, scales: weight.quantize_per_step(w, scales, weights.scaling.gradient_dtype)  # noqa: E731
         w = _edge(chain.forward, weight, "quantise and gather", 1, quantise, w, dict.fromkeys(tensors, scale))
     else:
         w = _edge(chain.forward, weight, "cast and gather", passes.casts, weight.gather_per_step, w)
     w = _edge(chain.forward, weight, "gather for the layer", passes.gathers, weight.gather_per_layer, w)
-    _add_adapter(chain, graph, own.weights[kind], name, w)
+    _add_adapter(chain, graph, weights.weights[kind], name, w)
     if not weight.is_trained:
         return chain
     used = jax.eval_shape(weight.with_gradient, w)
@@ -219,8 +219,8 @@ def collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Collective, int]
             for operand, result in zip(equation.invars, equation.outvars, strict=True):
                 whole: Any = (result if name == "all_gather" else operand).aval
                 size = math.prod(whole.shape) * whole.dtype.itemsize
-                own = (axes,) if isinstance(axes, str) else tuple(axes)
-                yield Collective(COLLECTIVES[name], own, whole.dtype.name, size), times
+                axis_names = (axes,) if isinstance(axes, str) else tuple(axes)
+                yield Collective(COLLECTIVES[name], axis_names, whole.dtype.name, size), times
         for value in equation.params.values():
             for each in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(each, ClosedJaxpr | Jaxpr):

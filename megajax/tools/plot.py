@@ -82,13 +82,13 @@ def smoothed(values: np.ndarray, smooth: float) -> np.ndarray:
 def differences(runs: Runs, x: str) -> dict[str, Curve]:
     """|loss − first run's loss| / first run's loss, by run; empty unless the curves of all runs coincide."""
     losses = {name: dict(zip(*curve(name, records, "loss"), strict=True)) for name, records in runs.items()}
-    (first, reference), *others = losses.items()
+    (first, reference), *compared = losses.items()
     at_steps, at_positions = (curve(first, runs[first], "loss", unit)[0] for unit in ("step", x))
     positions = dict(zip(at_steps, at_positions, strict=True))  # a damaged file may have a step twice
     found = {}
-    for name, own in others:
-        shared = [step for step in reference if step in own and reference[step]]
-        ratios = [abs(own[step] - reference[step]) / abs(reference[step]) for step in shared]
+    for name, losses_of_run in compared:
+        shared = [step for step in reference if step in losses_of_run and reference[step]]
+        ratios = [abs(losses_of_run[step] - reference[step]) / abs(reference[step]) for step in shared]
         found[name] = np.array([positions[step] for step in shared]), np.array(ratios)
     coinciding = all(len(values) > 1 and np.median(values) < COINCIDING for _, values in found.values())
     return found if coinciding else {}
@@ -185,10 +185,10 @@ def names_of(run_dirs: Sequence[Path]) -> list[str]:
     """A unique name for each run: its directory's name, with as many parent directories as necessary."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
 
-    def name(own: tuple[str, ...]) -> str:
-        others = [other for other in parts if other != own]
-        count = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
-        return str(Path(*own[-count:]))
+    def name(run: tuple[str, ...]) -> str:
+        others = [other for other in parts if other != run]
+        count = next((n for n in range(1, len(run)) if all(other[-n:] != run[-n:] for other in others)), len(run))
+        return str(Path(*run[-count:]))
 
     return [name(own) for own in parts]
 

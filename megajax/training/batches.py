@@ -55,12 +55,12 @@ def to_global(
     local_row[held] = np.arange(len(held))
 
     def field(name: str) -> jax.Array:
-        own = stored = fields[name]
+        given = stored = fields[name]
         if known[name].length is None:
-            lead = order.reshape(*order.shape, *(1,) * (own.ndim - 2))
-            stored = np.take_along_axis(own, lead, axis=1)
-        local = stored.astype(known[name].dtype).reshape(M, len(held), *own.shape[1:])
-        whole = (M, B, *own.shape[1:])
+            lead = order.reshape(*order.shape, *(1,) * (given.ndim - 2))
+            stored = np.take_along_axis(given, lead, axis=1)
+        local = stored.astype(known[name].dtype).reshape(M, len(held), *given.shape[1:])
+        whole = (M, B, *given.shape[1:])
         return jax.make_array_from_callback(whole, sharding, lambda index: _part(local, local_row, index))
 
     return {name: field(name) for name in fields}
@@ -68,10 +68,10 @@ def to_global(
 
 def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str) -> None:
     program.check_fields(fields, derived=False)
-    given = {name: own for name, own in program.graph.fields.items() if not own.derived and not own.optional}
+    given = {name: d for name, d in program.graph.fields.items() if not d.derived and not d.optional}
     held = rows_of_process(program.batch_sharding, program.plan.batch_shape)
-    for name, own in given.items():
-        shape = (len(held), own.length or program.plan.batch_shape[2], *own.extra)
+    for name, d in given.items():
+        shape = (len(held), d.length or program.plan.batch_shape[2], *d.extra)
         if (found := np.shape(fields[name])) != shape:
             wanted = f"{counted(shape[0], 'row')} of {counted(shape[1], 'token')}"
             problem = f"{source} has {name} of the shape {[*found]}, but this process has {wanted}"

@@ -8,7 +8,7 @@ from megajax.config import Config
 from megajax.console import BAD_NUMBERS
 from megajax.training import spikes
 from megajax.training.hooks import Hook, RunView
-from megajax.training.resuming import Start
+from megajax.training.resuming import ResumePoint
 from megajax.training.spikes import LossWatch
 from megajax.training.step_log import IN_ROW
 
@@ -23,7 +23,7 @@ class SpikeCheck(Hook):
         """`saved` gives the checkpoints after the last save has ended; `event(kind, step, text)` tells others."""
         self._config, self._saved, self._event = config, saved, event
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: ResumePoint) -> None:
         """The run begins, or continues after a rollback, at the step of `start`."""
         self.losses, self._rollbacks = LossWatch(self._config, start.saved.get("losses")), start.rollbacks
 
@@ -51,5 +51,5 @@ class NonFiniteCheck(Hook):
 
     def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         if run.end is None and values[IN_ROW] > run.config.run.max_nonfinite_steps:
-            run.note(spikes.nonfinite_sentence(values[IN_ROW], run.config, self._checkpoints().latest_step))
+            run.note(spikes.explain_nonfinite(values[IN_ROW], run.config, self._checkpoints().latest_step))
             run.end_with(BAD_NUMBERS)

@@ -9,7 +9,7 @@ from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.spikes import Rollback
 from megajax.training.step import TrainProgram, TrainState
 
-type End = int | Rollback  # the run's exit status, or the checkpoint at which it continues
+type StopReason = int | Rollback  # the run's exit status, or the checkpoint at which it continues
 
 
 class RunView:
@@ -33,7 +33,7 @@ class RunView:
         self._step, self._state, self._log = step, state, log
         self.stop: Callable[[], None] = lambda: None  # requests a stop with a checkpoint, as a signal does
         self.hooks, self.is_running, self.sizes = list[Hook](), False, BatchSizes.of(program.config)
-        self.metrics, self.stopping, self.end = dict[str, jax.Array](), False, cast("End | None", None)
+        self.metrics, self.stopping, self.end = dict[str, jax.Array](), False, cast("StopReason | None", None)
 
     def begin(self, sizes: BatchSizes) -> None:
         """The run begins, or continues after a rollback; `sizes` are the sequences of each step."""
@@ -69,7 +69,7 @@ class RunView:
         """
         self._log(self.step, values)
 
-    def end_with(self, end: End) -> None:
+    def end_with(self, end: StopReason) -> None:
         """End the run without a checkpoint, or let it go back; the first end counts."""
         self.end = end if self.end is None else self.end
 

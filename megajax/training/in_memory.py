@@ -75,17 +75,17 @@ class StateSource(WeightSource):
     def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:
         """One layer of a parameter is on the host at a time."""
         program, state = self._program, self._state
-        kept = {kind: own for kind, own in state.layer_state.items() if kind in program.model.blocks}
+        layer_state = {kind: states for kind, states in state.layer_state.items() if kind in program.model.blocks}
         arrays: dict[str, Any] = {n: _Layers(program, state, n) for n in program.placements if not is_adapter(n)}
-        yield arrays | {name: np.asarray(array) for name, array in state_by_name(kept).items()}
+        yield arrays | {name: np.asarray(array) for name, array in state_by_name(layer_state).items()}
 
     def read(self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig) -> tuple[Any, LayerState]:
         """The parameters are converted one by one, when they are popped."""
-        kept = {
-            kind: {n: jax.device_put(self._state.layer_state[kind][n], array.sharding) for n, array in own.items()}
-            for kind, own in layer_state.items()
+        placed = {
+            kind: {n: jax.device_put(self._state.layer_state[kind][n], array.sharding) for n, array in wanted.items()}
+            for kind, wanted in layer_state.items()
         }
-        return _Parameters(self._program, self._state, params), kept
+        return _Parameters(self._program, self._state, params), placed
 
 
 class _Parameters:
@@ -182,7 +182,7 @@ def _select(x: jax.Array, index: jax.Array, is_sharded: bool) -> jax.Array:
 
 
 def _stored(state: TrainState, name: str) -> Stored:
-    return tuple(own[name] for own in (state.weights, state.rest) if name in own)
+    return tuple(arrays[name] for arrays in (state.weights, state.master_low_bits) if name in arrays)
 
 
 def _joined(stored: Stored) -> jax.Array:

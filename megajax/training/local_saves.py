@@ -123,8 +123,8 @@ class LocalSaves:
 def tier_name(run_dir: Path, run_id: str) -> str:
     """The name of a run's directory in `checkpoint.local_dir`; `run_dir` is resolved."""
     # A copy of a run directory has the same id and another path.
-    own = hashlib.sha256(f"{run_id} {run_dir}".encode()).hexdigest()[:16]
-    return f"{run_dir.name}-{own}"
+    digest = hashlib.sha256(f"{run_id} {run_dir}".encode()).hexdigest()[:16]
+    return f"{run_dir.name}-{digest}"
 
 
 def _layout(program: TrainProgram) -> str:

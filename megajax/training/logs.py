@@ -100,8 +100,8 @@ def drop_lines_after(path: Path, step: int) -> None:
     """Remove lines that an interrupted run logged after its last checkpoint, so that each step occurs once."""
     if not path.exists():
         return
-    kept = [line.rstrip(b"\n") for line, entry in metrics_file.read(path) if entry["step"] <= step]
-    replace_text(path, "".join(f"{line.decode()}\n" for line in kept))
+    lines = [line.rstrip(b"\n") for line, entry in metrics_file.read(path) if entry["step"] <= step]
+    replace_text(path, "".join(f"{line.decode()}\n" for line in lines))
 
 
 def make_run_dir(config: Config) -> Path:

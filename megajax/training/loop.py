@@ -33,13 +33,13 @@ from megajax.training.compiled_steps import CompiledSteps, remove_damaged_progra
 from megajax.training.evaluation import Evaluation, mean_loss
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
-from megajax.training.hooks import End, Hook, RunView
+from megajax.training.hooks import Hook, RunView, StopReason
 from megajax.training.in_memory import StateGenerator, export_weights
 from megajax.training.monitoring import Monitoring
 from megajax.training.norms import Norms
 from megajax.training.profiling import Profile
 from megajax.training.replicas import ReplicaCheck
-from megajax.training.resuming import Start
+from megajax.training.resuming import ResumePoint
 from megajax.training.run_directory import RunDirectory, SaveReports
 from megajax.training.saves import Saves
 from megajax.training.saving import StateSaver
@@ -101,12 +101,12 @@ class Trainer:
         self._compiled = CompiledSteps(self.program, self.console.note)
         self._ahead: deque[jax.Array] = deque()
         self._make_hooks([*(HOOKS[name].make() for name in config.run.hooks), *hooks])
-        self._start = Start(self.saver, lambda: self.checkpoints, self.directory.local_saves)
+        self._start = ResumePoint(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self._begin()
 
-    def _make_hooks(self, own: Sequence[Hook]) -> None:
-        """All hooks, with the user's `own`, in the order in which they are called; their `on_end` in reverse order."""
-        for hook in own:
+    def _make_hooks(self, given: Sequence[Hook]) -> None:
+        """All hooks, with the user's, in the order in which they are called; their `on_end` in reverse order."""
+        for hook in given:
             if not isinstance(hook, Hook) or hook.every < 1:
                 problem = f"{type(hook).__name__} has every={getattr(hook, 'every', None)}"
                 raise InputError(f"the hook {problem}: derive it from megajax.Hook, and set every to 1 or more.")
@@ -117,7 +117,7 @@ class Trainer:
         checks = (GpuHealth(), self._replicas, self._spikes, NonFiniteCheck(lambda: self.checkpoints))
         exports = () if self._exports is None else (self._exports,)
         evaluation = Evaluation(self.data, self.evaluate, self.log, self.watch)
-        self.view.hooks += [self.log, self.profile, self.watch, *checks, *own, saves, *exports, evaluation]
+        self.view.hooks += [self.log, self.profile, self.watch, *checks, *given, saves, *exports, evaluation]
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -257,7 +257,7 @@ class Trainer:
         finally:
             self._end(end if isinstance(end, int) else None)
 
-    def _steps(self, stop: StopSignals) -> End:
+    def _steps(self, stop: StopSignals) -> StopReason:
         """Train until the run ends, with its exit status, or until it has to go back."""
         run = self.view
         run.begin(self.sizes)

@@ -73,7 +73,7 @@ class ReplicaCheck(Hook):
 
     def examine(self, run: RunView, step: int) -> None:
         if damage := self.damage():
-            run.note(sentence(*damage, self._saved().latest_step))
+            run.note(explain(*damage, self._saved().latest_step))
             run.end_with(BAD_NUMBERS)
 
     def start(self, step: int, state: TrainState, before_save: bool = False) -> None:
@@ -130,16 +130,16 @@ def compare(sums: np.ndarray, specs: Mapping[str, P], mesh: Mesh) -> list[Damage
         # Row: one shard; column: one copy of it.
         copies = by_axis[..., i].transpose(order).reshape(groups, -1)
         devices = mesh.devices.transpose(order).reshape(groups, -1)
-        for own, holders in zip(copies, devices, strict=True):
-            values, counts = np.unique(own, return_counts=True)
+        for sums_of_copy, holders in zip(copies, devices, strict=True):
+            values, counts = np.unique(sums_of_copy, return_counts=True)
             if len(values) > 1:
-                majority = bool(2 * counts.max() > len(own))
-                differs = own != values[counts.argmax()] if majority else np.ones(len(own), bool)
+                majority = bool(2 * counts.max() > len(sums_of_copy))
+                differs = sums_of_copy != values[counts.argmax()] if majority else np.ones(len(sums_of_copy), bool)
                 found.append(Damage(name, list(holders[differs]), majority))
     return found
 
 
-def sentence(step: int, found: list[Damage], newest: int | None) -> str:
+def explain(step: int, found: list[Damage], newest: int | None) -> str:
     """The error about copies that differ after `step`; `newest` is the newest checkpoint's step."""
     names = list(dict.fromkeys(damage.array for damage in found))
     listed = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")

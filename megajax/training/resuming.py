@@ -24,7 +24,7 @@ from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainState
 
 
-class Start:
+class ResumePoint:
     """The checkpoint from which a run resumes, if there is one, and the first state.
 
     resumed_step: the checkpoint's step or None; continued: another program's training, with which a run that has no

@@ -22,7 +22,7 @@ from megajax.config.sentences import counted
 from megajax.files import METRICS, replace_text
 from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.logs import MetricsLog
-from megajax.training.spikes import BadStep, Rollback, sentence
+from megajax.training.spikes import BadStep, Rollback, explain
 
 RECORD = "rollbacks.json"
 CURE = "restore the file, or start again from a checkpoint with checkpoint.init_from and another run.dir"
@@ -49,7 +49,7 @@ class Rollbacks:
         None if all rollbacks are used up, or if there is no checkpoint from before that step. `saved` gives the
         checkpoints after the last save has ended.
         """
-        bad, problem, limit = found[0], sentence(found, self.config), self.config.run.max_rollbacks
+        bad, problem, limit = found[0], explain(found, self.config), self.config.run.max_rollbacks
         if not limit:
             return None, problem
         if len(self.past) >= limit:
@@ -76,9 +76,9 @@ class Rollbacks:
 
         Earlier ones stay, even to later steps: they came before that one. All processes call it.
         """
-        kept = self.past[: max((i for i, past in enumerate(self.past, start=1) if past.step <= step), default=0)]
-        if kept != self.past:
-            self.past = kept
+        earlier = self.past[: max((i for i, past in enumerate(self.past, start=1) if past.step <= step), default=0)]
+        if earlier != self.past:
+            self.past = earlier
             self._write()
 
     def log(self, metrics: MetricsLog) -> None:

@@ -19,7 +19,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.training import logs, run_record
 from megajax.training.hooks import RunView
 from megajax.training.local_saves import LocalSaves
-from megajax.training.resuming import Start
+from megajax.training.resuming import ResumePoint
 from megajax.training.run_lock import RunLock
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainState
@@ -42,8 +42,8 @@ class RunDirectory:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints; makes the directory if it does not exist."""
-        kept = self.config.checkpoint
-        return Checkpoints(self.path, kept.keep, kept.keep_every, kept.keep_best)
+        settings = self.config.checkpoint
+        return Checkpoints(self.path, settings.keep, settings.keep_every, settings.keep_best)
 
     def take(self, seen: list[int]) -> bool:
         """Take the lock; whether another process has written since process 0 had `seen` checkpoints of these steps.
@@ -56,7 +56,7 @@ class RunDirectory:
             return False
         return cluster.current().first_decides(lambda: complete_steps(self.path) != seen)
 
-    def begin(self, start: Start, step: int, local_step: int | None) -> None:
+    def begin(self, start: ResumePoint, step: int, local_step: int | None) -> None:
         """The run goes on from `start`, or from the local checkpoint of `local_step`.
 
         The config is recorded for the steps after `step`.

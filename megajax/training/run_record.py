@@ -125,19 +125,19 @@ def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> str:
     numbers = [int(path.name) for place in places for path in place.glob("*") if is_number(path.name)]
     target = run_dir / SET_ASIDE / str(max(numbers, default=0) + 1)
     target.mkdir(parents=True)
-    kept = target / SUBDIRECTORY
+    folder = target / SUBDIRECTORY
     if elsewhere:  # `checkpoint.dir` may be on another disk, so they stay there
-        kept = checkpoints / SET_ASIDE / target.name
-        lead_to(kept, target / SUBDIRECTORY)
-    if isinstance(kept, Path):  # a bucket has no directories
-        kept.mkdir(parents=True)
+        folder = checkpoints / SET_ASIDE / target.name
+        lead_to(folder, target / SUBDIRECTORY)
+    if isinstance(folder, Path):  # a bucket has no directories
+        folder.mkdir(parents=True)
     for name in (CONFIG, METRICS):
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(run_dir / name, target / name)
     with contextlib.suppress(FileNotFoundError):
         shutil.copytree(run_dir / CONFIGS, target / CONFIGS)
     for later in later_steps:
-        move(checkpoints / str(later), kept / str(later))
+        move(checkpoints / str(later), folder / str(later))
     return str(target)
 
 

@@ -129,8 +129,8 @@ class StateSaver:
         """Allocate the pinned host memory that a `save` beside training needs; it needs no state yet."""
         if not self.program.config.run.checkpoint_interval:
             return
-        kept = replace(self._canonical_abstract, frozen={})
-        host_memory.reserve(kept if self.program.config.checkpoint.save_optimizer else replace(kept, optimizer=None))
+        saved = replace(self._canonical_abstract, frozen={})
+        host_memory.reserve(saved if self.program.config.checkpoint.save_optimizer else replace(saved, optimizer=None))
 
     def require_optimizer_state(self, checkpoints: Checkpoints, step: int) -> None:
         """Raise InputError if a checkpoint has weights only, before any array is read."""
@@ -252,8 +252,8 @@ class StateSaver:
         saved, mine = checkpoints.describe(step), self.description(step)
         length = saved.get("fp8_history", 0)
         abstract = self._canonical_abstract
-        kept = _without_history(abstract.layer_state) | self._abstract_history(length)
-        abstract = replace(abstract, layer_state=kept, frozen={})
+        layer_state = _without_history(abstract.layer_state) | self._abstract_history(length)
+        abstract = replace(abstract, layer_state=layer_state, frozen={})
         begins = bool(abstract.ema) and not saved.get("ema")  # an average begins here
         abstract = replace(abstract, ema={}) if begins else abstract
         state = self._from_tree(checkpoints.restore(step, self._as_tree(abstract)))
@@ -269,8 +269,8 @@ class StateSaver:
         if not length:
             return {}
         scaling, everywhere = Scaling(self.program.plan), NamedSharding(self.program.mesh, P())
-        kept = jax.ShapeDtypeStruct((scaling.num_layers, length), jnp.float32, sharding=everywhere)
-        return {FP8: dict.fromkeys(scaling.names, kept)}
+        history = jax.ShapeDtypeStruct((scaling.num_layers, length), jnp.float32, sharding=everywhere)
+        return {FP8: dict.fromkeys(scaling.names, history)}
 
     def _continued_history(self, saved: LayerState) -> LayerState:
         """A checkpoint's layer state, with this run's length of amax histories: the newest steps, none, or zeros.
@@ -281,14 +281,14 @@ class StateSaver:
         length = _history_length(mine)
         if _history_length(saved) == length:
             return saved
-        others = _without_history(saved)
+        without_history = _without_history(saved)
         if not length:
-            return others
+            return without_history
         filled = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), mine[FP8])
         for name, history in saved.get(FP8, {}).items():
             newest = np.asarray(history)[:, :length]
             filled[name][:, : newest.shape[1]] = newest
-        return others | {FP8: jax.device_put(filled, NamedSharding(self.program.mesh, P()))}
+        return without_history | {FP8: jax.device_put(filled, NamedSharding(self.program.mesh, P()))}
 
     @property
     def canonical_weights(self) -> tuple[Any, Any]:
@@ -337,8 +337,8 @@ class StateSaver:
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
-        params, kept = weights
-        state = replace(state, layer_state=state.layer_state | kept)
+        params, layer_state = weights
+        state = replace(state, layer_state=state.layer_state | layer_state)
         which = "frozen" if self.program.config.lora.rank else "params"
         params = self._in_stored_form(params, which)
         if which == "frozen":
@@ -362,7 +362,7 @@ class StateSaver:
 
     def _joined(self, state: TrainState) -> TrainState:
         """The state with FP32 master weights in one piece (`optimizer.master`)."""
-        return replace(state, params=self._masters(state), rest={}) if state.rest else state
+        return replace(state, params=self._masters(state), master_low_bits={}) if state.master_low_bits else state
 
     @cached_property
     def _masters(self) -> Callable[[TrainState], dict[str, jax.Array]]:
@@ -371,18 +371,19 @@ class StateSaver:
     def _halved(self, state: TrainState) -> TrainState:
         """The inverse of `_joined`."""
         target = self.program.state_shardings
-        if not target.rest:
+        if not target.master_low_bits:
             return state
-        params, rest = jax.jit(self.program.update.halves, out_shardings=(target.params, target.rest))(state.params)
-        return replace(state, params=params, rest=rest)
+        shardings = target.params, target.master_low_bits
+        params, low_bits = jax.jit(self.program.update.halves, out_shardings=shardings)(state.params)
+        return replace(state, params=params, master_low_bits=low_bits)
 
     @cached_property
     def _abstract(self) -> TrainState:
         """The program's state with master weights in one piece."""
         state = self.program.abstract_state
         shapes = {name: (w.shape, w.sharding) for name, w in state.params.items()}
-        params = {n: jax.ShapeDtypeStruct(own, jnp.float32, sharding=at) for n, (own, at) in shapes.items()}
-        return replace(state, params=params, rest={})
+        params = {n: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at) for n, (shape, at) in shapes.items()}
+        return replace(state, params=params, master_low_bits={})
 
     @cached_property
     def _canonical_abstract(self) -> TrainState:
@@ -409,7 +410,7 @@ class StateSaver:
     def _to_stored(self) -> Callable[[TrainState], TrainState]:
         if not self.converts:
             return lambda state: state
-        target = replace(self.program.state_shardings, frozen={}, rest={})
+        target = replace(self.program.state_shardings, frozen={}, master_low_bits={})
         return jax.jit(lambda state: self._each(state, self.stored_form), out_shardings=target)
 
     def _canonical(self, x: jax.Array, placement: Placement) -> jax.Array:
@@ -428,14 +429,14 @@ class StateSaver:
 
     def _each(self, state: TrainState, change: Callable) -> TrainState:
         """`change(leaf, placement)` for each parameter, in one piece, and slot; other leaves unchanged."""
-        stored = replace(self.program.stored, rest={})
+        stored = replace(self.program.stored, master_low_bits={})
         stored = stored if state.frozen else replace(stored, frozen={})
         return jax.tree.map(lambda s, x: x if s.placement is None else change(x, s.placement), stored, state)
 
     def _as_tree(self, state: TrainState) -> dict[str, Any]:
         """The state in a checkpoint's form: layer state beside the other fields, named as in `saved_layer_state`."""
-        others = ("frozen", "rest", "optimizer") if state.ema else ("frozen", "rest", "optimizer", "ema")
-        tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name not in others}
+        left_out = ("frozen", "master_low_bits", "optimizer", *(() if state.ema else ("ema",)))
+        tree = {name: getattr(state, name) for name in TrainState.__dataclass_fields__ if name not in left_out}
         if state.optimizer is not None:
             tree["optimizer"] = self.program.update.slots.on_disk(state.optimizer)
         return saved_layer_state(tree.pop("layer_state")) | tree
@@ -444,8 +445,8 @@ class StateSaver:
         """The inverse of `_as_tree`."""
         fields = {name: tree[name] for name in TrainState.__dataclass_fields__ if name in tree}
         fields["optimizer"] = self.program.update.slots.from_disk(fields["optimizer"])
-        kept = {name: own for name, own in tree.items() if name not in fields}
-        return TrainState(layer_state=loaded_layer_state(kept), **fields)
+        layer_state = {name: value for name, value in tree.items() if name not in fields}
+        return TrainState(layer_state=loaded_layer_state(layer_state), **fields)
 
 
 @jax.jit
@@ -459,7 +460,7 @@ def _checksum(weights: Mapping[str, jax.Array]) -> jax.Array:
 def refuse_not_finite(weights: Weights, source: str) -> None:
     """Raise InputError with the first arrays that have NaN or Inf, at most three; they are checked on the devices."""
     params, state = weights
-    arrays = params | {f"{kind}.{name}": array for kind, own in state.items() for name, array in own.items()}
+    arrays = params | {f"{kind}.{name}": array for kind, of_kind in state.items() for name, array in of_kind.items()}
     finite = jax.jit(lambda arrays: {name: jnp.isfinite(array).all() for name, array in arrays.items()})(arrays)
     if bad := [name for name, good in finite.items() if not good][:3]:
         raise InputError(f"{source}: {', '.join(bad)} has NaN or Inf: give weights without them.")
@@ -467,7 +468,7 @@ def refuse_not_finite(weights: Weights, source: str) -> None:
 
 def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, dict[str, Leaf]]:
     """A layer state without FP8's amax histories."""
-    return {kind: own for kind, own in state.items() if kind != FP8}
+    return {kind: arrays for kind, arrays in state.items() if kind != FP8}
 
 
 def _history_length(state: Any) -> int:

@@ -114,9 +114,9 @@ class StepTimes:
     def take(self) -> dict[str, float]:
         """Seconds per step since the last call: "data" for the batch, "host" for the start of the step."""
         steps = max(self._steps, 1)
-        own = {"data": round(self._data / steps, 6), "host": round(self._host / steps, 6)}
+        waits = {"data": round(self._data / steps, 6), "host": round(self._host / steps, 6)}
         self._reset()
-        return own
+        return waits
 
 
 class Slowest(NamedTuple):
@@ -124,23 +124,23 @@ class Slowest(NamedTuple):
 
     process: int
     seconds: dict[str, float]
-    others: float
+    median_of_others: float
 
     @property
-    def own(self) -> float:
+    def total(self) -> float:
         """Its seconds per step."""
         return sum(self.seconds.values())
 
     def stands_out(self, step_seconds: float) -> bool:
         """Whether it slows down steps of `step_seconds`."""
-        return self.own > max(OUTSTANDING * self.others, SHARE * step_seconds)
+        return self.total > max(OUTSTANDING * self.median_of_others, SHARE * step_seconds)
 
-    def sentence(self, name: str, step_seconds: float) -> str:
+    def explain(self, name: str, step_seconds: float) -> str:
         """The line for the console; `name` is the process's number and host."""
         parts = ", ".join(f"{part} {seconds:.3g} s" for part, seconds in self.seconds.items())
         return (
-            f"slowest: {name} needs {self.own:.3g} s of its own for a step of {step_seconds:.3g} s ({parts}); the "
-            f"others need {self.others:.3g} s"
+            f"slowest: {name} needs {self.total:.3g} s of its own for a step of {step_seconds:.3g} s ({parts}); the "
+            f"others need {self.median_of_others:.3g} s"
         )
 
 
@@ -150,5 +150,5 @@ def find_slowest(by_process: Mapping[int, Mapping[str, Any]]) -> Slowest | None:
     if len(known) < 2:
         return None
     slowest = max(known, key=lambda process: sum(known[process].values()))
-    others = [sum(seconds.values()) for process, seconds in known.items() if process != slowest]
-    return Slowest(slowest, known[slowest], statistics.median(others))
+    of_others = [sum(seconds.values()) for process, seconds in known.items() if process != slowest]
+    return Slowest(slowest, known[slowest], statistics.median(of_others))

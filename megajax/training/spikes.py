@@ -65,7 +65,7 @@ class LossWatch:
         if not self.is_on:
             return {}
         if bad := self.examine(step):
-            warnings.warn(f"{sentence(bad, self.config)}.", stacklevel=2)
+            warnings.warn(f"{explain(bad, self.config)}.", stacklevel=2)
         return {"losses": self.history}
 
     @property
@@ -110,7 +110,7 @@ def is_watched(config: Config) -> bool:
     return config.run.spike_factor is not None or config.run.max_rollbacks > 0
 
 
-def nonfinite_sentence(in_row: int, config: Config, newest: int | None) -> str:
+def explain_nonfinite(in_row: int, config: Config, newest: int | None) -> str:
     """The error about too many steps in a row that are not finite; `newest` is the newest checkpoint's step."""
     saved = "no checkpoint was saved" if newest is None else f"the checkpoint of step {newest} is from before"
     weights = " and the weights of checkpoint.init_from" if config.checkpoint.init_from is not None else ""
@@ -121,7 +121,7 @@ def nonfinite_sentence(in_row: int, config: Config, newest: int | None) -> str:
     )
 
 
-def sentence(found: list[BadStep], config: Config) -> str:
+def explain(found: list[BadStep], config: Config) -> str:
     """The problem with the first of the bad steps that were found together."""
     (step, loss, median), run = found[0], config.run
     if median is None:

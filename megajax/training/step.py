@@ -61,7 +61,7 @@ class TrainState:
     # With `optimizer.ema_decay` the moving averages of `params`.
     ema: dict[str, jax.Array] = field(default_factory=dict)
     # With `optimizer.master: split` the lower 16 bits of the master weights, whose BF16 halves are then in `params`.
-    rest: dict[str, jax.Array] = field(default_factory=dict)
+    master_low_bits: dict[str, jax.Array] = field(default_factory=dict)
 
     @property
     def weights(self) -> dict[str, jax.Array]:
@@ -71,12 +71,12 @@ class TrainState:
     @property
     def updated(self) -> Updated:
         """What an update changes."""
-        return Updated(self.params, self.ema, self.optimizer, self.rest)
+        return Updated(self.params, self.ema, self.optimizer, self.master_low_bits)
 
     @property
     def masters(self) -> dict[str, jax.Array]:
         """The FP32 master weights by name, inside a jitted function."""
-        return join_all(self.params, on_device(self.rest))
+        return join_all(self.params, on_device(self.master_low_bits))
 
     @property
     def averaged(self) -> dict[str, jax.Array]:
@@ -123,13 +123,13 @@ class TrainProgram:
     def stored(self) -> TrainState:
         """A TrainState of `StateArray`: the placement, dtype and memory of each array."""
         self._check_offload()
-        params, ema, optimizer, rest = self.update.slots.stored
+        params, ema, optimizer, low_bits = self.update.slots.stored
         scalar: Any = StateArray(None, jnp.int32)
         scale: Any = StateArray(None, jnp.float32)
-        kept = jax.tree.map(lambda leaf: StateArray(None, leaf.dtype), jax.eval_shape(self._first_layer_state))
+        layer_state = jax.tree.map(lambda leaf: StateArray(None, leaf.dtype), jax.eval_shape(self._first_layer_state))
         _, untrained = self._divided(self.placements)
         frozen: Any = {name: StateArray(placement, self.frozen_dtype(name)) for name, placement in untrained.items()}
-        return TrainState(params, optimizer, kept, scalar, scale, scalar, scalar, scalar, frozen, ema, rest)
+        return TrainState(params, optimizer, layer_state, scalar, scale, scalar, scalar, scalar, frozen, ema, low_bits)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -201,7 +201,7 @@ class TrainProgram:
         """
         lacking: dict[str, Any] = {}
         if not params:
-            lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "rest": {}}
+            lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "master_low_bits": {}}
         if not teacher and self.plan.teacher is not None:
             lacking["frozen"] = {}
         if not lacking:
@@ -265,17 +265,17 @@ class TrainProgram:
         seed, std = self.config.run.seed, self.config.model.init_std
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
         if (teacher := self.plan.teacher) is not None:
-            own = init_parameters(teacher.transformer, seed, teacher.model.init_std)
-            weights |= {TEACHER + name: w for name, w in own.items()}
+            drawn = init_parameters(teacher.transformer, seed, teacher.model.init_std)
+            weights |= {TEACHER + name: w for name, w in drawn.items()}
         return {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}
 
     def _first_state(self, stored: dict[str, jax.Array]) -> TrainState:
         """The state of step 0 with the FP32 weights `stored`."""
         masters, frozen = self._divided(stored)
         frozen = {name: w.astype(self.frozen_dtype(name)) for name, w in frozen.items()}
-        zero, scale, kept = jnp.zeros((), jnp.int32), self.first_loss_scale, self._first_layer_state()
-        params, ema, optimizer, rest = self.update.first(masters)
-        return TrainState(params, optimizer, kept, zero, scale, zero, zero, zero, frozen, ema, rest)
+        zero, scale, layer_state = jnp.zeros((), jnp.int32), self.first_loss_scale, self._first_layer_state()
+        params, ema, optimizer, low_bits = self.update.first(masters)
+        return TrainState(params, optimizer, layer_state, zero, scale, zero, zero, zero, frozen, ema, low_bits)
 
     def _first_layer_state(self) -> dict[str, dict[str, jax.Array]]:
         state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
@@ -296,24 +296,24 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     config = program.config
     program.check_fields(batch)
     program._check_microbatches(batch)
-    sums, gradients, norm, kept, layers = gradients_of(
+    sums, gradients, norm, layer_state, layers = gradients_of(
         state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     learning_rate = program.update.rate(state.step)
     clipped = clip(program.plan, gradients, norm)
     given = Given(clipped, _rescaling(program, layers), learning_rate, state.step, finite)
-    params, ema, optimizer, rest = program.update(state.updated, given)
+    params, ema, optimizer, low_bits = program.update(state.updated, given)
     # A step with non-finite numbers changes no layer state either.
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), kept, state.layer_state)
+    layer_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), layer_state, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
         params=params,
-        rest=rest,
+        master_low_bits=low_bits,
         ema=ema,
         optimizer=optimizer,
-        layer_state=kept,
+        layer_state=layer_state,
         step=state.step + 1,
         skipped=state.skipped + skipped,
         skipped_in_row=(state.skipped_in_row + 1) * skipped,
@@ -326,10 +326,10 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     }
     of_layers = _layer_metrics(program.model.blocks, with_modules(config.model, layers))
     of_nodes = program.graph.metrics(sums) | {name: sums[name] for name in ("attention_imbalance",) if name in sums}
-    for own in (of_nodes, of_layers):
-        if taken := sorted(own.keys() & metrics.keys()):
+    for found in (of_nodes, of_layers):
+        if taken := sorted(found.keys() & metrics.keys()):
             raise ValueError(f"a part has the metric {taken[0]}, which the step has already: give it another name.")
-        metrics |= own
+        metrics |= found
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
@@ -352,8 +352,8 @@ def _rescaling(program: TrainProgram, layers: Mapping[str, Mapping[str, jax.Arra
     """Factors, in stored rows, of the parameters that a kind of block rescales after an update."""
     found = {}
     for kind, metrics in layers.items():
-        for own, factor in program.model.blocks[kind].rescaled(metrics).items():
-            name = f"{BLOCKS}{kind}.{own}"
+        for member, factor in program.model.blocks[kind].rescaled(metrics).items():
+            name = f"{BLOCKS}{kind}.{member}"
             found[name] = in_stored_rows(factor, program.placements[name])
     return found
 
@@ -363,17 +363,17 @@ def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) ->
     if MTP not in layers:
         return layers
     last = layer_kinds(model)[-1].block
-    joined = {name: jnp.concatenate([own, layers[MTP][name]]) for name, own in layers[last].items()}
-    return {kind: joined if kind == last else own for kind, own in layers.items() if kind != MTP}
+    joined = {name: jnp.concatenate([metrics, layers[MTP][name]]) for name, metrics in layers[last].items()}
+    return {kind: joined if kind == last else metrics for kind, metrics in layers.items() if kind != MTP}
 
 
-def _layer_metrics(blocks: Mapping[str, Block], measured: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:
+def _layer_metrics(blocks: Mapping[str, Block], by_kind: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:
     """The logged metrics of layers, by kind and name `[L, ...]`, those of all kinds of blocks together.
 
     Losses are summed, counts kept per layer, others averaged. Of a metric `max_...` it is the maximum.
     """
-    losses = {name for kind in measured for name in blocks[kind].losses}
-    names = dict.fromkeys(name for own in measured.values() for name in own)
+    losses = {name for kind in by_kind for name in blocks[kind].losses}
+    names = dict.fromkeys(name for metrics in by_kind.values() for name in metrics)
 
     def logged(name: str, values: jax.Array) -> jax.Array:
         if jnp.issubdtype(values.dtype, jnp.integer):
@@ -382,7 +382,7 @@ def _layer_metrics(blocks: Mapping[str, Block], measured: dict[str, dict[str, ja
             return values.max()
         return values.sum() if name in losses else values.mean()
 
-    return {n: logged(n, jnp.concatenate([own[n] for own in measured.values() if n in own])) for n in names}
+    return {n: logged(n, jnp.concatenate([metrics[n] for metrics in by_kind.values() if n in metrics])) for n in names}
 
 
 def _update_loss_scale(state: TrainState, finite: jax.Array) -> TrainState:

@@ -132,8 +132,8 @@ class Agreement:
             messages = self._messages
             if messages.wait("request") == "stop":
                 with self._lock:
-                    self._requested, own = True, self._next
-                messages.post(str(self._cluster.rank), str(own))
+                    self._requested, proposed = True, self._next
+                messages.post(str(self._cluster.rank), str(proposed))
                 if self._cluster.is_first:
                     latest = max(int(messages.wait(str(rank))) for rank in range(self._cluster.size))
                     messages.post("at", str(latest))

@@ -31,7 +31,7 @@ def summary(
     """
     config, sizes = program.config, mesh_sizes(program.mesh)
     plan, kernels, batch = program.plan, program.plan.kernels, config.batch
-    memory, device = estimate_memory(plan.on_gpus(), program.placements), program.mesh.devices.flat[0]
+    memory, device = estimate_memory(plan.on_gpus()), program.mesh.devices.flat[0]
     replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
     padded = [n for n, p in program.placements.items() if p.is_padded]
     lines = [

@@ -95,7 +95,7 @@ class Watch(Hook):
         finally:
             self._work, self._since, self._last = "", 0.0, 0.0
 
-    def slowest(self, own: dict[str, float], step_seconds: float, note: Callable[[str], None]) -> dict[str, Any]:
+    def slowest(self, seconds: dict[str, float], step_seconds: float, note: Callable[[str], None]) -> dict[str, Any]:
         """Post this process's times of its steps (`StepTimes.take`); process 0 gets the slowest, for metrics.jsonl.
 
         Notes a line if that process stands out and is another one than in the last line. The times of the others are
@@ -103,17 +103,17 @@ class Watch(Hook):
         """
         if self.peers is None:
             return {}
-        self.peers.own_seconds = own
+        self.peers.own_seconds = seconds
         signs = dict(self.peers.signs)  # a copy, because another thread adds to it
-        found = find_slowest({i: sign["own_seconds"] for i, sign in signs.items()} | {self.peers.rank: own})
+        found = find_slowest({i: sign["own_seconds"] for i, sign in signs.items()} | {self.peers.rank: seconds})
         if found is None or self.peers.rank != 0:
             return {}
         values = {"slowest_process": found.process, "slowest_host": self.peers.host(found.process)}
-        values |= {"slowest_own_seconds": found.own, "others_own_seconds": found.others}
+        values |= {"slowest_own_seconds": found.total, "others_own_seconds": found.median_of_others}
         slow = found.process if found.stands_out(step_seconds) else None
         before, self._slow = self._slow, slow
         if slow is not None and slow != before:
-            note(found.sentence(self.peers.named(found.process), step_seconds))
+            note(found.explain(self.peers.named(found.process), step_seconds))
         return values
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -190,8 +190,8 @@ class Watch(Hook):
     def _write_stacks(self, sentence: str) -> None:
         steps = {0: self.ending.step}
         if self.peers is not None:
-            others = {process: sign["step"] for process, sign in dict(self.peers.signs).items()}
-            steps = others | {self.peers.rank: self.ending.step}
+            steps_elsewhere = {process: sign["step"] for process, sign in dict(self.peers.signs).items()}
+            steps = steps_elsewhere | {self.peers.rank: self.ending.step}
         lines = [f"last known step of process {process}: {step}" for process, step in sorted(steps.items())]
         self._stacks_file().parent.mkdir(parents=True, exist_ok=True)
         with self._stacks_file().open("w", encoding="utf-8") as file:

@@ -31,10 +31,10 @@ def adapted(
 
 def _block_diagonal(columns: Mapping[str, slice], used: dict[str, Any]) -> jax.Array:
     """`[R, out]` of a fused weight: each layer's B in its own rows and columns, zeros elsewhere."""
-    width = max(own.stop for own in columns.values())
+    width = max(columns_of_member.stop for columns_of_member in columns.values())
     rows = [
-        jnp.pad(used[member + B], ((0, 0), (own.start, width - own.stop)))
-        for member, own in columns.items()
+        jnp.pad(used[member + B], ((0, 0), (columns_of_member.start, width - columns_of_member.stop)))
+        for member, columns_of_member in columns.items()
         if member + B in used
     ]
     return jnp.concatenate(rows)

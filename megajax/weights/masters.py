@@ -28,12 +28,12 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bitcast_convert_type(upper, jnp.bfloat16), bits.astype(jnp.uint16)
 
 
-def joined(half: jax.Array, rest: jax.Array) -> jax.Array:
+def joined(half: jax.Array, low_bits: jax.Array) -> jax.Array:
     """The inverse of `split`."""
-    upper, lower = bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32), rest.astype(jnp.uint32)
+    upper, lower = bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32), low_bits.astype(jnp.uint32)
     return bitcast_convert_type(((upper - (lower >> 15)) << 16) | lower, jnp.float32)
 
 
-def join_all(params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """FP32 weights by name; those without a `rest` are FP32 already."""
-    return {name: joined(w, rest[name]) if name in rest else w for name, w in params.items()}
+def join_all(params: Mapping[str, jax.Array], low_bits: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """FP32 weights by name; those without low bits are FP32 already."""
+    return {name: joined(w, low_bits[name]) if name in low_bits else w for name, w in params.items()}

@@ -22,6 +22,6 @@ def of_microbatch(totals: Arrays) -> dict[str, jax.Array]:
     return {n: t if t.dtype == jnp.float32 else jnp.zeros(t.shape, jnp.float32) for n, t in totals.items()}
 
 
-def after_microbatch(totals: Arrays, own: Arrays) -> dict[str, jax.Array]:
+def after_microbatch(totals: Arrays, new: Arrays) -> dict[str, jax.Array]:
     """The new totals from the arrays of `of_microbatch` with all terms of the microbatch."""
-    return {n: own[n] if total.dtype == jnp.float32 else added(total, own[n]) for n, total in totals.items()}
+    return {n: new[n] if total.dtype == jnp.float32 else added(total, new[n]) for n, total in totals.items()}

@@ -21,8 +21,8 @@ Arrays = Mapping[str, jax.Array]
 
 def table_weights(plan: StepPlan, dtypes: WeightDtypes) -> dict[str, Weight]:
     """The weights outside the layers, by canonical name."""
-    own = {name: placement for name, placement in plan.placements.items() if not is_in_layer(name)}
-    return {name: _weight(plan, name, {name: placement}, dtypes) for name, placement in own.items()}
+    outside = {name: placement for name, placement in plan.placements.items() if not is_in_layer(name)}
+    return {name: _weight(plan, name, {name: placement}, dtypes) for name, placement in outside.items()}
 
 
 def block_weights(
@@ -52,9 +52,9 @@ def side_by_side(
 ) -> dict[str, dict[str, Placement]]:
     """The parameters of each weight of a block that has the `stored` ones; `fused` as in `Block`."""
     groups = {name: {m: stored[m] for m in members if m in stored} for name, members in fused.items()}
-    members = {member for own in fused.values() for member in own}
+    members = {member for members_of_group in fused.values() for member in members_of_group}
     groups |= {name: {name: placement} for name, placement in stored.items() if name not in members}
-    return {name: own for name, own in groups.items() if own}
+    return {name: members_of_group for name, members_of_group in groups.items() if members_of_group}
 
 
 def block_scope(kind: str, prefix: str = "") -> str:

@@ -58,7 +58,7 @@ class Weight:
     @cached_property
     def placement(self) -> Placement:
         """The placement of the parameters side by side."""
-        return _side_by_side([_merge_heads(own, self.sizes) for own in self.members.values()])
+        return _side_by_side([_merge_heads(member, self.sizes) for member in self.members.values()])
 
     @property
     def sum_dtype(self) -> jnp.dtype:
@@ -100,8 +100,8 @@ class Weight:
         """The gradient of the fused shard → gradients of the parameters' shards by name."""
         out = {}
         for member, columns in self.columns.items():
-            own, placement = gradient[..., columns] if len(self.members) > 1 else gradient, self.members[member]
-            out[member] = _all_kv_heads(_unmerge_heads(own, placement), placement)
+            part, placement = gradient[..., columns] if len(self.members) > 1 else gradient, self.members[member]
+            out[member] = _all_kv_heads(_unmerge_heads(part, placement), placement)
         return out
 
     # Per step <-> used
@@ -189,9 +189,9 @@ def fuse(weights: Mapping[str, Weight], stored: Mapping[str, jax.Array]) -> dict
     Query, key and value are side by side in one weight, and so are gate and up: one matmul, one gather, one reduction.
     """
     members = {name: placement for weight in weights.values() for name, placement in weight.members.items()}
-    own = {name: _own_kv_head(w, members[name]) for name, w in stored.items()}
+    local = {name: _own_kv_head(w, members[name]) for name, w in stored.items()}
     groups = {name: tuple(weight.members) for name, weight in weights.items() if name not in weight.members}
-    return block.fuse(own, {name: members[name].axes for name in stored}, groups)
+    return block.fuse(local, {name: members[name].axes for name in stored}, groups)
 
 
 def global_norm(gradients: Mapping[str, jax.Array], placements: Mapping[str, Placement], sizes: Mapping[str, int]):

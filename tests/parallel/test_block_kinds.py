@@ -195,7 +195,7 @@ def test_it_says_what_it_costs(table):
     for width in (F, 2 * F):
         config = make(table, {}, model={"ffn_hidden_size": width}, kernels={"scan_unroll": 4})
         program = build(config, 1)
-        saved.append(estimate_memory(program.plan.on_gpus(), program.placements).activations)
+        saved.append(estimate_memory(program.plan.on_gpus()).activations)
     # The compute dtype's 4 bytes of each token: gate and up of two dense layers, `up` and its square of two of the kind
     tokens = config.batch.global_size * S
     assert saved[1] - saved[0] == 4 * tokens * F * (2 * 2 + 2 * 2 * 2)
@@ -298,7 +298,7 @@ def test_a_registered_kind_with_experts_is_one_everywhere(table, monkeypatch):
             program.plan.on_gpus(),
             [line for line in summary(program, []).splitlines() if "experts" in line],
         )
-        memory = estimate_memory(plan, program.placements).total
+        memory = estimate_memory(plan).total
         active = active_parameter_count(program.model)
         found[name] = expert_layers(config.model), active, memory, plan.unrolling, plan.segments, experts
     assert found["routed"] == found["moe"]

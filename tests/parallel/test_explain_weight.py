@@ -114,7 +114,7 @@ def test_the_estimate_of_memory_gathers_the_same_bytes_for_a_layer(programs, nam
     """But for the router, which the estimate counts in the compute dtype."""
     graph = programs(name).graph
     (kind,), plan = graph.layers.blocks, graph.plan
-    estimated = StepWeights(plan, plan.placements, graph.layers.blocks, plan.compute.itemsize)
+    estimated = StepWeights(plan, graph.layers.blocks, plan.compute.itemsize)
     gathered = 0
     for weight in graph.layers.weights.weights[kind].values():
         for edge in (edge for chain in explain_weight.chains(graph, weight.name) for edge in chain.forward):

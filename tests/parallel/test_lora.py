@@ -170,13 +170,13 @@ def test_the_plan_knows_what_is_frozen(steps, table):
     sizes = {name: w.size for name, w in steps.weights.items()}
     adapted = sum(size for name, size in sizes.items() if name.endswith((A, B)))
     base = sum(sizes.values()) - adapted
-    memory = estimate_memory(steps.program.plan, steps.program.placements)
+    memory = estimate_memory(steps.program.plan)
     assert (memory.parameters, memory.optimizer) == (4 * (base + adapted), 8 * adapted)
     lora = {"rank": 3, "targets": ["up"]}
     half = one_device(table.make_config(LLAMA, precision={"compute": "bfloat16"}, lora=lora, **BASE))
     dtypes = {(w.dtype.name, "norm" in name) for name, w in half.abstract_state.frozen.items()}
     assert dtypes == {("bfloat16", False), ("float32", True)}
-    memory, own, norms = estimate_memory(half.plan, half.placements), 2 * 3 * (32 + 48), 5 * 32
+    memory, own, norms = estimate_memory(half.plan), 2 * 3 * (32 + 48), 5 * 32
     assert memory.parameters == 4 * (own + norms) + 2 * (base - norms)
     matrices = base - norms - 256 * 32  # with the head, without the embedding
     difference = flops_per_token(table.make_config(LLAMA)) - flops_per_token(steps.program.config)

@@ -64,7 +64,7 @@ def test_its_estimate_is_between_full_and_save_matmuls(table, registered):
     def activations(policy):
         config = make(table, {}, policy=policy)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
-        return estimate_memory(program.plan.on_gpus(), program.placements).activations
+        return estimate_memory(program.plan.on_gpus()).activations
 
     found = {policy: activations(policy) for policy in ("full", "attention_outputs", "save_matmuls")}
     assert found["full"] < found["attention_outputs"] < found["save_matmuls"], found

@@ -164,13 +164,13 @@ def test_flops_and_memory_count_it(table):
     more = flops_per_token(config) - flops_per_token(plain)
     assert more == pytest.approx(flops_per_token(config.of_teacher) / 3)
     programs = [TrainProgram.build(each, build_mesh({}, jax.devices()[:1])) for each in (config, plain)]
-    with_teacher, without = (estimate_memory(p.plan.on_gpus(), p.placements) for p in programs)
+    with_teacher, without = (estimate_memory(p.plan.on_gpus()) for p in programs)
     assert with_teacher.parameters - without.parameters == 4 * parameter_count(programs[0].plan.teacher.transformer)
     assert with_teacher.weights == without.weights
     assert with_teacher.activations - without.activations == 4 * (ROWS // 2) * LENGTH * 32
     mesh = build_mesh({"fsdp": 2}, jax.devices()[:2])
     divided, alone = (
-        estimate_memory(p.plan.on_gpus(), p.placements)
+        estimate_memory(p.plan.on_gpus())
         for p in (
             TrainProgram.build(each, mesh) for each in (make(table, {"fsdp": 2}), make(table, {"fsdp": 2}, **none))
         )
@@ -186,5 +186,5 @@ def test_all_stages_hold_the_teachers_outputs_of_all_microbatches(table, microba
     program = TrainProgram.build(config, build_mesh({"pipeline": 2}, jax.devices()[:2]))
     alone = program.plan.config.model_copy(update={"teacher": config.teacher.model_copy(update={"model": None})})
     plans = [program.plan.on_gpus(), replace(program.plan, config=alone).on_gpus()]
-    with_teacher, without = (estimate_memory(plan, program.placements) for plan in plans)
+    with_teacher, without = (estimate_memory(plan) for plan in plans)
     assert with_teacher.activations - without.activations == 4 * ROWS * LENGTH * TEACHER["hidden_size"]

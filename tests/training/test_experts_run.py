@@ -60,7 +60,7 @@ def test_experts_are_stored_over_their_axis_and_not_gathered_over_it():
     assert query.spec[1] == ("fsdp", "expert", "context", "data")
     # Of one layer: most is needed when the first goes backward, and by then the second's are free
     experts, attention = 3 * 8 * 4096 * 14336, 2 * 4096 * 128 * 40
-    memory = estimate_memory(StepPlan.make(config, sizes, HOPPER), placements)
+    memory = estimate_memory(StepPlan.make(config, sizes, HOPPER))
     assert memory.weights == pytest.approx(2 * (experts / 4 + attention), rel=1e-3)
 
 

@@ -54,9 +54,9 @@ def test_both_halves_are_the_number_bit_for_bit_and_one_is_the_nearest_bfloat16(
     upper = np.arange(2**16, dtype=np.uint32)[:, None] << 16
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234], np.uint32)
     x = (upper | lower).view(np.float32)
-    half, rest = map(np.asarray, jax.jit(split)(x))
-    assert half.dtype == ml_dtypes.bfloat16 and rest.dtype == np.uint16
-    np.testing.assert_array_equal(bits(jax.jit(joined)(half, rest)), bits(x))
+    half, low_bits = map(np.asarray, jax.jit(split)(x))
+    assert half.dtype == ml_dtypes.bfloat16 and low_bits.dtype == np.uint16
+    np.testing.assert_array_equal(bits(jax.jit(joined)(half, low_bits)), bits(x))
 
     number, tie = ~np.isnan(x), np.broadcast_to(lower == 0x8000, x.shape)
     np.testing.assert_array_equal(bits(half)[number & ~tie], bits(x[number & ~tie].astype(ml_dtypes.bfloat16)))
@@ -87,8 +87,9 @@ def test_a_run_is_that_with_fp32_weights_bit_for_bit(monkeypatch, mesh, devices,
     for name, w in masters(halves, found).items():
         np.testing.assert_array_equal(bits(w), bits(canonical(plain, expected.params)[name]), err_msg=name)
     in_fp32 = {name for name, w in found.params.items() if w.dtype == jnp.float32}
-    assert in_fp32 == {name for name in found.params if name.endswith("norm")} == found.params.keys() - found.rest
-    kinds = {leaf.sharding.memory_kind for leaf in found.rest.values()}
+    low_bits = found.master_low_bits
+    assert in_fp32 == {name for name in found.params if name.endswith("norm")} == found.params.keys() - low_bits
+    kinds = {leaf.sharding.memory_kind for leaf in low_bits.values()}
     assert kinds == {"pinned_host" if "offload" in optimizer else "device"}
 
 
@@ -104,11 +105,12 @@ def test_checkpoints_are_fp32_and_a_run_may_change_the_form(tmp_path):
         assert outcome is not None and not outcome.error
         source, state = program, StateSaver(program).restore(checkpoints, 3)
         checkpoints.close()
-        assert bool(state.rest) == (program.config.optimizer.master == "split")
+        assert bool(state.master_low_bits) == (program.config.optimizer.master == "split")
         for name, w in masters(program, state).items():
             np.testing.assert_array_equal(bits(w), bits(expected[name]), err_msg=name)
         sharding = program.state_shardings
-        assert {n: w.sharding for n, w in (state.params | state.rest).items()} == sharding.params | sharding.rest
+        found, wanted = state.params | state.master_low_bits, sharding.params | sharding.master_low_bits
+        assert {name: w.sharding for name, w in found.items()} == wanted
 
 
 def test_weights_of_another_run_are_split():

@@ -83,11 +83,11 @@ def test_norms_of_split_masters_are_those_of_both_halves(make_config):
     split = ("optimizer.master=split", "precision.compute=bfloat16", "model.num_layers=1", "batch.num_microbatches=1")
     program, state, batch = prepared(make_config, 1, *split)
     sizes = {name: w.size for name, w in state.params.items()}
-    params, rest = program.update.halves(
+    params, low_bits = program.update.halves(
         {name: jnp.full(w.shape, 1.003, jnp.float32) for name, w in state.params.items()}
     )
-    logged = jax.device_get(Norms(program).before(2, replace(state, params=params, rest=rest), batch))
-    assert rest and params["blocks.dense.mlp.up"].astype(jnp.float32).max() == 1
+    logged = jax.device_get(Norms(program).before(2, replace(state, params=params, master_low_bits=low_bits), batch))
+    assert low_bits and params["blocks.dense.mlp.up"].astype(jnp.float32).max() == 1
     for name, size in sizes.items():
         np.testing.assert_allclose(logged[f"weight_norm/{name}"], 1.003 * np.sqrt(size), rtol=1e-5, err_msg=name)
 

@@ -53,7 +53,7 @@ def test_a_flipped_bit_of_one_copy_is_named_with_its_device(make_config):
         check.start(3, state)
         step, found = check.damage()
         assert step == 2 and [(d.array, d.devices) for d in found] == [(f"params.{norm}", [device])]
-        line = replicas.sentence(step, found, None)
+        line = replicas.explain(step, found, None)
         assert f"params.{norm}" in line and f"devices {device.id} of process 0" in line and "no checkpoint" in line
 
 
@@ -65,7 +65,7 @@ def test_of_two_copies_both_devices_are_named(make_config):
     check.start(1, with_damage(state, key, devices.ravel()[5]))
     (_, found) = check.damage() or (0, [])
     assert [(d.array, d.devices) for d in found] == [(f"params.{key}", list(devices[0, 0, 2, 0, 0]))]
-    assert "no majority" in replicas.sentence(1, found, 4)
+    assert "no majority" in replicas.explain(1, found, 4)
     # A weight that is sharded over all devices has no copy.
     check.start(2, with_damage(state, NAME, devices.ravel()[5]))
     assert check.damage() is None
@@ -74,7 +74,7 @@ def test_of_two_copies_both_devices_are_named(make_config):
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])
 def test_a_long_sentence_names_five_arrays_and_counts_the_others(count, more):
     device = jax.devices()[3]
-    line = replicas.sentence(8, [replicas.Damage(f"a{i}", [device], True) for i in range(count)], 6)
+    line = replicas.explain(8, [replicas.Damage(f"a{i}", [device], True) for i in range(count)], 6)
     assert f"the copies of {count} replicated arrays differ (a0, a1, a2, a3, a4{more}): the copies on devices 3" in line
     assert "after step 8" in line and "the newest checkpoint is of step 6" in line
 

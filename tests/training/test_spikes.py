@@ -15,9 +15,9 @@ from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.batches import batches
 from megajax.training.checks import SpikeCheck
 from megajax.training.loop import Trainer
-from megajax.training.resuming import Start
+from megajax.training.resuming import ResumePoint
 from megajax.training.rollbacks import Rollbacks
-from megajax.training.spikes import BadStep, LossWatch, nonfinite_sentence
+from megajax.training.spikes import BadStep, LossWatch, explain_nonfinite
 from megajax.training.step import TrainProgram
 
 WATCHED = ("run.spike_factor=1.1", "run.spike_window=2", "run.max_rollbacks=2", "run.checkpoint_interval=3")
@@ -83,8 +83,8 @@ def test_the_event_of_spikes_that_were_found_together_is_of_the_first(tmp_path, 
 
 def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):
     cause = "inspect the data of these steps and the weights of checkpoint.init_from, then start again."
-    assert nonfinite_sentence(21, make_config("checkpoint.init_from=folder"), None).endswith(cause)
-    assert "init_from" not in nonfinite_sentence(21, make_config(), None)
+    assert explain_nonfinite(21, make_config("checkpoint.init_from=folder"), None).endswith(cause)
+    assert "init_from" not in explain_nonfinite(21, make_config(), None)
 
 
 def test_without_the_options_nothing_is_kept(make_config):
@@ -181,7 +181,7 @@ def test_a_rollback_leaves_out_the_batches_and_a_killed_run_repeats_it_bit_for_b
     dying.dies = lambda: dying.step == 7 and Rollbacks(dying.config).past
     with pytest.raises(KeyboardInterrupt):
         dying.run()
-    for name in ("before a checkpoint", killed_in(Rollbacks, "add"), killed_in(Start, "go_back")):
+    for name in ("before a checkpoint", killed_in(Rollbacks, "add"), killed_in(ResumePoint, "go_back")):
         assert trainer(name).run() == 0
         assert read_metrics(tmp_path / name, *numbers) == expected, name
         assert events(name) == [event], name

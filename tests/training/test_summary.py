@@ -86,7 +86,7 @@ def test_recomputed_layers_halves_of_weights_and_padding():
 def test_each_part_of_the_memory_stands_under_its_name():
     mesh, model = {"fsdp": 4, "tensor": 2}, DENSE | {"num_kv_heads": 2, "vocab_size": 4096}
     program = make(model, mesh, 2)
-    memory = estimate_memory(program.plan.on_gpus(), program.placements)
+    memory = estimate_memory(program.plan.on_gpus())
     names = {"weights": "gathered weights", "working": "working buffers"}
     parts = {names.get(name, name): size for name, size in vars(memory).items()} | {"total": memory.total}
     assert len(set(parts.values())) == 7, "else two could change places"

@@ -37,8 +37,8 @@ def answer(options: argparse.Namespace, tell: Tell) -> list[str]:
     """The lines that answer the command's arguments, cut at the width of a terminal. Raises `UserError`."""
     rates, notes = rates_of(options.device or DEVICE_NAMES[0]), list[str]()
     if options.device is None and options.rates is None:
-        others = ", ".join(DEVICE_NAMES[1:])
-        notes.append(f"--device is not given: {rates.name} is assumed. The others are {others}.")
+        other_devices = ", ".join(DEVICE_NAMES[1:])
+        notes.append(f"--device is not given: {rates.name} is assumed. The others are {other_devices}.")
     if options.rates is not None:
         rates = read_rates(options.rates, rates)
     if options.compile:
@@ -69,8 +69,8 @@ def plan(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
         raise InputError("none of the compiled candidates fits by XLA's figures: raise --compile and --top.")
     rows = [cells(best[n], rates, options.margin, compiled.get(n)) for n in fitting]
     if isinstance(usual, Found):
-        mesh, *others = cells(usual, rates, options.margin)
-        rows.append((f"usual: {mesh}", *others))
+        mesh, *other_cells = cells(usual, rates, options.margin)
+        rows.append((f"usual: {mesh}", *other_cells))
     where = f"{counted(options.gpus, rates.name)}, hosts of {rates.hosts_of}"
     lines = [
         f"{counted(search.tried, 'candidate')} on {where}; rates: {rates.origin}",

@@ -8,10 +8,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megajax.config import Config
-from megajax.estimate.memory import MemoryEstimate, estimate_memory, moments
+from megajax.estimate.memory import MemoryEstimate, estimate_memory, peaks
 from megajax.estimate.optimizer import matrix_operations, shards, state_bytes
 from megajax.optim.slots import OptimizerSlots
-from megajax.sharding import BLOCKS, Placement
+from megajax.sharding import BLOCKS
 from megajax.step_plan import HOPPER, StepPlan
 from megajax.tools.plan.rates import Rates
 from megajax.tools.plan.step_time import StepTime, StoredState, estimate_time
@@ -40,11 +40,11 @@ class Candidate:
         """Whether the estimated memory is at most `limit` bytes; most that do not fit are ruled out early."""
         if self.storage.bytes > limit:
             return False
-        return all(moment.total <= limit for moment in moments(self.plan, self.storage.placements))
+        return all(peak.total <= limit for peak in peaks(self.plan))
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        return estimate_memory(self.plan, self.storage.placements)
+        return estimate_memory(self.plan)
 
     def time(self, rates: Rates) -> StepTime:
         """The estimated time of a step."""
@@ -62,7 +62,6 @@ class Candidate:
 class Storage:
     """The weights and the optimizer's state on a device."""
 
-    placements: Mapping[str, Placement]
     state: StoredState
     bytes: int  # of all steps with this storage, at any time
 
@@ -85,5 +84,5 @@ def _storage(stored: _Stored) -> Storage:
     in_layers = sum(number for name, number in count.items() if name.startswith(BLOCKS))
     slots = OptimizerSlots.of(plan, plan.trained, placements)
     state = state_bytes(plan, slots)
-    own = StoredState(by_axes, in_layers, matrix_operations(slots), state.on_host)
-    return Storage(placements, own, state.weights + state.optimizer)
+    stored_state = StoredState(by_axes, in_layers, matrix_operations(slots), state.on_host)
+    return Storage(stored_state, state.weights + state.optimizer)

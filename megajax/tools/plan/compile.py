@@ -121,11 +121,11 @@ def _place_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
     main = ir.SymbolTable(module.operation)["main"]
     with module.context:
         for attributes in ("arg_attrs", "res_attrs"):
-            own = [{a.name: a.attr for a in ir.DictAttr(each)} for each in ir.ArrayAttr(main.attributes[attributes])]
-            for each, away in zip(own, on_host, strict=False):  # the state comes first
-                if away:
+            dicts = [{a.name: a.attr for a in ir.DictAttr(each)} for each in ir.ArrayAttr(main.attributes[attributes])]
+            for each, moves in zip(dicts, on_host, strict=False):  # the state comes first
+                if moves:
                     each["mhlo.memory_kind"] = ir.StringAttr.get(HOST_MEMORY)
-            main.attributes[attributes] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
+            main.attributes[attributes] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in dicts])
 
 
 class StoredProgram(TypedDict):

@@ -122,9 +122,9 @@ def communication(time: StepTime) -> list[str]:
         return ["Communication: none"]
     lines = [f"  {'':12}{'link':>16}{'GB sent':>12}{'ms':>12}{'ms exposed':>12}"]
     for axis in (axis for axis in AXES_SHOWN if axis in traffic):
-        link, own = "between hosts" if axis in time.between_hosts else "within a host", traffic[axis]
+        link, sums = "between hosts" if axis in time.between_hosts else "within a host", traffic[axis]
         lines.append(
-            f"  {axis:12}{link:>16}{own.sent / 1e9:12,.2f}{1e3 * own.seconds:12,.1f}{1e3 * own.exposed:12,.1f}"
+            f"  {axis:12}{link:>16}{sums.sent / 1e9:12,.2f}{1e3 * sums.seconds:12,.1f}{1e3 * sums.exposed:12,.1f}"
         )
     return ["Communication of a GPU in a step, recomputation included:", *lines]
 

@@ -83,9 +83,9 @@ def of_phases(found: Found) -> str:
             drawing, start, 0, phase.computation * scale, COLORS[phase.name], f"{phase.name}: {_ms(phase.computation)}"
         )
         for row, axis in enumerate(axes, 1):
-            own = phase.traffic.get(axis, Traffic())
-            hidden, exposed = min(own.seconds - own.exposed, phase.computation), own.exposed
-            hint = f"{axis}, {phase.name}: {_ms(own.seconds)}, {_ms(exposed)} exposed, {own.sent / 1e9:,.3f} GB"
+            of_axis = phase.traffic.get(axis, Traffic())
+            hidden, exposed = min(of_axis.seconds - of_axis.exposed, phase.computation), of_axis.exposed
+            hint = f"{axis}, {phase.name}: {_ms(of_axis.seconds)}, {_ms(exposed)} exposed, {of_axis.sent / 1e9:,.3f} GB"
             _box(drawing, start + (phase.computation - hidden) * scale, row, hidden * scale, COLORS["hidden"], hint)
             waits = sum(phase.traffic[other].exposed for other in axes[: row - 1] if other in phase.traffic)
             at = start + (phase.computation + waits) * scale
@@ -102,7 +102,7 @@ def phases_of(found: Found) -> Iterator[StepPhase]:
     microbatch; over other axes before the first and after the last.
     """
     time, count = found.time, found.candidate.config.batch.num_microbatches
-    own, again = time.computation / count, (time.recomputed.total + time.loops) / count
+    first, again = time.computation / count, (time.recomputed.total + time.loops) / count
     shares = {"forward": FORWARD, "backward": 1 - FORWARD}
     for microbatch in range(count):
         edge = {"forward": microbatch == 0, "backward": microbatch == count - 1}
@@ -114,7 +114,7 @@ def phases_of(found: Found) -> Iterator[StepPhase]:
             for axis, each in time.weights.items():
                 factor = shares[name] / count if axis == "fsdp" else shares[name] * edge[name]
                 traffic[axis] = traffic.get(axis, Traffic()) + each * factor
-            yield StepPhase(name, own * shares[name] + (again if name == "backward" else 0), traffic)
+            yield StepPhase(name, first * shares[name] + (again if name == "backward" else 0), traffic)
     yield StepPhase("casts", time.conversions)
     yield StepPhase("update", time.optimizer)
     yield StepPhase("waiting", time.waiting)

@@ -31,9 +31,9 @@ def mesh_text(found: Found) -> str:
     """The axes above 1, with the schedule of a pipeline, the axes that divide the experts, and FP8."""
     sizes, config = found.candidate.plan.sizes, found.candidate.config
     text = " × ".join(f"{axis} {sizes[axis]}" for axis in AXES_SHOWN if sizes[axis] > 1) or "one GPU"
-    others = [axis for axis in config.mesh.experts_over if axis != "expert" and sizes[axis] > 1]
-    if config.model.num_experts and others:
-        text += f", experts over {' and '.join(['expert', *others] if sizes['expert'] > 1 else others)}"
+    over = [axis for axis in config.mesh.experts_over if axis != "expert" and sizes[axis] > 1]
+    if config.model.num_experts and over:
+        text += f", experts over {' and '.join(['expert', *over] if sizes['expert'] > 1 else over)}"
     if sizes["pipeline"] > 1:
         pipeline = config.pipeline
         text += f", {pipeline.schedule}" + (
@@ -100,10 +100,10 @@ def table(rows: Sequence[Sequence[str]], markdown: bool, width: int | None = Non
     room = min(room, max(len(mesh) for mesh, _, _ in short))
     lines = [f"{HEAD[0]:{room}}  {figures[0]}"]
     for (mesh, lost, _), line in zip(short, figures[1:], strict=True):
-        first, *others = _cut(mesh, room)
+        first, *other_cells = _cut(mesh, room)
         lines += [
             f"{first:{room}}  {line}",
-            *others,
+            *other_cells,
             *(each.rstrip(",") for each in _cut(lost and f"  lost to {lost}", width)[:1]),
         ]
     return [*lines, f"{BETWEEN}: between hosts; M: microbatches; ms: of a step; tok/s: of a GPU."]
@@ -120,8 +120,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _cut(text: str, width: int) -> list[str]:
     """Lines of a cell, cut behind commas and crosses; elsewhere only in what is longer than a line."""
     parts = re.split(r"(?<=[,×]) ", text)
-    kept = " ".join(part if len(part) > width - 2 else part.replace(" ", "\u00a0") for part in parts)
-    return [line.replace("\u00a0", " ") for line in textwrap.wrap(kept, width, subsequent_indent="  ")]
+    unbroken = " ".join(part if len(part) > width - 2 else part.replace(" ", "\u00a0") for part in parts)
+    return [line.replace("\u00a0", " ") for line in textwrap.wrap(unbroken, width, subsequent_indent="  ")]
 
 
 def _shortened(row: Sequence[str]) -> tuple[str, str, Sequence[str]]:

@@ -136,7 +136,7 @@ class Search:
     def changed(self, found: Found) -> list[str]:
         """The overrides of a candidate without those that the config has anyway."""
         have = {key: value(self.own, key) for key in found.settings}
-        have = {key: list(own) if isinstance(own, tuple) else own for key, own in have.items()}
+        have = {key: list(x) if isinstance(x, tuple) else x for key, x in have.items()}
         return _as_overrides({key: new for key, new in found.settings.items() if have[key] != new})
 
     def usual(self) -> Found:
@@ -242,7 +242,7 @@ class Search:
 
     def _sections(self, values: dict) -> dict:
         """The sections of a config, by name."""
-        return {name: type(getattr(self.base, name)).model_validate(own) for name, own in values.items()}
+        return {name: type(getattr(self.base, name)).model_validate(keys) for name, keys in values.items()}
 
     def _config(self, overrides: list[str]) -> Config:
         """The base with overrides of varied keys, as `load_config` makes it: only their sections are read again."""
@@ -265,10 +265,10 @@ class Search:
         """
         vary = self.variations
         ways = [
-            ([first], others)
+            ([first], policies_left)
             for settings in self._chosen(recipe)
             for experts, change in itertools.product(vary.experts_over(settings), vary.schedules(settings))
-            if (first := next(others := self._recomputing({**settings, **change, **experts}), None))
+            if (first := next(policies_left := self._recomputing({**settings, **change, **experts}), None))
         ]
         storage, limit = [first.candidate.storage.bytes for [first], _ in ways], self.rates.memory_gib * GIB
         least = [first.candidate.least_seconds(self.rates) for [first], _ in ways]
@@ -284,7 +284,7 @@ class Search:
                 too_large.append(found)
         if fitting:
             return [fitting[way] for way in sorted(fitting)]
-        skipped = (found for way, own in enumerate(ways) if storage[way] > limit for found in itertools.chain(*own))
+        skipped = (found for way, rows in enumerate(ways) if storage[way] > limit for found in itertools.chain(*rows))
         return [*too_large, *skipped]
 
     def _chosen(self, recipe: str | None) -> list[Settings]:
@@ -292,15 +292,15 @@ class Search:
         policies, limit = self.variations.values("remat.policy", ["none", "full"]), self.rates.memory_gib * GIB
         first: dict[str, list[Found]] = {policy: [] for policy in policies}
         for settings in zip(*(self.variations.first_pass(policy, recipe) for policy in policies), strict=True):
-            for policy, own in zip(policies, settings, strict=True):
-                first[policy] += filter(None, [self.evaluate(own)])
+            for policy, of_policy in zip(policies, settings, strict=True):
+                first[policy] += filter(None, [self.evaluate(of_policy)])
         chosen: dict[tuple, Settings] = {}
-        for policy, own in first.items():
+        for policy, of_policy in first.items():
             # The fastest that fit, and of those that may fit with some recomputation the fastest.
-            some = [] if POLICIES[policy].keeps_input else sorted(own, key=_seconds)[:MESHES_EXPANDED]
-            stored = sorted((each for each in own if each.candidate.storage.bytes <= limit), key=_seconds)
+            some = [] if POLICIES[policy].keeps_input else sorted(of_policy, key=_seconds)[:MESHES_EXPANDED]
+            stored = sorted((each for each in of_policy if each.candidate.storage.bytes <= limit), key=_seconds)
             fitting = list(itertools.islice(filter(self.fits, stored), MESHES_EXPANDED))
-            for found in [*some, *(fitting or ([self._smallest(own)] if own else []))]:
+            for found in [*some, *(fitting or ([self._smallest(of_policy)] if of_policy else []))]:
                 plan = found.candidate.plan
                 chosen[*plan.sizes.values(), plan.batch_shape[0]] = found.settings
         return list(chosen.values())
@@ -332,15 +332,15 @@ def _as_overrides(settings: Settings) -> list[str]:
 
 def _values_of(override: str) -> Settings:
     """The keys and values of an override: one, or those of a section in braces."""
-    [(section, own)] = read_override(override).values.items()
-    return {f"{section}.{name}": value for name, value in own.items()} if isinstance(own, dict) else {}
+    [(section, given)] = read_override(override).values.items()
+    return {f"{section}.{name}": value for name, value in given.items()} if isinstance(given, dict) else {}
 
 
 def _without_varied(override: str) -> list[str]:
     """The override without the keys that the search varies."""
     values = _values_of(override)
-    others = {key: value for key, value in values.items() if key not in VARIED}
-    return [override] if len(others) == len(values) else _as_overrides(others)
+    unvaried = {key: value for key, value in values.items() if key not in VARIED}
+    return [override] if len(unvaried) == len(values) else _as_overrides(unvaried)
 
 
 def check_hosts(gpus: int, rates: Rates) -> None:

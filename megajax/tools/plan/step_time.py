@@ -64,8 +64,8 @@ class StepTime:
     @property
     def traffic(self) -> dict[str, Traffic]:
         """All collectives, and the sends of a pipeline, by axis."""
-        own = added(added(self.activations, self.weights), self.recomputed.traffic)
-        return {axis: each for axis, each in added(own, {"pipeline": self.sends}).items() if each.sent}
+        of_layers = added(added(self.activations, self.weights), self.recomputed.traffic)
+        return {axis: each for axis, each in added(of_layers, {"pipeline": self.sends}).items() if each.sent}
 
     @property
     def layers(self) -> float:
@@ -79,9 +79,9 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        others = ("recomputed", "activations", "weights", "sends", "between_hosts")
-        own = (getattr(self, f.name) for f in fields(self) if f.name not in others)
-        return sum(own) + self.recomputed.total + sum(self.communication.values())
+        counted_apart = ("recomputed", "activations", "weights", "sends", "between_hosts")
+        seconds = (getattr(self, f.name) for f in fields(self) if f.name not in counted_apart)
+        return sum(seconds) + self.recomputed.total + sum(self.communication.values())
 
     def link(self, axis: str) -> str:
         """An axis, and whether its groups are on several hosts."""

@@ -74,10 +74,10 @@ class Variations:
             used = int(tensor) * int(context) * int(expert) * int(pipeline)
             if gpus % used:
                 continue
-            rest = gpus // used
-            for fsdp in self.values("mesh.fsdp", _shares(rest, self.hosts_of // int(tensor))):
-                if rest % int(fsdp) == 0:
-                    mesh = {"pipeline": pipeline, "data": rest // int(fsdp), "fsdp": fsdp}
+            devices_left = gpus // used
+            for fsdp in self.values("mesh.fsdp", _shares(devices_left, self.hosts_of // int(tensor))):
+                if devices_left % int(fsdp) == 0:
+                    mesh = {"pipeline": pipeline, "data": devices_left // int(fsdp), "fsdp": fsdp}
                     yield {
                         k: int(v) for k, v in {**mesh, "expert": expert, "context": context, "tensor": tensor}.items()
                     }
@@ -156,6 +156,6 @@ class Variations:
         return {key: value for key, value in settings.items() if key not in self.fixed}
 
 
-def _shares(rest: int, local: int) -> list[int]:
+def _shares(devices: int, local: int) -> list[int]:
     """Sizes of `fsdp`: none, the GPUs that are left in a host, and all."""
-    return sorted({1, rest, *(n for n in (local, 2 * local, 8 * local) if n > 1 and rest % n == 0)})
+    return sorted({1, devices, *(n for n in (local, 2 * local, 8 * local) if n > 1 and devices % n == 0)})

@@ -159,14 +159,14 @@ class Device:
         received = (
             self.traces.of(block, LayerForm(shards_of(self.plan, self.blocks[block]))).parts[name].rows if rows else 0
         )
-        kept = work.products + work.attended + work.width
-        numbers = STREAM_PASSES * D / tensor + KEPT_PASSES * kept
+        saved = work.products + work.attended + work.width
+        numbers = STREAM_PASSES * D / tensor + KEPT_PASSES * saved
         if self.plan.collectives.dispatch.gathers_tokens:
             numbers += ROUTED_PASSES * received
         else:
             numbers += ROUTED_PASSES * rows + (ARRIVED_PASSES * received if received > rows else 0)
         if fp8:
-            numbers += QUANTISE_PASSES * (kept + (rows or D) + D / tensor)
+            numbers += QUANTISE_PASSES * (saved + (rows or D) + D / tensor)
         return self.number * numbers
 
     def over_tensor(self, part: SublayerWork, is_attention: bool) -> Traffic:

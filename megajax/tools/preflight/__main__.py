@@ -54,8 +54,8 @@ def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path
         samples += disk_rates(host, directory, options.disk_megabytes)
 
     def judge(found: list[Any]) -> int:
-        table, outliers = report([Sample(*s) for own in found for s in own["samples"]], options.threshold, not on_gpu)
-        line, problems = network.report([own["network"] for own in found], len(set(hosts)))
+        table, outliers = report([Sample(*s) for each in found for s in each["samples"]], options.threshold, not on_gpu)
+        line, problems = network.report([each["network"] for each in found], len(set(hosts)))
         outliers += problems
         print(table, *filter(None, [line, "" if on_gpu else VIRTUAL]), sep="\n")
         print("\n".join(["", *outliers]) if outliers else f"\nnothing is below {options.threshold:g} of its median")

@@ -80,17 +80,17 @@ def groups(devices: Sequence[Any], hosts: Sequence[str], mesh: Any = None) -> li
     """
     by_host = devices_by_host(devices, hosts)
     names, first = list(by_host), next(iter(by_host.values()))
-    found = [DeviceGroup(f"within a host ({len(own)})", host, own) for host, own in by_host.items() if len(own) > 1]
-    for host, own in by_host.items():
-        if len(own) > 2:
+    found = [DeviceGroup(f"within a host ({len(here)})", host, here) for host, here in by_host.items() if len(here) > 1]
+    for host, here in by_host.items():
+        if len(here) > 2:
             found += [
-                DeviceGroup("pair within a host", f"{host} devices {i} and {i + 1}", [own[i], own[i + 1]])
-                for i in _even_first(len(own) - 1)
+                DeviceGroup("pair within a host", f"{host} devices {i} and {i + 1}", [here[i], here[i + 1]])
+                for i in _even_first(len(here) - 1)
             ]
-    if len(names) > 1 and len({len(own) for own in by_host.values()}) == 1:
+    if len(names) > 1 and len({len(here) for here in by_host.values()}) == 1:
         found += [
             DeviceGroup(
-                f"between hosts ({len(names)})", f"device {i} of each host", [own[i] for own in by_host.values()]
+                f"between hosts ({len(names)})", f"device {i} of each host", [here[i] for here in by_host.values()]
             )
             for i in range(len(first))
         ]

@@ -89,11 +89,11 @@ def link_groups(devices: Sequence[Any], hosts: Sequence[str]) -> list[DeviceGrou
     """Within each host 2, 4, … and all of its devices; between hosts the first device of 2, 4, … and all hosts."""
     by_host = devices_by_host(devices, hosts)
     found = [
-        DeviceGroup(f"{WITHIN} ({size})", host, own[:size])
-        for host, own in by_host.items()
-        for size in _powers(len(own))
+        DeviceGroup(f"{WITHIN} ({size})", host, members[:size])
+        for host, members in by_host.items()
+        for size in _powers(len(members))
     ]
-    firsts = [own[0] for own in by_host.values()]
+    firsts = [members[0] for members in by_host.values()]
     return found + [DeviceGroup(f"{BETWEEN} ({size})", "first devices", firsts[:size]) for size in _powers(len(firsts))]
 
 
@@ -154,9 +154,9 @@ def fitted(timings: dict[str, list[Timing]]) -> dict[str, Any]:
     """The fields of Rates that the timings give."""
     found: dict[str, Any] = {}
     for name, fp8 in (("bf16", False), ("fp8", True)):
-        if own := timings.get(MATMUL[fp8]):
-            found[f"{name}_flops"], found[f"{name}_half_rate"] = saturating_rate(own)
-    if widths := {width: own for width, _ in WIDTHS if (own := timings.get(attention_kind(width)))}:
+        if found_timings := timings.get(MATMUL[fp8]):
+            found[f"{name}_flops"], found[f"{name}_half_rate"] = saturating_rate(found_timings)
+    if widths := {width: found_timings for width, _ in WIDTHS if (found_timings := timings.get(attention_kind(width)))}:
         rates, found["attention_half_rate"] = shared_half(widths)
         found["attention_flops"] = tuple(rates.items())
     if copies := timings.get(COPY):
@@ -173,7 +173,7 @@ def _largest(timings: dict[str, list[Timing]], operations: Sequence[str], where:
     """The timings of these collectives in the largest group of a class of links."""
     found = []
     for operation in operations:  # groups are measured in the order of their sizes
-        found += next((own for kind, own in reversed(timings.items()) if kind.startswith(f"{operation} {where}")), [])
+        found += next((last for kind, last in reversed(timings.items()) if kind.startswith(f"{operation} {where}")), [])
     return found
 
 
@@ -232,15 +232,15 @@ def compared(rates: Rates, measured: Sequence[str], shipped: Rates | None) -> tu
     """(a table of the rates beside the shipped ones, a sentence for each that is below SLOW times the shipped one)."""
     table, slow = [("", "measured", "shipped" if shipped else "", "")], []
     theirs = figures(shipped) if shipped else [None] * len(figures(rates))
-    for own, their in zip(figures(rates), theirs, strict=True):
-        if own.field not in measured:
-            table.append((own.what, "not measured", str(their or ""), ""))
+    for mine, their in zip(figures(rates), theirs, strict=True):
+        if mine.field not in measured:
+            table.append((mine.what, "not measured", str(their or ""), ""))
             continue
-        share = f"{own.rate / their.rate:.0%}" if their else ""
-        table.append((own.what, str(own), str(their or ""), share))
-        if shipped and their and own.rate < SLOW * their.rate:
+        share = f"{mine.rate / their.rate:.0%}" if their else ""
+        table.append((mine.what, str(mine), str(their or ""), share))
+        if shipped and their and mine.rate < SLOW * their.rate:
             slow.append(
-                f"{own.what}: {own} is {share} of the shipped rate ({shipped.name}): look for a slow GPU or link, or "
+                f"{mine.what}: {mine} is {share} of the shipped rate ({shipped.name}): look for a slow GPU or link, or "
                 "another program on the machine, before you plan with this file."
             )
     return _aligned(table), slow
