@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from attention_bench import milliseconds, on_cpu
 from jax.sharding import PartitionSpec as P
 
+from megajax.kernel_choice import Kernels
 from megajax.mesh import build_mesh, mesh_sizes
 from megajax.model.comm import AttentionSettings
 from megajax.ops import Implementation
 from megajax.options.context import RING, STRATEGIES, ContextStrategy
 from megajax.parallel.context.token_order import add_token_positions, balanced_order, stored_order, token_positions_of
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step_plan import Collectives, Kernels
+from megajax.step_plan import Collectives
 
 
 def heads() -> tuple[int, int, int]:

@@ -30,7 +30,8 @@ from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError, UserError
 from megajax.estimate.memory import SCHEDULED, MemoryEstimate, estimate_memory
-from megajax.step_plan import HOPPER, StepPlan
+from megajax.kernel_choice import HOPPER
+from megajax.step_plan import StepPlan
 from megajax.tools.plan.compile import require_plugin
 
 ROWS = ROOT / "tests/data/memory_rows.txt"

@@ -14,25 +14,22 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from megajax import ops
 from megajax.config import Config
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
+from megajax.kernel_choice import Hardware, Kernels
 from megajax.layout.kinds import LayerKind, block_layers, layer_windows
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.layout.stages import gathered_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
-from megajax.mesh import mesh_sizes, within_processes
+from megajax.mesh import mesh_sizes
 from megajax.model.lora import is_trained
 from megajax.model.parameters import parameters
 from megajax.model.transformer import Transformer, declared_model
-from megajax.ops import fp8
-from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
 from megajax.options.registered import NEXT_TOKEN
 from megajax.options.remat import RematPolicy
-from megajax.runtime import permutations_are_copied
 from megajax.schema.config import ObjectiveConfig, PipelineConfig
 from megajax.schema.fields import cached
 from megajax.schema.lora import LoraConfig
@@ -53,80 +50,6 @@ from megajax.sharding import (
 
 _parameters = cached(parameters)  # all candidates of a search have the same model
 CHUNK_BYTES = 2**31  # limit of a chunk's FP32 logits
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The facts about devices and XLA flags that a plan depends on."""
-
-    platform: str  # "gpu" or "cpu"
-    capability: str | None = None  # of a GPU, such as "9.0"
-    copied_permutations: bool = False  # copy engines run the permutations over `tensor`, within a process
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> "Hardware":
-        device = mesh.devices.flat[0]
-        copied = device.platform == "gpu" and permutations_are_copied() and within_processes(mesh, "tensor")
-        return cls(device.platform, getattr(device, "compute_capability", None), copied)
-
-
-HOPPER = Hardware("gpu", "9.0")  # H100s and H200s
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The chosen implementations, with the reasons."""
-
-    attention: ops.Implementation = "reference"
-    attention_reason: str = ""
-    grouped_matmul: ops.GroupedImplementation = "reference"  # unused without experts
-    grouped_matmul_reason: str = "no experts"
-    fp8: Fp8Implementation = "reference"  # unused without FP8
-    loss: ops.LossImplementation = "reference"
-    elementwise: ops.ElementwiseImplementation = "reference"
-
-    @property
-    def experts(self) -> ops.ExpertKernels:
-        # The reference of grouped matmuls reads rows that the activation's kernel does not write.
-        return ops.ExpertKernels(
-            self.grouped_matmul, self.elementwise if self.grouped_matmul == "pallas" else "reference"
-        )
-
-    @classmethod
-    def choose(cls, config: Config, sizes: Mapping[str, int], hardware: "Hardware") -> "Kernels":
-        """Raises ConfigError for a kernel that cannot run."""
-        model, settings = config.model, config.precision.fp8
-        platform, capability = hardware.platform, hardware.capability
-        attention = ops.choose_attention(
-            config.kernels.attention,
-            platform=platform,
-            capability=capability,
-            dtype=config.precision.compute,
-            head_dim=model.head_dim,
-            value_dim=model.value_dim,
-            softcap=model.attention_softcap,
-            packed=config.data.reset_attention,
-            sequence_length=config.batch.sequence_length,
-            parts_with=_unsupported_by_parts(config, sizes),
-        )
-        grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
-        if model.num_experts:
-            assert model.expert_ffn_hidden_size is not None
-            whole = "tensor" in config.mesh.experts_over
-            width = model.expert_ffn_hidden_size // (1 if whole else sizes["tensor"])
-            grouped = ops.choose_grouped_matmul(
-                config.kernels.grouped_matmul,
-                platform=platform,
-                capability=capability,
-                dtype=config.precision.compute,
-                widths=(model.hidden_size, width),
-                fp8=settings.chosen.has_kernels,
-                over_tensor=not whole and sizes["tensor"] > 1,
-            )
-        quantised = settings.chosen.has_kernels
-        of_fp8 = fp8.choose(settings.backend, platform, capability) if quantised else "reference"
-        ours = "pallas" if platform == "gpu" else "reference"
-        return cls(*attention, *grouped, of_fp8, ours, ours)
 
 
 @dataclass(frozen=True)
@@ -491,17 +414,3 @@ def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]
     number, summed = jnp.dtype(config.precision.compute).itemsize, jnp.dtype(config.precision.gradients).itemsize
     share = 1 if axes == ("fsdp",) else sizes["fsdp"]
     return axes if 2 * number * tokens < (number + summed) * config.model.padded_vocab_size // share else ()
-
-
-def _unsupported_by_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not support."""
-    if config.context_strategy(sizes).key_shards(sizes["context"]) == 1:
-        return ()
-    windows = [window for window in layer_windows(config.model) if window is not None]
-    settings = {
-        f"model.sliding_window={config.model.sliding_window}": min(windows, default=math.inf)
-        < config.batch.sequence_length,
-        # Equal calls of its deterministic backward pass fail at run time, as `AttentionScales` says.
-        "run.deterministic": config.run.deterministic,
-    }
-    return tuple(name for name, present in settings.items() if present)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.step_plan import Hardware
+from megajax.kernel_choice import Hardware
 from megajax.tools.plan.rates import H200, read_rates
 from megajax.tools.preflight import __main__ as command
 from megajax.tools.preflight import measurements, rates

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 
 from megajax.jax_internals import Primitive
+from megajax.kernel_choice import Kernels
 from megajax.model.comm import AttentionSettings, Comm, TokenPositions
 from megajax.ops.expert_mlp import expert_mlp, num_experts
 from megajax.ops.experts import most_rows
@@ -23,7 +24,7 @@ from megajax.options.remat import ATTENTION
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.schema.fields import AXES
-from megajax.step_plan import Collectives, Kernels
+from megajax.step_plan import Collectives
 
 Arrays = Sequence[jax.Array]
 FP32, INT32 = jnp.dtype("float32"), jnp.dtype("int32")

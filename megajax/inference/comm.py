@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax import ops
+from megajax.kernel_choice import Kernels
 from megajax.mesh import mesh_sizes
 from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
 from megajax.sharding import EXPERT_AXES, SHARED_AXES, dividing
-from megajax.step_plan import Kernels
 
 
 class LayerCache(NamedTuple):

@@ -16,13 +16,13 @@ from megajax.data.special_tokens import framed
 from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, Parameters, from_parameters
+from megajax.kernel_choice import Hardware, Kernels
 from megajax.layout.kinds import layer_kinds
 from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
 from megajax.model.sublayer import BlockInputs, LayerContext, State
 from megajax.options.registered import NO_ENCODER
 from megajax.sources import NO_TEXT, TextSettings
-from megajax.step_plan import Hardware, Kernels
 
 
 class LanguageModel:

@@ -1,14 +1,14 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops import router
-from megajax.ops.attention import attention, causal_ranges, choose_attention, document_starts, measured_attention
+from megajax.ops.attention import attention, causal_ranges, document_starts, measured_attention
 from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import Biases, ExpertKernels
 from megajax.ops.experts import apply_experts
-from megajax.ops.grouped_matmul import GroupedImplementation, choose_grouped_matmul
+from megajax.ops.grouped_matmul import GroupedImplementation
 from megajax.ops.linear_recurrence import StateBefore
 from megajax.ops.mlp_activation import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
@@ -31,8 +31,6 @@ __all__ = [
     "attention",
     "cached_attention",
     "causal_ranges",
-    "choose_attention",
-    "choose_grouped_matmul",
     "chunk_log_probs",
     "chunk_loss_and_grad",
     "document_starts",

@@ -2,14 +2,12 @@
 
 import math
 from functools import partial
-from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.errors import ConfigError
 from megajax.ops.numerics import wide
 from megajax.ops.partial_attention import (
     Implementation,
@@ -22,13 +20,6 @@ from megajax.ops.partial_attention import (
     backward_with_sinks,
     largest_score,
 )
-
-# jax refuses cuDNN attention with heads wider than 128 before Hopper, and wider than 256 on any GPU. `auto` stays below
-# the limit of all GPUs.
-_CUDNN_WIDEST_ANYWHERE = 128
-_CUDNN_WIDEST = 256
-# The reference stores the scores of all pairs of tokens. `auto` does not choose it on GPUs for longer sequences.
-_REFERENCE_LONGEST_ON_GPUS = 8192
 
 
 def attention(
@@ -187,124 +178,3 @@ def _visible(S: int, window: int | None, document_starts: jax.Array | None) -> j
     if document_starts is not None:
         visible &= (document_starts[:, :, None] == document_starts[:, None, :])[:, None, None]
     return visible
-
-
-def choose_attention(
-    requested: str,
-    *,
-    platform: str,
-    capability: str | None,
-    dtype: Any,
-    head_dim: int,
-    value_dim: int,
-    softcap: float | None,
-    packed: bool,
-    sequence_length: int,
-    parts_with: tuple[str, ...],
-) -> tuple[Implementation, str]:
-    """The implementation for `kernels.attention` (auto, cudnn, pallas, reference), and the reason, for the log.
-
-    `packed`: a sequence holds several documents. `parts_with`: where attention runs over parts of the keys
-    (`communication.context` ring or all_gather), the settings that cuDNN does not support for a part.
-
-    Raises ConfigError if the requested kernel cannot run, and if auto finds no kernel on a GPU and the sequence is too
-    long for the reference.
-    """
-    if requested == "reference":
-        return "reference", "kernels.attention=reference"
-    if platform not in ("gpu", "cuda"):
-        if requested == "auto":
-            return "reference", f"a fused kernel needs a GPU and this is {platform}"
-        _fail(requested, (f"{requested} needs a GPU and this is {platform}", "use kernels.attention=auto or reference"))
-    dtype, widest = jnp.dtype(dtype), _CUDNN_WIDEST_ANYWHERE if requested == "auto" else _CUDNN_WIDEST
-    unequal = head_dim != value_dim
-    if unequal:  # only where its limit is the larger one
-        widest = _CUDNN_WIDEST
-    cudnn = _cudnn_obstacle(dtype, max(head_dim, value_dim), softcap, packed, sequence_length, widest, parts_with)
-    if unequal and float(capability or 0) < 9:
-        problem = f"cuDNN needs a GPU of compute capability 9.0 for values of {value_dim} and keys of {head_dim}"
-        cudnn = problem, "use kernels.attention=reference"
-    pallas = _pallas_obstacle(capability, dtype, head_dim, value_dim)
-    if requested != "auto":
-        obstacle = cudnn if requested == "cudnn" else pallas
-        if obstacle is not None:
-            _fail(requested, obstacle)
-        return cast(Implementation, requested), f"kernels.attention={requested}"
-    if unequal and pallas is None:
-        return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
-    if cudnn is None:
-        return "cudnn", "the fused kernel fits this model"
-    if pallas is None:
-        return "pallas", cudnn[0]
-    if sequence_length > _REFERENCE_LONGEST_ON_GPUS:
-        raise ConfigError(
-            f"kernels.attention=auto finds no fused kernel, {cudnn[0]}, and {pallas[0]}; the reference would store the "
-            f"scores of all pairs of batch.sequence_length={sequence_length} tokens: {cudnn[1]}, or set "
-            "kernels.attention=reference if they fit."
-        )
-    return "reference", cudnn[0]
-
-
-def _fail(requested: str, obstacle: tuple[str, str]) -> NoReturn:
-    raise ConfigError(f"kernels.attention={requested} cannot run, {obstacle[0]}: {obstacle[1]}.")
-
-
-def _pallas_obstacle(capability: str | None, dtype: Any, head_dim: int, value_dim: int) -> tuple[str, str] | None:
-    """(why megajax's own kernel cannot run, the cure); None if it can."""
-    instead = "use kernels.attention=reference"
-    if capability != "9.0":
-        return f"megajax's own kernel is for GPUs of compute capability 9.0 and this is {capability}", instead
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return (
-            f"megajax's own kernel does not support {dtype}",
-            f"set precision.compute to bfloat16 or float16, or {instead}",
-        )
-    from megajax.ops.ranged_attention import WIDTHS  # here: Mosaic takes half a second
-
-    if (head_dim, value_dim) not in WIDTHS:
-        ours = ", ".join(f"{key}/{value}" for key, value in WIDTHS)
-        theirs = f"model.head_dim={head_dim}"
-        if head_dim != value_dim:
-            theirs = f"model.qk_nope_head_dim + model.qk_rope_head_dim={head_dim} with model.v_head_dim={value_dim}"
-        problem = f"megajax's own kernel is for keys/values of widths {ours} and the model has {theirs}"
-        return problem, f"change them, or {instead}"
-    return None
-
-
-def _cudnn_obstacle(
-    dtype: Any,
-    head_dim: int,
-    softcap: float | None,
-    packed: bool,
-    sequence_length: int,
-    widest: int,
-    parts_with: tuple[str, ...],
-) -> tuple[str, str] | None:
-    """(why cuDNN attention cannot run, the cure); None if it can."""
-    instead = "or use kernels.attention=auto"  # megajax's own kernel where it runs, else the reference
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN does not support {dtype}", f"set precision.compute to bfloat16 or float16, {instead}"
-    if head_dim % 8 or head_dim > widest:
-        return (
-            f"cuDNN needs head widths that are multiples of 8 up to {widest} and model.head_dim={head_dim}",
-            f"change it, {instead}",
-        )
-    # jax 0.11 passes its own empty placeholder for a bias, whose gradient needs even lengths.
-    if sequence_length % 2:
-        return (
-            f"jax trains cuDNN attention only on even lengths and batch.sequence_length={sequence_length}",
-            f"make it even, {instead}",
-        )
-    if softcap is not None:
-        return f"cuDNN has no soft-cap and model.attention_softcap={softcap}", f"remove it, {instead}"
-    if packed:
-        return (
-            "cuDNN has no document mask and the batch has packed documents",
-            f"unset data.reset_attention, {instead}",
-        )
-    if parts_with:
-        return (
-            f"cuDNN does not support {' and '.join(parts_with)} for a part of the keys",
-            f"set communication.context=all_to_all, {instead}",
-        )
-    return None

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from megajax.errors import ConfigError
 from megajax.ops.grouped_rows import step_bounds
 from megajax.ops.numerics import wide
 
@@ -123,53 +122,3 @@ def _kernel() -> ModuleType:
 def _multiprocessors() -> int:
     """Their number on this GPU; an H200's without a GPU, as when compiling for one."""
     return getattr(jax.devices()[0], "core_count", _kernel().MULTIPROCESSORS)
-
-
-def choose_grouped_matmul(
-    requested: str,
-    *,
-    platform: str,
-    capability: str | None,
-    dtype: Any,
-    widths: tuple[int, ...],
-    fp8: bool = False,
-    over_tensor: bool = False,
-) -> tuple[GroupedImplementation, str]:
-    """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and the reason, for the log.
-
-    `capability` is the GPU's ("9.0"), `widths` are all widths of x and of results, `dtype` is that of results. With
-    `fp8` operands are in FP8; `over_tensor` says whether `tensor` divides one of the widths.
-    Raises ConfigError if the kernel cannot run and `requested` is pallas, or auto on a GPU: the reference multiplies
-    all rows by the weights of all groups.
-    """
-    if requested == "reference":
-        return "reference", "kernels.grouped_matmul=reference"
-    obstacle = _obstacle(platform, capability, jnp.dtype(dtype), widths, fp8, over_tensor)
-    if obstacle is None:
-        return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
-    if requested == "auto" and platform not in ("gpu", "cuda"):
-        return "reference", obstacle[0]
-    raise ConfigError(
-        f"kernels.grouped_matmul={requested} cannot run, {obstacle[0]}: {obstacle[1]}, which multiplies all rows by "
-        "the weights of all experts."
-    )
-
-
-def _obstacle(
-    platform: str, capability: str | None, dtype: Any, widths: tuple[int, ...], fp8: bool, over_tensor: bool
-) -> tuple[str, str] | None:
-    """(why the kernel cannot run, the cure); None if it can."""
-    instead = "use kernels.grouped_matmul=reference"
-    if platform not in ("gpu", "cuda"):
-        return f"the kernel needs a Hopper GPU and this is {platform}", instead
-    if capability != "9.0":
-        return f"the kernel needs a Hopper GPU and this one has compute capability {capability}", instead
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {instead}"
-    multiple = _kernel().columns(fp8)
-    if any(width % multiple for width in widths):
-        instead = f"add tensor to mesh.experts_over, or {instead}" if over_tensor else instead
-        name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)
-        given = ", ".join(str(width) for width in widths)
-        return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead
-    return None

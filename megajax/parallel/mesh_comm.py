@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
+from megajax.kernel_choice import Kernels
 from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
 from megajax.model.lora import Adapted
 from megajax.model.sublayer import add_bias
@@ -24,7 +25,7 @@ from megajax.parallel.tensor import linear
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.parallel.tensor.tensor_adapters import TensorAdapters
 from megajax.schema.fields import BATCH_AXES
-from megajax.step_plan import Collectives, Kernels
+from megajax.step_plan import Collectives
 
 TOKEN_AXES = (*BATCH_AXES, "context", "tensor")  # axes that divide the tokens of the residual stream
 

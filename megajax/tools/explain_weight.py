@@ -28,12 +28,13 @@ from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.jax_internals import ClosedJaxpr, Jaxpr
+from megajax.kernel_choice import HOPPER
 from megajax.mesh import AXES
 from megajax.model.lora import adapters
 from megajax.sharding import Placement
 from megajax.step.graph import Graph
 from megajax.step.stack.layers import LayerStack
-from megajax.step_plan import HOPPER, StepPlan
+from megajax.step_plan import StepPlan
 from megajax.weights.adapters import adapted
 from megajax.weights.weight import Weight, fuse
 

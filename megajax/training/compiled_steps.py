@@ -57,6 +57,9 @@ class CompiledSteps:
 
         The first step raises InputError if a later size needs more memory than the devices have.
         """
+        # The reader's library, now: it replaces Python's __import__ while it is loaded, and a trace imports too.
+        import grain  # noqa: F401
+
         thread = ThreadPoolExecutor(1)
         self._compiling = thread.submit(self._compile, sizes, SharedCompiler(self._program.config))
         threads.watched(thread.submit(also), "the compilation of the checks")

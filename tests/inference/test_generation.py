@@ -15,8 +15,8 @@ from megajax.inference.comm import Decode, Prefill
 from megajax.inference.generation import Generator, continue_texts
 from megajax.inference.language_model import choose_kernels
 from megajax.inference.sampling import Sampling, choose, remaining
+from megajax.kernel_choice import HOPPER
 from megajax.model import bind
-from megajax.step_plan import HOPPER
 
 GREEDY = Sampling(temperature=0)
 

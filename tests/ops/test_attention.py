@@ -8,7 +8,8 @@ import pytest
 
 from megajax.errors import ConfigError
 from megajax.jax_internals import fused_attention_stablehlo
-from megajax.ops import attention, cached_attention, causal_ranges, choose_attention, document_starts
+from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
+from megajax.ops import attention, cached_attention, causal_ranges, document_starts
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
 
@@ -234,8 +235,9 @@ FITS: dict[str, Any] = {
 }
 
 
-def choose(requested: str, **settings: Any):
-    return choose_attention(requested, **{"value_dim": settings["head_dim"], **settings})
+def choose(requested: str, platform: str, capability: str, **settings: Any):
+    shape = AttentionShape(**{"value_dim": settings["head_dim"], **settings})
+    return choose_attention(requested, Hardware(platform, capability), shape)
 
 
 OBSTACLES = [

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.errors import ConfigError
+from megajax.kernel_choice import Hardware, choose_grouped_matmul
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops import grouped_rows
@@ -107,9 +108,7 @@ def test_kernels_agree_with_float64(rng, sizes):
 
 
 def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768), **others):
-    return op.choose_grouped_matmul(
-        requested, platform=platform, capability=capability, dtype=dtype, widths=widths, **others
-    )
+    return choose_grouped_matmul(requested, Hardware(platform, capability), dtype, widths, **others)
 
 
 def test_the_kernel_is_chosen_on_hopper_alone():

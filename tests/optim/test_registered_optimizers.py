@@ -13,11 +13,12 @@ from single_device import make_config, train, weights_of
 from megajax.config.checks import check
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
+from megajax.kernel_choice import Hardware
 from megajax.optim import Form, MomentForm, OptimizerKind, StateArray, register_form, register_optimizer, slots
 from megajax.optim.sgd import Sgd
 from megajax.options import optimizers as declared
 from megajax.schema.fields import AXES
-from megajax.step_plan import Hardware, StepPlan
+from megajax.step_plan import StepPlan
 from megajax.tools.verify.runs import Run
 
 PAGE = Path(__file__).parents[2] / "docs/extensions.md"

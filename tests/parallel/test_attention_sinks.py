@@ -5,8 +5,8 @@ import pytest
 
 from megajax.config.checks import check_mesh
 from megajax.jax_internals import fused_attention_stablehlo
+from megajax.kernel_choice import Kernels
 from megajax.mesh import build_mesh
-from megajax.step_plan import Kernels
 from megajax.training.step import TrainProgram
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 250}

@@ -11,12 +11,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.sharding import place, to_canonical, to_stored
-from megajax.step_plan import Collectives, Kernels
+from megajax.step_plan import Collectives
 from megajax.weights.weight import Weight, WeightDtypes, global_norm
 
 MESHES = [

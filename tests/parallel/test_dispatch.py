@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES as MESH_AXES
 from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
@@ -16,7 +17,7 @@ from megajax.ops.expert_mlp import Biases
 from megajax.options.dispatch import DISPATCHES
 from megajax.parallel.experts.exchanged import exchange, plan
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step_plan import Collectives, Kernels
+from megajax.step_plan import Collectives
 
 AXES = ("outer", "inner")  # experts may be divided over several axes
 DEVICES, LOCAL, TOKENS, K = 4, 2, 5, 2

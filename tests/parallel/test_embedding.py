@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
+from megajax.kernel_choice import HOPPER
 from megajax.mesh import build_mesh
 from megajax.schema.fields import BATCH_AXES
 from megajax.step.embedding import TOKENS
 from megajax.step.nodes import HIDDEN, StepArrays
-from megajax.step_plan import HOPPER, StepPlan
+from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
 CONFIGS = Path(__file__).parents[2] / "configs"

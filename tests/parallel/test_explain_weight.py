@@ -10,9 +10,10 @@ from mesh_models import MIXTRAL, MODELS
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.estimate.weights import StepWeights
+from megajax.kernel_choice import HOPPER
 from megajax.mesh import build_mesh
 from megajax.step.graph import Graph
-from megajax.step_plan import HOPPER, StepPlan
+from megajax.step_plan import StepPlan
 from megajax.tools import explain_weight
 from megajax.training.step import TrainProgram
 

@@ -13,11 +13,12 @@ from megajax.config import Fp8Recipe, register_fp8
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
+from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES, build_mesh
 from megajax.options.fp8_recipes import RECIPES
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
-from megajax.step_plan import Collectives, Kernels
+from megajax.step_plan import Collectives
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 from megajax.training.summary import summary

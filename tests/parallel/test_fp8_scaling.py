@@ -9,11 +9,12 @@ import pytest
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.kernel_choice import Hardware
 from megajax.mesh import build_mesh
 from megajax.model.block import linear_layers
 from megajax.schema.fields import AXES
 from megajax.step.gradients import gradient_function
-from megajax.step_plan import Hardware, StepPlan
+from megajax.step_plan import StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import Scaling

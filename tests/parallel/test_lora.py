@@ -14,11 +14,12 @@ from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.estimate.costs import flops_per_token
 from megajax.estimate.memory import estimate_memory
+from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind
 from megajax.model.lora import A, Adapted, B, adapters
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step_plan import Collectives, Kernels
+from megajax.step_plan import Collectives
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 from megajax.weights.adapters import adapted

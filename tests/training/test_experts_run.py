@@ -17,9 +17,10 @@ from megajax.console import STOPPED
 from megajax.data.loader import make_loader
 from megajax.estimate.costs import active_parameter_count, flops_per_token, parameter_count
 from megajax.estimate.memory import estimate_memory
+from megajax.kernel_choice import HOPPER
 from megajax.model import Transformer, parameters
 from megajax.sharding import place, place_all
-from megajax.step_plan import HOPPER, StepPlan
+from megajax.step_plan import StepPlan
 from megajax.tools.verify.runs import canonical
 from megajax.training.expert_load import MOST_COLUMNS, NAME, load_map
 from megajax.training.logs import draw_load_map

@@ -10,9 +10,10 @@ from typing import Any
 from megajax.config import Config
 from megajax.estimate.memory import MemoryEstimate, estimate_memory, peaks
 from megajax.estimate.optimizer import matrix_operations, shards, state_bytes
+from megajax.kernel_choice import HOPPER
 from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import BLOCKS
-from megajax.step_plan import HOPPER, StepPlan
+from megajax.step_plan import StepPlan
 from megajax.tools.plan.rates import Rates
 from megajax.tools.plan.step_time import StepTime, StoredState, estimate_time
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from megajax import ops
 from megajax.errors import ConfigError
+from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
 from megajax.ops import fp8
-from megajax.step_plan import Hardware
 
 MATMUL = {False: "matmul BF16", True: "matmul FP8"}
 COPY = "copy"
@@ -109,18 +109,7 @@ def _attention(sizes: Sizes, S: int, widths: tuple[int, int], hardware: Hardware
     K = N if H != W else max(1, N // 4)  # latent attention has as many heads of keys as of queries
     # A step uses cuDNN for equal widths above 128 only if the config asks for it.
     requested = "cudnn" if H == W > 128 and hardware.platform == "gpu" else "auto"
-    implementation, _ = ops.choose_attention(
-        requested,
-        platform=hardware.platform,
-        capability=hardware.capability,
-        dtype=jnp.bfloat16,
-        head_dim=H,
-        value_dim=W,
-        softcap=None,
-        packed=False,
-        sequence_length=S,
-        parts_with=(),
-    )
+    implementation, _ = choose_attention(requested, hardware, AttentionShape(jnp.bfloat16, H, W, S))
 
     def forward_and_backward(arrays):
         *qkv, dout = arrays

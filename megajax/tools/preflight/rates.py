@@ -18,7 +18,7 @@ import jax
 
 from megajax import cluster
 from megajax.errors import InputError
-from megajax.step_plan import Hardware
+from megajax.kernel_choice import Hardware
 from megajax.tools.plan.rates import DEVICES, GIB, H200, KEYS, Rates, write_rates
 from megajax.tools.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
 from megajax.tools.preflight.measurements import DeviceGroup, collective, devices_by_host, seconds_per_call, sent_bytes

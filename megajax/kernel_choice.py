@@ -1,0 +1,270 @@
+"""The choice of kernels for a config and its devices, with the reasons."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from megajax import ops
+from megajax.config import Config
+from megajax.errors import ConfigError
+from megajax.layout.kinds import layer_windows
+from megajax.mesh import within_processes
+from megajax.ops import fp8
+from megajax.ops.fp8 import Implementation as Fp8Implementation
+from megajax.runtime import permutations_are_copied
+
+Obstacle = tuple[str, str]  # why a kernel cannot run, the cure
+# jax refuses cuDNN attention with heads wider than 128 before Hopper, and wider than 256 on any GPU. `auto` stays below
+# the limit of all GPUs.
+CUDNN_WIDEST_ANYWHERE = 128
+CUDNN_WIDEST = 256
+# The reference stores the scores of all pairs of tokens. `auto` does not choose it on GPUs for longer sequences.
+REFERENCE_LONGEST_ON_GPUS = 8192
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The facts about devices and XLA flags that a plan depends on."""
+
+    platform: str  # "gpu" or "cpu"
+    capability: str | None = None  # of a GPU, such as "9.0"
+    copied_permutations: bool = False  # copy engines run the permutations over `tensor`, within a process
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Hardware":
+        device = mesh.devices.flat[0]
+        copied = device.platform == "gpu" and permutations_are_copied() and within_processes(mesh, "tensor")
+        return cls(device.platform, getattr(device, "compute_capability", None), copied)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform in ("gpu", "cuda")
+
+
+HOPPER = Hardware("gpu", "9.0")  # H100s and H200s
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The chosen implementations, with the reasons."""
+
+    attention: ops.Implementation = "reference"
+    attention_reason: str = ""
+    grouped_matmul: ops.GroupedImplementation = "reference"  # unused without experts
+    grouped_matmul_reason: str = "no experts"
+    fp8: Fp8Implementation = "reference"  # unused without FP8
+    loss: ops.LossImplementation = "reference"
+    elementwise: ops.ElementwiseImplementation = "reference"
+
+    @property
+    def experts(self) -> ops.ExpertKernels:
+        # The reference of grouped matmuls reads rows that the activation's kernel does not write.
+        return ops.ExpertKernels(
+            self.grouped_matmul, self.elementwise if self.grouped_matmul == "pallas" else "reference"
+        )
+
+    @classmethod
+    def choose(cls, config: Config, sizes: Mapping[str, int], hardware: Hardware) -> "Kernels":
+        """Raises ConfigError for a kernel that cannot run."""
+        model, settings = config.model, config.precision.fp8
+        attention = choose_attention(config.kernels.attention, hardware, AttentionShape.of(config, sizes))
+        grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
+        if model.num_experts:
+            assert model.expert_ffn_hidden_size is not None
+            whole = "tensor" in config.mesh.experts_over
+            width = model.expert_ffn_hidden_size // (1 if whole else sizes["tensor"])
+            grouped = choose_grouped_matmul(
+                config.kernels.grouped_matmul,
+                hardware,
+                config.precision.compute,
+                (model.hidden_size, width),
+                fp8=settings.chosen.has_kernels,
+                over_tensor=not whole and sizes["tensor"] > 1,
+            )
+        quantised = settings.chosen.has_kernels
+        of_fp8 = fp8.choose(settings.backend, hardware.platform, hardware.capability) if quantised else "reference"
+        fastest = "pallas" if hardware.platform == "gpu" else "reference"
+        return cls(*attention, *grouped, of_fp8, fastest, fastest)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the choice of an attention kernel depends on, besides the hardware."""
+
+    dtype: Any
+    head_dim: int
+    value_dim: int
+    sequence_length: int
+    softcap: float | None = None
+    packed: bool = False  # a sequence holds several documents
+    # Where attention runs over parts of the keys: the settings that cuDNN does not support for a part
+    parts_with: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, sizes: Mapping[str, int]) -> "AttentionShape":
+        model, length = config.model, config.batch.sequence_length
+        return cls(
+            config.precision.compute,
+            model.head_dim,
+            model.value_dim,
+            length,
+            model.attention_softcap,
+            config.data.reset_attention,
+            _unsupported_by_parts(config, sizes),
+        )
+
+
+def choose_attention(requested: str, hardware: Hardware, attention: AttentionShape) -> tuple[ops.Implementation, str]:
+    """The implementation for `kernels.attention` (auto, cudnn, pallas, reference), and the reason, for the log.
+
+    Raises ConfigError if the requested kernel cannot run, and if auto finds no kernel on a GPU and the sequence is too
+    long for the reference.
+    """
+    if requested == "reference":
+        return "reference", "kernels.attention=reference"
+    if not hardware.is_gpu:
+        if requested == "auto":
+            return "reference", f"a fused kernel needs a GPU and this is {hardware.platform}"
+        problem = f"{requested} needs a GPU and this is {hardware.platform}"
+        _fail(requested, (problem, "use kernels.attention=auto or reference"))
+    cudnn, pallas = _cudnn_obstacle(requested, hardware, attention), _pallas_obstacle(hardware, attention)
+    if requested != "auto":
+        obstacle = cudnn if requested == "cudnn" else pallas
+        if obstacle is not None:
+            _fail(requested, obstacle)
+        return cast(ops.Implementation, requested), f"kernels.attention={requested}"
+    head_dim, value_dim, length = attention.head_dim, attention.value_dim, attention.sequence_length
+    if head_dim != value_dim and pallas is None:
+        return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
+    if cudnn is None:
+        return "cudnn", "the fused kernel fits this model"
+    if pallas is None:
+        return "pallas", cudnn[0]
+    if length > REFERENCE_LONGEST_ON_GPUS:
+        raise ConfigError(
+            f"kernels.attention=auto finds no fused kernel, {cudnn[0]}, and {pallas[0]}; the reference would store the "
+            f"scores of all pairs of batch.sequence_length={length} tokens: {cudnn[1]}, or set "
+            "kernels.attention=reference if they fit."
+        )
+    return "reference", cudnn[0]
+
+
+def _fail(requested: str, obstacle: Obstacle) -> NoReturn:
+    raise ConfigError(f"kernels.attention={requested} cannot run, {obstacle[0]}: {obstacle[1]}.")
+
+
+def _pallas_obstacle(hardware: Hardware, attention: AttentionShape) -> Obstacle | None:
+    """Why megajax's own kernel cannot run; None if it can."""
+    instead, dtype = "use kernels.attention=reference", jnp.dtype(attention.dtype)
+    head_dim, value_dim = attention.head_dim, attention.value_dim
+    if hardware.capability != "9.0":
+        problem = "megajax's own kernel is for GPUs of compute capability 9.0"
+        return f"{problem} and this is {hardware.capability}", instead
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        cure = f"set precision.compute to bfloat16 or float16, or {instead}"
+        return f"megajax's own kernel does not support {dtype}", cure
+    from megajax.ops.ranged_attention import WIDTHS  # here: Mosaic takes half a second
+
+    if (head_dim, value_dim) not in WIDTHS:
+        supported = ", ".join(f"{key}/{value}" for key, value in WIDTHS)
+        given = f"model.head_dim={head_dim}"
+        if head_dim != value_dim:
+            given = f"model.qk_nope_head_dim + model.qk_rope_head_dim={head_dim} with model.v_head_dim={value_dim}"
+        problem = f"megajax's own kernel is for keys/values of widths {supported} and the model has {given}"
+        return problem, f"change them, or {instead}"
+    return None
+
+
+def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShape) -> Obstacle | None:
+    """Why cuDNN attention cannot run; None if it can."""
+    dtype, instead = jnp.dtype(attention.dtype), "or use kernels.attention=auto"  # our kernel, or the reference
+    head_dim, value_dim, length = attention.head_dim, attention.value_dim, attention.sequence_length
+    unequal, width = head_dim != value_dim, max(head_dim, value_dim)
+    widest = CUDNN_WIDEST_ANYWHERE if requested == "auto" and not unequal else CUDNN_WIDEST
+    if unequal and float(hardware.capability or 0) < 9:
+        problem = f"cuDNN needs a GPU of compute capability 9.0 for values of {value_dim} and keys of {head_dim}"
+        return problem, "use kernels.attention=reference"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN does not support {dtype}", f"set precision.compute to bfloat16 or float16, {instead}"
+    if width % 8 or width > widest:
+        problem = f"cuDNN needs head widths that are multiples of 8 up to {widest} and model.head_dim={width}"
+        return problem, f"change it, {instead}"
+    # jax 0.11 passes its own empty placeholder for a bias, whose gradient needs even lengths.
+    if length % 2:
+        problem = f"jax trains cuDNN attention only on even lengths and batch.sequence_length={length}"
+        return problem, f"make it even, {instead}"
+    if attention.softcap is not None:
+        return f"cuDNN has no soft-cap and model.attention_softcap={attention.softcap}", f"remove it, {instead}"
+    if attention.packed:
+        problem = "cuDNN has no document mask and the batch has packed documents"
+        return problem, f"unset data.reset_attention, {instead}"
+    if attention.parts_with:
+        problem = f"cuDNN does not support {' and '.join(attention.parts_with)} for a part of the keys"
+        return problem, f"set communication.context=all_to_all, {instead}"
+    return None
+
+
+def _unsupported_by_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Settings that cuDNN's attention to a part of the keys (`ops/partial_attention.py`) does not support."""
+    if config.context_strategy(sizes).key_shards(sizes["context"]) == 1:
+        return ()
+    windows = [window for window in layer_windows(config.model) if window is not None]
+    found = []
+    if min(windows, default=math.inf) < config.batch.sequence_length:
+        found.append(f"model.sliding_window={config.model.sliding_window}")
+    # Equal calls of its deterministic backward pass fail at run time, as `AttentionScales` says.
+    return (*found, "run.deterministic") if config.run.deterministic else tuple(found)
+
+
+def choose_grouped_matmul(
+    requested: str,
+    hardware: Hardware,
+    dtype: Any,
+    widths: tuple[int, ...],
+    fp8: bool = False,
+    over_tensor: bool = False,
+) -> tuple[ops.GroupedImplementation, str]:
+    """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and the reason, for the log.
+
+    `widths` are all widths of operands and of results, `dtype` is that of results. With `fp8` operands are in FP8;
+    `over_tensor` says whether `tensor` divides one of the widths.
+    Raises ConfigError if the kernel cannot run and `requested` is pallas, or auto on a GPU: the reference multiplies
+    all rows by the weights of all groups.
+    """
+    if requested == "reference":
+        return "reference", "kernels.grouped_matmul=reference"
+    obstacle = _grouped_obstacle(hardware, jnp.dtype(dtype), widths, fp8, over_tensor)
+    if obstacle is None:
+        return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
+    if requested == "auto" and not hardware.is_gpu:
+        return "reference", obstacle[0]
+    raise ConfigError(
+        f"kernels.grouped_matmul={requested} cannot run, {obstacle[0]}: {obstacle[1]}, which multiplies all rows by "
+        "the weights of all experts."
+    )
+
+
+def _grouped_obstacle(
+    hardware: Hardware, dtype: Any, widths: tuple[int, ...], fp8: bool, over_tensor: bool
+) -> Obstacle | None:
+    """Why the Hopper kernel cannot run; None if it can."""
+    instead = "use kernels.grouped_matmul=reference"
+    if not hardware.is_gpu:
+        return f"the kernel needs a Hopper GPU and this is {hardware.platform}", instead
+    if hardware.capability != "9.0":
+        return f"the kernel needs a Hopper GPU and this one has compute capability {hardware.capability}", instead
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {instead}"
+    from megajax.ops.grouped_matmul_kernel import columns  # here: Mosaic takes half a second
+
+    multiple = columns(fp8)
+    if any(width % multiple for width in widths):
+        instead = f"add tensor to mesh.experts_over, or {instead}" if over_tensor else instead
+        name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)
+        given = ", ".join(str(width) for width in widths)
+        return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead
+    return None
