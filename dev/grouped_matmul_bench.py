@@ -33,7 +33,14 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from megajax.ops import ExpertKernels, fp8_kernels, grouped_fp8_kernels, grouped_fp8_reference
+from megajax.ops import (
+    ExpertKernels,
+    ExpertMatrices,
+    ExpertMlp,
+    fp8_kernels,
+    grouped_fp8_kernels,
+    grouped_fp8_reference,
+)
 from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
@@ -293,13 +300,14 @@ def layer_arguments(shape: Shape, recipe: str) -> Arguments:
 def layer(tiny: bool, rows, weights, up, down, group_sizes, dy):
     """The result and the gradients of everything."""
     kernels = ExpertKernels("reference", "reference") if tiny else ExpertKernels("pallas", "pallas")
-    mlp = partial(expert_mlp, "swiglu", kernels, group_sizes=group_sizes)
+    mlp = ExpertMlp("swiglu", kernels)
     if isinstance(up, Fp8Weight):
         up, down = (
             replace(w, gradient=jnp.zeros(w.values.shape, dy.dtype), amax=jnp.zeros(2, jnp.float32)) for w in (up, down)
         )
-    y, pull = jax.vjp(mlp, rows, weights, up, down)
-    drows, dweights, *gradients = pull(dy)
+    matrices = ExpertMatrices(up, down)
+    y, pull = jax.vjp(partial(expert_mlp, mlp, group_sizes=group_sizes), rows, weights, matrices)
+    drows, dweights, (*gradients, _) = pull(dy)
     gradients = [(w.gradient, w.amax) if isinstance(w, Fp8Weight) else w for w in gradients]
     return y, drows, dweights, gradients
 

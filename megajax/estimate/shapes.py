@@ -18,7 +18,7 @@ from jax.core import ShapedArray
 from megajax.jax_internals import Primitive
 from megajax.kernel_choice import Kernels
 from megajax.model.comm import AttentionSettings, Comm, TokenPositions
-from megajax.ops.expert_mlp import expert_mlp, num_experts
+from megajax.ops.expert_mlp import ExpertMlp, expert_mlp
 from megajax.ops.experts import most_rows
 from megajax.options.remat import ATTENTION
 from megajax.parallel.mesh_comm import MeshComm
@@ -81,17 +81,17 @@ class ShapeComm(MeshComm):
     def attend_latent(self, q, keys, positions: TokenPositions, settings: AttentionSettings):
         return Comm.attend_latent(self, q, keys, positions, settings)
 
-    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
+    def experts(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
         whole = self.shards.experts_over_tensor
         if not whole:
             x, experts, weights = (self.all_gather_tokens(a) for a in (x, experts, weights))
-        rows = most_rows(self.shards.experts * len(x), experts.shape[1], num_experts(w_up), capacity)
-        numbers = [((n,), INT32) for n in (rows, experts.size, num_experts(w_up))]
+        rows = most_rows(self.shards.experts * len(x), experts.shape[1], matrices.num_experts, capacity)
+        numbers = [((n,), INT32) for n in (rows, experts.size, matrices.num_experts)]
         routes = [checkpoint_name(a, "routing") for a in kernel.bind(experts, results=tuple(numbers))]
         received = checkpoint_name(_sent(x, routes, (rows, x.shape[1])), "dispatched")
         row_weights = checkpoint_name(_sent(weights.reshape(-1), routes, (rows,)), "routing")
-        arguments = self.expert_parallel.kernels, received, row_weights, w_up, w_down, routes[-1]
-        y: Any = _sent(expert_mlp(activation, *arguments, biases=biases), routes, x.shape)
+        mlp = ExpertMlp(activation, self.expert_parallel.kernels)
+        y: Any = _sent(expert_mlp(mlp, received, row_weights, matrices, routes[-1]), routes, x.shape)
         return y if whole else self.reduce_scatter_tokens(y)
 
     def size(self, axes: str | Sequence[str]) -> int:

@@ -59,22 +59,20 @@ class WholeSequences(Comm):
         whole = P(self.sequences(len(q)), None, *heads)
         return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, settings.sinks), None
 
-    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
-        over = dividing(w_up.shape[0], EXPERT_AXES, self.sizes)
+    def experts(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
+        over = dividing(matrices.num_experts, EXPERT_AXES, self.sizes)
         token_axes = tuple(axis for axis in SHARED_AXES if axis not in over)
 
-        def apply(x, experts, weights, w_up, w_down, biases):
-            count = w_up.shape[0]
+        def apply(x, experts, weights, matrices):
+            count = matrices.num_experts
             first = lax.axis_index(over) * count if over else 0
             local_experts = jnp.where((experts >= first) & (experts < first + count), experts - first, count)
-            how = {"kernels": self.kernels.experts, "max_over_devices": lambda amax: amax}
-            y = ops.apply_experts(activation, x, local_experts, weights, w_up, w_down, capacity, biases, **how)
+            mlp = ops.ExpertMlp(activation, self.kernels.experts)
+            y = ops.apply_experts(mlp, x, local_experts, weights, matrices, capacity)
             return lax.psum(y.astype(jnp.float32), over).astype(y.dtype) if over else y
 
-        tokens, matrices = P(dividing(len(x), token_axes, self.sizes)), P(over)
-        return self.divided(apply, (tokens, tokens, tokens, matrices, matrices, matrices), tokens)(
-            x, experts, weights, w_up, w_down, biases
-        )
+        tokens = P(dividing(len(x), token_axes, self.sizes))
+        return self.divided(apply, (tokens, tokens, tokens, P(over)), tokens)(x, experts, weights, matrices)
 
     def divided(self, function, in_specs: Sequence[P], out_specs):
         """`function` on each device's part of its arguments."""

@@ -130,16 +130,14 @@ class Comm:
     # Experts and attention
 
     def experts(
-        self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases: ops.Biases | None = None
+        self, activation: str, x, experts, weights, matrices: ops.ExpertMatrices, capacity: int | None
     ) -> jax.Array:
         """The sum of each token's experts: `x [T / tensor, D]` → `[T / tensor, D]`.
 
-        `experts` and `weights` `[T / tensor, k]` are those of own tokens. `w_up [E, D, 2F]` and `w_down [E, F, D]` are
-        this device's experts, or its share of them, and so are `biases`. No expert has more assignments than
-        `capacity`.
+        `experts` and `weights` `[T / tensor, k]` are those of own tokens. `matrices` are those of this device's
+        experts, or its share of them. No expert has more assignments than `capacity`.
         """
-        arguments = activation, x, experts, weights, w_up, w_down, capacity, biases
-        return ops.apply_experts(*arguments, kernels=ops.ExpertKernels(), max_over_devices=lambda amax: amax)
+        return ops.apply_experts(ops.ExpertMlp(activation), x, experts, weights, matrices, capacity)
 
     @jax.named_scope("core_attention")
     def attend(

@@ -70,9 +70,10 @@ class MoE(Sublayer):
         def compute(w: Weights, x: jax.Array):
             h = normalise(self.config, x, w.get("norm"), w.get("norm_bias"))
             experts, weights, metrics = self.route(w, h, ctx)
-            matrices, capacity = (w["gate_up"], w["down"]), self.capacity(len(x) * comm.token_shards)
             biases = ops.Biases(w["gate_up_bias"], w["down_bias"]) if self.config.mlp_bias else None
-            y = comm.experts(self.config.activation, h, experts, weights, *matrices, capacity, biases)
+            matrices = ops.ExpertMatrices(w["gate_up"], w["down"], biases)
+            capacity = self.capacity(len(x) * comm.token_shards)
+            y = comm.experts(self.config.activation, h, experts, weights, matrices, capacity)
             return self.add_shared(w, h, y, comm), metrics
 
         if "norms" in ctx.recompute:

@@ -6,7 +6,7 @@ from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.dropout import dropout
-from megajax.ops.expert_mlp import Biases, ExpertKernels
+from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices, ExpertMlp
 from megajax.ops.experts import apply_experts
 from megajax.ops.grouped_matmul import GroupedImplementation
 from megajax.ops.linear_recurrence import StateBefore
@@ -21,6 +21,8 @@ __all__ = [
     "Biases",
     "ElementwiseImplementation",
     "ExpertKernels",
+    "ExpertMatrices",
+    "ExpertMlp",
     "GroupedImplementation",
     "Implementation",
     "LossImplementation",

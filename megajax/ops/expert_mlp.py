@@ -43,9 +43,16 @@ class Biases(NamedTuple):
     down: jax.Array  # [E, D]
 
 
-def num_experts(w: Weight) -> int:
-    """E of matrices `[E, in, out]`."""
-    return (w.values if isinstance(w, Fp8Weight) else w).shape[0]
+class ExpertMatrices(NamedTuple):
+    """The matrices of E experts, both in FP8 or neither: `values [E, in, out]`, `transposed [E, out, in]`."""
+
+    up: Weight  # [E, D, 2F], without a gate [E, D, F]
+    down: Weight  # [E, F, D]
+    biases: Biases | None = None  # added to the matrices' outputs, that of `down` times the routing weight
+
+    @property
+    def num_experts(self) -> int:
+        return (self.up.values if isinstance(self.up, Fp8Weight) else self.up).shape[0]
 
 
 class ExpertKernels(NamedTuple):
@@ -55,91 +62,90 @@ class ExpertKernels(NamedTuple):
     elementwise: ElementwiseImplementation = "reference"
 
 
+@dataclass(frozen=True)
+class ExpertMlp:
+    """The computation of an expert, besides its matrices."""
+
+    activation: str
+    kernels: ExpertKernels = ExpertKernels()
+    max_over_devices: MaxOverDevices = lambda amax: amax  # in FP8 with current scaling: amaxes over all devices
+
+
 def expert_mlp(
-    activation: str,
-    kernels: ExpertKernels,
-    rows: jax.Array,
-    weights: jax.Array,
-    w_up: Weight,
-    w_down: Weight,
-    group_sizes: jax.Array,
-    max_over_devices: MaxOverDevices = lambda amax: amax,
-    biases: Biases | None = None,
+    mlp: ExpertMlp, rows: jax.Array, weights: jax.Array, matrices: ExpertMatrices, group_sizes: jax.Array
 ) -> jax.Array:
     """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
 
     The weight `[R]` multiplies the activation, so the backward pass does not need the output. Rows after the last group
-    are zeros, and so are their gradients and those of their weights. Both matrices are in FP8 or neither: `values
-    [E, in, out]`, `transposed [E, out, in]`. With current scaling in FP8, `max_over_devices` computes the amaxes over
-    all devices; the gradient and the amaxes are returned in their fields of `Fp8Weight`. `biases` are added to the
-    outputs of the matrices, that of `w_down` times the weight.
+    are zeros, and so are their gradients and those of their weights. In FP8 the gradient and the amaxes are returned in
+    their fields of `Fp8Weight`.
     """
-    if isinstance(w_up, Fp8Weight) and isinstance(w_down, Fp8Weight):
-        return _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes)
-    return _mlp(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes)
+    compute = _fp8_mlp if isinstance(matrices.up, Fp8Weight) else _mlp
+    return compute(mlp, rows, weights, matrices, group_sizes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mlp(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(mlp, rows, weights, matrices, group_sizes):
     """The backward pass recomputes the activation."""
-    return _mlp_forward(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes)[0]
+    return _mlp_forward(mlp, rows, weights, matrices, group_sizes)[0]
 
 
-def _mlp_forward(activation, kernels, rows, weights, w_up, w_down, biases, group_sizes):
-    multiply = partial(rows_times_weights, group_sizes_e=group_sizes, implementation=kernels.grouped_matmul)
-    up = checkpoint_name(_plus_up(multiply(rows, w_up), biases, group_sizes), "gate_up")
-    act = activate_weighted(activation, up, weights, group_sizes.sum(), kernels.elementwise)
-    y = _plus_down(multiply(act, w_down), biases, weights, group_sizes)
-    return y, (rows, weights, up, w_up, w_down, biases, group_sizes)
+def _mlp_forward(mlp, rows, weights, matrices, group_sizes):
+    multiply = partial(rows_times_weights, group_sizes_e=group_sizes, implementation=mlp.kernels.grouped_matmul)
+    up = checkpoint_name(_plus_up(multiply(rows, matrices.up), matrices.biases, group_sizes), "gate_up")
+    act = activate_weighted(mlp.activation, up, weights, group_sizes.sum(), mlp.kernels.elementwise)
+    y = _plus_down(multiply(act, matrices.down), matrices.biases, weights, group_sizes)
+    return y, (rows, weights, up, matrices, group_sizes)
 
 
-def _mlp_backward(activation, kernels, residuals, dy):
-    rows, weights, up, w_up, w_down, biases, group_sizes = residuals
-    how = {"group_sizes_e": group_sizes, "implementation": kernels.grouped_matmul}
+def _mlp_backward(mlp, residuals, dy):
+    rows, weights, up, (w_up, w_down, biases), group_sizes = residuals
+    how = {"group_sizes_e": group_sizes, "implementation": mlp.kernels.grouped_matmul}
     dact = rows_times_weights(dy, w_down, transpose_w=True, **how)
     act, dup, dweights = activate_weighted_and_gradient(
-        activation, up, weights, dact, group_sizes.sum(), kernels.elementwise
+        mlp.activation, up, weights, dact, group_sizes.sum(), mlp.kernels.elementwise
     )
     dw_down = weight_gradient(act, dy, dtype=w_down.dtype, **how)
     drows = rows_times_weights(dup, w_up, transpose_w=True, **how)
     dw_up = weight_gradient(rows, dup, dtype=w_up.dtype, **how)
     dweights, dbiases = _bias_gradients(biases, weights, dweights, dup, dy, group_sizes)
-    return drows, dweights, dw_up, dw_down, dbiases, None
+    return drows, dweights, ExpertMatrices(dw_up, dw_down, dbiases), None
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _fp8_mlp(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes):
-    return _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fp8_mlp(mlp, rows, weights, matrices, group_sizes):
+    return _fp8_mlp_forward(mlp, rows, weights, matrices, group_sizes)[0]
 
 
-def _fp8_mlp_forward(activation, kernels, max_over_devices, rows, weights, w_up, w_down, biases, group_sizes):
-    run = _Fp8(activation, kernels, max_over_devices, group_sizes, weights, rows.dtype)
+def _fp8_mlp_forward(mlp, rows, weights, matrices, group_sizes):
+    run, (w_up, w_down, biases) = _Fp8(mlp, group_sizes, weights, rows.dtype), matrices
     x = run.quantised(rows, w_up, "input")
     up = checkpoint_name(_plus_up(run.product(x, w_up, "input"), biases, group_sizes), "gate_up")
     act = run.activated(up, w_down)
-    kept = (operand._replace(values=None) for operand in (x, act))
+    transposed = (operand._replace(values=None) for operand in (x, act))
     y = _plus_down(run.product(act, w_down, "input"), biases, weights, group_sizes)
-    return y, (*kept, up, weights, w_up, w_down, biases, group_sizes)
+    return y, (*transposed, up, weights, matrices, group_sizes)
 
 
-def _fp8_mlp_backward(activation, kernels, max_over_devices, residuals, dy):
-    x, act, up, weights, w_up, w_down, biases, group_sizes = residuals
-    run = _Fp8(activation, kernels, max_over_devices, group_sizes, weights, dy.dtype)
+def _fp8_mlp_backward(mlp, residuals, dy):
+    x, act, up, weights, (w_up, w_down, biases), group_sizes = residuals
+    run = _Fp8(mlp, group_sizes, weights, dy.dtype)
     dys = run.quantised(dy, w_down, "gradient")
     dact = run.product(dys, w_down, "gradient")
-    if biases is None and activation in GATED:
+    if biases is None and mlp.activation in GATED:
         dup, dweights = run.gated_gradient(up, dact, w_up)
         dbiases = None
     else:
-        how = group_sizes.sum(), kernels.elementwise
-        _, dup, dweights = activate_weighted_and_gradient(activation, up, weights, dact, *how)
+        how = group_sizes.sum(), mlp.kernels.elementwise
+        _, dup, dweights = activate_weighted_and_gradient(mlp.activation, up, weights, dact, *how)
         dweights, dbiases = _bias_gradients(biases, weights, dweights, dup, dy, group_sizes)
         dup = run.quantised(dup, w_up, "gradient")
     drows = run.product(dup, w_up, "gradient")
-    return drows, dweights, run.weight_gradient(x, dup, w_up), run.weight_gradient(act, dys, w_down), dbiases, None
+    gradients = run.weight_gradient(x, dup, w_up), run.weight_gradient(act, dys, w_down)
+    return drows, dweights, ExpertMatrices(*gradients, dbiases), None
 
 
 _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
@@ -149,19 +155,17 @@ _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
 class _Fp8:
     """The steps of the MLP in FP8; `which` is a matrix's "input" or its output's "gradient"."""
 
-    activation: str
-    kernels: ExpertKernels
-    max_over_devices: MaxOverDevices
+    mlp: ExpertMlp
     group_sizes: jax.Array
     weights: jax.Array
     dtype: Any  # of results
 
     @property
     def quantisers(self) -> Any:
-        return grouped_fp8_kernels if self.kernels.elementwise == "pallas" else grouped_fp8_reference
+        return grouped_fp8_kernels if self.mlp.kernels.elementwise == "pallas" else grouped_fp8_reference
 
     def scale(self, w: Fp8Weight, which: str, amax: Callable[[], jax.Array]) -> tuple[jax.Array, Any]:
-        return fp8.operand_scale(w, which, amax, self.max_over_devices)
+        return fp8.operand_scale(w, which, amax, self.mlp.max_over_devices)
 
     def quantised(self, rows: jax.Array, w: Fp8Weight, which: str) -> Operand:
         scale, dtype = self.scale(w, which, lambda: self.quantisers.amax(rows, self.group_sizes))
@@ -170,18 +174,18 @@ class _Fp8:
 
     def activated(self, up: jax.Array, w: Fp8Weight) -> Operand:
         """The weighted activation."""
-        if self.activation not in GATED:
-            count, implementation = self.group_sizes.sum(), self.kernels.elementwise
-            act = activate_weighted(self.activation, up, self.weights, count, implementation)
+        if self.mlp.activation not in GATED:
+            count, implementation = self.group_sizes.sum(), self.mlp.kernels.elementwise
+            act = activate_weighted(self.mlp.activation, up, self.weights, count, implementation)
             return self.quantised(act, w, "input")
-        tensors = self.activation, up, self.weights
+        tensors = self.mlp.activation, up, self.weights
         scale, dtype = self.scale(w, "input", lambda: self.quantisers.gated_amax(*tensors, self.group_sizes))
         q, q_t, amax = self.quantisers.gated_cast_transpose(*tensors, self.group_sizes, scale, dtype)
         return Operand(q, q_t, 1 / scale, amax)
 
     def gated_gradient(self, up: jax.Array, dact: jax.Array, w: Fp8Weight) -> tuple[Operand, jax.Array]:
         """The gradients of a gated activation's input `up` and of the weights."""
-        tensors = self.activation, up, self.weights, dact, self.group_sizes
+        tensors = self.mlp.activation, up, self.weights, dact, self.group_sizes
         scale, dtype = self.scale(w, "gradient", lambda: self.quantisers.gated_backward_amax(*tensors))
         q, q_t, amax, dweights = self.quantisers.gated_backward_cast_transpose(*tensors, scale, dtype)
         return Operand(q, q_t, 1 / scale, amax), dweights
@@ -197,12 +201,12 @@ class _Fp8:
             self.group_sizes,
             self.dtype,
             rows=len(self.weights),  # values may have more
-            implementation=self.kernels.grouped_matmul,
+            implementation=self.mlp.kernels.grouped_matmul,
         )
 
     def weight_gradient(self, x: Operand, dy: Operand, w: Fp8Weight) -> Fp8Weight:
         """`x.T @ dy` of each expert and the amaxes, in their fields of `Fp8Weight`."""
-        inverse, implementation = x.inverse_scale * dy.inverse_scale, self.kernels.grouped_matmul
+        inverse, implementation = x.inverse_scale * dy.inverse_scale, self.mlp.kernels.grouped_matmul
         tensors = x.transposed, dy.transposed, inverse, self.group_sizes
         gradient = fp8_weight_gradient(*tensors, self.dtype, implementation=implementation)
         amax = jnp.stack([x.amax, dy.amax])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import router
-from megajax.ops.expert_mlp import Biases, ExpertKernels, MaxOverDevices, Weight, expert_mlp, num_experts
+from megajax.ops.expert_mlp import ExpertMatrices, ExpertMlp, expert_mlp
 from megajax.ops.numerics import wide
 
 
@@ -48,30 +48,23 @@ def sort_by_expert(experts: jax.Array, num_experts: int, rows: int) -> Permutati
 
 
 def apply_experts(
-    activation: str,
+    mlp: ExpertMlp,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    w_up: Weight,
-    w_down: Weight,
+    matrices: ExpertMatrices,
     capacity: int | None,
-    biases: Biases | None = None,
-    *,
-    kernels: ExpertKernels,
-    max_over_devices: MaxOverDevices,
 ) -> jax.Array:
     """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
 
-    `w_up [E, D, 2F]` (`[E, D, F]` for a plain activation), `w_down [E, F, D]`; an assignment to E adds nothing. An
-    expert has at most `capacity` assignments. `expert_mlp` documents the other arguments.
+    An assignment to E adds nothing. An expert has at most `capacity` assignments.
     """
-    k, E = experts.shape[1], num_experts(w_up)
+    k, E = experts.shape[1], matrices.num_experts
     permutation = sort_by_expert(experts, E, most_rows(len(x), k, E, capacity))
     permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), permutation)
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
-    sizes = permutation.group_sizes
-    y = expert_mlp(activation, kernels, rows, row_weights, w_up, w_down, sizes, max_over_devices, biases)
+    y = expert_mlp(mlp, rows, row_weights, matrices, permutation.group_sizes)
     return combine(y, permutation, k)
 
 

@@ -97,14 +97,15 @@ class MeshComm(Comm):
             return super().column_activation_row(activation, x, w_up, bias, w_down)
         return linear.column_activation_row(self.tensor_parallel, activation, x, w_up, w_down)
 
-    def experts(self, activation, x, experts, weights, w_up, w_down, capacity, biases=None) -> jax.Array:
-        apply = self.expert_parallel.apply
+    def experts(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
+        apply, biases = self.expert_parallel.apply, matrices.biases
         if "tensor" in self.collectives.experts_over:  # experts are whole, so each device sends its own tokens
-            return apply(activation, x, experts, weights, w_up, w_down, capacity, biases)
+            return apply(activation, x, experts, weights, matrices, capacity)
         x, experts, weights = (self.all_gather_tokens(a) for a in (x, experts, weights))
         if biases is not None and self.tensor_size > 1:  # the sum over `tensor` has the output's bias once
-            biases = biases._replace(down=jnp.where(lax.axis_index("tensor") == 0, biases.down, 0))
-        return self.reduce_scatter_tokens(apply(activation, x, experts, weights, w_up, w_down, capacity, biases))
+            first = jnp.where(lax.axis_index("tensor") == 0, biases.down, 0)
+            matrices = matrices._replace(biases=biases._replace(down=first))
+        return self.reduce_scatter_tokens(apply(activation, x, experts, weights, matrices, capacity))
 
     @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops import ExpertKernels, apply_experts
-from megajax.ops.expert_mlp import Biases, expert_mlp
+from megajax.ops import Biases, ExpertMatrices, ExpertMlp, apply_experts
+from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.fp8 import Fp8Weight
 from megajax.tools.plan.compile import compiled, no_gpu_needed
 
@@ -117,8 +117,8 @@ def test_value_and_gradients(rng, error, kind, scales, dtype, room):
 
     @jax.jit
     def run(x, weights, up, down, sizes, dy):
-        how = partial(expert_mlp, group_sizes=sizes, max_over_devices=lambda amax: room * amax)
-        y, pull = jax.vjp(partial(how, kind, ExpertKernels()), x, weights, up, down)
+        run = partial(expert_mlp, ExpertMlp(kind, max_over_devices=lambda amax: room * amax), group_sizes=sizes)
+        y, pull = jax.vjp(lambda x, weights, *w: run(x, weights, ExpertMatrices(*w)), x, weights, up, down)
         return y, *pull(dy)
 
     x, dy = (jnp.asarray(a, jnp.bfloat16) for a in (x, dy))
@@ -143,10 +143,8 @@ def test_tokens_go_through_experts_in_fp8(rng, error):
 
     @jax.jit
     def run(x, up, down, biases):
-        how = {"capacity": None, "kernels": ExpertKernels(), "max_over_devices": lambda amax: amax}
-
         def apply(x, weights, biases):
-            return apply_experts("swiglu", x, experts, weights, up, down, biases=biases, **how)
+            return apply_experts(ExpertMlp("swiglu"), x, experts, weights, ExpertMatrices(up, down, biases), None)
 
         y, pull = jax.vjp(apply, x, weights, biases)
         return y, *jax.tree.leaves(pull(y))
@@ -184,9 +182,8 @@ def test_biases_and_their_gradients_are_those_of_a_loop_over_experts(rng, error)
     )
 
     def loss(x, weights, matrices, biases):
-        how = {"capacity": None, "kernels": ExpertKernels(), "max_over_devices": lambda amax: amax}
-        chosen = jnp.asarray(experts).at[4, 1].set(E)
-        y = apply_experts("clamped_swiglu", x, chosen, weights, *matrices, biases=Biases(*biases), **how)
+        chosen, given = jnp.asarray(experts).at[4, 1].set(E), ExpertMatrices(*matrices, Biases(*biases))
+        y = apply_experts(ExpertMlp("clamped_swiglu"), x, chosen, weights, given, None)
         return jnp.sum(y * dy)
 
     value, found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(x, weights, matrices, biases)

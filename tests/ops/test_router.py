@@ -177,10 +177,8 @@ def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
         return jnp.einsum("te,etd->td", factors, each)
 
     def ours(x, weights, w_up, w_down):
-        matrices = (w_up, w_down)
-        return ops.apply_experts(
-            activation, x, experts, weights, *matrices, None, kernels=ops.ExpertKernels(), max_over_devices=lambda a: a
-        )
+        matrices = ops.ExpertMatrices(w_up, w_down)
+        return ops.apply_experts(ops.ExpertMlp(activation), x, experts, weights, matrices, None)
 
     assert most_rows(T, k, E) == T * 2 and most_rows(T, k, 1) == T and most_rows(T, k, E, T // 2) == T // 2 * E
     expected, pull = jax.vjp(plain, x, weights, w_up, w_down)

@@ -13,7 +13,7 @@ from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES as MESH_AXES
 from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
-from megajax.ops.expert_mlp import Biases
+from megajax.ops.expert_mlp import Biases, ExpertMatrices
 from megajax.options.dispatch import DISPATCHES
 from megajax.parallel.experts.exchanged import exchange, plan
 from megajax.parallel.mesh_comm import MeshComm
@@ -118,8 +118,8 @@ def test_experts_with_biases_on_a_mesh_are_those_of_a_plain_loop(dispatch, over)
     comm = MeshComm(sizes, Kernels(), collectives, deterministic=False)
 
     def local(x, experts, weights, up, down, up_bias, down_bias):
-        biases = Biases(up_bias, down_bias)
-        return comm.experts("gelu", x[0], experts[0], weights[0], up, down, None, biases)[None]
+        matrices = ExpertMatrices(up, down, Biases(up_bias, down_bias))
+        return comm.experts("gelu", x[0], experts[0], weights[0], matrices, None)[None]
 
     tokens, width = P(("expert", "tensor")), None if "tensor" in over else "tensor"
     matrices = (P(over, None, width), P(over, width), P(over, width), P(over))

@@ -42,9 +42,9 @@ class OneByOne(ExpertParallel):
 
     calls = 0
 
-    def apply(self, activation, x, experts, weights, w_up, w_down, capacity, biases):
+    def apply(self, activation, x, experts, weights, matrices, capacity):
         OneByOne.calls += 1
-        n, local, total = self.devices, len(w_up), jnp.zeros_like(x)
+        n, local, total = self.devices, matrices.num_experts, jnp.zeros_like(x)
         first = local * lax.axis_index(self.axes)
 
         def send(a, by):
@@ -53,7 +53,7 @@ class OneByOne(ExpertParallel):
         for by in range(n):
             tokens, chosen, factors = (send(a, by) for a in (x, experts, weights))
             own = jnp.where((chosen >= first) & (chosen < first + local), chosen - first, local)
-            y = super().apply(activation, tokens, own, factors, w_up, w_down, capacity, biases)
+            y = super().apply(activation, tokens, own, factors, matrices, capacity)
             total += send(y, -by)
         return total
 

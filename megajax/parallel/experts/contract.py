@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import jax
 
-from megajax.ops import experts as ops
+from megajax import ops
+from megajax.ops.expert_mlp import MaxOverDevices
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,13 @@ class ExpertParallel:
     axes: tuple[str, ...]
     devices: int  # along them
     kernels: ops.ExpertKernels
-    max_over_devices: ops.MaxOverDevices
+    max_over_devices: MaxOverDevices
 
-    def apply(self, activation: str, x, experts, weights, w_up, w_down, capacity: int | None, biases) -> jax.Array:
-        """Own tokens `x [T, D]`, their `experts` and `weights` `[T, k]`, own experts' parameters → `[T, D]`."""
-        arguments = activation, x, experts, weights, w_up, w_down, capacity, biases
-        return ops.apply_experts(*arguments, kernels=self.kernels, max_over_devices=self.max_over_devices)
+    def apply(
+        self, activation: str, x, experts, weights, matrices: ops.ExpertMatrices, capacity: int | None
+    ) -> jax.Array:
+        """Own tokens `x [T, D]`, their `experts` and `weights` `[T, k]`, own experts' `matrices` → `[T, D]`."""
+        return ops.apply_experts(self.mlp(activation), x, experts, weights, matrices, capacity)
+
+    def mlp(self, activation: str) -> ops.ExpertMlp:
+        return ops.ExpertMlp(activation, self.kernels, self.max_over_devices)

@@ -19,7 +19,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import experts as ops
-from megajax.ops.expert_mlp import num_experts
 from megajax.options.dispatch import ROOM
 from megajax.parallel import collectives
 from megajax.parallel.experts.contract import ExpertParallel
@@ -29,8 +28,8 @@ Arrays = tuple[jax.Array, ...]
 
 
 class Exchanged(ExpertParallel):
-    def apply(self, activation, x, experts, weights, w_up, w_down, capacity, biases) -> jax.Array:
-        (T, k), local, axes, size = experts.shape, num_experts(w_up), self.axes, self.devices
+    def apply(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
+        (T, k), local, axes, size = experts.shape, matrices.num_experts, self.axes, self.devices
         room = math.ceil(min(1, ROOM / size) * T * k)
         permutation = ops.sort_by_expert(experts, local * size, T * k)
         routes = plan(axes, permutation.group_sizes, size, room, (T * k, ops.most_rows(size * T, k, local, capacity)))
@@ -43,8 +42,7 @@ class Exchanged(ExpertParallel):
         rows: jax.Array = ops.dispatch(x, permutation, k)
         received, row_weights = send(routes.sent, routes.arrived, rows, own_weights[:, None])
         received, row_weights = checkpoint_name(received, "dispatched"), checkpoint_name(row_weights, "routing")[:, 0]
-        arguments = activation, self.kernels, received, row_weights, w_up, w_down, routes.group_sizes
-        y: jax.Array = ops.expert_mlp(*arguments, self.max_over_devices, biases)
+        y: jax.Array = ops.expert_mlp(self.mlp(activation), received, row_weights, matrices, routes.group_sizes)
         (y,) = send(routes.arrived, routes.sent, y)
         return ops.combine(y, permutation, k)
 

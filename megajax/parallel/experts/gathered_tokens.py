@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops.expert_mlp import num_experts
 from megajax.parallel import collectives
 from megajax.parallel.collectives import gather_tiles
 from megajax.parallel.experts.contract import ExpertParallel
 
 
 class GatheredExperts(ExpertParallel):
-    def apply(self, activation, x, experts, weights, w_up, w_down, capacity, biases) -> jax.Array:
-        local = num_experts(w_up)
+    def apply(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
+        local = matrices.num_experts
         x, experts, weights = (gather_tiles(a, self.axes, 0) for a in (x, experts, weights))
         own = experts - lax.axis_index(self.axes) * local
         own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
-        y = super().apply(activation, x, own, weights, w_up, w_down, capacity, biases)
+        y = super().apply(activation, x, own, weights, matrices, capacity)
         return collectives.psum_scatter(y, self.axes, scatter_dimension=0, tiled=True)
