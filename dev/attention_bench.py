@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.ops import attention
-from megajax.ops.ranged_attention import WIDTHS, attend, attend_backward
+from megajax.ops.ranged_attention import WIDTHS, Options, attend, attend_backward
 
 TOLERANCE = 1e-2
 SECONDS_OF_A_MEASUREMENT = 0.15
@@ -63,10 +63,10 @@ def tensors(shape: Shape) -> list[jax.Array]:
 
 
 @functools.cache
-def jitted(H: int, softcap: float | None = None) -> tuple[Callable, Callable]:
+def jitted(H: int, softcap: float | None = None) -> tuple[Callable, ...]:
     """attend and attend_backward."""
-    settings: dict[str, Any] = {"scale": H**-0.5, "softcap": softcap, "interpret": on_cpu()}
-    return jax.jit(functools.partial(attend, **settings)), jax.jit(functools.partial(attend_backward, **settings))
+    options = Options(H**-0.5, softcap, on_cpu())
+    return tuple(jax.jit(functools.partial(run, options=options)) for run in (attend, attend_backward))
 
 
 def ranges(kind: str, S: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,8 +95,9 @@ def as_arrays(first: np.ndarray, end: np.ndarray, B: int) -> tuple[jax.Array, ja
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "softcap"))
-def reference(q, k, v, first, end, dout, scale: float, softcap: float | None):
+def reference(q, k, v, seen, dout, scale: float, softcap: float | None):
     """(out, lse, dq, dk, dv) in FP32, scores of all pairs at once."""
+    first, end = seen
 
     def output(q, k, v):
         k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
@@ -127,13 +128,13 @@ def check(label: str, shape: Shape, kind: str, softcap: float | None = None, par
     """Prints errors; several parts divide the keys, and each part's gradients use the output of the whole."""
     forward, backward = jitted(shape.H, softcap)
     q, k, v, dout = tensors(shape)
-    first, end = as_arrays(*ranges(kind, shape.S), shape.B)
-    expected = reference(q, k, v, first, end, dout, shape.H**-0.5, softcap)
-    out, lse = forward(q, k, v, first, end)
+    first, end = seen = as_arrays(*ranges(kind, shape.S), shape.B)
+    expected = reference(q, k, v, seen, dout, shape.H**-0.5, softcap)
+    out, lse = forward(q, k, v, seen)
     shares, width = [], shape.S // parts
     for start in range(0, shape.S, width):
         part = slice(start, start + width)
-        shares.append(backward(q, k[:, part], v[:, part], first - start, end - start, out, lse, dout))
+        shares.append(backward(q, k[:, part], v[:, part], (first - start, end - start), (out, lse), dout))
     dq = sum(share[0].astype(jnp.float32) for share in shares)
     dk, dv = (jnp.concatenate([share[i] for share in shares], axis=1) for i in (1, 2))
     names, found = ("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv)
@@ -190,13 +191,16 @@ def table_rows(shape: Shape) -> None:
         print(f"| {shape} | {kind} | {name} | {forward_ms:.3f} | {both_ms:.3f} | {rates} |", flush=True)
 
     for kind in KINDS.get(shape.S, ["document"]):
-        arrays = (q, k, v, *as_arrays(*ranges(kind, shape.S), shape.B))
-        out, lse = forward(*arrays)
+        arrays = (q, k, v, as_arrays(*ranges(kind, shape.S), shape.B))
+        whole = forward(*arrays)
         forward_ms = milliseconds(forward, *arrays)
-        row("ranged", kind, forward_ms, forward_ms + milliseconds(backward, *arrays, out, lse, dout))
+        row("ranged", kind, forward_ms, forward_ms + milliseconds(backward, *arrays, whole, dout))
     if on_cpu():
         return
-    cudnn = functools.partial(attention, implementation="cudnn")
+
+    def cudnn(q, k, v):
+        return attention(q, k, v, implementation="cudnn")[0]
+
     both = jax.jit(lambda q, k, v, dout: jax.vjp(cudnn, q, k, v)[1](dout))
     row("cuDNN", "document", milliseconds(jax.jit(cudnn), q, k, v), milliseconds(both, q, k, v, dout))
 

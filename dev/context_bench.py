@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.kernel_choice import Kernels
 from megajax.mesh import build_mesh, mesh_sizes
-from megajax.model.comm import AttentionSettings
-from megajax.ops import Implementation
+from megajax.ops import AttentionSettings, Implementation
 from megajax.options.context import RING, STRATEGIES, ContextStrategy
 from megajax.parallel.context.token_order import add_token_positions, balanced_order, stored_order, token_positions_of
 from megajax.parallel.mesh_comm import MeshComm

@@ -17,7 +17,8 @@ from jax.core import ShapedArray
 
 from megajax.jax_internals import Primitive
 from megajax.kernel_choice import Kernels
-from megajax.model.comm import AttentionSettings, Comm, TokenPositions
+from megajax.model.comm import Comm, TokenPositions
+from megajax.ops import AttentionSettings
 from megajax.ops.expert_mlp import ExpertMlp, expert_mlp
 from megajax.ops.experts import most_rows
 from megajax.options.remat import ATTENTION

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from megajax import ops
 from megajax.kernel_choice import Kernels
 from megajax.mesh import mesh_sizes
-from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
+from megajax.model.comm import Comm, LatentKeys, TokenPositions
+from megajax.ops import AttentionSettings
 from megajax.sharding import EXPERT_AXES, SHARED_AXES, dividing
 
 
@@ -52,8 +53,8 @@ class WholeSequences(Comm):
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
         def attention(q, k, v, sinks):
-            how = vars(replace(settings, sinks=sinks, measured=False))
-            return ops.measured_attention(q, k, v, **how, implementation=self.kernels.attention)[0]
+            how = replace(settings, sinks=sinks, wants_largest=False)
+            return ops.attention(q, k, v, how, implementation=self.kernels.attention)[0]
 
         heads = P(self.heads(k.shape[2]))
         whole = P(self.sequences(len(q)), None, *heads)

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.layout.sublayers import EVERYTHING
-from megajax.model.comm import AttentionSettings, Comm
+from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     MAX_SCORE,
@@ -24,6 +24,7 @@ from megajax.model.sublayer import (
     residual_scale,
     rotate,
 )
+from megajax.ops import AttentionSettings
 
 PARTS = ("query", "key", "value", "gate")
 
@@ -74,7 +75,7 @@ class Attention(Sublayer):
                 c.attention_softcap,
                 c.attention_scale,
                 sinks=w.get("sinks"),
-                measured=c.qk_clip is not None and ctx.inputs.has_metrics,
+                wants_largest=c.qk_clip is not None and ctx.inputs.has_metrics,
             )
             return comm.attend(q, k, v, ctx.inputs.token_positions, settings)
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
+from megajax.ops import AttentionSettings
 
 
 @jax.tree_util.register_dataclass
@@ -42,17 +43,6 @@ class LatentKeys:
         key, value = jnp.split(up, (N * self.nope,), axis=-1)
         shared = jnp.broadcast_to(self.rotary[:, :, None], (B, S, N, rotary))
         return jnp.concatenate([shared, key.reshape(B, S, N, -1)], axis=-1), value.reshape(B, S, N, -1)
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """How a layer attends, besides its queries, keys and values."""
-
-    window: int | None = None  # number of tokens that a token sees; None: all before it
-    softcap: float | None = None  # of the scores
-    scale: float | None = None  # factor of the scores; None: `H ** -0.5`
-    sinks: jax.Array | None = None  # [N], of the same heads as the queries
-    measured: bool = False  # whether the largest scores are wanted
 
 
 class Comm:
@@ -145,13 +135,11 @@ class Comm:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Causal attention of queries `[B, S, N, H]` to the whole sequence.
 
-        If `settings.measured`, the second result bounds the largest score of each head over this device's real tokens
-        (`ops.partial_attention.largest_score`), `[N]` FP32, 0 for heads that another device has; else None.
+        The second result bounds the largest score of each head over this device's real tokens, if it is wanted
+        (`ops.partial_attention.largest_score`): `[N]` FP32, 0 for heads that another device has.
         """
-        starts, is_real, how = positions.document_starts, positions.is_real, vars(settings)
-        return ops.measured_attention(
-            q, k, v, **how, document_starts=starts, is_real=is_real, implementation="reference"
-        )
+        padding = {"document_starts": positions.document_starts, "is_real": positions.is_real}
+        return ops.attention(q, k, v, settings, implementation="reference", **padding)
 
     def attend_latent(
         self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.layout.sublayers import EVERYTHING
-from megajax.model.comm import AttentionSettings, LatentKeys
+from megajax.model.comm import LatentKeys
 from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     MAX_SCORE,
@@ -23,6 +23,7 @@ from megajax.model.sublayer import (
     residual_scale,
     rotate,
 )
+from megajax.ops import AttentionSettings
 
 EPSILON = 1e-6  # of the latents' norms, whatever `model.norm_epsilon` is, as in the authors' code
 
@@ -76,7 +77,7 @@ class LatentAttention(Sublayer):
                 ctx.kind.window,
                 self.config.attention_softcap,
                 self.score_scale(),
-                measured=self.config.qk_clip is not None and ctx.inputs.has_metrics,
+                wants_largest=self.config.qk_clip is not None and ctx.inputs.has_metrics,
             )
             out, largest = comm.attend_latent(q, keys, ctx.inputs.token_positions, settings)
             return checkpoint_name(out, "attention"), largest

@@ -1,7 +1,7 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops import router
-from megajax.ops.attention import attention, causal_ranges, document_starts, measured_attention
+from megajax.ops.attention import AttentionSettings, attention, causal_ranges, document_starts
 from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
@@ -18,6 +18,7 @@ from megajax.ops.short_convolution import last_tokens, short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
 
 __all__ = [
+    "AttentionSettings",
     "Biases",
     "ElementwiseImplementation",
     "ExpertKernels",
@@ -40,7 +41,6 @@ __all__ = [
     "gated_delta_rule",
     "last_tokens",
     "layer_norm",
-    "measured_attention",
     "recurrent_gated_delta_rule",
     "recurrent_state_space",
     "rms_norm",

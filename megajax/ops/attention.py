@@ -1,6 +1,7 @@
 """Causal attention over a whole sequence: a plain reference, cuDNN's kernel and megajax's own, with one signature."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.ops.numerics import wide
 from megajax.ops.partial_attention import (
     Implementation,
-    Part,
+    Mask,
     Ranges,
     Scores,
     add_sinks,
@@ -21,62 +22,56 @@ from megajax.ops.partial_attention import (
     largest_score,
 )
 
+Inputs = tuple[jax.Array, jax.Array, jax.Array]  # q, k, v
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How queries attend to keys and values."""
+
+    window: int | None = None  # number of tokens that a token sees; None: all before it
+    softcap: float | None = None  # bounds scores to ±softcap by tanh, before the mask
+    scale: float | None = None  # factor of the scores; None: `H ** -0.5`
+    # [N]: one logit per head in the softmax denominator (attention sinks, GPT-OSS, OpenAI 2025), without scale and
+    # soft-cap; of the same heads as the queries
+    sinks: jax.Array | None = None
+    wants_largest: bool = False  # whether the largest scores are returned
+
 
 def attention(
     q_bsnh: jax.Array,
     k_bskh: jax.Array,
     v_bskh: jax.Array,
+    settings: AttentionSettings = AttentionSettings(),
     *,
-    window: int | None = None,
-    document_starts: jax.Array | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: jax.Array | None = None,
     implementation: Implementation,
-) -> jax.Array:
-    """`measured_attention`'s first result."""
-    settings = {"window": window, "document_starts": document_starts, "softcap": softcap, "scale": scale}
-    return measured_attention(q_bsnh, k_bskh, v_bskh, **settings, sinks=sinks, implementation=implementation)[0]
-
-
-def measured_attention(
-    q_bsnh: jax.Array,
-    k_bskh: jax.Array,
-    v_bskh: jax.Array,
-    *,
-    window: int | None = None,
     document_starts: jax.Array | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: jax.Array | None = None,
-    implementation: Implementation,
-    measured: bool = False,
     is_real: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
     K divides N; query head n reads KV head n // (N/K). "pallas" supports the widths (H, W) of
-    `ranged_attention.WIDTHS`. Position i sees the positions up to i; with `window` only i-window+1 … i; with
-    `document_starts` [B,S] (see the function) only those of its document. `softcap` bounds scores to ±softcap by tanh,
-    before the mask. The default of `scale` is 1/sqrt(H).
-    `sinks [N]` are one logit per head in the softmax denominator (attention sinks, GPT-OSS, OpenAI 2025); neither scale
-    nor soft-cap applies to them. The second result is `largest_score` without the sinks, of the queries that are no
-    padding by `is_real [B,S]`, None if not `measured`.
+    `ranged_attention.WIDTHS`. Position i sees the positions up to i; with a window w only i-w+1 … i; with
+    `document_starts` [B,S] (see the function) only those of its document.
+    The second result is `largest_score` without the sinks, of the queries that are no padding by `is_real [B,S]`; None
+    if it is not wanted.
     Raises ValueError for arguments that the implementation does not support.
     """
+    window, softcap, sinks = settings.window, settings.softcap, settings.sinks
     if window is not None and window < 1:
         raise ValueError(f"window={window} is not a positive number of tokens.")
     if window is not None and window >= q_bsnh.shape[1]:
         window = None  # it contains every earlier position
-    scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
-    scores = Scores(scale, softcap, implementation, measured)
+    scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if settings.scale is None else settings.scale
+    scores = Scores(scale, softcap, implementation, settings.wants_largest)
     if implementation == "cudnn":
         if document_starts is not None:
             raise ValueError('implementation="cudnn" has no document mask: use "pallas" or "reference".')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
-        if sinks is not None or measured or k_bskh.shape[-1] != v_bskh.shape[-1]:  # jax.nn has none of these
-            return _whole(scores, window, q_bsnh, k_bskh, v_bskh, None, sinks, is_real)
+        # jax.nn has none of these.
+        if sinks is not None or settings.wants_largest or k_bskh.shape[-1] != v_bskh.shape[-1]:
+            return _whole(scores, window, (q_bsnh, k_bskh, v_bskh), None, sinks, is_real)
         out = jax.nn.dot_product_attention(
             q_bsnh,
             k_bskh,
@@ -90,7 +85,7 @@ def measured_attention(
     if implementation == "pallas":
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
         ranges = causal_ranges(index, document_starts, window)
-        return _whole(scores, window, q_bsnh, k_bskh, v_bskh, ranges, sinks, is_real)
+        return _whole(scores, window, (q_bsnh, k_bskh, v_bskh), ranges, sinks, is_real)
     visible = _visible(q_bsnh.shape[1], window, document_starts)
     return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks, is_real)
 
@@ -104,30 +99,27 @@ def causal_ranges(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks, is_real):
+def _whole(scores: Scores, window: int | None, qkv: Inputs, ranges: Ranges | None, sinks, is_real):
     """Attention to all keys by the functions for a part of the keys, which also return the log-sum-exp in FP32."""
-    return _whole_forward(scores, window, q, k, v, ranges, sinks, is_real)[0]
+    return _whole_forward(scores, window, qkv, ranges, sinks, is_real)[0]
 
 
-def _whole_forward(scores: Scores, window: int | None, q, k, v, ranges: Ranges | None, sinks, is_real):
-    out, lse = attend(scores, "causal", q, k, v, ranges, window)
+def _whole_forward(scores: Scores, window: int | None, qkv: Inputs, ranges: Ranges | None, sinks, is_real):
+    out, lse = attend(scores, Mask("causal", ranges, window), *qkv)
     largest = largest_score(scores, lse, is_real)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
     # Remat policies that keep attention find the residuals of its backward pass by this name.
-    out, lse = (checkpoint_name(a, "attention") for a in (out.astype(q.dtype), lse))
-    return (out, largest), (q, k, v, ranges, sinks, out, lse)
+    out, lse = (checkpoint_name(a, "attention") for a in (out.astype(qkv[0].dtype), lse))
+    return (out, largest), (qkv, ranges, sinks, out, lse)
 
 
 def _whole_backward(scores: Scores, window: int | None, saved, gradients):
     dout, _ = gradients
-    q, k, v, ranges, sinks, *whole = saved
-
-    def backward(whole: Part, dout: jax.Array):
-        return attend_backward(scores, "causal", q, k, v, ranges, whole, dout, window)
-
-    (dq, dk, dv), dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
-    return dq, dk, dv, None, dsinks, None
+    qkv, ranges, sinks, *whole = saved
+    backward = partial(attend_backward, scores, Mask("causal", ranges, window), *qkv)
+    gradients, dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
+    return gradients, None, dsinks, None
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
@@ -156,7 +148,7 @@ def _reference(
         s = scores.softcap * jnp.tanh(s / scores.softcap)
     s = jnp.where(visible, s, -jnp.inf)
     largest = None
-    if scores.measured:
+    if scores.wants_largest:
         lse = jax.nn.logsumexp(lax.stop_gradient(s), axis=-1)
         largest = largest_score(scores, lse.reshape(B, N, S), is_real)
     if sinks is not None:

@@ -6,7 +6,7 @@ the log-sum-exp of all parts, and returns the part's share of dq, and dk and dv 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,36 +27,38 @@ class Scores:
     scale: float
     softcap: float | None
     implementation: Implementation
-    measured: bool = False  # whether `largest_score` is wanted
+    wants_largest: bool = False  # whether `largest_score` is wanted
+
+
+class Mask(NamedTuple):
+    """The keys that queries see, by their ranges, or as a kind that cuDNN has.
+
+    "causal": queries and keys are the same tokens, optionally with a `window`; "full": all keys; "prefix": the keys
+    before an end that all queries of a sequence share in `ranges`.
+    """
+
+    kind: Kind
+    ranges: Ranges | None = None  # unused by cuDNN but for "prefix"; bounds never decrease along the queries
+    window: int | None = None  # for cuDNN alone: other implementations have it in `ranges`
 
 
 Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, W], log-sum-exp [B, N, Sq] FP32
 
 
-def attend(
-    scores: Scores,
-    kind: Kind,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ranges: Ranges | None,
-    window: int | None = None,
-) -> Part:
-    """Attention of `q [B, Sq, N, H]` to the keys in each query's range: `k [B, Sk, K, H]`, `v [B, Sk, K, W]`.
+def attend(scores: Scores, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
+    """Attention of `q [B, Sq, N, H]` to the keys that it sees: `k [B, Sk, K, H]`, `v [B, Sk, K, W]`.
 
-    "pallas" supports the widths (H, W) of `ranged_attention.WIDTHS`. The bounds of ranges never decrease along the
-    queries. cuDNN supports three kinds of ranges: "causal", where queries and keys are the same tokens, optionally with
-    a `window`; "full", all keys; "prefix", the keys before an end that all queries of a sequence share in `ranges`. A
-    query without keys has an output of 0 and a log-sum-exp of -inf.
+    "pallas" supports the widths (H, W) of `ranged_attention.WIDTHS`. A query without keys has an output of 0 and a
+    log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
-        return _cudnn(scores, kind, q, k, v, ranges, window)
-    assert ranges is not None
+        return _cudnn(scores, mask, q, k, v)
+    assert mask.ranges is not None
     if scores.implementation == "pallas":
         from megajax.ops import ranged_attention  # here: Mosaic takes half a second
 
-        return ranged_attention.attend(q, k, v, *ranges, scale=scores.scale, softcap=scores.softcap)
-    s, _ = _scores(scores, q, k, ranges)
+        return ranged_attention.attend(q, k, v, mask.ranges, ranged_attention.Options(scores.scale, scores.softcap))
+    s, _ = _scores(scores, q, k, mask.ranges)
     largest = s.max(-1, keepdims=True)
     p = jnp.exp(s - jnp.where(jnp.isfinite(largest), largest, 0))
     total = p.sum(-1, keepdims=True)
@@ -67,27 +69,19 @@ def attend(
 
 
 def attend_backward(
-    scores: Scores,
-    kind: Kind,
-    q,
-    k,
-    v,
-    ranges: Ranges | None,
-    whole: Part,
-    dout: jax.Array,
-    window: int | None = None,
+    scores: Scores, mask: Mask, q, k, v, whole: Part, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This part's (dq, dk, dv); `whole` is the output and log-sum-exp of all parts, `dout` the output gradient."""
     if scores.implementation == "cudnn":
-        return _cudnn_backward(scores, kind, q, k, v, ranges, whole, dout, window)
-    assert ranges is not None
+        return _cudnn_backward(scores, mask, q, k, v, whole, dout)
+    assert mask.ranges is not None
     if scores.implementation == "pallas":
         from megajax.ops import ranged_attention
 
-        arguments = (q, k, v, *ranges, whole[0].astype(q.dtype), whole[1], dout)
-        return ranged_attention.attend_backward(*arguments, scale=scores.scale, softcap=scores.softcap)
+        options, whole = ranged_attention.Options(scores.scale, scores.softcap), (whole[0].astype(q.dtype), whole[1])
+        return ranged_attention.attend_backward(q, k, v, mask.ranges, whole, dout, options)
     out, lse = whole
-    s, slope = _scores(scores, q, k, ranges)
+    s, slope = _scores(scores, q, k, mask.ranges)
     p = jnp.exp(s - lse.reshape(*s.shape[:-1], 1))
     B, Sq, N, H = q.shape
     q, dout, out = (a.astype(s.dtype).reshape(B, Sq, *s.shape[1:3], -1) for a in (q, dout, out))
@@ -99,12 +93,12 @@ def attend_backward(
 
 
 def largest_score(scores: Scores, lse: jax.Array, is_real: jax.Array | None) -> jax.Array | None:
-    """The log-sum-exp of scores `[B, N, Sq]` → its largest value for each head, at least 0; None if not `measured`.
+    """The log-sum-exp of scores `[B, N, Sq]` → its largest value for each head, at least 0; None if it is not wanted.
 
     It is a bound of the largest score: above it by at most the logarithm of the number of keys. `[N]` FP32, without
     gradients. Queries that are padding, where `is_real [B, Sq]` is False, do not count.
     """
-    if not scores.measured:
+    if not scores.wants_largest:
         return None
     lse = lse if is_real is None else jnp.where(is_real[:, None], lse, 0)
     return lax.stop_gradient(jnp.maximum(lse.astype(jnp.float32).max(axis=(0, 2)), 0))
@@ -167,13 +161,13 @@ def _scores(scores: Scores, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array 
 MASKS = {"causal": "CAUSAL", "full": "NO_MASK", "prefix": "PADDING"}  # cuDNN's names
 
 
-def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, window: int | None) -> Part:
+def _cudnn(scores: Scores, mask: Mask, q, k, v) -> Part:
     from megajax.jax_internals import fused_attention_stablehlo as fused
 
-    before = _before(kind, ranges)
+    before = _before(mask)
     call: Any = fused.dot_product_attention
-    mask = fused.MaskType[MASKS[kind]]
-    settings = {"scale": scores.scale, "mask_type": mask, "sliding_window_length": window}
+    mask_type = fused.MaskType[MASKS[mask.kind]]
+    settings = {"scale": scores.scale, "mask_type": mask_type, "sliding_window_length": mask.window}
     out, lse = call(q, k, v, **_lengths(before, q, k), **settings, return_residual=True)
     if before is not None:
         some = (before > 0)[:, None, None]
@@ -181,10 +175,10 @@ def _cudnn(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, window: i
     return out, lse
 
 
-def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, whole: Part, dout, window: int | None):
+def _cudnn_backward(scores: Scores, mask: Mask, q, k, v, whole: Part, dout):
     from megajax.jax_internals import fused_attention_stablehlo as fused
 
-    before = _before(kind, ranges)
+    before = _before(mask)
     out, lse = whole[0].astype(q.dtype), whole[1]
     if before is not None:  # `_lengths` gives a sequence without keys one key, which gets no gradient
         some = (before > 0)[:, None, None, None]
@@ -198,9 +192,9 @@ def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, 
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=fused.MaskType[MASKS[kind]],
+        mask_type=fused.MaskType[MASKS[mask.kind]],
         layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=window,
+        sliding_window_length=mask.window,
     )
     if before is not None:  # cuDNN leaves gradients of later keys undefined
         seen = jnp.arange(k.shape[1]) < lengths["kv_seqlen"][:, None]
@@ -208,12 +202,12 @@ def _cudnn_backward(scores: Scores, kind: Kind, q, k, v, ranges: Ranges | None, 
     return dq, dk, dv
 
 
-def _before(kind: Kind, ranges: Ranges | None) -> jax.Array | None:
+def _before(mask: Mask) -> jax.Array | None:
     """For "prefix": the end of each sequence's visible keys, `[B]`."""
-    if kind != "prefix":
+    if mask.kind != "prefix":
         return None
-    assert ranges is not None
-    return ranges[1][:, 0]
+    assert mask.ranges is not None
+    return mask.ranges[1][:, 0]
 
 
 def _lengths(before: jax.Array | None, q: jax.Array, k: jax.Array) -> dict[str, jax.Array]:

@@ -19,34 +19,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops import ranged_attention_kernels as kernels
 from megajax.ops.ranged_attention_gradients import KeyValueGradient, QueryGradient
+from megajax.ops.ranged_attention_kernels import Options
 
+Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each
 WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys and values
-STATIC = ("scale", "softcap", "interpret")  # of jit, which compiles the kernels of equal layers once
 
 
-@partial(jax.jit, static_argnames=STATIC)
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first: jax.Array,
-    end: jax.Array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames="options")  # it compiles the kernels of equal layers once
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, options: Options) -> tuple[jax.Array, jax.Array]:
     """softmax(softcap(scale · q·k)) v over the keys [first, end) → (out in q's dtype, log-sum-exp `[B, N, Sq]` FP32).
 
     q is `[B, Sq, N, H]`, k `[B, Sk, K, H]` and v `[B, Sk, K, W]` in BF16 or FP16, (H, W) one of WIDTHS; query head n
-    reads KV head n // (N/K). `first` and `end` are `[B, Sq]` int32 and never decrease along Sq; they are clipped to
-    0…Sk. A query without keys has an output of 0 and a log-sum-exp of -inf. `interpret` runs it on any device, slowly.
+    reads KV head n // (N/K). `ranges` are `first` and `end`, `[B, Sq]` int32, and never decrease along Sq; they are
+    clipped to 0…Sk. A query without keys has an output of 0 and a log-sum-exp of -inf.
     """
     _check(q, k, v)
     B, Sq, N, H = q.shape
     W = v.shape[-1]
-    kernel = kernels.Forward(scale, softcap, N // k.shape[2], (H, W), interpret)
-    q, first, end = _pad_queries(kernels.BLOCK_ROWS, q, k, first, end)
+    kernel = kernels.Forward(options, N // k.shape[2], (H, W))
+    q, first, end = _pad_queries(kernels.BLOCK_ROWS, q, k, *ranges)
     k, v = (_pad(a, kernel.columns) for a in (k, v))
     shape = (B, q.shape[1], N, W)
     out_shape = [jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
@@ -54,41 +45,37 @@ def attend(
     return out[:, :Sq], lse[:, :, :Sq]
 
 
-@partial(jax.jit, static_argnames=STATIC)
+@partial(jax.jit, static_argnames="options")
 def attend_backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    first: jax.Array,
-    end: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
+    ranges: Ranges,
+    whole: tuple[jax.Array, jax.Array],
     dout: jax.Array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    interpret: bool = False,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients (dq, dk, dv) of `attend`, each in its input's dtype.
+    """The gradients (dq, dk, dv) of `attend`, each in its input's dtype; `whole` is what it returned.
 
-    If k and v are a part of the keys, `out` and `lse` are those of all parts, and dq is this part's share.
+    If k and v are a part of the keys, `whole` is that of all parts, and dq is this part's share.
     """
     _check(q, k, v)
+    out, lse = whole
     (_, Sq, N, H), (_, Sk, K, W) = q.shape, v.shape
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     # In units of exp2. A query without keys has p = exp2(s - inf) = 0.
     log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E)
     dout = dout.astype(q.dtype)
 
-    kernel, block = QueryGradient(scale, softcap, N // K, (H, W), interpret), kernels.BLOCK_ROWS
-    rows = _pad_queries(block, q, k, first, end)
+    kernel, block = QueryGradient(options, N // K, (H, W)), kernels.BLOCK_ROWS
+    rows = _pad_queries(block, q, k, *ranges)
     arrays = (rows[0], _pad(k, kernel.columns), _pad(v, kernel.columns), *rows[1:], _pad(dout, block))
     arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
     [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1])
 
-    kernel = KeyValueGradient(scale, softcap, N // K, (H, W), interpret)
+    kernel = KeyValueGradient(options, N // K, (H, W))
     block = kernel.columns
-    rows = _pad_queries(block, q, k, first, end)
+    rows = _pad_queries(block, q, k, *ranges)
     keys = tuple(_pad(a, kernels.BLOCK_ROWS) for a in (k, v))
     arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1]), _pad(dout, block))
     arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
@@ -152,5 +139,5 @@ def _launch(kernel: Any, name: str, arrays: tuple, outputs: Sequence[Any], lengt
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if kernel.interpret else None,
+        interpret=plgpu.InterpretGPUParams() if kernel.options.interpret else None,
     )(*arrays)

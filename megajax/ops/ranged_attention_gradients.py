@@ -100,7 +100,7 @@ class QueryGradient(_Gradient):
                     plgpu.barrier_wait(ready.at[slot])
                     tile = {name: ring.at[slot] for name, ring in rings.items()}
                     whole = bounds.whole(key, self.columns)
-                    self._step(q_mine, dout_mine, key, row_values, whole, dq_acc, done, **tile)
+                    self._step((q_mine, dout_mine), key, row_values, whole, dq_acc, done, tile)
 
                 self.each_step(steps, free, body)
                 return dq_acc[...]
@@ -118,13 +118,14 @@ class QueryGradient(_Gradient):
 
         self.run_warpgroups(compute, steps, [(free, load)])
 
-    def _step(self, q, dout, key, row_values, whole, dq_acc, done, *, k_ring, v_ring) -> None:
+    def _step(self, rows, key, row_values, whole, dq_acc, done, tile) -> None:
         """Adds a tile of keys to dq."""
-        first, end, log2_sum, delta = row_values
+        (q, dout), (first, end, log2_sum, delta) = rows, row_values
+        k, v = tile["k_ring"], tile["v_ring"]
 
         def products(s_acc, dp_acc):
-            plgpu.wgmma(s_acc, q, k_ring.transpose((1, 0)))
-            plgpu.wgmma(dp_acc, dout, v_ring.transpose((1, 0)))
+            plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+            plgpu.wgmma(dp_acc, dout, v.transpose((1, 0)))
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp may still run
             done()
             p, slope = self.weights(s, lambda x: keep_range(x, first, end, key, axis=1), whole, per_row(log2_sum, s))
@@ -132,7 +133,7 @@ class QueryGradient(_Gradient):
 
         p, slope, dp = pl.run_scoped(products, *[accumulator(ROWS, self.columns)] * 2)
         ds = self.score_gradient(p, dp, per_row(delta, dp), slope)
-        self.multiply_registers(dq_acc, ds.astype(q.dtype), k_ring)
+        self.multiply_registers(dq_acc, ds.astype(q.dtype), k)
 
 
 class KeyValueGradient(_Gradient):
@@ -188,7 +189,7 @@ class KeyValueGradient(_Gradient):
                     ranges = first.at[batch, queries], end.at[batch, queries]
                     tile = {name: ring.at[slot] for name, ring in rings.items()}
                     whole = bounds.whole(queries.start, self.columns)
-                    self._step(k_mine, v_mine, row, ranges, whole, dk_acc, dv_acc, done, **tile)
+                    self._step((k_mine, v_mine), row, ranges, whole, (dk_acc, dv_acc), done, tile)
 
                 self.each_step(steps, free, body)
                 return dk_acc[...], dv_acc[...]
@@ -219,13 +220,13 @@ class KeyValueGradient(_Gradient):
         any_from, any_to = seen_by[batch, first_part, 0], seen_by[batch, last, 1]
         return Bounds(any_from, any_to, seen_by[batch, mine, 2], seen_by[batch, mine, 3])
 
-    def _step(
-        self, k, v, row, ranges, whole, dk_acc, dv_acc, done, *, q_ring, dout_ring, log2_sum_ring, delta_ring
-    ) -> None:
+    def _step(self, rows, row, ranges, whole, sums, done, tile) -> None:
         """Adds a tile of queries to dk and dv; rows of the scores are keys."""
+        (k, v), (dk_acc, dv_acc) = rows, sums
+        q, dout, log2_sums, deltas = (tile[f"{name}_ring"] for name in ("q", "dout", "log2_sum", "delta"))
 
         def scores(acc):
-            plgpu.wgmma(acc, k, q_ring.transpose((1, 0)))
+            plgpu.wgmma(acc, k, q.transpose((1, 0)))
             return acc[...]
 
         def mask(x):
@@ -235,20 +236,20 @@ class KeyValueGradient(_Gradient):
         shape = accumulator(ROWS, self.columns)
         s = pl.run_scoped(scores, shape)
         done()
-        log2_sum = plgpu.load(log2_sum_ring, layout=PER_COLUMN)
+        log2_sum = plgpu.load(log2_sums, layout=PER_COLUMN)
         p, slope = self.weights(s, mask, whole, per_column(log2_sum, s))
 
         rounded, wide = p.astype(k.dtype), self.widths[0] > 128
         if wide:  # FP32 weights beside both accumulators would be spilled: 16 % slower
             p = rounded = not_repeated(rounded)
 
-        def rest(dp_acc):
-            plgpu.wgmma(dp_acc, v, dout_ring.transpose((1, 0)))
-            self.multiply_registers(dv_acc, rounded, dout_ring)
+        def weight_gradient(dp_acc):
+            plgpu.wgmma(dp_acc, v, dout.transpose((1, 0)))
+            self.multiply_registers(dv_acc, rounded, dout)
             # dv may still run; not with wide keys, whose registers are needed: 5 % faster.
             return plgpu.wgmma_accumulator_load(dp_acc, wait_n=0 if wide else 1)
 
-        dp = pl.run_scoped(rest, shape)
-        delta = plgpu.load(delta_ring, layout=PER_COLUMN)
+        dp = pl.run_scoped(weight_gradient, shape)
+        delta = plgpu.load(deltas, layout=PER_COLUMN)
         ds = self.score_gradient(p.astype(jnp.float32), dp, per_column(delta, dp), slope)
-        self.multiply_registers(dk_acc, ds.astype(k.dtype), q_ring)
+        self.multiply_registers(dk_acc, ds.astype(k.dtype), q)

@@ -34,6 +34,15 @@ COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24  # per thread: as many as fit
 
 
 @dataclass(frozen=True)
+class Options:
+    """The static settings of the kernels."""
+
+    scale: float
+    softcap: float | None = None
+    interpret: bool = False  # runs them on any device, slowly
+
+
+@dataclass(frozen=True)
 class Bounds:
     """Columns: some row of the block sees [any_from, any_to), all rows of the warpgroup see [all_from, all_to)."""
 
@@ -62,11 +71,17 @@ class RangedAttentionKernel:
     # seen by the most queries.
     last_tile_first = True
 
-    scale: float
-    softcap: float | None
+    options: Options
     group: int
     widths: tuple[int, int]  # of a key, of a value
-    interpret: bool
+
+    @property
+    def scale(self) -> float:
+        return self.options.scale
+
+    @property
+    def softcap(self) -> float | None:
+        return self.options.softcap
 
     def grid(self, length: int, batch: int, kv_heads: int) -> dict[str, int]:
         """The number of blocks along each axis; the last axis is the fastest. `length` is the rows of a sequence.
@@ -141,7 +156,7 @@ class RangedAttentionKernel:
 
     def multiply_registers(self, accumulator: Any, a: jax.Array, b: Any) -> None:
         """Starts accumulator += a @ b with `a` in registers; the interpreter needs a reference for it."""
-        if not self.interpret:
+        if not self.options.interpret:
             plgpu.wgmma(accumulator, a, b)
             return
 
@@ -274,7 +289,7 @@ class Forward(RangedAttentionKernel):
 
     def _plus_product(self, acc: jax.Array, a: jax.Array, b: Any) -> jax.Array:
         """acc + a @ b."""
-        if self.interpret:
+        if self.options.interpret:
 
             def product(ref):
                 self.multiply_registers(ref, a, b)

@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.kernel_choice import Kernels
-from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
+from megajax.model.comm import Comm, LatentKeys, TokenPositions
 from megajax.model.lora import Adapted
 from megajax.model.sublayer import add_bias
-from megajax.ops import fp8
+from megajax.ops import AttentionSettings, fp8
 from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Scores
 from megajax.parallel import collectives
@@ -119,7 +119,7 @@ class MeshComm(Comm):
     def _over_context(self, q, positions: TokenPositions, settings: AttentionSettings) -> ContextAttention:
         """Attention of these queries over `context`."""
         scale, window = self.scales.next(settings.scale or q.shape[-1] ** -0.5), settings.window
-        scores = Scores(scale, settings.softcap, self.kernels.attention, settings.measured)
+        scores = Scores(scale, settings.softcap, self.kernels.attention, settings.wants_largest)
         if window is not None and window >= q.shape[1] * self.context_size:
             window = None  # it includes every earlier token
         return self.context_attention(self.context_size, scores, window, zigzag=positions.chunks is None)

@@ -9,7 +9,7 @@ import pytest
 from megajax.errors import ConfigError
 from megajax.jax_internals import fused_attention_stablehlo
 from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
-from megajax.ops import attention, cached_attention, causal_ranges, document_starts
+from megajax.ops import AttentionSettings, attention, cached_attention, causal_ranges, document_starts
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
 
@@ -60,6 +60,15 @@ CASES = {
 }
 
 
+def attended(q, k, v, implementation, document_starts=None, **settings):
+    options = {"implementation": implementation, "document_starts": document_starts}
+    return attention(q, k, v, AttentionSettings(**settings), **options)
+
+
+def by_reference(q, k, v, **options):
+    return attended(q, k, v, "reference", **options)[0]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
     options: dict[str, Any] = CASES[case]
@@ -67,7 +76,7 @@ def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
     if "segment_ids" in found:
         found["document_starts"] = document_starts(jnp.asarray(found.pop("segment_ids")))
     check_op(
-        lambda q, k, v: attention(q, k, v, implementation="reference", **found),
+        lambda q, k, v: by_reference(q, k, v, **found),
         lambda q, k, v: numpy_attention(q, k, v, **options),
         qkv(N=6, K=2, H=8),
         thorough=case == "all at once",
@@ -81,7 +90,7 @@ def test_value_and_gradients_with_sinks(check_op, qkv, rng, case):
     if "segment_ids" in found:
         found["document_starts"] = document_starts(jnp.asarray(found.pop("segment_ids")))
     check_op(
-        lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, implementation="reference", **found),
+        lambda q, k, v, sinks: by_reference(q, k, v, sinks=sinks, **found),
         lambda *args: numpy_attention(*args, **options),
         [*qkv(N=6, K=2, H=8), rng.normal(size=6)],
         thorough=case == "all at once",
@@ -96,7 +105,7 @@ def test_sinks_are_added_to_what_kernels_compute_without_them(check_op, qkv, rng
         index = jnp.broadcast_to(jnp.arange(S), (2, S))
         ranges = causal_ranges(index, document_starts(jnp.asarray(SEGMENTS)), options["window"])
         scores = Scores(options["scale"], options["softcap"], "reference")
-        return _whole(scores, None, q, k, v, ranges, sinks, None)[0]
+        return _whole(scores, None, (q, k, v), ranges, sinks, None)[0]
 
     arguments = [*qkv(N=6, K=2, H=8), rng.normal(size=6)]
     check_op(op, lambda *args: numpy_attention(*args, **options), arguments, thorough=False)
@@ -105,17 +114,17 @@ def test_sinks_are_added_to_what_kernels_compute_without_them(check_op, qkv, rng
 @pytest.mark.smoke
 @pytest.mark.parametrize(("N", "K", "H"), [(3, 3, 40), (3, 1, 8)])
 def test_value_and_gradients_for_other_head_counts_and_widths(check_op, qkv, N, K, H):
-    check_op(lambda q, k, v: attention(q, k, v, implementation="reference"), numpy_attention, qkv(N, K, H, batch=1))
+    check_op(by_reference, numpy_attention, qkv(N, K, H, batch=1))
 
 
 @pytest.mark.parametrize("width", [3, 12])
 def test_values_may_be_of_another_width_than_keys(check_op, rng, width):
     """Materialised, and as one part of the keys, whose backward pass is written out."""
     q, k, v = (rng.normal(size=(1, S, heads, H)) for heads, H in ((4, 8), (2, 8), (2, width)))
-    check_op(lambda *qkv: attention(*qkv, implementation="reference"), numpy_attention, [q, k, v])
+    check_op(by_reference, numpy_attention, [q, k, v])
     ranges = causal_ranges(jnp.arange(S)[None], None, None)
     scores = Scores(8**-0.5, None, "reference")
-    check_op(lambda *qkv: _whole(scores, None, *qkv, ranges, None, None)[0], numpy_attention, [q, k, v], thorough=False)
+    check_op(lambda *qkv: _whole(scores, None, qkv, ranges, None, None)[0], numpy_attention, [q, k, v], thorough=False)
 
 
 def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):
@@ -123,19 +132,19 @@ def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):
     wide_q, wide_k, wide_v = (np.asarray(a, np.float64) for a in (8 * q, k, v))
     exact = numpy_attention(wide_q, wide_k, wide_v)
     # One rounding of the result (relative 2^-9 at worst); bfloat16 scores of this size would be off by 2^-4.
-    assert error(attention(8 * q, k, v, implementation="reference"), exact) < 2.0**-9
+    assert error(by_reference(8 * q, k, v), exact) < 2.0**-9
 
 
 def test_a_window_of_one_token_sees_the_query_alone(qkv):
     q, k, v = (jnp.asarray(a, jnp.float32) for a in qkv(6, 2, 8))
-    out = attention(q, k, v, window=1, implementation="reference")
+    out = by_reference(q, k, v, window=1)
     np.testing.assert_array_equal(out, jnp.repeat(v, 3, axis=2))
 
 
 def test_a_window_without_tokens_is_refused(qkv):
     q, k, v = (jnp.asarray(a) for a in qkv(2, 2, 8))
     with pytest.raises(ValueError, match="window=0 is not a positive number of tokens"):
-        attention(q, k, v, window=0, implementation="reference")
+        by_reference(q, k, v, window=0)
 
 
 @pytest.fixture
@@ -148,7 +157,8 @@ def lowered_for_cuda(monkeypatch):
 
     def lower(dtype="bfloat16", S=64, H=64, W=None, **options) -> str:
         def loss(q, k, v):
-            return attention(q, k, v, implementation="cudnn", **options).astype(jnp.float32).sum()
+            out, _ = attended(q, k, v, implementation="cudnn", **options)
+            return out.astype(jnp.float32).sum()
 
         q, k = (jax.ShapeDtypeStruct((2, S, heads, H), dtype) for heads in (6, 2))
         v = jax.ShapeDtypeStruct((*k.shape[:-1], W or H), dtype)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops import attention, ranged_attention
-from megajax.ops.ranged_attention import attend, attend_backward
+from megajax.ops import AttentionSettings, attention, ranged_attention
+from megajax.ops.ranged_attention import Options, attend, attend_backward
 
 B, SQ, SK, H = 1, 150, 300, 64  # neither queries nor keys are whole tiles; these are more than a ring holds
 SCALE = 0.2
@@ -64,8 +64,8 @@ def tensors(rng, N=1, K=1, SK=SK, H=H, W=H) -> list[jax.Array]:
 @functools.cache
 def compiled(softcap) -> tuple:
     """attend and attend_backward, interpreted; compiled once for all ranges."""
-    settings = {"scale": SCALE, "softcap": softcap, "interpret": True}
-    return tuple(jax.jit(functools.partial(f, **settings)) for f in (attend, attend_backward))
+    options = Options(SCALE, softcap, interpret=True)
+    return tuple(jax.jit(functools.partial(f, options=options)) for f in (attend, attend_backward))
 
 
 def as_arrays(first, end) -> tuple[jax.Array, jax.Array]:
@@ -92,8 +92,7 @@ def test_keys_may_be_wider_than_values_as_in_latent_attention(rng, error):
 
 
 def test_heads_may_have_sinks(rng, error, monkeypatch):
-    for name in ("attend", "attend_backward"):
-        monkeypatch.setattr(ranged_attention, name, functools.partial(getattr(ranged_attention, name), interpret=True))
+    monkeypatch.setattr(ranged_attention, "Options", functools.partial(Options, interpret=True))
     q, k, v, dout = (a[:, :50] for a in tensors(rng, N=2, K=1))
     sinks = jnp.array([-1.0, 2.0])
     found = gradients(q, k, v, sinks, dout, "pallas")
@@ -107,16 +106,19 @@ def test_heads_may_have_sinks(rng, error, monkeypatch):
 @functools.partial(jax.jit, static_argnames="implementation")
 def gradients(q, k, v, sinks, dout, implementation) -> tuple[jax.Array, ...]:
     """The output and the gradients of q, k, v and sinks."""
-    settings = {"scale": SCALE, "softcap": 1.5, "window": 21, "implementation": implementation}
-    out, pull = jax.vjp(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, **settings), q, k, v, sinks)
+
+    def attended(q, k, v, sinks):
+        return attention(q, k, v, AttentionSettings(21, 1.5, SCALE, sinks), implementation=implementation)[0]
+
+    out, pull = jax.vjp(attended, q, k, v, sinks)
     return out, *pull(dout)
 
 
 def check(tensors, error, first, end, softcap) -> None:
     q, k, v, dout = tensors
     forward, backward = compiled(softcap)
-    out, lse = forward(q, k, v, *as_arrays(first, end))
-    gradients = backward(q, k, v, *as_arrays(first, end), out, lse, dout)
+    out, lse = forward(q, k, v, as_arrays(first, end))
+    gradients = backward(q, k, v, as_arrays(first, end), (out, lse), dout)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (B, q.shape[2], q.shape[1])
     expected_out, expected_lse, *expected_gradients = expected(q, k, v, first, end, softcap, dout)
     seen = np.isfinite(expected_lse)
@@ -139,7 +141,7 @@ def test_parts_of_the_keys_add_up_to_all(rng, error):
     for at in (0, SK):
         part = slice(at, at + SK)
         # A range may reach over the part's keys on both sides.
-        share = backward(q, k[:, part], v[:, part], *as_arrays(first - at, end - at), *whole, dout)
+        share = backward(q, k[:, part], v[:, part], as_arrays(first - at, end - at), whole, dout)
         dq += np.asarray(share[0], np.float64)
         assert error(share[1], right[1][:, part]) < 1e-2 and error(share[2], right[2][:, part]) < 1e-2
     assert error(dq, right[0]) < 1e-2
@@ -147,10 +149,10 @@ def test_parts_of_the_keys_add_up_to_all(rng, error):
 
 def test_what_the_kernels_do_not_take_is_refused(rng):
     q, k, v, _ = tensors(rng, N=4, K=2)
-    first, end = as_arrays(*ranges("documents"))
+    seen, options = as_arrays(*ranges("documents")), Options(SCALE)
     with pytest.raises(ValueError, match="float32"):
-        attend(q.astype(jnp.float32), k, v, first, end, scale=SCALE)
+        attend(q.astype(jnp.float32), k, v, seen, options)
     with pytest.raises(ValueError, match="64 wide and values 32"):
-        attend(q, k, v[..., :32], first, end, scale=SCALE)
+        attend(q, k, v[..., :32], seen, options)
     with pytest.raises(ValueError, match="3 query heads"):
-        attend(q[:, :, :3], k, v, first, end, scale=SCALE)
+        attend(q[:, :, :3], k, v, seen, options)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.comm import LatentKeys, TokenPositions
-from megajax.ops.partial_attention import Part, Ranges, attend, attend_backward, merge
+from megajax.ops.partial_attention import Mask, Part, Ranges, attend, attend_backward, merge
 from megajax.parallel import collectives
 from megajax.parallel.context.strategy import Keys, Linear, Sent, ToParts, heads_of, latent_gradients
 from megajax.parallel.context.token_order import as_sequence, as_stored, sequence_ranges
@@ -48,11 +48,11 @@ class GatheredContext(ToParts):
         """Queries to this device's `local` keys and values, and to `of_sequence`, those of whole sequences in order."""
         scores, (k, v), (k_all, v_all) = self.scores, local, of_sequence
         if scores.implementation != "cudnn":
-            return attend(scores, "prefix", q, k_all, v_all, sequence_ranges(positions, self.window))
+            return attend(scores, Mask("prefix", sequence_ranges(positions, self.window)), q, k_all, v_all)
         # Each chunk attends to its own keys, and to the keys before it.
         (q, k, v), (k_all, v_all) = _by_chunk((q, k, v)), _for_both((k_all, v_all))
-        one = attend(scores, "causal", q, k, v, None)
-        out, lse = merge(one, attend(scores, "prefix", q, k_all, v_all, _before_chunk(positions)))
+        one = attend(scores, Mask("causal"), q, k, v)
+        out, lse = merge(one, attend(scores, Mask("prefix", _before_chunk(positions)), q, k_all, v_all))
         B, c, N, _ = q.shape
         lse = lse.reshape(B // 2, 2, N, c).swapaxes(1, 2)
         return out.reshape(B // 2, 2 * c, *out.shape[2:]), lse.reshape(B // 2, N, 2 * c)
@@ -63,15 +63,15 @@ class GatheredContext(ToParts):
         """(dq, gradients of `local` or None, gradients of `of_sequence`); those of both are added."""
         scores, (k_all, v_all) = self.scores, of_sequence
         if scores.implementation != "cudnn":
-            ranges = sequence_ranges(positions, self.window)
-            dq, dk, dv = attend_backward(scores, "prefix", q, k_all, v_all, ranges, whole, dout)
+            mask = Mask("prefix", sequence_ranges(positions, self.window))
+            dq, dk, dv = attend_backward(scores, mask, q, k_all, v_all, whole, dout)
             return dq, None, (dk, dv)
         (q, k, v, dout), (k_all, v_all) = _by_chunk((q, *local, dout)), _for_both((k_all, v_all))
         out, lse = whole
         lse = lse.reshape(*lse.shape[:2], 2, -1).transpose(0, 2, 1, 3).reshape(len(q), -1, q.shape[1])
         seen = _by_chunk(out), lse
-        of_own = attend_backward(scores, "causal", q, k, v, None, seen, dout)
-        before = attend_backward(scores, "prefix", q, k_all, v_all, _before_chunk(positions), seen, dout)
+        of_own = attend_backward(scores, Mask("causal"), q, k, v, seen, dout)
+        before = attend_backward(scores, Mask("prefix", _before_chunk(positions)), q, k_all, v_all, seen, dout)
         dq = (of_own[0].astype(lse.dtype) + before[0]).reshape(len(q) // 2, -1, *q.shape[2:])
         dk, dv = (g.reshape(len(g) // 2, -1, *g.shape[2:]) for g in of_own[1:])
         dk_all, dv_all = (g.reshape(len(g) // 2, 2, *g.shape[1:]).sum(1, dtype=lse.dtype) for g in before[1:])

@@ -21,7 +21,7 @@ class OverHeads(ContextAttention):
         if copies > 1:  # fewer KV heads than devices: some devices have the same head
             k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
         starts = self._of_sequence(positions.document_starts)
-        is_real = self._of_sequence(positions.is_real) if self.scores.measured else None
+        is_real = self._of_sequence(positions.is_real) if self.scores.wants_largest else None
         q, k, v = (self._to_heads(a) for a in (q, k, v))
         first = lax.axis_index("context") * q.shape[2]  # of this device's heads
         if sinks is not None:

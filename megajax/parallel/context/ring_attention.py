@@ -14,7 +14,7 @@ from jax import lax
 
 from megajax.model.comm import LatentKeys, TokenPositions
 from megajax.ops.barriers import not_before
-from megajax.ops.partial_attention import Part, Ranges, Scores, attend, attend_backward, merge
+from megajax.ops.partial_attention import Mask, Part, Ranges, Scores, attend, attend_backward, merge
 from megajax.options.context import UNROLLED_STEPS
 from megajax.parallel import collectives
 from megajax.parallel.context.strategy import Keys, Sent, ToParts, heads_of, latent_gradients
@@ -107,7 +107,7 @@ class Ring(ToParts):
             kv, seen, parts = heads(sent), ranges(other), []
             for block in ScoreBlock.of(scores, rank, other):
                 keys, values = half_of(kv, block.k_half)
-                parts.append(attend(scores, "full", half_of(q, block.q_half), keys, values, seen))
+                parts.append(attend(scores, Mask("full", seen), half_of(q, block.q_half), keys, values))
             return parts
 
         def combine(other, parts, moving, whole):
@@ -116,7 +116,7 @@ class Ring(ToParts):
             return moving, whole
 
         def own():
-            return attend(scores, "causal", q, *heads(sent), ranges(rank))
+            return attend(scores, Mask("causal", ranges(rank)), q, *heads(sent))
 
         return self.go_round(q.shape[1], sent, RingWork(own, start, compute, combine))[1]
 
@@ -136,7 +136,7 @@ class Ring(ToParts):
                 dq, dk, dv = block.add((dq, dk, dv), one)
             return (dk, dv), dq
 
-        own = partial(attend_backward, scores, "causal", q, *kv, ranges(rank), whole, dout)
+        own = partial(attend_backward, scores, Mask("causal", ranges(rank)), q, *kv, whole, dout)
         dkv, dq = self.go_round(q.shape[1], kv, RingWork(own, start, compute, combine))
         return dq, dkv
 
@@ -147,7 +147,7 @@ class Ring(ToParts):
 
         def own():
             kv, pull = jax.vjp(heads, sent, keys.up)
-            dq, *dkv = attend_backward(scores, "causal", q, *kv, ranges(rank), whole, dout)
+            dq, *dkv = attend_backward(scores, Mask("causal", ranges(rank)), q, *kv, whole, dout)
             return dq, *pull(tuple(g.astype(a.dtype) for g, a in zip(dkv, kv, strict=True)))
 
         def start(gradients):
@@ -178,7 +178,7 @@ class Ring(ToParts):
             queries, outs, lses, douts = half_of((q, whole[0], lse, dout), block.q_half)
             keys, values = half_of(kv, block.k_half)
             part = outs, lses.swapaxes(1, 2)
-            gradients.append(attend_backward(scores, "full", queries, keys, values, seen, part, douts))
+            gradients.append(attend_backward(scores, Mask("full", seen), queries, keys, values, part, douts))
         return gradients
 
     def _ranges(self, positions: TokenPositions) -> Callable[[jax.Array], Ranges | None]:

@@ -38,9 +38,9 @@ class ContextAttention:
         Values may have another width, except with "pallas". `sinks [N]` are the same on all devices; each device
         returns its share of their gradient.
         """
-        starts, is_real = positions.document_starts, positions.is_real
-        settings = {"window": self.window, "sinks": sinks, **vars(self.scores)}
-        return ops.measured_attention(q, k, v, **settings, document_starts=starts, is_real=is_real)
+        scores, padding = self.scores, {"document_starts": positions.document_starts, "is_real": positions.is_real}
+        settings = ops.AttentionSettings(self.window, scores.softcap, scores.scale, sinks, scores.wants_largest)
+        return ops.attention(q, k, v, settings, implementation=scores.implementation, **padding)
 
     def attend_latent(self, linear: Linear, q, keys: LatentKeys, positions: TokenPositions) -> Attended:
         """The same, but the collectives send latents and rotary keys, not keys and values of all heads.

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.model.comm import AttentionSettings, Comm, LatentKeys, TokenPositions
+from megajax.model.comm import Comm, LatentKeys, TokenPositions
+from megajax.ops import AttentionSettings
 from megajax.parallel import collectives
 from megajax.parallel.context.heads import among_heads
 from megajax.parallel.mesh_comm import TOKEN_AXES, MeshComm

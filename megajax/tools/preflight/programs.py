@@ -113,7 +113,7 @@ def _attention(sizes: Sizes, S: int, widths: tuple[int, int], hardware: Hardware
 
     def forward_and_backward(arrays):
         *qkv, dout = arrays
-        out, gradients = jax.vjp(lambda q, k, v: ops.attention(q, k, v, implementation=implementation), *qkv)
+        out, gradients = jax.vjp(lambda q, k, v: ops.attention(q, k, v, implementation=implementation)[0], *qkv)
         return out, gradients(dout)
 
     shapes = _shapes(jnp.bfloat16, (B, S, N, H), (B, S, K, H), (B, S, K, W), (B, S, N, W))
