@@ -116,7 +116,8 @@ class Ring(ToParts):
             return moving, whole
 
         def own():
-            return attend(scores, Mask("causal", ranges(rank)), q, *heads(sent))
+            keys, values = heads(sent)
+            return attend(scores, Mask("causal", ranges(rank)), q, keys, values)
 
         return self.go_round(q.shape[1], sent, RingWork(own, start, compute, combine))[1]
 
