@@ -137,7 +137,7 @@ def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tm
     plain = make(table, {}, **PLAIN)
     assert parameter_count(Transformer(plain.model)) - parameter_count(program.model) == D * V - (D + 1)
     assert flops_per_token(plain) - flops_per_token(config) == 6 * (D * V - D)
-    ours, theirs = (estimate_memory(p.plan.on_gpus(), p.placements) for p in (built(make(table, {})), built(plain)))
+    ours, theirs = (estimate_memory(p.plan.on_gpus()) for p in (built(make(table, {})), built(plain)))
     assert theirs.parameters - ours.parameters == 4 * (D * V - (D + 1))
     assert theirs.optimizer - ours.optimizer == 4 * (D * V - (D + 1)) * (theirs.optimizer // theirs.parameters)
     text = "\n".join(lines(tensor.graph, "objective.weight"))
