@@ -29,6 +29,19 @@ SHORT = launch.Waits(longest_pause=0)
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
+@pytest.fixture(autouse=True)
+def survives_signals():
+    """A signal that the launcher does not take fails the test, instead of ending pytest."""
+
+    def fail(number, _):
+        pytest.fail(f"nobody handled {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, fail) for number in launch.FORWARDED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "tiny.yaml"
@@ -298,7 +311,7 @@ def test_signals_are_forwarded_and_the_answer_is_not_restarted(run, tmp_path, nu
             time.sleep(0.01)
         os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
 
-    thread = threading.Thread(target=send)
+    thread = threading.Thread(target=send, daemon=True)
     thread.start()
     assert run(code)[:2] == (status, 1)
     thread.join()

@@ -89,7 +89,7 @@ def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, A
         raise InputError(f"{path} is damaged ({shown(problem)}): copy it again.") from None
     except ValueError as problem:
         raise InputError(f"{path}: {shown(problem)}, which megajax's model does not have: use another model.") from None
-    check_section(section, family.names, path)
+    check_section(section, family.names, config, path)
     return family, _as_stored(Path(folder), family, section, config), config
 
 

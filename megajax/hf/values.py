@@ -27,10 +27,11 @@ TYPES: dict[type, tuple[str, ...]] = {
         "sliding_window",
         "sliding_window_pattern",
     ),
+    str: ("activation_function", "hidden_act", "hidden_activation", "scoring_func", "topk_method"),
 }
 COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers")  # 0 or null: none
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
-WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}"}
+WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}", str: "a name"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
 
 
@@ -67,7 +68,7 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
     for key in ("rope_parameters", "rope_scaling"):
         _check_rope(config.get(key) or {}, f"{path}: {key}")
     given = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
-    check_section(SMALLEST | given, names, path)
+    check_section(SMALLEST | given, names, config, path)
     layers = given.get("num_layers")  # None: they are those of a list
     for key in ("layer_types", "no_rope_layers"):
         found = config.get(key)
@@ -78,18 +79,28 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
             )
 
 
-def check_section(section: Mapping[str, Any], names: Mapping[str, str], path: Path) -> None:
+def check_section(
+    section: Mapping[str, Any], names: Mapping[str, str], config: Mapping[str, Any], path: Path
+) -> None:
     """Raise InputError if the section `model` of a config.json is not valid, with config.json's key."""
     try:
         ModelConfig.model_validate(section)
     except ValidationError as error:
         mistakes = [item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"]
-        theirs = {ours: key for key, ours in names.items()}
-        key = ".".join(theirs.get(str(part), str(part)) for part in mistakes[0]["loc"])
+        key = _their_key([str(part) for part in mistakes[0]["loc"]], mistakes[0]["input"], names, config)
         if mistakes[0]["type"] == "missing":
             raise InputError(f"{path} has no {key}: copy it again.") from None
         problem, cure = describe_problem(mistakes[0])
         raise InputError(f"{path}: {key}={show(mistakes[0]['input'])} {problem}: {cure}.") from None
+
+
+def _their_key(parts: list[str], found: Any, names: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """config.json's key for a key of the section `model`, by its name, or else by the value that was `found` there."""
+    theirs = {ours: key for key, ours in names.items()}
+    if parts[0] in theirs or parts[0] in config:
+        return ".".join([theirs.get(parts[0], parts[0]), *parts[1:]])
+    equal = [key for key, value in config.items() if type(value) is type(found) and value == found]
+    return equal[0] if len(equal) == 1 else f"model.{'.'.join(parts)}"
 
 
 def _check_rope(rope: Mapping[str, Any], place: str) -> None:

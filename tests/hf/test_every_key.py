@@ -85,7 +85,9 @@ def test_a_value_of_another_type_is_a_sentence_under_every_key(path, tmp_path):
                 accepted.add(key)
             except InputError as error:
                 refused.add(key)
-                assert str(tmp_path) in str(error)
+                sentence = str(error)
+                assert str(tmp_path) in sentence and "damaged" not in sentence
+                assert f": model.{key}" not in sentence and any(theirs in sentence for theirs in config), sentence
     assert len(refused) > 7
     numbers = {key for key, value in config.items() if type(value) in (int, float)}
     free = " ".join([*MAY_CHANGE.values(), OF_FAMILY.get(path.stem, "")]).split()
