@@ -79,9 +79,7 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
             )
 
 
-def check_section(
-    section: Mapping[str, Any], names: Mapping[str, str], config: Mapping[str, Any], path: Path
-) -> None:
+def check_section(section: Mapping[str, Any], names: Mapping[str, str], config: Mapping[str, Any], path: Path) -> None:
     """Raise InputError if the section `model` of a config.json is not valid, with config.json's key."""
     try:
         ModelConfig.model_validate(section)
