@@ -1,4 +1,4 @@
-"""`python -m megajax.average RUN --last N --out DIR`: the mean of a run's checkpoints, or of their moving averages."""
+"""`megajax average RUN --last N --out DIR`: the mean of a run's checkpoints, or of their moving averages."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`python -m megajax.chat RUN_OR_HF_FOLDER`: a conversation with a model in the terminal."""
+"""`megajax chat RUN_OR_HF_FOLDER`: a conversation with a model in the terminal."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -112,7 +112,7 @@ def _messages(terminal: bool) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Talk with a model; returns the exit status."""
-    parser = CommandParser("megajax.chat", description=f"A conversation with a model, a line a message. {HELP}.")
+    parser = CommandParser("megajax.chat", description=f"Chat with a model: each line is a message. {HELP}.")
     add_model_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="the conversation's system message")
     add_sampling_arguments(parser, tokens=1024)

@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, module: str, **settings):
         super().__init__(prog=program_name(module), allow_abbrev=False, **settings)
         self.add_argument("--version", action="version", version=f"megajax {VERSION}", help="print megajax's version")
-        self.add_argument("--traceback", action=_PrintTraceback, nargs=0, help="print the traceback of a mistake too")
+        self.add_argument("--traceback", action=_PrintTraceback, nargs=0, help="print the traceback of an error too")
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
         """As argparse's; but it counts arguments of any number as required if they have no default."""

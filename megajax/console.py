@@ -101,14 +101,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     """The arguments of a command that generates text; `inference.sampling.chosen_sampling` checks them."""
-    parser.add_argument(
-        "--tokens", type=int, default=tokens, help=f"largest number of new tokens of a text (default: {tokens})"
-    )
+    parser.add_argument("--tokens", type=int, default=tokens, help=f"most new tokens per text (default: {tokens})")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among this many likely tokens (default: 0, all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="and among those of this probability (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the K likeliest tokens (default: 0, all)")
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="and at least this share of the likeliest (default: 0)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest tokens up to this sum (default: 1)",
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="least probability, as a share of the likeliest token's (default: 0)"
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`python -m megajax.evaluate RUN_OR_HF_FOLDER --data PATH`: loss, perplexity and bits per byte of texts and chats."""
+"""`megajax evaluate RUN_OR_HF_FOLDER --data PATH`: loss, perplexity and bits per byte of texts and chats."""
 
 import argparse
 import json
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         " repeated",
     )
     parser.add_argument("--json-key", help="key of the text in JSON lines (default: text, if the lines are not chats)")
-    parser.add_argument("--limit", type=int, help="only the first documents or chats of each set")
+    parser.add_argument("--limit", type=int, help="read only this many documents or chats of each set")
     add_template_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="write the figures as JSON too")
     with user_errors():

@@ -1,4 +1,4 @@
-"""`python -m megajax.generate RUN_OR_HF_FOLDER --prompt TEXT`: text from a run or a model in Hugging Face's format."""
+"""`megajax generate RUN_OR_HF_FOLDER --prompt TEXT`: text from a run or a model in Hugging Face's format."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     given.add_argument(
         "--prompts",
         metavar="FILE",
-        help='texts, one a line; .jsonl, .json, .parquet: {"prompt": TEXT}, {"messages": [...]} or another form of'
+        help='texts, one per line; .jsonl, .json, .parquet: {"prompt": TEXT}, {"messages": [...]} or another form of'
         " chats, whose answer at the end is left out",
     )
     parser.add_argument("--chat", action="store_true", help="prompts are messages: answer them by the chat template")

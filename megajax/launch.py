@@ -1,6 +1,6 @@
 """Starts the processes of a run on one host, and starts them again after a crash.
 
-    python -m megajax.launch [--max-restarts N] [--processes P] -- CONFIG.yaml [section.key=value ...]
+    megajax launch [--max-restarts N] [--processes P] CONFIG.yaml [section.key=value ...]
 
 A restart resumes from the newest checkpoint. If devices are gone, it uses the largest number of the others that fits
 the config, which needs an axis of -1 in `mesh`; `batch.global_size` stays the same.
@@ -376,7 +376,7 @@ def run_child(parent: int, arguments: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     """Run the launcher; the exit status."""
     parser = CommandParser("megajax.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="+", metavar="CONFIG [section.key=value ...]", help="as for megajax.train")
+    parser.add_argument("run", nargs="+", metavar="CONFIG [section.key=value ...]", help="as for megajax train")
     parser.add_argument(
         "--max-restarts",
         type=int,

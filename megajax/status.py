@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("megajax.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--follow", action="store_true", help="print again while a run is running")
-    parser.add_argument("--every", type=float, default=10.0, metavar="S", help="seconds between (default: 10)")
+    parser.add_argument("--every", type=float, default=10.0, metavar="S", help="seconds between reports (default: 10)")
     with user_errors():
         options = parser.parse_args(arguments)
         if not options.every > 0:

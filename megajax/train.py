@@ -1,4 +1,4 @@
-"""`python -m megajax.train CONFIG.yaml [section.key=value ...]`: parse → start → train.
+"""`megajax train CONFIG.yaml [section.key=value ...]`: parse → start → train.
 
 The loop over the steps is `Trainer.run` in `training/loop.py`.
 """

@@ -1,6 +1,6 @@
 """Adafactor (Shazeer and Stern 2018): of second moments it keeps the means of rows and of columns.
 
-    python -m megajax.train my.yaml run.extensions=[docs/examples/adafactor.py] optimizer.kind=adafactor
+    megajax train my.yaml run.extensions=[docs/examples/adafactor.py] optimizer.kind=adafactor
 
 Updates are not scaled by the size of the weights; AdamW updates embeddings, norms and biases.
 """

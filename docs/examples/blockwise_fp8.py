@@ -1,6 +1,6 @@
 """FP8 in blocks (DeepSeek-V3's recipe) in reference arithmetic: inputs and gradients 1 x 128, weights 128 x 128.
 
-    python -m megajax.train my.yaml run.extensions=[docs/examples/blockwise_fp8.py] precision.fp8.recipe=blockwise
+    megajax train my.yaml run.extensions=[docs/examples/blockwise_fp8.py] precision.fp8.recipe=blockwise
 
 Each block is scaled to FP8's largest number by a power of two, rounded to E4M3, and scaled back.
 """

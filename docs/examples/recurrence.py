@@ -1,6 +1,6 @@
 """A sublayer with a state: a linear recurrence in place of attention, in every second layer.
 
-    python -m megajax.train my.yaml run.extensions=[docs/examples/recurrence.py] model.block_pattern=[dense,recurrent]
+    megajax train my.yaml run.extensions=[docs/examples/recurrence.py] model.block_pattern=[dense,recurrent]
 
 A channel of a token is h_t = a · h_{t-1} + v_t, with a decay a and v = norm(x) · value; the term is h · output.
 """

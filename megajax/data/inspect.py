@@ -1,4 +1,4 @@
-"""`python -m megajax.data.inspect PREFIX|CONFIG`: figures about token files, and samples as the model gets them.
+"""`megajax inspect PREFIX|CONFIG`: figures about token files, and samples as the model gets them.
 
 A file is described by its documents: their number, lengths, first and last tokens. A config is described by its splits
 and sources, and by one sample as text.
@@ -227,7 +227,7 @@ def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    description = "Figures about token files, or about a config's data with one of its samples as text."
+    description = "Print figures about token files, or about a config's data with one of its samples as text."
     parser = CommandParser("megajax.data.inspect", description=description)
     parser.add_argument("target", metavar="PREFIX|CONFIG", help="prefix of a .bin/.idx pair, or YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings instead of the config's")

@@ -1,4 +1,4 @@
-"""`python -m megajax.data.preprocess`: encodes documents to `P_text_document.bin/.idx`, in input order."""
+"""`megajax preprocess`: encodes documents to `P_text_document.bin/.idx`, in input order."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""`python -m megajax.hf`: models in Hugging Face's format; `--help` lists the commands."""
+"""`megajax hf`: models in Hugging Face's format; `--help` lists the commands."""
 
 import argparse
 import sys

@@ -95,6 +95,8 @@ def check_section(section: Mapping[str, Any], names: Mapping[str, str], config: 
 def _their_key(parts: list[str], found: Any, names: Mapping[str, str], config: Mapping[str, Any]) -> str:
     """config.json's key for a key of the section `model`, by its name, or else by the value that was `found` there."""
     theirs = {ours: key for key, ours in names.items()}
+    if "rope_scaling" not in config:
+        theirs["rope_scaling"] = "rope_parameters"
     if parts[0] in theirs or parts[0] in config:
         return ".".join([theirs.get(parts[0], parts[0]), *parts[1:]])
     equal = [key for key, value in config.items() if type(value) is type(found) and value == found]

@@ -1,4 +1,4 @@
-"""A config's train step compiled for H200s on a machine without a GPU: does it fit, and what does it launch?
+"""Compiles a config's train step for H200s on a machine without a GPU: does it fit, and what does it launch?
 
     megajax compile CONFIG [section.key=value ...] [--gpus N]
 

@@ -1,4 +1,4 @@
-"""The way of one weight through a step: its forms, their bytes on a device, and the collectives between them.
+"""Shows the way of one weight through a step: its forms, their bytes on a device, and the collectives between them.
 
 Example: megajax explain-weight configs/llama3_8b.yaml blocks.dense.attention.query mesh.tensor=2
 

@@ -279,11 +279,11 @@ MISTAKES = {
     ),
     "a small factor": (
         lambda f: change_config(f, rope_parameters={"rope_type": "linear", "factor": 0.5}),
-        "config.json: rope_scaling.factor=0.5 is too small: use 1 or more.",
+        "config.json: rope_parameters.factor=0.5 is too small: use 1 or more.",
     ),
     "no factor": (
         lambda f: change_config(f, rope_parameters={"rope_type": "linear"}),
-        "config.json has no rope_scaling.factor: copy it again.",
+        "config.json has no rope_parameters.factor: copy it again.",
     ),
     "part of each head": (
         lambda f: change_config(f, partial_rotary_factor=0.5),

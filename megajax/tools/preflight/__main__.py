@@ -1,9 +1,9 @@
 """Measures a machine before a run: `megajax preflight [CONFIG [section.key=value ...]]`.
 
-The matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes of the
-config's mesh, and the disk of the run directory. Start it like `megajax.train`, with the same number of processes. A
-device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is 1; of CPU
-devices only the disks are compared.
+It measures the matmul rate of every device, the bandwidth of collectives within hosts, between hosts and along the axes
+of the config's mesh, and the disk of the run directory. Start it like `megajax train`, with the same number of
+processes. A device, link or disk below `--threshold` times the median of its equals is marked, and the exit status is
+1; of CPU devices only the disks are compared.
 Between hosts NCCL says which network it uses: TCP sockets instead of RDMA make the status 1 too.
 `--rates FILE` then measures the rates that `megajax plan --rates FILE` reads.
 """
@@ -95,12 +95,12 @@ def main(arguments: list[str]) -> int:
     parser = CommandParser(
         "megajax.tools.preflight.__main__", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("run", nargs="*", metavar="CONFIG [section.key=value ...]", help="as for megajax.train")
-    parser.add_argument("--threshold", type=float, default=0.8, help="part of the median of equals (default: 0.8)")
-    parser.add_argument("--megabytes", type=int, help="buffer of a device in a collective (default: 256; CPUs: 4)")
-    parser.add_argument("--matrix", type=int, help="size of the matrices (default: 8192; CPUs: 512)")
-    parser.add_argument("--disk-megabytes", type=int, default=1024, help="size of the file (default: 1024)")
-    parser.add_argument("--directory", help="where to write it (default: the config's run.dir, or runs)")
+    parser.add_argument("run", nargs="*", metavar="CONFIG [section.key=value ...]", help="as for megajax train")
+    parser.add_argument("--threshold", type=float, default=0.8, help="least share of the median (default: 0.8)")
+    parser.add_argument("--megabytes", type=int, help="MB per device in collectives (default: 256; CPUs: 4)")
+    parser.add_argument("--matrix", type=int, help="rows and columns of the matrices (default: 8192; CPUs: 512)")
+    parser.add_argument("--disk-megabytes", type=int, default=1024, help="MB written to the disk (default: 1024)")
+    parser.add_argument("--directory", help="where they are written (default: the config's run.dir, or runs)")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="also write the measured rates for megajax plan")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)

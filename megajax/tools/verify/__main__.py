@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--mesh", action="append", help="mesh to compare; default: the config's, sizes reduced to 2")
     parser.add_argument("--steps", type=int, default=3, help="number of steps (default: 3)")
-    parser.add_argument("--checkpoint", action="store_true", help="also change between one device and mesh in between")
+    parser.add_argument("--checkpoint", action="store_true", help="also resume on the other mesh halfway")
     help_of_precision = "linear layers in FP8, or all in one format (default: fp8 if the config has it, else float32)"
     parser.add_argument("--precision", choices=("fp8", "float32", "bfloat16"), help=help_of_precision)
     with user_errors():
