@@ -16,7 +16,7 @@ from megajax.schema.tree import show
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
     dict: ("rope_parameters", "rope_scaling"),
-    list: ("layer_types", "no_rope_layers", "mlp_only_layers"),
+    list: ("layer_types", "layers_block_type", "no_rope_layers", "mlp_only_layers"),
     int: (
         "decoder_sparse_step",
         "max_position_embeddings",
@@ -27,7 +27,15 @@ TYPES: dict[type, tuple[str, ...]] = {
         "sliding_window",
         "sliding_window_pattern",
     ),
-    str: ("activation_function", "hidden_act", "hidden_activation", "scoring_func", "topk_method"),
+    str: (
+        "activation_function",
+        "hidden_act",
+        "hidden_activation",
+        "hybrid_override_pattern",
+        "mlp_hidden_act",
+        "scoring_func",
+        "topk_method",
+    ),
 }
 COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers")  # 0 or null: none
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
