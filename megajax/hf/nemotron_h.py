@@ -84,14 +84,12 @@ class NemotronH(Llama):
 
     def read_blocks(self, config: Json) -> list[str]:
         """The kind of each layer."""
-        if (types := config.get("layers_block_type")) is not None:
-            kinds = {theirs: kind for kind, names in TYPES.items() for theirs in names}
-        else:
-            types, kinds = config["hybrid_override_pattern"], LETTERS
-        for found in types:
-            if found not in kinds:
-                raise ValueError(f"the layer {found} is not {', '.join(kinds)}")
-        return [kinds[found] for found in types]
+        key, kinds = "layers_block_type", {theirs: kind for kind, names in TYPES.items() for theirs in names}
+        if config.get(key) is None:
+            key, kinds = "hybrid_override_pattern", LETTERS
+        if wrong := [found for found in config[key] or [None] if found not in kinds]:
+            raise ValueError(f"{key} has {wrong[0]}, which is not one of {', '.join(kinds)}")
+        return [kinds[found] for found in config[key]]
 
     def write_options(self, model: ModelConfig) -> Json:
         blocks = [kind.block for kind in layer_kinds(model)]
