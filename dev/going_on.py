@@ -32,7 +32,7 @@ from megajax.config import Config  # noqa: E402
 from megajax.config.checks import check_mesh  # noqa: E402
 from megajax.mesh import build_mesh  # noqa: E402
 from megajax.training.batches import to_global  # noqa: E402
-from megajax.training.resuming import Start  # noqa: E402
+from megajax.training.resuming import ResumePoint  # noqa: E402
 from megajax.training.saving import StateSaver  # noqa: E402
 from megajax.training.step import TrainProgram  # noqa: E402
 
@@ -55,7 +55,7 @@ def losses(case: Case, mesh: dict[str, int], run: Path, own: Path, count: int) -
     }
     config = Config.model_validate(plain | sections)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()))
-    start = Start(StateSaver(program), lambda: None)  # pyright: ignore[reportArgumentType]  there are no checkpoints
+    start = ResumePoint(StateSaver(program), lambda: None)  # pyright: ignore[reportArgumentType]  there are no checkpoints
     state, found = start.state(), []
     for step in range(start.step, start.step + count):
         fields = batch(case, step)
