@@ -10,6 +10,7 @@ from megajax.errors import InputError, UserError
 # extra: (its package, the module that is imported)
 EXTRAS = {
     "eval": ("lm-eval", "lm_eval"),
+    "linear-attention": ("jax-linear-attention", "jla"),
     "gcs": ("gcsfs", "gcsfs"),
     "mlflow": ("mlflow", "mlflow"),
     "nvml": ("nvidia-ml-py", "pynvml"),

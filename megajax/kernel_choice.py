@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NoReturn, cast
 
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from megajax import ops
 from megajax.config import Config
 from megajax.errors import ConfigError
 from megajax.layout.kinds import layer_windows
+from megajax.layout.recurrent import recurrent_heads, recurrent_widths
 from megajax.mesh import within_processes
-from megajax.ops import fp8
+from megajax.ops import fp8, jla
 from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.runtime import permutations_are_copied
 
@@ -56,6 +58,8 @@ class Kernels:
     attention_reason: str = ""
     grouped_matmul: ops.GroupedImplementation = "reference"  # unused without experts
     grouped_matmul_reason: str = "no experts"
+    linear_attention: ops.LinearAttentionImplementation = "reference"  # unused without linear recurrences
+    linear_attention_reason: str = "no linear recurrences"
     fp8: Fp8Implementation = "reference"  # unused without FP8
     loss: ops.LossImplementation = "reference"
     elementwise: ops.ElementwiseImplementation = "reference"
@@ -85,10 +89,15 @@ class Kernels:
                 fp8=settings.chosen.has_kernels,
                 over_tensor=not whole and sizes["tensor"] > 1,
             )
+        recurrent: tuple[ops.LinearAttentionImplementation, str] = "reference", "no linear recurrences"
+        if recurrent_heads(model):
+            recurrent = choose_linear_attention(
+                config.kernels.linear_attention, hardware, config.precision.compute, recurrent_widths(model)
+            )
         quantised = settings.chosen.has_kernels
         of_fp8 = fp8.choose(settings.backend, hardware.platform, hardware.capability) if quantised else "reference"
         fastest = "pallas" if hardware.platform == "gpu" else "reference"
-        return cls(*attention, *grouped, of_fp8, fastest, fastest)
+        return cls(*attention, *grouped, *recurrent, of_fp8, fastest, fastest)
 
 
 @dataclass(frozen=True)
@@ -267,4 +276,37 @@ def _grouped_obstacle(
         name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)
         given = ", ".join(str(width) for width in widths)
         return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead
+    return None
+
+
+def choose_linear_attention(
+    requested: str, hardware: Hardware, dtype: Any, widths: Mapping[str, int]
+) -> tuple[ops.LinearAttentionImplementation, str]:
+    """The implementation for `kernels.linear_attention` (auto, jla, reference), and the reason, for the log.
+
+    `widths` are those of a head's keys and values, by the model's keys. Raises ConfigError if the kernels that are
+    requested cannot run.
+    """
+    if requested == "reference":
+        return "reference", "kernels.linear_attention=reference"
+    obstacle = _jla_obstacle(hardware, jnp.dtype(dtype), widths)
+    if obstacle is None:
+        return "jla", "the Hopper kernels fit this model" if requested == "auto" else "kernels.linear_attention=jla"
+    if requested == "auto":
+        return "reference", f"{obstacle[0]}: {obstacle[1]}" if hardware.is_gpu else obstacle[0]
+    cure = f"{obstacle[1]}, or use kernels.linear_attention=reference"
+    raise ConfigError(f"kernels.linear_attention=jla cannot run, {obstacle[0]}: {cure}.")
+
+
+def _jla_obstacle(hardware: Hardware, dtype: Any, widths: Mapping[str, int]) -> Obstacle | None:
+    """Why the kernels of jax-linear-attention cannot run; None if they can."""
+    if hardware.capability != "9.0" or not hardware.is_gpu:
+        here = f"compute capability {hardware.capability}" if hardware.is_gpu else hardware.platform
+        return f"the kernels need a Hopper GPU and this is {here}", "run on H100s or H200s"
+    if dtype != jnp.bfloat16:
+        return f"the kernels do not support {dtype}", "set precision.compute=bfloat16"
+    if others := [f"{key}={width}" for key, width in widths.items() if width not in jla.WIDTHS]:
+        return f"the kernels are for widths 64 and 128 and the model has {' and '.join(others)}", "change it"
+    if find_spec("jla") is None:
+        return "jax-linear-attention is not installed", "pip install 'megajax[linear-attention]'"
     return None

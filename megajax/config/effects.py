@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from megajax.config.sentences import format_keys, value, warn
 from megajax.layout.kinds import LATENT
-from megajax.layout.recurrent import unused_sections
+from megajax.layout.recurrent import recurrent_heads, unused_sections
 from megajax.options.optimizers import BETA1, BETA2, EPSILON, OPTIMIZERS
 from megajax.options.schedules import DECAY, LOWEST, STYLE, TAIL
 from megajax.schema.config import Config
@@ -87,6 +87,7 @@ def _of_the_model(config: Config) -> list[Rule]:
         Rule(not model.mtp_layers, "model.mtp_layers", ("model.mtp_loss_weight",)),
         Rule(model.num_experts is None, "model.num_experts", ("kernels.grouped_matmul",)),
         Rule(True, "model.block_pattern", recurrent),
+        Rule(not recurrent_heads(model), "model.block_pattern", ("kernels.linear_attention",)),
         Rule(
             not model.router.expert_bias and model.router.num_groups == 1,
             "model.router.expert_bias",

@@ -181,6 +181,10 @@ ag | all_gather
 a2a, flex, deepep, hybridep, alltoall_seq | all_to_all
 ag, dense | all_gather
 """,
+        "kernels.linear_attention": """
+mosaic_gpu, mosaic, pallas, fla, flash_linear_attention, triton, mamba_ssm, cuda | jla | on Hopper; or auto
+chunked, chunk, torch, naive, xla, jax, recurrent | reference
+""",
         "kernels.grouped_matmul": """
 megablox, gmm, triton, grouped_gemm, cutlass, deepgemm, te, tokamax | auto | which is the fastest one
 ragged_dot, xla, loop, sequential, eager | reference

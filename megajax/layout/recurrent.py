@@ -40,3 +40,9 @@ def recurrent_heads(model: ModelConfig) -> list[RecurrentHeads]:
 def unused_sections(model: ModelConfig) -> list[RecurrentHeads]:
     """Those of the others."""
     return [heads for name, heads in HEADS.items() if not has_sublayer(model, name)]
+
+
+def recurrent_widths(model: ModelConfig) -> dict[str, int]:
+    """The widths of their heads' keys and values, by the full names of the model's keys."""
+    heads = recurrent_heads(model)
+    return {e.key(name): getattr(getattr(model, e.section), name) for e in heads for _, name in e.widths}

@@ -55,6 +55,8 @@ class Comm:
     token_axes: tuple[str, ...] = ()  # the mesh axes that divide the tokens of the residual stream
     sequence_axes: tuple[str, ...] = ()  # those of them that divide a sequence
 
+    linear_attention: ops.LinearAttentionImplementation = "reference"
+
     # On named mesh axes: a subclass for a mesh has these
 
     def size(self, axes: str | Sequence[str]) -> int:

@@ -17,7 +17,6 @@ from megajax.model.recurrent import (
     initial_convolution,
     initial_decay_bias,
     initial_decay_rate,
-    matmul_precision,
 )
 from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, normalise, residual_scale
 from megajax.options.remat import ATTENTION
@@ -108,8 +107,7 @@ class GatedDeltaNet(Sublayer):
         if earlier is not None:
             out, tokens.kept["state"] = ops.recurrent_gated_delta_rule(*arguments, earlier["state"])
         else:
-            own = {"state_before": tokens.state_before(), "precision": matmul_precision(v.dtype)}
-            out, tokens.kept["state"] = ops.gated_delta_rule(*arguments, **own)
+            out, tokens.kept["state"] = ops.gated_delta_rule(*arguments, **tokens.options(v.dtype))
         return comm.in_order(out.astype(v.dtype), back=True).reshape(B * S, -1), tokens.kept
 
     def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ from megajax.model.recurrent import (
     initial_convolution,
     initial_decay_bias,
     initial_decay_rate,
-    matmul_precision,
 )
 from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, normalise, residual_scale
 from megajax.options.remat import ATTENTION
@@ -101,8 +100,7 @@ class Mamba2(Sublayer):
         if earlier is not None:
             out, tokens.kept["state"] = ops.recurrent_state_space(*arguments, earlier["state"])
         else:
-            own = {"state_before": tokens.state_before(), "precision": matmul_precision(x.dtype)}
-            out, tokens.kept["state"] = ops.state_space(*arguments, **own)
+            out, tokens.kept["state"] = ops.state_space(*arguments, **tokens.options(x.dtype))
         out = (out + w["skip"][:, None] * x).astype(x.dtype)
         return comm.in_order(out, back=True).reshape(B * S, -1), tokens.kept
 

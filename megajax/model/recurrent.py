@@ -41,9 +41,14 @@ class RecurrentTokens:
         """x `[B, S, ...]`, and 0 for padding."""
         return x if self.is_real is None else jnp.where(self.is_real.reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
 
-    def state_before(self) -> ops.StateBefore | None:
-        """How this device gets its initial state from the devices with the tokens before; None: there are none."""
-        return self._state_before if self.comm.size("context") > 1 else None
+    def options(self, dtype: jnp.dtype) -> dict[str, Any]:
+        """How a recurrence runs on these tokens in a step of `dtype`: its keyword arguments.
+
+        Its FP32 matmuls have full precision in a step in FP32, else that of the device's fast ones.
+        """
+        precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        before = self._state_before if self.comm.size("context") > 1 else None
+        return {"state_before": before, "precision": precision, "implementation": self.comm.linear_attention}
 
     def _window(self, x: jax.Array, count: int) -> jax.Array | None:
         """The last `count` tokens of the device before this one."""
@@ -63,11 +68,6 @@ class RecurrentTokens:
                 after = own[..., None] * state + end
             state = jnp.where(device < index, after, state)
         return state
-
-
-def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """The precision of a recurrence's FP32 matmuls: full in a step in FP32, else that of the device's fast ones."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def initial_convolution(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops import jla
 from megajax.ops.linear_recurrence import (
     ChunkMaps,
+    LinearAttentionImplementation,
     StateBefore,
     chunk_size,
     decays,
@@ -62,6 +64,7 @@ def gated_delta_rule(
     initial: jax.Array | None = None,
     state_before: StateBefore | None = None,
     precision: lax.Precision = lax.Precision.HIGHEST,
+    implementation: LinearAttentionImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
     """Queries and keys `[B, S, K, d]`, values `[B, S, N, w]`, the rest `[B, S, N]` → (`[B, S, N, w]`, final state).
 
@@ -71,6 +74,8 @@ def gated_delta_rule(
     (section 3.3): with A the strictly lower part of b_i (k_i · k_j) a_{j+1} … a_i, the state changes by the values
     (1 + A)⁻¹ (b v) less what (1 + A)⁻¹ (b k) finds in the state before the chunk.
     """
+    if implementation == "jla":
+        return jla.gated_delta_rule(q, k, v, log_decay, strength, starts, initial, state_before)
     (B, S, K, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
     group = v.shape[2] // K
     q, k, v, log_decay, strength = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay, strength))

@@ -8,13 +8,14 @@ Shape letters: B sequences, S tokens, n chunks of C tokens, N heads, d key width
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 CHUNK = 64
+LinearAttentionImplementation = Literal["jla", "reference"]
 # (transition [B, N, d, d] or its diagonal [B, N, d], final state [B, N, d, w]) of a device's tokens → its initial state
 StateBefore = Callable[[jax.Array, jax.Array], jax.Array]
 

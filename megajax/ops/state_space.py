@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops import jla
 from megajax.ops.linear_recurrence import (
     ChunkMaps,
+    LinearAttentionImplementation,
     StateBefore,
     chunk_size,
     decays,
@@ -57,11 +59,14 @@ def state_space(
     initial: jax.Array | None = None,
     state_before: StateBefore | None = None,
     precision: lax.Precision = lax.Precision.HIGHEST,
+    implementation: LinearAttentionImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
     """Queries and keys `[B, S, G, d]`, values `[B, S, N, w]`, decays `[B, S, N]` → (`[B, S, N, w]`, the final state).
 
     The other arguments are those of `ops.gated_delta_rule`.
     """
+    if implementation == "jla":
+        return jla.state_space(q, k, v, log_decay, starts, initial, state_before)
     (B, S, G, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
     q, k, v, log_decay = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay))
     decay, group = decays(log_decay, documents(starts, (B, S), size)), v.shape[2] // G

@@ -71,6 +71,7 @@ class MeshComm(Comm):
         self.adapters = TensorAdapters(self.tensor_parallel)
         self.tensor_parallel = replace(self.tensor_parallel, frozen=frozen)
         self.context_attention = context_attention(collectives.context, self.context_size)
+        self.linear_attention = kernels.linear_attention
         self.expert_parallel = expert_parallel(collectives, kernels.experts, self.max_over_devices)
 
     def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:

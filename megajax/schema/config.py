@@ -199,6 +199,11 @@ class KernelsConfig(Section):
     grouped_matmul: Literal["auto", "pallas", "reference"] = Field(
         default="auto", description="Kernel of the experts' matmuls."
     )
+    linear_attention: Literal["auto", "jla", "reference"] = Field(
+        default="auto",
+        description="Kernels of gated DeltaNet and Mamba-2; jla: those of jax-linear-attention (pip install"
+        " 'megajax[linear-attention]') on Hopper; reference: matmuls within chunks.",
+    )
     scan_unroll: Count | None = Field(
         default=None,
         description="Number of layers in one iteration of the loop over layers. Default: all layers if XLA compiles"

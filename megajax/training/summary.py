@@ -10,6 +10,7 @@ from megajax.console import amount, memory_size
 from megajax.estimate.costs import active_parameter_count, adapter_parameter_count, flops_per_token, parameter_count
 from megajax.estimate.memory import estimate_memory
 from megajax.layout.kinds import layer_kinds
+from megajax.layout.recurrent import recurrent_heads
 from megajax.layout.stages import virtual_stages
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
 from megajax.model.lora import targets
@@ -74,6 +75,10 @@ def summary(
         lines.append(f"experts    {experts} per device, divided over {axes}; dispatch: {dispatch}")
     if config.model.num_experts:
         lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
+    if recurrent_heads(config.model):
+        lines.append(f"kernels    recurrences: {kernels.linear_attention} ({kernels.linear_attention_reason})")
+        if device.platform == "gpu" and kernels.linear_attention == "reference":
+            lines.append("warning    the reference of the recurrences is slow on a GPU")
     if sizes["context"] > 1:
         chunk = batch.sequence_length // (2 * sizes["context"])
         chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(chunk, 'token')}"

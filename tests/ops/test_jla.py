@@ -1,0 +1,107 @@
+"""The choice of jax-linear-attention's kernels, and what is given to them; they run on Hopper GPUs only (dev/)."""
+
+import sys
+from types import ModuleType
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.errors import ConfigError
+from megajax.kernel_choice import HOPPER, Hardware, choose_linear_attention
+from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
+from megajax.ops.state_space import recurrent_state_space, state_space
+
+KINDS = {
+    "gated_deltanet": (recurrent_gated_delta_rule, ("g", "beta")),
+    "simple_gla": (recurrent_state_space, ("g",)),
+}
+RULES = {gated_delta_rule: recurrent_gated_delta_rule, state_space: recurrent_state_space}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A module `jla.ops` with their contract: a document is where the number changes, the state goes on before it."""
+
+    def linear_attention(kind, q, k, v, *, impl, scale, initial_state, output_final_state, segment_ids, **gates):
+        assert (impl, scale, output_final_state) == ("mosaic_gpu", 1, True)
+        assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
+        rule, names = KINDS[kind]
+        starts = None if segment_ids is None else jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+        return rule(q, k, v, *(gates.pop(name) for name in names), starts, initial_state, **gates)
+
+    package, module = ModuleType("jla"), ModuleType("jla.ops")
+    package.__spec__ = module.__spec__ = sys.__spec__
+    module.linear_attention = linear_attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jla", package)
+    monkeypatch.setitem(sys.modules, "jla.ops", module)
+
+
+def drawn(rule, rng, B=2, S=9, K=2, N=4, d=4, w=3):
+    """Numbers that BF16 has."""
+    q, k = rng.integers(-3, 4, (2, B, S, K, d)) / 4
+    rates = [-rng.exponential(size=(B, S, N)), rng.uniform(size=(B, S, N))][: 1 + (rule is gated_delta_rule)]
+    values = rng.integers(-3, 4, (B, S, N, w)) / 2
+    return [jnp.asarray(a, jnp.float32) for a in (q, k, values, *rates, rng.normal(size=(B, N, d, w)))]
+
+
+STARTS = jnp.zeros((2, 9), bool).at[0, jnp.array([3, 4])].set(True).at[1, jnp.array([0, 8])].set(True)
+
+
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["one", "documents"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_kernels_get_the_definitions_arguments(installed, rng, rule, starts):
+    """An initial state is not seen by a document that begins with the first token."""
+    *arguments, initial = drawn(rule, rng)
+    expected = RULES[rule](*arguments, starts, initial)
+    found = rule(*arguments, starts, initial, implementation="jla")
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["one", "documents"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_device_sends_its_map_of_the_state(installed, rng, rule, starts):
+    """The map applied to the state before is the final state, and the outputs are those of the definition."""
+    *arguments, initial = drawn(rule, rng)
+    maps = []
+
+    def state_before(transition, final):
+        maps[:] = transition, final
+        return initial
+
+    expected = RULES[rule](*arguments, starts, initial)
+    found = rule(*arguments, starts, None, state_before, implementation="jla")
+    transition, final = maps
+    after = transition @ initial if transition.ndim == 4 else transition[..., None] * initial
+    for a, b in zip((*found, after + final), (*expected, expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_auto_takes_them_on_hopper_in_bf16(installed):
+    assert choose_linear_attention("auto", HOPPER, jnp.bfloat16, {"key": 128, "value": 64})[0] == "jla"
+    assert choose_linear_attention("reference", HOPPER, jnp.bfloat16, {"key": 128, "value": 64})[0] == "reference"
+
+
+CANNOT = {
+    "platform": (Hardware("cpu"), jnp.bfloat16, {}, "cpu"),
+    "capability": (Hardware("gpu", "8.0"), jnp.bfloat16, {}, "8.0"),
+    "dtype": (HOPPER, jnp.float32, {}, "precision.compute"),
+    "width": (HOPPER, jnp.bfloat16, {"model.mamba2.head_dim": 96}, "model.mamba2.head_dim=96"),
+}
+
+
+@pytest.mark.parametrize(("hardware", "dtype", "widths", "named"), CANNOT.values(), ids=CANNOT)
+def test_an_explicit_choice_that_cannot_run_is_refused(installed, hardware, dtype, widths, named):
+    implementation, reason = choose_linear_attention("auto", hardware, dtype, widths)
+    assert implementation == "reference" and reason
+    with pytest.raises(
+        ConfigError, match=r"kernels\.linear_attention=jla.*kernels\.linear_attention=reference"
+    ) as error:
+        choose_linear_attention("jla", hardware, dtype, widths)
+    assert named in str(error.value)
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    with pytest.raises(ConfigError, match=r"pip install 'megajax\[linear-attention\]'"):
+        choose_linear_attention("jla", HOPPER, jnp.bfloat16, {})
