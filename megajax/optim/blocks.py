@@ -36,11 +36,6 @@ def block_of(placement: Placement) -> tuple[int, int]:
     return dim, max(n for n in range(1, min(BLOCK, whole) + 1) if whole % n == 0)
 
 
-def bytes_per_number(kind: Kind, placement: Placement) -> float:
-    """Bytes of a stored moment per number of its parameter, scales included."""
-    return 1 + 4 / block_of(placement)[1] if kind == "int8" else {"float32": 4.0, "bfloat16": 2.0}[kind]
-
-
 def scales_of(placement: Placement, sizes: Mapping[str, int]) -> Placement:
     """The placement of the scales: sharded like the parameter, but whole where its mesh axes do not divide them."""
     dim, size = block_of(placement)

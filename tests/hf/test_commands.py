@@ -2,7 +2,6 @@
 
 import json
 import resource
-import zipfile
 from pathlib import Path
 
 import jax
@@ -42,13 +41,11 @@ logging: {tensorboard: false}
 
 
 @pytest.fixture
-def unpack(tmp_path):
+def with_tokenizer(unpack):
     """A folder that transformers wrote, by its name, with a tokenizer."""
 
-    def unpack(name: str) -> Path:
-        folder = tmp_path / name
-        with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
-            archive.extractall(folder)
+    def with_tokenizer(name: str) -> Path:
+        folder = unpack(name)
         vocabulary = {"<unk>": 0, "a": 1, "b": 2, "<|im_end|>": 3, "</s>": 4}
         words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
         words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -57,13 +54,13 @@ def unpack(tmp_path):
         (folder / "chat_template.jinja").write_text("{{ messages }}")
         return folder
 
-    return unpack
+    return with_tokenizer
 
 
 @pytest.fixture
-def imported(unpack, tmp_path):
+def imported(with_tokenizer, tmp_path):
     """(folder, run directory) of tiny_llama, imported."""
-    folder = unpack("tiny_llama")
+    folder = with_tokenizer("tiny_llama")
     assert main(["import", str(folder), str(tmp_path / "run")]) == 0
     return folder, tmp_path / "run"
 
@@ -90,8 +87,8 @@ def visible(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_an_imported_run_has_the_weights_generates_and_starts_another_run(unpack, tmp_path, capsys):
-    folder, run_dir = unpack("tiny_mixtral"), tmp_path / "run"
+def test_an_imported_run_has_the_weights_generates_and_starts_another_run(with_tokenizer, tmp_path, capsys):
+    folder, run_dir = with_tokenizer("tiny_mixtral"), tmp_path / "run"
     beside = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     beside += ("added_tokens.json", "special_tokens_map.json", "tokenizer.model")
     for name in beside[3:]:  # which these tokenizers do not need
@@ -224,9 +221,9 @@ PLANNED += [("tiny_deepseek_v3", {"fsdp": 4, "tensor": 2})]
 
 
 @pytest.mark.parametrize(("name", "mesh"), PLANNED, ids=str)
-def test_the_plan_counts_what_reading_reads(unpack, tmp_path, monkeypatch, capsys, name, mesh):
+def test_the_plan_counts_what_reading_reads(with_tokenizer, tmp_path, monkeypatch, capsys, name, mesh):
     """On eight devices of one process; and the shards of a plan are those of jax."""
-    folder = unpack(name)
+    folder = with_tokenizer(name)
     monkeypatch.setattr(reader, "PIECE_BYTES", 2000)
     assert main(["config", str(folder)]) == 0
     path = tmp_path / "c.yaml"
@@ -350,13 +347,13 @@ def test_a_full_disk_leaves_nothing(imported, full_disk, tmp_path, capsys):
 
 
 @pytest.mark.smoke
-def test_mistakes_are_sentences(imported, unpack, tmp_path, capsys):
+def test_mistakes_are_sentences(imported, with_tokenizer, tmp_path, capsys):
     folder, run_dir = imported
     assert f"{run_dir} exists: give a new folder, or remove it" in error_of(capsys, "import", folder, run_dir)
     assert f"{folder} exists: give a new folder, or remove it" in error_of(capsys, "export", run_dir, folder)
     assert "has checkpoints of steps 0." in error_of(capsys, "export", run_dir, tmp_path / "o", "--step", 3)
     assert f"{run_dir}/config.json does not exist" in error_of(capsys, "import", run_dir, tmp_path / "new")
-    other = error_of(capsys, "compare", unpack("tiny_mistral"), run_dir, lines=5)  # one for each setting
+    other = error_of(capsys, "compare", with_tokenizer("tiny_mistral"), run_dir, lines=5)  # one for each setting
     assert "HF_FOLDER=" in other and "was saved with other settings" in other and "name another folder" in other
     assert "has no checkpoints: give the directory of a run" in error_of(capsys, "compare", folder, folder)
     needs = error_of(capsys, "compare", folder, tmp_path / "no_run", "--logits")  # said before anything is read

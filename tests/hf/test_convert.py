@@ -1,7 +1,6 @@
 """Hugging Face folders that transformers wrote (tests/data_files/make_transformers_references.py), read and written."""
 
 import json
-import zipfile
 from pathlib import Path
 
 import jax
@@ -32,18 +31,6 @@ MESHES = {
     "tiny_qwen3_local": {"pipeline": 2, "fsdp": 2},
     "tiny_deepseek_v3": {"expert": 2, "tensor": 2},
 }
-
-
-@pytest.fixture
-def unpack(tmp_path):
-    """A folder of FOLDERS by its name."""
-
-    def unpack(name: str) -> Path:
-        with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
-            archive.extractall(tmp_path / name)
-        return tmp_path / name
-
-    return unpack
 
 
 def config_for(model: dict, mesh: dict | None = None) -> Config:

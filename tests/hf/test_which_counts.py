@@ -2,7 +2,6 @@
 
 import json
 import warnings
-import zipfile
 from pathlib import Path
 
 import jax
@@ -24,15 +23,13 @@ TWO_FILES = {"one.safetensors": 0, "two.safetensors": 1}
 
 
 @pytest.fixture
-def unpack(tmp_path):
+def unpacked(unpack):
     """(folder, its tensors) by name."""
 
-    def unpack(name: str) -> tuple[Path, dict[str, np.ndarray]]:
-        with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
-            archive.extractall(tmp_path)
-        return tmp_path, load_file(tmp_path / SINGLE)
+    def unpacked(name: str) -> tuple[Path, dict[str, np.ndarray]]:
+        return (folder := unpack(name)), load_file(folder / SINGLE)
 
-    return unpack
+    return unpacked
 
 
 def read(folder: Path) -> dict[str, jax.Array]:
@@ -68,8 +65,8 @@ def error_of(folder: Path) -> str:
 
 
 @pytest.mark.smoke
-def test_model_safetensors_counts_alone_beside_other_files(unpack):
-    folder, tensors = unpack("tiny_llama")
+def test_model_safetensors_counts_alone_beside_other_files(unpacked):
+    folder, tensors = unpacked("tiny_llama")
     for stray in ("zz.safetensors", "consolidated.safetensors", "adapter_model.safetensors", "a.safetensors"):
         save_file(plus(tensors, 1) | {"more": tensors[HEAD]}, folder / stray)
     (folder / "pytorch_model.bin").write_bytes(b"not read")
@@ -84,8 +81,8 @@ def test_model_safetensors_counts_alone_beside_other_files(unpack):
 
 
 @pytest.mark.smoke
-def test_an_index_s_files_count_beside_other_files(unpack):
-    folder, tensors = unpack("tiny_llama")
+def test_an_index_s_files_count_beside_other_files(unpacked):
+    folder, tensors = unpacked("tiny_llama")
     (folder / SINGLE).unlink()
     names = [*tensors]
     files = {name: "two.safetensors" if names.index(name) % 2 else "one.safetensors" for name in names}
@@ -104,8 +101,8 @@ def test_an_index_s_files_count_beside_other_files(unpack):
 
 
 @pytest.mark.smoke
-def test_adapters_beside_a_model_and_a_named_file_are_refused(unpack):
-    folder, _ = unpack("tiny_llama")
+def test_adapters_beside_a_model_and_a_named_file_are_refused(unpacked):
+    folder, _ = unpacked("tiny_llama")
     change_config(folder, transformers_weights="b.safetensors")
     assert f"transformers_weights=b.safetensors is not {SINGLE}: rename" in error_of(folder)
     (folder / "adapter_config.json").write_text("{}")  # whether they count depends on what is installed
@@ -134,8 +131,8 @@ def test_adapters_alone_are_refused_with_the_folder_of_their_base(tmp_path, monk
 
 
 @pytest.mark.smoke
-def test_the_head_of_a_tied_model_counts_if_it_differs(unpack):
-    folder, tensors = unpack("tiny_llama_tied")
+def test_the_head_of_a_tied_model_counts_if_it_differs(unpacked):
+    folder, tensors = unpacked("tiny_llama_tied")
     assert HEAD not in tensors
     save_file(tensors | {HEAD: tensors[EMBEDDING]}, folder / SINGLE)
     with warnings.catch_warnings(action="error"):
@@ -159,9 +156,9 @@ def test_the_head_of_a_tied_model_counts_if_it_differs(unpack):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", FOLDERS)
-def test_names_of_a_model_without_its_head_are_read(unpack, name):
+def test_names_of_a_model_without_its_head_are_read(unpacked, name):
     """As transformers' base classes save them, and GPT-2 was published."""
-    folder, tensors = unpack(name)
+    folder, tensors = unpacked(name)
     prefix = "transformer." if name == "tiny_gpt2" else "model."
     save_file({tensor.removeprefix(prefix): array for tensor, array in tensors.items()}, folder / SINGLE)
     with FolderTensors(folder) as weights:
@@ -172,8 +169,8 @@ def test_names_of_a_model_without_its_head_are_read(unpack, name):
 
 
 @pytest.mark.smoke
-def test_both_names_of_a_tensor_are_refused(unpack):
-    folder, tensors = unpack("tiny_llama")  # transformers takes one of GPT-2's and the other of Llama's
+def test_both_names_of_a_tensor_are_refused(unpacked):
+    folder, tensors = unpacked("tiny_llama")  # transformers takes one of GPT-2's and the other of Llama's
     save_file(tensors | {"embed_tokens.weight": tensors[EMBEDDING]}, folder / SINGLE)
     assert f"has the tensors embed_tokens.weight and {EMBEDDING}" in error_of(folder)
 
