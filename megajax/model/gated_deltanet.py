@@ -17,8 +17,9 @@ from megajax.model.recurrent import (
     initial_convolution,
     initial_decay_bias,
     initial_decay_rate,
+    project_with_rates,
 )
-from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, normalise, residual_scale
+from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, residual_scale
 from megajax.options.remat import ATTENTION
 
 EPSILON = 1e-6  # of the norms of queries and keys
@@ -78,15 +79,8 @@ class GatedDeltaNet(Sublayer):
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
         """`[T / tensor, D]` → (queries, keys, values, gates `[T, F]`, all heads' rates `[T, K, 2N / K]`)."""
-
-        def compute(x, norm, norm_bias, projections, rates):
-            h = normalise(self.config, x, norm, norm_bias)
-            return ctx.comm.column_linear(h, projections), h @ rates.reshape(len(rates), -1)
-
-        compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
-        projected, rates = compute(x, w.get("norm"), w.get("norm_bias"), w["projections"], w["rates"])
-        rates = checkpoint_name(ctx.comm.all_gather_tokens(rates), "rates")
-        return checkpoint_name(projected, "projections"), rates.reshape(len(rates), *w["rates"].shape[1:])
+        projected, rates = project_with_rates(self.config, w, x, ctx, "rates")
+        return projected, rates.reshape(len(rates), *w["rates"].shape[1:])
 
     def mix(self, ctx: LayerContext, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None):
         """Outputs of `project` → (the delta rule's output `[T, N·w]`, what generation keeps)."""

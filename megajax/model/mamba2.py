@@ -17,8 +17,9 @@ from megajax.model.recurrent import (
     initial_convolution,
     initial_decay_bias,
     initial_decay_rate,
+    project_with_rates,
 )
-from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, normalise, residual_scale
+from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, residual_scale
 from megajax.options.remat import ATTENTION
 
 
@@ -73,15 +74,7 @@ class Mamba2(Sublayer):
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
         """`[T / tensor, D]` → (gates, values, keys, queries `[T, F]`, the steps of all heads `[T, N]`)."""
-
-        def compute(x, norm, norm_bias, projections, step):
-            h = normalise(self.config, x, norm, norm_bias)
-            return ctx.comm.column_linear(h, projections), h @ step.reshape(len(step), -1)
-
-        compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
-        projected, steps = compute(x, w.get("norm"), w.get("norm_bias"), w["projections"], w["step"])
-        steps = checkpoint_name(ctx.comm.all_gather_tokens(steps), "rates")
-        return checkpoint_name(projected, "projections"), steps
+        return project_with_rates(self.config, w, x, ctx, "step")
 
     def mix(self, ctx: LayerContext, w: Weights, projected: jax.Array, steps: jax.Array, earlier: Kept | None):
         """Outputs of `project` → (the recurrence's output `[T, N·w]`, what generation keeps)."""

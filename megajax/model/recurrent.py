@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
+from megajax.config import ModelConfig
 from megajax.model.comm import Comm
-from megajax.model.sublayer import LayerContext
+from megajax.model.sublayer import LayerContext, Weights, normalise
 
 DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus of its bias, as in Mamba-2
 Kept = dict[str, jax.Array]  # arrays [B, ...] by name
@@ -68,6 +70,20 @@ class RecurrentTokens:
                 after = own[..., None] * state + end
             state = jnp.where(device < index, after, state)
         return state
+
+
+def project_with_rates(
+    config: ModelConfig, w: Weights, x: jax.Array, ctx: LayerContext, rates: str
+) -> tuple[jax.Array, jax.Array]:
+    """`[T / tensor, D]` → (the projections `[T, F]`, all heads' rates `[T, numbers]` by the weight of this name)."""
+
+    def compute(x, norm, norm_bias, projections, small):
+        h = normalise(config, x, norm, norm_bias)
+        return ctx.comm.column_linear(h, projections), h @ small.reshape(len(small), -1)
+
+    compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
+    projected, numbers = compute(x, w.get("norm"), w.get("norm_bias"), w["projections"], w[rates])
+    return checkpoint_name(projected, "projections"), checkpoint_name(ctx.comm.all_gather_tokens(numbers), "rates")
 
 
 def initial_convolution(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

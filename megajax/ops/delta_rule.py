@@ -19,6 +19,7 @@ from megajax.ops.linear_recurrence import (
     from_chunks,
     states_before,
     to_chunks,
+    token_by_token,
     unit_lower_inverse,
 )
 from megajax.ops.numerics import wide
@@ -34,24 +35,11 @@ def recurrent_gated_delta_rule(
     initial: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The definition, token by token: arguments and results as `gated_delta_rule`."""
-    dtype, N = wide(v.dtype), v.shape[2]
-    q, k = (jnp.repeat(a.astype(dtype), N // a.shape[2], axis=2) for a in (q, k))
-    decay = jnp.exp(log_decay.astype(dtype))
-    if starts is not None:
-        decay = jnp.where(starts[..., None], 0, decay)
-    if initial is None:
-        initial = jnp.zeros((len(v), N, k.shape[-1], v.shape[-1]), dtype)
 
-    def step(state, token):
-        q, k, v, decay, strength = token
-        state = decay[..., None, None] * state
-        change = strength[..., None] * (v - jnp.sum(state * k[..., None], axis=-2))
-        state = state + k[..., None] * change[..., None, :]
-        return state, jnp.sum(state * q[..., None], axis=-2)
+    def change(state, k, v, strength):
+        return strength[..., None] * (v - jnp.sum(state * k[..., None], axis=-2))
 
-    tokens = [jnp.moveaxis(a.astype(dtype), 1, 0) for a in (q, k, v, decay, strength)]
-    final, out = lax.scan(step, initial.astype(dtype), tokens)
-    return jnp.moveaxis(out, 0, 1), final
+    return token_by_token(change, q, k, v, log_decay, starts, initial, strength)
 
 
 def gated_delta_rule(

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops.numerics import wide
+
 CHUNK = 64
 LinearAttentionImplementation = Literal["jla", "reference"]
 # (transition [B, N, d, d] or its diagonal [B, N, d], final state [B, N, d, w]) of a device's tokens → its initial state
@@ -48,6 +50,39 @@ class Decays(NamedTuple):
     def of_chunk(self) -> jax.Array:
         """`[n, B, N, 1]`, of the state from before a chunk to its end."""
         return self.from_before[..., -1, :]
+
+
+def token_by_token(
+    change: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    starts: jax.Array | None,
+    initial: jax.Array | None,
+    *others: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The definition of a recurrence, by its tokens: S → a S + k changeᵀ and o = Sᵀ q, as `ops.gated_delta_rule`.
+
+    `change(state, k, v, *others)` of one token `[B, N, ...]` sees the decayed state; `others` are `[B, S, N]`.
+    """
+    dtype, N = wide(v.dtype), v.shape[2]
+    q, k = (jnp.repeat(a.astype(dtype), N // a.shape[2], axis=2) for a in (q, k))
+    decay = jnp.exp(log_decay.astype(dtype))
+    if starts is not None:
+        decay = jnp.where(starts[..., None], 0, decay)
+    if initial is None:
+        initial = jnp.zeros((len(v), N, k.shape[-1], v.shape[-1]), dtype)
+
+    def step(state: jax.Array, token: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, decay, *others = token
+        state = decay[..., None, None] * state
+        state = state + k[..., None] * change(state, k, v, *others)[..., None, :]
+        return state, jnp.sum(state * q[..., None], axis=-2)
+
+    tokens = [jnp.moveaxis(a.astype(dtype), 1, 0) for a in (q, k, v, decay, *others)]
+    final, out = lax.scan(step, initial.astype(dtype), tokens)
+    return jnp.moveaxis(out, 0, 1), final
 
 
 def chunk_size(length: int) -> int:

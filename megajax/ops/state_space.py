@@ -19,6 +19,7 @@ from megajax.ops.linear_recurrence import (
     from_chunks,
     states_before,
     to_chunks,
+    token_by_token,
 )
 from megajax.ops.numerics import wide
 
@@ -32,22 +33,7 @@ def recurrent_state_space(
     initial: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The definition, token by token: arguments and results as `state_space`."""
-    dtype, N = wide(v.dtype), v.shape[2]
-    q, k = (jnp.repeat(a.astype(dtype), N // a.shape[2], axis=2) for a in (q, k))
-    decay = jnp.exp(log_decay.astype(dtype))
-    if starts is not None:
-        decay = jnp.where(starts[..., None], 0, decay)
-    if initial is None:
-        initial = jnp.zeros((len(v), N, k.shape[-1], v.shape[-1]), dtype)
-
-    def step(state, token):
-        q, k, v, decay = token
-        state = decay[..., None, None] * state + k[..., None] * v[..., None, :]
-        return state, jnp.sum(state * q[..., None], axis=-2)
-
-    tokens = [jnp.moveaxis(a.astype(dtype), 1, 0) for a in (q, k, v, decay)]
-    final, out = lax.scan(step, initial.astype(dtype), tokens)
-    return jnp.moveaxis(out, 0, 1), final
+    return token_by_token(lambda state, k, v: v, q, k, v, log_decay, starts, initial)
 
 
 def state_space(
