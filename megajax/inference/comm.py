@@ -39,6 +39,7 @@ class WholeSequences(Comm):
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int):
         self.mesh, self.kernels, self.sizes = mesh, kernels, mesh_sizes(mesh)
         self.max_length = max_length  # of the model's context
+        self.linear_attention, self.few_tokens = kernels.linear_attention, kernels.elementwise
         self.caches: list[Any] = []  # what the layers keep, in their order
 
     def keep(self, state: Any) -> None:
@@ -75,6 +76,13 @@ class WholeSequences(Comm):
         tokens = P(dividing(len(x), token_axes, self.sizes))
         return self.divided(apply, (tokens, tokens, tokens, P(over)), tokens)(x, experts, weights, matrices)
 
+    def recurrence(self, rule, tokens, state):
+        rows, heads = self.sequences(len(tokens[0])), self.heads(tokens[0].shape[2])
+        token, stored = P(rows, None, heads), P(rows, heads)
+        of_state = {name: stored if name == "initial" else P(rows) for name in state}
+        function = lambda tokens, state: rule(*tokens, **state)  # noqa: E731
+        return self.divided(function, (token, of_state), (token, stored))(tokens, state)
+
     def divided(self, function, in_specs: Sequence[P], out_specs):
         """`function` on each device's part of its arguments."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
@@ -99,12 +107,13 @@ class Prefill(WholeSequences):
     """Whole prompts, padded at their end; `caches` has each layer's keys and values afterwards.
 
     `lengths [B]` are the prompts' lengths; the caches have as many `slots`, or those of a window for steps that write
-    `new` tokens.
+    `new` tokens, more than one of them with drafts.
     """
 
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int, lengths: jax.Array, slots: int, new: int):
         super().__init__(mesh, kernels, max_length)
         self.lengths, self.slots, self.new = lengths, slots, new
+        self.replaceable = new if new > 1 else 0
 
     def token_positions(self, positions: jax.Array) -> TokenPositions:
         return TokenPositions(positions, is_real=positions < self.lengths[:, None])

@@ -19,6 +19,7 @@ from megajax.options.registered import replaces_head
 from megajax.runtime import accept_missing_cuda
 from megajax.sources import HfSource, RunSource, WeightSource, find_source
 
+CHOSEN_KERNELS = "attention", "grouped_matmul", "linear_attention"  # of `kernels`
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -119,6 +120,6 @@ def for_inference(config: Config, dtype: str, speculate: int) -> Config:
     )
     fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})
     precision = config.precision.model_copy(update={"compute": dtype, "fp8": fp8})
-    kernels = config.kernels.model_copy(update={"attention": "auto", "grouped_matmul": "auto"})
+    kernels = config.kernels.model_copy(update=dict.fromkeys(CHOSEN_KERNELS, "auto"))
     data = config.data.model_copy(update={"reset_attention": False})
     return config.model_copy(update={"model": model, "precision": precision, "kernels": kernels, "data": data})

@@ -95,6 +95,7 @@ class Drafter:
         positions = positions_from(first, window.tokens.shape[1])
         tokens, x, found = _with_next(window.tokens, last, newest), window.outputs, []
         recent, outputs = _until(tokens, last, count), _until(x, last, count - 1)
+        comm.replaced_first = count - 1  # the next step's window begins so much before its newest token
         for k in range(count):
             x = self._module(weights, k, x, tokens, positions, comm)
             found.append(self._choose(weights, _until(x, last, 1), keys, first + last + 2 + k))
@@ -116,7 +117,8 @@ class Drafter:
         embedded = model.embed_tokens(weights.outer, tokens.reshape(-1))
         pair = jnp.concatenate([embedded, x.reshape(embedded.shape)], axis=1)
         pair, module = comm.place(pair, comm.token_spec(len(x))), (weights.layers[layer], weights.state[layer])
-        ctx = LayerContext(comm, block_inputs(positions), layer, prediction_kind(config), state=module[1])
+        inputs = block_inputs(positions, comm.token_positions(positions))
+        ctx = LayerContext(comm, inputs, layer, prediction_kind(config), state=module[1])
         y, _ = model.blocks[MTP].apply(module[0], pair, ctx)
         return y.reshape(x.shape)
 

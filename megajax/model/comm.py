@@ -1,6 +1,6 @@
 """The communication of a layer, as one device sees it: on one device here, on a mesh in parallel/mesh_comm.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,14 @@ class Comm:
     token_axes: tuple[str, ...] = ()  # the mesh axes that divide the tokens of the residual stream
     sequence_axes: tuple[str, ...] = ()  # those of them that divide a sequence
 
+    # Linear recurrences of whole sequences, and of a few new tokens
     linear_attention: ops.LinearAttentionImplementation = "reference"
+    few_tokens: ops.ElementwiseImplementation = "reference"
+
+    # Of generation: as many of a sequence's newest tokens may be replaced by a later step, None if nothing is kept; and
+    # as many of the prompts' last tokens are replaced by the first step
+    replaceable: int | None = None
+    replaced_first: int = 0
 
     # On named mesh axes: a subclass for a mesh has these
 
@@ -148,6 +155,12 @@ class Comm:
     ) -> tuple[jax.Array, jax.Array | None]:
         """`attend` to keys and values that are computed from latents: `[B, S, N, H]` → `[B, S, N, W]`."""
         return self.attend(q, *keys.heads(self.column_linear), positions, settings)
+
+    def recurrence(
+        self, rule: Callable[..., Any], tokens: Sequence[jax.Array], state: Mapping[str, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array]:
+        """`rule(*tokens, **state)`, a linear recurrence: arrays `[B, S, heads, ...]` and states → (outputs, states)."""
+        return rule(*tokens, **state)
 
     # What follows from these
 

@@ -13,11 +13,11 @@ from megajax.layout.sublayers import supported
 from megajax.model.parameters import declare
 from megajax.model.recurrent import (
     Kept,
-    RecurrentTokens,
     initial_convolution,
     initial_decay_bias,
     initial_decay_rate,
     project_with_rates,
+    recurrent_tokens,
 )
 from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, residual_scale
 from megajax.options.remat import ATTENTION
@@ -85,23 +85,21 @@ class GatedDeltaNet(Sublayer):
     def mix(self, ctx: LayerContext, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None):
         """Outputs of `project` → (the delta rule's output `[T, N·w]`, what generation keeps)."""
         c, comm, (B, S) = self.config.linear_attention, ctx.comm, ctx.inputs.positions.shape
-        tokens, devices = RecurrentTokens(ctx, earlier), comm.size("tensor")
+        tokens, devices = recurrent_tokens(ctx, earlier), comm.size("tensor")
         K, N = c.num_key_heads // devices, c.num_value_heads // devices
         qkv = projected[:, : -N * c.value_head_dim].reshape(B, S, -1)
         rates = jnp.moveaxis(comm.local_heads(jnp.moveaxis(rates, 1, 0)), 0, 1).reshape(B, S, -1, 2, N // K)
-        qkv, rates = comm.in_order((qkv, rates))
+        qkv, rates = tokens.joined(*comm.in_order((qkv, rates)))
+        length = qkv.shape[1]
         widths = K * c.key_head_dim, 2 * K * c.key_head_dim
         q, k, v = jnp.split(tokens.convolved(qkv, w["convolution"]), widths, axis=-1)
-        q, k = (_unit(a.reshape(B, S, -1, c.key_head_dim)) for a in (q, k))
-        v, wide = v.reshape(B, S, N, -1), jnp.float32
-        strength, steps = (rates[:, :, :, i].reshape(B, S, N).astype(wide) for i in range(2))
+        q, k = (_unit(a.reshape(B, length, -1, c.key_head_dim)) for a in (q, k))
+        v, wide = v.reshape(B, length, N, -1), jnp.float32
+        strength, steps = (rates[:, :, :, i].reshape(B, length, N).astype(wide) for i in range(2))
         strength = tokens.where_real(jax.nn.sigmoid(strength))
         decay = tokens.where_real(-jnp.exp(w["decay_rate"]) * jax.nn.softplus(steps + w["decay_bias"]))
-        arguments = q * c.key_head_dim**-0.5, k, v, decay, strength, tokens.starts
-        if earlier is not None:
-            out, tokens.kept["state"] = ops.recurrent_gated_delta_rule(*arguments, earlier["state"])
-        else:
-            out, tokens.kept["state"] = ops.gated_delta_rule(*arguments, **tokens.options(v.dtype))
+        rules = ops.gated_delta_rule, ops.recurrent_gated_delta_rule
+        out = tokens.new(tokens.recur(*rules, q * c.key_head_dim**-0.5, k, v, decay, strength))
         return comm.in_order(out.astype(v.dtype), back=True).reshape(B * S, -1), tokens.kept
 
     def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:

@@ -13,11 +13,11 @@ from megajax.layout.sublayers import supported
 from megajax.model.parameters import declare
 from megajax.model.recurrent import (
     Kept,
-    RecurrentTokens,
     initial_convolution,
     initial_decay_bias,
     initial_decay_rate,
     project_with_rates,
+    recurrent_tokens,
 )
 from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, residual_scale
 from megajax.options.remat import ATTENTION
@@ -79,22 +79,20 @@ class Mamba2(Sublayer):
     def mix(self, ctx: LayerContext, w: Weights, projected: jax.Array, steps: jax.Array, earlier: Kept | None):
         """Outputs of `project` → (the recurrence's output `[T, N·w]`, what generation keeps)."""
         c, comm, (B, S) = self.config.mamba2, ctx.comm, ctx.inputs.positions.shape
-        tokens, devices, wide = RecurrentTokens(ctx, earlier), comm.size("tensor"), jnp.float32
+        tokens, devices, wide = recurrent_tokens(ctx, earlier), comm.size("tensor"), jnp.float32
         groups, N = c.num_groups // devices, c.num_heads // devices
         xbc = projected[:, N * c.head_dim :].reshape(B, S, -1)
-        xbc, steps = comm.in_order((xbc, comm.local_heads(steps.T).T.reshape(B, S, N)))
+        xbc, steps = tokens.joined(*comm.in_order((xbc, comm.local_heads(steps.T).T.reshape(B, S, N))))
+        length = xbc.shape[1]
         xbc = tokens.convolved(xbc, w["convolution"], w["convolution_bias"])
         widths = N * c.head_dim, N * c.head_dim + groups * c.state_dim
         x, k, q = jnp.split(xbc, widths, axis=-1)
-        x, k, q = x.reshape(B, S, N, -1), k.reshape(B, S, groups, -1), q.reshape(B, S, groups, -1)
+        x, k, q = (a.reshape(B, length, count, -1) for a, count in ((x, N), (k, groups), (q, groups)))
         steps = jax.nn.softplus(steps.astype(wide) + w["step_bias"])
         steps = tokens.where_real(jnp.maximum(steps, c.min_step))
-        arguments = q, k, steps[..., None] * x, -jnp.exp(w["decay_rate"]) * steps, tokens.starts
-        if earlier is not None:
-            out, tokens.kept["state"] = ops.recurrent_state_space(*arguments, earlier["state"])
-        else:
-            out, tokens.kept["state"] = ops.state_space(*arguments, **tokens.options(x.dtype))
-        out = (out + w["skip"][:, None] * x).astype(x.dtype)
+        arguments = q, k, steps[..., None] * x, -jnp.exp(w["decay_rate"]) * steps
+        out = tokens.recur(ops.state_space, ops.recurrent_state_space, *arguments)
+        out = tokens.new(out + w["skip"][:, None] * x).astype(x.dtype)
         return comm.in_order(out, back=True).reshape(B * S, -1), tokens.kept
 
     def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:

@@ -1,6 +1,8 @@
 """What sublayers with a state share: consecutive tokens, those before a device's, and what generation keeps."""
 
 import math
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,43 +16,70 @@ from megajax.model.sublayer import LayerContext, Weights, normalise
 
 DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus of its bias, as in Mamba-2
 Kept = dict[str, jax.Array]  # arrays [B, ...] by name
+Rule = Callable[..., tuple[jax.Array, jax.Array]]  # an op of queries, keys, values and rates → (outputs, states)
 
 
 class RecurrentTokens:
     """This device's tokens as a recurrence sees them: consecutive in each sequence, in their documents.
 
-    `earlier` is what the layer kept for the tokens before (`Comm.earlier`), None in training; `kept` has the arrays for
-    those that follow.
+    `kept` has the arrays from which the tokens that follow go on (`ContinuedTokens`).
     """
 
-    def __init__(self, ctx: LayerContext, earlier: Kept | None):
+    def __init__(self, ctx: LayerContext):
         self.comm: Comm = ctx.comm
         tokens = ctx.inputs.token_positions
         index = tokens.index if tokens.document_starts is None else tokens.index - tokens.document_starts
         self.position, self.is_real = self.comm.in_order((index, tokens.is_real))  # [B, S], in the document
         self.starts = None if tokens.document_starts is None else self.position == 0
-        self.earlier, self.kept = earlier, Kept()
+        self.kept = Kept()
+
+    def joined(self, x: jax.Array, rates: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The convolution's inputs and the rates `[B, S, ...]` → `[B, L, ...]`: these tokens' and some before them."""
+        self.dtype = x.dtype
+        if self.comm.replaceable:
+            kept_rates = rows(rates, self.state_end, self.comm.replaceable)
+            self.kept |= {"position": self.state_end, "rates": kept_rates}
+        return x, rates
+
+    @cached_property
+    def state_end(self) -> jax.Array:
+        """The number of the prompts' tokens in the state that is kept, `[B]`."""
+        assert self.is_real is not None
+        return jnp.maximum(jnp.sum(self.is_real, axis=1, dtype=jnp.int32) - self.comm.replaced_first, 0)
 
     def convolved(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        """`ops.short_convolution` of x `[B, S, F]`."""
+        """`ops.short_convolution` of x `[B, L, F]`."""
         count = len(weight) - 1
-        before = self._window(x, count) if self.earlier is None else self.earlier["window"]
-        lengths = None if self.is_real is None else jnp.sum(self.is_real, axis=1, dtype=jnp.int32)
-        self.kept["window"] = ops.last_tokens(x, count, lengths, before)
-        return ops.short_convolution(x, weight, self.position, before, bias)
+        if self.comm.replaceable is not None:
+            self.kept["window"] = rows(x, self.state_end - count, count + self.comm.replaceable)
+        return ops.short_convolution(x, weight, self.position, self._window(x, count), bias)
 
     def where_real(self, x: jax.Array) -> jax.Array:
-        """x `[B, S, ...]`, and 0 for padding."""
+        """x `[B, L, ...]`, and 0 for padding."""
         return x if self.is_real is None else jnp.where(self.is_real.reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
 
-    def options(self, dtype: jnp.dtype) -> dict[str, Any]:
-        """How a recurrence runs on these tokens in a step of `dtype`: its keyword arguments.
+    def recur(self, rule: Rule, definition: Rule, *arguments: jax.Array) -> jax.Array:
+        """A recurrence of q, k, v and rates `[B, L, heads, ...]` by its op: outputs `[B, L, N, w]`.
 
         Its FP32 matmuls have full precision in a step in FP32, else that of the device's fast ones.
         """
-        precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        precision = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         before = self._state_before if self.comm.size("context") > 1 else None
-        return {"state_before": before, "precision": precision, "implementation": self.comm.linear_attention}
+        how = {"state_before": before, "precision": precision, "implementation": self.comm.linear_attention}
+        apply = partial(rule, starts=self.starts, **how)
+        out, state = self.comm.recurrence(apply, arguments, {})
+        if self.comm.replaced_first:  # the last tokens do not change the state without their keys and decays
+            q, k, v, decay, *others = arguments
+            in_state = (jnp.arange(k.shape[1]) < self.state_end[:, None])[..., None]
+            k, decay = jnp.where(in_state[..., None], k, 0), jnp.where(in_state, decay, 0)
+            _, state = self.comm.recurrence(apply, (q, k, v, decay, *others), {})
+        if self.comm.replaceable is not None:
+            self.kept["state"] = state
+        return out
+
+    def new(self, x: jax.Array) -> jax.Array:
+        """Of the tokens `[B, L, ...]` those that the layer got, `[B, S, ...]`."""
+        return x
 
     def _window(self, x: jax.Array, count: int) -> jax.Array | None:
         """The last `count` tokens of the device before this one."""
@@ -70,6 +99,78 @@ class RecurrentTokens:
                 after = own[..., None] * state + end
             state = jnp.where(device < index, after, state)
         return state
+
+
+class ContinuedTokens(RecurrentTokens):
+    """New tokens of generation, after those of which `earlier` was kept.
+
+    A step may replace the newest tokens before it: drafts that were not accepted. So with drafts `state` is the one
+    before `position [B]`, and `rates [B, R, ...]` and `window` have the inputs of R tokens from there on; `window` also
+    has those before them that the convolution sees. A step computes these tokens again, up to the first that is
+    replaced, then the new ones, and goes on to the state R tokens before their end. It reads and writes a state once.
+    """
+
+    def __init__(self, ctx: LayerContext, earlier: Kept):
+        super().__init__(ctx)
+        self.earlier, self.first = earlier, self.position[:, 0]  # [B], the first new position
+        self.replaceable = earlier["rates"].shape[1] if "rates" in earlier else 0
+        if self.replaceable:
+            self.start = earlier["position"]
+            self.position = self.start[:, None] + jnp.arange(self.position.shape[1] + self.replaceable)
+
+    def joined(self, x: jax.Array, rates: jax.Array) -> tuple[jax.Array, jax.Array]:
+        window = self.earlier["window"]
+        count = window.shape[1] - self.replaceable
+        if self.replaceable:
+            x, rates = self._after(window, x, self.start - count), self._after(self.earlier["rates"], rates, self.start)
+            self.kept = {
+                "position": self.start + self.state_end,
+                "rates": rows(rates, self.state_end, self.replaceable),
+                "window": rows(x, self.state_end, count + self.replaceable),
+            }
+        else:
+            x = jnp.concatenate([window, x], axis=1)
+            self.kept = {"window": x[:, -count:]}
+        self.before = x[:, :count]
+        return x[:, count:], rates
+
+    @cached_property
+    def state_end(self) -> jax.Array:
+        """The number of tokens from `start` on that go into the state, `[B]`."""
+        return jnp.maximum(self.first + self.position.shape[1] - 2 * self.replaceable - self.start, 0)
+
+    def convolved(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        return ops.short_convolution(x, weight, self.position, self.before, bias)
+
+    def recur(self, rule: Rule, definition: Rule, *arguments: jax.Array) -> jax.Array:
+        state = {"initial": self.earlier["state"], "count": self.state_end if self.replaceable else None}
+        apply = partial(definition, implementation=self.comm.few_tokens)
+        out, self.kept["state"] = self.comm.recurrence(apply, arguments, state)
+        return out
+
+    def new(self, x: jax.Array) -> jax.Array:
+        return rows(x, self.first - self.start, x.shape[1] - self.replaceable) if self.replaceable else x
+
+    def _after(self, earlier: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        """The tokens from the position `start [B]` on: `earlier [B, E, ...]` up to `first`, then the new ones."""
+        both = jnp.concatenate([earlier, new], axis=1)
+        position = start[:, None] + jnp.arange(both.shape[1])
+        from_new = earlier.shape[1] + jnp.minimum(position - self.first[:, None], new.shape[1] - 1)
+        index = jnp.where(position < self.first[:, None], jnp.arange(both.shape[1]), from_new)
+        return jnp.take_along_axis(both, index.reshape(*index.shape, *[1] * (both.ndim - 2)), axis=1)
+
+
+def recurrent_tokens(ctx: LayerContext, earlier: Kept | None) -> RecurrentTokens:
+    """The tokens of a layer, after those of which generation kept `earlier` (`Comm.earlier`)."""
+    return RecurrentTokens(ctx) if earlier is None else ContinuedTokens(ctx, earlier)
+
+
+def rows(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """`count` tokens of x `[B, L, ...]` from `first [B]` on; zeros before the first and after the last token."""
+    index = first[:, None] + jnp.arange(count)
+    inside = (index >= 0) & (index < x.shape[1])
+    index, inside = (a.reshape(*a.shape, *[1] * (x.ndim - 2)) for a in (index, inside))
+    return jnp.where(inside, jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1), axis=1), 0)
 
 
 def project_with_rates(

@@ -14,7 +14,7 @@ from megajax.ops.mlp_activation import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
 from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor
-from megajax.ops.short_convolution import last_tokens, short_convolution
+from megajax.ops.short_convolution import short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "document_starts",
     "dropout",
     "gated_delta_rule",
-    "last_tokens",
     "layer_norm",
     "recurrent_gated_delta_rule",
     "recurrent_state_space",

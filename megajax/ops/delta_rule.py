@@ -22,7 +22,13 @@ from megajax.ops.linear_recurrence import (
     token_by_token,
     unit_lower_inverse,
 )
+from megajax.ops.mlp_activation import ElementwiseImplementation
 from megajax.ops.numerics import wide
+
+
+def change(state: jax.Array, k: jax.Array, v: jax.Array, strength: jax.Array) -> jax.Array:
+    """What a token adds to the values of its key in the decayed state."""
+    return strength[..., None] * (v - jnp.sum(state * k[..., None], axis=-2))
 
 
 def recurrent_gated_delta_rule(
@@ -33,13 +39,12 @@ def recurrent_gated_delta_rule(
     strength: jax.Array,
     starts: jax.Array | None = None,
     initial: jax.Array | None = None,
+    count: jax.Array | None = None,
+    implementation: ElementwiseImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
-    """The definition, token by token: arguments and results as `gated_delta_rule`."""
-
-    def change(state, k, v, strength):
-        return strength[..., None] * (v - jnp.sum(state * k[..., None], axis=-2))
-
-    return token_by_token(change, q, k, v, log_decay, starts, initial, strength)
+    """The definition, token by token: arguments and results as `gated_delta_rule`, the rest as `token_by_token`."""
+    arguments = q, k, v, log_decay, starts, initial, strength
+    return token_by_token(change, *arguments, count=count, implementation=implementation)
 
 
 def gated_delta_rule(

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops import recurrent_kernel
+from megajax.ops.mlp_activation import ElementwiseImplementation
 from megajax.ops.numerics import wide
 
 CHUNK = 64
@@ -61,28 +63,45 @@ def token_by_token(
     starts: jax.Array | None,
     initial: jax.Array | None,
     *others: jax.Array,
+    count: jax.Array | None = None,
+    implementation: ElementwiseImplementation = "reference",
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The definition of a recurrence, by its tokens: S → a S + k changeᵀ and o = Sᵀ q, as `ops.gated_delta_rule`.
 
-    `change(state, k, v, *others)` of one token `[B, N, ...]` sees the decayed state; `others` are `[B, S, N]`.
+    `change(state, k, v, *others)` of one token `[B, N, ...]` sees the decayed state; `others` are `[B, S, N]`. The
+    state is that after the first `count [B]` tokens of each sequence (None: after all). "pallas" reads and writes it
+    once where its kernel has these widths; it does not know documents, and `interpret` runs it on any device.
     """
-    dtype, N = wide(v.dtype), v.shape[2]
-    q, k = (jnp.repeat(a.astype(dtype), N // a.shape[2], axis=2) for a in (q, k))
+    (B, _, N, w), d, dtype = v.shape, k.shape[-1], wide(v.dtype)
     decay = jnp.exp(log_decay.astype(dtype))
-    if starts is not None:
-        decay = jnp.where(starts[..., None], 0, decay)
-    if initial is None:
-        initial = jnp.zeros((len(v), N, k.shape[-1], v.shape[-1]), dtype)
+    initial = jnp.zeros((B, N, d, w), dtype) if initial is None else initial.astype(dtype)
 
-    def step(state: jax.Array, token: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, decay, *others = token
+    def token(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, *others: jax.Array):
         state = decay[..., None, None] * state
         state = state + k[..., None] * change(state, k, v, *others)[..., None, :]
         return state, jnp.sum(state * q[..., None], axis=-2)
 
+    if implementation == "pallas" and recurrent_kernel.fits(d, w):
+        assert starts is None
+        inputs = [a.astype(dtype) for a in (q, k, v, decay, *others)]
+        return recurrent_kernel.few_tokens(token, inputs, initial, count, interpret=interpret)
+    q, k = (jnp.repeat(a, N // a.shape[2], axis=2) for a in (q, k))
+    if starts is not None:
+        decay = jnp.where(starts[..., None], 0, decay)
+
+    def step(states: tuple[jax.Array, ...], inputs: list[jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """The newest state and the one to keep, if they differ, go on by a token."""
+        index, *inputs = inputs
+        state, out = token(states[0], *inputs)
+        if count is None:
+            return (state,), out
+        return (state, jnp.where((index < count)[:, None, None, None], state, states[1])), out
+
     tokens = [jnp.moveaxis(a.astype(dtype), 1, 0) for a in (q, k, v, decay, *others)]
-    final, out = lax.scan(step, initial.astype(dtype), tokens)
-    return jnp.moveaxis(out, 0, 1), final
+    carried = (initial,) if count is None else (initial, initial)
+    states, out = lax.scan(step, carried, [jnp.arange(len(tokens[0])), *tokens])
+    return jnp.moveaxis(out, 0, 1), states[-1]
 
 
 def chunk_size(length: int) -> int:

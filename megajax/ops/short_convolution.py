@@ -19,16 +19,6 @@ def short_convolution(
     return keep_inputs_only(_compute)(x, weight, position, before, bias)
 
 
-def last_tokens(x: jax.Array, count: int, lengths: jax.Array | None, before: jax.Array | None) -> jax.Array:
-    """The last `count` of the first `lengths [B]` tokens (None: all) of x `[B, S, F]`, after those of `before`."""
-    if before is None:
-        before = jnp.zeros((len(x), count, x.shape[-1]), x.dtype)
-    tokens = jnp.concatenate([before, x], axis=1)
-    if lengths is None:
-        return tokens[:, tokens.shape[1] - count :]
-    return jnp.take_along_axis(tokens, (lengths[:, None] + jnp.arange(count))[..., None], axis=1)
-
-
 def _compute(x: jax.Array, weight: jax.Array, position: jax.Array, before: jax.Array, bias: jax.Array | None):
     S, W = x.shape[1], len(weight)
     tokens, weight = (a.astype(wide(x.dtype)) for a in (jnp.concatenate([before, x], axis=1), weight))

@@ -21,6 +21,7 @@ from megajax.ops.linear_recurrence import (
     to_chunks,
     token_by_token,
 )
+from megajax.ops.mlp_activation import ElementwiseImplementation
 from megajax.ops.numerics import wide
 
 
@@ -31,9 +32,12 @@ def recurrent_state_space(
     log_decay: jax.Array,
     starts: jax.Array | None = None,
     initial: jax.Array | None = None,
+    count: jax.Array | None = None,
+    implementation: ElementwiseImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
-    """The definition, token by token: arguments and results as `state_space`."""
-    return token_by_token(lambda state, k, v: v, q, k, v, log_decay, starts, initial)
+    """The definition, token by token: arguments and results as `state_space`, the rest as `token_by_token`."""
+    arguments = q, k, v, log_decay, starts, initial
+    return token_by_token(lambda state, k, v: v, *arguments, count=count, implementation=implementation)
 
 
 def state_space(

@@ -16,7 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).parent
-MODELS = ("tiny_llama", "tiny_mistral", "tiny_qwen3_local", "tiny_mixtral", "tiny_gpt_oss", "tiny_qwen3_next")
+MODELS = (
+    "tiny_llama",
+    "tiny_mistral",
+    "tiny_qwen3_local",
+    "tiny_mixtral",
+    "tiny_gpt_oss",
+    "tiny_qwen3_next",
+    "tiny_nemotron_h",
+)
 LENGTHS, COUNT = (3, 9, 17), 50
 
 
@@ -34,7 +42,7 @@ def references(folder: Path) -> dict:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in LENGTHS]
-    settings = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0}
+    settings = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0, "use_cache": False}
     inputs = [torch.tensor([prompt]) for prompt in prompts]
     outputs = [model.generate(i, attention_mask=torch.ones_like(i), **settings)[0].tolist() for i in inputs]
     tokens = [out[len(prompt) :] for out, prompt in zip(outputs, prompts, strict=True)]

@@ -14,8 +14,9 @@ from megajax.errors import InputError
 from megajax.inference.comm import Decode, Prefill
 from megajax.inference.generation import Generator, continue_texts
 from megajax.inference.language_model import choose_kernels
+from megajax.inference.load import for_inference
 from megajax.inference.sampling import Sampling, choose, remaining
-from megajax.kernel_choice import HOPPER
+from megajax.kernel_choice import HOPPER, Hardware
 from megajax.model import bind
 
 GREEDY = Sampling(temperature=0)
@@ -37,6 +38,7 @@ def last(pieces):
         ("tiny_qwen3_local", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
         ("tiny_gpt_oss", {"data": 2, "expert": 2, "tensor": 2}),
         ("tiny_qwen3_next", {"fsdp": 2, "tensor": 2}),  # states beside a cache
+        ("tiny_nemotron_h", {"data": 2, "expert": 2, "tensor": 2}),
     ],
 )
 def test_a_mesh_generates_the_tokens_of_transformers(references, folder_of, name, sizes):
@@ -262,3 +264,14 @@ def test_experts_that_the_gpus_kernel_does_not_support_use_the_reference_with_a_
     with pytest.warns(UserWarning, match="experts run slowly here, by kernels.grouped_matmul=reference: .*float32"):
         kernels = choose_kernels(megajax.Config.model_validate(content), HOPPER)
     assert kernels.grouped_matmul == "reference" and kernels.attention == "reference"
+
+
+@pytest.mark.smoke
+def test_the_trainings_kernels_are_not_asked_for():
+    """They may not run here, as those of a Hopper GPU."""
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 64, "block_pattern": ["gated_deltanet"]}
+    content = {"model": model, "batch": {"global_size": 1, "sequence_length": 8}, "data": {"kind": "synthetic"}}
+    asked = {"kernels": {"attention": "cudnn", "linear_attention": "jla"}}
+    config = for_inference(megajax.Config.model_validate(content | asked), "bfloat16", 0)
+    kernels = choose_kernels(config, Hardware("cpu"))
+    assert (kernels.attention, kernels.linear_attention) == ("reference", "reference")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import COMMON, LATENT_MODELS
+from mesh_models import COMMON, HYBRID, LATENT_MODELS, MAMBA
 from models_in_use import build, greedy_tokens
 
 from megajax.inference.generation import Generator
@@ -20,7 +20,10 @@ PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8]], 14
 LATENT = LATENT_MODELS["v3"] | {"num_layers": 2, "mtp_layers": 2}
 WINDOWS = COMMON | {"num_layers": 2, "num_kv_heads": 4, "mtp_layers": 1}
 WINDOWS |= {"sliding_window": 6, "layer_pattern": ["global", "local"]}
-CASES = pytest.mark.parametrize(("settings", "drafts"), [(LATENT, 3), (WINDOWS, 2)], ids=["latent", "windows"])
+# States in the layers and in both modules, whose steps begin before the newest token
+STATES = HYBRID | {"num_layers": 2, "block_pattern": ["dense", "gated_deltanet"], "mtp_layers": 2}
+NEMOTRON = MAMBA | {"block_pattern": ["mamba2", "experts", "mamba2", "attention"], "mtp_layers": 1}
+CASES = {"latent": (LATENT, 3), "windows": (WINDOWS, 2), "states": (STATES, 3)}
 
 
 def agreeing(params):
@@ -32,7 +35,7 @@ def agreeing(params):
     return params
 
 
-@CASES
+@pytest.mark.parametrize(("settings", "drafts"), [*CASES.values(), (NEMOTRON, 2)], ids=[*CASES, "nemotron"])
 def test_greedy_tokens_are_those_without_drafts(settings, drafts):
     expected = greedy_tokens(build(settings, {}, agreeing), PROMPTS, NEW)
     model = build(settings, {"fsdp": 2, "tensor": 2}, agreeing, drafts)
@@ -43,7 +46,7 @@ def test_greedy_tokens_are_those_without_drafts(settings, drafts):
     assert 0 < accepted[-1] < accepted[0] < steps, "all drafts of a step are accepted, none, and some"
     assert tokens <= steps + accepted.sum() <= tokens + drafts * len(PROMPTS), "a last step may go beyond NEW"
 
-    if settings is LATENT:  # stopping does not depend on the kind of attention
+    if settings is not WINDOWS:  # stopping does not depend on the kind of attention
         return
     generator.stop = jnp.array([expected[0][5], -1])  # in the middle of a step's tokens or at its end
     cut = [tokens[: tokens.index(expected[0][5])] if expected[0][5] in tokens else tokens for tokens in expected]
@@ -83,7 +86,7 @@ def draft_distributions(model, programs, text: list[int], drafts: list[int], sam
     return found
 
 
-@CASES
+@pytest.mark.parametrize(("settings", "drafts"), CASES.values(), ids=CASES)
 def test_drafts_are_the_predictions_of_modules_on_whole_sequences(settings, drafts):
     """After each step, with random weights: caches, positions and rejected drafts leave no trace."""
     sampling, states = Sampling(temperature=1.0, top_k=50), []

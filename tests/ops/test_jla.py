@@ -1,11 +1,15 @@
 """The choice of jax-linear-attention's kernels, and what is given to them; they run on Hopper GPUs only (dev/)."""
 
+import copy
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mesh_models import HYBRID
+from models_in_use import build
 
 from megajax.errors import ConfigError
 from megajax.kernel_choice import HOPPER, Hardware, choose_linear_attention
@@ -76,6 +80,16 @@ def test_a_device_sends_its_map_of_the_state(installed, rng, rule, starts):
     after = transition @ initial if transition.ndim == 4 else transition[..., None] * initial
     for a, b in zip((*found, after + final), (*expected, expected[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_of_generation_use_them_on_each_devices_sequences_and_heads(installed):
+    model, tokens = build(HYBRID | {"num_layers": 2}, {"fsdp": 2, "tensor": 2}), np.arange(44).reshape(4, 11)
+    expected = np.asarray(model(tokens))
+    with_kernels = copy.copy(model)
+    del with_kernels._logits  # the compiled program
+    with_kernels.kernels = replace(model.kernels, linear_attention="jla")
+    found = np.asarray(with_kernels(tokens))
+    assert 0 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.03, "they round to BF16"
 
 
 def test_auto_takes_them_on_hopper_in_bf16(installed):

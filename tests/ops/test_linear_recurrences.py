@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
-from megajax.ops.linear_recurrence import unit_lower_inverse
-from megajax.ops.short_convolution import last_tokens, short_convolution
+from megajax.ops.delta_rule import change, gated_delta_rule, recurrent_gated_delta_rule
+from megajax.ops.linear_recurrence import token_by_token, unit_lower_inverse
+from megajax.ops.short_convolution import short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
 
 TOLERANCE = 1e-5  # in float32
@@ -162,9 +162,17 @@ def test_the_convolution_sees_its_document_only(check_op, rng):
     )
 
 
-def test_the_window_has_the_last_real_tokens(rng):
-    x, before = jnp.asarray(rng.normal(size=(2, 5, 3))), jnp.asarray(rng.normal(size=(2, 3, 3)))
-    found = last_tokens(x, 3, jnp.array([1, 5]), before)
-    np.testing.assert_array_equal(found[0], jnp.concatenate([before[0, 1:], x[0, :1]]))
-    np.testing.assert_array_equal(found[1], x[1, 2:])
-    np.testing.assert_array_equal(last_tokens(x, 3, None, None), x[:, 2:])
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("rule", [change, lambda state, k, v: v], ids=["delta rule", "state space"])
+def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, implementation):
+    """Of the first sequence that after no token, of the second that after two; keys that heads share."""
+    *tokens, initial = (jnp.asarray(a, jnp.float32) for a in drawn(rng, 3, d=16, w=64))
+    tokens, starts = tokens[: 5 if rule is change else 4], None
+    definition = recurrent_gated_delta_rule if rule is change else recurrent_state_space
+    run = partial(token_by_token, rule, *tokens[:4], starts, initial, *tokens[4:])
+    out, state = run(count=jnp.array([0, 2]), implementation=implementation, interpret=True)
+    expected, last = definition(*tokens, initial=initial)
+    assert error(out, expected) < TOLERANCE
+    np.testing.assert_array_equal(state[0], initial[0])
+    assert error(state[1], definition(*(a[:, :2] for a in tokens), initial=initial)[1][1]) < TOLERANCE
+    assert error(run(implementation=implementation, interpret=True)[1], last) < TOLERANCE
