@@ -83,7 +83,7 @@ class WholeSequences(Comm):
         function = lambda tokens, state: rule(*tokens, **state)  # noqa: E731
         return self.divided(function, (token, of_state), (token, stored))(tokens, state)
 
-    def divided(self, function, in_specs: Sequence[P], out_specs):
+    def divided(self, function, in_specs: Sequence[Any], out_specs):
         """`function` on each device's part of its arguments."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
 

@@ -40,7 +40,7 @@ def few_tokens(
             kept = state if count is None else jnp.where(t < count_ref[0], state, kept)
         final_ref[...] = kept
 
-    def spec(x: jax.Array, split: bool) -> pl.BlockSpec:
+    def spec(x: jax.Array | jax.ShapeDtypeStruct, split: bool) -> pl.BlockSpec:
         """The tokens of one head, or of a program's columns of it."""
         group = N // x.shape[2]
         if x.ndim == 3:
