@@ -9,11 +9,16 @@ import pytest
 from mesh_models import COMMON, HYBRID, LATENT_MODELS, MAMBA
 from models_in_use import build, greedy_tokens
 
+import megajax
+from megajax.config import ModelConfig
+from megajax.hf.convert import export, load, read_model
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.layout.kinds import prediction_kind
+from megajax.model import Transformer
 from megajax.model.comm import Comm
+from megajax.model.parameters import init_parameters
 from megajax.model.sublayer import LayerContext
 
 PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8]], 14
@@ -150,3 +155,18 @@ def test_equal_distributions_accept_every_draft():
     assert accepted.tolist() == [2] and rest.tolist() == [[0.5, 0.5]]
     greedy = distribution(jnp.array([[1.0, 3.0, 2.0]]), Sampling(temperature=0))
     assert greedy.tolist() == [[0, 1, 0]]
+
+
+def test_qwen3_next_drafts_with_its_module(references, folder_of, tmp_path):
+    """A published folder has a module that transformers leaves out; this one's is random."""
+    folder, expected = folder_of("tiny_qwen3_next"), references["tiny_qwen3_next"]
+    model = ModelConfig.model_validate(read_model(folder) | {"mtp_layers": 1, "vocab_multiple": 1})
+    weights, device = init_parameters(Transformer(model), 0, 0.3), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    published = {n: w for n, w in weights.items() if not n.startswith("blocks.mtp.")}
+    wanted = {n: jax.ShapeDtypeStruct(w.shape, np.float32, sharding=device) for n, w in published.items()}
+    own, _ = load(folder, wanted, {}, model.model_copy(update={"mtp_layers": 0}), "folder")
+    export({n: np.asarray(w) for n, w in (weights | own).items()}, model, tmp_path, "float32", {})
+    generator = Generator(megajax.from_hf(tmp_path, speculate=2), Sampling(temperature=0))
+    assert [*generator.tokens(expected["prompts"], 50)][-1] == expected["tokens"]
+    steps, accepted = generator.verified
+    assert steps < 3 * 49 and accepted[0] > 0
