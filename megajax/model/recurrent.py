@@ -15,7 +15,7 @@ from megajax.model.comm import Comm
 from megajax.model.sublayer import LayerContext, Weights, normalise
 
 DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus of its bias, as in Mamba-2
-Kept = dict[str, jax.Array]  # arrays [B, ...] by name
+Kept = dict[str, Any]  # arrays [B, ...] by name, or several of them
 Rule = Callable[..., tuple[jax.Array, jax.Array]]  # an op of queries, keys, values and rates → (outputs, states)
 
 
@@ -33,13 +33,13 @@ class RecurrentTokens:
         self.starts = None if tokens.document_starts is None else self.position == 0
         self.kept = Kept()
 
-    def joined(self, x: jax.Array, rates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def joined(self, x: jax.Array, *rates: jax.Array) -> tuple[jax.Array, ...]:
         """The convolution's inputs and the rates `[B, S, ...]` → `[B, L, ...]`: these tokens' and some before them."""
         self.dtype = x.dtype
-        if self.comm.replaceable:
-            kept_rates = rows(rates, self.state_end, self.comm.replaceable)
-            self.kept |= {"position": self.state_end, "rates": kept_rates}
-        return x, rates
+        if count := self.comm.replaceable:
+            self.kept["position"] = self.state_end
+            self.kept["rates"] = tuple(rows(a, self.state_end, count) for a in rates)
+        return x, *rates
 
     @cached_property
     def state_end(self) -> jax.Array:
@@ -70,8 +70,8 @@ class RecurrentTokens:
         out, state = self.comm.recurrence(apply, arguments, {})
         if self.comm.replaced_first:  # the last tokens do not change the state without their keys and decays
             q, k, v, decay, *others = arguments
-            in_state = (jnp.arange(k.shape[1]) < self.state_end[:, None])[..., None]
-            k, decay = jnp.where(in_state[..., None], k, 0), jnp.where(in_state, decay, 0)
+            in_state = jnp.arange(k.shape[1]) < self.state_end[:, None]
+            k, decay = (jnp.where(in_state.reshape(*in_state.shape, *[1] * (a.ndim - 2)), a, 0) for a in (k, decay))
             _, state = self.comm.recurrence(apply, (q, k, v, decay, *others), {})
         if self.comm.replaceable is not None:
             self.kept["state"] = state
@@ -105,34 +105,36 @@ class ContinuedTokens(RecurrentTokens):
     """New tokens of generation, after those of which `earlier` was kept.
 
     A step may replace the newest tokens before it: drafts that were not accepted. So with drafts `state` is the one
-    before `position [B]`, and `rates [B, R, ...]` and `window` have the inputs of R tokens from there on; `window` also
-    has those before them that the convolution sees. A step computes these tokens again, up to the first that is
-    replaced, then the new ones, and goes on to the state R tokens before their end. It reads and writes a state once.
+    before `position [B]`, and `rates` (arrays `[B, R, ...]`) and `window` have the inputs of R tokens from there on;
+    `window` also has those before them that the convolution sees. A step computes these tokens again, up to the first
+    that is replaced, then the new ones, and goes on to the state R tokens before their end. It reads and writes a state
+    once.
     """
 
     def __init__(self, ctx: LayerContext, earlier: Kept):
         super().__init__(ctx)
         self.earlier, self.first = earlier, self.position[:, 0]  # [B], the first new position
-        self.replaceable = earlier["rates"].shape[1] if "rates" in earlier else 0
+        self.replaceable = earlier["rates"][0].shape[1] if "rates" in earlier else 0
         if self.replaceable:
             self.start = earlier["position"]
             self.position = self.start[:, None] + jnp.arange(self.position.shape[1] + self.replaceable)
 
-    def joined(self, x: jax.Array, rates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def joined(self, x: jax.Array, *rates: jax.Array) -> tuple[jax.Array, ...]:
         window = self.earlier["window"]
         count = window.shape[1] - self.replaceable
         if self.replaceable:
-            x, rates = self._after(window, x, self.start - count), self._after(self.earlier["rates"], rates, self.start)
+            x = self._after(window, x, self.start - count)
+            rates = tuple(map(partial(self._after, start=self.start), self.earlier["rates"], rates))
             self.kept = {
                 "position": self.start + self.state_end,
-                "rates": rows(rates, self.state_end, self.replaceable),
+                "rates": tuple(rows(a, self.state_end, self.replaceable) for a in rates),
                 "window": rows(x, self.state_end, count + self.replaceable),
             }
         else:
             x = jnp.concatenate([window, x], axis=1)
             self.kept = {"window": x[:, -count:]}
         self.before = x[:, :count]
-        return x[:, count:], rates
+        return x[:, count:], *rates
 
     @cached_property
     def state_end(self) -> jax.Array:
