@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 COLUMNS, NUM_WARPS = 32, 4  # of a program
+FEW_COLUMNS, FEW = 16, 264  # where there are fewer programs than twice a Hopper GPU's multiprocessors
 # (state [d, w], a token's query, key, value, decay, ...) → (the next state, the output [w])
 Token = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -29,7 +30,8 @@ def few_tokens(
     Fewer heads than N are shared by consecutive ones. The states are those after the first `count [B]` tokens (None:
     after all); they take the memory of `initial`.
     """
-    (B, N, d, w), S, columns = initial.shape, inputs[0].shape[1], min(COLUMNS, initial.shape[3])
+    (B, N, d, w), S = initial.shape, inputs[0].shape[1]
+    columns = min(w, COLUMNS if B * N * w // COLUMNS >= FEW else FEW_COLUMNS)
     of_columns = [a.ndim == 4 and index == 2 for index, a in enumerate(inputs)]  # the values
 
     def kernel(count_ref, *refs) -> None:
