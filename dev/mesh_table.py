@@ -15,8 +15,9 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
   virtual stages.
 - `latent`: latent attention (DeepSeek-V2 and V3) on two devices of every axis, every pair and some triples, with and
   without documents, experts and MTP modules, under each remat policy; `communication.context` takes turns.
-- `hybrid`: gated DeltaNet beside gated attention, and Mamba-2 beside attention, with experts, on the meshes of `latent`
-  that their two groups of heads allow.
+- `hybrid`: gated DeltaNet beside gated attention, and Mamba-2 beside attention, with experts: on the meshes of `latent`
+  that their two groups of heads allow, with and without documents and MTP modules, under remat policies in turn; every
+  schedule with one and two virtual stages; LoRA and Muon on a few meshes.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from mesh_models import (
     all_meshes,
     context_meshes,
     expert_meshes,
+    hybrid_rows,
     latent_meshes,
     mixed_meshes,
     pipeline_meshes,
@@ -60,6 +62,7 @@ from single_device import (
     make_config,
     reference_config,
     train,
+    weights_of,
 )
 
 from megajax.config import Config
@@ -72,8 +75,9 @@ SETTINGS = {
     "context": ("model", "optimizer", "mesh", "context", "documents", "M"),
     "experts": ("model", "optimizer", "mesh", "dispatch", "M"),
     "latent": ("model", "mesh", "context", "documents", "remat", "M"),
-    "hybrid": ("model", "mesh", "context", "documents", "remat", "M"),
+    "hybrid": ("model", "optimizer", "mesh", "schedule", "R", "context", "documents", "remat", "M"),
 }
+HYBRIDS = [mixer + variant for mixer, variants in HYBRID_VARIANTS.items() for variant in variants]
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
 STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10, "hybrid": 5}
@@ -105,8 +109,8 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
             if table == "experts" and config.pipeline.virtual_stages > 1
             else ""
         ),
-        "schedule": config.pipeline.schedule,
-        "R": config.pipeline.virtual_stages,
+        "schedule": config.pipeline.schedule if sizes["pipeline"] > 1 else "",
+        "R": config.pipeline.virtual_stages if sizes["pipeline"] > 1 else "",
         "context": config.communication.context if sizes["context"] > 1 else "",
         "dispatch": config.dispatch(sizes).name if config.expert_shards(sizes) > 1 else "",
         "documents": "packed" if config.data.reset_attention else "",
@@ -272,20 +276,22 @@ def latent_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
 
 def hybrid_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
     """The same for layers with a state."""
-    meshes = parse_meshes(args.meshes) if args.meshes else [m for m in latent_meshes() if m.get("tensor", 1) <= 2]
-    for turn, (variant, (model, packed, policy)) in enumerate(HYBRID_VARIANTS.items()):
-        if args.model and variant not in args.model:
+    for i, (mixer, variant, mesh, pipeline) in enumerate(hybrid_rows()):
+        if args.model and mixer + variant not in args.model:
             continue
-        for i, mesh in enumerate(meshes):
-            strategy = ("ring", "all_gather", "all_to_all")[(i + turn) % (3 if mesh.get("context", 1) <= 2 else 2)]
-            settings = {"steps": args.steps, "optimizer": "sgd", "communication": {"context": strategy}}
-            settings |= {"batch": {"sequence_length": 48}, "data": DOCUMENTS if packed else {}}
-            config = make_config(model, mesh, microbatches=2, remat={"policy": policy}, **settings)
-            yield variant, "sgd", config
+        model, packed, policy, more = HYBRID_VARIANTS[mixer][variant]
+        strategy = ("ring", "all_gather", "all_to_all")[i % (3 if mesh.get("context", 1) <= 2 else 2)]
+        settings = {"steps": args.steps, "optimizer": "sgd", "communication": {"context": strategy}, **more}
+        settings |= {"batch": {"sequence_length": 48}, "data": DOCUMENTS if packed else {}, "pipeline": pipeline}
+        count = max(2, mesh.get("pipeline", 1))
+        config = make_config(model, mesh, microbatches=count, remat={"policy": policy}, **settings)
+        yield mixer + variant, settings["optimizer"], config
 
 
 def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
-    """Initial weights, if those of the seed give too even a load."""
+    """Initial weights, if those of the seed give too even a load, or adapters that are zero."""
+    if config.lora.rank is not None:
+        return weights_of(config)
     if model != "uneven":
         return None
     weights = train(reference_config(config).model_copy(update={"run": config.run.model_copy(update={"steps": 1})}))
@@ -323,7 +329,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument(
         "--model",
-        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS, *HYBRID_VARIANTS],
+        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS, *HYBRIDS],
         action="append",
         help="only this; may be repeated",
     )

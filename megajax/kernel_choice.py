@@ -20,8 +20,7 @@ from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.runtime import permutations_are_copied
 
 Obstacle = tuple[str, str]  # why a kernel cannot run, the cure
-# jax refuses cuDNN attention with heads wider than 128 before Hopper, and wider than 256 on any GPU. `auto` stays below
-# the limit of all GPUs.
+# jax refuses cuDNN attention with heads wider than 128 before Hopper, and wider than 256 on any GPU.
 CUDNN_WIDEST_ANYWHERE = 128
 CUDNN_WIDEST = 256
 # The reference stores the scores of all pairs of tokens. `auto` does not choose it on GPUs for longer sequences.
@@ -30,17 +29,19 @@ REFERENCE_LONGEST_ON_GPUS = 8192
 
 @dataclass(frozen=True)
 class Hardware:
-    """The facts about devices and XLA flags that a plan depends on."""
+    """The facts about devices, XLA flags and extras that a plan depends on."""
 
     platform: str  # "gpu" or "cpu"
     capability: str | None = None  # of a GPU, such as "9.0"
     copied_permutations: bool = False  # copy engines run the permutations over `tensor`, within a process
+    has_jla: bool = True  # jax-linear-attention is installed
 
     @classmethod
     def of(cls, mesh: Mesh) -> "Hardware":
         device = mesh.devices.flat[0]
         copied = device.platform == "gpu" and permutations_are_copied() and within_processes(mesh, "tensor")
-        return cls(device.platform, getattr(device, "compute_capability", None), copied)
+        capability = getattr(device, "compute_capability", None)
+        return cls(device.platform, capability, copied, find_spec("jla") is not None)
 
     @property
     def is_gpu(self) -> bool:
@@ -193,8 +194,9 @@ def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShap
     dtype, instead = jnp.dtype(attention.dtype), "or use kernels.attention=auto"  # our kernel, or the reference
     head_dim, value_dim, length = attention.head_dim, attention.value_dim, attention.sequence_length
     unequal, width = head_dim != value_dim, max(head_dim, value_dim)
-    widest = CUDNN_WIDEST_ANYWHERE if requested == "auto" and not unequal else CUDNN_WIDEST
-    if unequal and float(hardware.capability or 0) < 9:
+    hopper = float(hardware.capability or 0) >= 9
+    widest = CUDNN_WIDEST_ANYWHERE if requested == "auto" and not hopper else CUDNN_WIDEST
+    if unequal and not hopper:
         problem = f"cuDNN needs a GPU of compute capability 9.0 for values of {value_dim} and keys of {head_dim}"
         return problem, "use kernels.attention=reference"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -307,6 +309,6 @@ def _jla_obstacle(hardware: Hardware, dtype: Any, widths: Mapping[str, int]) -> 
         return f"the kernels do not support {dtype}", "set precision.compute=bfloat16"
     if others := [f"{key}={width}" for key, width in widths.items() if width not in jla.WIDTHS]:
         return f"the kernels are for widths 64 and 128 and the model has {' and '.join(others)}", "change it"
-    if find_spec("jla") is None:
+    if not hardware.has_jla:
         return "jax-linear-attention is not installed", "pip install 'megajax[linear-attention]'"
     return None

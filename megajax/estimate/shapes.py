@@ -30,10 +30,12 @@ from megajax.step_plan import Collectives
 Arrays = Sequence[jax.Array]
 FP32, INT32 = jnp.dtype("float32"), jnp.dtype("int32")
 # Arrays → arrays of the shapes and dtypes `results`. For a token and each token that it attends to, the kernel
-# multiplies `per_key` numbers.
+# multiplies `per_key` numbers. A recurrence has `state` numbers, which it multiplies `products` times for each token.
 kernel = Primitive("kernel")
 kernel.multiple_results = True
-kernel.def_abstract_eval(lambda *_, results, per_key=0: [ShapedArray(shape, dtype) for shape, dtype in results])
+kernel.def_abstract_eval(
+    lambda *_, results, per_key=0, state=0, products=0: [ShapedArray(shape, dtype) for shape, dtype in results]
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class ShapeComm(MeshComm):
         one: dict[str, int] = dict.fromkeys(AXES, 1)
         super().__init__(one, Kernels(), Collectives(experts_over=shards.experts_over), False, frozen)
         self.shards, ring = shards, ShapeRing(shards.tensor, copied=False)
+        self.linear_attention = ShapeRecurrences()
         self.all_gather_tokens, self.reduce_scatter_tokens = ring.all_gather_tokens, ring.reduce_scatter_tokens
         self.tensor_parallel = replace(self.tensor_parallel, ring=ring)
         self.adapters = replace(self.adapters, tp=replace(self.adapters.tp, ring=ring))
@@ -106,6 +109,20 @@ class ShapeComm(MeshComm):
         return jax.tree.map(lambda a: jnp.concatenate([a] * self.size(axes), dim), x)
 
 
+class ShapeRecurrences:
+    """The kernels of recurrences.
+
+    Products of a state with a number for each of its own, by token, as Megatron-LM counts them: of the delta rule what
+    the state has for a key, its two changes, and the output; of Mamba-2 three and a half.
+    """
+
+    def gated_delta_rule(self, q, k, v, log_decay, strength, *_: Any) -> tuple[jax.Array, jax.Array]:
+        return _recurrence(4, q, k, v, log_decay, strength)
+
+    def state_space(self, q, k, v, log_decay, *_: Any) -> tuple[jax.Array, jax.Array]:
+        return _recurrence(3.5, q, k, v, log_decay)
+
+
 # Kernels with what they keep. The planner never runs their backward pass.
 
 
@@ -127,6 +144,18 @@ def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array):
 
 
 _attention.defvjp(_attention_forward, _not_run)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recurrence(products: float, q: jax.Array, k: jax.Array, v: jax.Array, *gates: jax.Array):
+    """It keeps its inputs; layers compute these again in the backward pass."""
+    (B, _, N, W), H = v.shape, k.shape[-1]
+    results = (v.shape, FP32), ((B, N, H, W), FP32)
+    out, final = kernel.bind(q, k, v, *gates, results=results, state=N * H * W, products=products)
+    return out, final
+
+
+_recurrence.defvjp(lambda products, *arrays: (_recurrence(products, *arrays), arrays), _not_run)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -61,6 +61,8 @@ class SublayerWork:
     matmuls: list[Matmul] = field(default_factory=list)
     per_key: float = 0  # multiplications of attention for a token and each token that it attends to
     mixing: float = 0  # multiplications per token of other products of tokens with tokens
+    state: float = 0  # numbers in the states of a sequence
+    mixed: float = 0  # numbers per token that a recurrence and its convolution read and write
     attended: float = 0  # numbers per token in attention's output
 
     @cached_property
@@ -200,6 +202,11 @@ class BlockTrace:
             if equation.primitive is kernel and origin is TOKENS and (per_key := equation.params.get("per_key")):
                 work[part].per_key += times * per_key
                 work[part].attended += times * self._numbers(equation.outvars[0])
+            if equation.primitive is kernel and (state := equation.params.get("state")):
+                work[part].state += times * state
+                work[part].mixing += times * state * equation.params["products"]
+                shapes: list[Any] = [v.aval for v in (*equation.invars[:3], equation.outvars[0])]  # with the outputs
+                work[part].mixed += times * sum(shape.size for shape in shapes) / self.length
             if equation.primitive is jax.lax.dot_general_p and origin is TOKENS:
                 self._add_product(equation, [each is TOKENS for each in operands], used, times, work[part])
         return part

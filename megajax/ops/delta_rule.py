@@ -67,8 +67,9 @@ def gated_delta_rule(
     (section 3.3): with A the strictly lower part of b_i (k_i · k_j) a_{j+1} … a_i, the state changes by the values
     (1 + A)⁻¹ (b v) less what (1 + A)⁻¹ (b k) finds in the state before the chunk.
     """
-    if implementation == "jla":
-        return jla.gated_delta_rule(q, k, v, log_decay, strength, starts, initial, state_before)
+    if implementation != "reference":
+        kernels = jla if implementation == "jla" else implementation
+        return kernels.gated_delta_rule(q, k, v, log_decay, strength, starts, initial, state_before)
     (B, S, K, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
     group = v.shape[2] // K
     q, k, v, log_decay, strength = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay, strength))

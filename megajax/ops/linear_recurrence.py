@@ -8,7 +8,7 @@ Shape letters: B sequences, S tokens, n chunks of C tokens, N heads, d key width
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,18 @@ from megajax.ops.mlp_activation import ElementwiseImplementation
 from megajax.ops.numerics import wide
 
 CHUNK = 64
-LinearAttentionImplementation = Literal["jla", "reference"]
+
+
+class Recurrences(Protocol):
+    """Kernels of the recurrences, as the module `ops.jla` has them."""
+
+    @property
+    def gated_delta_rule(self) -> Callable[..., tuple[jax.Array, jax.Array]]: ...
+    @property
+    def state_space(self) -> Callable[..., tuple[jax.Array, jax.Array]]: ...
+
+
+LinearAttentionImplementation = Literal["jla", "reference"] | Recurrences
 # (transition [B, N, d, d] or its diagonal [B, N, d], final state [B, N, d, w]) of a device's tokens → its initial state
 StateBefore = Callable[[jax.Array, jax.Array], jax.Array]
 

@@ -55,8 +55,9 @@ def state_space(
 
     The other arguments are those of `ops.gated_delta_rule`.
     """
-    if implementation == "jla":
-        return jla.state_space(q, k, v, log_decay, starts, initial, state_before)
+    if implementation != "reference":
+        kernels = jla if implementation == "jla" else implementation
+        return kernels.state_space(q, k, v, log_decay, starts, initial, state_before)
     (B, S, G, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
     q, k, v, log_decay = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay))
     decay, group = decays(log_decay, documents(starts, (B, S), size)), v.shape[2] // G

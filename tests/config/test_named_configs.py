@@ -24,6 +24,7 @@ RECIPES = {
     "deepseek_v3": (1024,),
     "dsv2lite_l6": (1, 2, 4),
     "dsv3_l4_e16": (1, 2),
+    "gated_deltanet_2b": (1, 2, 4),
     "gpt3_125m": (1, 2, 4, 8),
     "gpt3_175b": (128,),
     "llama_100m": (1,),
@@ -34,12 +35,15 @@ RECIPES = {
     "llama3_8b_l16_pipeline": (4,),
     "llama3_8b_l8": (1, 2, 4),
     "llama3_8b_l8_context": (4,),
+    "mamba2_2b": (1, 2, 4),
     "mixtral_8x22b": (128,),
     "mixtral_l2": (1, 2, 4),
     "moe_1b": (1,),
+    "nemotron3_nano_l7": (1, 4),
     "quickstart": (1, 2, 4, 8),
     "qwen3_235b": (256,),
     "qwen3_30b_l6": (1, 2, 4),
+    "qwen3_next_l4": (1, 4),
 }
 # The sizes of the published weights: those of the tensors in the models' folders on Hugging Face.
 PARAMETERS = {

@@ -332,10 +332,10 @@ def test_latent_attention_takes_our_own_kernel_on_hopper():
     assert choose("cudnn", **FITS | HOPPER_LATENT)[0] == "cudnn"
 
 
-def test_heads_up_to_256_need_cudnn_by_name():
+def test_heads_up_to_256_need_cudnn_by_name_before_hopper():
     wide: dict[str, Any] = FITS | {"head_dim": 256}
     assert choose("auto", **wide)[0] == "reference"
-    assert choose("cudnn", **wide)[0] == "cudnn"
+    assert choose("cudnn", **wide)[0] == choose("auto", **wide | {"capability": "9.0"})[0] == "cudnn"
 
 
 def test_reference_by_name_runs_anywhere():

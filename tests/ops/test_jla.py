@@ -118,4 +118,4 @@ def test_an_explicit_choice_that_cannot_run_is_refused(installed, hardware, dtyp
 
 def test_a_missing_package_is_named_with_its_extra():
     with pytest.raises(ConfigError, match=r"pip install 'megajax\[linear-attention\]'"):
-        choose_linear_attention("jla", HOPPER, jnp.bfloat16, {})
+        choose_linear_attention("jla", replace(HOPPER, has_jla=False), jnp.bfloat16, {})

@@ -42,13 +42,6 @@ DENSE_AND_LATENT_MOE |= {
 }
 
 
-def random_weights(program: TrainProgram) -> dict[str, np.ndarray]:
-    """All weights; B is not zero, or else A would have no gradient."""
-    rng = np.random.default_rng(3)
-    shapes = {name: placement.shape for name, placement in program.placements.items()}
-    return {n: (rng.normal(0, 0.1, shape) + ("norm" in n)).astype(np.float32) for n, shape in shapes.items()}
-
-
 def merged(weights: dict, scale: float) -> dict:
     """W + scale · A B, without the adapters."""
     out = {name: w for name, w in weights.items() if not name.endswith((A, B))}
@@ -69,7 +62,7 @@ def steps(table) -> SimpleNamespace:
     lora = ALL | {"dropout": 0.0, "targets": ["query", "value", "down"]}
     config = table.make_config(LLAMA, lora=lora, **BASE)
     program = one_device(config)
-    weights = random_weights(program)
+    weights = table.weights_of(config)
     fields = next(table.make_batches(config))
     batch = to_global(program, fields)
     state, metrics = program.train_step(table.first_state(program, weights), batch)
@@ -135,7 +128,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed(steps):
 def test_steps_on_a_mesh_equal_those_on_one_device(table, model, mesh, options):
     config = table.make_config(model, mesh, steps=2, optimizer="sgd", **options, **BASE)
     single = table.reference_config(config)
-    weights = random_weights(one_device(single))
+    weights = table.weights_of(single)
     assert not table.compare(table.train(config, weights), table.train(single, weights)).problems()
 
 

@@ -125,13 +125,23 @@ MAMBA = MIXTRAL | {
     "block_pattern": ["mamba2", "experts", "attention", "mlp"],
     "mamba2": {"num_heads": 4, "num_groups": 2, "head_dim": 6, "state_dim": 8, "min_step": 0.001},
 }
-# Variants of the table, as of LATENT_VARIANTS.
-HYBRID_VARIANTS: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "gated DeltaNet": (HYBRID, False, "none"),
-    "gated DeltaNet, selective": (HYBRID, True, "selective"),
-    "gated DeltaNet, full": (HYBRID | {"mtp_layers": 1}, True, "full"),
-    "Mamba-2": (MAMBA, False, "save_matmuls"),
-    "Mamba-2, full": (MAMBA, True, "full"),
+LORA = {"lora": {"rank": 3, "alpha": 12.0}, "checkpoint": {"init_from": "a run"}}
+# Variants of the table by mixer: the model, documents in its sequences, what is recomputed, and other settings.
+# The first ones take turns on its meshes.
+HYBRID_VARIANTS: dict[str, dict[str, tuple[dict[str, Any], bool, str, dict[str, Any]]]] = {
+    "gated DeltaNet": {
+        "": (HYBRID, False, "none", {}),
+        ", selective": (HYBRID, True, "selective", {}),
+        ", MTP 1": (HYBRID | {"mtp_layers": 1}, True, "full", {}),
+        ", LoRA": (HYBRID, True, "none", LORA),
+        ", Muon": (HYBRID, True, "none", {"optimizer": "muon"}),
+    },
+    "Mamba-2": {
+        "": (MAMBA, False, "save_matmuls", {}),
+        ", full": (MAMBA, True, "full", {}),
+        ", LoRA": (MAMBA, True, "none", LORA),
+        ", Muon": (MAMBA, True, "none", {"optimizer": "muon"}),
+    },
 }
 
 
@@ -184,6 +194,22 @@ def latent_meshes() -> list[dict[str, int]]:
     groups = [*((axis,) for axis in axes), *itertools.combinations(axes, 2), *triples]
     meshes = [dict.fromkeys(group, 2) for group in groups]
     return [*meshes, {"context": 4, "tensor": 2}, {"tensor": 4}, {"context": 8}]
+
+
+def hybrid_rows() -> list[tuple[str, str, dict[str, int], dict[str, Any]]]:
+    """(mixer, variant, mesh, settings of `pipeline`); each of the two groups of heads is on one device at least."""
+    meshes = [(mesh, {}) for mesh in latent_meshes() if mesh.get("tensor", 1) <= 2]
+    others, rows = itertools.cycle(("context", "tensor", "fsdp", "expert")), []
+    for schedule, stages in itertools.product(("gpipe", "1f1b", "zero_bubble"), (1, 2)):
+        meshes.append(({"pipeline": 2, next(others): 2}, {"schedule": schedule, "virtual_stages": stages}))
+    meshes += [({"pipeline": 4}, {}), ({"pipeline": 4, "context": 2}, {"schedule": "zero_bubble"})]
+    few = [{"tensor": 2, "context": 2}, {"fsdp": 2, "expert": 2}, {"pipeline": 2, "data": 2}]
+    for mixer, variants in HYBRID_VARIANTS.items():
+        special = [variant for variant in variants if variant in (", LoRA", ", Muon")]
+        plain = [variant for variant in variants if variant not in special]
+        rows += [(mixer, plain[i % len(plain)], *case) for i, case in enumerate(meshes)]
+        rows += [(mixer, variant, mesh, {}) for variant in special for mesh in few]
+    return sorted(rows, key=lambda row: row[:2])  # a reference serves neighbours
 
 
 def mixed_meshes() -> list[tuple[dict[str, int], int]]:

@@ -201,9 +201,9 @@ OPTAX = {"adamw": adamw, "sgd": sgd}
 
 
 def weights_of(config: Config) -> dict[str, np.ndarray]:
-    """Numbers for every weight in its canonical shape, biases and norms included: no initialisation is compiled."""
+    """Numbers for every weight in its canonical shape, biases, norms and adapters included: nothing is compiled."""
     model, rng, out = config.model, np.random.default_rng(3), {}
-    for name, declared in parameters(Transformer(model)).items():
+    for name, declared in parameters(Transformer(model, config.lora)).items():
         around = 1.0 if name.endswith("norm") and not model.norm_zero_centred else 0.0
         out[name] = (around + model.init_std * rng.standard_normal(tuple(declared.shape))).astype(np.float32)
     return out

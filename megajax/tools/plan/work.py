@@ -18,6 +18,7 @@ from megajax.estimate.costs import attention_flops, head_parameter_count
 from megajax.estimate.traces import BlockTrace, LayerForm, Shards, SublayerWork, traces
 from megajax.layout.kinds import LayerKind
 from megajax.mesh import axes_across
+from megajax.ops.linear_recurrence import CHUNK
 from megajax.options.remat import RematPolicy
 from megajax.schema.fields import AXES
 from megajax.step_plan import StepPlan
@@ -30,6 +31,9 @@ KEPT_PASSES = 3.3  # of the outputs of its matmuls and the input of its last one
 ROUTED_PASSES = 8.7  # of the rows that experts receive: permutations and the sum over a token's experts
 ARRIVED_PASSES = 2  # of the buffers of arrived rows, which are written whole
 QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
+MIXED_PASSES = 24.7  # of what a recurrence and its convolution read and write, which the backward pass computes again
+STATE_PASSES = 6.7  # of a recurrence's states in FP32, one of each chunk of tokens
+IN_CHUNKS = 6.8  # the time of a recurrence without kernels, in units of that with them
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
 LOGIT_BYTES = 3.5  # of elementwise work for a logit
 TENSOR_EXPOSED = 0.40  # part of the time of collectives over `tensor` that their matmuls do not hide
@@ -118,7 +122,9 @@ class Device:
         bytes_moved = tokens * self.passes(kind.block, name, fp8)
         seconds = PassSeconds(self.matmuls(work, fp8), elementwise=bytes_moved / self.rates.memory_bytes)
         flops = attention_flops(work, self.config.batch.sequence_length, kind.window)
-        if flops:
+        if work.state:
+            seconds += self.recurrence(work)
+        elif flops:
             seconds += self.attention(flops * tokens / self.sizes["tensor"], fp8)
         if self.sizes["tensor"] > 1:
             seconds.traffic["tensor"] = self.over_tensor(work, bool(flops))
@@ -211,6 +217,13 @@ class Device:
         sent = self.collective("context", 4 * self.number * tokens * width * shards)
         work.traffic["context"] = Traffic(sent.sent, sent.seconds, CONTEXT_EXPOSED * sent.seconds)
         return work
+
+    def recurrence(self, work: SublayerWork) -> PassSeconds:
+        """A recurrence with its convolution, of this device's heads: their bytes take the time, also with kernels."""
+        states = FP32 * work.state / CHUNK
+        moved = MIXED_PASSES * self.number * work.mixed + STATE_PASSES * states
+        seconds = self.plan.tokens / self.sizes["tensor"] * moved / self.rates.memory_bytes
+        return PassSeconds(attention=seconds * (IN_CHUNKS if self.plan.kernels.linear_attention == "reference" else 1))
 
     def dispatch(self) -> Traffic:
         """Rows sent to experts and back, forward and backward; nothing hides them."""

@@ -1,0 +1,30 @@
+"""FLOPs and time of linear recurrences in the planner; tests/data/time_rows.txt has measured steps."""
+
+import pytest
+import time_table
+
+from megajax.config import load_config
+from megajax.estimate.costs import flops_per_token
+
+MODELS = {
+    # Projections of queries, keys, values, gates, strengths and decays, the output; four products of a head's state
+    "gated_deltanet_2b": 24 * (2048 * (4 * 2048 + 2 * 16) + 2048 * 2048 + 4 * 16 * 128 * 128 + 3 * 2048 * 5632),
+    # Projections of gates, values, keys, queries and steps, the output; three and a half products
+    "mamba2_2b": 48 * (2048 * (2 * 4096 + 2 * 128 + 64) + 4096 * 2048 + 7 * 64 * 64 * 128 // 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_those_of_the_matmuls_and_of_the_states(name):
+    config = load_config(time_table.ROOT / f"configs/{name}.yaml")
+    assert flops_per_token(config) == 6 * (MODELS[name] + 2048 * 128256)
+
+
+def test_devices_of_tensor_share_a_recurrence_and_without_kernels_it_is_slow():
+    def step(*overrides: str, gpus: int = 1):
+        return time_table.estimate(time_table.Row(False, 1.0, "configs/gated_deltanet_2b.yaml", overrides, gpus))[1]
+
+    whole, shared = (step("mesh.data=1", f"mesh.tensor={n}", gpus=n) for n in (1, 2))
+    assert shared.attention == pytest.approx(whole.attention / 2) and whole.attention > 0
+    in_chunks = step("kernels.linear_attention=reference")
+    assert in_chunks.attention > 5 * whole.attention and in_chunks.matmuls == whole.matmuls
