@@ -10,7 +10,8 @@ first file for H200s, without a GPU, in its own process, which takes minutes, an
 test compares the estimates with them. The third command draws legal rows and adds each to the second file when it has
 been compiled: the estimate was not fitted to them. A row that needs more than LIMIT seconds has `nan` as its figure and
 counts as not compiled. A row is GiB per device, a config, overrides and `--gpus N`: to add one, write any figure and
-run `--write`. Compiling needs jax's CUDA plugin (in the extra `dev`), and runs at niceness 10.
+run `--write`. Compiling needs jax's CUDA plugin (in the extra `dev`) and, for layers with a recurrence, the extra
+`linear-attention`; it runs at niceness 10.
 """
 
 import argparse

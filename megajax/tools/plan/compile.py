@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -39,6 +39,7 @@ from megajax.tools.plan.rates import GIB, H200, rates_of
 HOST = 8  # GPUs
 HOPPER = 9.0  # the compute capability of H200s
 CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
+JLA_KERNELS = ("scalar_gate", "scalar_gate_kb", "vector_gate_ops")  # modules that ask whether the GPU is a Hopper
 HOST_MEMORY = "pinned_host"
 NO_PLUGIN = (
     "compiling for H200 needs jax's CUDA plugin, which is not installed: "
@@ -185,16 +186,19 @@ def h200_devices(gpus: int, device: str = "h200") -> list[Any]:
 
 @contextmanager
 def no_gpu_needed() -> Iterator[None]:
-    """Patches four functions of jax that need a running GPU without reason (jax issue 23971)."""
+    """Patches functions of jax (issue 23971), and of jax-linear-attention, that need a running GPU without reason."""
     from megajax.jax_internals import fused_attention_stablehlo, pxla, xla_bridge
 
     with (
+        ExitStack() as of_jla,
         # Else transfers between memories are dropped from a program whose arguments are all on the device.
         mock.patch.object(pxla, "are_all_shardings_default_mem_kind", lambda _: False),
         mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
         mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: CUDNN_VERSION),
         mock.patch.object(fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= HOPPER),
     ):
+        for name in JLA_KERNELS if find_spec("jla") else ():
+            of_jla.enter_context(mock.patch(f"jla.ops.mosaic_gpu.{name}.is_hopper", lambda: True))
         yield
 
 
