@@ -1,5 +1,6 @@
 """What a user sees: lines for 80 columns, units that fit, colour on terminals only, and the version."""
 
+import errno
 import importlib
 import io
 import os
@@ -17,7 +18,7 @@ from megajax import commands
 from megajax.config import load_config
 from megajax.config.load import keys as list_keys
 from megajax.config.options import OPTIONS
-from megajax.console import COMMANDS, command, fold, memory_size, size, user_errors
+from megajax.console import COMMANDS, MISTAKE, command, fold, memory_size, outcome, size, user_errors
 from megajax.errors import InputError, UserError, reading
 from megajax.training.logs import console_line
 
@@ -231,6 +232,13 @@ def test_an_unforeseen_error_of_a_file_is_a_sentence_with_its_cause(capsys, monk
         raise AssertionError
     with pytest.raises(NameError), reading("a.file"):  # a mistake of ours
         eval("unknown", {"__name__": "megajax.module"})
+
+
+@pytest.mark.parametrize("name", "ENOSPC EDQUOT EFBIG EACCES EPERM EROFS ENAMETOOLONG ELOOP EISDIR ENOTDIR".split())
+def test_an_error_of_the_file_system_that_the_user_can_mend_is_a_sentence(name):
+    number = getattr(errno, name)
+    sentence, status = outcome(OSError(number, os.strerror(number), "a.txt"))
+    assert status == MISTAKE and sentence.startswith("a.txt c") and os.strerror(number) in sentence
 
 
 def test_a_platform_that_jax_does_not_know_is_a_mistake_and_no_crash():

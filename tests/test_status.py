@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.status import main
+from megajax.status import lines, main
 
 
 @pytest.fixture
@@ -75,6 +75,22 @@ def test_follow_ends_with_the_last_run(make, capsys):
     assert main([run, "--follow", "--every", "0.3"]) == 0
     states = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert states == ["running", "silent"]
+
+
+def test_follow_waits_for_runs_that_may_go_on(make, tmp_path):
+    (tmp_path / "starting").mkdir()
+    (tmp_path / "starting/lock").touch()
+    again = Path(make("again", 30))
+    (again / "restarting").touch()
+    runs = {"starting": tmp_path / "starting", "restarting": again, "running": Path(make("running", 30, 5))}
+    runs |= {
+        "silent": Path(make("silent", 30, 600)),
+        "ended": Path(make("ended", 30)),
+        "done": Path(make("done", 100, unsaved=0)),
+    }
+    for state, run in runs.items():
+        [line], goes_on, _ = lines([run])
+        assert line.split()[1] == state and goes_on == (state in ("starting", "restarting", "running"))
 
 
 def test_a_directory_of_no_run_is_named_after_the_lines_of_the_others(make, tmp_path, capsys):

@@ -46,7 +46,8 @@ class Soap(MatrixOptimizer):
         denominator = jnp.sqrt(square / (1 - settings.beta2**t)) + settings.epsilon
         directions = _rotated(_rotated(mean, bases) / (1 - settings.beta1**t) / denominator, bases, back=True)
         directions, mean, square = (jnp.where(t > 0, x, 0) for x in (directions, mean, square))
-        outer = {"rows": _product(matrices, matrices.mT), "columns": _product(matrices.mT, matrices)}
+        sides: Sides = {"rows": matrices, "columns": matrices.mT}
+        outer = {side: _product(sides[side], sides[side].mT) for side in bases}
         factors = {s: settings.beta2 * slots[f"{s}_factor"] + (1 - settings.beta2) * outer[s] for s in bases}
         refreshes = t % settings.soap.precondition_frequency == 0
         branch = jnp.where(t == 0, 2, refreshes.astype(jnp.int32))

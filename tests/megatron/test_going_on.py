@@ -274,6 +274,14 @@ def group(**values) -> dict:
     return {"optimizer": {"param_groups": [{"lr": 0.007} | values]}}
 
 
+def test_the_optimizer_counts_its_updates_without_skipped_steps(configure, tmp_path):
+    config = configure("llama", copy=True, optimizer={"state": "bfloat16"})
+    common(tmp_path / "llama", optimizer=group(step=8))  # two of ten steps were skipped
+    _, state = state_of(config)
+    assert int(state.step) == 10
+    assert int(state.optimizer.slots["adamw"]["count"]) == int(state.optimizer.rounded) == 8
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

@@ -13,12 +13,24 @@ SMALL = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 EXPERTS = {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16}
 EXPERTS |= {"shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True}
+DELTA = {"num_key_heads": 8, "num_value_heads": 32, "key_head_dim": 8, "value_head_dim": 12, "conv_kernel": 4}
+STATES = {"num_groups": 8, "num_heads": 32, "state_dim": 8, "head_dim": 12, "conv_kernel": 4}
 CASES = {
     "llama": MODELS["llama"] | SMALL | {"num_kv_heads": 2, "qk_norm": True},
     "gpt2": GPT2 | SMALL | {"max_positions": 16},
     "experts": SMALL | LATENT | EXPERTS,
     "modules": MODELS["llama"] | SMALL | {"num_kv_heads": 2, "mtp_layers": 2, "norm_zero_centred": True},
+    "gated_deltanet": SMALL | {"block_pattern": ["gated_deltanet"], "linear_attention": DELTA},
+    "mamba2": SMALL | {"block_pattern": ["mamba2"], "mamba2": STATES},
 }
+# In recurrences: PyTorch's interval of a convolution over 4 tokens, A and the steps of Mamba-2 by their parameters;
+# each number is uniform in its interval.
+INITIAL = {
+    "convolution": (lambda w: w, -0.5, 0.5),
+    "decay_rate": (np.exp, 1.0, 16.0),
+    "decay_bias": (lambda w: np.log(np.log1p(np.exp(w))), math.log(0.001), math.log(0.1)),
+}
+INITIAL["step_bias"] = INITIAL["decay_bias"]
 INTO_THE_STREAM = (".output", ".down", ".shared_down")
 
 
@@ -30,7 +42,7 @@ def initial(settings: dict, **changes) -> tuple[ModelConfig, dict, dict]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_matrices_have_the_std_norms_are_one_and_biases_zero(case):
+def test_matrices_have_the_std_norms_are_one_biases_zero_and_recurrences_their_intervals(case):
     config, arrays, declared = initial(CASES[case], depth_scaled_init=False)
     for name, w in arrays.items():
         role = declared[name].role
@@ -38,6 +50,12 @@ def test_matrices_have_the_std_norms_are_one_and_biases_zero(case):
             error = 6 / math.sqrt(2 * w.size)  # six standard deviations
             assert w.std() == pytest.approx(config.init_std, rel=error), name
             assert abs(w.mean()) < 6 * config.init_std / math.sqrt(w.size), name
+        elif interval := next((own for end, own in INITIAL.items() if name.endswith(end)), None):
+            of, low, high = interval
+            assert ((low - 1e-6 <= of(w)) & (of(w) <= high + 1e-6)).all(), name
+            error = 6 * (high - low) / math.sqrt(12 * w.size)
+            assert of(w).mean() == pytest.approx((low + high) / 2, abs=error), name
+            assert of(w).std() == pytest.approx((high - low) / math.sqrt(12), abs=error), name
         else:
             assert (w == (role == "norm" and not config.norm_zero_centred)).all(), name
     matrices = [w.ravel()[:8] for name, w in arrays.items() if declared[name].role in ("matrix", "embedding")]

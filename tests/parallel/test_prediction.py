@@ -10,10 +10,12 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.pipeline_checks import check_stages
 from megajax.errors import ConfigError
+from megajax.kernel_choice import HOPPER
 from megajax.mesh import AXES, build_mesh
 from megajax.model import parameters
 from megajax.step.gradients import gradient_function
-from megajax.step.mtp import fields_of_modules
+from megajax.step.mtp import ModulesPlan, fields_of_modules
+from megajax.step_plan import StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -197,3 +199,13 @@ def test_each_modules_embedding_has_a_dropout_mask_of_its_own():
     program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
     assert all(str(2**31 + 2 + module) in step for module in range(3))
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1)])
+def test_the_modules_have_the_precision_and_the_remat_policy_of_the_last_layer(table, first, last):
+    precision = {"compute": "bfloat16", "fp8": {"recipe": "current"}}
+    precision["fp8"] |= {"first_bf16_layers": first, "last_bf16_layers": last}
+    sections = {"precision": precision, "remat": {"policy": "full", "layers": 1}}
+    config = table.make_config(MODELS["llama"] | {"mtp_layers": 2}, **sections)
+    modules = ModulesPlan.after(StepPlan.make(config, dict.fromkeys(AXES, 1), HOPPER)).segments
+    assert [(each.policy.name, each.fp8) for each in modules] == [("none", not last)] * 2

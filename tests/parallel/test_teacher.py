@@ -95,6 +95,19 @@ def test_loss_and_gradients_are_those_of_the_plain_models(table, expected, mesh,
     assert before.keys() == state.frozen.keys() and all(np.array_equal(before[n], w) for n, w in state.frozen.items())
 
 
+def test_a_teacher_draws_nothing(table):
+    """Dropout and jitter of the training that it comes from are no part of the step."""
+    drawing = {"dropout": 0.5, "router": {"jitter": 0.3}}
+    experts = {"num_experts": 2, "experts_per_token": 1, "expert_ffn_hidden_size": 8, "dropout": 0.2}
+    student = TINY | experts | {"router": {"jitter": 0.1, "pre_softmax": True}}
+    steps = []
+    for teacher in (TEACHER, TEACHER | drawing):
+        config = make(table, {}, model=student, teacher={"model": teacher}, microbatches=1)
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+        steps.append(program.train_step.lower(program.abstract_state, program.abstract_batch).as_text())
+    assert steps[0] == steps[1]
+
+
 BAD = {
     "no teacher": ({"teacher": {}}, "objective.kind=distillation reads a teacher's logits.*set teacher.model"),
     "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),

@@ -2,8 +2,10 @@
 
 import json
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,9 +14,10 @@ from trainers import QuickTrainer
 
 import megajax
 from megajax.checkpoint import complete_steps
-from megajax.console import STOPPED
+from megajax.console import BAD_NUMBERS, STOPPED
 from megajax.errors import ConfigError, InputError
 from megajax.options.registered import HOOKS
+from megajax.training.hooks import RunView
 from megajax.training.loop import Trainer
 
 FILE = """\
@@ -68,10 +71,10 @@ def test_a_hook_in_one_file_adds_to_the_log_what_numpy_computes(build, extension
 
 
 class Recorder(megajax.Hook):
-    """Notes each call, with the steps that have been started."""
+    """Notes each call, with the steps that have been started; a clock jumps in evaluations."""
 
     def __init__(self):
-        self.calls, self.losses = [], []
+        self.calls, self.losses, self.late = [], [], 0.0
 
     def on_start(self, run):
         self.calls.append(("start", run.step))
@@ -97,14 +100,16 @@ class Recorder(megajax.Hook):
 
     def on_evaluate(self, run, losses):
         self.losses.append((run.step, losses))
+        self.late += 1000.0
 
     def on_end(self, run):
         run.log({"last_words": 7})
         self.calls.append(("end", run.step))
 
 
-def test_each_method_is_called_when_it_says(build, tmp_path):
-    hook = Recorder()
+def test_each_method_is_called_when_it_says(build, tmp_path, monkeypatch):
+    hook, clock = Recorder(), time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + hook.late)
     hook.every = 2
     every = ("run.log_interval=3", "run.checkpoint_interval=3", "run.eval_interval=4", "run.eval_steps=1")
     assert build("run.steps=5", *every, hooks=[hook]).run() == 0
@@ -119,7 +124,15 @@ def test_each_method_is_called_when_it_says(build, tmp_path):
     evaluations = [(line["step"], {"eval_loss": line["eval_loss"]}) for line in found if "eval_loss" in line]
     assert hook.losses == evaluations and [step for step, _ in evaluations] == [4, 5]
     assert [line["twice"] == 2 * line["loss"] for line in found if "loss" in line] == [True] * 3
+    assert all(line["step_seconds"] < 100 for line in found if "loss" in line), "an evaluation is no part of a step"
     assert found[-1]["last_words"] == 7
+
+
+def test_the_first_of_two_ends_at_a_step_counts(make_config):
+    run = RunView(SimpleNamespace(config=make_config()), lambda: 3, lambda: None, print, print)
+    for end in (BAD_NUMBERS, STOPPED):
+        run.end_with(end)
+    assert run.end == BAD_NUMBERS
 
 
 class Late(megajax.Hook):

@@ -21,7 +21,7 @@ import pytest
 
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
 from megajax.errors import ConfigError, InputError, ThreadError
-from megajax.training import run_lock, trackers
+from megajax.training import events, run_lock, trackers
 from megajax.training.ending import Ending
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import Trainer
@@ -146,6 +146,12 @@ def test_the_event_of_an_error_has_the_exit_status_of_the_command(make_config, t
     event = json.loads((tmp_path / "events").read_text())
     assert (event["event"], event["step"], event["status"]) == ("end", 7, ended.value.code)
     assert abs(event["time"] - time.time()) < 60 and (str(error) in event["text"] or isinstance(error, OSError))
+
+
+def test_an_event_names_the_run_directory_for_other_working_directories(make_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = events.event(make_config("run.dir=runs/a", "run.name=b"), "spike", 3, "text")
+    assert (found["run_dir"], found["run"], found["step"]) == (str(tmp_path / "runs/a"), "b", 3)
 
 
 def test_an_end_before_the_first_step_is_told_if_the_directory_is_this_runs(make_config, tmp_path):

@@ -17,9 +17,11 @@ from trainers import StoppedTrainer
 from megajax.config import load_config
 from megajax.errors import InputError
 from megajax.schema.tree import read_file
+from megajax.training import logs
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.run_lock import Leftovers
+from megajax.training.run_record import changed_keys
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -346,3 +348,17 @@ def test_a_start_leaves_the_directory_of_another_process(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}')
     made.remove()
     assert files(tmp_path)
+
+
+def test_a_key_that_one_of_two_starts_has_is_a_change():
+    before = {"run": {"steps": 4, "former": 1}, "mesh": {"data": 2}}
+    after = {"run": {"steps": 4, "new": [2]}, "mesh": {"data": 3}, "lora": {"rank": 8}}
+    found = changed_keys(before, after)
+    assert sorted(found) == ["lora.rank null → 8", "mesh.data 2 → 3", "run.former 1 → null", "run.new null → [2]"]
+
+
+def test_the_last_line_says_how_far_the_samples_reach(make_config):
+    """Of 100 samples 40 are read: steps of 8 sequences fit seven times into the others."""
+    config = make_config("data={kind: indexed, train: a, order: megatron, train_samples: 100}", "batch.global_size=8")
+    for line in (logs.nothing_line(config, 5, 40), logs.closing_line(config, 5, 40, 1.0)):
+        assert "raise run.steps by at most 7, as far as data.train_samples=100 reach" in line

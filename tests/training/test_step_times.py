@@ -51,7 +51,7 @@ class Nvml(SimpleNamespace):
     NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 1, 0, 8
 
     def __init__(self):
-        self.xids, self.ecc = [], {"GPU-a": 0, "GPU-b": 0}
+        self.xids, self.ecc, self.reasons = [], {"GPU-a": 0, "GPU-b": 0}, {"GPU-a": 0x5, "GPU-b": 0x1}
 
     def __getattr__(self, name: str):
         answers = {
@@ -59,7 +59,7 @@ class Nvml(SimpleNamespace):
             "nvmlEventSetCreate": lambda: "set",
             "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
             "nvmlDeviceGetUUID": lambda gpu: gpu,
-            "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 0x5 if gpu == "GPU-a" else 0x1,
+            "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: self.reasons[gpu],
             "nvmlDeviceGetClockInfo": lambda gpu, clock: 1200,
             "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: 1980,
             "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, counter: self.ecc[gpu],
@@ -103,6 +103,31 @@ def warnings_of(monkeypatch, capsys):
         return read
 
     return start
+
+
+# In nvml.h: GpuIdle, ApplicationsClocksSetting, SwPowerCap, HwSlowdown, SyncBoost, SwThermalSlowdown,
+# HwThermalSlowdown, HwPowerBrakeSlowdown, DisplayClockSetting
+CLOCKS = {
+    0x1: "",
+    0x2: "",
+    0x4: "its power limit",
+    0x8: "the hardware",
+    0x10: "",
+    0x20: "its temperature (driver)",
+    0x40: "its temperature (hardware)",
+    0x80: "the power supply",
+    0x100: "",
+}
+
+
+@pytest.mark.parametrize("bit", CLOCKS)
+def test_clocks_that_a_fault_or_a_limit_lowers_are_reported(warnings_of, bit):
+    nvml = Nvml()
+    nvml.reasons = {"GPU-a": 0, "GPU-b": bit}
+    found = warnings_of(nvml)()
+    assert len(found) == bool(CLOCKS[bit]) and all(
+        f"GPU-b runs at 1200 of 1980 MHz because of {CLOCKS[bit]}" in line for line in found
+    )
 
 
 def test_problems_of_gpus_are_reported_once(warnings_of):

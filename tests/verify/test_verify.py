@@ -18,7 +18,7 @@ from megajax.model import attention
 from megajax.options.optimizers import OPTIMIZERS
 from megajax.step import gradients
 from megajax.tools.verify import __main__ as command
-from megajax.tools.verify.differences import compare
+from megajax.tools.verify.differences import RunDifference, compare
 from megajax.tools.verify.runs import (
     Run,
     batches,
@@ -290,3 +290,8 @@ def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_the_worst_array_is_the_one_furthest_beyond_its_own_limit():
+    found = RunDifference({"gradient": {"a": 1e-5, "b": 2e-5}}, {"gradient": {"a": 1e-6, "b": 1e-3}}, ())
+    assert found.worst("gradient") == "a" and found.first.startswith("the gradient of a differs by 1.0e-05")
