@@ -66,3 +66,8 @@ def test_figures_are_of_one_device_and_belong_together(tmp_path):
     flops = 6 * (4 * 8 * 8 + 3 * 8 * 8 + 50 * 8 + 16 * 8)  # a token's matmuls with the head, and its half of all pairs
     assert found["tflops_per_second_per_device"] == pytest.approx(speed * flops / 1e12)
     assert found["mfu"] is None and f"| {speed:,.0f} |" in bench.row(found)
+
+
+def test_all_steps_after_the_warm_up_are_timed():
+    finished = [10.0, 11.0, 13.0, 16.0, 20.0]
+    assert bench.step_seconds(finished, 1) == [1, 2, 3, 4] and bench.step_seconds(finished, 3) == [3, 4]

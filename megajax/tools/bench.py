@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from importlib import metadata
+from itertools import pairwise
 
 from megajax.command_parser import CommandParser
 from megajax.config import Config, load_config
@@ -109,7 +110,7 @@ def bench(name: str, overrides: list[str], warmup: int = WARMUP_STEPS, timed: in
             finished.append(time.perf_counter())
             running = following
         first_step = time.time() - process_start_time() - (time.perf_counter() - finished[0])
-        times = sorted(b - a for a, b in zip(finished[warmup - 1 :], finished[warmup:], strict=False))
+        times = sorted(step_seconds(finished, warmup))
         trainer.checkpoints.close()
 
         device, count = jax.devices()[0], trainer.program.mesh.size
@@ -137,6 +138,11 @@ def bench(name: str, overrides: list[str], warmup: int = WARMUP_STEPS, timed: in
             "flags": os.environ["XLA_FLAGS"].split(),  # including the user's
             "date": time.strftime("%Y-%m-%d"),
         }
+
+
+def step_seconds(finished: list[float], warmup: int) -> list[float]:
+    """The seconds of each step after the `warmup` first ones, from the times at which all were finished."""
+    return [after - before for before, after in pairwise(finished[warmup - 1 :])]
 
 
 def row(result: dict) -> str:

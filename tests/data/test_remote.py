@@ -120,6 +120,14 @@ def test_a_changed_file_of_the_same_size_is_read_again_from_every_kind_of_store(
         assert IndexedDataset(url, cache=tmp_path / "cache").document(0)[0] == first
 
 
+def test_files_of_one_size_and_version_are_not_each_others(upload, tmp_path, monkeypatch):
+    """Some stores say of a version only a time, and it may be that of several files."""
+    monkeypatch.setattr(Store, "version", "of no name that is known")
+    for first in (1, 2):
+        _, url = upload([[first, *DOCUMENTS[0][1:]], *DOCUMENTS[1:]], f"tokens{first}")
+        assert IndexedDataset(url, cache=tmp_path / "cache").document(0)[0] == first
+
+
 def test_a_batch_waits_for_all_its_blocks_at_once(upload, make_remote):
     """20 rows of several documents each take little longer than one read."""
     _, url = upload([[i] * 40 for i in range(100)])

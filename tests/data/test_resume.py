@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 
 from megajax.console import user_errors
+from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedDataset, IndexedWriter
-from megajax.data.json_lines import Limits, read_blocks
+from megajax.data.journal import Point
+from megajax.data.json_lines import Limits, TextPosition, read_blocks
 from megajax.data.preprocess import main as preprocess_main
 from megajax.data.preprocess import preprocess
 from megajax.errors import InputError
@@ -208,6 +210,20 @@ def test_every_file_format_is_read_on_from_every_block(tmp_path):
     for i, block in enumerate(blocks):
         rest = [(each.path, each.first_line, each.text) for each in read(paths, start=block.end)]
         assert rest == [(each.path, each.first_line, each.text) for each in blocks[i + 1 :]]
+
+
+def test_a_point_has_the_sums_of_all_blocks_before_it():
+    """Of each number, also of the bytes that the progress of a resumed run begins with."""
+    blocks = [
+        Encoded(
+            "a", np.arange(n), np.ones(k, int), size, BadLines(bad, [f"line {bad}"] * bad), TextPosition(0, n, size)
+        )
+        for n, k, size, bad in ((5, 2, 100, 0), (7, 3, 1000, 1), (11, 1, 10_000, 0))
+    ]
+    point = Point()
+    for block in blocks:
+        point = point.after(block)
+    assert point == Point(TextPosition(0, 11, 10_000), 11_100, 6, 23, BadLines(1, ["line 1"]))
 
 
 def test_lengths_of_documents_go_on_in_a_writer(tmp_path):

@@ -28,6 +28,11 @@ from megajax.megatron.writer import CheckpointWriter
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
 from megajax.tools.export_megatron.__main__ import export_step
+from megajax.tools.export_megatron.arguments import arguments_for
+from megajax.tools.from_megatron.arguments import from_mapping
+from megajax.tools.from_megatron.experts import translate_experts
+from megajax.tools.from_megatron.model import translate_model
+from megajax.tools.from_megatron.translation import Translation
 
 STEP = 5
 SMALL = {"hidden_size": 16, "num_heads": 4, "num_layers": 2, "ffn_hidden_size": 24, "vocab_size": 50}
@@ -148,6 +153,34 @@ def test_the_arguments_are_the_models_and_have_the_position_of_the_run(make_run,
     assert commands.main(["from-megatron", str(tmp_path / "out"), "--write", str(tmp_path / "back.yaml")]) == 0
     back = load_config(tmp_path / "back.yaml").model
     assert back == config.model.model_copy(update={"vocab_size": 64, "init_std": back.init_std})
+
+
+TRAINING = {  # what the network does not depend on, each with a number of its own
+    "dropout": 0.11,
+    "init_std": 0.021,
+    "mtp_loss_weight": 0.31,
+    "qk_clip": 41.0,
+    "router.global_loss": 0.051,
+    "router.sequence_loss": 0.061,
+    "router.z_loss": 0.0071,
+    "router.jitter": 0.081,
+    "router.bias_update_rate": 0.0091,
+    "router.capacity_factor": 1.25,
+    "router.drop_policy": "position",
+}
+
+
+@pytest.mark.parametrize("key", TRAINING)
+def test_settings_of_training_come_back_from_the_arguments(key):
+    model = MODELS["mixtral"] | {"mtp_layers": 1, "router": {"expert_bias": True}}
+    for name, value in TRAINING.items():
+        section = model["router"] if name.startswith("router.") else model
+        section[name.removeprefix("router.")] = value
+    config = make_config(model, batch={"global_size": 8, "sequence_length": 32})
+    back = Translation(from_mapping(arguments_for(config, STEP, 40, (1, 1, 1)), "the arguments"), 1)
+    translate_model(back)
+    translate_experts(back, 1)
+    assert back.settings[f"model.{key}"].value == TRAINING[key]
 
 
 def test_a_bfloat16_checkpoint_has_rounded_weights_and_exact_biases_of_the_choice(make_run, tmp_path):

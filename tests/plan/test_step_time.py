@@ -6,6 +6,11 @@ import json
 import pytest
 import time_table
 
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.tools.plan.candidates import Candidate
+from megajax.tools.plan.rates import H200
+
 
 @pytest.fixture(scope="module")
 def speeds() -> dict:
@@ -57,6 +62,21 @@ def test_traffic_is_the_bytes_that_collectives_send():
     assert 0 < sent.exposed < sent.seconds
     step = parts_of("mesh.fsdp=2", gpus=2)  # weights gathered twice in BF16, gradients reduced in FP32
     assert step.traffic["fsdp"].sent == pytest.approx((2 + 2 + 4) * (8 * 218.1e6 + 2 * 128256 * 4096) / 2, rel=0.01)
+    # Four microbatches of 8192 tokens, whose streams and gradients go one stage on in each of 4 + 2 · 2 - 2 ticks
+    step = parts_of("mesh.fsdp=1", "mesh.pipeline=2", "batch.num_microbatches=4", gpus=2)
+    assert step.traffic["pipeline"].sent == 2 * 6 * 8192 * 4096 * 2
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_head_reads_and_writes_the_sum_of_its_gradients_between_chunks(chunks):
+    """By hand, of 64 tokens: six operations for each token and weight, 3.5 bytes for each logit, and the FP32 sums."""
+    model = {"num_layers": 1, "hidden_size": 128, "num_heads": 4, "vocab_size": 1024, "vocab_multiple": 1}
+    sections = {"batch": {"global_size": 1, "sequence_length": 64}, "kernels": {"loss_chunk_tokens": 64 // chunks}}
+    config = Config.model_validate({"model": model, **sections})
+    weights = 128 * 1024
+    moved = 3.5 * 64 * 1024 + (chunks - 1) * 2 * 4 * weights
+    expected = 6 * 64 * weights / H200.matmul_flops(128, False) + moved / H200.memory_bytes
+    assert Candidate.of(config, check_mesh(config, 1)).time(H200).head == pytest.approx(expected)
 
 
 def test_recomputation_leaves_out_the_last_matmul_of_a_layer():

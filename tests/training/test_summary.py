@@ -70,13 +70,6 @@ def test_stages_and_virtual_stages_of_a_pipeline():
     assert found["replicated"].endswith(": " + ", ".join(names))
 
 
-def test_slots_of_two_kinds_are_counted():
-    """A dense and three MoE layers in two stages of two: slots for [dense, MoE] and [MoE, MoE]; each has one empty."""
-    experts = {"num_layers": 4, "first_dense_layers": 1, "num_experts": 4, "expert_ffn_hidden_size": 48}
-    found = lines(DENSE | experts, {"pipeline": 2, "data": 4}, 4)
-    assert found["slots"].startswith("3 per virtual stage (1 dense, 2 MoE), 1 of them empty")
-
-
 def test_recomputed_layers_halves_of_weights_and_padding():
     found = lines(
         DENSE | {"hidden_size": 36, "head_dim": H},
