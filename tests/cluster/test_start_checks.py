@@ -5,12 +5,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import megajax
-from megajax.cluster.start_checks import ProcessFacts, code_hash, find_problem, unused_gpus, used_devices
+from megajax.cluster.start_checks import ProcessFacts, code_hash, find_problem, own_facts, unused_gpus, used_devices
 
 FOUR = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
@@ -74,6 +75,11 @@ def test_other_packages_code_and_config_are_named_with_process_and_host(change, 
     assert sentence in find_problem(everyone)
     everyone[3] = everyone[3]._replace(**change)
     assert "process 1 on one and 1 more" in find_problem(everyone)
+
+
+@pytest.mark.parametrize("name", ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"])
+def test_the_packages_that_a_step_and_its_checkpoint_depend_on_are_compared(make_config, name):
+    assert own_facts(make_config()).versions[name] == metadata.version(name)
 
 
 def test_gpus_that_no_process_uses_are_a_warning():

@@ -4,12 +4,14 @@ import re
 import shlex
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from config_errors import first_place
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
+from megajax.schema.model import ModelConfig, RouterConfig
 from megajax.schema.tree import read_override
 
 pytestmark = pytest.mark.usefixtures("base_config")
@@ -67,7 +69,6 @@ REFUSED = {
         " (the command line: lora.rank=8): set model.router.bias_update_rate=0."
     ),
     "model.experts_per_token=4": ("model.experts_per_token=4 needs experts (@): set model.num_experts, or remove it."),
-    "model.router.jitter=0.1": "model.router.jitter=0.1 needs experts (@): set model.num_experts, or remove it.",
     "model.num_experts=4 model.experts_per_token=8": (
         "model.experts_per_token=8 is more than model.num_experts=4 (the command line: model.experts_per_token=8):"
         " use 4 or less."
@@ -248,6 +249,23 @@ def test_an_impossible_combination_is_refused(overrides: str):
     with pytest.raises(ConfigError) as caught:
         load_config("x.yaml", [first, *rest])
     assert first_place(str(caught.value)) == REFUSED[overrides].replace("@", f"the command line: {first}")
+
+
+OF_EXPERTS = {f"model.{n}": field for n, field in ModelConfig.model_fields.items() if "expert" in n}
+OF_EXPERTS |= {f"model.{name}": ModelConfig.model_fields[name] for name in ("moe_layer_interval", "first_dense_layers")}
+OF_EXPERTS |= {f"model.router.{name}": field for name, field in RouterConfig.model_fields.items()}
+del OF_EXPERTS["model.num_experts"]
+
+
+@pytest.mark.parametrize("key", OF_EXPERTS)
+def test_a_key_that_only_experts_read_is_refused_without_any(key):
+    field = OF_EXPERTS[key]
+    other = 0.5 if "float" in str(field.annotation) else 7
+    if isinstance(field.default, bool | str):
+        choices = get_args(field.annotation) or ("true", "false")
+        other = next(each for each in choices if each != str(field.default).lower())
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)}={other} needs experts "):
+        load_config("x.yaml", [f"{key}={other}"])
 
 
 ALLOWED = [

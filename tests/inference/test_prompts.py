@@ -7,7 +7,7 @@ import pytest
 from megajax import generate
 from megajax.data.rendering import Chat
 from megajax.errors import InputError
-from megajax.inference.prompts import read_prompts
+from megajax.inference.prompts import as_chat, read_prompts
 
 CHAT = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "é?"}]
 
@@ -66,6 +66,14 @@ def test_training_data_are_prompts_without_their_last_answer(name, tmp_path):
     text = json.dumps(lines, indent=1) if name == "a.json" else "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / name).write_text(text)
     assert read_prompts(str(tmp_path / name)) == [asked for _, asked in FORMS]
+
+
+@pytest.mark.parametrize(("role", "begins"), [("system", False), ("developer", False), ("user", True)])
+def test_instructions_begin_a_chat_that_has_none(role, begins):
+    messages, system = [{"role": role, "content": "a"}], {"role": "system", "content": "be nice"}
+    assert as_chat(Chat(messages, {}), "be nice").messages == [system] * begins + messages
+    assert as_chat(Chat(messages, {}), None).messages == messages
+    assert as_chat("a", "be nice").messages == [system, {"role": "user", "content": "a"}]
 
 
 def test_a_file_of_prompts_gives_json_lines(letters_folder, tmp_path, capsys):

@@ -47,9 +47,11 @@ def save_random(trainer, steps) -> dict[int, dict[str, dict[str, np.ndarray]]]:
 
 
 @pytest.fixture(scope="module")
-def run(build):
-    """(run directory, its arrays by step) of three checkpoints, each with a moving average."""
-    trainer = build("run", "optimizer.ema_decay=0.5")
+def run(build, tmp_path_factory):
+    """(run directory, its arrays by step) of three checkpoints elsewhere, each with a moving average."""
+    trainer = build(
+        "run", "optimizer.ema_decay=0.5", f"checkpoint.dir={tmp_path_factory.mktemp('far') / 'checkpoints'}"
+    )
     saved = save_random(trainer, (2, 5, 7))
     return trainer.directory.path, saved
 
@@ -68,7 +70,9 @@ def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys)
         assert found[name].dtype == np.float32
         np.testing.assert_allclose(found[name], array, rtol=1e-6, atol=1e-8, err_msg=name)
     state = numpy_mean(saved, (2, 7), "layer_state")["moe"]
-    kept = open_layer_state(out, run_config(out, "RUN").model)
+    config = run_config(out, "RUN")
+    assert (config.run.dir, config.run.name, config.checkpoint.dir) == (str(out), "mean", None)
+    kept = open_layer_state(out, config.model)
     assert kept.keys() == {f"blocks.moe.{name}" for name in state}
     for name, array in state.items():
         np.testing.assert_allclose(kept[f"blocks.moe.{name}"][...], array, rtol=1e-6, atol=1e-8)
