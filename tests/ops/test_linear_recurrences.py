@@ -111,12 +111,13 @@ def test_chunks_are_the_recurrence(rng, ops, documents, error):
 
 @pytest.mark.parametrize("op", [gated_delta_rule, state_space])
 def test_a_device_gets_its_initial_state_from_those_before_it(rng, error, op):
-    """Two parts of a sequence: the second begins with the state that the first one's map gives for its own."""
-    *args, initial = arguments(op, drawn(rng, 100))
-    starts = jnp.asarray(borders(100)).at[:, 60:].set(False).at[1].set(False)
+    """Two parts of a sequence, of several chunks each: the second begins with what the first one's map gives."""
+    *args, initial = arguments(op, drawn(rng, 230))
+    args[3] = args[3] / 20  # else nothing is left of a state after some chunks
+    starts = jnp.asarray(borders(230)).at[:, 130:].set(False).at[1].set(False)
     expected, last = op(*args, starts=starts, initial=initial)
     found, state = [], initial
-    for part in (slice(0, 60), slice(60, 100)):
+    for part in (slice(0, 130), slice(130, 230)):
         own, maps = [a[:, part] for a in args], []
 
         def before(transition, final, state=state, maps=maps):
