@@ -190,10 +190,3 @@ def test_a_program_that_cannot_run_is_left_out_with_a_warning():
         assert rates.timed(program._replace(function=fails), TINY) is None
     timing = rates.timed(program, TINY)
     assert timing is not None and timing[:3] == (COPY, 64, 128)
-
-
-def test_the_table_of_links_has_rates_in_gb_and_starts_in_microseconds():
-    kinds = {f"{name} {rates.WITHIN} (2)": i for i, name in enumerate(rates.LINKS, start=1)}
-    timings = {k: [Timing(k, 1, work, i * 1e-5 + work / (i * 1e10)) for work in (1e6, 1e9)] for k, i in kinds.items()}
-    rows = [line.split() for line in rates.links_table(timings | {COPY: [Timing(COPY, 1, 1e9, 1.0)]}).splitlines()]
-    assert [row[-2:] for row in rows[1:]] == [[f"{i * 10}", f"{i * 10}"] for i in kinds.values()]

@@ -14,6 +14,7 @@ from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.convert import export, family_for, load, read_model
 from megajax.hf.folder import SINGLE
+from megajax.layout.kinds import layer_kinds
 from megajax.model import Transformer, parameters
 
 FILES = Path(__file__).parents[1] / "data_files"
@@ -33,6 +34,19 @@ GEMMA3_4B = {
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_next", "tiny_qwen3_moe_mixed"])
+@pytest.mark.parametrize(
+    ("step", "plain", "expected"), [(1, [], "1111"), (2, [], "0101"), (2, [3], "0100"), (3, [], "0010")]
+)
+def test_experts_are_in_every_nth_layer_counted_from_one(unpack, name, step, plain, expected):
+    """As transformers has them: (i + 1) % decoder_sparse_step is 0, and not in mlp_only_layers."""
+    path = unpack(name) / "config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k != "layer_types"} | {"num_hidden_layers": 4}
+    path.write_text(json.dumps(config | {"decoder_sparse_step": step, "mlp_only_layers": plain}))
+    model = ModelConfig.model_validate(read_model(path.parent))
+    assert "".join(str(int(kind.has_experts)) for kind in layer_kinds(model)) == expected
 
 
 def write_config(folder: Path, config: dict) -> Path:

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import pytest
 
 from megajax.errors import InputError
+from megajax.inference.generation import continue_texts
+from megajax.inference.sampling import Sampling
 
 Request = namedtuple("Request", "args")
 
@@ -56,6 +58,15 @@ def test_requests_are_answered_as_by_the_reference(references, adapter):
         for until in ([], ["?", "", "a"])
     )
     assert cut == whole.partition("a")[0]
+    greedy, warm = Sampling(temperature=0.0), Sampling(temperature=0.7, top_k=3)
+    for arguments, sampling in (
+        ({}, greedy),
+        ({"do_sample": False, "temperature": 0.7}, greedy),
+        ({"temperature": 0.7, "top_k": 3}, warm),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 3}, warm),
+    ):
+        [expected] = continue_texts(adapter.model, [adapter.tok_encode("c")], 12, sampling)
+        assert adapter.generate_until([Request(("c", {"max_gen_toks": 12} | arguments))]) == [expected], arguments
     for count in (0, 64, 300):  # lm-eval's hf asserts that a token of the context remains
         with pytest.raises(InputError, match=f"max_gen_toks={count} leaves no room .*: give 1 to 63"):
             adapter.generate_until([Request(("c", {"max_gen_toks": count}))])

@@ -113,6 +113,15 @@ def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_ow
     assert timeline.unnamed_share({"GPU 0": own}, reading) == (4 + 5) / (4 + 20 + 5 + 3 + 1)
 
 
+def test_the_host_holds_a_device_back_only_where_it_is_late(reading):
+    """Gaps of 5 ms: launched before the gap, within it, after its end by the clock of another processor, not known."""
+    own, start = [], 0.0
+    for launched in (None, start + 10 - 4, 25 + 2, 40 + 9, None):
+        own.append(trace.Kernel("GPU 0", "nvjet_tst", "matmul", STEP, start, start + 10, launched))
+        start += 15
+    assert timeline.rows_of(own, reading) == {"matmuls": 50, "host gaps": 0 + 2 + 5, "idle between kernels": 5 + 3 + 5}
+
+
 def test_a_collective_without_an_operation_has_the_axes_that_all_of_its_kind_have(reading):
     """The module gathers over fsdp only and reduces nothing; with a gather over data too the axes are not known."""
 
