@@ -439,3 +439,10 @@ def test_the_command_writes_a_new_file(place, capsys):
     assert "exists" in sentence(capsys, *line)
     assert "--world" in sentence(capsys, *SMALL.split())
     assert "SCRIPT_OR_ARGS" in sentence(capsys)
+
+
+@pytest.mark.parametrize(("split", "evaluates"), [("", True), ("98,2,0", True), ("98,0,2", False), ("1", False)])
+def test_there_are_evaluations_if_the_split_has_a_share_for_them(split, evaluates):
+    line = SMALL.replace("--mock-data", "--data-path x --tokenizer-type NullTokenizer --eval-iters 7")
+    found, _ = settings(f"{line} --split {split}" if split else line)
+    assert found["run"]["eval_steps"] == (7 if evaluates else 0)

@@ -151,6 +151,18 @@ def test_layers_that_no_even_layout_holds_have_pipelines_too(config):
     assert found.candidate.config.pipeline.layout == (6, 4) and "pipeline.layout=[6,4]" in found.overrides
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [(80, 8, {1, 2, 5, 10}), (12, 4, {1, 3}), (61, 8, {1, 2, 4, 8}), (8, 1, {1})],
+)
+def test_of_virtual_stages_of_one_size_the_fewest_are_tried(layers, stages, expected):
+    """Those that hold all layers with at most a tenth of the layer slots empty: more of them send more often."""
+    model = {"num_layers": layers, "hidden_size": 64, "num_heads": 4, "vocab_size": 512}
+    config = Config.model_validate({"model": model, "batch": {"global_size": 8, "sequence_length": 16}})
+    tried = Variations(config, {}, stages, 8).schedules({"mesh.pipeline": stages})
+    assert {settings["pipeline.virtual_stages"] for settings in tried} == expected
+
+
 def test_no_other_layout_of_equal_layers_is_faster(config):
     search = Search(config, ["model.num_layers=7", "mesh.pipeline=2", "mesh.data=1"], 2, H200)
     layouts = [None, *([first, 7 - first] for first in range(1, 7))]
