@@ -153,10 +153,13 @@ def test_layers_that_no_even_layout_holds_have_pipelines_too(config):
 
 @pytest.mark.parametrize(
     ("layers", "stages", "expected"),
-    [(80, 8, {1, 2, 5, 10}), (12, 4, {1, 3}), (61, 8, {1, 2, 4, 8}), (8, 1, {1})],
+    [(80, 8, {1, 2, 5, 10}), (12, 4, {1, 3}), (61, 8, {1, 2, 4}), (8, 1, {1})],
 )
 def test_of_virtual_stages_of_one_size_the_fewest_are_tried(layers, stages, expected):
-    """Those that hold all layers with at most a tenth of the layer slots empty: more of them send more often."""
+    """Those that hold all layers with at most a tenth of the layer slots empty: more of them send more often.
+
+    61 layers leave three of 64 virtual stages empty, which no layout has.
+    """
     model = {"num_layers": layers, "hidden_size": 64, "num_heads": 4, "vocab_size": 512}
     config = Config.model_validate({"model": model, "batch": {"global_size": 8, "sequence_length": 16}})
     tried = Variations(config, {}, stages, 8).schedules({"mesh.pipeline": stages})
