@@ -9,6 +9,7 @@ import pytest
 from megajax import load_run, load_weights
 from megajax.errors import ConfigError
 from megajax.estimate.costs import flops_per_token, parameter_count
+from megajax.layout.kinds import expert_layers, stacked_layers
 from megajax.model import Transformer
 from megajax.training.loop import Trainer
 from megajax.training.step import with_modules
@@ -61,6 +62,19 @@ def test_metrics_of_modules_follow_those_of_the_layers(make_config):
     found = with_modules(model, {"dense": {"a": dense}, "moe": {"a": layers}, "mtp": {"a": module}})
     assert list(found) == ["dense", "moe"] and found["dense"]["a"] is dense
     np.testing.assert_array_equal(found["moe"]["a"], [[1, 2], [3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [("[moe, gated_deltanet_moe]", (1, 3, 4, 0, 2)), ("[gated_deltanet_moe, moe]", (0, 2, 1, 3, 4))],
+)
+def test_layers_of_two_kinds_with_experts_have_the_order_of_their_metrics(make_config, pattern, expected):
+    """Kinds by name, each with its layers; the module, layer 4, after those of the last layer's kind."""
+    model = make_config(*MODEL, f"model={{num_layers: 4, mtp_layers: 1, block_pattern: {pattern}}}").model
+    numbers = {kind: {"a": np.array(layers)} for kind, layers in stacked_layers(model).items()}
+    metrics = with_modules(model, numbers)
+    assert tuple(np.concatenate([metrics[kind]["a"] for kind in sorted(metrics)])) == expected
+    assert expert_layers(model) == expected
 
 
 @pytest.mark.smoke
