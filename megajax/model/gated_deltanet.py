@@ -93,13 +93,13 @@ class GatedDeltaNet(Sublayer):
         length = qkv.shape[1]
         widths = K * c.key_head_dim, 2 * K * c.key_head_dim
         q, k, v = jnp.split(tokens.convolved(qkv, w["convolution"]), widths, axis=-1)
-        q, k = (_unit(a.reshape(B, length, -1, c.key_head_dim)) for a in (q, k))
+        q, k = (a.reshape(B, length, -1, c.key_head_dim) for a in (q, k))
         v, wide = v.reshape(B, length, N, -1), jnp.float32
         strength, steps = (rates[:, :, :, i].reshape(B, length, N).astype(wide) for i in range(2))
         strength = tokens.where_real(jax.nn.sigmoid(strength))
         decay = tokens.where_real(-jnp.exp(w["decay_rate"]) * jax.nn.softplus(steps + w["decay_bias"]))
         rules = ops.gated_delta_rule, ops.recurrent_gated_delta_rule
-        out = tokens.new(tokens.recur(*rules, q * c.key_head_dim**-0.5, k, v, decay, strength))
+        out = tokens.new(tokens.recur(*rules, q, k, v, decay, strength, prepare=_normalised))
         return comm.in_order(out.astype(v.dtype), back=True).reshape(B * S, -1), tokens.kept
 
     def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:
@@ -112,7 +112,8 @@ class GatedDeltaNet(Sublayer):
         return jax.checkpoint(compute)(out, gate, w["output_norm"])
 
 
-def _unit(x: jax.Array) -> jax.Array:
-    """x with norm 1 over the last axis, in FP32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPSILON)
+def _normalised(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys `[..., d]` with norm 1, queries times d^-1/2, in FP32."""
+    q, k = (x.astype(jnp.float32) for x in (q, k))
+    q, k = (x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPSILON) for x in (q, k))
+    return q * q.shape[-1] ** -0.5, k

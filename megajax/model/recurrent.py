@@ -58,14 +58,17 @@ class RecurrentTokens:
         """x `[B, L, ...]`, and 0 for padding."""
         return x if self.is_real is None else jnp.where(self.is_real.reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
 
-    def recur(self, rule: Rule, definition: Rule, *arguments: jax.Array) -> jax.Array:
-        """A recurrence of q, k, v and rates `[B, L, heads, ...]` by its op: outputs `[B, L, N, w]`.
+    def recur(
+        self, rule: Rule, definition: Rule, *arguments: jax.Array, prepare: ops.Prepare | None = None
+    ) -> jax.Array:
+        """A recurrence of `prepare(q, k)`, v and rates `[B, L, heads, ...]` by its op: outputs `[B, L, N, w]`.
 
         Its FP32 matmuls have full precision in a step in FP32, else that of the device's fast ones.
         """
         precision = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         before = self._state_before if self.comm.size("context") > 1 else None
         how = {"state_before": before, "precision": precision, "implementation": self.comm.linear_attention}
+        arguments = (*prepare(*arguments[:2]), *arguments[2:]) if prepare else arguments
         apply = partial(rule, starts=self.starts, **how)
         out, state = self.comm.recurrence(apply, arguments, {})
         if self.comm.replaced_first:  # the last tokens do not change the state without their keys and decays
@@ -144,9 +147,11 @@ class ContinuedTokens(RecurrentTokens):
     def convolved(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         return ops.short_convolution(x, weight, self.position, self.before, bias)
 
-    def recur(self, rule: Rule, definition: Rule, *arguments: jax.Array) -> jax.Array:
+    def recur(
+        self, rule: Rule, definition: Rule, *arguments: jax.Array, prepare: ops.Prepare | None = None
+    ) -> jax.Array:
         state = {"initial": self.earlier["state"], "count": self.state_end if self.replaceable else None}
-        apply = partial(definition, implementation=self.comm.few_tokens)
+        apply = partial(definition, prepare=prepare, implementation=self.comm.few_tokens)
         out, self.kept["state"] = self.comm.recurrence(apply, arguments, state)
         return out
 

@@ -9,7 +9,7 @@ from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices, ExpertMlp
 from megajax.ops.experts import apply_experts
 from megajax.ops.grouped_matmul import GroupedImplementation
-from megajax.ops.linear_recurrence import LinearAttentionImplementation, StateBefore
+from megajax.ops.linear_recurrence import LinearAttentionImplementation, Prepare, StateBefore
 from megajax.ops.mlp_activation import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
@@ -28,6 +28,7 @@ __all__ = [
     "Implementation",
     "LinearAttentionImplementation",
     "LossImplementation",
+    "Prepare",
     "StateBefore",
     "activate",
     "apply_experts",

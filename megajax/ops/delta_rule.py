@@ -12,6 +12,7 @@ from megajax.ops import jla
 from megajax.ops.linear_recurrence import (
     ChunkMaps,
     LinearAttentionImplementation,
+    Prepare,
     StateBefore,
     chunk_size,
     decays,
@@ -40,11 +41,12 @@ def recurrent_gated_delta_rule(
     starts: jax.Array | None = None,
     initial: jax.Array | None = None,
     count: jax.Array | None = None,
+    prepare: Prepare | None = None,
     implementation: ElementwiseImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
     """The definition, token by token: arguments and results as `gated_delta_rule`, the rest as `token_by_token`."""
     arguments = q, k, v, log_decay, starts, initial, strength
-    return token_by_token(change, *arguments, count=count, implementation=implementation)
+    return token_by_token(change, *arguments, count=count, prepare=prepare, implementation=implementation)
 
 
 def gated_delta_rule(

@@ -35,6 +35,10 @@ LinearAttentionImplementation = Literal["jla", "reference"] | Recurrences
 StateBefore = Callable[[jax.Array, jax.Array], jax.Array]
 
 
+# (queries, keys) of any tokens, by the last axis → those of the recurrence
+Prepare = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
 class ChunkMaps(NamedTuple):
     """The maps of the state from chunk to chunk: S → decay · S + keysᵀ (values − erased S)."""
 
@@ -75,28 +79,31 @@ def token_by_token(
     initial: jax.Array | None,
     *others: jax.Array,
     count: jax.Array | None = None,
+    prepare: Prepare | None = None,
     implementation: ElementwiseImplementation = "reference",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The definition of a recurrence, by its tokens: S → a S + k changeᵀ and o = Sᵀ q, as `ops.gated_delta_rule`.
 
     `change(state, k, v, *others)` of one token `[B, N, ...]` sees the decayed state; `others` are `[B, S, N]`. The
-    state is that after the first `count [B]` tokens of each sequence (None: after all). "pallas" reads and writes it
-    once where its kernel has these widths; it does not know documents, and `interpret` runs it on any device.
+    state is that after the first `count [B]` tokens of each sequence (None: after all). `prepare` is applied to each
+    token's query and key. "pallas" reads and writes a state once where its kernel has these widths; it does not know
+    documents, and `interpret` runs it on any device.
     """
     (B, _, N, w), d, dtype = v.shape, k.shape[-1], wide(v.dtype)
     decay = jnp.exp(log_decay.astype(dtype))
     initial = jnp.zeros((B, N, d, w), dtype) if initial is None else initial.astype(dtype)
 
-    def token(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, *others: jax.Array):
+    def token(state: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, v, decay, *others = (a.astype(dtype) for a in inputs)
+        q, k = prepare(q, k) if prepare else (q, k)
         state = decay[..., None, None] * state
         state = state + k[..., None] * change(state, k, v, *others)[..., None, :]
         return state, jnp.sum(state * q[..., None], axis=-2)
 
     if implementation == "pallas" and recurrent_kernel.fits(d, w):
         assert starts is None
-        inputs = [a.astype(dtype) for a in (q, k, v, decay, *others)]
-        return recurrent_kernel.few_tokens(token, inputs, initial, count, interpret=interpret)
+        return recurrent_kernel.few_tokens(token, (q, k, v, decay, *others), initial, count, interpret=interpret)
     q, k = (jnp.repeat(a, N // a.shape[2], axis=2) for a in (q, k))
     if starts is not None:
         decay = jnp.where(starts[..., None], 0, decay)
@@ -109,7 +116,7 @@ def token_by_token(
             return (state,), out
         return (state, jnp.where((index < count)[:, None, None, None], state, states[1])), out
 
-    tokens = [jnp.moveaxis(a.astype(dtype), 1, 0) for a in (q, k, v, decay, *others)]
+    tokens = [jnp.moveaxis(a, 1, 0) for a in (q, k, v, decay, *others)]
     carried = (initial,) if count is None else (initial, initial)
     states, out = lax.scan(step, carried, [jnp.arange(len(tokens[0])), *tokens])
     return jnp.moveaxis(out, 0, 1), states[-1]

@@ -12,6 +12,7 @@ from megajax.ops import jla
 from megajax.ops.linear_recurrence import (
     ChunkMaps,
     LinearAttentionImplementation,
+    Prepare,
     StateBefore,
     chunk_size,
     decays,
@@ -33,11 +34,14 @@ def recurrent_state_space(
     starts: jax.Array | None = None,
     initial: jax.Array | None = None,
     count: jax.Array | None = None,
+    prepare: Prepare | None = None,
     implementation: ElementwiseImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
     """The definition, token by token: arguments and results as `state_space`, the rest as `token_by_token`."""
     arguments = q, k, v, log_decay, starts, initial
-    return token_by_token(lambda state, k, v: v, *arguments, count=count, implementation=implementation)
+    return token_by_token(
+        lambda state, k, v: v, *arguments, count=count, prepare=prepare, implementation=implementation
+    )
 
 
 def state_space(
