@@ -10,9 +10,13 @@ from megajax.config import LoraConfig
 from megajax.estimate.traces import BlockTrace, LayerForm, Shards, SublayerWork, traces
 from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
+from megajax.ops.linear_recurrence import CHUNK
 from megajax.options.remat import ATTENTION, NONE, RematPolicy
 from megajax.schema.fields import BATCH_AXES
 from megajax.step_plan import StepPlan
+
+# Arrays that are live in the backward pass of a recurrence: as large as what it reads and writes, and as its states
+MIXED_ARRAYS, STATES = 5, 3
 
 
 class Activations:
@@ -72,7 +76,7 @@ class Activations:
         early = 3 * number * mlp.rows if policy.keeps_input and not self.collectives.dispatch.gathers_tokens else 0
         of_mlp = 2 * number * D + early + number * (mlp.rows + mlp.products)
         of_mlp += max(2 * width + reduced, weight_gradients)
-        return int(max(of_mlp, number * self.scores))
+        return int(max(of_mlp, number * self.scores, number * self.recurrence(block)))
 
     def shared_by_passes(self, block: str) -> float:
         """Numbers per token that attention over `context` keeps because the backward pass would compute them again."""
@@ -96,6 +100,11 @@ class Activations:
         if self.plan.kernels.attention != "reference" or self.plan.sizes["context"] > 1:  # then in small blocks
             return 0
         return 2 * 4 / self.compute * self.config.model.num_heads / self.tensor * self.plan.batch_shape[2]
+
+    def recurrence(self, block: str) -> float:
+        """Numbers per token in the arrays of a recurrence's backward pass, which computes all but its inputs again."""
+        works = self.parts[block].values()
+        return max((MIXED_ARRAYS * work.mixed + STATES * work.state / CHUNK for work in works), default=0)
 
     def at_weight_gradients(self, block: str, weight_gradient: int) -> int:
         """Bytes of temporary arrays when an MLP's weight gradients are computed: their operands and one of them."""
