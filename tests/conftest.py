@@ -75,8 +75,19 @@ def keep_files_in_memory() -> None:
 keep_files_in_memory()
 
 REUSED = pytest.StashKey()  # the ReusedPrograms of the process
-# Directories; "tests" itself has those of commands and of the library.
-OF_RUNS = ("tests", "training", "checkpoint", "data", "hf", "inference", "faults", "profile")
+# Directories and files; the directory "tests" itself has those of commands and of the library.
+OF_RUNS = {
+    "tests",
+    "training",
+    "checkpoint",
+    "data",
+    "hf",
+    "inference",
+    "faults",
+    "profile",
+    "megatron",
+    "test_teacher.py",
+}
 
 # Files that take longest, the longest first: started last, one would keep a worker busy after all others are done.
 LONGEST = (
@@ -118,6 +129,16 @@ LONGEST = (
 ORDER = {name: index for index, name in enumerate(LONGEST)}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Files are distributed over the workers (`--dist loadfile`); a crash of one does not hang the run."""
+    if config.getvalue("dist") == "loadfile":
+        from file_scheduling import FileScheduling
+
+        return FileScheduling(config, log)  # pyright: ignore[reportArgumentType]
+    return None
+
+
 def pytest_collection_modifyitems(items: list) -> None:
     """The longest files first; the order within a file stays."""
     items.sort(key=lambda item: ORDER.get(item.path.name, len(LONGEST)))
@@ -136,7 +157,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of runs reuse each other's programs."""
     if reused := item.session.stash.get(REUSED, None):
-        reused.active = item.path.parent.name in OF_RUNS
+        reused.active = bool({item.path.parent.name, item.path.name} & OF_RUNS)
 
 
 @pytest.fixture(scope="session")

@@ -257,10 +257,12 @@ def test_a_worker_that_dies_is_one_sentence(tmp_path, error_of):
 
 
 def test_an_interrupt_ends_with_a_sentence_and_leaves_nothing(tmp_path, capsys):
-    source = write_lines(tmp_path / "a.jsonl", TEXTS * 30_000)
-    as_soon_as(lambda: [*tmp_path.glob("*.partial")], lambda: os.kill(os.getpid(), signal.SIGINT))
+    """After the first tokens are written; the input is far longer than what is read until then."""
+    source = write_lines(tmp_path / "a.jsonl", TEXTS * 100)
+    tokens = tmp_path / "p_text_document.bin.partial"
+    as_soon_as(lambda: tokens.exists() and tokens.stat().st_size, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as stopped:
-        main(["--input", source, "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"])
+        main(["--input", *[source] * 2000, "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"])
     assert stopped.value.code == 130
     assert capsys.readouterr() == ("", "megajax: error: interrupted.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
