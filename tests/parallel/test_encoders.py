@@ -61,13 +61,10 @@ def expected(table):
 
 
 CASES = [
-    ({"fsdp": 2, "tensor": 2}, {}),
-    ({"context": 2, "fsdp": 2}, {}),
-    ({"tensor": 2, "context": 2}, {"remat": {"policy": "full"}}),
-    ({"data": 2}, {"microbatches": 1, "kernels": {"scan_unroll": 4}}),
+    ({"fsdp": 2, "tensor": 2, "context": 2}, {"microbatches": 1}),
+    ({"data": 2}, {"kernels": {"scan_unroll": 4}, "remat": {"policy": "full"}}),
     ({"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
-    ({"pipeline": 2}, {"pipeline": {"schedule": "1f1b"}, "microbatches": 3, "remat": {"policy": "full"}}),
-    ({"pipeline": 2}, {"pipeline": {"virtual_stages": 2}, "microbatches": 2}),
+    ({"pipeline": 2}, {"pipeline": {"virtual_stages": 2}, "remat": {"policy": "full"}}),
 ]
 
 

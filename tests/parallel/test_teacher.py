@@ -75,9 +75,7 @@ def expected(table):
 
 
 CASES = [
-    ({"fsdp": 2, "tensor": 2}, {}),
-    ({"context": 2, "fsdp": 2}, {"microbatches": 1}),
-    ({"pipeline": 2}, {}),
+    ({"fsdp": 2, "tensor": 2, "context": 2}, {}),
     ({"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "1f1b"}, "microbatches": 4}),
 ]
 

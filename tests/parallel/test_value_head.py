@@ -93,9 +93,7 @@ def expected(table):
 
 
 CASES = [
-    ({"fsdp": 2, "tensor": 2}, 1, {}),
-    ({"context": 2, "fsdp": 2}, 3, {}),
-    ({"pipeline": 2}, 1, {}),
+    ({"fsdp": 2, "tensor": 2, "context": 2}, 1, {}),
     ({"pipeline": 2, "tensor": 2}, 3, {"microbatches": 4, "pipeline": {"schedule": "zero_bubble"}}),
     ({"data": 2}, 3, {"microbatches": 1}),
 ]

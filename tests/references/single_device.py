@@ -155,11 +155,13 @@ def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
     schedule = make_schedule(config.schedule)
     reference = Reference(config, OPTAX[config.optimizer.kind](config, lambda count: schedule(count + 1)))
     differentiate, update = jax.jit(reference.losses_and_gradients), jax.jit(reference.updated)
-    state, first, steps = reference.first_state(weights), {}, []
+    # Compiled too: operation by operation they would be dozens of programs, of each shape one.
+    start, norm = jax.jit(reference.first_state), jax.jit(optax.tree.norm)
+    state, first, steps = start(weights), {}, []
     for fields in make_batches(config):
         losses, gradients, metrics = differentiate(state, fields)
         state = update(state, gradients, metrics)
-        steps.append(losses | {"grad_norm": optax.tree.norm(gradients)} | router_metrics(metrics))
+        steps.append(losses | {"grad_norm": norm(gradients)} | router_metrics(metrics))
         first = first or {name: np.asarray(g) for name, g in gradients.items()}
     values = {name: np.array([step[name] for step in steps]) for name in steps[0]}
     modules = values.pop("mtp_loss/module").mean(1) if config.model.mtp_layers else np.zeros(0)
@@ -172,7 +174,7 @@ def expected_gradients(
 ) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
     """(losses, gradients) of the first step with these fields, by megajax/reference.py."""
     reference = Reference(config, optax.identity())
-    return jax.jit(reference.losses_and_gradients)(reference.first_state(weights), fields)[:2]
+    return jax.jit(reference.losses_and_gradients)(jax.jit(reference.first_state)(weights), fields)[:2]
 
 
 def expected_evaluation(config: Config, weights: Mapping[str, np.ndarray], fields: Mapping[str, np.ndarray]) -> float:
