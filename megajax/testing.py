@@ -77,16 +77,12 @@ def _checks(sublayer: type[Sublayer], model: Mapping[str, Any]) -> Iterator[str]
 def _runs(sublayer: type[Sublayer]) -> Iterator[tuple[dict[str, Any], list[tuple[dict[str, int], dict[str, Any]]]]]:
     """(sections of the config, pairs of a mesh and other sections to compare with them on one device)."""
     able = sublayer.SUPPORTS
-    meshes: list[dict[str, int]] = [{"tensor": 2, "fsdp": 2} if "tensor" in able else {"fsdp": 2}]
-    meshes += [{"context": 2, "fsdp": 2}] if "context" in able else []
-    meshes += [{"tensor": 2, "context": 2}] if {"tensor", "context"} <= able else []
+    meshes = [dict.fromkeys([*(axis for axis in ("tensor", "context") if axis in able), "fsdp"], 2)]
     meshes += [{"expert": 2}] if sublayer.HAS_EXPERTS else []
     recomputed = [({}, {"remat": {"policy": policy}}) for policy in ("full", "save_matmuls")]
     yield {}, [*((mesh, {}) for mesh in meshes), *recomputed]
-    stages = {"batch": {"num_microbatches": 2}}
-    yield stages, [({"pipeline": 2}, {})]
-    if "empty_slots" in able:
-        yield stages | {"model": {"num_layers": 3}}, [({"pipeline": 2}, {})]
+    layers = {"model": {"num_layers": 3}} if "empty_slots" in able else {}
+    yield {"batch": {"num_microbatches": 2}} | layers, [({"pipeline": 2}, {})]
     if "documents" in able:
         yield PACKED, [({"context": 2} if "context" in able else {"fsdp": 2}, {})]
 

@@ -23,12 +23,9 @@ def test_the_recurrence_of_the_docs_is_what_it_declares(recurrence):
         "no token depends on a later one",
         "no token depends on another document",
         "token by token",
-        "tensor 2, fsdp 2",
-        "context 2, fsdp 2",
-        "tensor 2, context 2",
+        "tensor 2, context 2, fsdp 2",
         "remat.policy=full",
         "remat.policy=save_matmuls",
-        "pipeline 2, batch.num_microbatches=2",
         "pipeline 2, batch.num_microbatches=2, model.num_layers=3",
         "context 2, data.reset_attention=True",
     ]
