@@ -24,11 +24,11 @@ def lab(tmp_path):
 
 
 def test_a_run_killed_interrupted_and_stopped_goes_on_bit_for_bit(lab):
-    """SIGKILL and Ctrl-C at random moments, and SIGTERM at the end; the last two save and exit with 75."""
-    signals = lab.random.sample([signal.SIGKILL, signal.SIGINT], 2)
+    """SIGKILL or Ctrl-C at a random moment, and SIGTERM at the end; the last two save and exit with 75."""
+    signals = [lab.random.choice([signal.SIGKILL, signal.SIGINT])]
     print(f"seed {SEED}: {signals}")
     outcome = soak(lab, signals, seconds=600, every=0.4, kept=EVERY)
-    assert outcome.startswith("2 kills")
+    assert outcome.startswith("1 kills")
     run_dir = lab.root / "disturbed"
     steps = [step for step, name in numbers_of(run_dir) if name == "loss"]
     assert steps == [*range(1, len(steps) + 1)]

@@ -8,7 +8,6 @@ microbatch.
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh_models import GPT2
@@ -17,8 +16,6 @@ from model_options import GEMMA
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.sharding import EMPTY, stored_layers
-from megajax.step.pipeline.pipeline import ScheduleRunner
-from megajax.step.stack.layer_index import LayerIndex
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -122,27 +119,3 @@ def test_the_evaluation_loss_is_that_of_the_reference(table, make_config):
     assert tokens == fields["loss_mask"].sum()
     expected = table.expected_evaluation(config, weights, fields)
     assert float(loss / tokens) == pytest.approx(expected, rel=table.SCALAR_TOLERANCE)
-
-
-# Faults
-
-correct_operation = ScheduleRunner.operation_at
-
-
-def always_active(self, table, tick):
-    return jnp.bool_(True), *correct_operation(self, table, tick)[1:]
-
-
-FAULTS = {
-    "an idle stage's gradients count": ("llama of 2", ScheduleRunner, "operation_at", always_active),
-    "empty slots train": ("gpt2 of 3", LayerIndex, "without_empty", lambda self, gradient: gradient),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_table_sees_a_fault(make_config, reference, difference, monkeypatch, fault):
-    model, *replaced = FAULTS[fault]
-    config = make_config(model, {"pipeline": 2}, "gpipe", 1, 2)
-    reference(config)  # without the fault
-    monkeypatch.setattr(*replaced)
-    assert difference(config).problems()

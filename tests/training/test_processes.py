@@ -249,12 +249,3 @@ def test_a_negative_token_in_the_last_evaluation_loses_no_step(tmp_path, make_co
     with pytest.raises(InputError, match="data.valid holds -7 in t"):
         trainer.run()
     assert checkpoint_steps(tmp_path / "run") == [2]
-
-
-def test_a_negative_token_that_one_process_reads_stops_both(tmp_path, start_two, late):
-    both = start_two(f"run.dir={tmp_path / 'two'}", f"data.train={late}", "run.peer_timeout_seconds=10")
-    codes = [run.finish() for run in both]
-    assert 0 not in codes
-    said = [run.output for run in both]
-    assert any("data.train holds -7 in t" in text for text in said), said
-    assert not any("Traceback" in text for text in said), said
