@@ -147,7 +147,7 @@ def tokens(folder: Path):
 
 def journal(folder: Path):
     data_formats.journals(folder)
-    return folder, lambda: Journal(str(folder / "o"), {"a": 1}, 2, resume=True)._load()
+    return folder, lambda: Journal(str(folder / "o"), {"a": 1}, 2, resume=True)
 
 
 def model(folder: Path):

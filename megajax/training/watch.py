@@ -161,11 +161,11 @@ class Watch(Hook):
             if self.peers is not None and (verdict := self.peers.check(seconds)):
                 self._end(verdict, self.peers.hung())
             self._since += seconds
-            limit = self._limit()
+            limit = self.limit()
             if limit is not None and self._since > limit:
                 self._end(self._hang(limit), hung=True)
 
-    def _limit(self) -> float | None:
+    def limit(self) -> float | None:
         """Seconds that the current step or other work may take; None if the watchdog is off."""
         run = self._config.run
         if run.hang_factor is None:

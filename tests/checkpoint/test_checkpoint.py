@@ -192,7 +192,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(make_trainer, tmp_path,
     source = make_trainer("source", fsdp=8)
     params = source.state.params
     bad = {"head": params["head"].at[3, 5].set(value), "blocks.dense.mlp.up": params["blocks.dense.mlp.up"] + value}
-    source._state = replace(source.state, params=params | bad)
+    source.state = replace(source.state, params=params | bad)
     save(source)
     sentence = rf"checkpoint.init_from={tmp_path / 'source'} .*: blocks.dense.mlp.up, head has NaN or Inf: give weights"
     for mesh in ({"tensor": 2, "fsdp": 2}, {}):

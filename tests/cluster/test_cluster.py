@@ -165,14 +165,15 @@ def test_a_lost_process_is_no_longer_alive():
 
 
 def test_texts_are_read_by_name_and_a_missing_or_second_one_is_a_failure(together):
-    together(lambda index: Messages(current()._client, "signs").post(str(index), "old"))
-    together(lambda index: Messages(current()._client, "signs").post(str(index), f"new {index}", again=True))
+    signs = together(lambda _: current().messages("signs"))
+    together(lambda rank: signs[rank].post(str(rank), "old"))
+    together(lambda rank: signs[rank].post(str(rank), f"new {rank}", again=True))
     wanted = {str(index): f"new {index}" for index in range(COUNT)}
-    assert together(lambda _: Messages(current()._client, "signs").read_all()) == [wanted] * COUNT
-    assert together(lambda _: Messages(current()._client, "signs").read("2")) == ["new 2"] * COUNT
+    assert together(lambda rank: signs[rank].read_all()) == [wanted] * COUNT
+    assert together(lambda rank: signs[rank].read("2")) == ["new 2"] * COUNT
     for failing in (
-        lambda _: Messages(current()._client, "signs").post("1", "second"),
-        lambda _: Messages(current()._client, "signs").read("7"),
-        lambda _: Messages(current()._client, "signs").wait("7", 0.1),
+        lambda rank: signs[rank].post("1", "second"),
+        lambda rank: signs[rank].read("7"),
+        lambda rank: signs[rank].wait("7", 0.1),
     ):
         assert all(isinstance(error, Failure) for error in together(failing))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megajax.hf import reader
+
 FILES = Path(__file__).parents[1] / "data_files"
 
 
@@ -18,3 +20,9 @@ def unpack(tmp_path):
         return tmp_path / name
 
     return unpack
+
+
+@pytest.fixture
+def small_pieces(monkeypatch) -> None:
+    """Folders are read in several pieces for a matrix, one for a norm."""
+    monkeypatch.setattr(reader, "PIECE_BYTES", 1000)

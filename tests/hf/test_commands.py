@@ -17,7 +17,6 @@ from megajax.checkpoint.weights import run_config
 from megajax.config import ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.hf import compare as comparison
-from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.convert import read_folder, read_model
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors
@@ -170,9 +169,8 @@ def test_special_tokens_come_from_the_tokenizer_if_nothing_else_names_them(impor
 
 
 @pytest.mark.smoke
-def test_compare_tells_rounding_from_differences(imported, tmp_path, capsys, monkeypatch):
+def test_compare_tells_rounding_from_differences(imported, tmp_path, capsys, small_pieces):
     folder, run_dir = imported
-    monkeypatch.setattr(reader, "PIECE_BYTES", 2000)
     assert main(["compare", str(folder), str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 32 and lines[-1].startswith(f"30 tensors of {folder} and {run_dir} are the same")
@@ -221,10 +219,9 @@ PLANNED += [("tiny_deepseek_v3", {"fsdp": 4, "tensor": 2})]
 
 
 @pytest.mark.parametrize(("name", "mesh"), PLANNED, ids=str)
-def test_the_plan_counts_what_reading_reads(with_tokenizer, tmp_path, monkeypatch, capsys, name, mesh):
+def test_the_plan_counts_what_reading_reads(with_tokenizer, tmp_path, monkeypatch, small_pieces, capsys, name, mesh):
     """On eight devices of one process; and the shards of a plan are those of jax."""
     folder = with_tokenizer(name)
-    monkeypatch.setattr(reader, "PIECE_BYTES", 2000)
     assert main(["config", str(folder)]) == 0
     path = tmp_path / "c.yaml"
     path.write_text(capsys.readouterr().out + RUN)

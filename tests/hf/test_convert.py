@@ -12,7 +12,6 @@ from megajax.checkpoint.description import describe_model
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
-from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.convert import export, family_for, read_model
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors, write_folder
@@ -67,8 +66,7 @@ def test_config_json_describes_the_same_network(unpack, name):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name, monkeypatch):
-    monkeypatch.setattr(reader, "PIECE_BYTES", 2000)  # several pieces for a matrix, one for a norm
+def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name, small_pieces):
     mesh = MESHES.get(name, {"fsdp": 2, "tensor": 2 if name != "tiny_gpt2" else 1})
     mesh = mesh | ({"tensor": 1, "fsdp": 4} if name == "tiny_mistral" else {})  # three KV heads
     folder, stored = unpack(name), stored_weights(name)
@@ -88,8 +86,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(unpack):
         read(folder, config_for(read_model(folder), {"fsdp": 2}))
 
 
-def test_new_tokens_start_with_the_mean_of_the_others_on_any_mesh(unpack, monkeypatch):
-    monkeypatch.setattr(reader, "PIECE_BYTES", 2000)
+def test_new_tokens_start_with_the_mean_of_the_others_on_any_mesh(unpack, small_pieces):
     folder = unpack("tiny_llama")
     model = read_model(folder)
     held = model["vocab_size"]

@@ -18,7 +18,6 @@ from megajax.checkpoint.weights import open_layer_state
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
-from megajax.hf import reader
 from megajax.hf.__main__ import main
 from megajax.hf.adapters import _of_module
 from megajax.hf.convert import FAMILIES, family_for, read_model
@@ -92,9 +91,8 @@ def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return values, scales, values.astype(np.float32) * each
 
 
-def test_fp8_blocks_have_their_numbers_in_all_parameters_on_a_mesh(folder, monkeypatch):
+def test_fp8_blocks_have_their_numbers_in_all_parameters_on_a_mesh(folder, small_pieces):
     """The parameters of the dequantised folder are those of the quantised one."""
-    monkeypatch.setattr(reader, "PIECE_BYTES", 1000)
     tensors, whole = load_file(folder / SINGLE), {}
     for name in [*tensors]:
         if name.endswith("_proj.weight") or name.endswith("with_mqa.weight"):

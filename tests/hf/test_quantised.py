@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
-from megajax.hf import reader
 from megajax.hf.convert import read_model
 from megajax.hf.folder import SINGLE, FolderTensors
 from megajax.mesh import build_mesh
@@ -132,8 +131,7 @@ def read(folder, mesh):
     return StateSaver(program).restore_weights(str(folder))[0]
 
 
-def test_an_fp8_folder_has_its_weights_on_a_mesh(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "PIECE_BYTES", 1000)
+def test_an_fp8_folder_has_its_weights_on_a_mesh(tmp_path, small_pieces):
     folder = unpacked(tmp_path, "tiny_llama")
     tensors, expected = load_file(folder / SINGLE), {}
     for layer in range(3):
@@ -145,8 +143,7 @@ def test_an_fp8_folder_has_its_weights_on_a_mesh(tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.asarray(found[layer]).reshape(len(whole.T), -1), whole.T)
 
 
-def test_an_mxfp4_folder_has_its_weights_on_a_mesh(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "PIECE_BYTES", 1000)
+def test_an_mxfp4_folder_has_its_weights_on_a_mesh(tmp_path, small_pieces):
     folder = unpacked(tmp_path, "tiny_gpt_oss")
     tensors, expected = load_file(folder / SINGLE), {}
     for layer in range(2):

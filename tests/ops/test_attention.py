@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from megajax.errors import ConfigError
-from megajax.jax_internals import fused_attention_stablehlo
 from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
 from megajax.ops import AttentionSettings, attention, cached_attention, causal_ranges, document_starts
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
+from megajax.tools.plan.compile import no_gpu_needed
 
 S = 37
 # Three documents in the first row, borders aligned with nothing; two in the second, ids not ascending.
@@ -148,12 +148,8 @@ def test_a_window_without_tokens_is_refused(qkv):
 
 
 @pytest.fixture
-def lowered_for_cuda(monkeypatch):
+def lowered_for_cuda():
     """The StableHLO of loss and gradients through cuDNN attention, made without a GPU."""
-    # jax asks the installed cuDNN for its version while tracing; nothing else needs the library.
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
-
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda least: True)
 
     def lower(dtype="bfloat16", S=64, H=64, W=None, **options) -> str:
         def loss(q, k, v):
@@ -165,7 +161,8 @@ def lowered_for_cuda(monkeypatch):
         traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, v)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    return lower
+    with no_gpu_needed():
+        yield lower
 
 
 def cudnn_calls(text: str) -> tuple[int, int]:

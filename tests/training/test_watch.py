@@ -22,12 +22,12 @@ class Client:
     """A process's access to the store; `lose` makes all calls hang, as those of a dead or stopped process."""
 
     def __init__(self, store: Store):
-        self._store, self.lost = store, False
+        self.store, self.lost = store, False
 
     def __getattr__(self, name: str):
         if self.lost:
             threading.Event().wait()
-        return getattr(self._store, name)
+        return getattr(self.store, name)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_text_that_is_no_sign_counts_as_silence(processes, text):
     """Of another program that reaches the coordinator's port: the thread goes on to read."""
     those, clients = processes(2, timeout=0.6)
     clients[1].lost = True
-    clients[0]._store.values["megajax/signs/0/1"] = text
+    clients[0].store.values["megajax/signs/0/1"] = text
     found = verdicts(those[:1], 5)
     assert "process 1" in found[0] and "was lost" in found[0]
     threads.check()
@@ -226,18 +226,20 @@ def test_a_thread_that_holds_the_end_of_the_process_hangs_too(make_config, tmp_p
     free.set()
 
 
-def test_the_limit_is_a_multiple_of_the_median_step_and_generous_for_other_work(make_config):
+def test_the_limit_is_a_multiple_of_the_median_step_and_generous_for_other_work(make_config, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     watched = Watch(make_config("run.hang_min_seconds=2", "run.hang_factor=3"))
-    assert watched._limit() == 24  # the start
-    for step, seconds in enumerate([1.0, 2.0, 1.0, 60.0]):
+    assert watched.limit() == 24  # the start
+    for step, seconds in enumerate([0.0, 1.0, 2.0, 1.0, 60.0]):
+        now += seconds
         watched.stepped(step)
-        assert watched._last is not None
-        watched._last -= seconds
-    watched.stepped(4)
-    assert watched._limit() == pytest.approx(3 * 1.5, rel=0.01)
+    assert watched.limit() == 3 * 1.5
     with watched.working("the save"):
-        assert watched._limit() == 24
-    watched.stepped(5)
-    watched.stepped(6)  # the time of the save is in no step
-    assert watched._limit() == pytest.approx(3 * 1.0, rel=0.01)
-    assert Watch(make_config("run.hang_factor=null"))._limit() is None
+        now += 500
+        assert watched.limit() == 24
+    for step in (5, 6):  # the time of the save is in no step
+        now += 1.0
+        watched.stepped(step)
+    assert watched.limit() == 3 * 1.0
+    assert Watch(make_config("run.hang_factor=null")).limit() is None
