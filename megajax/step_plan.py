@@ -18,7 +18,7 @@ from megajax.config import Config
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
 from megajax.kernel_choice import Hardware, Kernels
-from megajax.layout.kinds import LayerKind, block_layers, layer_windows
+from megajax.layout.kinds import ATTENTION, LayerKind, block_layers, has_sublayer, layer_windows
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.layout.stages import gathered_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
@@ -57,6 +57,7 @@ class Collectives:
     """The choice of a layer's collectives."""
 
     context: ContextStrategy = RING  # for keys and values
+    consecutive: bool = False  # each device of `context` has consecutive tokens
     latents: bool = False  # send latents instead, and compute keys and values from them on every device
     dispatch: Dispatch = ALL_GATHER  # for tokens to experts on other devices
     experts_over: tuple[str, ...] = ("expert",)  # mesh axes that divide the experts
@@ -261,13 +262,24 @@ class StepPlan:
         """Whether the tokens of a sequence are distributed over `context` by the work of its documents.
 
         Not where the devices share the heads instead. Not if all layers have windows: then all tokens have
-        about the same work, and the ring skips devices. Not if a sublayer puts the tokens in order (`Comm.in_order`).
+        about the same work, and the ring skips devices. Not if a sublayer takes consecutive tokens (`Comm.in_order`).
         """
         if any(map(takes_order, block_layers(self.config.model))):
             return False
         whole = any(window is None for window in layer_windows(self.config.model))
         shared = self.config.context_strategy(self.sizes).key_shards(self.sizes["context"]) > 1
         return self.config.data.reset_attention and shared and whole
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether each device of `context` has consecutive tokens of a sequence.
+
+        That is what some sublayers take (`Comm.in_order`). Causal attention would have more work on later devices, so
+        only where they share the heads, or nothing attends.
+        """
+        model, strategy = self.config.model, self.config.context_strategy(self.sizes)
+        shared = strategy.key_shards(self.sizes["context"]) == 1
+        return any(map(takes_order, block_layers(model))) and (shared or not has_sublayer(model, ATTENTION))
 
     # The layers
 
@@ -348,6 +360,7 @@ class StepPlan:
     def collectives(self) -> Collectives:
         return Collectives(
             context=self.config.context_strategy(self.sizes),
+            consecutive=self.keeps_order,
             latents=self.sends_latents,
             dispatch=self.config.dispatch(self.sizes),
             experts_over=self.config.mesh.experts_over,

@@ -39,7 +39,7 @@ class WholeSequences(Comm):
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int):
         self.mesh, self.kernels, self.sizes = mesh, kernels, mesh_sizes(mesh)
         self.max_length = max_length  # of the model's context
-        self.linear_attention, self.few_tokens = kernels.linear_attention, kernels.elementwise
+        self.linear_attention, self.elementwise = kernels.linear_attention, kernels.elementwise
         self.caches: list[Any] = []  # what the layers keep, in their order
 
     def keep(self, state: Any) -> None:

@@ -55,9 +55,8 @@ class Comm:
     token_axes: tuple[str, ...] = ()  # the mesh axes that divide the tokens of the residual stream
     sequence_axes: tuple[str, ...] = ()  # those of them that divide a sequence
 
-    # Linear recurrences of whole sequences, and of a few new tokens
     linear_attention: ops.LinearAttentionImplementation = "reference"
-    few_tokens: ops.ElementwiseImplementation = "reference"
+    elementwise: ops.ElementwiseImplementation = "reference"  # of what has fused kernels
 
     # Of generation: as many of a sequence's newest tokens may be replaced by a later step, None if nothing is kept; and
     # as many of the prompts' last tokens are replaced by the first step

@@ -73,8 +73,10 @@ class GatedDeltaNet(Sublayer):
         out, kept = jax.checkpoint(partial(self.mix, ctx))(w, projected, rates, comm.earlier())
         comm.keep(kept)
         out = checkpoint_name(out, ATTENTION)
-        gate = projected[:, -out.shape[-1] :]
-        y = comm.row_linear(self.gated(w, out, gate), w["output"])
+        norm = ops.GatedNorm(self.config.norm_epsilon, gate_first=False)
+        F, weight = out.shape[1], w["output_norm"]
+        weights, first = jnp.broadcast_to(weight, (F // len(weight), len(weight))), projected.shape[1] - F
+        y = comm.row_linear(ops.gated_norm(out, projected, weights, norm, first, comm.elementwise), w["output"])
         return checkpoint_name(y, "output"), {}
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
@@ -87,12 +89,12 @@ class GatedDeltaNet(Sublayer):
         c, comm, (B, S) = self.config.linear_attention, ctx.comm, ctx.inputs.positions.shape
         tokens, devices = recurrent_tokens(ctx, earlier), comm.size("tensor")
         K, N = c.num_key_heads // devices, c.num_value_heads // devices
-        qkv = projected[:, : -N * c.value_head_dim].reshape(B, S, -1)
         rates = jnp.moveaxis(comm.local_heads(jnp.moveaxis(rates, 1, 0)), 0, 1).reshape(B, S, -1, 2, N // K)
-        qkv, rates = tokens.joined(*comm.in_order((qkv, rates)))
-        length = qkv.shape[1]
-        widths = K * c.key_head_dim, 2 * K * c.key_head_dim
-        q, k, v = jnp.split(tokens.convolved(qkv, w["convolution"]), widths, axis=-1)
+        key_width, value_width = K * c.key_head_dim, N * c.value_head_dim
+        inputs = projected.reshape(B, S, -1), slice(0, 2 * key_width + value_width)
+        inputs, rates = tokens.joined(inputs, rates)
+        length = rates.shape[1]
+        q, k, v = tokens.convolved(inputs, (key_width, key_width, value_width), w["convolution"])
         q, k = (a.reshape(B, length, -1, c.key_head_dim) for a in (q, k))
         v, wide = v.reshape(B, length, N, -1), jnp.float32
         strength, steps = (rates[:, :, :, i].reshape(B, length, N).astype(wide) for i in range(2))
@@ -101,15 +103,6 @@ class GatedDeltaNet(Sublayer):
         rules = ops.gated_delta_rule, ops.recurrent_gated_delta_rule
         out = tokens.new(tokens.recur(*rules, q, k, v, decay, strength, prepare=_normalised))
         return comm.in_order(out.astype(v.dtype), back=True).reshape(B * S, -1), tokens.kept
-
-    def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:
-        """The norm of each head `[T, N·w]`, times silu(gate)."""
-
-        def compute(out, gate, weight):
-            normed = ops.rms_norm(out.reshape(len(out), -1, len(weight)), weight, self.config.norm_epsilon)
-            return (normed.reshape(out.shape) * jax.nn.silu(gate.astype(jnp.float32))).astype(out.dtype)
-
-        return jax.checkpoint(compute)(out, gate, w["output_norm"])
 
 
 def _normalised(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -69,7 +69,9 @@ class Mamba2(Sublayer):
         out, kept = jax.checkpoint(partial(self.mix, ctx))(w, projected, steps, comm.earlier())
         comm.keep(kept)
         out = checkpoint_name(out, ATTENTION)
-        y = comm.row_linear(self.gated(w, out, projected[:, : out.shape[-1]]), w["output"])
+        norm = ops.GatedNorm(self.config.norm_epsilon, gate_first=True)
+        gated = ops.gated_norm(out, projected, w["output_norm"], norm, 0, comm.elementwise)
+        y = comm.row_linear(gated, w["output"])
         return checkpoint_name(y, "output"), {}
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
@@ -81,12 +83,11 @@ class Mamba2(Sublayer):
         c, comm, (B, S) = self.config.mamba2, ctx.comm, ctx.inputs.positions.shape
         tokens, devices, wide = recurrent_tokens(ctx, earlier), comm.size("tensor"), jnp.float32
         groups, N = c.num_groups // devices, c.num_heads // devices
-        xbc = projected[:, N * c.head_dim :].reshape(B, S, -1)
-        xbc, steps = tokens.joined(*comm.in_order((xbc, comm.local_heads(steps.T).T.reshape(B, S, N))))
-        length = xbc.shape[1]
-        xbc = tokens.convolved(xbc, w["convolution"], w["convolution_bias"])
-        widths = N * c.head_dim, N * c.head_dim + groups * c.state_dim
-        x, k, q = jnp.split(xbc, widths, axis=-1)
+        widths = N * c.head_dim, groups * c.state_dim, groups * c.state_dim
+        inputs = projected.reshape(B, S, -1), slice(widths[0], widths[0] + sum(widths))
+        inputs, steps = tokens.joined(inputs, comm.local_heads(steps.T).T.reshape(B, S, N))
+        length = steps.shape[1]
+        x, k, q = tokens.convolved(inputs, widths, w["convolution"], w["convolution_bias"])
         x, k, q = (a.reshape(B, length, count, -1) for a, count in ((x, N), (k, groups), (q, groups)))
         steps = jax.nn.softplus(steps.astype(wide) + w["step_bias"])
         steps = tokens.where_real(jnp.maximum(steps, c.min_step))
@@ -94,12 +95,3 @@ class Mamba2(Sublayer):
         out = tokens.recur(ops.state_space, ops.recurrent_state_space, *arguments)
         out = tokens.new(out + w["skip"][:, None] * x).astype(x.dtype)
         return comm.in_order(out, back=True).reshape(B * S, -1), tokens.kept
-
-    def gated(self, w: Weights, out: jax.Array, gate: jax.Array) -> jax.Array:
-        """The norm of each group `[T, N·w]`, after the product with silu(gate)."""
-
-        def compute(out, gate, weight):
-            product = (out * jax.nn.silu(gate.astype(jnp.float32))).reshape(len(out), *weight.shape)
-            return ops.rms_norm(product, weight, self.config.norm_epsilon).reshape(out.shape).astype(out.dtype)
-
-        return jax.checkpoint(compute)(out, gate, w["output_norm"])

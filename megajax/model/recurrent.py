@@ -1,8 +1,9 @@
 """What sublayers with a state share: consecutive tokens, those before a device's, and what generation keeps."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from megajax.model.sublayer import LayerContext, Weights, normalise
 
 DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus of its bias, as in Mamba-2
 Kept = dict[str, Any]  # arrays [B, ...] by name, or several of them
+Channels = tuple[jax.Array, slice]  # consecutive channels of an array [B, S, X]
 Rule = Callable[..., tuple[jax.Array, jax.Array]]  # an op of queries, keys, values and rates → (outputs, states)
 
 
@@ -33,13 +35,14 @@ class RecurrentTokens:
         self.starts = None if tokens.document_starts is None else self.position == 0
         self.kept = Kept()
 
-    def joined(self, x: jax.Array, *rates: jax.Array) -> tuple[jax.Array, ...]:
+    def joined(self, x: Channels, *rates: jax.Array) -> tuple[Any, ...]:
         """The convolution's inputs and the rates `[B, S, ...]` → `[B, L, ...]`: these tokens' and some before them."""
-        self.dtype = x.dtype
+        (array, channels), self.dtype = x, x[0].dtype
+        array, *rates = self.comm.in_order((array, *rates))
         if count := self.comm.replaceable:
             self.kept["position"] = self.state_end
             self.kept["rates"] = tuple(rows(a, self.state_end, count) for a in rates)
-        return x, *rates
+        return (array, channels), *rates
 
     @cached_property
     def state_end(self) -> jax.Array:
@@ -47,12 +50,22 @@ class RecurrentTokens:
         assert self.is_real is not None
         return jnp.maximum(jnp.sum(self.is_real, axis=1, dtype=jnp.int32) - self.comm.replaced_first, 0)
 
-    def convolved(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        """`ops.short_convolution` of x `[B, L, F]`."""
-        count = len(weight) - 1
+    def convolved(
+        self, x: Channels, widths: Sequence[int], weight: jax.Array, bias: jax.Array | None = None
+    ) -> list[jax.Array]:
+        """`ops.short_convolution` of x, the channels one after the other: `[B, L, width]` each."""
+        (array, channels), count = x, len(weight) - 1
+        inputs, starts = array[..., channels], [0, *accumulate(widths)]
         if self.comm.replaceable is not None:
-            self.kept["window"] = rows(x, self.state_end - count, count + self.comm.replaceable)
-        return ops.short_convolution(x, weight, self.position, self._window(x, count), bias)
+            self.kept["window"] = rows(inputs, self.state_end - count, count + self.comm.replaceable)
+        before = self._window(inputs, count)
+
+        def part(start: int, end: int) -> jax.Array:
+            earlier, added = (None if a is None else a[..., start:end] for a in (before, bias))
+            how = channels.start + start, self.comm.elementwise
+            return ops.short_convolution(array, weight[:, start:end], self.position, earlier, added, *how)
+
+        return [part(start, end) for start, end in pairwise(starts)]
 
     def where_real(self, x: jax.Array) -> jax.Array:
         """x `[B, L, ...]`, and 0 for padding."""
@@ -122,36 +135,37 @@ class ContinuedTokens(RecurrentTokens):
             self.start = earlier["position"]
             self.position = self.start[:, None] + jnp.arange(self.position.shape[1] + self.replaceable)
 
-    def joined(self, x: jax.Array, *rates: jax.Array) -> tuple[jax.Array, ...]:
-        window = self.earlier["window"]
+    def joined(self, x: Channels, *rates: jax.Array) -> tuple[Any, ...]:
+        window, new = self.earlier["window"], x[0][..., x[1]]
         count = window.shape[1] - self.replaceable
         if self.replaceable:
-            x = self._after(window, x, self.start - count)
+            both = self._after(window, new, self.start - count)
             rates = tuple(map(partial(self._after, start=self.start), self.earlier["rates"], rates))
             self.kept = {
                 "position": self.start + self.state_end,
                 "rates": tuple(rows(a, self.state_end, self.replaceable) for a in rates),
-                "window": rows(x, self.state_end, count + self.replaceable),
+                "window": rows(both, self.state_end, count + self.replaceable),
             }
         else:
-            x = jnp.concatenate([window, x], axis=1)
-            self.kept = {"window": x[:, -count:]}
-        self.before = x[:, :count]
-        return x[:, count:], *rates
+            both = jnp.concatenate([window, new], axis=1)
+            self.kept = {"window": both[:, -count:]}
+        self.before = both[:, :count]
+        return (both[:, count:], slice(0, both.shape[2])), *rates
 
     @cached_property
     def state_end(self) -> jax.Array:
         """The number of tokens from `start` on that go into the state, `[B]`."""
         return jnp.maximum(self.first + self.position.shape[1] - 2 * self.replaceable - self.start, 0)
 
-    def convolved(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        return ops.short_convolution(x, weight, self.position, self.before, bias)
+    def convolved(self, x, widths, weight, bias=None) -> list[jax.Array]:
+        y = ops.short_convolution(x[0], weight, self.position, self.before, bias)
+        return jnp.split(y, [*accumulate(widths)][:-1], axis=-1)
 
     def recur(
         self, rule: Rule, definition: Rule, *arguments: jax.Array, prepare: ops.Prepare | None = None
     ) -> jax.Array:
         state = {"initial": self.earlier["state"], "count": self.state_end if self.replaceable else None}
-        apply = partial(definition, prepare=prepare, implementation=self.comm.few_tokens)
+        apply = partial(definition, prepare=prepare, implementation=self.comm.elementwise)
         out, self.kept["state"] = self.comm.recurrence(apply, arguments, state)
         return out
 

@@ -8,6 +8,7 @@ from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices, ExpertMlp
 from megajax.ops.experts import apply_experts
+from megajax.ops.gated_norm import GatedNorm, gated_norm
 from megajax.ops.grouped_matmul import GroupedImplementation
 from megajax.ops.linear_recurrence import LinearAttentionImplementation, Prepare, StateBefore
 from megajax.ops.mlp_activation import ElementwiseImplementation, activate
@@ -24,6 +25,7 @@ __all__ = [
     "ExpertKernels",
     "ExpertMatrices",
     "ExpertMlp",
+    "GatedNorm",
     "GroupedImplementation",
     "Implementation",
     "LinearAttentionImplementation",
@@ -41,6 +43,7 @@ __all__ = [
     "document_starts",
     "dropout",
     "gated_delta_rule",
+    "gated_norm",
     "layer_norm",
     "recurrent_gated_delta_rule",
     "recurrent_state_space",

@@ -69,6 +69,7 @@ def state_space(
 def _kernel(kind: str, q: jax.Array, k: jax.Array, starts: jax.Array | None, **gates: jax.Array) -> Any:
     """(values `[B, S, N, w]`, initial state or None) → (outputs in BF16, final state)."""
     from jla.ops import linear_attention  # type: ignore[import-not-found]
+    from jla.ops.mosaic_gpu import scalar_gate  # type: ignore[import-not-found]
 
     number = None if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)
     q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
@@ -78,6 +79,9 @@ def _kernel(kind: str, q: jax.Array, k: jax.Array, starts: jax.Array | None, **g
             state = jnp.where(starts[:, 0, None, None, None], 0, state)
         given: dict[str, Any] = {"scale": 1.0, "initial_state": state, "output_final_state": True}
         v = v.astype(jnp.bfloat16)
+        if kind == "simple_gla" and k.shape[2] < v.shape[2]:  # its backward pass adds up the gradients of a group
+            grouped = {"delta": False, "beta": None, "grouped_key_grads": True}
+            return scalar_gate.run(q, k, v, segment_ids=number, **given, **gates, **grouped)
         return linear_attention(kind, q, k, v, impl="mosaic_gpu", segment_ids=number, **given, **gates)
 
     return run

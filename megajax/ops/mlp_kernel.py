@@ -66,7 +66,7 @@ def gated(kind: str, gate: jax.Array, up: jax.Array, interpret: bool) -> jax.Arr
     """activation(gate) · up of FP32 tiles."""
     gate, up = _clamped(kind, gate, up)
     argument, _ = _sigmoid_argument(kind, gate)
-    return gate * _sigmoid(argument, interpret) * up
+    return gate * sigmoid(argument, interpret) * up
 
 
 def gated_gradients(
@@ -76,7 +76,7 @@ def gated_gradients(
     inputs = gate, up
     gate, up = _clamped(kind, gate, up)
     argument, slope = _sigmoid_argument(kind, gate)
-    opening = _sigmoid(argument, interpret)
+    opening = sigmoid(argument, interpret)
     activated = gate * opening
     act = activated * up
     gradients = dact * up * (opening + activated * (1.0 - opening) * slope), dact * activated
@@ -112,7 +112,7 @@ def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array 
     raise ValueError(f'"{kind}" is not a gated activation: use one of swiglu, geglu, clamped_swiglu.')
 
 
-def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
+def sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
     """1 / (1 + exp(-x)) to a few units in the last place, by the GPU's instructions for exp2 and reciprocal.
 
     The library's exp and division also handle ranges that do not matter here, with three times the instructions.

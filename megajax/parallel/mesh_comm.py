@@ -71,7 +71,7 @@ class MeshComm(Comm):
         self.adapters = TensorAdapters(self.tensor_parallel)
         self.tensor_parallel = replace(self.tensor_parallel, frozen=frozen)
         self.context_attention = context_attention(collectives.context, self.context_size)
-        self.linear_attention = kernels.linear_attention
+        self.linear_attention, self.elementwise = kernels.linear_attention, kernels.elementwise
         self.expert_parallel = expert_parallel(collectives, kernels.experts, self.max_over_devices)
 
     def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
@@ -151,7 +151,7 @@ class MeshComm(Comm):
         return jax.tree.map(lambda a: collectives.all_gather(a, present, axis=dim, tiled=True), x) if present else x
 
     def in_order[Arrays](self, x: Arrays, back: bool = False) -> Arrays:
-        if self.context_size == 1:
+        if self.context_size == 1 or self.collectives.consecutive:
             return x
         return jax.tree.map(lambda a: (to_stored if back else to_consecutive)(a, self.context_size), x)
 

@@ -92,7 +92,7 @@ class Graph:
         B, S = fields["tokens"].shape
         shards = self.plan.batch_shards
         sequences = (index * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
-        positions = token_positions_of(fields, self.sizes["context"])
+        positions = token_positions_of(fields, self.sizes["context"], self.plan.keeps_order)
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
         model, real = self.plan.model, None
         if positions.is_real is not None:
@@ -113,7 +113,7 @@ class Graph:
 
     def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
-        fields, imbalance = add_token_positions(batch, self.sizes["context"])
+        fields, imbalance = add_token_positions(batch, self.sizes["context"], self.plan.keeps_order)
         if "is_real" in batch:
             lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)

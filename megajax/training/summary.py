@@ -80,8 +80,9 @@ def summary(
         if device.platform == "gpu" and kernels.linear_attention == "reference":
             lines.append("warning    the reference of the recurrences is slow on a GPU")
     if sizes["context"] > 1:
-        chunk = batch.sequence_length // (2 * sizes["context"])
-        chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(chunk, 'token')}"
+        own = batch.sequence_length // sizes["context"]
+        chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(own // 2, 'token')}"
+        chunks = counted(own, "consecutive token") if plan.keeps_order else chunks
         strategy, reason = config.choose_context(sizes)
         lines.append(f"context    {strategy.name} ({reason}); per sequence and device {chunks}")
     if device.platform == "gpu" and kernels.attention == "reference":

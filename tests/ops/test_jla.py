@@ -34,11 +34,19 @@ def installed(monkeypatch):
         starts = None if segment_ids is None else jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
         return rule(q, k, v, *(gates.pop(name) for name in names), starts, initial_state, **gates)
 
-    package, module = ModuleType("jla"), ModuleType("jla.ops")
-    package.__spec__ = module.__spec__ = sys.__spec__
-    module.linear_attention = linear_attention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "jla", package)
-    monkeypatch.setitem(sys.modules, "jla.ops", module)
+    def run(q, k, v, *, delta, beta, grouped_key_grads, **others):
+        assert (delta, beta, grouped_key_grads) == (False, None, True)
+        return linear_attention("simple_gla", q, k, v, impl="mosaic_gpu", **others)
+
+    functions = {"jla": {}, "jla.ops": {"linear_attention": linear_attention}}
+    functions |= {"jla.ops.mosaic_gpu": {}, "jla.ops.mosaic_gpu.scalar_gate": {"run": run}}
+    for name, held in functions.items():
+        module = ModuleType(name)
+        module.__dict__.update(held, __spec__=sys.__spec__)
+        monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, module)
 
 
 def drawn(rule, rng, B=2, S=9, K=2, N=4, d=4, w=3):

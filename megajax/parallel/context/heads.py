@@ -14,7 +14,7 @@ from megajax.parallel.context.token_order import as_sequence, as_stored
 
 
 class OverHeads(ContextAttention):
-    """Each device attends to all tokens, with a part of the heads."""
+    """Each device attends to all tokens, with a part of the heads. Without `zigzag` it holds consecutive tokens."""
 
     def attend(self, q, k, v, positions, sinks=None) -> Attended:
         heads, copies = q.shape[2], self.devices // np.gcd(self.devices, k.shape[2])
@@ -27,7 +27,8 @@ class OverHeads(ContextAttention):
         if sinks is not None:
             sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
         out, largest = super().attend(q, k, v, replace(positions, document_starts=starts, is_real=is_real), sinks)
-        out = as_stored(out, self.devices)
+        if self.zigzag:
+            out = as_stored(out, self.devices)
         out = collectives.all_to_all(out, "context", split_axis=1, concat_axis=2, tiled=True)
         return checkpoint_name(out, "exchanged"), among_heads(largest, first, heads)
 
@@ -35,12 +36,16 @@ class OverHeads(ContextAttention):
         """`[B, S / context, N, H]` of this device's tokens → `[B, S, N / context, H]` of its heads."""
         a = collectives.all_to_all(a, "context", split_axis=2, concat_axis=1, tiled=True)
         # The remat policies that keep matmuls keep arrays with this name too.
-        return checkpoint_name(as_sequence(a, self.devices), "exchanged")
+        return checkpoint_name(self._as_sequence(a), "exchanged")
 
     def _of_sequence(self, a: jax.Array | None) -> jax.Array | None:
         if a is None:
             return None
-        return as_sequence(collectives.all_gather(a, "context", axis=1, tiled=True), self.devices)
+        return self._as_sequence(collectives.all_gather(a, "context", axis=1, tiled=True))
+
+    def _as_sequence(self, a: jax.Array) -> jax.Array:
+        """`[B, S, ...]` in the devices' order → in the order of the sequence."""
+        return as_sequence(a, self.devices) if self.zigzag else a
 
 
 def among_heads(largest: jax.Array | None, first: jax.Array | int, heads: int) -> jax.Array | None:

@@ -30,7 +30,9 @@ class ContextAttention:
     devices: int  # of `context`
     scores: Scores
     window: int | None  # None: all earlier tokens
-    zigzag: bool  # whether each device has one early and one late chunk
+    zigzag: (
+        bool  # whether each device has one early and one late chunk; with all tokens of a head, else consecutive ones
+    )
 
     def attend(self, q, k, v, positions: TokenPositions, sinks: jax.Array | None = None) -> Attended:
         """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.

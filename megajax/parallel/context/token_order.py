@@ -3,6 +3,7 @@
 A sequence is cut into chunks. Every device has the same number of chunks, in the order of the sequence. Causal
 attention to whole sequences is load-balanced if device r of C has chunks r and 2C - 1 - r of 2C ("zig-zag"). With
 packed documents the work of a chunk depends on the ends of the documents, so finer chunks are distributed by work.
+Where nothing attends to a part of the keys, each device can have consecutive tokens, one chunk.
 """
 
 from collections.abc import Mapping
@@ -56,16 +57,19 @@ def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
     return index.reshape(context * each, -1)[chunks].reshape(rows, S)
 
 
-def own_index(length: int, context: int) -> jax.Array:
-    """The sequence indices of this device's `length` tokens in zig-zag order, int32."""
-    if context == 1:
-        return jnp.arange(length, dtype=jnp.int32)
+def own_index(length: int, context: int, consecutive: bool = False) -> jax.Array:
+    """The sequence indices of this device's `length` tokens in zig-zag order, or consecutive ones, int32."""
+    if context == 1 or consecutive:
+        first = lax.axis_index("context") * length if context > 1 else 0
+        return first + jnp.arange(length, dtype=jnp.int32)
     rank, within = lax.axis_index("context"), jnp.arange(length // 2, dtype=jnp.int32)
     first = _zigzag(rank, length // 2, context)
     return (first[:, None] + within).reshape(-1)
 
 
-def add_token_positions(batch: Mapping[str, jax.Array], context: int) -> tuple[dict[str, jax.Array], jax.Array | None]:
+def add_token_positions(
+    batch: Mapping[str, jax.Array], context: int, consecutive: bool = False
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """(the batch with the fields for `token_positions_of`, `imbalance` of the work), fields `[M, B, S]`.
 
     The imbalance is None if tokens are not distributed by work. Runs once per step, before the layers. Independent
@@ -79,7 +83,8 @@ def add_token_positions(batch: Mapping[str, jax.Array], context: int) -> tuple[d
     if context == 1:
         return fields | {"document_starts": ops.document_starts(segments).reshape(M, B, length)}, None
     order = batch.get("order")
-    own = jnp.broadcast_to(own_index(length, context), segments.shape) if order is None else order.reshape(M * B, -1)
+    own = jnp.broadcast_to(own_index(length, context, consecutive), segments.shape)
+    own = own if order is None else order.reshape(M * B, -1)
     both = collectives.all_gather(jnp.stack([own, segments]), "context", axis=2, tiled=True)
     indices, segments = both  # [M·B, S] as stored
     rows = jnp.arange(M * B)[:, None]
@@ -98,11 +103,14 @@ def imbalance(work: jax.Array) -> jax.Array:
     return work.max(axis=1).sum() / work.mean(axis=1).sum()
 
 
-def token_positions_of(fields: Mapping[str, jax.Array], context: int) -> TokenPositions:
+def token_positions_of(fields: Mapping[str, jax.Array], context: int, consecutive: bool = False) -> TokenPositions:
     """The positions of one microbatch's tokens, from fields of `add_token_positions`, `[B, S / context]`."""
-    shape, index = fields["tokens"].shape, fields.get("order")
-    own = jnp.broadcast_to(own_index(shape[1], context), shape) if index is None else index
-    return TokenPositions(own, *map(fields.get, ("document_starts", "chunks", "is_real")))
+    (B, length), index = fields["tokens"].shape, fields.get("order")
+    own = jnp.broadcast_to(own_index(length, context, consecutive), (B, length)) if index is None else index
+    starts, chunks, is_real = map(fields.get, ("document_starts", "chunks", "is_real"))
+    if consecutive and context > 1:
+        chunks = jnp.broadcast_to(jnp.arange(context, dtype=jnp.int32)[:, None, None] * length, (context, B, 1))
+    return TokenPositions(own, starts, chunks, is_real)
 
 
 def to_consecutive(a: jax.Array, context: int) -> jax.Array:

@@ -1,0 +1,37 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops import gated_norm_kernel as kernel
+from megajax.ops.gated_norm import GatedNorm, gated_norm
+
+
+def numpy_gated_norm(x, gate, weight, norm):
+    """Group by group."""
+    y = np.zeros_like(x)
+    for group, factor in enumerate(weight):
+        columns = slice(group * len(factor), (group + 1) * len(factor))
+        opened = gate[:, columns] / (1 + np.exp(-gate[:, columns]))
+        values = x[:, columns] * opened if norm.gate_first else x[:, columns]
+        values = factor * values / np.sqrt(np.mean(values**2, axis=1, keepdims=True) + norm.epsilon)
+        y[:, columns] = values if norm.gate_first else values * opened
+    return y
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("tokens", [24, 7])
+def test_the_gated_norm_and_its_kernel(tokens, gate_first):
+    rng, norm, (G, w), first = np.random.default_rng(tokens), GatedNorm(1e-3, gate_first), (3, 16), 16
+    x, dy = rng.normal(size=(2, tokens, G * w))
+    gate, weight = rng.normal(size=(tokens, 5 * w)), rng.normal(size=(G, w))
+    expected = numpy_gated_norm(x, gate[:, first:], weight, norm)
+    x, dy, gate, weight = (jnp.asarray(a, jnp.float32) for a in (x, dy, gate, weight))
+    y, pull = jax.vjp(lambda *args: gated_norm(*args, norm, first), x, gate, weight)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    operands = kernel.GatedNormOperands(x, gate, weight, first)
+    np.testing.assert_allclose(kernel.normalise(operands, norm, interpret=True), expected, rtol=1e-5, atol=1e-5)
+    dx, dgate, dweight = kernel.gradients(operands, norm, dy, interpret=True)
+    dgate = jnp.pad(dgate, ((0, 0), (first, w)))
+    for found, correct in zip((dx, dgate, dweight), pull(dy), strict=True):
+        np.testing.assert_allclose(found, correct, rtol=1e-4, atol=1e-5)
