@@ -38,11 +38,11 @@ class RecurrentTokens:
     def joined(self, x: Channels, *rates: jax.Array) -> tuple[Any, ...]:
         """The convolution's inputs and the rates `[B, S, ...]` → `[B, L, ...]`: these tokens' and some before them."""
         (array, channels), self.dtype = x, x[0].dtype
-        array, *rates = self.comm.in_order((array, *rates))
+        array, *numbers = self.comm.in_order((array, *rates))
         if count := self.comm.replaceable:
             self.kept["position"] = self.state_end
-            self.kept["rates"] = tuple(rows(a, self.state_end, count) for a in rates)
-        return (array, channels), *rates
+            self.kept["rates"] = tuple(rows(a, self.state_end, count) for a in numbers)
+        return (array, channels), *numbers
 
     @cached_property
     def state_end(self) -> jax.Array:

@@ -21,7 +21,7 @@ def make(table, mesh, microbatches, model, **sections):
 
 @pytest.mark.parametrize(("model", "context"), [(HYBRID, "ring"), (MAMBA, "auto")], ids=["gated DeltaNet", "Mamba-2"])
 def test_a_mesh_trains_as_one_device_does(table, difference, model, context):
-    """Stages of unlike layers, and documents across devices, which have consecutive tokens only where no keys travel."""
+    """Stages of unlike layers, and documents across devices, which hold consecutive tokens unless keys travel."""
     model = model | {"num_layers": 2, "block_pattern": [model["block_pattern"][0], "moe"]}
     mesh, sections = {"pipeline": 2, "tensor": 2, "context": 2}, {"remat": {"policy": "selective"}, "data": DOCUMENTS}
     found = difference(make(table, mesh, 2, model, communication={"context": context}, **sections))
