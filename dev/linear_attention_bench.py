@@ -1,4 +1,4 @@
-"""Speed and accuracy of the gated delta rule's implementations on a Hopper GPU.
+"""Speed and accuracy of the gated delta rule's implementations on a Hopper GPU, with decays of heads or of channels.
 
     python dev/linear_attention_bench.py
 
@@ -10,6 +10,7 @@ and ‖found - expected‖ / ‖expected‖ of outputs and of all gradients toge
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -22,13 +23,15 @@ WIDTH, BANDWIDTH = 128, 3.35e12
 IMPLEMENTATIONS = ["jla", "reference"]
 
 
-def drawn(shape: tuple[int, int, int], documents: int) -> tuple[list[jax.Array], jax.Array | None]:
+def drawn(shape: tuple[int, int, int], by_channel: bool, documents: int) -> tuple[list[jax.Array], jax.Array | None]:
     """Arguments of the rule, in BF16 and FP32, and where documents begin."""
     B, S, N = shape
     keys = jax.random.split(jax.random.key(0), 5)
     q, k, v = (jax.random.normal(key, (B, S, N, WIDTH)) for key in keys[:3])
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    rates = jax.nn.log_sigmoid(jax.random.normal(keys[3], shape) + 2), jax.nn.sigmoid(jax.random.normal(keys[4], shape))
+    of_decays = (*shape, WIDTH) if by_channel else shape
+    decay, strength = jax.random.normal(keys[3], of_decays), jax.random.normal(keys[4], shape)
+    rates = jax.nn.log_sigmoid(decay + 2), jax.nn.sigmoid(strength)
     starts = jnp.broadcast_to(jnp.arange(S) % -(-S // documents) == 0, (B, S)) if documents > 1 else None
     return [*(x.astype(jnp.bfloat16) for x in (q, k, v)), *rates], starts
 
@@ -51,22 +54,22 @@ def distance(found: Any, expected: Any) -> float:
 
 
 def main() -> None:
-    print(f"{jax.devices()[0].device_kind}\n| shape | documents | kernels | forward ms | both ms | bound ms | error |")
-    print("|---|---|---|---|---|---|---|")
-    for shape in SHAPES:
-        for documents in (1, 4):
-            arguments, starts = drawn(shape, documents)
-            out, pull = jax.vjp(partial(run, "reference", starts), *(x.astype(jnp.float32) for x in arguments))
-            weights = jax.random.normal(jax.random.key(1), out.shape)
-            expected = [out, *pull(weights)]
-            numbers = shape[0] * shape[1] * shape[2] * (4 * WIDTH * 2 + 2 * 4)
-            for name in IMPLEMENTATIONS:
-                forward = jax.jit(partial(run, name, starts))
-                both = jax.jit(partial(with_gradients, name, starts))
-                forward_ms, both_ms = milliseconds(forward, *arguments), milliseconds(both, weights, *arguments)
-                error = distance(both(weights, *arguments), expected)
-                bounds = f"{numbers / BANDWIDTH * 1e3:.2f}, {3 * numbers / BANDWIDTH * 1e3:.2f}"
-                print(f"| {shape} | {documents} | {name} | {forward_ms:.2f} | {both_ms:.2f} | {bounds} | {error:.1e} |")
+    head = "| shape | decays | documents | kernels | forward ms | both ms | bound ms | error |"
+    print(f"{jax.devices()[0].device_kind}\n{head}\n|---|---|---|---|---|---|---|---|")
+    for shape, by_channel, documents in product(SHAPES, (False, True), (1, 4)):
+        arguments, starts = drawn(shape, by_channel, documents)
+        out, pull = jax.vjp(partial(run, "reference", starts), *(x.astype(jnp.float32) for x in arguments))
+        weights = jax.random.normal(jax.random.key(1), out.shape)
+        expected = [out, *pull(weights)]
+        moved = sum(x.nbytes for x in arguments) + arguments[2].nbytes
+        for name in IMPLEMENTATIONS:
+            forward = jax.jit(partial(run, name, starts))
+            both = jax.jit(partial(with_gradients, name, starts))
+            forward_ms, both_ms = milliseconds(forward, *arguments), milliseconds(both, weights, *arguments)
+            error = distance(both(weights, *arguments), expected)
+            bounds = f"{moved / BANDWIDTH * 1e3:.2f}, {3 * moved / BANDWIDTH * 1e3:.2f}"
+            row = f"| {shape} | {'channels' if by_channel else 'heads'} | {documents} | {name} "
+            print(f"{row}| {forward_ms:.2f} | {both_ms:.2f} | {bounds} | {error:.1e} |")
 
 
 def run(name: str, starts: jax.Array | None, *arguments: jax.Array) -> jax.Array:

@@ -30,12 +30,12 @@ def _check_latent(config: Config) -> None:
     if model.head_dim != sum(value(config, key) for key in parts):
         problem = f"{format_keys(config, 'model.head_dim')} is not the sum of {format_keys(config, *parts)}"
         fail(config, problem, "remove model.head_dim", "model.head_dim", *parts)
-    if value(config, parts[1]) % 2:
+    if model.position == "rope" and value(config, parts[1]) % 2:
         problem = f"{format_keys(config, parts[1])} is odd, but pairs of dimensions are rotated"
         fail(config, problem, "make it even", parts[1])
     plain = {
         "model.num_kv_heads": (model.num_kv_heads == model.num_heads, "remove it: each head has its own keys"),
-        "model.position": (model.position == "rope", "use rope"),
+        "model.position": (model.position != "learned", "use rope, or none as in Kimi Linear"),
         "model.rope_fraction": (model.rope_fraction == 1, "set model.qk_rope_head_dim instead"),
         "model.qk_norm": (not model.qk_norm, "remove it: the latents are normalised"),
         "model.attention_sinks": (not model.attention_sinks, "remove it"),

@@ -165,6 +165,10 @@ no_rope_layers, no_rope_layer_interval | model.rope_pattern | a list of rope and
 query_pre_attn_scalar | model.attention_scale | which is its power of -0.5
 initializer_range | model.init_std
 layer_types | model.layer_pattern | global for full_attention, local for sliding_attention
+kda_layers, full_attn_layers | model.block_pattern | kda_moe and moe, dense and kda without experts
+linear_num_heads | model.kda.num_heads
+linear_head_dim | model.kda.head_dim
+short_conv_kernel_size | model.kda.conv_kernel
 hybrid_override_pattern, layers_block_type | model.block_pattern | mamba2, attention, mlp and experts
 mamba_num_heads | model.mamba2.num_heads
 mamba_head_dim | model.mamba2.head_dim

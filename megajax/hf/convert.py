@@ -20,6 +20,7 @@ from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolL
 from megajax.hf.folder import HEAD, FolderTensors, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
+from megajax.hf.kimi_linear import KimiLinear
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.nemotron_h import NemotronH
 from megajax.hf.qwen3_next import Qwen3Next
@@ -64,7 +65,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(Gpt2(), GptOss(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe(), Qwen3Next()),
         *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
-        *(DeepseekV2(), DeepseekV3(), KimiK2(), NemotronH()),
+        *(DeepseekV2(), DeepseekV3(), KimiK2(), KimiLinear(), NemotronH()),
     )
 }
 

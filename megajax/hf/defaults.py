@@ -21,6 +21,14 @@ ALIASES: dict[str, dict[str, str]] = {
     "deepseek_v2": {"num_experts": "n_routed_experts"},
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "kimi_linear": {
+        "max_position_embeddings": "model_max_length",
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+    },
 }
 
 
@@ -120,6 +128,13 @@ DEFAULTS: dict[str, Json] = {
     | {"first_k_dense_replace": 0, "topk_method": "greedy"},
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
+    "kimi_linear": LLAMA
+    | LATENT
+    | _sizes(27, 2304, 32, 9216, 163_840, 1_048_576)
+    | {"q_lora_rank": None, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "model_max_length": 1_048_576}
+    | {"num_experts": 256, "num_experts_per_token": 8, "moe_intermediate_size": 1024, "num_shared_experts": 1}
+    | {"first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1, "moe_renormalize": True}
+    | {"routed_scaling_factor": 2.446, "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
     "gpt_oss": LLAMA
     | _sizes(36, 2880, 64, 2880, 201_088, 131_072)
     | {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}

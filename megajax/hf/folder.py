@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ HEADER_BYTES = 10**8  # at most, in safetensors too
 BLOCK_BYTES = 2**24  # of tensors that are compared, in FP32
 # The embedding of a model without its head, and what its tensors' names lack
 BASES = {"embed_tokens.weight": "model.", "wte.weight": "transformer."}
+MLP_OF_EXPERTS = re.compile(r"\.block_sparse_moe\.(?=(gate|up|down)_proj\.)")
 READABLE = ("F32", "F16", "BF16")
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}  # of a number
 # Dtypes of quantised tensors; safetensors does not read FP8 as NumPy arrays.
@@ -192,8 +194,9 @@ def text_names(names: Iterable[str], folder: Path) -> dict[str, str]:
 
     In the folder of a model that also reads images the language model's names have a prefix, and there are others. In
     that of a model without its head, as transformers' base classes save it, they lack one: also GPT-2 as published.
+    transformers 5 writes Kimi Linear's MLPs under its experts' prefix.
     """
-    found = {name: name for name in names}
+    found = {MLP_OF_EXPERTS.sub(".mlp.", name): name for name in names}
     for prefix, new_prefix in (("language_model.", ""), ("model.language_model.", "model.")):
         if text := {new_prefix + name.removeprefix(prefix): name for name in found if name.startswith(prefix)}:
             found = text | {name: name for name in found if name.startswith("lm_head.")}

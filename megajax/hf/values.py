@@ -15,10 +15,13 @@ from megajax.schema.tree import show
 
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
-    dict: ("rope_parameters", "rope_scaling"),
-    list: ("layer_types", "layers_block_type", "no_rope_layers", "mlp_only_layers"),
+    dict: ("linear_attn_config", "rope_parameters", "rope_scaling"),
+    list: ("layer_types", "layers_block_type", "mlp_layer_types", "mlp_only_layers", "no_rope_layers"),
     int: (
         "decoder_sparse_step",
+        "linear_conv_kernel_dim",
+        "linear_head_dim",
+        "linear_num_heads",
         "max_position_embeddings",
         "n_inner",
         "no_rope_layer_interval",
@@ -37,7 +40,9 @@ TYPES: dict[type, tuple[str, ...]] = {
         "topk_method",
     ),
 }
-COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers")  # 0 or null: none
+# 0 or null: none
+COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers")
+COUNTS += ("num_expert_group", "num_shared_experts", "first_k_dense_replace")
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
 WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}", str: "a name"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
@@ -78,7 +83,7 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
     given = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
     check_section(SMALLEST | given, names, config, path)
     layers = given.get("num_layers")  # None: they are those of a list
-    for key in ("layer_types", "no_rope_layers"):
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         found = config.get(key)
         if found is not None and layers is not None and len(found) != layers:
             entries = counted(len(found), "entry")

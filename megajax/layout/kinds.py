@@ -6,7 +6,7 @@ from megajax.schema.fields import cached, shortest_pattern
 from megajax.schema.model import ModelConfig
 
 DENSE, MOE = "dense", "moe"
-ATTENTION, MLP, GATED_DELTANET, MAMBA2 = "attention", "mlp", "gated_deltanet", "mamba2"
+ATTENTION, MLP, GATED_DELTANET, KDA, MAMBA2 = "attention", "mlp", "gated_deltanet", "kda", "mamba2"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 MTP = "mtp"  # the blocks of the multi-token prediction modules
 
@@ -25,6 +25,7 @@ DECLARED = {
     MLP: Declared(),
     MOE: Declared(has_experts=True),
     GATED_DELTANET: RECURRENT,
+    KDA: RECURRENT,
     MAMBA2: RECURRENT,
 }
 # The built-in kinds of blocks, with the names of their sublayers in order.
@@ -33,6 +34,8 @@ BUILT_IN = {
     MOE: (ATTENTION, MOE),
     GATED_DELTANET: (GATED_DELTANET, MLP),
     f"{GATED_DELTANET}_moe": (GATED_DELTANET, MOE),
+    KDA: (KDA, MLP),
+    f"{KDA}_moe": (KDA, MOE),
     # Of Nemotron-H, whose layers have one sublayer
     MAMBA2: (MAMBA2,),
     ATTENTION: (ATTENTION,),

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from megajax.layout.kinds import GATED_DELTANET, MAMBA2, has_sublayer
+from megajax.layout.kinds import GATED_DELTANET, KDA, MAMBA2, has_sublayer
 from megajax.schema.model import ModelConfig
 
 
@@ -26,6 +26,7 @@ HEADS = {
         "num_value_heads",
         (("num_key_heads", "key_head_dim"), ("num_value_heads", "value_head_dim")),
     ),
+    KDA: RecurrentHeads("kda", "num_heads", "num_heads", (("num_heads", "head_dim"),)),
     MAMBA2: RecurrentHeads(
         "mamba2", "num_groups", "num_heads", (("num_groups", "state_dim"), ("num_heads", "head_dim"))
     ),

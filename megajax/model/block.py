@@ -16,6 +16,7 @@ from megajax.layout.kinds import BUILT_IN, KINDS, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
 from megajax.model.gated_deltanet import GatedDeltaNet
+from megajax.model.kda import KimiDeltaAttention
 from megajax.model.latent_attention import LatentAttention
 from megajax.model.mamba2 import Mamba2
 from megajax.model.mlp import MLP
@@ -65,7 +66,8 @@ def _check_part(part: type[Sublayer]) -> None:
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
 
 
-SUBLAYERS: dict[str, type[Sublayer]] = {part.NAME: part for part in (Attention, GatedDeltaNet, Mamba2, MLP, MoE)}
+OWN = (Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2, MLP, MoE)
+SUBLAYERS: dict[str, type[Sublayer]] = {part.NAME: part for part in OWN}
 for _kind, _names in BUILT_IN.items():
     register(_kind, *(SUBLAYERS[name] for name in _names))
 

@@ -32,8 +32,9 @@ class LatentAttention(Sublayer):
     """Causal self-attention whose keys and values are computed from a latent: `[T, D]` → `[T, D]`.
 
     A query and a key are R rotated elements, then those without positions; the paper has them in the other order. All
-    heads share the rotated part of the key. The down-projections run on a device's own tokens, so the collective over
-    `tensor` sends latents instead of the residual stream.
+    heads share the rotated part of the key. Without positions, as in Kimi Linear, it is shared too, but not rotated.
+    The down-projections run on a device's own tokens, so the collective over `tensor` sends latents instead of the
+    residual stream.
     """
 
     NAME = "attention"

@@ -1,7 +1,9 @@
-"""The gated delta rule (gated DeltaNet, Yang et al., arXiv 2412.06464): a linear recurrence with an erasing update.
+"""The gated delta rule: a linear recurrence with an erasing update.
 
-For each head S_t = a_t (1 − b_t k_t k_tᵀ) S_{t−1} + b_t k_t v_tᵀ and o_t = S_tᵀ q_t, with a decay a in (0, 1] and a
-strength b in [0, 1]. Keys should have norm 1. All functions compute in FP32 (float64 for float64 inputs).
+For each head S_t = (1 − b_t k_t k_tᵀ) a_t S_{t−1} + b_t k_t v_tᵀ and o_t = S_tᵀ q_t, with a strength b in [0, 1] and a
+decay a in (0, 1]: a number in gated DeltaNet (Yang et al., arXiv 2412.06464), a diagonal matrix, by channel of the key,
+in Kimi delta attention (arXiv 2510.26692). Keys should have norm 1. All functions compute in FP32 (float64 for float64
+inputs).
 """
 
 import jax
@@ -14,6 +16,7 @@ from megajax.ops.linear_recurrence import (
     LinearAttentionImplementation,
     Prepare,
     StateBefore,
+    by_channel,
     chunk_size,
     decays,
     documents,
@@ -61,33 +64,30 @@ def gated_delta_rule(
     precision: lax.Precision = lax.Precision.HIGHEST,
     implementation: LinearAttentionImplementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys `[B, S, K, d]`, values `[B, S, N, w]`, the rest `[B, S, N]` → (`[B, S, N, w]`, final state).
+    """Queries and keys `[B, S, K, d]`, values `[B, S, N, w]`, strengths `[B, S, N]` → (`[B, S, N, w]`, final state).
 
-    K divides N: N / K consecutive heads share a query and a key. `starts [B, S]` is True where a document begins, and
-    the state is zeros before it. States are `[B, N, d, w]`. Where several devices have consecutive parts of the
-    sequences, `state_before` gives the initial state. Within a chunk this is the UT transform of the WY representation
-    (section 3.3): with A the strictly lower part of b_i (k_i · k_j) a_{j+1} … a_i, the state changes by the values
-    (1 + A)⁻¹ (b v) less what (1 + A)⁻¹ (b k) finds in the state before the chunk.
+    `log_decay` is `[B, S, N]`, or `[B, S, N, d]` by channel. K divides N: N / K consecutive heads share a query and a
+    key. `starts [B, S]` is True where a document begins, and the state is zeros before it. States are `[B, N, d, w]`.
+    Where several devices have consecutive parts of the sequences, `state_before` gives the initial state. Within a
+    chunk this is the UT transform of the WY representation (section 3.3 of gated DeltaNet): with A the strictly lower
+    part of b_i (k_i · a_{j+1} … a_i k_j), the state changes by the values (1 + A)⁻¹ (b v) less what (1 + A)⁻¹ (b k)
+    finds in the state before the chunk.
     """
     if implementation != "reference":
         kernels = jla if implementation == "jla" else implementation
         return kernels.gated_delta_rule(q, k, v, log_decay, strength, starts, initial, state_before)
     (B, S, K, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
     group = v.shape[2] // K
-    q, k, v, log_decay, strength = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay, strength))
+    parts = q, k, v, by_channel(log_decay), strength[..., None]
+    q, k, v, log_decay, strength = (to_chunks(a.astype(dtype), size) for a in parts)
     decay = decays(log_decay, documents(starts, (B, S), size))
-
-    def repeated(a: jax.Array) -> jax.Array:
-        """Of key heads → of the heads that share them."""
-        return jnp.repeat(a, group, axis=2)
 
     def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.matmul(x, y, precision=precision)
 
-    transposed, strength = jnp.swapaxes(k, -1, -2), strength[..., None]
-    repeats = jnp.tril(decay.between * strength * repeated(matmul(k, transposed)), -1)
-    solved, scores = unit_lower_inverse(repeats), decay.between * repeated(matmul(q, transposed))
-    q, k = repeated(q), repeated(k)
+    repeats = jnp.tril(strength * decay.products(k, k, precision), -1)
+    solved, scores = unit_lower_inverse(repeats), decay.products(q, k, precision)
+    q, k = (jnp.repeat(a, group, axis=2) for a in (q, k))
     erased = matmul(solved, strength * decay.from_before * k)
     maps = ChunkMaps(decay.of_chunk, decay.to_end * k, matmul(solved, strength * v), erased)
     states, final = states_before(maps, initial, state_before, precision)

@@ -26,7 +26,11 @@ def gated_delta_rule(
     state_before: StateBefore | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`ops.gated_delta_rule` of values in BF16."""
-    run = _kernel("gated_deltanet", q, k, starts, g=log_decay, beta=strength)
+    kind = "gated_deltanet"
+    if log_decay.ndim == 4:  # its queries and keys are those of the heads
+        kind, group = "kda", v.shape[2] // k.shape[2]
+        q, k = (jnp.repeat(a, group, axis=2) for a in (q, k))
+    run = _kernel(kind, q, k, starts, g=log_decay, beta=strength)
     if state_before is None:
         return run(v, initial)
     # The recurrence is linear in its values and its state. From an identity, without values, the final state is the

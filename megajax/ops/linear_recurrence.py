@@ -57,16 +57,27 @@ class Documents(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """The factors by which tokens of a chunk see the state and each other; 0 from another document or a later token."""
+    """The factors by which tokens of a chunk see the state; 0 from another document. c is d, or 1 for all channels."""
 
-    between: jax.Array  # [n, B, N, C, C], from token j to token i
-    from_before: jax.Array  # [n, B, N, C, 1], from the state before the chunk
-    to_end: jax.Array  # [n, B, N, C, 1], to the chunk's last token
+    log: jax.Array  # [n, B, N, C, c], the tokens' logarithms
+    visible: jax.Array  # [n, B, 1, C, C], whether token i sees token j
+    between: jax.Array | None  # [n, B, N, C, C], from token j to token i; None: by channel
+    from_before: jax.Array  # [n, B, N, C, c], from the state before the chunk
+    to_end: jax.Array  # [n, B, N, C, c], to the chunk's last token
 
     @property
     def of_chunk(self) -> jax.Array:
-        """`[n, B, N, 1]`, of the state from before a chunk to its end."""
+        """`[n, B, N, c]`, of the state from before a chunk to its end."""
         return self.from_before[..., -1, :]
+
+    def products(self, x: jax.Array, y: jax.Array, precision: lax.Precision) -> jax.Array:
+        """x_i · y_j `[n, B, N, C, C]` of `[n, B, K, C, d]`, where y_j decays until token i."""
+        group = self.log.shape[2] // x.shape[2]
+        if self.between is not None:
+            products = jnp.matmul(x, jnp.swapaxes(y, -1, -2), precision=precision)
+            return self.between * jnp.repeat(products, group, axis=2)
+        x, y = (jnp.repeat(a, group, axis=2) for a in (x, y))
+        return jnp.where(self.visible, decayed_products(x, y, self.log, precision), 0)
 
 
 def token_by_token(
@@ -97,7 +108,7 @@ def token_by_token(
     def token(state: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, k, v, decay, *others = (a.astype(dtype) for a in inputs)
         q, k = prepare(q, k) if prepare else (q, k)
-        state = decay[..., None, None] * state
+        state = (decay[..., None] if log_decay.ndim == 4 else decay[..., None, None]) * state
         state = state + k[..., None] * change(state, k, v, *others)[..., None, :]
         return state, jnp.sum(state * q[..., None], axis=-2)
 
@@ -106,7 +117,7 @@ def token_by_token(
         return recurrent_kernel.few_tokens(token, (q, k, v, decay, *others), initial, count, interpret=interpret)
     q, k = (jnp.repeat(a, N // a.shape[2], axis=2) for a in (q, k))
     if starts is not None:
-        decay = jnp.where(starts[..., None], 0, decay)
+        decay = jnp.where(jnp.expand_dims(starts, range(2, decay.ndim)), 0, decay)
 
     def step(states: tuple[jax.Array, ...], inputs: list[jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """The newest state and the one to keep, if they differ, go on by a token."""
@@ -149,14 +160,44 @@ def documents(starts: jax.Array | None, shape: tuple[int, int], size: int) -> Do
     return Documents(same, number == 0, number == number[..., -1:])
 
 
+def by_channel(log_decay: jax.Array) -> jax.Array:
+    """`[B, S, N, c]` of decays by channel, c = d, or by head, which have no last axis: c = 1."""
+    return log_decay if log_decay.ndim == 4 else log_decay[..., None]
+
+
 def decays(log_decay: jax.Array, seen: Documents) -> Decays:
-    """The factors for the tokens' `log_decay [n, B, N, C]`."""
-    total, index = jnp.cumsum(log_decay, axis=-1), jnp.arange(log_decay.shape[-1])
+    """The factors for the tokens' `log_decay [n, B, N, C, c]`."""
+    total, index, between = jnp.cumsum(log_decay, axis=-2), jnp.arange(log_decay.shape[-2]), None
     visible = seen.same & (index[:, None] >= index)
-    between = jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], -jnp.inf))
-    from_before = jnp.where(seen.since_before, jnp.exp(total), 0)[..., None]
-    to_end = jnp.where(seen.until_end, jnp.exp(total[..., -1:] - total), 0)[..., None]
-    return Decays(between, from_before, to_end)
+    if total.shape[-1] == 1:
+        between = jnp.exp(jnp.where(visible, total - jnp.swapaxes(total, -1, -2), -jnp.inf))
+    from_before = jnp.where(seen.since_before[..., None], jnp.exp(total), 0)
+    to_end = jnp.where(seen.until_end[..., None], jnp.exp(_sums_after(log_decay)), 0)
+    return Decays(log_decay, visible, between, from_before, to_end)
+
+
+def decayed_products(x: jax.Array, y: jax.Array, log_decay: jax.Array, precision: lax.Precision) -> jax.Array:
+    """Σ_c x_ic y_jc exp(log_decay_{j+1,c} + … + log_decay_ic), `[n, ..., C, d]` each → `[n, ..., C, C]`, 0 for j > i.
+
+    The second half of the tokens sees the first one by a matmul: y decays until their border, x from there. So no
+    factor is more than 1, however strong the decays are, and none is a quotient. The halves are smaller problems.
+    """
+    if (C := x.shape[-2]) == 1:
+        return jnp.sum(x * y, axis=-1, keepdims=True)
+    halves = [(a[..., : C // 2, :], a[..., C // 2 :, :]) for a in (x, y, log_decay)]
+    (_, second), (first, _), (until, since) = halves
+    first, second = first * jnp.exp(_sums_after(until)), second * jnp.exp(jnp.cumsum(since, axis=-2))
+    below = jnp.matmul(second, jnp.swapaxes(first, -1, -2), precision=precision)
+    x, y, log_decay = (jnp.concatenate(pair) for pair in halves)
+    upper, lower = jnp.split(decayed_products(x, y, log_decay, precision), 2)
+    top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([below, lower], axis=-1)], axis=-2)
+
+
+def _sums_after(x: jax.Array) -> jax.Array:
+    """The sum of the later tokens' `x [..., C, c]` for each token."""
+    later = jnp.pad(x[..., 1:, :], [*[(0, 0)] * (x.ndim - 2), (0, 1), (0, 0)])
+    return lax.cumsum(later, axis=x.ndim - 2, reverse=True)
 
 
 def states_before(

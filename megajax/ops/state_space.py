@@ -14,6 +14,7 @@ from megajax.ops.linear_recurrence import (
     LinearAttentionImplementation,
     Prepare,
     StateBefore,
+    by_channel,
     chunk_size,
     decays,
     documents,
@@ -63,9 +64,9 @@ def state_space(
         kernels = jla if implementation == "jla" else implementation
         return kernels.state_space(q, k, v, log_decay, starts, initial, state_before)
     (B, S, G, _), dtype, size = q.shape, wide(v.dtype), chunk_size(q.shape[1])
-    q, k, v, log_decay = (to_chunks(a.astype(dtype), size) for a in (q, k, v, log_decay))
+    q, k, v, log_decay = (to_chunks(a.astype(dtype), size) for a in (q, k, v, by_channel(log_decay)))
     decay, group = decays(log_decay, documents(starts, (B, S), size)), v.shape[2] // G
-    scores = decay.between * jnp.repeat(jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=precision), group, axis=2)
+    scores = decay.products(q, k, precision)
     q, k = (jnp.repeat(a, group, axis=2) for a in (q, k))
     maps = ChunkMaps(decay.of_chunk, decay.to_end * k, v, None)
     states, final = states_before(maps, initial, state_before, precision)

@@ -201,7 +201,7 @@ class KernelsConfig(Section):
     )
     linear_attention: Literal["auto", "jla", "reference"] = Field(
         default="auto",
-        description="Kernels of gated DeltaNet and Mamba-2; jla: those of jax-linear-attention (pip install"
+        description="Kernels of gated DeltaNet, KDA and Mamba-2; jla: those of jax-linear-attention (pip install"
         " 'megajax[linear-attention]') on Hopper; reference: matmuls within chunks.",
     )
     scan_unroll: Count | None = Field(

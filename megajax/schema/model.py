@@ -175,6 +175,18 @@ class LinearAttentionConfig(Section):
     )
 
 
+class KdaConfig(Section):
+    """The heads of Kimi delta attention (blocks kda and kda_moe)."""
+
+    num_heads: Width = Field(default=32, description="Number of heads, each with a state.")
+    head_dim: Width = Field(
+        default=128, description="Width of a query, a key and a value, and rank of the decays' and gates' projections."
+    )
+    conv_kernel: Annotated[int, Field(ge=2, le=64)] = Field(
+        default=4, description="Number of tokens that the convolution of queries, keys and values sees."
+    )
+
+
 class Mamba2Config(Section):
     """The heads of Mamba-2 (blocks mamba2)."""
 
@@ -359,6 +371,7 @@ class ModelConfig(Section):
     linear_attention: LinearAttentionConfig = Field(
         default_factory=LinearAttentionConfig, description="Linear attention, which has a state instead of a cache."
     )
+    kda: KdaConfig = Field(default_factory=KdaConfig, description="Kimi delta attention, which has a state too.")
     mamba2: Mamba2Config = Field(default_factory=Mamba2Config, description="Mamba-2, which has a state too.")
     encoder: EncoderConfig = Field(default_factory=EncoderConfig, description="A second stream beside the tokens'.")
 

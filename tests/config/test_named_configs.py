@@ -83,6 +83,8 @@ ROUNDED_PARAMETERS = {
     "deepseek_v2": (235.7e9, 0.0003),
     "moonlight_16b_a3b": (15.96e9, 0.0003),
     "kimi_k2": (1.026e12, 0.001),
+    # The folder on Hugging Face: "49B params" of Kimi-Linear-48B-A3B
+    "kimi_linear_48b_a3b": (49e9, 0.01),
     # Its report (2025)
     "nemotron3_nano_30b_a3b": (31.6e9, 0.002),
 }

@@ -24,6 +24,7 @@ MODELS = (
     "tiny_gpt_oss",
     "tiny_qwen3_next",
     "tiny_nemotron_h",
+    "tiny_kimi_linear",
 )
 LENGTHS, COUNT = (3, 9, 17), 50
 

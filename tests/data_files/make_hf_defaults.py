@@ -17,7 +17,7 @@ from transformers.utils import logging
 HERE = Path(__file__).parent
 TINY = {"qwen3": "qwen3_local", "qwen3_moe": "qwen3_moe_mixed"}
 FAMILIES = "gpt2 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 nemotron smollm3"
-FAMILIES += " deepseek_v2 deepseek_v3 gpt_oss qwen3_next nemotron_h"
+FAMILIES += " deepseek_v2 deepseek_v3 gpt_oss qwen3_next nemotron_h kimi_linear"
 COMMON = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
 # Of training, of ids, or of layouts that only the program uses
 OTHERS = {"use_cache", "initializer_range", "pretraining_tp", "output_router_logits", "reorder_and_upcast_attn"}

@@ -30,6 +30,7 @@ from pathlib import Path
 import deepseek_references as deepseek
 import family_references as families
 import hybrid_references as hybrids
+import kimi_references as kimi
 import llama_references as llama
 import numpy as np
 import torch
@@ -73,6 +74,7 @@ FOLDERS = (
     "tiny_deepseek_v3",
     "tiny_qwen3_next",
     "tiny_nemotron_h",
+    "tiny_kimi_linear",
 )
 LATENT = tuple(
     f"blocks.moe.attention.{name}"
@@ -92,6 +94,13 @@ MAMBA = tuple(
         *("decay_rate", "step_bias", "skip", "output_norm", "output", "norm"),
     )
 )
+KDA = tuple(
+    f"blocks.kda_moe.kda.{name}"
+    for name in (
+        *("query", "key", "value", "strength", "decay_down", "decay_up", "gate_down", "gate_up", "key_convolution"),
+        *("decay_rate", "decay_bias", "output_norm", "output", "norm"),
+    )
+)
 # Gradients of norms that other models lack; the other families have the logits only.
 TELLING_OF_FAMILY = {
     "tiny_gpt_oss": TELLING,
@@ -100,6 +109,7 @@ TELLING_OF_FAMILY = {
     "tiny_deepseek_v2": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
     "tiny_deepseek_v3": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
     "tiny_nemotron_h": (*MAMBA, "embedding.tokens", "blocks.experts.moe.up", "blocks.attention.attention.query"),
+    "tiny_kimi_linear": (*KDA, *LATENT, "embedding.tokens", "blocks.kda.mlp.up", "blocks.moe.attention.query"),
     "tiny_qwen3_next": (*TELLING, *DELTA_NET, "blocks.moe.attention.gate", "blocks.moe.moe.shared_router"),
 }
 SEQUENCES, LENGTH = 2, 17
@@ -183,6 +193,7 @@ def main() -> None:
         deepseek.tiny_deepseek_v3,
         hybrids.tiny_qwen3_next,
         hybrids.tiny_nemotron_h,
+        kimi.tiny_kimi_linear,
     )
     for seed, build in enumerate(builders):
         if build.__name__ not in (sys.argv[1:] or [build.__name__]):

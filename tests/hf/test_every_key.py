@@ -36,6 +36,7 @@ OF_FAMILY = {  # what other keys of the file decide
     "tiny_nemotron_h": """chunk_size expand hidden_dropout mamba_ssm_cache_dtype moe_shared_expert_overlap
         mtp_layers_block_type num_logits_to_keep rescale_prenorm_residual time_step_floor time_step_limit time_step_max
         topk_group use_mamba_kernels""",
+    "tiny_kimi_linear": "head_dim qk_head_dim model_max_length topk_group",  # it has one group of experts
     "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
 }
 

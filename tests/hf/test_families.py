@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megajax.config import ModelConfig
+from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.hf.convert import export, family_for, load, read_model
 from megajax.hf.folder import SINGLE
+from megajax.hf.kimi_linear import KimiLinear
 from megajax.layout.kinds import layer_kinds
 from megajax.model import Transformer, parameters
 
@@ -30,6 +31,48 @@ GEMMA3_4B = {
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     },
+}
+# config.json as Moonshot published Kimi-Linear-48B-A3B
+KIMI_LINEAR = {
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "head_dim": 72,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
 }
 
 
@@ -165,3 +208,17 @@ def test_the_module_of_qwen3_next_is_under_its_published_names(tmp_path):
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=device) for name, shape in shapes.items()}
     for name, array in load(tmp_path / "out", wanted, {}, model, "folder")[0].items():
         np.testing.assert_array_equal(array, weights[name], err_msg=name)
+
+
+def test_kimi_linear_as_it_was_published(tmp_path):
+    """Its layers are in linear_attn_config, from 1, and its first layer's MLP is not named an expert."""
+    path = Path(__file__).parents[2] / "configs/models/kimi_linear_48b_a3b.yaml"
+    expected = load_config(path, ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]).model
+    model = ModelConfig.model_validate(read_model(write_config(tmp_path, KIMI_LINEAR)))
+    assert model == expected
+    assert KimiLinear().write(model)["linear_attn_config"] == KIMI_LINEAR["linear_attn_config"]
+    names = {tensor.theirs.format(layer=0, expert=0) for tensor in KimiLinear().tensors(model)}
+    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.block_sparse_moe.experts.0.w3.weight"} <= names
+    for key, value in (("mla_use_nope", False), ("linear_attn_config", {"gate_lower_bound": -5.0})):
+        with pytest.raises(InputError, match=key):
+            read_model(write_config(tmp_path, KIMI_LINEAR | {key: value}))

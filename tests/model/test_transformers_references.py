@@ -23,7 +23,7 @@ FILES = sorted((Path(__file__).parents[1] / "data_files").glob("tiny_*.npz"))
 ON_ONE_DEVICE = ("tiny_qwen3_moe_mixed",)
 # Every part of the other models is in one of these.
 ON_A_MESH = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "olmo2")
-ON_A_MESH += ("qwen3_next", "nemotron_h")
+ON_A_MESH += ("qwen3_next", "nemotron_h", "kimi_linear")
 ON_A_MESH = tuple(f"tiny_{name}" for name in ON_A_MESH)
 SMOKE = ("tiny_gpt2", "tiny_llama", "tiny_mixtral", "tiny_deepseek_v3")
 LOGITS = [pytest.param(path, id=path.stem, marks=[pytest.mark.smoke] if path.stem in SMOKE else []) for path in FILES]

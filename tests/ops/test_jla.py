@@ -18,9 +18,15 @@ from megajax.ops.state_space import recurrent_state_space, state_space
 
 KINDS = {
     "gated_deltanet": (recurrent_gated_delta_rule, ("g", "beta")),
+    "kda": (recurrent_gated_delta_rule, ("g", "beta")),
     "simple_gla": (recurrent_state_space, ("g",)),
 }
 RULES = {gated_delta_rule: recurrent_gated_delta_rule, state_space: recurrent_state_space}
+EACH_RULE = pytest.mark.parametrize(
+    ("rule", "by_channel"),
+    [(gated_delta_rule, False), (gated_delta_rule, True), (state_space, False)],
+    ids=["gated_delta_rule", "gated_delta_rule by channel", "state_space"],
+)
 
 
 @pytest.fixture
@@ -31,6 +37,7 @@ def installed(monkeypatch):
         assert (impl, scale, output_final_state) == ("mosaic_gpu", 1, True)
         assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
         rule, names = KINDS[kind]
+        assert (gates["g"].shape == q.shape) == (kind == "kda")
         starts = None if segment_ids is None else jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
         return rule(q, k, v, *(gates.pop(name) for name in names), starts, initial_state, **gates)
 
@@ -49,10 +56,11 @@ def installed(monkeypatch):
             setattr(sys.modules[parent], child, module)
 
 
-def drawn(rule, rng, B=2, S=9, K=2, N=4, d=4, w=3):
+def drawn(rule, rng, by_channel, B=2, S=9, K=2, N=4, d=4, w=3):
     """Numbers that BF16 has."""
     q, k = rng.integers(-3, 4, (2, B, S, K, d)) / 4
-    rates = [-rng.exponential(size=(B, S, N)), rng.uniform(size=(B, S, N))][: 1 + (rule is gated_delta_rule)]
+    decay, strength = -rng.exponential(size=(B, S, N, d) if by_channel else (B, S, N)), rng.uniform(size=(B, S, N))
+    rates = [decay, strength][: 1 + (rule is gated_delta_rule)]
     values = rng.integers(-3, 4, (B, S, N, w)) / 2
     return [jnp.asarray(a, jnp.float32) for a in (q, k, values, *rates, rng.normal(size=(B, N, d, w)))]
 
@@ -61,10 +69,10 @@ STARTS = jnp.zeros((2, 9), bool).at[0, jnp.array([3, 4])].set(True).at[1, jnp.ar
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["one", "documents"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_kernels_get_the_definitions_arguments(installed, rng, rule, starts):
+@EACH_RULE
+def test_the_kernels_get_the_definitions_arguments(installed, rng, rule, by_channel, starts):
     """An initial state is not seen by a document that begins with the first token."""
-    *arguments, initial = drawn(rule, rng)
+    *arguments, initial = drawn(rule, rng, by_channel)
     expected = RULES[rule](*arguments, starts, initial)
     found = rule(*arguments, starts, initial, implementation="jla")
     for a, b in zip(found, expected, strict=True):
@@ -72,10 +80,10 @@ def test_the_kernels_get_the_definitions_arguments(installed, rng, rule, starts)
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["one", "documents"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_device_sends_its_map_of_the_state(installed, rng, rule, starts):
+@EACH_RULE
+def test_a_device_sends_its_map_of_the_state(installed, rng, rule, by_channel, starts):
     """The map applied to the state before is the final state, and the outputs are those of the definition."""
-    *arguments, initial = drawn(rule, rng)
+    *arguments, initial = drawn(rule, rng, by_channel)
     maps = []
 
     def state_before(transition, final):

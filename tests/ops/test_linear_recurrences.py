@@ -11,10 +11,11 @@ from megajax.ops.short_convolution import short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
 
 TOLERANCE = 1e-5  # in float32
+BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["of_heads", "by_channel"])
 
 
 def numpy_delta_rule(q, k, v, log_decay, strength, initial, starts=None):
-    """The definition's matrices: S_t = a (1 - b k kᵀ) S + b k vᵀ."""
+    """The definition's matrices: S_t = (1 - b k kᵀ) diag(a) S + b k vᵀ; decays are of heads or of their channels."""
     (B, S, K, d), N = q.shape, v.shape[2]
     out = np.zeros(v.shape)
     for row, head in np.ndindex(B, N):
@@ -23,17 +24,19 @@ def numpy_delta_rule(q, k, v, log_decay, strength, initial, starts=None):
             key, b = k[row, t, shared], strength[row, t, head]
             if starts is not None and starts[row, t]:
                 state = np.zeros_like(state)
-            state = np.exp(log_decay[row, t, head]) * (np.eye(d) - b * np.outer(key, key)) @ state
+            decay = np.diag(np.broadcast_to(np.exp(log_decay[row, t, head]), d))
+            state = (np.eye(d) - b * np.outer(key, key)) @ decay @ state
             state = state + b * np.outer(key, v[row, t, head])
             out[row, t, head] = state.T @ q[row, t, shared]
     return out
 
 
-def drawn(rng, S, B=2, K=2, N=4, d=8, w=6):
+def drawn(rng, S, B=2, K=2, N=4, d=8, w=6, by_channel=False):
     """Queries, keys, values, logarithms of decays, strengths and initial states; keys have norm 1."""
     q, k = rng.normal(size=(2, B, S, K, d))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    decay, strength = -rng.exponential(0.3, size=(B, S, N)), rng.uniform(size=(B, S, N))
+    decay = -rng.exponential(0.3, size=(B, S, N, d) if by_channel else (B, S, N))
+    strength = rng.uniform(size=(B, S, N))
     return q, k, rng.normal(size=(B, S, N, w)), decay, strength, rng.normal(size=(B, N, d, w))
 
 
@@ -78,25 +81,45 @@ def test_mamba_2_is_its_definition(check_op, rng, op):
     check_op(found, partial(numpy_state_space, starts=starts), [q, k, v, decay, initial], thorough=False)
 
 
+@BY_CHANNEL
 @pytest.mark.parametrize("op", [recurrent_gated_delta_rule, gated_delta_rule])
-def test_values_and_gradients_are_those_of_the_definition(check_op, rng, op):
+def test_values_and_gradients_are_those_of_the_definition(check_op, rng, op, by_channel):
     starts = np.zeros((2, 7), bool)
     starts[0, [2, 3]] = True
-    reference = partial(numpy_delta_rule, starts=starts)
-    check_op(in_order(op, jnp.asarray(starts)), reference, drawn(rng, 7, d=4, w=3), thorough=False)
+    reference, args = partial(numpy_delta_rule, starts=starts), drawn(rng, 7, d=4, w=3, by_channel=by_channel)
+    check_op(in_order(op, jnp.asarray(starts)), reference, args, thorough=False)
+
+
+def test_strong_decays_of_some_channels_do_not_spoil_the_others(rng, error):
+    """Decays of e⁻⁵ and e⁻²⁰ a token: their inverses over a chunk are no FP32 numbers."""
+    q, k, v, _, strength, initial = drawn(rng, 131, B=1)
+    decay = -np.array([0, 1e-3, 0.1, 1, 5, 5, 20, 20]) * rng.uniform(0.5, 1, size=(1, 131, 4, 8))
+    values, cotangent = (q, k, v, decay, strength, initial), rng.normal(size=v.shape)
+
+    def run(op, *args):
+        out, pull = jax.vjp(in_order(op), *args[1:])
+        return out, *pull(args[0])
+
+    found = jax.jit(partial(run, gated_delta_rule))(*(jnp.asarray(a, jnp.float32) for a in (cotangent, *values)))
+    with jax.enable_x64(True):
+        expected = jax.jit(partial(run, recurrent_gated_delta_rule))(*map(jnp.asarray, (cotangent, *values)))
+    assert error(expected[0], numpy_delta_rule(*values)) < 1e-12
+    for own, exact in zip(found, expected, strict=True):
+        assert error(own, exact) < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("ops", "documents"),
+    ("ops", "by_channel", "documents"),
     [
-        ((gated_delta_rule, recurrent_gated_delta_rule), False),
-        ((gated_delta_rule, recurrent_gated_delta_rule), True),
-        ((state_space, recurrent_state_space), True),
+        ((gated_delta_rule, recurrent_gated_delta_rule), False, False),
+        ((gated_delta_rule, recurrent_gated_delta_rule), False, True),
+        ((gated_delta_rule, recurrent_gated_delta_rule), True, True),
+        ((state_space, recurrent_state_space), False, True),
     ],
 )
-def test_chunks_are_the_recurrence(rng, ops, documents, error):
+def test_chunks_are_the_recurrence(rng, ops, by_channel, documents, error):
     S = 131
-    args = arguments(ops[0], drawn(rng, S))
+    args = arguments(ops[0], drawn(rng, S, by_channel=by_channel))
     starts = jnp.asarray(borders(S)) if documents else None
     cotangents = rng.normal(size=(2, S, 4, 6)), rng.normal(size=(2, 4, 8, 6))
 
@@ -109,24 +132,29 @@ def test_chunks_are_the_recurrence(rng, ops, documents, error):
         assert error(found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("op", [gated_delta_rule, state_space])
-def test_a_device_gets_its_initial_state_from_those_before_it(rng, error, op):
+@pytest.mark.parametrize(
+    ("op", "by_channel"), [(gated_delta_rule, False), (gated_delta_rule, True), (state_space, False)]
+)
+def test_a_device_gets_its_initial_state_from_those_before_it(rng, error, op, by_channel):
     """Two parts of a sequence, of several chunks each: the second begins with what the first one's map gives."""
-    *args, initial = arguments(op, drawn(rng, 230))
+    *args, initial = arguments(op, drawn(rng, 230, by_channel=by_channel))
     args[3] = args[3] / 20  # else nothing is left of a state after some chunks
     starts = jnp.asarray(borders(230)).at[:, 130:].set(False).at[1].set(False)
-    expected, last = op(*args, starts=starts, initial=initial)
+    expected, last = jax.jit(op)(*args, starts=starts, initial=initial)
     found, state = [], initial
     for part in (slice(0, 130), slice(130, 230)):
         own, maps = [a[:, part] for a in args], []
 
         def before(transition, final, state=state, maps=maps):
-            after = transition @ state if transition.ndim == 4 else transition[..., None] * state
-            maps.append(after + final)
+            maps.append((transition, final))
             return state
 
-        out, final = op(*own, starts=starts[:, part], state_before=before)
-        assert error(maps[0], final) < TOLERANCE
+        def run(*own, starts=starts[:, part], before=before, maps=maps):
+            return op(*own, starts=starts, state_before=before), maps[0]
+
+        (out, final), (transition, without) = jax.jit(run)(*own)
+        after = transition @ state if transition.ndim == 4 else transition[..., None] * state
+        assert error(after + without, final) < TOLERANCE
         found.append(out)
         state = final
     assert error(jnp.concatenate(found, axis=1), expected) < TOLERANCE
@@ -164,10 +192,14 @@ def test_the_convolution_sees_its_document_only(check_op, rng):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("rule", [change, lambda state, k, v: v], ids=["delta rule", "state space"])
-def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, implementation):
+@pytest.mark.parametrize(
+    ("rule", "by_channel"),
+    [(change, False), (change, True), (lambda state, k, v: v, False)],
+    ids=["delta rule", "by channel", "state space"],
+)
+def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, by_channel, implementation):
     """Of the first sequence that after no token, of the second that after two; keys that heads share."""
-    *tokens, initial = (jnp.asarray(a, jnp.float32) for a in drawn(rng, 3, d=16, w=64))
+    *tokens, initial = (jnp.asarray(a, jnp.float32) for a in drawn(rng, 3, d=16, w=64, by_channel=by_channel))
     tokens, starts = tokens[: 5 if rule is change else 4], None
     definition = recurrent_gated_delta_rule if rule is change else recurrent_state_space
     run = partial(token_by_token, rule, *tokens[:4], starts, initial, *tokens[4:])

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Mamba-2 beside attention: on meshes as on one device, and what they refuse.
+"""Gated DeltaNet, Kimi delta attention and Mamba-2 beside attention: on meshes as on one device, and what they refuse.
 
 tests/model/test_transformers_references.py and tests/inference/test_generation.py compare them with transformers,
 tests/ops/test_linear_recurrences.py with the definition; dev/mesh_table.py --table hybrid has more meshes.
@@ -7,7 +7,7 @@ tests/ops/test_linear_recurrences.py with the definition; dev/mesh_table.py --ta
 import math
 
 import pytest
-from mesh_models import HYBRID, MAMBA
+from mesh_models import HYBRID, KIMI, MAMBA
 
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
@@ -19,7 +19,11 @@ def make(table, mesh, microbatches, model, **sections):
     return table.make_config(model, mesh, microbatches=microbatches, steps=2, optimizer="sgd", **sections)
 
 
-@pytest.mark.parametrize(("model", "context"), [(HYBRID, "ring"), (MAMBA, "auto")], ids=["gated DeltaNet", "Mamba-2"])
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [(HYBRID, "ring"), (KIMI, "auto"), (MAMBA, "auto")],
+    ids=["gated DeltaNet", "KDA", "Mamba-2"],
+)
 def test_a_mesh_trains_as_one_device_does(table, difference, model, context):
     """Stages of unlike layers, and documents across devices, which hold consecutive tokens unless keys travel."""
     model = model | {"num_layers": 2, "block_pattern": [model["block_pattern"][0], "moe"]}
@@ -33,6 +37,12 @@ def test_a_mesh_trains_as_one_device_does(table, difference, model, context):
     [
         ({"tensor": 4}, {}, {}, "num_key_heads=2.*mesh.tensor to 1 or 2"),
         ({}, {"linear_attention": {"num_key_heads": 3, "num_value_heads": 4}}, {}, "use 1, 2 or 4"),
+        (
+            {"tensor": 4},
+            {"block_pattern": ["kda", "moe"], "kda": {"num_heads": 6}},
+            {},
+            "kda.num_heads=6.*mesh.tensor to 1 or 2",
+        ),
         ({"context": 8}, {}, {"batch": {"sequence_length": 16}}, "conv_kernel=4.*sequence_length 24 or more"),
         ({}, {"block_pattern": ["mamba2", "moe"], "mamba2": {"num_heads": 6, "num_groups": 4}}, {}, "use 1, 2, 3 or 6"),
         ({}, {"sliding_window": 8}, {}, "layer_pattern.*gated_deltanet.*remove it"),

@@ -115,6 +115,16 @@ HYBRID = MIXTRAL | {
     "rope_fraction": 0.5,
     "norm_zero_centred": True,
 }
+# Kimi Linear's layers: an MLP in the first, and latent attention without positions in the last.
+KIMI = LATENT_MODELS["v3"] | {
+    "num_layers": 4,
+    "first_dense_layers": 0,
+    "position": "none",
+    "rope_scaling": None,
+    "q_lora_rank": None,
+    "block_pattern": ["kda", "kda_moe", "kda_moe", "moe"],
+    "kda": {"num_heads": 4, "head_dim": 8},
+}
 # Nemotron-H's layers of one sublayer.
 MAMBA = MIXTRAL | {
     "num_layers": 4,
@@ -135,6 +145,12 @@ HYBRID_VARIANTS: dict[str, dict[str, tuple[dict[str, Any], bool, str, dict[str, 
         ", MTP 1": (HYBRID | {"mtp_layers": 1}, True, "full", {}),
         ", LoRA": (HYBRID, True, "none", LORA),
         ", Muon": (HYBRID, True, "none", {"optimizer": "muon"}),
+    },
+    "KDA": {
+        "": (KIMI, False, "none", {}),
+        ", full": (KIMI, True, "full", {}),
+        ", LoRA": (KIMI, True, "none", LORA),
+        ", Muon": (KIMI, True, "none", {"optimizer": "muon"}),
     },
     "Mamba-2": {
         "": (MAMBA, False, "save_matmuls", {}),

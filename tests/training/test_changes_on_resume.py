@@ -100,6 +100,7 @@ BASES = (
     ("data", ("data.kind=chat", *TEXT)),
     ("optimizer", ("optimizer.kind=soap",)),
     ("model.linear_attention", ("model.block_pattern=[gated_deltanet]",)),
+    ("model.kda", ("model.block_pattern=[kda]",)),
     ("model.mamba2", ("model.block_pattern=[mamba2]",)),
 )
 
