@@ -39,7 +39,8 @@ class WholeSequences(Comm):
     def __init__(self, mesh: Mesh, kernels: Kernels, max_length: int):
         self.mesh, self.kernels, self.sizes = mesh, kernels, mesh_sizes(mesh)
         self.max_length = max_length  # of the model's context
-        self.linear_attention, self.elementwise = kernels.linear_attention, kernels.elementwise
+        self.linear_attention, self.few_tokens = kernels.linear_attention, kernels.elementwise  # in `recurrence`
+        self.elementwise = kernels.elementwise if mesh.size == 1 else "reference"  # XLA does not partition kernels
         self.caches: list[Any] = []  # what the layers keep, in their order
 
     def keep(self, state: Any) -> None:

@@ -57,6 +57,7 @@ class Comm:
 
     linear_attention: ops.LinearAttentionImplementation = "reference"
     elementwise: ops.ElementwiseImplementation = "reference"  # of what has fused kernels
+    few_tokens: ops.ElementwiseImplementation = "reference"  # of a recurrence of new tokens
 
     # Of generation: as many of a sequence's newest tokens may be replaced by a later step, None if nothing is kept; and
     # as many of the prompts' last tokens are replaced by the first step

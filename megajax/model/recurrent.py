@@ -165,7 +165,7 @@ class ContinuedTokens(RecurrentTokens):
         self, rule: Rule, definition: Rule, *arguments: jax.Array, prepare: ops.Prepare | None = None
     ) -> jax.Array:
         state = {"initial": self.earlier["state"], "count": self.state_end if self.replaceable else None}
-        apply = partial(definition, prepare=prepare, implementation=self.comm.elementwise)
+        apply = partial(definition, prepare=prepare, implementation=self.comm.few_tokens)
         out, self.kept["state"] = self.comm.recurrence(apply, arguments, state)
         return out
 
