@@ -30,7 +30,6 @@ TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
 MESHES = [
     pytest.param("llama", "sgd", TRIPLE, 2, {"policy": "offload"}, marks=pytest.mark.smoke),
     ("gpt2", "adamw", TRIPLE, 4, {}),
-    pytest.param("llama", "adamw", {}, 1, {}, marks=pytest.mark.smoke),
 ]
 
 OPTIONS = {
