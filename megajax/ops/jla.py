@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops import jla_context
 from megajax.ops.linear_recurrence import StateBefore
 
 WIDTHS = (64, 128)  # of keys and values that the kernels have
@@ -30,6 +31,9 @@ def gated_delta_rule(
     if log_decay.ndim == 4:  # its queries and keys are those of the heads
         kind, group = "kda", v.shape[2] // k.shape[2]
         q, k = (jnp.repeat(a, group, axis=2) for a in (q, k))
+    elif state_before is not None:
+        q, k, v = (a.astype(jnp.bfloat16) for a in (q, k, v))
+        return jla_context.gated_delta_rule(q, k, v, log_decay, strength, starts, state_before)
     run = _kernel(kind, q, k, starts, g=log_decay, beta=strength)
     if state_before is None:
         return run(v, initial)
