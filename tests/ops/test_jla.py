@@ -5,9 +5,12 @@ import sys
 from dataclasses import replace
 from types import ModuleType
 
+import jax
 import jax.numpy as jnp
+import jla_kernels
 import numpy as np
 import pytest
+from jax import lax
 from mesh_models import HYBRID
 from models_in_use import build
 
@@ -21,6 +24,7 @@ KINDS = {
     "kda": (recurrent_gated_delta_rule, ("g", "beta")),
     "simple_gla": (recurrent_state_space, ("g",)),
 }
+BF16 = 8e-3  # relative error of a number
 RULES = {gated_delta_rule: recurrent_gated_delta_rule, state_space: recurrent_state_space}
 EACH_RULE = pytest.mark.parametrize(
     ("rule", "by_channel"),
@@ -46,7 +50,8 @@ def installed(monkeypatch):
         return linear_attention("simple_gla", q, k, v, impl="mosaic_gpu", **others)
 
     functions = {"jla": {}, "jla.ops": {"linear_attention": linear_attention}}
-    functions |= {"jla.ops.mosaic_gpu": {}, "jla.ops.mosaic_gpu.scalar_gate": {"run": run}}
+    functions |= {"jla.ops.mosaic_gpu": {}} | {f"jla.ops.mosaic_gpu.{n}": m for n, m in jla_kernels.MODULES.items()}
+    functions["jla.ops.mosaic_gpu.scalar_gate"] |= {"run": run}
     for name, held in functions.items():
         module = ModuleType(name)
         module.__dict__.update(held, __spec__=sys.__spec__)
@@ -80,7 +85,9 @@ def test_the_kernels_get_the_definitions_arguments(installed, rng, rule, by_chan
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["one", "documents"])
-@EACH_RULE
+@pytest.mark.parametrize(
+    ("rule", "by_channel"), [(gated_delta_rule, True), (state_space, False)], ids=["by channel", "state_space"]
+)
 def test_a_device_sends_its_map_of_the_state(installed, rng, rule, by_channel, starts):
     """The map applied to the state before is the final state, and the outputs are those of the definition."""
     *arguments, initial = drawn(rule, rng, by_channel)
@@ -96,6 +103,36 @@ def test_a_device_sends_its_map_of_the_state(installed, rng, rule, by_channel, s
     after = transition @ initial if transition.ndim == 4 else transition[..., None] * initial
     for a, b in zip((*found, after + final), (*expected, expected[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [(), (4, 7), (10, 11)], ids=["one", "documents", "border"])
+def test_devices_exchange_states_between_the_kernels(installed, rng, starts):
+    """The gated delta rule of two devices and its gradients are those of one."""
+    devices, (B, S) = 3, (2, 30)
+    *arguments, _ = drawn(gated_delta_rule, rng, False, S=S)
+    weights = jnp.asarray(rng.integers(-2, 3, arguments[2].shape), jnp.float32)
+    starts = jnp.zeros((B, S), bool).at[0, list(starts)].set(True).at[1, [*starts, *([29] if starts else [])]].set(True)
+
+    def before(transition, final):
+        transitions, finals = (lax.all_gather(a, "context") for a in (transition, final))
+        state, index = jnp.zeros_like(final), lax.axis_index("context")
+        for device in range(devices):
+            state = jnp.where(device < index, transitions[device] @ state + finals[device], state)
+        return state
+
+    def on_device(starts, weights, *arguments):
+        return jnp.sum(gated_delta_rule(*arguments, starts, None, before, implementation="jla")[0] * weights)
+
+    def on_one(*arguments):
+        return jnp.sum(recurrent_gated_delta_rule(*arguments, starts)[0] * weights)
+
+    cut = [a.reshape(B, devices, -1, *a.shape[2:]).swapaxes(0, 1) for a in (starts, weights, *arguments)]
+    losses, gradients = jax.vmap(jax.value_and_grad(on_device, range(2, 7)), axis_name="context")(*cut)
+    loss, expected = jax.value_and_grad(on_one, range(5))(*arguments)
+    np.testing.assert_allclose(losses.sum(), loss, atol=1e-4)  # of 720 numbers
+    for found, correct, tolerance in zip(gradients, expected, (*[BF16] * 3, 1e-4, 1e-4), strict=True):  # BF16, FP32
+        found = found.swapaxes(0, 1).reshape(correct.shape)
+        assert np.linalg.norm(found - correct) < tolerance * np.linalg.norm(correct)
 
 
 def test_prompts_of_generation_use_them_on_each_devices_sequences_and_heads(installed):
