@@ -26,10 +26,13 @@ def run(q, k, v, log_decay, strength, starts, initial):
     B, S, N, _ = v.shape
     q, k = (jnp.repeat(a, N // a.shape[2], axis=2) for a in (q, k))
     starts = jnp.zeros((B, S), bool) if starts is None else starts
-    cut = [a.reshape(B * PIECES, S // PIECES, *a.shape[2:]) for a in (q, k, v, starts)]
-    rates = [a.swapaxes(1, 2).reshape(B * PIECES, S // PIECES, N) for a in (log_decay, strength)]
-    *arrays, starts = cut
-    out, final = recurrent_gated_delta_rule(*arrays, *rates, starts, initial.swapaxes(-1, -2))
+
+    def cut(a):
+        return a.reshape(B * PIECES, S // PIECES, *a.shape[2:])
+
+    rates = cut(log_decay.swapaxes(1, 2)), cut(strength.swapaxes(1, 2))
+    initial = initial.swapaxes(-1, -2)
+    out, final = recurrent_gated_delta_rule(cut(q), cut(k), cut(v), rates[0], rates[1], cut(starts), initial)
     return out.reshape(B, S, N, -1), final.swapaxes(-1, -2)
 
 
