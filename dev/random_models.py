@@ -153,11 +153,71 @@ def deepseek_v3(draw: Draw) -> Json:
     return deepseek(draw) | {"norm_topk_prob": draw.random() < 0.7}
 
 
+def mixers(draw: Draw, layers: int) -> list[str]:
+    return [draw.choice(("linear_attention", "full_attention")) for _ in range(layers)]
+
+
+def qwen3_5(draw: Draw) -> Json:
+    config = common(draw) | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": draw.choice((2, 4))}
+    config |= {"linear_key_head_dim": 8, "linear_value_head_dim": draw.choice((6, 8))}
+    positions = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0))}
+    config |= {"linear_conv_kernel_dim": draw.choice((2, 4)), "rope_parameters": positions}
+    return config | {"layer_types": mixers(draw, config["num_hidden_layers"])}
+
+
+def with_experts(draw: Draw) -> Json:
+    experts = {"num_experts": 8, "num_experts_per_tok": draw.choice((1, 2, 4)), "moe_intermediate_size": 48}
+    return qwen3_5(draw) | experts | {"shared_expert_intermediate_size": draw.choice((32, 48))}
+
+
+def qwen3_next(draw: Draw) -> Json:
+    return with_experts(draw) | {"norm_topk_prob": draw.random() < 0.5} | maybe(draw, 0.4, mlp_only_layers=[1])
+
+
+def multipliers(draw: Draw, *names: str) -> Json:
+    return {name: draw.uniform(0.3, 3) for name in names if draw.random() < 0.7}
+
+
+def mamba(draw: Draw) -> Json:
+    config = common(draw) | {"mamba_n_heads": 8, "mamba_d_head": draw.choice((16, "auto")), "mamba_d_state": 8}
+    config |= {"mamba_n_groups": draw.choice((1, 2, 4)), "mamba_d_conv": draw.choice((2, 4))}
+    return config | maybe(draw, 0.3, time_step_limit=(0.2, draw.choice((float("inf"), 2.0))))
+
+
+def granite(draw: Draw) -> Json:
+    config = mamba(draw) | {"attention_multiplier": draw.choice((0.1, 0.5)), "shared_intermediate_size": 48}
+    config |= {"num_local_experts": draw.choice((0, 4)), "position_embedding_type": draw.choice((None, "rope"))}
+    config |= multipliers(draw, "embedding_multiplier", "logits_scaling", "residual_multiplier")
+    return config | {"layer_types": mixers(draw, config["num_hidden_layers"])} | maybe(draw, 0.3, attention_bias=True)
+
+
+def bamba(draw: Draw) -> Json:
+    biases = maybe(draw, 0.3, attention_bias=True) | maybe(draw, 0.3, mlp_bias=True)
+    return mamba(draw) | biases | {"attn_layer_indices": draw.choice((None, [0], [1], [0, 1]))}
+
+
+def falcon_h1(draw: Draw) -> Json:
+    names = ("embedding", "lm_head", "attention_in", "attention_out", "key", "ssm_in", "ssm_out")
+    config = mamba(draw) | {"mamba_d_ssm": 128} | multipliers(draw, *(f"{name}_multiplier" for name in names))
+    config |= maybe(draw, 0.7, ssm_multipliers=[draw.uniform(0.3, 3) for _ in range(5)])
+    config |= maybe(draw, 0.7, mlp_multipliers=[draw.uniform(0.3, 3) for _ in range(2)])
+    config |= maybe(draw, 0.3, attention_bias=True) | maybe(draw, 0.3, mlp_bias=True)
+    return config | {"mamba_rms_norm": draw.random() < 0.6, "mamba_norm_before_gate": draw.random() < 0.5}
+
+
+def mamba2(draw: Draw) -> Json:
+    config = {"num_hidden_layers": draw.choice((2, 3)), "hidden_size": 64, "num_heads": 8, "head_dim": 16}
+    config |= {"n_groups": draw.choice((1, 2, 4)), "state_size": 8, "conv_kernel": draw.choice((2, 4))}
+    return config | maybe(draw, 0.3, tie_word_embeddings=True) | maybe(draw, 0.2, use_conv_bias=False)
+
+
 FAMILIES: dict[str, Callable[[Draw], Json]] = {
     **{"gpt2": gpt2, "llama": llama, "mistral": mistral, "mixtral": mixtral, "qwen2": qwen, "qwen3": qwen},
     **{"qwen3_moe": qwen3_moe, "smollm3": smollm3, "gemma2": gemma, "gemma3_text": gemma, "phi3": partly_rotated},
     **{"nemotron": nemotron, "olmo2": olmo2, "gpt_oss": gpt_oss},
-    **{"deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3},
+    **{"deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "qwen3_next": qwen3_next, "qwen3_5_text": qwen3_5},
+    **{"qwen3_5_moe_text": with_experts, "granitemoehybrid": granite, "bamba": bamba, "falcon_h1": falcon_h1},
+    "mamba2": mamba2,
 }
 
 
@@ -187,7 +247,9 @@ def logits_of(model, tokens: np.ndarray) -> np.ndarray:
     import torch  # type: ignore[import-not-found]
 
     with torch.inference_mode():
-        return model(torch.from_numpy(tokens)).logits.numpy()
+        return model(
+            torch.from_numpy(tokens), use_cache=False
+        ).logits.numpy()  # which transformers has not for all layers
 
 
 def outcome(family: str, settings: Json, folder: Path) -> tuple[str, str]:

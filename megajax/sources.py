@@ -170,14 +170,13 @@ class HfSource(WeightSource):
         return load(self.path, params, layer_state, model, self.setting, self.location)
 
     def config(self) -> Config:
-        from megajax.hf.convert import read_folder
+        from megajax.hf.convert import longest, read_folder
 
         _, section, theirs = read_folder(self.path)
-        length = theirs.get("max_position_embeddings") or section.get("max_positions") or 2048
         values = {
             "model": section,
             "mesh": {"data": 1},
-            "batch": {"global_size": 1, "sequence_length": length},
+            "batch": {"global_size": 1, "sequence_length": longest(section, theirs)},
             "data": {"kind": "synthetic"},
         }
         config = Config.model_validate(values)

@@ -170,10 +170,14 @@ linear_num_heads | model.kda.num_heads
 linear_head_dim | model.kda.head_dim
 short_conv_kernel_size | model.kda.conv_kernel
 hybrid_override_pattern, layers_block_type | model.block_pattern | mamba2, attention, mlp and experts
-mamba_num_heads | model.mamba2.num_heads
-mamba_head_dim | model.mamba2.head_dim
-ssm_state_size | model.mamba2.state_dim
-n_groups | model.mamba2.num_groups
+attn_layer_indices | model.block_pattern | dense for these layers, mamba2_mlp for the others
+mamba_num_heads, mamba_n_heads | model.mamba2.num_heads
+mamba_head_dim, mamba_d_head | model.mamba2.head_dim
+ssm_state_size, mamba_d_state | model.mamba2.state_dim
+n_groups, mamba_n_groups | model.mamba2.num_groups
+mamba_d_conv | model.mamba2.conv_kernel
+attention_multiplier | model.attention_scale
+shared_intermediate_size | model.shared_expert_ffn_hidden_size
 time_step_min | model.mamba2.min_step
 linear_num_key_heads | model.linear_attention.num_key_heads
 linear_num_value_heads | model.linear_attention.num_value_heads

@@ -68,6 +68,11 @@ olmo2, full, all, across_heads | all_heads
 topk_softmax | softmax
 sigmoid_topk, noaux_tc, sqrtsoftplus | sigmoid
 """,
+        "model.mamba2.output_norm": """
+norm_after_gate, gate_before_norm | after_gate
+norm_before_gate, gate_after_norm | before_gate
+identity, null, false | none
+""",
         "model.router.group_score": "topk2, top2, top2_sum, noaux_tc | sum\ngreedy, group_limited_greedy | max\n",
         "model.router.drop_policy": "probs, prob, weight, score | probability\norder, fifo | position\n",
         "model.layer_pattern.N": """

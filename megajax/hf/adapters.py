@@ -13,6 +13,7 @@ from megajax.checkpoint.weights import open_layer_state, open_weights
 from megajax.config import Config
 from megajax.errors import InputError
 from megajax.hf import ADAPTERS
+from megajax.hf.beside import origin
 from megajax.hf.convert import family_for
 from megajax.hf.folder import new_folder, save_tensors
 from megajax.hf.tensors import Tensor, tensor_names, whole_shape
@@ -71,7 +72,7 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     if lora.rank is None or lora.alpha is None:
         raise InputError(f"RUN={run_dir} has no adapters (lora.rank=null): write its weights with the command export.")
     weights, model = open_weights(run_dir / SUBDIRECTORY / str(step)), config.model
-    tensors, declared = family_for(model).tensors(model), parameters(Transformer(model))
+    tensors, declared = family_for(model, origin(run_dir)).tensors(model), parameters(Transformer(model))
     stored: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     transposed = False
@@ -122,6 +123,7 @@ def _of_module(
         if tensor.ours + A not in weights:
             continue
         a, b = (np.asarray(weights[tensor.ours + end][at]) for end in (A, B))
+        b = tensor.divided(b)
         if a.ndim == 2:
             shapes_of_parts, factor = {t.ours: (b.shape[0], *shapes[t.ours][1:]) for t in parts}, b
         else:

@@ -42,6 +42,12 @@ def keep(source: Path, run_dir: Path) -> None:
         replace_copy(inside(source / CONFIG), run_dir / KEPT_CONFIG)
 
 
+def origin(run_dir: Path) -> str | None:
+    """The model_type of the language model that a run started from; None if it started from no folder."""
+    config = read_json(run_dir / KEPT_CONFIG)
+    return (config.get("text_config") or config).get("model_type")
+
+
 def is_its_tokenizer(source: Path, spec: str | None) -> bool:
     """Whether `data.tokenizer=spec` is the tokenizer beside the weights in `source`; true for null (token ids only)."""
     if spec is None:

@@ -80,7 +80,8 @@ def compare(folder: Path, run: str) -> list[TensorDifference]:
             for tensor, index, block in reader.blocks():
                 if tensor not in found:
                     found[tensor] = TensorDifference(tensor, reader.weights.shape(tensor), block.dtype.name)
-                found[tensor].add(ours[name][index].reshape(block.shape), block)
+                numbers = ours[name][index].reshape(block.shape)
+                found[tensor].add(reader.tensor.as_in_folder(numbers, block), block)
     return sorted(found.values(), key=lambda difference: in_order(difference.name))
 
 

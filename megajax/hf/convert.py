@@ -22,7 +22,9 @@ from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.kimi_linear import KimiLinear
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
+from megajax.hf.mamba_hybrids import Bamba, FalconH1, GraniteMoeHybrid, Mamba2Only
 from megajax.hf.nemotron_h import NemotronH
+from megajax.hf.qwen3_5 import Qwen35MoeText, Qwen35Text
 from megajax.hf.qwen3_next import Qwen3Next
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded
 from megajax.hf.tensors import Tensor, assembled, tensor_names
@@ -59,13 +61,19 @@ class Family(Protocol):
         """Entries of tensors that repeat parameters: they are written, and must be equal where a folder has them."""
         ...
 
+    def alternatives(self, model: ModelConfig) -> list[Tensor]:
+        """Entries of other tensors with the same parameters: they are read where a folder has them."""
+        ...
+
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(Gpt2(), GptOss(), Llama(), Mistral(), Mixtral(), Qwen2(), Qwen3(), Qwen3Moe(), Qwen3Next()),
+        *(Qwen35Text(), Qwen35MoeText()),
         *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
         *(DeepseekV2(), DeepseekV3(), KimiK2(), KimiLinear(), NemotronH()),
+        *(GraniteMoeHybrid(), Bamba(), FalconH1(), Mamba2Only()),
     )
 }
 
@@ -125,6 +133,11 @@ def read_model(folder: str | Path) -> dict[str, Any]:
     return read_folder(folder)[1]
 
 
+def longest(section: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """The longest sequence of a folder's model by its section and its config.json; Mamba-2's do not say it."""
+    return section.get("max_positions") or config.get("max_position_embeddings") or 2048
+
+
 def _describe(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """The description of the network of a section `model`, with the vocabulary padded as that of `model`."""
     return describe_model(ModelConfig.model_validate({"vocab_multiple": model.vocab_multiple, **section}))
@@ -176,6 +189,9 @@ def open_readers(
         embedding = entries["embedding.tokens"]
         if model.tie_embeddings and embedding.theirs not in weights.files and HEAD in weights.files:
             entries["embedding.tokens"] = replace(embedding, theirs=HEAD)
+        for tensor in family.alternatives(theirs):
+            if weights.files.keys() >= {*tensor_names(tensor, model).values()}:
+                entries[tensor.ours] = tensor
         readers = {
             name: Reader(weights, entries[name], theirs, shape, new_tokens, copies.get(name, ()))
             for name, shape in shapes.items()
@@ -184,11 +200,14 @@ def open_readers(
         yield readers
 
 
-def family_for(model: ModelConfig) -> Family:
-    """The family whose config.json says all of `model`. Raises InputError if there is none."""
+def family_for(model: ModelConfig, origin: str | None = None) -> Family:
+    """The family whose config.json says all of `model`; of several that of the model_type `origin`.
+
+    Raises InputError if there is none.
+    """
     mine = describe_model(model)
     problems = []
-    for family in FAMILIES.values():
+    for family in sorted(FAMILIES.values(), key=lambda family: family.model_type != origin):
         try:
             theirs = _describe(family.read(family.write(model)), model)
         except (ValueError, KeyError, ConfigError):
@@ -210,22 +229,26 @@ def export(
     dtype: str,
     extra: Mapping[str, Any],
     files: Mapping[str, bytes] = MappingProxyType({}),
+    origin: str | None = None,
 ) -> None:
     """Write the parameters and the layers' state `weights`, canonical arrays read layer by layer, as a folder.
 
-    `extra` are further keys of config.json, `files` the contents of further files. Raises InputError if no family fits,
-    or if the folder cannot be written.
+    `extra` are further keys of config.json, `files` the contents of further files; `origin` as in `family_for`. Raises
+    InputError if no family fits, or if the folder cannot be written.
     """
-    config = {"pad_token_id": None, **extra, **family_for(model).write(model), "dtype": dtype, "torch_dtype": dtype}
-    write_folder(folder, config, stream(weights, model, dtype), files)
+    config = {"pad_token_id": None, **extra, **family_for(model, origin).write(model)}
+    config |= {"dtype": dtype, "torch_dtype": dtype}
+    write_folder(folder, config, stream(weights, model, dtype, origin), files)
 
 
-def stream(weights: Mapping[str, Any], model: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+def stream(
+    weights: Mapping[str, Any], model: ModelConfig, dtype: str, origin: str | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of `export` one by one with their names, in the order of the layers.
 
     The layers' state keeps its dtype. Raises InputError if no family fits, or if the weights lack a tensor of it.
     """
-    family, number, states = family_for(model), np.dtype(dtype), state_by_name(layer_state(model))
+    family, number, states = family_for(model, origin), np.dtype(dtype), state_by_name(layer_state(model))
     tensors = [*family.tensors(model), *family.copies(model)]
     if absent := next((tensor.ours for tensor in tensors if tensor.ours not in weights), None):
         raise InputError(
@@ -256,7 +279,7 @@ def their_tensors(
             array = np.asarray(weights[tensor.ours][at])
             array = array[tuple(map(slice, unpadded(tensor.ours, weights[tensor.ours].shape, model)[len(at) :]))]
             wanted = states[tensor.ours].dtype if tensor.ours in states else dtype
-            arrays.append((tensor, array.astype(wanted, copy=False)))
+            arrays.append((tensor, tensor.divided(array).astype(wanted, copy=False)))
         yield name, assembled(arrays)
 
 

@@ -170,9 +170,12 @@ class DeepseekV3(DeepseekV2):
 
 
 class KimiK2(DeepseekV3):
-    """Kimi-K2: V3's architecture under its own name."""
+    """Kimi-K2: V3's architecture under its own name, which transformers does not have."""
 
     model_type = "kimi_k2"
+
+    def write(self, model: ModelConfig) -> Json:
+        return DeepseekV3().write(model)
 
 
 def read_groups(config: Json) -> Json:

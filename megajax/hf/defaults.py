@@ -19,6 +19,7 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     **{family: {"num_experts": "num_local_experts"} for family in ("mixtral", "qwen3_moe", "gpt_oss")},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "granitemoehybrid": {"layers_block_type": "layer_types"},
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     "kimi_linear": {
@@ -79,6 +80,17 @@ DEEPSEEK_V3 |= {
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
 }
+LINEAR_ATTENTION: Json = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+LINEAR_ATTENTION |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+LINEAR_ATTENTION |= {"head_dim": 256, "partial_rotary_factor": 0.25}
+QWEN3_5: Json = LLAMA | LINEAR_ATTENTION | {"num_attention_heads": 16, "vocab_size": 248_320}
+QWEN3_5 |= {"max_position_embeddings": 32_768, "mtp_num_hidden_layers": 0}
+del QWEN3_5["intermediate_size"]
+# Of Granite 4.0-H, Bamba and Falcon-H1
+MAMBA2: Json = {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256}
+MAMBA2 |= {"mamba_d_conv": 4, "mamba_expand": 2}
+BAMBA: Json = LLAMA | _sizes(32, 4096, 32, 14336, 128_000, 8192) | MAMBA2
+BAMBA |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 
 DEFAULTS: dict[str, Json] = {
     "gpt2": {
@@ -96,11 +108,17 @@ DEFAULTS: dict[str, Json] = {
     | {"moe_intermediate_size": 768},
     "qwen3_next": LLAMA
     | _sizes(48, 2048, 16, 5632, 151_936, 32_768)
-    | {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
-    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
-    | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "num_experts": 512}
+    | LINEAR_ATTENTION
+    | {"num_key_value_heads": 2, "decoder_sparse_step": 1, "num_experts": 512}
     | {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
     | {"norm_topk_prob": True, "num_nextn_predict_layers": 1},
+    "qwen3_5_text": QWEN3_5
+    | {"num_hidden_layers": 32, "hidden_size": 4096, "num_key_value_heads": 4}
+    | {"intermediate_size": 12288},
+    "qwen3_5_moe_text": QWEN3_5
+    | {"num_hidden_layers": 40, "hidden_size": 2048, "num_key_value_heads": 2}
+    | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+    | {"shared_expert_intermediate_size": 512},
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA2
     | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window_pattern": 6}
@@ -119,6 +137,15 @@ DEFAULTS: dict[str, Json] = {
     | {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "time_step_min": 0.001, "n_routed_experts": 8}
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
     | {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": LLAMA
+    | MAMBA2
+    | {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+    "bamba": BAMBA | {"max_position_embeddings": 262_144, "partial_rotary_factor": 0.5},
+    "falcon_h1": BAMBA
+    | {"max_position_embeddings": 8192, "mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True},
+    "mamba2": {"num_hidden_layers": 64, "hidden_size": 4096, "vocab_size": 32_768, "tie_word_embeddings": False}
+    | {"layer_norm_epsilon": 1e-5, "hidden_act": "silu", "expand": 2, "num_heads": 128, "head_dim": 64}
+    | {"n_groups": 8, "state_size": 128, "conv_kernel": 4},
     "smollm3": LLAMA
     | _sizes(36, 2048, 16, 11008, 128_256, 32_768)
     | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},

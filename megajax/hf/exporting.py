@@ -17,4 +17,4 @@ def export_step(run_dir: Path, step: int, config: Config, folder: Path, dtype: s
     """
     files, keys = beside.collect(run_dir, config)
     with open_merged(run_dir, step, config) as weights:
-        export(weights, config.model, folder, dtype, keys, files)
+        export(weights, config.model, folder, dtype, keys, files, beside.origin(run_dir))

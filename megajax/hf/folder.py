@@ -29,6 +29,7 @@ HEAD = "lm_head.weight"  # of all families
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Keys of a config.json beside its text_config that count for the language model
 WHOLE_MODEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_weights")
+OTHER_TOWERS = ("vision_config", "audio_config")
 SHARD_BYTES = 5 * 10**9
 HEADER_BYTES = 10**8  # at most, in safetensors too
 BLOCK_BYTES = 2**24  # of tensors that are compared, in FP32
@@ -199,7 +200,7 @@ def text_names(names: Iterable[str], folder: Path) -> dict[str, str]:
     found = {MLP_OF_EXPERTS.sub(".mlp.", name): name for name in names}
     for prefix, new_prefix in (("language_model.", ""), ("model.language_model.", "model.")):
         if text := {new_prefix + name.removeprefix(prefix): name for name in found if name.startswith(prefix)}:
-            found = text | {name: name for name in found if name.startswith("lm_head.")}
+            found = text | {name: name for name in found if name.startswith(("lm_head.", "mtp."))}
             break
     for embedding, prefix in BASES.items():
         if embedding in found:
@@ -232,6 +233,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     config = read_json(path)
     text = config.get("text_config")
     if isinstance(text, dict) and "model_type" in text:
+        if left_out := [key for key in OTHER_TOWERS if config.get(key)]:
+            warnings.warn(
+                f"{path}: the language model (text_config) is read, and the model of {' and '.join(left_out)} is not.",
+                stacklevel=2,
+            )
         config = _text_config(config, text, path)
     if (named := config.get("transformers_weights")) not in (None, SINGLE, INDEX):
         raise InputError(f"{path}: transformers_weights={named} is not {SINGLE}: rename the file, and remove the key.")

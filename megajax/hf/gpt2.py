@@ -63,6 +63,9 @@ class Gpt2:
     def copies(self, model: ModelConfig) -> list[Tensor]:
         return []
 
+    def alternatives(self, model: ModelConfig) -> list[Tensor]:
+        return []
+
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""
         width = model.num_heads * model.head_dim

@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
 from megajax.errors import file_reader, reading
 from megajax.hf import beside
-from megajax.hf.convert import load, read_folder
+from megajax.hf.convert import load, longest, read_folder
 from megajax.hf.folder import new_folder
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
@@ -49,7 +49,6 @@ def _config(folder: Path, run_dir: Path) -> Config:
     """A config whose section `model` describes the folder, for `generate`, `export` and `init_from`."""
     _, section, theirs = read_folder(folder)
     data: dict[str, Any] = {"kind": "synthetic"}
-    length = section.get("max_positions") or theirs["max_position_embeddings"]
     dtype = theirs.get("dtype") or theirs.get("torch_dtype")
     for source in files_in(folder)[:1]:
         data["tokenizer"] = str(run_dir / kept_name(source))
@@ -60,7 +59,7 @@ def _config(folder: Path, run_dir: Path) -> Config:
         "run": {"name": run_dir.name, "dir": str(run_dir)},
         "model": section,
         "precision": {"compute": dtype} if dtype in DTYPES else {},
-        "batch": {"global_size": 1, "sequence_length": length},
+        "batch": {"global_size": 1, "sequence_length": longest(section, theirs)},
         "data": data,
     }
     with reading(folder / "config.json"):  # such as a length that no run has

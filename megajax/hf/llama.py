@@ -3,6 +3,7 @@
 They differ in options, in the names of config.json and in the names of the experts' tensors.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megajax.config import ModelConfig
@@ -13,6 +14,7 @@ from megajax.layout.kinds import BUILT_IN, block_layers, is_gated, layer_kinds
 
 Json = dict[str, Any]
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
+EXPERTS = "expert out in -> expert in out"
 
 # config.json and the section `model`, where they differ in names only
 NAMES = {
@@ -37,6 +39,7 @@ class Llama:
     activation_key = "hidden_act"
     partial_rotary = False
     norms = {"attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}
+    final_norm, mlp_module = "model.norm", "mlp"
 
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
@@ -74,15 +77,15 @@ class Llama:
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""
-        out = [Tensor("embedding.tokens", "model.embed_tokens.weight"), *norm(model, "final_norm", "model.norm")]
+        out = [Tensor("embedding.tokens", "model.embed_tokens.weight"), *norm(model, "final_norm", self.final_norm)]
         if not model.tie_embeddings:
             out.append(Tensor("head", "lm_head.weight", LINEAR))
         for kind in block_layers(model):
-            mixer, feed_forward = BUILT_IN[kind]
+            mixer, *_, feed_forward = BUILT_IN[kind]
             for ours, theirs in self.norms.items():
                 ours = ours.replace("attention", mixer).replace("mlp", feed_forward)
                 out += norm(model, f"blocks.{kind}.{ours}", f"model.layers.{{layer}}.{theirs}")
-            for name in (mixer, feed_forward):
+            for name in BUILT_IN[kind]:
                 out += getattr(self, name)(model, f"blocks.{kind}.{name}.")
         return out
 
@@ -90,6 +93,9 @@ class Llama:
         return ()
 
     def copies(self, model: ModelConfig) -> list[Tensor]:
+        return []
+
+    def alternatives(self, model: ModelConfig) -> list[Tensor]:
         return []
 
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
@@ -106,11 +112,11 @@ class Llama:
         return out
 
     def mlp(self, model: ModelConfig, ours: str) -> list[Tensor]:
-        out, theirs = [], "model.layers.{layer}."
+        out, theirs = [], f"model.layers.{{layer}}.{self.mlp_module}."
         for name in ("gate", "up", "down") if is_gated(model) else ("up", "down"):
-            out.append(Tensor(f"{ours}{name}", f"{theirs}mlp.{name}_proj.weight", LINEAR))
+            out.append(Tensor(f"{ours}{name}", f"{theirs}{name}_proj.weight", LINEAR))
             if model.mlp_bias:
-                out.append(Tensor(f"{ours}{name}_bias", f"{theirs}mlp.{name}_proj.bias"))
+                out.append(Tensor(f"{ours}{name}_bias", f"{theirs}{name}_proj.bias"))
         return out
 
     def moe(self, model: ModelConfig, ours: str) -> list[Tensor]:
@@ -242,6 +248,20 @@ class Qwen3Moe(Qwen3, Mixtral):
             "decoder_sparse_step": model.moe_layer_interval,
             "mlp_only_layers": [*range(model.first_dense_layers)],
         }
+
+    def alternatives(self, model: ModelConfig) -> list[Tensor]:
+        """All experts of a layer in one tensor, as Qwen3.5 is published."""
+        width, out = model.expert_ffn_hidden_size or 0, []
+        for tensor in self.tensors(model):
+            layer, experts, name = tensor.theirs.partition("experts.{expert}.")
+            where = {"down_proj.weight": ("down_proj", 0), "gate_proj.weight": ("gate_up_proj", 0)}
+            where |= {"up_proj.weight": ("gate_up_proj", width)}
+            if experts:
+                theirs, start = where[name]
+                fused = 1 if theirs == "gate_up_proj" else None
+                packed = replace(tensor, theirs=f"{layer}experts.{theirs}", pattern=EXPERTS, fused=fused, start=start)
+                out.append(packed)
+        return out
 
 
 def norm(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:

@@ -5,8 +5,9 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.deepseek import read_groups
-from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
-from megajax.hf.tensors import Tensor, side_by_side
+from megajax.hf.llama import LINEAR, NAMES, Llama
+from megajax.hf.mamba2 import check_fixed, mamba2_tensors
+from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import ATTENTION, BUILT_IN, MAMBA2, MLP, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
@@ -37,7 +38,6 @@ FIXED: Json = {
     **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "residual_in_fp32"), False),
     **dict.fromkeys(("moe_latent_size", "sliding_window"), None),
 }
-CONVOLUTION = "(heads head) () whole -> whole heads head"
 
 
 class NemotronH(Llama):
@@ -57,9 +57,7 @@ class NemotronH(Llama):
         return {}
 
     def read_options(self, config: Json) -> Json:
-        for key, known in FIXED.items():
-            if config.get(key, known) != known:
-                raise ValueError(f"{key}={config[key]} is not {known}")
+        check_fixed(config, FIXED)
         if missing := [key for key in ("n_group", "topk_group") if config[key] is None]:
             raise ValueError(f"{missing[0]}=null")
         blocks = self.read_blocks(config)
@@ -140,23 +138,7 @@ class NemotronH(Llama):
         return out
 
     def mamba2(self, model: ModelConfig, ours: str) -> list[Tensor]:
-        c, theirs = model.mamba2, "backbone.layers.{layer}.mixer."
-        inner, states = c.num_heads * c.head_dim, c.num_groups * c.state_dim
-        parts = {"value": inner, "key": states, "query": states}
-        projected = {"gate": inner} | parts | {"step": c.num_heads}
-        projections = {f"{ours}{name}": (HEADS, n) for name, n in projected.items()}
-        windows = {f"{ours}{name}_convolution": (CONVOLUTION, n) for name, n in parts.items()}
-        biases = {f"{ours}{name}_bias": ("(heads head) -> heads head", n) for name, n in parts.items()}
-        return [
-            *side_by_side(f"{theirs}in_proj.weight", 0, projections),
-            *side_by_side(f"{theirs}conv1d.weight", 0, windows),
-            *side_by_side(f"{theirs}conv1d.bias", 0, biases),
-            Tensor(f"{ours}decay_rate", f"{theirs}A_log"),
-            Tensor(f"{ours}step_bias", f"{theirs}dt_bias"),
-            Tensor(f"{ours}skip", f"{theirs}D"),
-            Tensor(f"{ours}output_norm", f"{theirs}norm.weight", "(heads head) -> heads head"),
-            Tensor(f"{ours}output", f"{theirs}out_proj.weight", "embed (heads head) -> heads head embed"),
-        ]
+        return mamba2_tensors(model, ours, "backbone.layers.{layer}.mixer.")
 
 
 def _in_mixer(tensors: list[Tensor], module: str) -> list[Tensor]:

@@ -18,7 +18,6 @@ Json = dict[str, Any]
 SIZES = {f"linear_{name}": name for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
 SIZES |= {"linear_conv_kernel_dim": "conv_kernel"}
 MIXERS = {"linear_attention": GATED_DELTANET, "full_attention": "attention"}
-MODULES = "num_nextn_predict_layers"
 # Of the one module of multi-token prediction, besides those of a layer
 NORM = "(module embed) -> module embed"
 MODULE = {
@@ -36,19 +35,25 @@ class Qwen3Next(Qwen3Moe):
 
     model_type, architecture = "qwen3_next", "Qwen3NextForCausalLM"
     partial_rotary = True
+    modules = "num_nextn_predict_layers"
 
     def read_options(self, config: Json) -> Json:
         if config.get("attention_bias"):
             raise ValueError("attention_bias=true")
-        if (modules := config[MODULES]) not in (0, 1):
-            raise ValueError(f"{MODULES}={modules} is not 0 or 1")
-        normalised = config["norm_topk_prob"]
-        return ({"mtp_layers": modules} if modules else {}) | {
+        if (modules := config[self.modules]) not in (0, 1):
+            raise ValueError(f"{self.modules}={modules} is not 0 or 1")
+        options = {
             "attention_gate": True,
             "qk_norm": True,
             "norm_zero_centred": True,
             "block_pattern": self.read_blocks(config),
             "linear_attention": {ours: config[theirs] for theirs, ours in SIZES.items()},
+        }
+        return options | ({"mtp_layers": modules} if modules else {}) | self.read_experts(config)
+
+    def read_experts(self, config: Json) -> Json:
+        normalised = config["norm_topk_prob"]
+        return {
             "num_experts": config["num_experts"],
             "experts_per_token": config["num_experts_per_tok"],
             "expert_ffn_hidden_size": config["moe_intermediate_size"],
@@ -82,12 +87,17 @@ class Qwen3Next(Qwen3Moe):
             "layer_types": [types.get(mixer, mixer) for mixer, _ in kinds],
             "mlp_only_layers": [layer for layer, (_, own) in enumerate(kinds) if own != MOE],
             "decoder_sparse_step": 1,
+            self.modules: model.mtp_layers,
+            **self.write_experts(model),
+        }
+
+    def write_experts(self, model: ModelConfig) -> Json:
+        return {
             "num_experts": model.num_experts,
             "num_experts_per_tok": model.experts_per_token,
             "moe_intermediate_size": model.expert_ffn_hidden_size,
             "shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
             "norm_topk_prob": model.router.normalise and not model.router.pre_softmax,
-            MODULES: model.mtp_layers,
         }
 
     def unused(self, config: Json) -> tuple[str, ...]:
@@ -121,19 +131,29 @@ class Qwen3Next(Qwen3Moe):
         ]
 
     def gated_deltanet(self, model: ModelConfig, ours: str) -> list[Tensor]:
-        c, theirs = model.linear_attention, "model.layers.{layer}.linear_attn."
-        group = c.num_value_heads // c.num_key_heads
-        width = group * c.value_head_dim
-        projections = {"query": c.key_head_dim, "key": c.key_head_dim, "value": width, "gate": width}
-        convolutions = {f"{ours}{name}_convolution": (CONVOLUTION, c.num_key_heads * projections[name]) for name in QKV}
+        theirs, widths = "model.layers.{layer}.linear_attn.", head_widths(model)
         return [
-            *_in_groups(ours, f"{theirs}in_proj_qkvz.weight", projections),
-            *_in_groups(ours, f"{theirs}in_proj_ba.weight", {"strength": group, "decay": group}),
-            *side_by_side(f"{theirs}conv1d.weight", 0, convolutions),
+            *self.projections(model, ours, theirs),
+            *side_by_side(
+                f"{theirs}conv1d.weight",
+                0,
+                {
+                    f"{ours}{name}_convolution": (CONVOLUTION, model.linear_attention.num_key_heads * widths[name])
+                    for name in QKV
+                },
+            ),
             Tensor(f"{ours}decay_rate", f"{theirs}A_log"),
             Tensor(f"{ours}decay_bias", f"{theirs}dt_bias"),
             Tensor(f"{ours}output_norm", f"{theirs}norm.weight"),
             Tensor(f"{ours}output", f"{theirs}out_proj.weight", "embed (heads head) -> heads head embed"),
+        ]
+
+    def projections(self, model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
+        """Those of gated DeltaNet, and its rates."""
+        group = model.linear_attention.num_value_heads // model.linear_attention.num_key_heads
+        return [
+            *_in_groups(ours, f"{theirs}in_proj_qkvz.weight", head_widths(model)),
+            *_in_groups(ours, f"{theirs}in_proj_ba.weight", {"strength": group, "decay": group}),
         ]
 
     def moe(self, model: ModelConfig, ours: str) -> list[Tensor]:
@@ -144,6 +164,13 @@ class Qwen3Next(Qwen3Moe):
             *(Tensor(f"{ours}shared_{name}", f"{shared}.{name}_proj.weight", LINEAR) for name in names),
             Tensor(f"{ours}shared_router", f"{shared}_gate.weight", "() embed -> embed"),
         ]
+
+
+def head_widths(model: ModelConfig) -> dict[str, int]:
+    """Numbers of each projection of gated DeltaNet for one key head."""
+    c = model.linear_attention
+    width = c.num_value_heads // c.num_key_heads * c.value_head_dim
+    return {"query": c.key_head_dim, "key": c.key_head_dim, "value": width, "gate": width}
 
 
 def _in_groups(ours: str, theirs: str, widths: dict[str, int]) -> list[Tensor]:

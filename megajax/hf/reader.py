@@ -89,7 +89,7 @@ class Reader:
         return int(width * elements), count * len(cuts)
 
     def blocks(self) -> Iterator[tuple[str, tuple[int | slice, ...], np.ndarray]]:
-        """The whole parameter in pieces: (tensor, index in the parameter, the numbers there in the tensor's dtype)."""
+        """The whole parameter in pieces: (tensor, index in the parameter, the tensor's numbers there in its dtype)."""
         for piece in self._pieces([slice(0, size) for size in self.padded]):
             yield piece.name, (*piece.start[: self.tensor.stacked], *piece.wanted), self._read_ours(piece)
 
@@ -98,7 +98,7 @@ class Reader:
         out = np.zeros(self.padded[len(at) :], np.float32)
         bounds = (*(slice(i, i + 1) for i in at), *(slice(0, size) for size in self.padded[len(at) :]))
         for piece in self._pieces(bounds):
-            out[piece.wanted] = self._read_ours(piece)
+            out[piece.wanted] = self.tensor.multiplied(self._read_ours(piece))
         if self.new_tokens:
             dim = VOCABULARY_DIM[self.tensor.ours] % out.ndim
             new = slice(self.new_tokens.start, self.new_tokens.stop)
@@ -116,7 +116,7 @@ class Reader:
             out = np.zeros(shape, dtype)
             for piece in pieces:
                 where = tuple(map(slice, piece.start, np.add(piece.start, piece.lengths)))
-                out[where] = self._read_ours(piece).reshape(piece.lengths)
+                out[where] = self.tensor.multiplied(self._read_ours(piece)).reshape(piece.lengths)
             return jax.device_put(out, device)
         shard = jnp.zeros(shape, dtype, device=device)
         waiting = deque(pool.submit(self._read, piece) for piece in pieces[:READERS])
@@ -150,7 +150,7 @@ class Reader:
         for start in range(0, rows, step):
             block = (slice(start, min(start + step, rows)), *(slice(0, size) for size in width))
             total += self.weights.read(name, block).astype(np.float64).sum(axis=0)
-        return (total / rows).astype(np.float32)
+        return self.tensor.multiplied((total / rows).astype(np.float32))
 
     def _read(self, piece: "TensorPiece") -> np.ndarray:
         slices = self.tensor.their_slices(self.rest, piece.wanted)
@@ -230,7 +230,7 @@ class TensorPiece(NamedTuple):
 
 @partial(jax.jit, donate_argnums=0, static_argnums=(3, 4, 5, 6))
 def _with_piece(shard, block, start, tensor: Tensor, rest, wanted, lengths) -> jax.Array:
-    piece = tensor.to_ours(block, rest, wanted).astype(shard.dtype).reshape(lengths)
+    piece = tensor.multiplied(tensor.to_ours(block, rest, wanted)).astype(shard.dtype).reshape(lengths)
     return lax.dynamic_update_slice(shard, piece, tuple(start))
 
 

@@ -8,7 +8,7 @@ holds it.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ class Tensor:
     step: int = 1  # from one of its indices to the next: 1 if the parameters are side by side, else they take turns
     selected: Selected | None = None  # None: the parameter has its axes of the tensor whole and in the same order
     first_layer: int = 0  # the model's layer that is the tensors' {layer} 0
+    factor: float = 1.0  # the parameter's numbers are the tensor's times this
 
     @property
     def stacked(self) -> int:
@@ -158,6 +159,26 @@ class Tensor:
         indices = {self.selected.axis: np.array(self.selected.indices)} if self.selected else {}
         part = tuple(indices.get(axis, slice(None)) for axis in flat)
         parts[part] = array.transpose([ours.index(axis) for axis in flat])
+
+    def multiplied(self, block: Any) -> Any:
+        """Numbers of the tensor → the parameter's: FP32, unless they are the same."""
+        return block if self.factor == 1 else block.astype(np.float32) * np.float32(self.factor)
+
+    def divided(self, array: np.ndarray) -> np.ndarray:
+        """Numbers of the parameter → the tensor's."""
+        return array if self.factor == 1 else np.divide(array, self.factor, dtype=np.float32)
+
+    def as_in_folder(self, array: np.ndarray, block: np.ndarray) -> np.ndarray:
+        """`divided`, and the numbers of `block` where these give the array's: in FP32 a product may not divide back."""
+        if self.factor == 1:
+            return array
+        return np.where(array == self.multiplied(block), block.astype(np.float32), self.divided(array))
+
+
+def with_factors(tensors: Sequence[Tensor], factors: Mapping[str, float]) -> list[Tensor]:
+    """Entries with factors by the parameters' names, those of layers by their names in a block: `mlp.down`."""
+    names = (tensor.ours.split(".", 2)[2] if tensor.ours.startswith("blocks.") else tensor.ours for tensor in tensors)
+    return [replace(tensor, factor=factors.get(name, 1.0)) for tensor, name in zip(tensors, names, strict=True)]
 
 
 def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], str]:

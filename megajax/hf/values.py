@@ -16,12 +16,22 @@ from megajax.schema.tree import show
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
     dict: ("linear_attn_config", "rope_parameters", "rope_scaling"),
-    list: ("layer_types", "layers_block_type", "mlp_layer_types", "mlp_only_layers", "no_rope_layers"),
+    list: (
+        "attn_layer_indices",
+        "layer_types",
+        "layers_block_type",
+        "mlp_layer_types",
+        "mlp_only_layers",
+        "no_rope_layers",
+    ),
     int: (
         "decoder_sparse_step",
         "linear_conv_kernel_dim",
         "linear_head_dim",
         "linear_num_heads",
+        "mamba_d_ssm",
+        "mamba_expand",
+        "mamba_n_heads",
         "max_position_embeddings",
         "n_inner",
         "no_rope_layer_interval",
@@ -41,8 +51,8 @@ TYPES: dict[type, tuple[str, ...]] = {
     ),
 }
 # 0 or null: none
-COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers")
-COUNTS += ("num_expert_group", "num_shared_experts", "first_k_dense_replace")
+COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+COUNTS += ("num_expert_group", "num_shared_experts", "num_local_experts", "first_k_dense_replace")
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
 WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}", str: "a name"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
@@ -107,6 +117,8 @@ def check_section(section: Mapping[str, Any], names: Mapping[str, str], config: 
 
 def _their_key(parts: list[str], found: Any, names: Mapping[str, str], config: Mapping[str, Any]) -> str:
     """config.json's key for a key of the section `model`, by its name, or else by the value that was `found` there."""
+    if parts[0] == "multipliers":  # under their own keys
+        return ".".join(parts[1:])
     theirs = {ours: key for key, ours in names.items()}
     if "rope_scaling" not in config:
         theirs["rope_scaling"] = "rope_parameters"

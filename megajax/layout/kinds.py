@@ -36,12 +36,17 @@ BUILT_IN = {
     f"{GATED_DELTANET}_moe": (GATED_DELTANET, MOE),
     KDA: (KDA, MLP),
     f"{KDA}_moe": (KDA, MOE),
+    f"{MAMBA2}_mlp": (MAMBA2, MLP),
+    f"{MAMBA2}_moe": (MAMBA2, MOE),
+    "attention_mamba2": (ATTENTION, MAMBA2, MLP),
     # Of Nemotron-H, whose layers have one sublayer
     MAMBA2: (MAMBA2,),
     ATTENTION: (ATTENTION,),
     MLP: (MLP,),
     "experts": (MOE,),
 }
+# Sublayers that read the input of another one of their block, with its norm
+PARALLEL = {"attention_mamba2": {MAMBA2: ATTENTION}}
 # The sublayers' classes of each kind by name, in order; `model.block.register` fills it.
 KINDS: dict[str, dict[str, type[Any]]] = {}
 
@@ -113,6 +118,11 @@ def mlp_widths(model: ModelConfig) -> tuple[str, ...]:
 def has_sublayer(model: ModelConfig, name: str) -> bool:
     """Whether a layer of a built-in kind has this built-in sublayer."""
     return any(name in BUILT_IN.get(block, ()) for block in block_layers(model))
+
+
+def may_have_attention(model: ModelConfig) -> bool:
+    """Whether a layer has attention: also one of a kind that is not built in."""
+    return any(ATTENTION in BUILT_IN.get(block, (ATTENTION,)) for block in block_layers(model))
 
 
 def is_gated(model: ModelConfig) -> bool:

@@ -12,7 +12,7 @@ from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
-from megajax.layout.kinds import BUILT_IN, KINDS, stacked_layers
+from megajax.layout.kinds import BUILT_IN, KINDS, PARALLEL, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
 from megajax.model.gated_deltanet import GatedDeltaNet
@@ -83,9 +83,12 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, kind: str):
         self.config, self.kind = config, kind
         self.names = tuple(parts_of(kind))
+        self.parallel = PARALLEL.get(kind, {})
         for name, part in parts_of(kind).items():
             module = (LatentAttention if part is Attention and config.is_latent else part)(config)
             module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
+            if name in self.parallel:
+                module.norm = module.norm_bias = None
             setattr(self, name, module)
 
     @property
@@ -100,10 +103,15 @@ class Block(nnx.Module):
 
     def apply(self, weights: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`, `ctx.state` is the whole block's."""
-        metrics: Metrics = {}
+        metrics, read = Metrics(), x
         for branch, (name, part) in enumerate(self.parts.items()):
             own = of_part(weights, name)
-            y, found = part.apply(own, x, replace(ctx, state=of_part(ctx.state, name)))
+            if name in self.parallel:
+                first = of_part(weights, self.parallel[name])
+                own |= {norm: first[norm] for norm in ("norm", "norm_bias") if norm in first}
+            else:
+                read = x
+            y, found = part.apply(own, read, replace(ctx, state=of_part(ctx.state, name)))
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
                 y = normalise(self.config, not_repeated(y), own["post_norm"], own.get("post_norm_bias"))

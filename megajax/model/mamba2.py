@@ -57,7 +57,8 @@ class Mamba2(Sublayer):
         self.decay_rate = declare((c.num_heads,), ("decays",), "bias", initial=initial_decay_rate)
         self.step_bias = declare((c.num_heads,), ("decays",), "bias", initial=initial_decay_bias)
         self.skip = declare((c.num_heads,), ("decays",), "norm")
-        self.output_norm = declare((groups, widths["value"]), ("heads", "norm"), "norm")
+        normed = c.output_norm != "none"
+        self.output_norm = declare((groups, widths["value"]), ("heads", "norm"), "norm") if normed else None
         self.output = declare((groups, widths["value"], D), ("heads", "head", "embed"), scale=residual_scale(config))
 
     @jax.named_scope("mamba2")
@@ -69,9 +70,7 @@ class Mamba2(Sublayer):
         out, kept = jax.checkpoint(partial(self.mix, ctx))(w, projected, steps, comm.earlier())
         comm.keep(kept)
         out = checkpoint_name(out, ATTENTION)
-        norm = ops.GatedNorm(self.config.norm_epsilon, gate_first=True)
-        gated = ops.gated_norm(out, projected, w["output_norm"], norm, 0, comm.elementwise)
-        y = comm.row_linear(gated, w["output"])
+        y = comm.row_linear(self.gated(w, out, projected, comm.elementwise), w["output"])
         return checkpoint_name(y, "output"), {}
 
     def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
@@ -95,3 +94,19 @@ class Mamba2(Sublayer):
         out = tokens.recur(ops.state_space, ops.recurrent_state_space, *arguments)
         out = tokens.new(out + w["skip"][:, None] * x).astype(x.dtype)
         return comm.in_order(out, back=True).reshape(B * S, -1), tokens.kept
+
+    def gated(
+        self, w: Weights, out: jax.Array, projected: jax.Array, implementation: ops.ElementwiseImplementation
+    ) -> jax.Array:
+        """`out [T, N·w]` times silu(gate), with the norm of each group; the gates are the first of `projected`."""
+        order = self.config.mamba2.output_norm
+        if order == "none":
+            return _opened(out, projected[:, : out.shape[1]])
+        norm = ops.GatedNorm(self.config.norm_epsilon, gate_first=order == "after_gate")
+        return ops.gated_norm(out, projected, w["output_norm"], norm, 0, implementation)
+
+
+@jax.checkpoint
+def _opened(out: jax.Array, gate: jax.Array) -> jax.Array:
+    """out · silu(gate)."""
+    return (out * jax.nn.silu(gate.astype(jnp.float32))).astype(out.dtype)

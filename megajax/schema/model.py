@@ -188,7 +188,7 @@ class KdaConfig(Section):
 
 
 class Mamba2Config(Section):
-    """The heads of Mamba-2 (blocks mamba2)."""
+    """The heads of Mamba-2 (blocks mamba2, mamba2_mlp, mamba2_moe and attention_mamba2)."""
 
     num_heads: Width = Field(default=64, description="Number of heads, each with a state.")
     num_groups: Width = Field(
@@ -200,6 +200,35 @@ class Mamba2Config(Section):
         default=4, description="Number of tokens that the convolution of values, keys and queries sees."
     )
     min_step: PositiveOrZero = Field(default=0.0, description="Lower limit of the steps (delta).")
+    output_norm: Literal["after_gate", "before_gate", "none"] = Field(
+        default="after_gate",
+        description="RMSNorm of the output in each group: after it is multiplied by its gate, before that, or none.",
+    )
+
+
+Two = Annotated[tuple[Positive, Positive], Field(strict=False)]
+Five = Annotated[tuple[Positive, Positive, Positive, Positive, Positive], Field(strict=False)]
+
+
+class MultipliersConfig(Section):
+    """Multipliers of a Hugging Face config.json (Granite, Falcon-H1), by its keys. The weights here contain them.
+
+    Reading a folder multiplies its tensors by them, and export divides by them; nothing else uses them.
+    """
+
+    embedding_multiplier: Positive = Field(default=1.0, description="Of the token embeddings.")
+    logits_scaling: Positive = Field(default=1.0, description="Divisor of the logits.")
+    lm_head_multiplier: Positive = Field(default=1.0, description="Of the logits.")
+    residual_multiplier: Positive = Field(default=1.0, description="Of all outputs that are added to the stream.")
+    attention_in_multiplier: Positive = Field(default=1.0, description="Of attention's input.")
+    key_multiplier: Positive = Field(default=1.0, description="Of the keys.")
+    attention_out_multiplier: Positive = Field(default=1.0, description="Of attention's output.")
+    ssm_in_multiplier: Positive = Field(default=1.0, description="Of Mamba-2's input.")
+    ssm_multipliers: Five = Field(
+        default=(1.0, 1.0, 1.0, 1.0, 1.0), description="Of Mamba-2's gates, values, keys (B), queries (C) and steps."
+    )
+    ssm_out_multiplier: Positive = Field(default=1.0, description="Of Mamba-2's output.")
+    mlp_multipliers: Two = Field(default=(1.0, 1.0), description="Of the MLP's gate and output.")
 
 
 class EncoderConfig(Registered):
@@ -373,6 +402,9 @@ class ModelConfig(Section):
     )
     kda: KdaConfig = Field(default_factory=KdaConfig, description="Kimi delta attention, which has a state too.")
     mamba2: Mamba2Config = Field(default_factory=Mamba2Config, description="Mamba-2, which has a state too.")
+    multipliers: MultipliersConfig = Field(
+        default_factory=MultipliersConfig, description="Multipliers that exported folders have beside the weights."
+    )
     encoder: EncoderConfig = Field(default_factory=EncoderConfig, description="A second stream beside the tokens'.")
 
     @property

@@ -6,6 +6,7 @@ Arrays are converted one parameter, or one layer, at a time, by programs that ar
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -132,12 +133,13 @@ def export_weights(
     takes the state's memory. Adapters are merged into their base, which has the dtype of the training. Raises
     InputError for a model that no family has.
     """
+    from megajax.hf.beside import origin
     from megajax.hf.convert import stream  # here, because it needs safetensors
 
     if form != "hf":
         raise InputError(f"the format {form} is not known: give hf.")
     with StateSource(program, state).open(program.config.model) as weights:
-        return stream(weights, program.config.model, dtype)
+        return stream(weights, program.config.model, dtype, origin(Path(program.config.run.dir)))
 
 
 class _Layers:

@@ -1,7 +1,8 @@
 """The tiny models of GPT-2, GPT-NeoX, Llama, Mistral, Mixtral and Qwen, for make_transformers_references.py.
 
-A builder returns transformers' model, the `model` section of the config that describes it, and the function from its
-tensors to canonical names.
+A builder returns transformers' model, the `model` section of the config that describes it, the function from its
+tensors to canonical names, and multipliers of activations that our weights contain, if there are any: by the weights'
+names, without their block's.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +29,8 @@ from transformers import (
 )
 
 Tensors = dict[str, torch.Tensor]
-Reference = tuple[PreTrainedModel, dict, Callable[[Tensors, dict], Tensors]]
+Convert = Callable[[Tensors, dict], Tensors]
+Reference = tuple[PreTrainedModel, dict, Convert] | tuple[PreTrainedModel, dict, Convert, dict[str, float]]
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 

@@ -25,6 +25,7 @@ MODELS = (
     "tiny_qwen3_next",
     "tiny_nemotron_h",
     "tiny_kimi_linear",
+    "tiny_falcon_h1",
 )
 LENGTHS, COUNT = (3, 9, 17), 50
 

@@ -17,7 +17,8 @@ from transformers.utils import logging
 HERE = Path(__file__).parent
 TINY = {"qwen3": "qwen3_local", "qwen3_moe": "qwen3_moe_mixed"}
 FAMILIES = "gpt2 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 nemotron smollm3"
-FAMILIES += " deepseek_v2 deepseek_v3 gpt_oss qwen3_next nemotron_h kimi_linear"
+FAMILIES += " deepseek_v2 deepseek_v3 gpt_oss qwen3_next nemotron_h kimi_linear qwen3_5_text qwen3_5_moe_text"
+FAMILIES += " granitemoehybrid bamba falcon_h1 mamba2"
 COMMON = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
 # Of training, of ids, or of layouts that only the program uses
 OTHERS = {"use_cache", "initializer_range", "pretraining_tp", "output_router_logits", "reorder_and_upcast_attn"}
@@ -73,7 +74,8 @@ def changes(config: dict, whole: dict) -> dict | None:
 def aliases(family: str, whole: dict) -> list[tuple[list[str], dict]]:
     """For `TWO`: every other name of a key in place of the key, with neither its value nor the default."""
     default = resolve({"model_type": family}) or {}
-    names = AutoConfig.for_model(family).attribute_map.items()
+    found = AutoConfig.for_model(family).attribute_map.items()
+    names = [(alias, key) for alias, key in found if key in whole]  # the others are no keys of a file
     others = {key: (2 * whole[key], 3 * whole[key], 2) for _, key in names}
     values = {key: next(n for n in own if n not in (whole[key], default[key])) for key, own in others.items()}
     return [([key], {alias: values[key]}) for alias, key in names]

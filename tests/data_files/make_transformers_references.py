@@ -32,6 +32,7 @@ import family_references as families
 import hybrid_references as hybrids
 import kimi_references as kimi
 import llama_references as llama
+import mamba_references as mamba
 import numpy as np
 import torch
 from llama_references import Reference
@@ -75,6 +76,13 @@ FOLDERS = (
     "tiny_qwen3_next",
     "tiny_nemotron_h",
     "tiny_kimi_linear",
+    "tiny_qwen3_5_text",
+    "tiny_qwen3_5_moe_text",
+    "tiny_granitemoehybrid",
+    "tiny_granite_dense",
+    "tiny_bamba",
+    "tiny_falcon_h1",
+    "tiny_mamba2",
 )
 LATENT = tuple(
     f"blocks.moe.attention.{name}"
@@ -101,6 +109,9 @@ KDA = tuple(
         *("decay_rate", "decay_bias", "output_norm", "output", "norm"),
     )
 )
+PARALLEL = tuple(w.replace("mamba2.", "attention_mamba2.", 1) for w in MAMBA)
+PARALLEL += tuple(f"blocks.attention_mamba2.{name}" for name in ("attention.norm", "attention.key", "mlp.down"))
+PARALLEL += ("blocks.mamba2_moe.mamba2.output", "blocks.mamba2_moe.moe.shared_down")
 # Gradients of norms that other models lack; the other families have the logits only.
 TELLING_OF_FAMILY = {
     "tiny_gpt_oss": TELLING,
@@ -110,6 +121,10 @@ TELLING_OF_FAMILY = {
     "tiny_deepseek_v3": (*TELLING, *LATENT, "blocks.moe.moe.shared_up"),
     "tiny_nemotron_h": (*MAMBA, "embedding.tokens", "blocks.experts.moe.up", "blocks.attention.attention.query"),
     "tiny_kimi_linear": (*KDA, *LATENT, "embedding.tokens", "blocks.kda.mlp.up", "blocks.moe.attention.query"),
+    **{
+        f"tiny_{name}": (*TELLING, *MAMBA, *(w.replace("mamba2.", "mamba2_mlp.", 1) for w in MAMBA), *PARALLEL)
+        for name in ("granitemoehybrid", "granite_dense", "bamba", "falcon_h1", "mamba2")
+    },
     "tiny_qwen3_next": (*TELLING, *DELTA_NET, "blocks.moe.attention.gate", "blocks.moe.moe.shared_router"),
 }
 SEQUENCES, LENGTH = 2, 17
@@ -143,9 +158,14 @@ def write_folder(network: PreTrainedModel, path: Path) -> None:
             archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
+def of_weight(name: str, multipliers: dict[str, float] = {}) -> float:  # noqa: B006
+    """The factor of a weight."""
+    return multipliers.get(name.split(".", 2)[-1] if name.startswith("blocks.") else name, 1.0)
+
+
 def make(build: Callable[[], Reference], seed: int) -> tuple[PreTrainedModel, Arrays]:
     """One network and its file's contents."""
-    network, model, convert = build()
+    network, model, convert, *multipliers = build()
     generator = torch.Generator().manual_seed(seed)
     network = network.double().eval()
     randomise(network, generator, centre=0 if model.get("norm_zero_centred") else 1)
@@ -157,8 +177,11 @@ def make(build: Callable[[], Reference], seed: int) -> tuple[PreTrainedModel, Ar
     parameters, state = dict(network.named_parameters()), layer_state(network)
     tensors = {name: parameter.detach() for name, parameter in parameters.items()} | state
     weights = convert(tensors, model)
+    factors = {name: of_weight(name, *multipliers) for name in weights}
+    weights = {name: weight * factors[name] for name, weight in weights.items()}
     assert sum(weight.numel() for weight in weights.values()) == sum(tensor.numel() for tensor in tensors.values())
     gradients = convert({name: parameter.grad for name, parameter in parameters.items()} | state, model)
+    gradients = {name: gradient / factors[name] for name, gradient in gradients.items()}
     outputs = {"logits": logits.detach(), "loss": loss.detach()}
     telling = TELLING_OF_FAMILY.get(build.__name__, () if build.__module__ == families.__name__ else TELLING)
     floats = weights | outputs | {f"gradient:{name}": gradients[name] for name in telling if name in gradients}
@@ -194,6 +217,13 @@ def main() -> None:
         hybrids.tiny_qwen3_next,
         hybrids.tiny_nemotron_h,
         kimi.tiny_kimi_linear,
+        hybrids.tiny_qwen3_5_text,
+        hybrids.tiny_qwen3_5_moe_text,
+        mamba.tiny_granitemoehybrid,
+        mamba.tiny_granite_dense,
+        mamba.tiny_bamba,
+        mamba.tiny_falcon_h1,
+        hybrids.tiny_mamba2,
     )
     for seed, build in enumerate(builders):
         if build.__name__ not in (sys.argv[1:] or [build.__name__]):

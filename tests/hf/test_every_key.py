@@ -37,6 +37,13 @@ OF_FAMILY = {  # what other keys of the file decide
         mtp_layers_block_type num_logits_to_keep rescale_prenorm_residual time_step_floor time_step_limit time_step_max
         topk_group use_mamba_kernels""",
     "tiny_kimi_linear": "head_dim qk_head_dim model_max_length topk_group",  # it has one group of experts
+    # Of programs and of training; chunks of the program; what other keys of the file decide
+    "tiny_mamba2": """chunk_size rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max time_step_min
+        time_step_rank""",
+    "tiny_bamba": "attn_layer_indices mamba_chunk_size num_logits_to_keep z_loss_coefficient",
+    "tiny_falcon_h1": "mamba_chunk_size num_logits_to_keep mamba_expand mamba_norm_before_gate",
+    "tiny_granitemoehybrid": "mamba_chunk_size position_embedding_type rope_parameters",
+    "tiny_granite_dense": "mamba_chunk_size intermediate_size num_experts_per_tok",
     "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
 }
 

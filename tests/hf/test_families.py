@@ -1,20 +1,24 @@
 """Folders whose config.json leaves keys out, or that hold a language model beside another for images."""
 
+import contextlib
 import json
 import math
 import zipfile
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from megajax.checkpoint.description import describe_model
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.hf.convert import export, family_for, load, read_model
 from megajax.hf.folder import SINGLE
 from megajax.hf.kimi_linear import KimiLinear
+from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import layer_kinds
 from megajax.model import Transformer, parameters
 
@@ -121,12 +125,16 @@ def test_the_language_model_of_a_folder_with_images_is_read(tmp_path, prefix):
     assert read_model(tmp_path) == alone
 
     model = ModelConfig.model_validate(alone | {"vocab_multiple": 1})
+    check_weights(tmp_path, model, np.load(FILES / "tiny_gemma3_text.npz"))
+
+
+def check_weights(folder: Path, model: ModelConfig, expected) -> None:
+    """The parameters that are read from a folder are the expected ones."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     declared = parameters(Transformer(model)).items()
     shapes = {name: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=device) for name, p in declared}
-    stored = np.load(FILES / "tiny_gemma3_text.npz")
-    for name, array in load(tmp_path, shapes, {}, model, "folder")[0].items():
-        np.testing.assert_array_equal(array, stored[name], err_msg=name)
+    for name, array in load(folder, shapes, {}, model, "folder")[0].items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
 @pytest.mark.smoke
@@ -189,25 +197,165 @@ def test_options_of_published_families_that_few_models_set_are_kept_or_refused(t
     assert model_of(model_type="smollm3", num_hidden_layers=4, **local, use_sliding_window=True).sliding_window == 8
 
 
-def test_the_module_of_qwen3_next_is_under_its_published_names(tmp_path):
+MAMBA = {"mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_head": 64, "mamba_d_state": 128}
+MAMBA |= {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False, "rms_norm_eps": 1e-5}
+ROPE = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
+ROPE |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+QWEN3_5 = {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
+QWEN3_5 |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128}
+QWEN3_5 |= {"mtp_num_hidden_layers": 1, "vocab_size": 248_320, "rope_parameters": ROPE, "rms_norm_eps": 1e-6}
+QWEN3_5 |= {"num_attention_heads": 16, "head_dim": 256, "attn_output_gate": True}
+EXPERTS_OF_35B = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+EXPERTS_OF_35B |= {"shared_expert_intermediate_size": 512, "model_type": "qwen3_5_moe_text"}
+NINE = ["mamba"] * 9
+# config.json as published, without keys that are no part of the network
+PUBLISHED = {
+    "qwen3_5_9b": {
+        "model_type": "qwen3_5",
+        "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 32, "hidden_size": 4096}
+        | {"num_key_value_heads": 4, "intermediate_size": 12_288}
+        | QWEN3_5,
+        "vision_config": {"depth": 27},
+    },
+    "qwen3_5_35b_a3b": {
+        "model_type": "qwen3_5_moe",
+        "text_config": EXPERTS_OF_35B
+        | {"num_hidden_layers": 40, "hidden_size": 2048, "num_key_value_heads": 2}
+        | QWEN3_5,
+        "vision_config": {"depth": 27},
+    },
+    "granite_4_0_h_tiny": {"model_type": "granitemoehybrid", "hidden_size": 1536, "num_hidden_layers": 40}
+    | {"num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 100_352, "tie_word_embeddings": True}
+    | {"num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512, "shared_intermediate_size": 1024}
+    | {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}
+    | {"attention_multiplier": 0.0078125, "position_embedding_type": "nope", "mamba_n_heads": 48}
+    | {"layer_types": ["mamba"] * 5 + (["attention"] + NINE) * 3 + ["attention"] + ["mamba"] * 4}
+    | MAMBA,
+    "bamba_9b": {"model_type": "bamba", "vocab_size": 128_256, "attn_layer_indices": [9, 18, 27]}
+    | MAMBA
+    | {"mamba_n_heads": 128, "time_step_limit": [0.0, float("inf")]},
+    "mamba2_2_7b": {"model_type": "mamba2", "hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50_288}
+    | {
+        "num_heads": 80,
+        "n_groups": 1,
+        "tie_word_embeddings": True,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    },
+    "falcon_h1_0_5b": {"model_type": "falcon_h1", "hidden_size": 1024, "num_hidden_layers": 36, "head_dim": 64}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048, "vocab_size": 32_784}
+    | {"rope_theta": 1e11, "mamba_n_heads": 24, "mamba_d_ssm": 1536, "mamba_norm_before_gate": False}
+    | {"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "key_multiplier": 0.39062499999999994}
+    | {"embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625, "ssm_in_multiplier": 1.25}
+    | {"ssm_out_multiplier": 0.23570226039551587, "mlp_multipliers": [0.8838834764831844, 0.5859375]}
+    | {"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738]}
+    | MAMBA,
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_config_of_a_hybrid_is_that_of_configs_and_is_written_again(tmp_path, name):
+    config = PUBLISHED[name]
+    left_out = "vision_config" in config
+    with pytest.warns(UserWarning, match="vision_config") if left_out else contextlib.nullcontext():
+        section = read_model(write_config(tmp_path, config))
+    run = ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]
+    ours = load_config(Path(__file__).parents[2] / f"configs/models/{name}.yaml", run).model
+    assert describe_model(ModelConfig.model_validate(section)) == describe_model(ours)
+    text = config.get("text_config", config)
+    written = family_for(ours, text["model_type"]).write(ours)
+    assert written["model_type"] == text["model_type"]
+    multipliers = {key: value for key, value in text.items() if "multiplier" in key or key == "logits_scaling"}
+    assert {key: written[key] for key in multipliers} == multipliers
+
+
+@pytest.mark.smoke
+def test_granite_4_without_mamba_is_read_and_written(tmp_path):
+    """As Granite-4.0-Micro; hidden_size is no divisor of the default width of Mamba-2's heads."""
+    config = {"model_type": "granitemoehybrid", "hidden_size": 2560, "num_hidden_layers": 4, "mamba_n_heads": 80}
+    config |= {"num_local_experts": 0, "layer_types": ["attention"] * 4, "position_embedding_type": "rope"}
+    model = ModelConfig.model_validate(read_model(write_config(tmp_path, config)))
+    written = family_for(model).write(model)
+    assert (written["model_type"], written["layer_types"]) == ("granitemoehybrid", ["full_attention"] * 4)
+    assert written["mamba_n_heads"] * written["mamba_d_head"] == written["mamba_expand"] * 2560
+
+
+@pytest.mark.smoke
+def test_multipliers_are_undone_exactly_for_all_numbers_of_bfloat16():
+    """Every finite BF16 number, times the factors of published models, in FP32 and back."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    wide = numbers.astype(np.float32)
+    numbers = numbers[np.isfinite(wide) & ((wide == 0) | (np.abs(wide) > 1e-30)) & (np.abs(wide) < 1e30)]
+    for factor in (12.0, 1 / 72, 0.22, 5.656854249492381, 0.39062499999999994, 1.25 * 0.3535533905932738):
+        tensor = Tensor("a", "b", factor=factor)
+        product = tensor.multiplied(numbers)
+        assert np.array_equal(tensor.divided(product).astype(numbers.dtype), numbers), factor
+        other = (numbers + numbers).astype(np.float32)
+        assert np.array_equal(tensor.as_in_folder(product, numbers), numbers.astype(np.float32))
+        assert not np.array_equal(tensor.as_in_folder(other, numbers), numbers.astype(np.float32))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("family", "change", "key"),
+    [
+        ("granitemoehybrid", {"residual_multiplier": 0.0}, "residual_multiplier=0"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "has no ssm_multipliers.2"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True"),
+        ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias=False"),
+        ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("mamba2", {"expand": 3}, "num_heads=128 times head_dim=64"),
+    ],
+)
+def test_what_a_hybrid_cannot_have_is_refused_by_its_key(tmp_path, family, change, key):
+    with pytest.raises(InputError) as error:
+        read_model(write_config(tmp_path, {"model_type": family} | change))
+    assert key in str(error.value)
+
+
+def test_all_experts_in_one_tensor_are_read_as_qwen3_5_is_published(tmp_path):
+    with zipfile.ZipFile(FILES / "tiny_qwen3_5_moe_text.zip") as archive:
+        archive.extractall(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts."
+        own = {
+            name: [tensors.pop(f"{experts}{e}.{name}_proj.weight") for e in range(4)] for name in ("gate", "up", "down")
+        }
+        halves = [np.concatenate(pair) for pair in zip(own["gate"], own["up"], strict=True)]
+        tensors |= {f"{experts}gate_up_proj": np.stack(halves), f"{experts}down_proj": np.stack(own["down"])}
+    save_file(tensors, tmp_path / SINGLE)
+    model = ModelConfig.model_validate(read_model(tmp_path) | {"vocab_multiple": 1})
+    check_weights(tmp_path, model, np.load(FILES / "tiny_qwen3_5_moe_text.npz"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_the_module_of_qwen3_next_and_5_is_under_its_published_names(tmp_path, family):
     """transformers leaves it out; the shapes are those of the published folder, for these widths."""
-    with zipfile.ZipFile(FILES / "tiny_qwen3_next.zip") as archive:
+    with zipfile.ZipFile(FILES / f"tiny_{family}.zip") as archive:
         archive.extractall(tmp_path)
     section = read_model(tmp_path) | {"mtp_layers": 1, "vocab_multiple": 1}
     model, rng = ModelConfig.model_validate(section), np.random.default_rng(0)
     shapes = {name: p.shape for name, p in parameters(Transformer(model)).items()}
     weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    export(weights, model, tmp_path / "out", "float32", {})
+    export(weights, model, tmp_path / "out", "float32", {}, origin=family)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
     tensors, D = load_file(tmp_path / "out" / SINGLE), model.hidden_size
     own = {name: array for name, array in tensors.items() if name.startswith("mtp.")}
     np.testing.assert_array_equal(own["mtp.fc.weight"], weights["blocks.mtp.join.projection"][0].T)
     np.testing.assert_array_equal(own["mtp.norm.weight"], weights["blocks.mtp.final_norm"][0])
     assert own["mtp.fc.weight"].shape == (D, 2 * D) and own["mtp.pre_fc_norm_hidden.weight"].shape == (D,)
     assert own["mtp.layers.0.self_attn.q_proj.weight"].shape == (2 * model.num_heads * model.head_dim, D)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=device) for name, shape in shapes.items()}
-    for name, array in load(tmp_path / "out", wanted, {}, model, "folder")[0].items():
-        np.testing.assert_array_equal(array, weights[name], err_msg=name)
+    check_weights(tmp_path / "out", model, weights)
+    if family == "qwen3_next":
+        return
+    # As published: the language model beside a vision tower, and the module outside of it
+    renamed = {name.replace("model.", "model.language_model.", 1): array for name, array in tensors.items()}
+    save_file(renamed | {"model.visual.a.weight": np.ones((2, 3), np.float32)}, tmp_path / "out" / SINGLE)
+    text = json.loads((tmp_path / "out" / "config.json").read_text())
+    write_config(tmp_path / "out", {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 3}})
+    with pytest.warns(UserWarning, match="vision_config"):
+        check_weights(tmp_path / "out", model, weights)
 
 
 def test_kimi_linear_as_it_was_published(tmp_path):

@@ -40,6 +40,7 @@ def last(pieces):
         ("tiny_qwen3_next", {"fsdp": 2, "tensor": 2}),  # states beside a cache
         ("tiny_nemotron_h", {"data": 2, "expert": 2, "tensor": 2}),
         ("tiny_kimi_linear", {"fsdp": 2, "tensor": 2}),  # beside a cache of latent attention
+        ("tiny_falcon_h1", {"fsdp": 2, "tensor": 2}),  # both in a layer
     ],
 )
 def test_a_mesh_generates_the_tokens_of_transformers(references, folder_of, name, sizes):

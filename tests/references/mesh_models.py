@@ -125,14 +125,14 @@ KIMI = LATENT_MODELS["v3"] | {
     "block_pattern": ["kda", "kda_moe", "kda_moe", "moe"],
     "kda": {"num_heads": 4, "head_dim": 8},
 }
-# Nemotron-H's layers of one sublayer.
+# Nemotron-H's layers of one sublayer, and attention beside Mamba-2 on one input.
 MAMBA = MIXTRAL | {
     "num_layers": 4,
     "num_kv_heads": 2,
     "expert_ffn_hidden_size": 24,
     "activation": "relu2",
     "position": "none",
-    "block_pattern": ["mamba2", "experts", "attention", "mlp"],
+    "block_pattern": ["attention_mamba2", "experts", "mamba2", "mlp"],
     "mamba2": {"num_heads": 4, "num_groups": 2, "head_dim": 6, "state_dim": 8, "min_step": 0.001},
 }
 LORA = {"lora": {"rank": 3, "alpha": 12.0}, "checkpoint": {"init_from": "a run"}}
