@@ -165,10 +165,15 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
   whole sequences, with cuDNN once for each of a device's two chunks. All-to-all keeps attention's output before and
   after its exchange.
 
-Not counted: cuDNN's workspace, which only a GPU tells (with `communication.context=all_gather` the peak of four H100s
-was 57.1 GiB where XLA plans 53.8). Copies of Adam's first moments of the MLP's weights, which XLA makes early in the
-step if there are three or four loops over layers (2.6 GiB for the loops of four layers of Llama 3 8B on 8 GPUs; 2.2 of
-13.8 GiB for `qwen3_30b_a3b` with 8 layers below). XLA computes values again where a step needs more than {
+- *Recurrences* (gated DeltaNet, Mamba-2): in their backward pass five arrays of the size of what they read and write,
+  and three states for each chunk of tokens.
+
+Not counted: the operands of the gradients of short convolutions, in FP32, which XLA computes at the end of a microbatch
+(up to 8 % of `gated_deltanet_2b` and of a few layers of Mamba-2); room that XLA's allocation loses between arrays (6 %
+of `nemotron3_nano_l7`). cuDNN's workspace, which only a GPU tells (with `communication.context=all_gather` the peak of
+four H100s was 57.1 GiB where XLA plans 53.8). Copies of Adam's first moments of the MLP's weights, which XLA makes
+early in the step if there are three or four loops over layers (2.6 GiB for the loops of four layers of Llama 3 8B on 8
+GPUs; 2.2 of 13.8 GiB for `qwen3_30b_a3b` with 8 layers below). XLA computes values again where a step needs more than {
         SCHEDULED
         / GIB:.1f} GiB, its scheduler's limit for an H200 (`nemotron4_340b` below: 109.5 instead of 139.8 GiB).
 
