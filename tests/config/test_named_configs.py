@@ -25,6 +25,7 @@ RECIPES = {
     "dsv2lite_l6": (1, 2, 4),
     "dsv3_l4_e16": (1, 2),
     "gated_deltanet_2b": (1, 2, 4),
+    "kda_2b": (1, 2, 4),
     "gpt3_125m": (1, 2, 4, 8),
     "gpt3_175b": (128,),
     "llama_100m": (1,),

@@ -21,6 +21,7 @@ CASES = {
     "experts": SMALL | LATENT | EXPERTS,
     "modules": MODELS["llama"] | SMALL | {"num_kv_heads": 2, "mtp_layers": 2, "norm_zero_centred": True},
     "gated_deltanet": SMALL | {"block_pattern": ["gated_deltanet"], "linear_attention": DELTA},
+    "kda": SMALL | {"block_pattern": ["kda"], "kda": {"num_heads": 32, "head_dim": 8, "conv_kernel": 4}},
     "mamba2": SMALL | {"block_pattern": ["mamba2"], "mamba2": STATES},
 }
 # In recurrences: PyTorch's interval of a convolution over 4 tokens, A and the steps of Mamba-2 by their parameters;

@@ -9,6 +9,8 @@ from megajax.estimate.costs import flops_per_token
 MODELS = {
     # Projections of queries, keys, values, gates, strengths and decays, the output; four products of a head's state
     "gated_deltanet_2b": 24 * (2048 * (4 * 2048 + 2 * 16) + 2048 * 2048 + 4 * 16 * 128 * 128 + 3 * 2048 * 5632),
+    # Projections of queries, keys, values and strengths, those of rank 128 of decays and gates, the output; the same
+    "kda_2b": 24 * (2048 * (4 * 2048 + 16) + 2 * 128 * (2048 + 2048) + 4 * 16 * 128 * 128 + 3 * 2048 * 5632),
     # Projections of gates, values, keys, queries and steps, the output; three and a half products
     "mamba2_2b": 48 * (2048 * (2 * 4096 + 2 * 128 + 64) + 4096 * 2048 + 7 * 64 * 64 * 128 // 2),
 }
