@@ -25,7 +25,7 @@ def short_convolution(
     token in its document, and no token sees another document. `before [B, W - 1, F]` are the tokens before x; None:
     there are none.
     """
-    if implementation == "pallas":
+    if implementation == "pallas" and kernel.fits(weight.shape[1]):
         if bias is None:
             bias = jnp.zeros(weight.shape[1], jnp.float32)
         return _in_kernel(x, weight, position, before, bias, first)

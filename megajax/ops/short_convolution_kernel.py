@@ -43,6 +43,11 @@ class ConvolutionOperands(NamedTuple):
     first: int  # of the channels of x
 
 
+def fits(width: int) -> bool:
+    """Whether programs for this many channels are wide enough to be faster than XLA's kernels."""
+    return math.gcd(width, FORWARD.channels) >= 64
+
+
 def convolve(operands: ConvolutionOperands, tiling: Tiling = FORWARD, *, interpret: bool = False) -> jax.Array:
     """`ops.short_convolution`: `[B, S, F]`."""
     call, (B, S, _), (W, F) = _Call(operands, tiling), operands.x.shape, operands.weight.shape
