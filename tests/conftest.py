@@ -26,7 +26,7 @@ ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 # Programs for GPUs have the same operations without it, and compile in half the time.
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 FLAGS = f"--xla_force_host_platform_device_count=8 {EMITTERS} {ONE_PART} {NO_AUTOTUNING}"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+os.environ["XLA_FLAGS"] = WITH_FLAGS = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 # LLVM's optimisations take longer than the tests they would speed up; the HLO is the same without them.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
@@ -194,3 +194,9 @@ def h200_store() -> Path | None:
     """Directory of programs compiled for H200s, kept from run to run as other compiled programs are."""
     kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     return Path(kept) / "h200" if kept else None
+
+
+@pytest.fixture(autouse=True)
+def flags_of_all_tests() -> None:
+    """Commands change the flags of their process; the processes of later tests would get them."""
+    os.environ["XLA_FLAGS"] = WITH_FLAGS

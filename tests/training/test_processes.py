@@ -219,9 +219,8 @@ def test_the_loss_of_process_0_while_compiling_ends_the_other_with_a_sentence(tm
     first.process.kill()
     start = time.monotonic()
     assert second.finish() == 4 and time.monotonic() - start < 10, second.output
-    assert second.output.splitlines()[-1].startswith(
-        f"megajax: error: process 0 on host {socket.gethostname()} was lost"
-    ), second.output
+    # Its host is not named if the other had not heard of it yet.
+    assert re.match("megajax: error: process 0 .*was lost", second.output.splitlines()[-1]), second.output
     warned = ["run.peer_timeout_seconds=10" in run.output and "set it to 30 or more" in run.output for run in both]
     assert warned == [True, False], first.output  # a short timeout, told once
 
