@@ -20,13 +20,16 @@ def make(table, mesh, microbatches, model, **sections):
 
 
 @pytest.mark.parametrize(
-    ("model", "context"),
-    [(HYBRID, "ring"), (KIMI, "auto"), (MAMBA, "auto")],
-    ids=["gated DeltaNet", "KDA", "Mamba-2"],
+    ("model", "layers", "context"),
+    [
+        (HYBRID, ["gated_deltanet_moe", "moe"], "ring"),
+        (MAMBA | {"kda": KIMI["kda"]}, ["kda_moe", "attention_mamba2"], "auto"),
+    ],
+    ids=["gated DeltaNet", "KDA and Mamba-2"],
 )
-def test_a_mesh_trains_as_one_device_does(table, difference, model, context):
+def test_a_mesh_trains_as_one_device_does(table, difference, model, layers, context):
     """Stages of unlike layers, and documents across devices, which hold consecutive tokens unless keys travel."""
-    model = model | {"num_layers": 2, "block_pattern": [model["block_pattern"][0], "moe"]}
+    model = model | {"num_layers": 2, "block_pattern": layers}
     mesh, sections = {"pipeline": 2, "tensor": 2, "context": 2}, {"remat": {"policy": "selective"}, "data": DOCUMENTS}
     found = difference(make(table, mesh, 2, model, communication={"context": context}, **sections))
     assert not found.problems(), found
