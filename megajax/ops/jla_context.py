@@ -8,6 +8,7 @@ direction has one short pass more than on one device; the kernels have it there 
 The kernels' states are transposed, [w, d]. Shape letters as in `linear_recurrence`, and P pieces of a sequence.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,21 +45,20 @@ def gated_delta_rule(
         arrays = pass_.arrays(*inputs)
         maps = pass_.maps(arrays)
         transition, final = _combine(maps)
-        initial = before(first, transition, final)
-        out = pass_.outputs(arrays, _piece_starts(maps, initial))
+        # Later devices see the final state; its gradient comes back by the map from final states to states before.
+        initial, pull = jax.vjp(partial(before, first, transition), final)
+        starts = _piece_starts(maps, initial)
         after = jnp.matmul(transition, initial, precision=EXACT) + final
-        return (out, after), (first, arrays, maps, initial)
+        return (pass_.outputs(arrays, starts), after), (arrays, maps, starts, pull)
 
     def backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
-        (first, arrays, maps, initial), (dout, dafter) = saved, cotangents
+        (arrays, maps, starts, pull), (dout, dafter) = saved, cotangents
         dout = pass_.padded(dout.astype(jnp.bfloat16))
         local = pass_.gradients_before(arrays, dout)
         _, dinitial = _back(maps, local, jnp.zeros_like(dafter))
-        transition, final = _combine(maps)
-        # Later devices see the final state; by the map from final states to states before.
-        [dfinal] = jax.vjp(lambda final: before(first, transition, final), final)[1](dinitial)
+        [dfinal] = pull(dinitial)
         ends, _ = _back(maps, local, dfinal + dafter)
-        return None, *pass_.gradients(arrays, _piece_starts(maps, initial), dout, ends), None
+        return None, *pass_.gradients(arrays, starts, dout, ends), None
 
     run.defvjp(forward, backward)
     return run(first, q, k, v, log_decay, strength, number)

@@ -128,7 +128,6 @@ class _Call:
         self.channels = math.gcd(self.width, tiling.channels)
         self.programs = pl.cdiv(self.length, tiling.tokens)
         self.inputs = [x.reshape(-1, x.shape[-1]), operands.weight, operands.bias, operands.position.reshape(-1)]
-        self.has_before = operands.before is not None
         if operands.before is not None:
             self.inputs.append(operands.before.reshape(-1, self.width))
 
