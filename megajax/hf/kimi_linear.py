@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.deepseek import MATRICES, DeepseekV3
-from megajax.hf.llama import HEADS, LINEAR
+from megajax.hf.llama import HEADS, LINEAR, WithoutPositions, check_fixed
 from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import ATTENTION, BUILT_IN, KDA, MLP, MOE, layer_kinds
 from megajax.schema.fields import shortest_pattern
@@ -44,25 +44,15 @@ FIXED: Json = {
 CONVOLUTION = "(heads head) () window -> window heads head"
 
 
-class KimiLinear(DeepseekV3):
+class KimiLinear(WithoutPositions, DeepseekV3):
     """Kimi Linear 48B-A3B."""
 
     model_type, architecture = "kimi_linear", "KimiLinearForCausalLM"
     names = {PUBLISHED.get(theirs, theirs): ours for theirs, ours in DeepseekV3.names.items()}
     del names["first_k_dense_replace"]
 
-    def read_rope(self, config: Json) -> Json:
-        return {"position": "none"}
-
-    def write_rope(self, model: ModelConfig) -> Json:
-        if model.position != "none":
-            raise ValueError("it has no positions")
-        return {}
-
     def read_options(self, config: Json) -> Json:
-        for key, known in FIXED.items():
-            if config.get(key, known) != known:
-                raise ValueError(f"{key}={config[key]} is not {known}")
+        check_fixed(config, FIXED)
         if type(config["moe_renormalize"]) is not bool:
             raise ValueError(f"moe_renormalize={config['moe_renormalize']} is not true or false")
         section, lists = config.get(SECTION) or {}, [name for name, _ in MIXERS.values()]

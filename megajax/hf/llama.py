@@ -30,6 +30,25 @@ NAMES = {
 }
 
 
+def check_fixed(config: Json, fixed: Json) -> None:
+    """Raise ValueError for an option that has another value than the only one that is known."""
+    for key, known in fixed.items():
+        if config.get(key, known) != known:
+            raise ValueError(f"{key}={config[key]} is not {known}")
+
+
+class WithoutPositions:
+    """The methods of a family whose attention has no positions; the first of its bases."""
+
+    def read_rope(self, config: Json) -> Json:
+        return {"position": "none"}
+
+    def write_rope(self, model: ModelConfig) -> Json:
+        if model.position != "none":
+            raise ValueError("it has no positions")
+        return {}
+
+
 class Llama:
     """Llama 2, 3, 3.1 and 3.2."""
 

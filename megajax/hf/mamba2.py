@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.hf.llama import HEADS
+from megajax.hf.llama import HEADS, check_fixed
 from megajax.hf.tensors import Tensor, side_by_side
 from megajax.layout.kinds import MAMBA2, has_sublayer
 
@@ -20,13 +20,6 @@ SIZES = {
 }
 FIXED: Json = {"mamba_conv_bias": True, "mamba_proj_bias": False}
 LIMITS, INFINITY = "time_step_limit", {"__float__": "Infinity"}
-
-
-def check_fixed(config: Json, fixed: Json) -> None:
-    """Raise ValueError for an option that has another value than the only one that is known."""
-    for key, known in fixed.items():
-        if config.get(key, known) != known:
-            raise ValueError(f"{key}={config[key]} is not {known}")
 
 
 def read_mamba2(config: Json) -> Json:

@@ -6,9 +6,8 @@ The multipliers of Granite and Falcon-H1 are in the weights here (`model.multipl
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.hf.llama import EXPERTS, LINEAR, NAMES, Llama
+from megajax.hf.llama import EXPERTS, LINEAR, NAMES, Llama, check_fixed
 from megajax.hf.mamba2 import (
-    check_fixed,
     check_product,
     check_whole,
     expansion,

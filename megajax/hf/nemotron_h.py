@@ -5,8 +5,8 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.deepseek import read_groups
-from megajax.hf.llama import LINEAR, NAMES, Llama
-from megajax.hf.mamba2 import check_fixed, mamba2_tensors
+from megajax.hf.llama import LINEAR, NAMES, Llama, WithoutPositions, check_fixed
+from megajax.hf.mamba2 import mamba2_tensors
 from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import ATTENTION, BUILT_IN, MAMBA2, MLP, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
@@ -40,21 +40,13 @@ FIXED: Json = {
 }
 
 
-class NemotronH(Llama):
+class NemotronH(WithoutPositions, Llama):
     """Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano."""
 
     model_type, architecture = "nemotron_h", "NemotronHForCausalLM"
     names = {theirs: ours for theirs, ours in NAMES.items() if theirs not in ("rms_norm_eps", "num_hidden_layers")}
     names |= {"layer_norm_epsilon": "norm_epsilon"}
     activations, activation_key = {"relu2": "relu2"}, "mlp_hidden_act"
-
-    def read_rope(self, config: Json) -> Json:
-        return {"position": "none"}
-
-    def write_rope(self, model: ModelConfig) -> Json:
-        if model.position != "none":
-            raise ValueError("it has no positions")
-        return {}
 
     def read_options(self, config: Json) -> Json:
         check_fixed(config, FIXED)
