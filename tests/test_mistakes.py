@@ -129,24 +129,27 @@ TYPED = {
         "model.num_kv_heads=3 does not divide model.num_heads=8 (@): use 1, 2, 4 or 8, or change model.num_heads."
     ),
     "model.layer_pattern=[local,global]": (
-        "model.layer_pattern=[local, global] has local layers without a window (@): set model.sliding_window."
+        "model.layer_pattern=[local, global] needs a window for its local layers, but"
+        " model.sliding_window=null (@): set model.sliding_window."
     ),
     "model.num_experts=8 model.experts_per_token=16": (
         "model.experts_per_token=16 is more than model.num_experts=8 (the command line:"
-        " model.experts_per_token=16): use 8 or less."
+        " model.experts_per_token=16): use 8 or less, or raise model.num_experts."
     ),
     "precision.fp8.recipe=current model.hidden_size=72 model.head_dim=16": (
         "precision.fp8.recipe=current needs multiples of 16, but model.hidden_size=72 is not one (@): change"
         " it, or set precision.fp8.recipe=none."
     ),
     "remat.group=2 remat.policy=selective": (
-        "remat.group=2 needs remat.policy=full, not selective (@): set remat.group=1, or remat.policy=full."
+        "remat.group=2 needs remat.policy=full, but remat.policy=selective (@): set remat.group=1, or"
+        " remat.policy=full."
     ),
     "kernels.attention=cudnn precision.compute=float32": (
-        "kernels.attention=cudnn cannot run with precision.compute=float32 (@): use kernels.attention=auto."
+        "kernels.attention=cudnn cannot be combined with precision.compute=float32 (@): use kernels.attention=auto."
     ),
     "schedule.warmup_steps=10 schedule.decay_steps=5": (
-        "schedule.warmup_steps=10 is more than schedule.decay_steps=5 (@): use 5 or less."
+        "schedule.warmup_steps=10 is more than schedule.decay_steps=5 (@): use 5 or less,"
+        " or raise schedule.decay_steps."
     ),
     # data
     "data.kind=indexed": (

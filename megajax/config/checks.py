@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
-from megajax.config.effects import ignores_decay_steps, warn_without_effect
+from megajax.config.effects import warn_without_effect
 from megajax.config.encoder_checks import check_encoder, check_encoder_on_mesh
 from megajax.config.expert_checks import check_experts
 from megajax.config.extensions import settings_of
@@ -14,8 +14,9 @@ from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shap
 from megajax.config.model_checks import check_lora, check_model
 from megajax.config.objective_checks import check_objective, check_teacher, with_teacher
 from megajax.config.pipeline_checks import check_stages
-from megajax.config.run_checks import check_epochs, check_rollbacks
-from megajax.config.sentences import at_most, counted, divisors, fail, format_keys, listed, value, warn
+from megajax.config.rules import check_rules
+from megajax.config.run_checks import check_epochs
+from megajax.config.sentences import counted, divisors, fail, format_keys, listed, warn
 from megajax.config.sublayer_checks import check_parts
 from megajax.options.schedules import TAIL
 from megajax.schema.batch_schedule import BatchSizes, samples_before
@@ -37,14 +38,12 @@ def check(config: Config) -> None:
 def check_combinations(config: Config) -> None:
     """Raise `ConfigError` for combinations that can run on no mesh."""
     sizes = _sizes(config)
-    with_teacher(config, sizes, check_axes, lambda own, _: check_experts(own), lambda own, _: check_model(own))
+    with_teacher(config, sizes, _check_model, check_axes)
     _check_batch(config)
-    _check_remat(config)
-    _check_master(config)
-    _check_optimizer(config)
+    if (optimizer := config.optimizer.chosen.made) is not None:
+        settings_of(config, optimizer, "optimizer")
     if config.mesh.pipeline != -1:
         check_stages(config, sizes)
-    _check_attention_kernel(config)
     _check_fp8_layers(config)
     with_teacher(config, sizes, check_parts)
     check_objective(config)
@@ -55,9 +54,13 @@ def check_combinations(config: Config) -> None:
     _check_data(config)
     _check_run_dir(config)
     check_checkpoints(config)
-    check_rollbacks(config)
     check_epochs(config)
-    _check_norms(config)
+
+
+def _check_model(config: Config, sizes: dict[str, int]) -> None:
+    check_rules(config)
+    check_experts(config)
+    check_model(config)
 
 
 def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platform: str = "gpu") -> dict[str, int]:
@@ -121,7 +124,7 @@ def _fill(config: Config, num_devices: int, num_processes: int, platform: str) -
 
 
 def _check_batch(config: Config) -> None:
-    batch, model = config.batch, config.model
+    batch = config.batch
     if batch.global_size % batch.num_microbatches:
         keys = ("batch.num_microbatches", "batch.global_size")
         problem = f"{format_keys(config, keys[0])} does not divide {format_keys(config, keys[1])}"
@@ -132,10 +135,6 @@ def _check_batch(config: Config) -> None:
         keys = ("batch.global_size", "batch.sequence_length")
         problem = f"{format_keys(config, keys[0])} x {format_keys(config, keys[1])} makes {tokens} tokens per step"
         fail(config, problem, f"use {MOST_TOKENS} or less", *keys)
-    if model.position == "learned" and batch.sequence_length > (model.max_positions or 0):
-        keys = ("batch.sequence_length", "model.max_positions")
-        problem = f"{format_keys(config, keys[0])} is longer than {format_keys(config, keys[1])}"
-        fail(config, problem, f"use {at_most(model.max_positions or 0)}, or raise model.max_positions", *keys)
 
 
 def _check_ramp_up(config: Config) -> None:
@@ -156,59 +155,14 @@ def _check_ramp_up(config: Config) -> None:
         fail(config, problem, cure, key, "batch.num_microbatches")
 
 
-def _check_remat(config: Config) -> None:
-    remat = config.remat
-    if remat.group > 1 and not remat.chosen.keeps_input:
-        problem = f"{format_keys(config, 'remat.group')} needs remat.policy=full, not {remat.policy}"
-        fail(config, problem, "set remat.group=1, or remat.policy=full", "remat.group", "remat.policy")
-
-
-def _check_optimizer(config: Config) -> None:
-    kind, settings, made = "optimizer.kind", "optimizer.settings", config.optimizer.chosen.made
-    if made is not None:
-        settings_of(config, made, "optimizer")
-    elif config.optimizer.settings:
-        problem = f"{format_keys(config, settings)} with {format_keys(config, kind)}, which has none"
-        fail(config, problem, f"remove them, or set {kind}", settings, kind)
-
-
-def _check_master(config: Config) -> None:
-    master, compute = "optimizer.master", "precision.compute"
-    if config.optimizer.master == "split" and config.precision.compute != "bfloat16":
-        problem = f"{format_keys(config, master)} stores the BF16 numbers that a step computes with, but"
-        problem += f" {format_keys(config, compute)}"
-        fail(config, problem, f"set {compute}=bfloat16, or {master}=float32", master, compute)
-
-
-def _check_attention_kernel(config: Config) -> None:
-    kernel = config.kernels.attention
-    if kernel not in ("cudnn", "pallas"):
-        return
-    obstacle = {
-        "model.attention_softcap": kernel == "cudnn" and config.model.attention_softcap is not None,
-        "precision.compute": config.precision.compute == "float32",
-    }
-    for key in (key for key, present in obstacle.items() if present):
-        problem = f"kernels.attention={kernel} cannot run with {format_keys(config, key)}"
-        fail(config, problem, "use kernels.attention=auto", "kernels.attention", key)
-
-
 def _check_fp8_layers(config: Config) -> None:
     fp8, depth = config.precision.fp8, config.model.num_layers
     keys = ("precision.fp8.first_bf16_layers", "precision.fp8.last_bf16_layers")
     if not fp8.chosen.is_on:
         return
-    if fp8.chosen.rounded is not None and config.model.num_experts:
-        recipe = "precision.fp8.recipe"
-        problem = f"{format_keys(config, recipe)} is in reference arithmetic, which experts do not have"
-        fail(config, problem, f"set {recipe}=current or delayed", recipe, "model.num_experts")
     if fp8.first_bf16_layers + fp8.last_bf16_layers >= depth:
         problem = f"{format_keys(config, *keys)} leave no layer of {format_keys(config, 'model.num_layers')} in FP8"
         fail(config, problem, "lower them, or set precision.fp8.recipe=none", *keys)
-    backend, activation = "precision.fp8.backend", "model.activation"
-    if fp8.backend == "transformer_engine" and config.model.activation == "clamped_swiglu":
-        problem = f"{format_keys(config, activation)} cannot be combined with {format_keys(config, backend)}"
-        fail(config, problem, "set precision.fp8.backend=xla", backend, activation)
     covered = 0 if config.remat.chosen.recomputes_nothing else config.remat.layers or depth
     for key, edge in zip(keys, (config.fp8_layers.start, config.fp8_layers.stop), strict=True):
         if edge < covered and edge % config.remat.group:
@@ -218,16 +172,7 @@ def _check_fp8_layers(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    schedule = config.schedule
-    decay = "schedule.decay_steps"
-    if schedule.min_learning_rate > schedule.learning_rate:
-        keys = ("schedule.min_learning_rate", "schedule.learning_rate")
-        problem = f"{format_keys(config, keys[0])} is above {format_keys(config, keys[1])}"
-        fail(config, problem, "lower it", *keys)
-    if not ignores_decay_steps(config) and schedule.warmup_steps > schedule.decay_steps:
-        keys = ("schedule.warmup_steps", decay, "run.steps")
-        problem = f"{format_keys(config, keys[0])} is more than {format_keys(config, decay)}"
-        fail(config, problem, f"use {at_most(schedule.decay_steps)}", *keys)
+    schedule, decay = config.schedule, "schedule.decay_steps"
     tail = schedule.wsd_decay_steps or 0
     if TAIL in schedule.chosen.reads and schedule.warmup_steps + tail > schedule.decay_steps:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
@@ -236,52 +181,24 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    data, documents, length = config.data, "data.synthetic_documents", "batch.sequence_length"
+    data = config.data
     if data.kind == "synthetic":
-        if (data.synthetic_documents or 1) > config.batch.sequence_length:
-            problem = f"{format_keys(config, documents)} is more than {format_keys(config, length)}"
-            fail(config, problem, f"use {at_most(config.batch.sequence_length)}", documents, length)
-        if config.run.eval_steps == "all":
-            problem = f"run.eval_steps=all has no end with {format_keys(config, 'data.kind')}"
-            fail(config, problem, "give run.eval_steps a number", "run.eval_steps", "data.kind")
         return
-    if data.synthetic_documents is not None:
-        problem = f"{format_keys(config, documents)} is for data.kind=synthetic only, not for data.kind={data.kind}"
-        fail(config, problem, "remove it, or set data.kind=synthetic", documents, "data.kind")
     samples, needed = data.train_samples, samples_before(config, config.run.steps)
     if samples is not None and samples < needed:
         keys = ("data.train_samples", "run.steps", "batch.global_size")
         problem = f"{format_keys(config, keys[0])} is less than the {counted(needed, 'sample')} of"
         problem += f" {' and '.join(format_keys(config, key) for key in keys[1:])}"
         fail(config, problem, f"set {keys[0]}={needed} or more, or remove it", *keys)
-    if data.train is None:
-        files = "JSON lines" if data.kind in ("text", "chat") else "the prefix of a .bin/.idx pair"
-        cure = f"set data.train to {files}, or data.kind=synthetic to try without data"
-        fail(config, f"data.kind={data.kind} needs data.train", cure, "data.kind")
     names = [each.name for each in data.valid_sets]
     if len(set(names)) < len(names):
         again = next(name for name in names if names.count(name) > 1)
         fail(config, f"data.valid_sets has two sets called {again}", "give each its own name", "data.valid_sets")
-    if data.fim_rate and data.tokenizer is None:
-        cure = "set data.tokenizer to the tokenizer that wrote the data"
-        fail(config, f"{format_keys(config, 'data.fim_rate')} needs data.tokenizer", cure, "data.fim_rate")
     _check_stages(config)
-    if data.kind == "chat":
-        _check_chat(config)
-    if data.kind == "text":
-        _check_text(config)
-    for key in ("data.valid", "data.test"):
-        if data.split is not None and value(config, key) is not None:
-            problem = f"{format_keys(config, 'data.split')} cannot be combined with {format_keys(config, key)}"
-            fail(config, problem, "remove one of them", "data.split", key)
 
 
 def _check_stages(config: Config) -> None:
-    key, order = "data.stages", "data.order"
-    steps = [stage.from_step for stage in config.data.stages or ()]
-    if steps and config.data.order == "megatron":
-        problem = f"{key} cannot be combined with {format_keys(config, order)}, which is made for one blend"
-        fail(config, problem, "use shuffled or sequential, or remove the stages", key, order)
+    key, steps = "data.stages", [stage.from_step for stage in config.data.stages or ()]
     for i, (before, step) in enumerate(pairwise([0, *steps])):
         if step <= before:
             problem = f"{key}.{i}.from_step={step} is not after the stage before it, which begins at step {before}"
@@ -289,34 +206,6 @@ def _check_stages(config: Config) -> None:
     if steps and steps[-1] >= config.run.steps:
         problem = f"the stage of {key} with from_step={steps[-1]} begins after {format_keys(config, 'run.steps')}"
         warn(config, problem, "lower from_step, or raise run.steps", key, "run.steps")
-
-
-def _check_chat(config: Config) -> None:
-    data = config.data
-    if data.tokenizer is None:
-        cure = "set data.tokenizer to a model's tokenizer.json, whose folder has the chat template"
-        fail(config, "data.kind=chat needs data.tokenizer", cure, "data.kind")
-    if data.tokenizer.startswith("null:"):
-        problem = f"{format_keys(config, 'data.tokenizer')} has no text for {format_keys(config, 'data.kind')}"
-        fail(config, problem, "set data.tokenizer to a model's tokenizer", "data.tokenizer", "data.kind")
-    for key, used, cure in (
-        ("data.split", data.split is not None, "give files to data.valid and data.test"),
-        ("data.order", data.order == "megatron", "use shuffled or sequential"),
-        ("data.fim_rate", data.fim_rate > 0, "remove it"),
-    ):
-        if used:
-            problem = f"{format_keys(config, key)} cannot be combined with {format_keys(config, 'data.kind')}"
-            fail(config, problem, cure, key, "data.kind")
-
-
-def _check_text(config: Config) -> None:
-    if config.data.tokenizer is None:
-        cure = "set data.tokenizer to the model's tokenizer.json, or to byte"
-        fail(config, "data.kind=text needs data.tokenizer", cure, "data.kind")
-    if config.data.order == "megatron":
-        problem = f"{format_keys(config, 'data.order')} cannot be combined with {format_keys(config, 'data.kind')}"
-        cure = "write token files with megajax.data.preprocess, or use shuffled or sequential"
-        fail(config, problem, cure, "data.order", "data.kind")
 
 
 def _check_run_dir(config: Config) -> None:
@@ -327,13 +216,6 @@ def _check_run_dir(config: Config) -> None:
         problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, but a flag"
         problem += f" cannot contain the space in {path}"
         fail(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
-
-
-def _check_norms(config: Config) -> None:
-    norms, logs = "logging.norms_interval", "run.log_interval"
-    if config.logging.norms_interval % config.run.log_interval:
-        problem = f"{format_keys(config, norms)} is not a multiple of {format_keys(config, logs)}"
-        fail(config, problem, "choose one, since norms are part of a logged line, or 0 for no norms", norms, logs)
 
 
 def _warn_about_warmup(config: Config) -> None:

@@ -13,16 +13,11 @@ def check_encoder(config: Config) -> None:
     kind = config.model.encoder.kind
     kinds = {block: read_streams(block) for block in block_layers(config.model)}
     streams = {stream: (block, part) for block, read in kinds.items() for stream, part in read.items()}
-    if kind == NO_ENCODER:
-        if config.model.encoder.settings:
-            settings = "model.encoder.settings"
-            problem = f"{format_keys(config, settings)} with {format_keys(config, ENCODER_KIND)}, which has none"
-            fail(config, problem, f"remove them, or set {ENCODER_KIND}", settings)
-    elif kind not in ENCODERS:
+    if kind not in (NO_ENCODER, *ENCODERS):
         known = listed([NO_ENCODER, *sorted(ENCODERS)])
         cure = f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, ENCODER_KIND)} is not a registered encoder", cure, ENCODER_KIND)
-    else:
+    if kind != NO_ENCODER:
         settings_of(config, ENCODERS[kind], "model.encoder")
         if kind not in streams:
             problem = f"no sublayer reads the stream of {format_keys(config, ENCODER_KIND)}"

@@ -4,7 +4,7 @@ import difflib
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -22,6 +22,7 @@ from megajax.config.sentences import listed
 from megajax.errors import ConfigError, file_reader, shown
 from megajax.options.registry import Registry
 from megajax.schema.config import Config
+from megajax.schema.keys import keys
 from megajax.schema.tree import NAMED, RENAMED, Tree, as_override, read_file, read_override, show
 
 
@@ -147,29 +148,6 @@ def overview() -> str:
     width = max(map(len, Config.model_fields)) + 2
     lines = [f"  {name:{width}}{info.annotation.__doc__}" for name, info in Config.model_fields.items()]
     return "\n".join(["Config sections:", *lines, "", "--help SECTION shows its keys, --help all shows all keys.\n"])
-
-
-AS_MODEL = "teacher.model"  # has the keys of the section model
-
-
-def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key of the schema with its field, in order, AS_MODEL as one; N is an index into a list."""
-    for name, field in model.model_fields.items():
-        if prefix:
-            yield f"{prefix}{name}", field
-        inner, index = _class_in(field.annotation)
-        if inner is not None and f"{prefix}{name}" != AS_MODEL:
-            yield from keys(inner, f"{prefix}{name}.{index}")
-
-
-def _class_in(annotation: Any, index: str = "") -> tuple[type[BaseModel] | None, str]:
-    """The section class inside a field's type, and "N." if it is the type of a list's items."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, index
-    if get_origin(annotation) is tuple:
-        index = "N."
-    found = (_class_in(item, index) for item in get_args(annotation))
-    return next((pair for pair in found if pair[0] is not None), (None, ""))
 
 
 def type_of(field: FieldInfo) -> str:

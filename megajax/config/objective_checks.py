@@ -5,37 +5,22 @@ from collections.abc import Callable
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
-from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, OBJECTIVES, replaces_head
+from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, OBJECTIVES
 from megajax.schema.config import Config
 
 OBJECTIVE, MODEL = "objective.kind", "teacher.model"
 
 
 def check_objective(config: Config) -> None:
-    """Raise ConfigError for an unknown objective, wrong settings, and settings that only another objective reads."""
+    """Raise ConfigError for an unknown objective and for wrong settings of it."""
     kind, key = config.objective.kind, OBJECTIVE
     if kind == NEXT_TOKEN:
-        if config.objective.settings:
-            problem = f"{format_keys(config, 'objective.settings')} with {format_keys(config, key)}, which has none"
-            fail(config, problem, "remove them, or set objective.kind", "objective.settings", key)
         return
     if kind not in OBJECTIVES:
         known = listed([NEXT_TOKEN, *sorted(OBJECTIVES)])
         cure = f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
     settings_of(config, OBJECTIVES[kind], "objective")
-    for other in ("objective.label_smoothing", "objective.average", "model.z_loss"):
-        section, _, name = other.partition(".")
-        own = getattr(config, section)
-        if getattr(own, name) != type(own).model_fields[name].default:
-            problem = f"{format_keys(config, other)} belongs to next_token, but {format_keys(config, key)}"
-            fail(config, problem, f"remove {other}", other, key)
-    if replaces_head(kind):
-        for other in ("model.mtp_layers", "checkpoint.export_hf.dir"):
-            if value(config, other):
-                problem = f"{format_keys(config, other)} needs the model's head"
-                problem += f", but {format_keys(config, key)} has parameters in place of it"
-                fail(config, problem, f"remove {other}, or use an objective that reads logits", other, key)
 
 
 def check_teacher(config: Config) -> None:
@@ -46,11 +31,6 @@ def check_teacher(config: Config) -> None:
         if reads:
             problem = f"{format_keys(config, OBJECTIVE)} reads a teacher's logits, but there is none"
             fail(config, problem, f"set {MODEL}", OBJECTIVE)
-        if config.teacher.source is not None:
-            key = "teacher.source"
-            fail(
-                config, f"{format_keys(config, key)} without {MODEL}", f"set {MODEL}, the network of these weights", key
-            )
         return
     if not reads:
         problem = f"{format_keys(config, OBJECTIVE)} reads no teacher, but {MODEL} is set"

@@ -1,7 +1,7 @@
 """Sentences about mistakes in a config: problem, location and correction; keys and values as in an override."""
 
-import functools
 import math
+import operator
 import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from megajax.schema.tree import COMMAND_LINE, show
 
 def value(config: Config, key: str) -> Any:
     """The value of the dotted `key`."""
-    return functools.reduce(getattr, key.split("."), config)
+    return operator.attrgetter(key)(config)
 
 
 def format_keys(config: Config, *keys: str) -> str:
@@ -23,7 +23,9 @@ def format_keys(config: Config, *keys: str) -> str:
 
 
 def _plain(found: Any) -> Any:
-    """A section as the keys that were set in it; other values unchanged."""
+    """Sections, also those in a list, as the keys that were set in them; other values unchanged."""
+    if isinstance(found, tuple):
+        return [_plain(each) for each in found]
     return found.model_dump(mode="json", exclude_unset=True) if isinstance(found, Section) else found
 
 

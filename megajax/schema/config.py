@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
+from megajax.options.registered import NEXT_TOKEN, replaces_head
 from megajax.options.registry import AUTO
 from megajax.options.remat import NONE, POLICIES, RematPolicy
 from megajax.options.schedules import TAIL
@@ -33,12 +34,15 @@ from megajax.schema.fields import (
     Tokens,
 )
 from megajax.schema.lora import LoraConfig
-from megajax.schema.model import ModelConfig
+from megajax.schema.model import EXPERTS, ModelConfig
 from megajax.schema.optimizer import OptimizerConfig
 from megajax.schema.precision import Fp8Config, PrecisionConfig
+from megajax.schema.rules import AtMost, Below, Excludes, MultipleOf, Needs, ReadIf, more_than_one
 from megajax.schema.run import RunConfig
 from megajax.schema.schedule import ScheduleConfig
 from megajax.schema.tree import Dumper
+
+AUTO_ATTENTION = "use kernels.attention=auto"
 
 
 class MeshConfig(Section):
@@ -52,7 +56,7 @@ class MeshConfig(Section):
     expert: AxisSize = Field(default=1, description="Divides the experts; everywhere else the batch.")
     context: AxisSize = Field(default=1, description="Divides the sequence.")
     tensor: AxisSize = Field(default=1, description="Divides heads, MLP width and vocabulary.")
-    experts_over: ExpertAxes = Field(
+    experts_over: Annotated[ExpertAxes, EXPERTS] = Field(
         default=("expert",),
         description="Axes that divide the experts; if tensor is not among them, it divides each expert's width.",
     )
@@ -83,7 +87,7 @@ class BatchConfig(Section):
     num_microbatches: Sequences = Field(
         default=1, description="Number of parts of the global batch, computed one after the other."
     )
-    sequence_length: Tokens = Field(description="Tokens per sequence.")
+    sequence_length: Annotated[Tokens, AtMost("model.max_positions")] = Field(description="Tokens per sequence.")
     schedule: BatchSchedule | None = Field(
         default=None,
         description="Ramp-up of the batch: '0: 256, 50B: 512' is 256 sequences per step, and 512 from 50 billion tokens"
@@ -99,13 +103,21 @@ class BatchConfig(Section):
 class ExportConfig(Section):
     """Folders in Hugging Face's format, written from checkpoints while training continues."""
 
-    dir: Text | None = Field(default=None, description="Directory of the folders, step-STEP each; null: none.")
-    every: Count | None = Field(
+    dir: Annotated[
+        Text | None, Excludes("objective.kind", replaces_head, because="it has parameters in place of the model's head")
+    ] = Field(default=None, description="Directory of the folders, step-STEP each; null: none.")
+    every: Annotated[
+        Count | None,
+        ReadIf("dir"),
+        MultipleOf("run.checkpoint_interval"),
+    ] = Field(
         default=None,
         description="Steps between folders, a multiple of run.checkpoint_interval; null: one for each checkpoint at a"
         " multiple of it. The last step always gets one.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Format of the tensors.")
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], ReadIf("dir")] = Field(
+        default="float32", description="Format of the tensors."
+    )
 
 
 class CheckpointConfig(Section):
@@ -118,7 +130,7 @@ class CheckpointConfig(Section):
     )
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
-    keep_best: Count | None = Field(
+    keep_best: Annotated[Count | None, Needs("run.eval_steps", bool, what="evaluations")] = Field(
         default=None, description="Also keep this number of checkpoints with the lowest evaluation loss on data.valid."
     )
     save_optimizer: bool = Field(
@@ -131,7 +143,7 @@ class CheckpointConfig(Section):
         description="Run directory, checkpoint, Hugging Face folder, or Megatron-Core checkpoint with the"
         " initial weights.",
     )
-    init_state: Literal["weights", "position", "all"] = Field(
+    init_state: Annotated[Literal["weights", "position", "all"], ReadIf("init_from")] = Field(
         default="weights",
         description="What a run takes of a Megatron-Core checkpoint in init_from: weights; position: also its step and"
         " its position in the data; all: also the optimizer's master weights and moments, so its training goes on.",
@@ -139,12 +151,20 @@ class CheckpointConfig(Section):
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
     )
-    local_dir: Text | None = Field(
+    local_dir: Annotated[
+        Text | None,
+        Needs("local_interval", cure="set checkpoint.local_interval to a number of steps"),
+        Excludes("save_optimizer", False, because="it is to resume from"),
+    ] = Field(
         default=None,
         description="Directory on each host, such as /dev/shm/megajax or one on its NVMe disk, for frequent checkpoints"
         " from which the same processes restart; null: none.",
     )
-    local_interval: Count | None = Field(default=None, description="Steps between checkpoints in local_dir.")
+    local_interval: Annotated[
+        Count | None,
+        ReadIf("local_dir"),
+        Below("run.checkpoint_interval", cure="use a smaller interval, or remove checkpoint.local_dir"),
+    ] = Field(default=None, description="Steps between checkpoints in local_dir.")
     allow_changes: tuple[Text, ...] = Field(
         default=(),
         strict=False,
@@ -165,11 +185,19 @@ class RematConfig(Section):
         " matmuls; offload: as save_matmuls, with the saved values in host memory; or a policy registered by"
         " run.extensions.",
     )
-    layers: Count | None = Field(
+    layers: Annotated[Count | None, ReadIf("policy", lambda policy: not POLICIES[policy].recomputes_nothing)] = Field(
         default=None,
         description="Recompute only the first n layers (with mesh.pipeline: of each virtual stage); null: all.",
     )
-    group: Count = Field(default=1, description="full: keep the input of every n-th block only.")
+    group: Annotated[
+        Count,
+        Needs(
+            "policy",
+            lambda policy: POLICIES[policy].keeps_input,
+            what="remat.policy=full",
+            cure="set remat.group=1, or remat.policy=full",
+        ),
+    ] = Field(default=1, description="full: keep the input of every n-th block only.")
 
     @property
     def chosen(self) -> RematPolicy:
@@ -180,7 +208,7 @@ class RematConfig(Section):
 class CommunicationConfig(Section):
     """Which collectives carry tokens between devices."""
 
-    context: Annotated[str, STRATEGIES] = Field(
+    context: Annotated[str, STRATEGIES, ReadIf("mesh.context", more_than_one)] = Field(
         default=AUTO,
         description="Attention over mesh.context; auto: all_to_all if mesh.context divides the query"
         " and KV heads of a device, except where latents can be sent (latent attention); else ring.",
@@ -195,8 +223,12 @@ class CommunicationConfig(Section):
 class KernelsConfig(Section):
     """Which kernels compute the step."""
 
-    attention: Literal["auto", "cudnn", "pallas", "reference"] = Field(default="auto", description="Attention kernel.")
-    grouped_matmul: Literal["auto", "pallas", "reference"] = Field(
+    attention: Annotated[
+        Literal["auto", "cudnn", "pallas", "reference"],
+        Excludes("model.attention_softcap", of="cudnn", cure=AUTO_ATTENTION),
+        Excludes("precision.compute", "float32", of=("cudnn", "pallas"), cure=AUTO_ATTENTION),
+    ] = Field(default="auto", description="Attention kernel.")
+    grouped_matmul: Annotated[Literal["auto", "pallas", "reference"], ReadIf("model.num_experts")] = Field(
         default="auto", description="Kernel of the experts' matmuls."
     )
     linear_attention: Literal["auto", "jla", "reference"] = Field(
@@ -222,15 +254,19 @@ class LoggingConfig(Section):
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
     wandb: bool = Field(default=False, description="Log to Weights & Biases.")
-    wandb_project: Text | None = Field(default=None, description="Name of the Weights & Biases project.")
+    wandb_project: Annotated[Text | None, ReadIf("wandb")] = Field(
+        default=None, description="Name of the Weights & Biases project."
+    )
     mlflow: Text | None = Field(
         default=None, description="Log to MLflow: the URL of its server, or file:DIRECTORY; null: do not."
     )
-    mlflow_experiment: Text | None = Field(default=None, description="Name of the MLflow experiment; null: Default.")
+    mlflow_experiment: Annotated[Text | None, ReadIf("mlflow")] = Field(
+        default=None, description="Name of the MLflow experiment; null: Default."
+    )
     prometheus_port: Port | None = Field(
         default=None, description="Serve the newest numbers to Prometheus on this port, at /metrics; null: do not."
     )
-    prometheus_host: Text = Field(
+    prometheus_host: Annotated[Text, ReadIf("prometheus_port")] = Field(
         default="127.0.0.1", description="Address of that port; 0.0.0.0: all addresses of the host, without a password."
     )
     on_event: Text | None = Field(
@@ -239,8 +275,13 @@ class LoggingConfig(Section):
         " spike, a rollback and the end of the process, whatever its cause; $NAME: a variable of the environment.",
     )
     profile_start: Count | None = Field(default=None, description="First step of a jax.profiler trace; null: none.")
-    profile_steps: Count = Field(default=3, description="Number of steps in the trace.")
-    norms_interval: CountOrZero = Field(
+    profile_steps: Annotated[Count, ReadIf("profile_start")] = Field(
+        default=3, description="Number of steps in the trace."
+    )
+    norms_interval: Annotated[
+        CountOrZero,
+        MultipleOf("run.log_interval", cure="choose one, since norms are part of a logged line, or 0 for no norms"),
+    ] = Field(
         default=0,
         description="Steps between logged norms of gradients and weights, and update / weight ratios, by parameter and"
         " layer; a multiple of run.log_interval; 0: none.",
@@ -251,16 +292,18 @@ class ObjectiveConfig(Registered):
     """The loss that training minimises."""
 
     kind: Text = Field(default="next_token", description="next_token, or the name of a registered objective.")
-    label_smoothing: BelowOne = Field(
+    label_smoothing: Annotated[BelowOne, Needs("kind", NEXT_TOKEN)] = Field(
         default=0.0,
         description="next_token: weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
     )
-    average: Literal["tokens", "microbatches"] = Field(
+    average: Annotated[Literal["tokens", "microbatches"], Needs("kind", NEXT_TOKEN)] = Field(
         default="tokens",
         description="next_token: what a step minimises, the mean over its counted tokens, or the mean of the means of "
         "each microbatch's rows on data × fsdp × expert, as in Megatron-LM. The logged loss is the mean over tokens.",
     )
-    settings: dict[str, Any] = Field(default={}, description="Settings of a registered objective, by name.")
+    settings: Annotated[
+        dict[str, Any], Needs("kind", lambda kind: kind != NEXT_TOKEN, what="a registered objective")
+    ] = Field(default={}, description="Settings of a registered objective, by name.")
 
 
 class TeacherConfig(Section):
@@ -269,7 +312,7 @@ class TeacherConfig(Section):
     model: ModelConfig | None = Field(
         default=None, description="The teacher's network, with the keys of model; null: there is none."
     )
-    source: Text | None = Field(
+    source: Annotated[Text | None, Needs("model", cure="set teacher.model, the network of these weights")] = Field(
         default=None, description="Its weights: a run directory, a checkpoint in one, or a Hugging Face folder."
     )
 
@@ -280,7 +323,7 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    pipeline: Annotated[PipelineConfig, ReadIf("mesh.pipeline", more_than_one)] = Field(default_factory=PipelineConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     batch: BatchConfig
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)

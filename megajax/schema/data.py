@@ -17,6 +17,10 @@ from megajax.schema.fields import (
     all_or_no_weights,
     path_or_sources,
 )
+from megajax.schema.rules import AtMost, Excludes, Needs, ReadIf
+
+OF_FILES = ReadIf("kind", ("indexed", "text", "chat"))
+WITHOUT_DATA = "or data.kind=synthetic to try without data"
 
 
 class DataSource(Section):
@@ -112,7 +116,17 @@ class FimTokens(Section):
 class DataConfig(Section):
     """The training and evaluation data, and the tokenizer."""
 
-    kind: Literal["indexed", "text", "chat", "synthetic"] = Field(
+    kind: Annotated[
+        Literal["indexed", "text", "chat", "synthetic"],
+        Needs("train", of="indexed", cure=f"set data.train to the prefix of a .bin/.idx pair, {WITHOUT_DATA}"),
+        Needs("train", of=("text", "chat"), cure=f"set data.train to JSON lines, {WITHOUT_DATA}"),
+        Needs("tokenizer", of="text", cure="set data.tokenizer to the model's tokenizer.json, or to byte"),
+        Needs(
+            "tokenizer",
+            of="chat",
+            cure="set data.tokenizer to a model's tokenizer.json, whose folder has the chat template",
+        ),
+    ] = Field(
         default="indexed",
         description="indexed: read .bin/.idx files; text: read text from JSON lines or Parquet, tokenised before the"
         " first step; chat: read conversations from JSON lines, the loss counts the assistant's tokens; synthetic:"
@@ -124,7 +138,15 @@ class DataConfig(Section):
         " '0.7 a 0.3 b', {file: PATH} of one, or [a, b] for shares by size; text, chat: files of JSON lines or"
         " of one JSON array, Parquet, compressed files and globs such as 'web/*.jsonl.gz'.",
     )
-    stages: Annotated[tuple[Stage, ...], Field(strict=False, min_length=1)] | None = Field(
+    stages: Annotated[
+        Annotated[tuple[Stage, ...], Field(strict=False, min_length=1)] | None,
+        Excludes(
+            "order",
+            "megatron",
+            because="that order is made for one blend",
+            cure="use shuffled or sequential, or remove the stages",
+        ),
+    ] = Field(
         default=None,
         description="Later stages of the training data, a list of {from_step, train}; a source of several stages"
         " continues. null: train all the time.",
@@ -136,12 +158,28 @@ class DataConfig(Section):
         description="Further evaluation sets: a list of {name, prefix}; each has its own loss, eval_loss/NAME.",
     )
     test: Sources | None = Field(default=None, description="Held-out data, written like train.")
-    split: Split | None = Field(
+    split: Annotated[
+        Split | None,
+        Excludes("kind", "chat", cure="give files to data.valid and data.test"),
+        Excludes("valid"),
+        Excludes("test"),
+    ] = Field(
         default=None,
         description="Weights that divide train's documents into train, valid and test: '969,30,1'.",
     )
-    text_key: Text = Field(default="text", description="text: key or Parquet column of a document's text.")
-    tokenizer: Text | None = Field(
+    text_key: Annotated[Text, ReadIf("kind", "text")] = Field(
+        default="text", description="text: key or Parquet column of a document's text."
+    )
+    tokenizer: Annotated[
+        Text | None,
+        Excludes(
+            "kind",
+            "chat",
+            of=lambda tokenizer: (tokenizer or "").startswith("null:"),
+            because="it has no text",
+            cure="set data.tokenizer to a model's tokenizer",
+        ),
+    ] = Field(
         default=None,
         description="byte; null:N for token ids below N; a tokenizer.json, a SentencePiece .model, a .tiktoken file, or"
         " a folder with one of them or with vocab.json and merges.txt; null: none.",
@@ -151,21 +189,30 @@ class DataConfig(Section):
         description="Name of the token that ends a document or a completion, at which generation stops; null: the"
         " tokenizer's own.",
     )
-    begin_of_document: bool = Field(
+    begin_of_document: Annotated[bool, ReadIf("kind", ("indexed", "text"))] = Field(
         default=False,
         description="text: documents begin with the token that begins a text; prompts then do too, and with token files"
         " that have it.",
     )
-    order: Literal["shuffled", "sequential", "megatron"] = Field(
+    order: Annotated[
+        Literal["shuffled", "sequential", "megatron"],
+        Excludes("kind", "chat", of="megatron", cure="use shuffled or sequential"),
+        Excludes(
+            "kind",
+            "text",
+            of="megatron",
+            cure="write token files with megajax.data.preprocess, or use shuffled or sequential",
+        ),
+    ] = Field(
         default="shuffled",
         description="Order of documents and samples. megatron: number for number that of Megatron-Core's GPTDataset.",
     )
-    train_samples: Count | None = Field(
+    train_samples: Annotated[Count | None, ReadIf("order", "megatron")] = Field(
         default=None,
         description="megatron: number of training samples for which the order is made, which depends on it; null:"
         " those of run.steps.",
     )
-    drop_last_validation_sample: bool = Field(
+    drop_last_validation_sample: Annotated[bool, ReadIf("order", "megatron")] = Field(
         default=True,
         description="megatron: false: in evaluation sets the rest of the tokens is a sample too, padded to its length.",
     )
@@ -175,28 +222,43 @@ class DataConfig(Section):
         " index_cache in run.dir.",
     )
     reset_attention: bool = Field(default=False, description="Tokens attend within their document only.")
-    reset_positions: bool = Field(default=False, description="Positions start at 0 in each document.")
+    reset_positions: Annotated[bool, ReadIf("model.position", ("rope", "learned"))] = Field(
+        default=False, description="Positions start at 0 in each document."
+    )
     mask_end_of_document_loss: bool = Field(
         default=False, description="Exclude the prediction of the next document's first token from the loss."
     )
-    chat_template: Text | None = Field(
+    chat_template: Annotated[Text | None, ReadIf("kind", "chat")] = Field(
         default=None, description="chat: file of the chat template; null: that of the tokenizer's folder."
     )
-    chat_template_args: TemplateArguments | None = Field(
+    chat_template_args: Annotated[TemplateArguments | None, ReadIf("kind", "chat")] = Field(
         default=None,
         description="chat: further arguments of the chat template, such as {enable_thinking: false}, in training and in"
         " generation from the run.",
     )
-    pack: bool = Field(default=True, description="chat: several conversations in a sequence; false: one.")
-    too_long: Literal["truncate", "drop"] = Field(
+    pack: Annotated[bool, ReadIf("kind", "chat")] = Field(
+        default=True, description="chat: several conversations in a sequence; false: one."
+    )
+    too_long: Annotated[Literal["truncate", "drop"], ReadIf("kind", "chat")] = Field(
         default="truncate", description="chat: conversations that are longer than a sequence are cut, or left out."
     )
-    fim_rate: Share = Field(
-        default=0.0, description="Fill-in-the-middle: share of the documents whose middle is moved to their end."
+    fim_rate: Annotated[
+        Share,
+        OF_FILES,
+        Excludes("kind", "chat", cure="remove it"),
+        Needs("tokenizer", cure="set data.tokenizer to the tokenizer that wrote the data"),
+    ] = Field(default=0.0, description="Fill-in-the-middle: share of the documents whose middle is moved to their end.")
+    fim_spm_rate: Annotated[Share, ReadIf("fim_rate")] = Field(
+        default=0.5, description="Share of these with the suffix before the prefix."
     )
-    fim_spm_rate: Share = Field(default=0.5, description="Share of these with the suffix before the prefix.")
-    fim_tokens: FimTokens = Field(default_factory=FimTokens, description="Special tokens of fill-in-the-middle.")
-    synthetic_documents: Count | None = Field(
+    fim_tokens: Annotated[FimTokens, ReadIf("fim_rate")] = Field(
+        default_factory=FimTokens, description="Special tokens of fill-in-the-middle."
+    )
+    synthetic_documents: Annotated[
+        Count | None,
+        Needs("kind", "synthetic", cure="remove it, or set data.kind=synthetic"),
+        AtMost("batch.sequence_length"),
+    ] = Field(
         default=None, description="synthetic: number of documents in a sequence, cut at random positions; null: one."
     )
     workers: Workers = Field(default=0, description="Loader processes; 0: threads of the trainer.")

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megajax.options.optimizers import OPTIMIZERS
+from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, replaces_head
 from megajax.schema.fields import (
     BelowOne,
     BlockPattern,
@@ -26,6 +28,17 @@ from megajax.schema.fields import (
     Width,
     derived,
 )
+from megajax.schema.rules import AtMost, Below, Divides, Excludes, Needs, ReadIf, fits, more_than_one
+
+EXPERTS = Needs("model.num_experts", what="experts", cure="set model.num_experts, or remove it")
+LATENT_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # DeepSeek's
+
+
+def _has_local(pattern: tuple[str, ...] | None) -> bool:
+    return "local" in (pattern or ["local"])
+
+
+ROTARY, IN_LOCAL_LAYERS = ReadIf("position", "rope"), ReadIf("layer_pattern", _has_local)
 
 
 class RopeScaling(Section):
@@ -38,54 +51,55 @@ class RopeScaling(Section):
         " factor.",
     )
     factor: Annotated[float, Field(ge=1)] = Field(description="Divisor of the low frequencies.")
-    low_freq_factor: Positive = Field(
+    low_freq_factor: Annotated[
+        Positive, ReadIf("kind", "llama3"), Below("high_freq_factor", cure="use 1.0 and 4.0 as Llama 3.1 does")
+    ] = Field(
         default=1.0, description="Wavelengths above original_max_positions / low_freq_factor are low frequencies."
     )
-    high_freq_factor: Positive = Field(
+    high_freq_factor: Annotated[Positive, ReadIf("kind", "llama3")] = Field(
         default=4.0, description="Wavelengths below original_max_positions / high_freq_factor keep their frequency."
     )
-    original_max_positions: Tokens = Field(default=8192, description="Sequence length of the original training.")
-    beta_fast: Positive = Field(
+    original_max_positions: Annotated[Tokens, ReadIf("kind", ("dynamic", "llama3", "yarn", "longrope"))] = Field(
+        default=8192, description="Sequence length of the original training."
+    )
+    beta_fast: Annotated[Positive, ReadIf("kind", "yarn")] = Field(
         default=32.0, description="yarn: frequencies with more turns in original_max_positions are kept."
     )
-    beta_slow: Positive = Field(
+    beta_slow: Annotated[
+        Positive, ReadIf("kind", "yarn"), AtMost("beta_fast", cure="use 1.0 and 32.0, the defaults")
+    ] = Field(
         default=1.0, description="yarn: frequencies with fewer turns in original_max_positions are divided by factor."
     )
-    attention_factor: Positive | None = Field(
+    attention_factor: Annotated[Positive | None, ReadIf("kind", ("yarn", "longrope"))] = Field(
         default=None,
         description="yarn, longrope: factor of the rotated queries and keys; null: 0.1 * ln(factor) + 1, in longrope"
         " sqrt(1 + ln(factor) / ln(original_max_positions)).",
     )
-    mscale: Positive | None = Field(
+    mscale: Annotated[Positive | None, ReadIf("kind", "yarn"), ReadIf("mscale_all_dim")] = Field(
         default=None,
         description="yarn: with mscale_all_dim, attention_factor=null means"
         " (0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1), as in DeepSeek.",
     )
-    mscale_all_dim: Positive | None = Field(
+    mscale_all_dim: Annotated[Positive | None, ReadIf("kind", "yarn")] = Field(
         default=None,
         description="yarn: latent attention multiplies its scores by (0.1 * mscale_all_dim * ln(factor) + 1)^2.",
     )
-    truncate: bool = Field(default=True, description="yarn: round the indices of the limits beta_fast and beta_slow.")
-    short_factors: RopeFactors = Field(
+    truncate: Annotated[bool, ReadIf("kind", "yarn")] = Field(
+        default=True, description="yarn: round the indices of the limits beta_fast and beta_slow."
+    )
+    short_factors: Annotated[RopeFactors, ReadIf("kind", "longrope")] = Field(
         default=None, description="longrope: divisor of each frequency, for sequences up to original_max_positions."
     )
-    long_factors: RopeFactors = Field(default=None, description="longrope: the same for longer sequences.")
+    long_factors: Annotated[RopeFactors, ReadIf("kind", "longrope")] = Field(
+        default=None, description="longrope: the same for longer sequences."
+    )
 
     @property
     def unused(self) -> tuple[str, ...]:
         """The keys that this kind does not read."""
-        llama3, yarn = (
-            ("low_freq_factor", "high_freq_factor"),
-            ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        )
-        lists = ("short_factors", "long_factors")
-        return {
-            "linear": ("original_max_positions", "attention_factor", *llama3, *yarn, *lists),
-            "dynamic": ("attention_factor", *llama3, *yarn, *lists),
-            "llama3": ("attention_factor", *yarn, *lists),
-            "yarn": (*llama3, *lists),
-            "longrope": (*llama3, *yarn),
-        }[self.kind]
+        rules = [(name, rule) for name, field in type(self).model_fields.items() for rule in field.metadata]
+        by_kind = [(name, rule) for name, rule in rules if isinstance(rule, ReadIf) and rule.other == "kind"]
+        return tuple(name for name, rule in by_kind if not fits(self.kind, rule.values))
 
 
 class RouterConfig(Section):
@@ -94,14 +108,19 @@ class RouterConfig(Section):
     score_function: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="Function from router logits to scores."
     )
-    pre_softmax: bool = Field(
-        default=False, description="true: softmax over all experts, then top-k; false: top-k, then softmax over these."
+    pre_softmax: Annotated[bool, Excludes("score_function", "sigmoid", cure="set model.router.pre_softmax=false")] = (
+        Field(
+            default=False,
+            description="true: softmax over all experts, then top-k; false: top-k, then softmax over these.",
+        )
     )
     normalise: bool = Field(default=True, description="Divide the chosen experts' scores by their sum.")
     scaling_factor: Positive = Field(default=1.0, description="Factor of the chosen experts' weights.")
     num_groups: Count = Field(default=1, description="Number of expert groups; a token uses only some of them.")
-    groups_per_token: Count = Field(default=1, description="Number of groups from which a token chooses its experts.")
-    group_score: Literal["sum", "max"] = Field(
+    groups_per_token: Annotated[Count, ReadIf("num_groups", more_than_one)] = Field(
+        default=1, description="Number of groups from which a token chooses its experts."
+    )
+    group_score: Annotated[Literal["sum", "max"], ReadIf("num_groups", more_than_one)] = Field(
         default="sum",
         description="Score of a group: the sum of its best experts_per_token / groups_per_token scores (DeepSeek-V3),"
         " or its largest score (DeepSeek-V2).",
@@ -127,19 +146,23 @@ class RouterConfig(Section):
         default=False,
         description="Balance without a loss: add a bias to the scores for the choice only, and update it each step.",
     )
-    bias_update_rate: PositiveOrZero = Field(default=1e-3, description="Change of the expert bias in one step.")
-    sinkhorn: bool = Field(
+    bias_update_rate: Annotated[PositiveOrZero, ReadIf("expert_bias")] = Field(
+        default=1e-3, description="Change of the expert bias in one step."
+    )
+    sinkhorn: Annotated[bool, Excludes("expert_bias"), Excludes("num_groups")] = Field(
         default=False, description="In training, choose experts by scores balanced with Sinkhorn's iteration."
     )
     capacity_factor: Positive | None = Field(
         default=None, description="Expert capacity, as a multiple of the even share of a microbatch; null: no limit."
     )
-    drop_policy: Literal["probability", "position"] = Field(
-        default="probability",
-        description="Assignments that an expert over capacity drops: the lowest routing weights, or the last in the"
-        " batch.",
+    drop_policy: Annotated[Literal["probability", "position"], Needs("capacity_factor", what="an expert capacity")] = (
+        Field(
+            default="probability",
+            description="Assignments that an expert over capacity drops: the lowest routing weights, or the last in the"
+            " batch.",
+        )
     )
-    force_balance: bool = Field(
+    force_balance: Annotated[bool, Excludes("sinkhorn"), Excludes("expert_bias")] = Field(
         default=False, description="Send tokens to the experts in turn and ignore the scores; for benchmarks."
     )
 
@@ -164,7 +187,9 @@ def _head_dim(model: dict[str, Any]) -> int:
 class LinearAttentionConfig(Section):
     """The heads of gated DeltaNet (blocks gated_deltanet and gated_deltanet_moe)."""
 
-    num_key_heads: Width = Field(default=16, description="Number of query and key heads.")
+    num_key_heads: Annotated[Width, Divides("num_value_heads")] = Field(
+        default=16, description="Number of query and key heads."
+    )
     num_value_heads: Width = Field(
         default=32, description="Number of value heads, a multiple of num_key_heads; each has a state of its own."
     )
@@ -191,7 +216,7 @@ class Mamba2Config(Section):
     """The heads of Mamba-2 (blocks mamba2, mamba2_mlp, mamba2_moe and attention_mamba2)."""
 
     num_heads: Width = Field(default=64, description="Number of heads, each with a state.")
-    num_groups: Width = Field(
+    num_groups: Annotated[Width, Divides("num_heads")] = Field(
         default=8, description="Number of groups of heads that share a key and a query (B and C); it divides num_heads."
     )
     head_dim: Width = Field(default=64, description="Width of a head's values.")
@@ -235,7 +260,9 @@ class EncoderConfig(Registered):
     """The encoder, whose stream the layers can read beside their own."""
 
     kind: Text = Field(default="none", description="none, or the name of a registered encoder.")
-    settings: dict[str, Any] = Field(default={}, description="Settings of the encoder, by name.")
+    settings: Annotated[dict[str, Any], Needs("kind", lambda kind: kind != NO_ENCODER, what="an encoder")] = Field(
+        default={}, description="Settings of the encoder, by name."
+    )
 
 
 class ModelConfig(Section):
@@ -249,21 +276,30 @@ class ModelConfig(Section):
         "num_heads",
         "Number of key/value heads; fewer than num_heads is GQA.",
     )
-    kv_lora_rank: Width | None = Field(
+    kv_lora_rank: Annotated[
+        Width | None,
+        *(Needs(key, cure=f"set it; DeepSeek has {n}") for key, n in LATENT_WIDTHS.items()),
+        Excludes("position", "learned", cure="use rope, or none as in Kimi Linear"),
+        Excludes("rope_fraction", cure="set model.qk_rope_head_dim instead"),
+        Excludes("qk_norm", cure="remove it: the latents are normalised"),
+        *(Excludes(key, cure="remove it") for key in ("attention_sinks", "attention_bias", "attention_gate")),
+    ] = Field(
         default=None,
         description="Width of the latent from which keys and values are computed (multi-head latent attention,"
         " DeepSeek-V2); null: keys and values are computed from the residual stream.",
     )
-    q_lora_rank: Width | None = Field(
+    q_lora_rank: Annotated[Width | None, ReadIf("kv_lora_rank")] = Field(
         default=None, description="Latent attention: width of the queries' latent; null: queries have none."
     )
-    qk_nope_head_dim: Width | None = Field(
+    qk_nope_head_dim: Annotated[Width | None, ReadIf("kv_lora_rank")] = Field(
         default=None, description="Latent attention: width of a query's and a key's part without positions."
     )
-    qk_rope_head_dim: Width | None = Field(
+    qk_rope_head_dim: Annotated[Width | None, ReadIf("kv_lora_rank")] = Field(
         default=None, description="Latent attention: width of the rotated part; all heads share that of the keys."
     )
-    v_head_dim: Width | None = Field(default=None, description="Latent attention: width of a value.")
+    v_head_dim: Annotated[Width | None, ReadIf("kv_lora_rank")] = Field(
+        default=None, description="Latent attention: width of a value."
+    )
     head_dim: Width = derived(
         _head_dim,
         "hidden_size / num_heads, or qk_nope_head_dim + qk_rope_head_dim",
@@ -272,7 +308,7 @@ class ModelConfig(Section):
     ffn_hidden_size: MlpWidth = derived(lambda model: 4 * model["hidden_size"], "4 * hidden_size", "Width of the MLP.")
     vocab_size: Vocabulary = Field(description="Number of tokens in the vocabulary.")
     vocab_multiple: Vocabulary = Field(default=128, description="Pad the vocabulary to a multiple of this number.")
-    max_positions: Tokens | None = Field(
+    max_positions: Annotated[Tokens | None, ReadIf("position", "learned")] = Field(
         default=None,
         description="Rows of the table of learned positions.",
         json_schema_extra={"derived": "batch.sequence_length if position is learned"},
@@ -295,16 +331,18 @@ class ModelConfig(Section):
     position: Literal["rope", "learned", "none"] = Field(
         default="rope", description="Position encoding: rotary, a learned table, or none."
     )
-    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary wavelengths.")
-    rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of the rotary frequencies.")
-    rope_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+    rope_theta: Annotated[Positive, ROTARY] = Field(default=10000.0, description="Base of the rotary wavelengths.")
+    rope_scaling: Annotated[RopeScaling | None, ROTARY] = Field(
+        default=None, description="Scaling of the rotary frequencies."
+    )
+    rope_fraction: Annotated[float, Field(gt=0, le=1), ROTARY] = Field(
         default=1.0, description="Fraction of each head that is rotated."
     )
-    rope_local_theta: Positive | None = Field(
+    rope_local_theta: Annotated[Positive | None, ROTARY, IN_LOCAL_LAYERS, ReadIf("sliding_window")] = Field(
         default=None,
         description="Base of the rotary wavelengths in local layers, without rope_scaling; null: as in global layers.",
     )
-    rope_pattern: RopePattern = Field(
+    rope_pattern: Annotated[RopePattern, ROTARY] = Field(
         default=None,
         description="Whether layers have rotary positions (rope) or none, repeated over the depth; null: all have.",
     )
@@ -320,19 +358,35 @@ class ModelConfig(Section):
         default=False,
         description="Biases in the attention projections. true: all four; qkv: queries, keys and values.",
     )
-    mlp_bias: bool = Field(default=False, description="Biases in the projections of MLPs and experts.")
+    mlp_bias: Annotated[bool, Excludes("shared_expert_ffn_hidden_size", cure="set model.mlp_bias=false")] = Field(
+        default=False, description="Biases in the projections of MLPs and experts."
+    )
     logit_softcap: Positive | None = Field(
         default=None, description="Limit the output logits to ±this value with tanh."
     )
     attention_softcap: Positive | None = Field(
         default=None, description="Limit the attention scores to ±this value with tanh."
     )
-    mup_base_width: Count | None = Field(
+    mup_base_width: Annotated[
+        Count | None,
+        Excludes("tie_embeddings", because="µP scales embeddings and head in different ways"),
+        Excludes(
+            "optimizer.kind",
+            lambda kind: not OPTIMIZERS[kind].scales_with_width,
+            because="the rates are those of AdamW, Lion and Muon",
+        ),
+        Excludes("lora.rank", because="the rates are those of training all weights"),
+    ] = Field(
         default=None,
         description="Hidden size at which init_std and the learning rate were tuned; µP (Yang et al. 2022) scales both"
         " to hidden_size; null: no scaling.",
     )
-    qk_clip: Positive | None = Field(
+    qk_clip: Annotated[
+        Positive | None,
+        Excludes("qk_norm", because="normalised queries and keys undo it, and bound the scores themselves"),
+        Excludes("attention_softcap", because="the soft-cap bounds the scores itself"),
+        Excludes("lora.rank", because="the weights of queries and keys are frozen"),
+    ] = Field(
         default=None,
         description="QK-clip (Kimi K2): after each update, rescale the query and key weights of heads whose largest"
         " attention score in the step was above this threshold; Kimi K2 has 100. Also logs max_attention_score.",
@@ -345,14 +399,22 @@ class ModelConfig(Section):
         default=False,
         description="One learned logit per head in the softmax denominator (attention sink); it starts at 0.",
     )
-    sliding_window: Count | None = Field(
+    sliding_window: Annotated[Count | None, IN_LOCAL_LAYERS] = Field(
         default=None, description="Number of tokens that a local layer attends to, the query's own token included."
     )
-    layer_pattern: LayerPattern = Field(
+    layer_pattern: Annotated[
+        LayerPattern,
+        Needs(
+            "sliding_window",
+            of=lambda pattern: "local" in (pattern or ()),
+            what="a window for its local layers",
+            cure="set model.sliding_window",
+        ),
+    ] = Field(
         default=None,
         description="Kinds of attention layers, repeated over the depth; null: all local if sliding_window is set.",
     )
-    block_pattern: BlockPattern = Field(
+    block_pattern: Annotated[BlockPattern, Excludes("first_dense_layers"), Excludes("moe_layer_interval")] = Field(
         default=None,
         description="Kinds of blocks, repeated over the depth; null: dense, or by num_experts, first_dense_layers and"
         " moe_layer_interval.",
@@ -369,34 +431,42 @@ class ModelConfig(Section):
         default=True,
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
-    z_loss: PositiveOrZero = Field(default=0.0, description="Weight of the squared log-sum-exp of the output logits.")
-    mtp_layers: CountOrZero = Field(
+    z_loss: Annotated[PositiveOrZero, Needs("objective.kind", NEXT_TOKEN)] = Field(
+        default=0.0, description="Weight of the squared log-sum-exp of the output logits."
+    )
+    mtp_layers: Annotated[
+        CountOrZero, Excludes("objective.kind", replaces_head, because="it has parameters in place of the head")
+    ] = Field(
         default=0, description="Number of multi-token prediction modules; module k predicts the token k + 1 ahead."
     )
-    mtp_loss_weight: Positive = Field(
+    mtp_loss_weight: Annotated[Positive, ReadIf("mtp_layers")] = Field(
         default=0.3,
         description="Weight of the mean of their losses; DeepSeek-V3 trained with 0.3 for 10T tokens, then with 0.1.",
     )
     num_experts: Experts | None = Field(
         default=None, description="Number of experts in each MoE layer; null: a dense model."
     )
-    first_dense_layers: CountOrZero = Field(
+    first_dense_layers: Annotated[CountOrZero, EXPERTS] = Field(
         default=0, description="Number of layers at the start with an MLP instead of experts."
     )
-    moe_layer_interval: Count = Field(default=1, description="Every n-th layer has experts, the others an MLP.")
-    experts_per_token: Count = Field(default=2, description="Number of experts per token (top-k).")
-    expert_ffn_hidden_size: MlpWidth | None = derived(
+    moe_layer_interval: Annotated[Count, EXPERTS] = Field(
+        default=1, description="Every n-th layer has experts, the others an MLP."
+    )
+    experts_per_token: Annotated[Count, EXPERTS, AtMost("num_experts")] = Field(
+        default=2, description="Number of experts per token (top-k)."
+    )
+    expert_ffn_hidden_size: Annotated[MlpWidth | None, EXPERTS] = derived(
         lambda model: model["ffn_hidden_size"] if model["num_experts"] else None,
         "ffn_hidden_size if there are experts",
         "Width of an expert.",
     )
-    shared_expert_ffn_hidden_size: MlpWidthOrZero = Field(
+    shared_expert_ffn_hidden_size: Annotated[MlpWidthOrZero, EXPERTS] = Field(
         default=0, description="Width of the shared expert, or the sum of several; 0: none."
     )
-    shared_expert_gate: bool = Field(
-        default=False, description="Multiply the shared expert's output by a learned sigmoid."
+    shared_expert_gate: Annotated[bool, EXPERTS, Needs("shared_expert_ffn_hidden_size", what="a shared expert")] = (
+        Field(default=False, description="Multiply the shared expert's output by a learned sigmoid.")
     )
-    router: RouterConfig = Field(default_factory=RouterConfig, description="Routing of MoE layers.")
+    router: Annotated[RouterConfig, EXPERTS] = Field(default_factory=RouterConfig, description="Routing of MoE layers.")
     linear_attention: LinearAttentionConfig = Field(
         default_factory=LinearAttentionConfig, description="Linear attention, which has a state instead of a cache."
     )

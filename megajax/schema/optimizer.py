@@ -4,14 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megajax.options.optimizers import FORMS, OPTIMIZERS, MomentForm, OptimizerKind
+from megajax.options.optimizers import BETA1, BETA2, EPSILON, FORMS, OPTIMIZERS, MomentForm, OptimizerKind
 from megajax.schema.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
+from megajax.schema.rules import Excludes, Needs, ReadIf
 
 Coefficients = Annotated[tuple[float, float, float], Field(strict=False)]
 EmaDecay = Annotated[float, Field(gt=0, lt=1)]
 LayerDecay = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OfSteps = Annotated[tuple[Coefficients, ...], Field(strict=False, min_length=1)]
+
+
+def _reads(key: str) -> ReadIf:
+    return ReadIf("kind", lambda kind: key in OPTIMIZERS[kind].reads)
 
 
 class MuonConfig(Section):
@@ -83,13 +88,24 @@ class OptimizerConfig(Section):
         description="Kind of optimizer; muon and soap update the matrices of the layers, and AdamW all others; or one"
         " registered by run.extensions.",
     )
-    settings: dict[str, Any] = Field(default={}, description="Settings of a registered optimizer, by name.")
+    settings: Annotated[
+        dict[str, Any], Needs("kind", lambda kind: OPTIMIZERS[kind].made is not None, what="a registered optimizer")
+    ] = Field(default={}, description="Settings of a registered optimizer, by name.")
     state: Annotated[str, FORMS] = Field(
         default="float32",
         description="Form of the moments between steps: bfloat16 by stochastic rounding, or int8 by blocks with a"
         " scale each; or one registered by run.extensions. A step computes with them in FP32.",
     )
-    master: Literal["float32", "split"] = Field(
+    master: Annotated[
+        Literal["float32", "split"],
+        Excludes(
+            "precision.compute",
+            ("float16", "float32"),
+            of="split",
+            because="it stores the BF16 numbers that a step computes with",
+            cure="set precision.compute=bfloat16, or optimizer.master=float32",
+        ),
+    ] = Field(
         default="float32",
         description="Form of the FP32 master weights between steps: split into a BF16 number, with which the step"
         " computes, and the other 16 bits, which only the update needs.",
@@ -102,9 +118,15 @@ class OptimizerConfig(Section):
     weight_decay: PositiveOrZero = Field(
         default=0.1, description="Decoupled weight decay; it is multiplied by the learning rate."
     )
-    beta1: BelowOne = Field(default=0.9, description="Decay rate of the first moment; sgd: momentum.")
-    beta2: BelowOne = Field(default=0.95, description="Decay rate of the second moment; lion: of the stored momentum.")
-    epsilon: Positive = Field(default=1e-8, description="Added to the square root of the second moment.")
+    beta1: Annotated[BelowOne, _reads(BETA1)] = Field(
+        default=0.9, description="Decay rate of the first moment; sgd: momentum."
+    )
+    beta2: Annotated[BelowOne, _reads(BETA2)] = Field(
+        default=0.95, description="Decay rate of the second moment; lion: of the stored momentum."
+    )
+    epsilon: Annotated[Positive, _reads(EPSILON)] = Field(
+        default=1e-8, description="Added to the square root of the second moment."
+    )
     clip_norm: PositiveOrZero = Field(default=1.0, description="Clip the gradient to this global norm; 0: do not clip.")
     decay_norms: bool = Field(default=False, description="Apply weight decay to normalisation scales too.")
     decay_biases: bool = Field(default=False, description="Apply weight decay to biases too.")
@@ -125,9 +147,15 @@ class OptimizerConfig(Section):
         description="Decay rate of an exponential moving average of the weights, kept beside them and evaluated with"
         " them; null: none.",
     )
-    ademamix: AdemamixConfig = Field(default_factory=AdemamixConfig, description="Settings of the optimizer ademamix.")
-    muon: MuonConfig = Field(default_factory=MuonConfig, description="Settings of the optimizer muon.")
-    soap: SoapConfig = Field(default_factory=SoapConfig, description="Settings of the optimizer soap.")
+    ademamix: Annotated[AdemamixConfig, ReadIf("kind", "ademamix")] = Field(
+        default_factory=AdemamixConfig, description="Settings of the optimizer ademamix."
+    )
+    muon: Annotated[MuonConfig, ReadIf("kind", "muon")] = Field(
+        default_factory=MuonConfig, description="Settings of the optimizer muon."
+    )
+    soap: Annotated[SoapConfig, ReadIf("kind", "soap")] = Field(
+        default_factory=SoapConfig, description="Settings of the optimizer soap."
+    )
 
     def __hash__(self) -> int:  # `settings` and `groups` have none
         return hash((self.kind, self.state, self.master, self.offload, self.weight_decay, self.ema_decay))

@@ -7,31 +7,54 @@ from pydantic import Field
 from megajax.options.fp8_recipes import NONE as NO_FP8
 from megajax.options.fp8_recipes import RECIPES, Fp8Recipe
 from megajax.schema.fields import CountOrZero, HistoryLength, PowerOfTwo, Section
+from megajax.schema.rules import Excludes, ReadIf
+
+ON = ReadIf("recipe", lambda recipe: RECIPES[recipe].is_on)
+WITH_KERNELS = ReadIf("recipe", lambda recipe: RECIPES[recipe].has_kernels)
+DELAYED = ReadIf("recipe", lambda recipe: RECIPES[recipe].keeps_history)
 
 
 class Fp8Config(Section):
     """FP8 matmuls of the linear layers; embedding, head and attention stay in precision.compute."""
 
-    recipe: Annotated[str, RECIPES] = Field(
+    recipe: Annotated[
+        str,
+        RECIPES,
+        Excludes(
+            "model.num_experts",
+            of=lambda recipe: RECIPES[recipe].rounded is not None,
+            because="experts have no reference arithmetic",
+            cure="set precision.fp8.recipe=current or delayed",
+        ),
+    ] = Field(
         default=NO_FP8.name,
         description="none: no FP8; current: scale a tensor by its own largest magnitude; delayed: by the largest"
         " magnitudes of earlier steps; or a recipe in reference arithmetic, registered by run.extensions.",
     )
-    backend: Literal["xla", "transformer_engine"] = Field(default="xla", description="Library of the FP8 kernels.")
-    format: Literal["hybrid", "e4m3"] = Field(
+    backend: Annotated[
+        Literal["xla", "transformer_engine"],
+        WITH_KERNELS,
+        Excludes("model.num_experts", cure="set precision.fp8.backend=xla"),
+        Excludes("model.activation", "clamped_swiglu", cure="set precision.fp8.backend=xla"),
+    ] = Field(default="xla", description="Library of the FP8 kernels.")
+    format: Annotated[Literal["hybrid", "e4m3"], WITH_KERNELS] = Field(
         default="hybrid", description="hybrid: E4M3 forward and E5M2 for gradients; e4m3: E4M3 for both."
     )
-    amax_history_length: HistoryLength = Field(
+    amax_history_length: Annotated[HistoryLength, DELAYED] = Field(
         default=1024, description="delayed: number of steps whose largest magnitudes are kept."
     )
-    amax_algorithm: Literal["max", "most_recent"] = Field(
+    amax_algorithm: Annotated[Literal["max", "most_recent"], DELAYED] = Field(
         default="max", description="delayed: scale by the maximum of the history, or by the last step's value."
     )
-    margin: PowerOfTwo = Field(
+    margin: Annotated[PowerOfTwo, DELAYED] = Field(
         default=0, description="delayed: headroom above the largest magnitude, as a power of two."
     )
-    first_bf16_layers: CountOrZero = Field(default=0, description="Number of layers at the start that do not use FP8.")
-    last_bf16_layers: CountOrZero = Field(default=0, description="Number of layers at the end that do not use FP8.")
+    first_bf16_layers: Annotated[CountOrZero, ON] = Field(
+        default=0, description="Number of layers at the start that do not use FP8."
+    )
+    last_bf16_layers: Annotated[CountOrZero, ON] = Field(
+        default=0, description="Number of layers at the end that do not use FP8."
+    )
 
     @property
     def chosen(self) -> Fp8Recipe:

@@ -19,6 +19,9 @@ from megajax.schema.fields import (
     Text,
     derived,
 )
+from megajax.schema.rules import Excludes, Needs, ReadIf
+
+SET_STEPS, NO_ROLLBACKS = "set run.steps instead", "or set run.max_rollbacks=0"
 
 
 class RunConfig(Section):
@@ -31,7 +34,17 @@ class RunConfig(Section):
         "Directory of logs and checkpoints; the same command resumes the run found there.",
     )
     seed: Seed = Field(default=1234, description="Seed of the initial weights, the data order and dropout.")
-    epochs: Positive | None = Field(
+    epochs: Annotated[
+        Positive | None,
+        Excludes("data.kind", "synthetic", because="synthetic data has no end", cure=SET_STEPS),
+        Excludes(
+            "data.order",
+            "megatron",
+            because="that order is made for a number of samples",
+            cure=f"{SET_STEPS}, or use shuffled or sequential",
+        ),
+        Excludes("data.stages", because="it counts passes over data.train", cure=f"{SET_STEPS}, or remove the stages"),
+    ] = Field(
         default=None,
         description="Number of passes over data.train, instead of run.steps, which follows once the data is open.",
     )
@@ -39,8 +52,15 @@ class RunConfig(Section):
         lambda run: 1000 if run["epochs"] is None else UNKNOWN_STEPS, "1000", "Number of optimizer steps."
     )
     log_interval: Count = Field(default=10, description="Steps between logged lines.")
-    eval_interval: CountOrZero = Field(default=0, description="Steps between evaluations; 0: only at the end.")
-    eval_steps: Batches = Field(
+    eval_interval: Annotated[CountOrZero, ReadIf("eval_steps", bool)] = Field(
+        default=0, description="Steps between evaluations; 0: only at the end."
+    )
+    eval_steps: Annotated[
+        Batches,
+        Excludes(
+            "data.kind", "synthetic", of="all", because="synthetic data has no end", cure="give run.eval_steps a number"
+        ),
+    ] = Field(
         default=10,
         description="Batches in an evaluation; all: each sample of the evaluation data once; 0: never evaluate.",
     )
@@ -83,8 +103,34 @@ class RunConfig(Section):
         description="A loss above this multiple of the median of the last spike_window steps is a spike: it is reported"
         " and counted. null: no loss is.",
     )
-    spike_window: Count = Field(default=128, description="Number of losses in the median for spike_factor.")
-    max_rollbacks: CountOrZero = Field(
+    spike_window: Annotated[Count, ReadIf("spike_factor")] = Field(
+        default=128, description="Number of losses in the median for spike_factor."
+    )
+    max_rollbacks: Annotated[
+        CountOrZero,
+        Needs(
+            "checkpoint_interval",
+            what="checkpoints",
+            cure=f"set run.checkpoint_interval, {NO_ROLLBACKS}",
+        ),
+        Needs(
+            "checkpoint.save_optimizer",
+            True,
+            what="checkpoints with optimizer state",
+            cure=f"remove checkpoint.save_optimizer, {NO_ROLLBACKS}",
+        ),
+        Excludes(
+            "data.order",
+            "megatron",
+            because="that order is made for a fixed number of samples, and a rollback leaves out batches",
+            cure=f"use shuffled or sequential, {NO_ROLLBACKS}",
+        ),
+        Excludes(
+            "data.stages",
+            because="stages begin at fixed samples, and a rollback leaves out batches",
+            cure=f"remove the stages, {NO_ROLLBACKS}",
+        ),
+    ] = Field(
         default=0,
         description="Number of times that the run goes back to a checkpoint after a spike, or after more than"
         " max_nonfinite_steps steps, and leaves out the batches up to that step; 0: never.",

@@ -4,8 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megajax.options.schedules import COSINE, SCHEDULES, LearningRateSchedule
+from megajax.options.schedules import COSINE, DECAY, LOWEST, SCHEDULES, STYLE, TAIL, LearningRateSchedule
 from megajax.schema.fields import CountOrZero, Positive, PositiveOrZero, Section, Steps, derived
+from megajax.schema.rules import AtMost, ReadIf
+
+
+def _reads(key: str) -> ReadIf:
+    return ReadIf("kind", lambda kind: key in SCHEDULES[kind].reads)
 
 
 def lowest_rate(kind: str, learning_rate: float) -> float:
@@ -21,12 +26,12 @@ class ScheduleConfig(Section):
         description="Shape after the warm-up; wsd: constant, then a final decay; or one registered by run.extensions.",
     )
     learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
-    min_learning_rate: PositiveOrZero = derived(
+    min_learning_rate: Annotated[PositiveOrZero, _reads(LOWEST), AtMost("learning_rate", cure="lower it")] = derived(
         lambda schedule: lowest_rate(schedule["kind"], schedule["learning_rate"]),
         "a tenth of learning_rate; 0 for inverse_sqrt",
         "Learning rate at the end of the decay; with 0 the step decay_steps changes nothing.",
     )
-    warmup_steps: CountOrZero = Field(
+    warmup_steps: Annotated[CountOrZero, AtMost("decay_steps")] = Field(
         default=0, description="Steps of linear warm-up; the first step has learning_rate / warmup_steps."
     )
     delay_steps: CountOrZero = Field(
@@ -34,18 +39,18 @@ class ScheduleConfig(Section):
         description="Step t has the schedule's rate of step t - delay_steps; 1: as in Megatron-LM, whose first step of"
         " a warm-up has rate 0.",
     )
-    decay_steps: Steps = derived(  # filled in by Config, which sees the run
+    decay_steps: Annotated[Steps, _reads(DECAY)] = derived(  # filled in by Config, which sees the run
         lambda schedule: None,
         "run.steps, at least warmup_steps + 1",
         "Step at which the learning rate reaches min_learning_rate.",
     )
-    wsd_decay_steps: Steps | None = Field(
+    wsd_decay_steps: Annotated[Steps | None, _reads(TAIL)] = Field(
         default=None,
         description="wsd: number of steps of the final decay.",
         json_schema_extra={"derived": "a tenth of decay_steps if kind is wsd"},
     )
 
-    wsd_decay_style: Literal["linear", "exponential", "cosine", "minus_sqrt"] = Field(
+    wsd_decay_style: Annotated[Literal["linear", "exponential", "cosine", "minus_sqrt"], _reads(STYLE)] = Field(
         default="linear",
         description="wsd: shape of the final decay, of its share r from learning_rate to min_learning_rate. linear:"
         " 1 - r; exponential: 2 * 0.5^r - 1; cosine: (1 + cos(pi * r)) / 2; minus_sqrt: 1 - sqrt(r).",

@@ -42,12 +42,13 @@ REFUSED = {
         " (the command line: run.max_rollbacks=1): remove checkpoint.save_optimizer, or set run.max_rollbacks=0."
     ),
     "run.max_rollbacks=1 run.checkpoint_interval=9 data.kind=indexed data.train=t data.order=megatron": (
-        "run.max_rollbacks=1 leaves out batches, but data.order=megatron is made for a fixed number of samples"
-        " (the command line: run.max_rollbacks=1): use shuffled or sequential, or set run.max_rollbacks=0."
+        "run.max_rollbacks=1 cannot be combined with data.order=megatron, because that order is made for a fixed "
+        "number of samples, and a rollback leaves out batches (@): use shuffled or sequential, or set "
+        "run.max_rollbacks=0."
     ),
     "run.max_rollbacks=1 run.checkpoint_interval=9 data.kind=indexed data.train=t data.stages=[{from_step: 9, train: u}]": (  # noqa: E501
-        "run.max_rollbacks=1 leaves out batches, but the stages of data.stages begin at fixed samples"
-        " (the command line: run.max_rollbacks=1): remove the stages, or set run.max_rollbacks=0."
+        "run.max_rollbacks=1 cannot be combined with data.stages=[{from_step: 9, train: u}], because stages begin "
+        "at fixed samples, and a rollback leaves out batches (@): remove the stages, or set run.max_rollbacks=0."
     ),
     "mesh.data=-1 mesh.fsdp=-1": (
         "mesh.data=-1 and mesh.fsdp=-1 cannot share the remaining devices (@): keep -1 on one axis only."
@@ -57,8 +58,8 @@ REFUSED = {
         " set model.num_experts, or use mesh.data or mesh.fsdp for the batch."
     ),
     "lora.rank=8": (
-        "lora.rank=8 freezes the weights of a trained model, but checkpoint.init_from names none (@):"
-        " set checkpoint.init_from to a run or to a Hugging Face folder."
+        "lora.rank=8 needs the weights of a trained model, but checkpoint.init_from=null (@): set "
+        "checkpoint.init_from to a run or to a Hugging Face folder."
     ),
     "lora.rank=8 checkpoint.init_from=r precision.fp8.recipe=current": (
         "lora.rank=8 cannot be combined with precision.fp8.recipe=current (the command line: lora.rank=8):"
@@ -68,10 +69,12 @@ REFUSED = {
         "lora.rank=8 freezes the routers, but model.router.bias_update_rate=0.001 changes their bias"
         " (the command line: lora.rank=8): set model.router.bias_update_rate=0."
     ),
-    "model.experts_per_token=4": ("model.experts_per_token=4 needs experts (@): set model.num_experts, or remove it."),
+    "model.experts_per_token=4": (
+        "model.experts_per_token=4 needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
+    ),
     "model.num_experts=4 model.experts_per_token=8": (
         "model.experts_per_token=8 is more than model.num_experts=4 (the command line: model.experts_per_token=8):"
-        " use 4 or less."
+        " use 4 or less, or raise model.num_experts."
     ),
     "model.num_experts=8 model.router.num_groups=3": (
         "model.router.num_groups=3 does not divide model.num_experts=8 (the command line: model.router.num_groups=3):"
@@ -98,7 +101,7 @@ REFUSED = {
         " line: mesh.expert=2): add expert to mesh.experts_over, or use mesh.data."
     ),
     "mesh.experts_over=[tensor]": (
-        "mesh.experts_over=[tensor] needs experts (@): set model.num_experts, or remove it."
+        "mesh.experts_over=[tensor] needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
     ),
     "model.num_experts=8 mesh.tensor=2 model.expert_ffn_hidden_size=33": (
         "mesh.tensor=2 does not divide model.expert_ffn_hidden_size=33 (the command line: mesh.tensor=2):"
@@ -109,8 +112,8 @@ REFUSED = {
         " model.mlp_bias=true): set model.mlp_bias=false."
     ),
     "model.activation=clamped_swiglu precision.fp8.recipe=current precision.fp8.backend=transformer_engine": (
-        "model.activation=clamped_swiglu cannot be combined with precision.fp8.backend=transformer_engine (the"
-        " command line: precision.fp8.backend=transformer_engine): set precision.fp8.backend=xla."
+        "precision.fp8.backend=transformer_engine cannot be combined with model.activation=clamped_swiglu (the "
+        "command line: precision.fp8.backend=transformer_engine): set precision.fp8.backend=xla."
     ),
     "model.num_experts=8 precision.fp8.recipe=current precision.fp8.backend=transformer_engine": (
         "precision.fp8.backend=transformer_engine cannot be combined with model.num_experts=8 (the"
@@ -122,16 +125,18 @@ REFUSED = {
         " model.router.pre_softmax=false."
     ),
     "model.num_experts=8 model.router.drop_policy=position": (
-        "model.router.drop_policy=position needs an expert capacity (the command line:"
-        " model.router.drop_policy=position): set model.router.capacity_factor, or remove it."
+        "model.router.drop_policy=position needs an expert capacity, but model.router.capacity_factor=null (the "
+        "command line: model.router.drop_policy=position): set model.router.capacity_factor, or remove "
+        "model.router.drop_policy."
     ),
     "model.num_experts=8 model.router={sinkhorn: true, expert_bias: true}": (
         "model.router.sinkhorn=true cannot be combined with model.router.expert_bias=true (the command"
         " line: model.router={sinkhorn: true, expert_bias: true}): remove one of them."
     ),
     "model.num_experts=8 model.shared_expert_gate=true": (
-        "model.shared_expert_gate=true needs a shared expert (the command line: model.shared_expert_gate=true):"
-        " set model.shared_expert_ffn_hidden_size."
+        "model.shared_expert_gate=true needs a shared expert, but model.shared_expert_ffn_hidden_size=0 (the "
+        "command line: model.shared_expert_gate=true): set model.shared_expert_ffn_hidden_size, or remove "
+        "model.shared_expert_gate."
     ),
     "mesh.tensor=3": (
         "mesh.tensor=3 does not divide model.num_heads=8 (@): set mesh.tensor to 1, 2, 4 or 8, or change"
@@ -161,8 +166,8 @@ REFUSED = {
         " use 1.0 and 4.0 as Llama 3.1 does."
     ),
     "model.rope_scaling={kind: yarn, factor: 4, beta_slow: 40}": (
-        "model.rope_scaling.beta_slow=40.0 is above model.rope_scaling.beta_fast=32.0 (@): use 1.0 and 32.0, the"
-        " defaults."
+        "model.rope_scaling.beta_slow=40.0 is more than model.rope_scaling.beta_fast=32.0 (@): use 1.0 and 32.0, "
+        "the defaults."
     ),
     "model.rope_scaling={kind: longrope, factor: 4, short_factors: [1, 1, 1, 1], long_factors: [2]}": (
         "model.rope_scaling.kind=longrope needs 4 numbers in model.rope_scaling.long_factors, not 1 (@): give one for"
@@ -176,7 +181,8 @@ REFUSED = {
         " dimensions of each head."
     ),
     "model.layer_pattern=[global,local]": (
-        "model.layer_pattern=[global, local] has local layers without a window (@): set model.sliding_window."
+        "model.layer_pattern=[global, local] needs a window for its local layers, but model.sliding_window=null "
+        "(@): set model.sliding_window."
     ),
     f"model.layer_pattern=[{','.join(['global'] * 13)}]": (
         "model.layer_pattern=[global, global, global, global, global, global, global, ... has 13 entries,"
@@ -191,13 +197,15 @@ REFUSED = {
     ),
     "batch.num_microbatches=3": ("batch.num_microbatches=3 does not divide batch.global_size=8 (@): use 1, 2, 4 or 8."),
     "model.max_positions=16 model.position=learned": (
-        "batch.sequence_length=32 is longer than model.max_positions=16 (@): use 16 or"
-        " less, or raise model.max_positions."
+        "batch.sequence_length=32 is more than model.max_positions=16 (@): use 16 or less, or raise "
+        "model.max_positions."
     ),
     "remat.layers=13 remat.policy=full": (
         "remat.layers=13 is more than model.num_layers=12 (@): use 12 or less, or null for all."
     ),
-    "remat.group=2": ("remat.group=2 needs remat.policy=full, not none (@): set remat.group=1, or remat.policy=full."),
+    "remat.group=2": (
+        "remat.group=2 needs remat.policy=full, but remat.policy=none (@): set remat.group=1, or remat.policy=full."
+    ),
     "remat.group=5 remat.policy=full": (
         "remat.group=5 does not divide the 12 recomputed layers (@): use 1, 2, 3, 4, 6 or 12."
     ),
@@ -205,16 +213,17 @@ REFUSED = {
         "remat.group=3 does not divide the 4 recomputed layers (@): use 1, 2 or 4."
     ),
     "kernels.attention=cudnn model.attention_softcap=50": (
-        "kernels.attention=cudnn cannot run with model.attention_softcap=50.0 (@): use kernels.attention=auto."
+        "kernels.attention=cudnn cannot be combined with model.attention_softcap=50.0 (@): use kernels.attention=auto."
     ),
     "kernels.attention=cudnn precision.compute=float32": (
-        "kernels.attention=cudnn cannot run with precision.compute=float32 (@): use kernels.attention=auto."
+        "kernels.attention=cudnn cannot be combined with precision.compute=float32 (@): use kernels.attention=auto."
     ),
     "schedule.min_learning_rate=1": (
-        "schedule.min_learning_rate=1.0 is above schedule.learning_rate=0.0003 (@): lower it."
+        "schedule.min_learning_rate=1.0 is more than schedule.learning_rate=0.0003 (@): lower it."
     ),
     "schedule.warmup_steps=101": (
-        "schedule.warmup_steps=101 is more than schedule.decay_steps=100 (@): use 100 or less."
+        "schedule.warmup_steps=101 is more than schedule.decay_steps=100 (@): use 100 or less, or raise "
+        "schedule.decay_steps."
     ),
     "schedule.wsd_decay_steps=60 schedule.kind=wsd schedule.warmup_steps=41": (
         "schedule.wsd_decay_steps=60 and schedule.warmup_steps=41 together are more than"
@@ -233,11 +242,12 @@ REFUSED = {
         "data.split=9,1,0 cannot be combined with data.valid=b (@): remove one of them."
     ),
     "data.synthetic_documents=2 data.kind=indexed data.train=a": (
-        "data.synthetic_documents=2 is for data.kind=synthetic only, not for data.kind=indexed (@):"
-        " remove it, or set data.kind=synthetic."
+        "data.synthetic_documents=2 needs data.kind=synthetic, but data.kind=indexed (@): remove it, or set "
+        "data.kind=synthetic."
     ),
     "data.synthetic_documents=33": (
-        "data.synthetic_documents=33 is more than batch.sequence_length=32 (@): use 32 or less."
+        "data.synthetic_documents=33 is more than batch.sequence_length=32 (@): use 32 or less, or raise "
+        "batch.sequence_length."
     ),
 }
 
@@ -264,7 +274,7 @@ def test_a_key_that_only_experts_read_is_refused_without_any(key):
     if isinstance(field.default, bool | str):
         choices = get_args(field.annotation) or ("true", "false")
         other = next(each for each in choices if each != str(field.default).lower())
-    with pytest.raises(ConfigError, match=f"^{re.escape(key)}={other} needs experts "):
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)}={other} needs experts, but "):
         load_config("x.yaml", [f"{key}={other}"])
 
 
@@ -286,7 +296,7 @@ ALLOWED = [
     "kernels.attention=cudnn precision.compute=float16",
     "data.kind=indexed data.train=a data.split=9,1,0 run.eval_interval=5",
     "data.kind=indexed data.train=b data.valid=b data.test=c run.eval_interval=5",
-    "data.split=9,1,0 data.train=ignored data.valid=ignored",
+    "data.split=9,1,0 data.train=ignored data.tokenizer=ignored",
     "optimizer.kind=sgd optimizer.beta1=0",
     "data.synthetic_documents=32 data.reset_attention=true data.mask_end_of_document_loss=true",
     "data.kind=indexed data.train=a data.reset_attention=true data.reset_positions=true",
@@ -357,7 +367,7 @@ WARNED = {
     "data.pack=false": ("", "data.kind=synthetic"),
     "data.too_long=drop": ("", "data.kind=synthetic"),
     "data.text_key=other": ("", "data.kind=synthetic"),
-    "data.fim_rate=0.5": ("", "data.kind=synthetic"),
+    "data.fim_rate=0.5": ("data.tokenizer=byte", "data.kind=synthetic"),
     "data.fim_spm_rate=0.25": ("", "data.fim_rate=0.0"),
     "data.fim_tokens.prefix=<p>": ("", "data.fim_rate=0.0"),
     "data.train_samples=900": ("", "data.order=shuffled"),

@@ -101,10 +101,10 @@ REFUSED = {
         " experts (@): lower them, or set model.num_experts=null."
     ),
     "model.first_dense_layers=1 model.num_experts=null": (
-        "model.first_dense_layers=1 needs experts (@): set model.num_experts, or remove it."
+        "model.first_dense_layers=1 needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
     ),
     "model.moe_layer_interval=2 model.num_experts=null": (
-        "model.moe_layer_interval=2 needs experts (@): set model.num_experts, or remove it."
+        "model.moe_layer_interval=2 needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
     ),
     "model.block_pattern=[dense,moe] model.num_experts=null model.expert_ffn_hidden_size=null": (
         "model.block_pattern=[dense, moe] has layers with experts (@): set model.num_experts."
@@ -113,8 +113,8 @@ REFUSED = {
         "model.block_pattern=[dense] has no layer with the experts of model.num_experts=4 (@): add moe to it, or set"
         " model.num_experts=null."
     ),
-    "model.first_dense_layers=1 model.block_pattern=[dense,moe]": (
-        "model.first_dense_layers=1 cannot be combined with model.block_pattern=[dense, moe] (@): remove one of them."
+    "model.block_pattern=[dense,moe] model.first_dense_layers=1": (
+        "model.block_pattern=[dense, moe] cannot be combined with model.first_dense_layers=1 (@): remove one of them."
     ),
     # The dense layers' width counts where there are some.
     "mesh.tensor=2 model.first_dense_layers=1": (

@@ -93,7 +93,10 @@ def test_a_missing_file_of_a_stage_is_named(staged):
         (["data.stages=[{from_step: 5, train: b}, {from_step: 5, train: c}]"], "is not after the stage before it"),
         (["data.stages=[]"], "data.stages=[] is empty"),
         (["data.stages=[{from_step: 0, train: b}]"], "data.stages.0.from_step=0 is too small"),
-        (["data.stages=[{from_step: 5, train: b}]", "data.order=megatron"], "data.stages cannot be combined with"),
+        (
+            ["data.stages=[{from_step: 5, train: b}]", "data.order=megatron"],
+            "data.stages=[{from_step: 5, train: b}] cannot be combined with data.order=megatron",
+        ),
         (["data.train=[{prefix: a}, {prefix: b, weight: null}]"], "has sources with and without a weight"),
         (["data.train={file: no.txt}"], "names a file that cannot be read (No such file or directory)"),
         (["data.train={file: bad.txt}"], "names a file that has no blend, such as '0.7 a 0.3 b' or 'a b'"),

@@ -126,7 +126,11 @@ BAD = {
         "settings.depth is no setting of SourceEncoder.*it has length",
     ),
     "missing": ({"encoder": {"kind": "source"}}, {}, "encoder.settings.length is not set"),
-    "without": ({"encoder": {"kind": "none", "settings": {"length": 6}}}, {}, "encoder.settings=.*which has none"),
+    "without": (
+        {"encoder": {"kind": "none", "settings": {"length": 6}}},
+        {},
+        "encoder.settings=.* needs an encoder, but model.encoder.kind=none",
+    ),
     "nobody gives": ({"encoder": {"kind": "none"}}, {}, "CrossAttention .block reads_source. reads the stream source"),
     "nobody reads": ({"block_pattern": ["dense"]}, {}, "no sublayer reads the stream of model.encoder.kind=source"),
     "context": (

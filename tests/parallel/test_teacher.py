@@ -113,7 +113,7 @@ BAD = {
     "modules": ({"teacher": {"model": {**TEACHER, "mtp_layers": 1}}}, "teacher.model.mtp_layers is set"),
     "source alone": (
         {"teacher": {"source": "x"}, "objective": {"kind": "next_token", "settings": {}}},
-        "teacher.source=x without teacher.model",
+        "teacher.source=x needs teacher.model",
     ),
     "mesh": (
         {"teacher": {"model": {**TEACHER, "num_heads": 1, "num_kv_heads": 1}}},

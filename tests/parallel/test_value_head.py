@@ -167,9 +167,15 @@ def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lor
 
 def test_what_needs_logits_is_refused(table):
     for changes, sentence in (
-        ({"model": {"mtp_layers": 1}}, "mtp_layers=1 needs the model's head, but objective.kind=value_head"),
-        ({"checkpoint": {"export_hf": {"dir": "x", "every": 10}}}, "export_hf.dir=x needs the model's head"),
-        ({"model": {"z_loss": 0.1}}, "model.z_loss=0.1 belongs to next_token"),
+        (
+            {"model": {"mtp_layers": 1}},
+            "mtp_layers=1 cannot be combined with objective.kind=value_head, because it has",
+        ),
+        (
+            {"checkpoint": {"export_hf": {"dir": "x", "every": 10}}},
+            "export_hf.dir=x cannot be combined with objective.kind=value_head",
+        ),
+        ({"model": {"z_loss": 0.1}}, "model.z_loss=0.1 needs objective.kind=next_token, but objective.kind=value_head"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make(table, {}, **changes)

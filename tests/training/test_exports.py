@@ -112,11 +112,11 @@ def test_mistakes_are_found_at_the_start(build, make_config, tmp_path):
     with pytest.raises(ConfigError) as error:
         build("run.checkpoint_interval=20", "checkpoint.export_hf.every=30")
     assert str(error.value) == (
-        "checkpoint.export_hf.every=30 is not a multiple of run.checkpoint_interval=20, but a folder is written from a "
-        "checkpoint (the command line: checkpoint.export_hf.every=30): set run.checkpoint_interval=30, or use a "
+        "checkpoint.export_hf.every=30 is not a multiple of run.checkpoint_interval=20 (the "
+        "command line: checkpoint.export_hf.every=30): set run.checkpoint_interval=30, or use a "
         "multiple of 20."
     )
-    with pytest.raises(ConfigError, match="run.checkpoint_interval=0, but a .*: set run.checkpoint_interval=30.$"):
+    with pytest.raises(ConfigError, match="run.checkpoint_interval=0 .*: set run.checkpoint_interval=30.$"):
         build("checkpoint.export_hf.every=30")
     with pytest.warns(UserWarning, match="export_hf.every=3 has no effect with checkpoint.export_hf.dir=null"):
         make_config("checkpoint.export_hf.every=3")

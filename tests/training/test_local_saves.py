@@ -267,8 +267,11 @@ def test_mistakes_are_sentences(make_config, tmp_path):
     local = "checkpoint.local_dir=/x"
     for overrides, sentence in (
         ([local], "checkpoint.local_dir=/x needs checkpoint.local_interval (@): set checkpoint.local_interval to a"),
-        ([local, "checkpoint.local_interval=5", "run.checkpoint_interval=5"], "is not less than run.checkpoint_interv"),
-        ([local, "checkpoint.local_interval=5", "checkpoint.save_optimizer=false"], "excludes (@): remove one of them"),
+        ([local, "checkpoint.local_interval=5", "run.checkpoint_interval=5"], "is not below run.checkpoint_interv"),
+        (
+            [local, "checkpoint.local_interval=5", "checkpoint.save_optimizer=false"],
+            "=false, because it is to resume from (@): remove one of them",
+        ),
     ):
         with pytest.raises(ConfigError, match=re.escape(sentence.replace("@", f"the command line: {local}"))):
             make_config(*overrides)

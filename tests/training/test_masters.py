@@ -129,7 +129,7 @@ def test_weights_of_another_run_are_split():
 def test_it_needs_bfloat16():
     with pytest.raises(
         ConfigError,
-        match=r"optimizer.master=split stores the BF16 numbers that a step computes with, but precision.compute=float32"
-        r" .*: set precision.compute=bfloat16, or optimizer.master=float32.",
+        match=r"optimizer.master=split cannot be combined with precision.compute=float32, because it stores the BF16"
+        r" numbers .*: set precision.compute=bfloat16, or optimizer.master=float32.",
     ):
         make_config(MODEL, optimizer={"master": "split"})
