@@ -111,12 +111,16 @@ class AttentionShape:
     sequence_length: int
     softcap: float | None = None
     packed: bool = False  # a sequence holds several documents
+    # Of attention to both sides: a window that is shorter than a sequence, and whether some tokens are padding
+    two_sided_window: int | None = None
+    padded: bool = False
     # Where attention runs over parts of the keys: the settings that cuDNN does not support for a part
     parts_with: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> "AttentionShape":
         model, length = config.model, config.batch.sequence_length
+        shortest = min((window for window in layer_windows(model) if window is not None), default=length)
         return cls(
             config.precision.compute,
             model.head_dim,
@@ -124,6 +128,8 @@ class AttentionShape:
             length,
             model.attention_softcap,
             config.data.reset_attention,
+            shortest if shortest < length and not model.causal else None,
+            not model.causal and any(map(config.is_padded, ("train", "valid"))),
             _unsupported_by_parts(config, sizes),
         )
 
@@ -213,6 +219,12 @@ def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShap
     if attention.packed:
         problem = "cuDNN has no document mask and the batch has packed documents"
         return problem, f"unset data.reset_attention, {instead}"
+    if attention.two_sided_window is not None:
+        window = f"model.sliding_window={attention.two_sided_window}"
+        return f"cuDNN has no window on both sides and model.causal=false with {window}", f"remove it, {instead}"
+    if attention.padded:
+        problem = "cuDNN does not hide padding from tokens before it and model.causal=false with padded sequences"
+        return problem, f"use another data.kind, {instead}"
     if attention.parts_with:
         problem = f"cuDNN does not support {' and '.join(attention.parts_with)} for a part of the keys"
         return problem, f"set communication.context=all_to_all, {instead}"

@@ -152,14 +152,18 @@ class Reference:
         (B, S), real = fields["tokens"].shape, None
         places = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         ids = ((index * B + jnp.arange(B))[:, None] * S + places).astype(jnp.uint32)
-        starts = ops.document_starts(fields["segment_ids"]) if "segment_ids" in fields else None
+        segments = fields.get("segment_ids")
         if "is_real" in fields:  # the other tokens are padding
+            if not self.config.model.causal:
+                segments = jnp.where(fields["is_real"], 0 if segments is None else segments, -1)
             lengths = fields["is_real"].sum(-1, dtype=jnp.int32)
             numbers = (jnp.maximum(a, 1) for a in (lengths, lengths.sum(), (lengths > 0).sum()))
             real = RealTokens(fields["is_real"].reshape(-1), *numbers)
         return BlockInputs(
             fields["positions"],
-            TokenPositions(places, starts, is_real=fields.get("is_real")),
+            TokenPositions(
+                places, None if segments is None else ops.documents_of(segments), is_real=fields.get("is_real")
+            ),
             ids.reshape(-1),  # each token's number in the batch: its dropout does not depend on the mesh
             dropout_key=key if self.config.model.dropout else None,
             jitter_key=_folded(key, JITTER) if self.config.model.router.jitter else None,

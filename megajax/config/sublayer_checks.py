@@ -57,6 +57,7 @@ def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
     chosen = {
         "documents": (packed, config.data.reset_attention, "set it to false"),
         "lora": ("lora.rank", config.lora.rank is not None, "train all weights, without lora"),
+        "bidirectional": ("model.causal", not model.causal, "set it to true"),
         "qk_clip": ("model.qk_clip", model.qk_clip is not None, "remove it"),
     }
     for ability, (key, applies, cure) in chosen.items():

@@ -36,7 +36,7 @@ def flops_per_token(config: Config) -> float:
     modules = [prediction_kind(model)] * model.mtp_layers
     for kind in (*layer_kinds(model), *modules):
         for work in traced.of(kind.block).parts.values():
-            total += each * work.multiplications + attention_flops(work, S, kind.window)
+            total += each * work.multiplications + attention_flops(work, S, kind.window, model.causal)
     whole = declared_model(model, config.lora, objective=config.objective)
     own = 6 if whole.objective else each  # an objective's own parameters are always trained
     total += own * head_parameter_count(whole) * (1 + model.mtp_layers)
@@ -64,13 +64,12 @@ def active_parameter_count(model: Transformer) -> int:
     return parameter_count(model) - (experts - experts * config.experts_per_token // (config.num_experts or 1))
 
 
-def attention_flops(work: SublayerWork, S: int, window: int | None) -> float:
+def attention_flops(work: SublayerWork, S: int, window: int | None, causal: bool) -> float:
     """FLOPs of attention per token, forward and backward."""
-    return 6 * (attended_keys(S, window) * work.per_key + work.mixing)
+    return 6 * (attended_keys(S, window, causal) * work.per_key + work.mixing)
 
 
-def attended_keys(S: int, window: int | None) -> float:
-    """Mean number of keys that a query attends to; S/2 for plain causal attention, as usual."""
-    if window is None or window >= S:
-        return S / 2
-    return window - window * window / (2 * S)
+def attended_keys(S: int, window: int | None, causal: bool) -> float:
+    """Mean number of keys that a query attends to; S/2 for plain causal attention, as usual; twice that without it."""
+    window = S if window is None or window >= S else window
+    return (window - window * window / (2 * S)) * (1 if causal else 2)

@@ -204,6 +204,7 @@ def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def check_decoding(model: LanguageModel) -> None:
     """Raises InputError if a sublayer cannot do with what was kept of earlier tokens."""
+    model.check_is_causal("generation")
     needs = {DECODING: "generation keeps earlier tokens in a cache"}
     if model.speculate:
         needs[DRAFTS] = "speculation replaces drafts that are not accepted"

@@ -106,6 +106,11 @@ class LanguageModel:
             return self.begin_token
         return self.stop_tokens[0] if self.stop_tokens else None
 
+    def check_is_causal(self, what: str) -> None:
+        """Raises InputError, with `what` needs it, if a token attends to those after it too."""
+        if not self.config.causal:
+            raise InputError(f"{what} needs model.causal=true: each token of this model sees those after it too.")
+
     def check_tokens(self, tokens: np.ndarray) -> None:
         """Raises InputError for token ids `[B, S]` that the model does not have, and for too long sequences."""
         if tokens.ndim != 2 or tokens.size == 0:

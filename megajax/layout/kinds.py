@@ -19,7 +19,7 @@ class Declared(NamedTuple):
     has_experts: bool = False  # `Sublayer.HAS_EXPERTS`
 
 
-RECURRENT = Declared(frozenset({"layer_pattern"}), in_order=True)
+RECURRENT = Declared(frozenset({"bidirectional", "layer_pattern"}), in_order=True)
 DECLARED = {
     ATTENTION: Declared(),
     MLP: Declared(),

@@ -30,7 +30,7 @@ PARTS = ("query", "key", "value", "gate")
 
 
 class Attention(Sublayer):
-    """Grouped-query causal self-attention (Ainslie et al. 2023) with the norm before it: `[T, D]` → `[T, D]`."""
+    """Grouped-query self-attention (Ainslie et al. 2023) with the norm before it: `[T, D]` → `[T, D]`."""
 
     NAME = "attention"
     SUPPORTS = EVERYTHING
@@ -76,6 +76,7 @@ class Attention(Sublayer):
                 c.attention_scale,
                 sinks=w.get("sinks"),
                 wants_largest=c.qk_clip is not None and ctx.inputs.has_metrics,
+                causal=c.causal,
             )
             return comm.attend(q, k, v, ctx.inputs.token_positions, settings)
 

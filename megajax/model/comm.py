@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
-from megajax.ops import AttentionSettings
+from megajax.ops import AttentionSettings, PackedDocuments
 
 
 @jax.tree_util.register_dataclass
@@ -19,9 +19,14 @@ class TokenPositions:
     """The positions of a device's tokens in their sequences."""
 
     index: jax.Array  # [B, S] int32, each token's index in its sequence
-    document_starts: jax.Array | None = None  # [B, S] int32, first index of its document; None: one document
+    documents: PackedDocuments | None = None  # [B, S], those of packed sequences; None: each sequence is one
     chunks: jax.Array | None = None  # first index of each chunk of each device of `context`, if they vary
     is_real: jax.Array | None = None  # [B, S], False for padding; None: there is none
+
+    @property
+    def document_starts(self) -> jax.Array | None:
+        """[B, S] int32, the first index of each token's document; None: each sequence is one."""
+        return None if self.documents is None else self.documents.starts
 
 
 @jax.tree_util.register_dataclass
@@ -142,13 +147,13 @@ class Comm:
     def attend(
         self, q, k, v, positions: TokenPositions, settings: AttentionSettings
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Causal attention of queries `[B, S, N, H]` to the whole sequence.
+        """Attention of queries `[B, S, N, H]` to the whole sequence.
 
         The second result bounds the largest score of each head over this device's real tokens, if it is wanted
         (`ops.partial_attention.largest_score`): `[N]` FP32, 0 for heads that another device has.
         """
-        padding = {"document_starts": positions.document_starts, "is_real": positions.is_real}
-        return ops.attention(q, k, v, settings, implementation="reference", **padding)
+        documents = {"documents": positions.documents, "is_real": positions.is_real}
+        return ops.attention(q, k, v, settings, implementation="reference", **documents)
 
     def attend_latent(
         self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings

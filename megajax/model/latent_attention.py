@@ -79,6 +79,7 @@ class LatentAttention(Sublayer):
                 self.config.attention_softcap,
                 self.score_scale(),
                 wants_largest=self.config.qk_clip is not None and ctx.inputs.has_metrics,
+                causal=self.config.causal,
             )
             out, largest = comm.attend_latent(q, keys, ctx.inputs.token_positions, settings)
             return checkpoint_name(out, "attention"), largest

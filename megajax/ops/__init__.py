@@ -1,7 +1,7 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops import router
-from megajax.ops.attention import AttentionSettings, attention, causal_ranges, document_starts
+from megajax.ops.attention import AttentionSettings, PackedDocuments, attention, documents_of, visible_ranges
 from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
@@ -21,6 +21,7 @@ from megajax.ops.state_space import recurrent_state_space, state_space
 __all__ = [
     "AttentionSettings",
     "Biases",
+    "PackedDocuments",
     "ElementwiseImplementation",
     "ExpertKernels",
     "ExpertMatrices",
@@ -37,10 +38,9 @@ __all__ = [
     "apply_rope",
     "attention",
     "cached_attention",
-    "causal_ranges",
     "chunk_log_probs",
     "chunk_loss_and_grad",
-    "document_starts",
+    "documents_of",
     "dropout",
     "gated_delta_rule",
     "gated_norm",
@@ -54,4 +54,5 @@ __all__ = [
     "router",
     "short_convolution",
     "state_space",
+    "visible_ranges",
 ]

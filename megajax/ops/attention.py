@@ -1,8 +1,9 @@
-"""Causal attention over a whole sequence: a plain reference, cuDNN's kernel and megajax's own, with one signature."""
+"""Attention over a whole sequence: a plain reference, cuDNN's kernel and megajax's own, with one signature."""
 
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.ops.numerics import wide
 from megajax.ops.partial_attention import (
     Implementation,
+    Kind,
     Mask,
     Ranges,
     Scores,
@@ -25,17 +27,26 @@ from megajax.ops.partial_attention import (
 Inputs = tuple[jax.Array, jax.Array, jax.Array]  # q, k, v
 
 
+class PackedDocuments(NamedTuple):
+    """The documents of packed sequences, `[B, S]` int32 each: padding counts as a document."""
+
+    starts: jax.Array  # first position of each token's document
+    ends: jax.Array | None = None  # the position after its last one, which causal attention does not read
+
+
 @dataclass(frozen=True)
 class AttentionSettings:
     """How queries attend to keys and values."""
 
-    window: int | None = None  # number of tokens that a token sees; None: all before it
+    # Number of tokens that a token sees before it, and without `causal` after it, itself included; None: all of them
+    window: int | None = None
     softcap: float | None = None  # bounds scores to ±softcap by tanh, before the mask
     scale: float | None = None  # factor of the scores; None: `H ** -0.5`
     # [N]: one logit per head in the softmax denominator (attention sinks, GPT-OSS, OpenAI 2025), without scale and
     # soft-cap; of the same heads as the queries
     sinks: jax.Array | None = None
     wants_largest: bool = False  # whether the largest scores are returned
+    causal: bool = True  # whether a token sees none after it
 
 
 def attention(
@@ -45,67 +56,78 @@ def attention(
     settings: AttentionSettings = AttentionSettings(),
     *,
     implementation: Implementation,
-    document_starts: jax.Array | None = None,
+    documents: PackedDocuments | None = None,
     is_real: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
     K divides N; query head n reads KV head n // (N/K). "pallas" supports the widths (H, W) of
-    `ranged_attention.WIDTHS`. Position i sees the positions up to i; with a window w only i-w+1 … i; with
-    `document_starts` [B,S] (see the function) only those of its document.
+    `ranged_attention.WIDTHS`. Position i sees the positions up to i, those after it too unless `settings.causal`; with
+    a window w only i-w+1 … i+w-1; with `documents` [B,S] (see `documents_of`) only those of its document.
     The second result is `largest_score` without the sinks, of the queries that are no padding by `is_real [B,S]`; None
     if it is not wanted.
     Raises ValueError for arguments that the implementation does not support.
     """
-    window, softcap, sinks = settings.window, settings.softcap, settings.sinks
+    window, softcap, sinks, causal = settings.window, settings.softcap, settings.sinks, settings.causal
     if window is not None and window < 1:
         raise ValueError(f"window={window} is not a positive number of tokens.")
     if window is not None and window >= q_bsnh.shape[1]:
-        window = None  # it contains every earlier position
+        window = None  # it contains every position
     scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if settings.scale is None else settings.scale
     scores = Scores(scale, softcap, implementation, settings.wants_largest)
+    kind: Kind = "causal" if causal else "full"
     if implementation == "cudnn":
-        if document_starts is not None:
+        if documents is not None:
             raise ValueError('implementation="cudnn" has no document mask: use "pallas" or "reference".')
+        if window is not None and not causal:
+            raise ValueError('implementation="cudnn" has no window on both sides: use "pallas" or "reference".')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
         # jax.nn has none of these.
         if sinks is not None or settings.wants_largest or k_bskh.shape[-1] != v_bskh.shape[-1]:
-            return _whole(scores, window, (q_bsnh, k_bskh, v_bskh), None, sinks, is_real)
+            return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), None, sinks, is_real)
         out = jax.nn.dot_product_attention(
             q_bsnh,
             k_bskh,
             v_bskh,
             scale=scale,
-            is_causal=True,
+            is_causal=causal,
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
         return out, None
     if implementation == "pallas":
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
-        ranges = causal_ranges(index, document_starts, window)
-        return _whole(scores, window, (q_bsnh, k_bskh, v_bskh), ranges, sinks, is_real)
-    visible = _visible(q_bsnh.shape[1], window, document_starts)
+        ranges = visible_ranges(index, documents, window, None if causal else q_bsnh.shape[1])
+        return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), ranges, sinks, is_real)
+    visible = _visible(q_bsnh.shape[1], window, documents, causal)
     return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks, is_real)
 
 
-def causal_ranges(
-    index_bs: jax.Array, document_starts: jax.Array | None, window: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """For queries at positions `index_bs` of the sequence: the first visible key and the end of the range; `[B, S]`."""
-    first = jnp.zeros_like(index_bs) if document_starts is None else document_starts
-    return (first if window is None else jnp.maximum(first, index_bs - window + 1)), index_bs + 1
+def visible_ranges(
+    index_bs: jax.Array, documents: PackedDocuments | None, window: int | None, length: int | None
+) -> Ranges:
+    """For queries at positions `index_bs` of the sequence: the first visible key and the end of the range; `[B, S]`.
+
+    `length` is that of a sequence; None: causal attention.
+    """
+    first = jnp.zeros_like(index_bs) if documents is None else documents.starts
+    first = first if window is None else jnp.maximum(first, index_bs - window + 1)
+    if length is None:
+        return first, index_bs + 1
+    end = jnp.full_like(index_bs, length) if documents is None else documents.ends
+    assert end is not None
+    return first, end if window is None else jnp.minimum(end, index_bs + window)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(scores: Scores, window: int | None, qkv: Inputs, ranges: Ranges | None, sinks, is_real):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _whole(scores: Scores, kind: Kind, window: int | None, qkv: Inputs, ranges: Ranges | None, sinks, is_real):
     """Attention to all keys by the functions for a part of the keys, which also return the log-sum-exp in FP32."""
-    return _whole_forward(scores, window, qkv, ranges, sinks, is_real)[0]
+    return _whole_forward(scores, kind, window, qkv, ranges, sinks, is_real)[0]
 
 
-def _whole_forward(scores: Scores, window: int | None, qkv: Inputs, ranges: Ranges | None, sinks, is_real):
-    out, lse = attend(scores, Mask("causal", ranges, window), *qkv)
+def _whole_forward(scores: Scores, kind: Kind, window: int | None, qkv: Inputs, ranges: Ranges | None, sinks, is_real):
+    out, lse = attend(scores, Mask(kind, ranges, window), *qkv)
     largest = largest_score(scores, lse, is_real)
     if sinks is not None:
         out, lse = add_sinks((out, lse), sinks)
@@ -114,10 +136,10 @@ def _whole_forward(scores: Scores, window: int | None, qkv: Inputs, ranges: Rang
     return (out, largest), (qkv, ranges, sinks, out, lse)
 
 
-def _whole_backward(scores: Scores, window: int | None, saved, gradients):
+def _whole_backward(scores: Scores, kind: Kind, window: int | None, saved, gradients):
     dout, _ = gradients
     qkv, ranges, sinks, *whole = saved
-    backward = partial(attend_backward, scores, Mask("causal", ranges, window), *qkv)
+    backward = partial(attend_backward, scores, Mask(kind, ranges, window), *qkv)
     gradients, dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
     return gradients, None, dsinks, None
 
@@ -125,11 +147,14 @@ def _whole_backward(scores: Scores, window: int | None, saved, gradients):
 _whole.defvjp(_whole_forward, _whole_backward)
 
 
-def document_starts(segment_ids_bs: jax.Array) -> jax.Array:
-    """The first position of each token's document, `[B, S]` int32; a document ends where the id changes."""
-    index = jnp.broadcast_to(jnp.arange(segment_ids_bs.shape[1], dtype=jnp.int32), segment_ids_bs.shape)
-    changed = segment_ids_bs != jnp.roll(segment_ids_bs, 1, axis=1)
-    return lax.cummax(jnp.where(changed, index, 0), axis=1)
+def documents_of(segment_ids_bs: jax.Array) -> PackedDocuments:
+    """The document of each token, which ends where the id changes."""
+    S = segment_ids_bs.shape[1]
+    index = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), segment_ids_bs.shape)
+    first = segment_ids_bs != jnp.roll(segment_ids_bs, 1, axis=1)
+    last = segment_ids_bs != jnp.roll(segment_ids_bs, -1, axis=1)
+    starts = lax.cummax(jnp.where(first, index, 0), axis=1)
+    return PackedDocuments(starts, lax.cummin(jnp.where(last, index + 1, S), axis=1, reverse=True))
 
 
 def _reference(
@@ -161,12 +186,12 @@ def _reference(
     return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, W).astype(q_bsnh.dtype), largest
 
 
-def _visible(S: int, window: int | None, document_starts: jax.Array | None) -> jax.Array:
+def _visible(S: int, window: int | None, documents: PackedDocuments | None, causal: bool) -> jax.Array:
     """Whether a query sees a key, broadcastable to [B, K, N/K, S, S]. Each query sees its own position."""
     behind = jnp.arange(S)[:, None] - jnp.arange(S)[None, :]
-    visible = behind >= 0
+    visible = behind >= 0 if causal else jnp.full((S, S), True)
     if window is not None:
-        visible &= behind < window
-    if document_starts is not None:
-        visible &= (document_starts[:, :, None] == document_starts[:, None, :])[:, None, None]
+        visible &= jnp.abs(behind) < window
+    if documents is not None:
+        visible &= (documents.starts[:, :, None] == documents.starts[:, None, :])[:, None, None]
     return visible

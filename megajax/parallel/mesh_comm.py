@@ -122,8 +122,9 @@ class MeshComm(Comm):
         scale, window = self.scales.next(settings.scale or q.shape[-1] ** -0.5), settings.window
         scores = Scores(scale, settings.softcap, self.kernels.attention, settings.wants_largest)
         if window is not None and window >= q.shape[1] * self.context_size:
-            window = None  # it includes every earlier token
-        return self.context_attention(self.context_size, scores, window, zigzag=positions.chunks is None)
+            window = None  # it includes every token
+        zigzag = positions.chunks is None
+        return self.context_attention(self.context_size, scores, window, zigzag, settings.causal)
 
     @property
     def attention_is_fused(self) -> bool:

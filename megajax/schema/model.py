@@ -399,8 +399,16 @@ class ModelConfig(Section):
         default=False,
         description="One learned logit per head in the softmax denominator (attention sink); it starts at 0.",
     )
+    causal: Annotated[
+        bool, Excludes("objective.kind", "next_token", of=False, because="a token would see the next one")
+    ] = Field(
+        default=True,
+        description="A token attends to the tokens before it only; false: also to those after it, as in encoders.",
+    )
     sliding_window: Annotated[Count | None, IN_LOCAL_LAYERS] = Field(
-        default=None, description="Number of tokens that a local layer attends to, the query's own token included."
+        default=None,
+        description="Number of tokens that a local layer attends to, the query's own token included; with causal=false"
+        " on each side.",
     )
     layer_pattern: Annotated[
         LayerPattern,

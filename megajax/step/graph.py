@@ -113,7 +113,8 @@ class Graph:
 
     def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
-        fields, imbalance = add_token_positions(batch, self.sizes["context"], self.plan.keeps_order)
+        order = self.plan.keeps_order, self.plan.model.causal
+        fields, imbalance = add_token_positions(batch, self.sizes["context"], *order)
         if "is_real" in batch:
             lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)

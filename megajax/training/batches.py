@@ -45,7 +45,7 @@ def to_global(
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
     if program.plan.balances_context:
-        order = balanced_order(fields["segment_ids"], size)
+        order = balanced_order(fields["segment_ids"], size, program.plan.model.causal)
         fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}
     else:
         order = np.broadcast_to(np.arange(S) if program.plan.keeps_order else stored_order(S, size), (rows, S))

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.errors import ConfigError
 from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
-from megajax.ops import AttentionSettings, attention, cached_attention, causal_ranges, document_starts
+from megajax.ops import AttentionSettings, attention, cached_attention, documents_of, visible_ranges
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
 from megajax.tools.plan.compile import no_gpu_needed
@@ -18,7 +18,7 @@ S = 37
 SEGMENTS = np.stack([np.repeat([1, 2, 3], [11, 19, 7]), np.repeat([5, 0], [30, 7])])
 
 
-def numpy_attention(q, k, v, sinks=None, *, window=None, segment_ids=None, softcap=None, scale=None):
+def numpy_attention(q, k, v, sinks=None, *, window=None, segment_ids=None, softcap=None, scale=None, causal=True):
     """One query at a time, over the keys that it may see, and its head's sink."""
     out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -27,8 +27,8 @@ def numpy_attention(q, k, v, sinks=None, *, window=None, segment_ids=None, softc
         seen = [
             j
             for j in range(q.shape[1])
-            if j <= i
-            and (window is None or i - window + 1 <= j)
+            if (j <= i or not causal)
+            and (window is None or abs(i - j) < window)
             and (segment_ids is None or segment_ids[b, i] == segment_ids[b, j])
         ]
         scores = scale * k[b, seen, kv] @ q[b, i, n]
@@ -56,13 +56,15 @@ CASES = {
     "window across segments": {"segment_ids": SEGMENTS, "window": 9},
     "soft-cap": {"softcap": 1.5},
     "scale": {"scale": 0.7},
+    "both sides": {"causal": False},
+    "all at once on both sides": {"segment_ids": SEGMENTS, "window": 9, "softcap": 2.0, "scale": 0.5, "causal": False},
     "all at once": {"segment_ids": SEGMENTS, "window": 9, "softcap": 2.0, "scale": 0.5},
 }
 
 
-def attended(q, k, v, implementation, document_starts=None, **settings):
-    options = {"implementation": implementation, "document_starts": document_starts}
-    return attention(q, k, v, AttentionSettings(**settings), **options)
+def attended(q, k, v, implementation, segment_ids=None, **settings):
+    documents = None if segment_ids is None else documents_of(jnp.asarray(segment_ids))
+    return attention(q, k, v, AttentionSettings(**settings), implementation=implementation, documents=documents)
 
 
 def by_reference(q, k, v, **options):
@@ -72,11 +74,8 @@ def by_reference(q, k, v, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
     options: dict[str, Any] = CASES[case]
-    found = dict(options)
-    if "segment_ids" in found:
-        found["document_starts"] = document_starts(jnp.asarray(found.pop("segment_ids")))
     check_op(
-        lambda q, k, v: by_reference(q, k, v, **found),
+        lambda q, k, v: by_reference(q, k, v, **options),
         lambda q, k, v: numpy_attention(q, k, v, **options),
         qkv(N=6, K=2, H=8),
         thorough=case == "all at once",
@@ -86,26 +85,25 @@ def test_value_and_gradients_with_grouped_heads(check_op, qkv, case):
 @pytest.mark.parametrize("case", ["causal", "all at once"])
 def test_value_and_gradients_with_sinks(check_op, qkv, rng, case):
     options: dict[str, Any] = CASES[case]
-    found = dict(options)
-    if "segment_ids" in found:
-        found["document_starts"] = document_starts(jnp.asarray(found.pop("segment_ids")))
     check_op(
-        lambda q, k, v, sinks: by_reference(q, k, v, sinks=sinks, **found),
+        lambda q, k, v, sinks: by_reference(q, k, v, sinks=sinks, **options),
         lambda *args: numpy_attention(*args, **options),
         [*qkv(N=6, K=2, H=8), rng.normal(size=6)],
         thorough=case == "all at once",
     )
 
 
-def test_sinks_are_added_to_what_kernels_compute_without_them(check_op, qkv, rng):
+@pytest.mark.parametrize("case", ["all at once", "all at once on both sides"])
+def test_sinks_are_added_to_what_kernels_compute_without_them(check_op, qkv, rng, case):
     """As with cuDNN and our own kernels, but in float64: one part that gives its log-sum-exp, and corrections."""
-    options: dict[str, Any] = CASES["all at once"]
+    options: dict[str, Any] = CASES[case]
 
     def op(q, k, v, sinks):
         index = jnp.broadcast_to(jnp.arange(S), (2, S))
-        ranges = causal_ranges(index, document_starts(jnp.asarray(SEGMENTS)), options["window"])
+        length = None if options.get("causal", True) else S
+        ranges = visible_ranges(index, documents_of(jnp.asarray(SEGMENTS)), options["window"], length)
         scores = Scores(options["scale"], options["softcap"], "reference")
-        return _whole(scores, None, (q, k, v), ranges, sinks, None)[0]
+        return _whole(scores, "causal", None, (q, k, v), ranges, sinks, None)[0]
 
     arguments = [*qkv(N=6, K=2, H=8), rng.normal(size=6)]
     check_op(op, lambda *args: numpy_attention(*args, **options), arguments, thorough=False)
@@ -122,9 +120,10 @@ def test_values_may_be_of_another_width_than_keys(check_op, rng, width):
     """Materialised, and as one part of the keys, whose backward pass is written out."""
     q, k, v = (rng.normal(size=(1, S, heads, H)) for heads, H in ((4, 8), (2, 8), (2, width)))
     check_op(by_reference, numpy_attention, [q, k, v])
-    ranges = causal_ranges(jnp.arange(S)[None], None, None)
+    ranges = visible_ranges(jnp.arange(S)[None], None, None, None)
     scores = Scores(8**-0.5, None, "reference")
-    check_op(lambda *qkv: _whole(scores, None, qkv, ranges, None, None)[0], numpy_attention, [q, k, v], thorough=False)
+    whole = lambda *qkv: _whole(scores, "causal", None, qkv, ranges, None, None)[0]  # noqa: E731
+    check_op(whole, numpy_attention, [q, k, v], thorough=False)
 
 
 def test_scores_and_softmax_are_float32_for_bfloat16_inputs(error, qkv):
@@ -201,9 +200,10 @@ def test_cudnn_gets_no_window_that_holds_the_whole_sequence(lowered_for_cuda):
     assert lowered_for_cuda(window=64) == lowered_for_cuda()
 
 
-def test_documents_start_where_the_id_changes():
-    ids = jnp.array([[3, 3, 1, 1, 1, 2], [0, 1, 1, 0, 0, 0]])
-    assert document_starts(ids).tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 3, 3, 3]]
+def test_documents_begin_and_end_where_the_id_changes():
+    starts, ends = documents_of(jnp.array([[3, 3, 1, 1, 1, 2], [0, 1, 1, 0, 0, 0]]))
+    assert starts.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 3, 3, 3]]
+    assert ends.tolist() == [[2, 2, 5, 5, 5, 6], [1, 3, 3, 6, 6, 6]]
 
 
 def test_cudnn_takes_the_scale_and_any_multiple_of_8(lowered_for_cuda):
@@ -225,7 +225,9 @@ def test_jax_still_refuses_to_train_on_odd_lengths(lowered_for_cuda):
 
 def test_cudnn_refuses_what_it_cannot_do(lowered_for_cuda):
     with pytest.raises(ValueError, match="document mask"):
-        lowered_for_cuda(document_starts=jnp.zeros((2, 64), int))
+        lowered_for_cuda(segment_ids=jnp.zeros((2, 64), int))
+    with pytest.raises(ValueError, match="window on both sides"):
+        lowered_for_cuda(window=3, causal=False)
     with pytest.raises(ValueError, match="softcap=30"):
         lowered_for_cuda(softcap=30.0)
 
@@ -256,6 +258,8 @@ OBSTACLES = [
     ({"sequence_length": 37}, "batch.sequence_length=37"),
     ({"softcap": 50.0}, "model.attention_softcap=50.0"),
     ({"packed": True}, "packed documents"),
+    ({"two_sided_window": 64}, "model.causal=false with model.sliding_window=64"),
+    ({"padded": True}, "model.causal=false with padded sequences"),
     ({"parts_with": ("model.sliding_window=64",)}, "does not support model.sliding_window=64"),
 ]
 

@@ -1,6 +1,7 @@
 """Attention over `context`: outputs and gradients against plain float64 attention, and training on such meshes."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -24,13 +25,13 @@ B, S, H = 2, 48, 8
 SPEC = P(None, "context")
 
 
-def plain_attention(q, k, v, sinks=None, *, window=None, segments=None, softcap=None):
+def plain_attention(q, k, v, sinks=None, *, window=None, segments=None, softcap=None, causal=True):
     """In NumPy and float64, all scores at once: q `[B, S, N, H]`, k and v `[B, S, K, H]`, sinks `[N]`."""
     k, v = (np.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = np.einsum("bqnh,bknh->bnqk", q, k) / np.sqrt(q.shape[-1])
     scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
     behind = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
-    visible = (behind >= 0) & (behind < (window or S))
+    visible = ((behind >= 0) | (not causal)) & (np.abs(behind) < (window or S))
     visible = np.broadcast_to(visible, scores.shape).copy()
     if segments is not None:
         visible &= (segments[:, :, None] == segments[:, None, :])[:, None]
@@ -60,7 +61,9 @@ def gradients_of(function, arguments, dout, epsilon=1e-6):
     return directions, slopes
 
 
-def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks, dout, segments=None, balanced=True):
+def on_devices(
+    strategy: str, size: int, scores: Scores, window, q, k, v, sinks, dout, segments=None, balanced=True, causal=True
+):
     """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence; and dsinks, if any.
 
     Chunks of packed documents are `balanced` by work, or in zig-zag like those of whole sequences.
@@ -69,7 +72,7 @@ def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks,
     index = None
     order = np.broadcast_to(token_order.stored_order(S, size), (B, S))
     if segments is not None and balanced and strategy != "all_to_all":
-        order = index = token_order.balanced_order(segments, size)
+        order = index = token_order.balanced_order(segments, size, causal)
 
     def reorder(a, order):
         return np.take_along_axis(a, order.reshape(B, S, *(1,) * (a.ndim - 2)), axis=1)
@@ -81,11 +84,11 @@ def on_devices(strategy: str, size: int, scores: Scores, window, q, k, v, sinks,
     def local(q, k, v, dout, documents, index, sinks):
         fields = {"tokens": q[..., 0, 0], "segment_ids": documents, "order": index}
         fields = {name: field[None] for name, field in fields.items() if field is not None}
-        batch, _ = token_order.add_token_positions(fields, size)
+        batch, _ = token_order.add_token_positions(fields, size, causal=causal)
         positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
 
         def attention(q, k, v, sinks):
-            over_context = ATTENTION[strategy](size, scores, window, positions.chunks is None)
+            over_context = ATTENTION[strategy](size, scores, window, positions.chunks is None, causal)
             return over_context.attend(q, k, v, positions, sinks)[0]
 
         out, pull = jax.vjp(attention, q, k, v, sinks)
@@ -120,6 +123,9 @@ OPTIONS = {
         "softcap": 2.0,
         "value_width": 11,
     },
+    "window on both sides": {"window": 5, "causal": False},
+    "packed, with sinks, on both sides": {"segments": DOCUMENTS, "sinks": SINKS, "causal": False},
+    "packed, window on both sides": {"segments": DOCUMENTS, "window": 17, "causal": False},
 }
 CASES = [
     ("ring", 4, "packed, in zig-zag"),
@@ -128,6 +134,10 @@ CASES = [
     ("ring", 4, "window, with sinks"),
     *(("all_gather", 4, name) for name in ("narrow values", "packed, window, soft-cap, wide values")),
     ("all_gather", 8, "packed, with sinks"),
+    ("ring", 8, "window on both sides"),
+    ("ring", 4, "packed, with sinks, on both sides"),
+    ("all_gather", 4, "packed, window on both sides"),
+    ("all_to_all", 4, "packed, window on both sides"),
     ("all_to_all", 2, "packed, window, soft-cap, wide values"),
     ("all_to_all", 4, "packed, with sinks"),
     ("all_to_all", 8, "narrow values"),
@@ -140,14 +150,15 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
     # Fewer KV heads than devices, also where the devices share the heads.
     q, k, v, dout = numbers(8, 2, options.get("value_width", H))
     segments, window, softcap, sinks = (options.get(name) for name in ("segments", "window", "softcap", "sinks"))
+    causal = options.get("causal", True)
     arguments = (q, k, v) if sinks is None else (q, k, v, sinks)
 
     def plain(*arguments):
-        return plain_attention(*arguments, window=window, segments=segments, softcap=softcap)
+        return plain_attention(*arguments, window=window, segments=segments, softcap=softcap, causal=causal)
 
     scores = Scores(H**-0.5, softcap, "reference")
     balanced = "zig-zag" not in name
-    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, sinks, dout, segments, balanced)
+    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, sinks, dout, segments, balanced, causal)
     np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
     directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
@@ -199,6 +210,8 @@ def library_backward(q, k, v, _, q_seqlen, kv_seqlen, *rest, scale, mask_type, *
         ("ring", 4, "narrow values"),
         ("all_gather", 4, "with sinks"),
         ("all_gather", 4, "narrow values"),
+        ("ring", 4, "both sides"),
+        ("all_gather", 4, "both sides"),
     ],
 )
 def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, name):
@@ -208,10 +221,11 @@ def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, n
     monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_p_wrapper", bound)
     q, k, v, dout = numbers(8, 2, 5 if name == "narrow values" else H)
     sinks = SINKS if name == "with sinks" else None
-    arguments = (q, k, v) if sinks is None else (q, k, v, sinks)
-    out, *gradients = on_devices(strategy, size, Scores(H**-0.5, None, "cudnn"), None, q, k, v, sinks, dout)
-    np.testing.assert_allclose(out, plain_attention(*arguments), rtol=1e-5, atol=1e-5)
-    directions, slopes = gradients_of(plain_attention, arguments, dout)
+    arguments, causal = (q, k, v) if sinks is None else (q, k, v, sinks), name != "both sides"
+    scores, plain = Scores(H**-0.5, None, "cudnn"), partial(plain_attention, causal=causal)
+    out, *gradients = on_devices(strategy, size, scores, None, q, k, v, sinks, dout, causal=causal)
+    np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
+    directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
         magnitude = np.sqrt(np.sum((gradient * direction) ** 2))
         assert abs(np.sum(gradient * direction) - slope) < 1e-5 * magnitude

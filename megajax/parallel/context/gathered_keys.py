@@ -48,7 +48,9 @@ class GatheredContext(ToParts):
         """Queries to this device's `local` keys and values, and to `of_sequence`, those of whole sequences in order."""
         scores, (k, v), (k_all, v_all) = self.scores, local, of_sequence
         if scores.implementation != "cudnn":
-            return attend(scores, Mask("prefix", sequence_ranges(positions, self.window)), q, k_all, v_all)
+            return attend(scores, Mask("prefix", self._ranges(positions)), q, k_all, v_all)
+        if not self.causal:
+            return attend(scores, Mask("full"), q, k_all, v_all)
         # Each chunk attends to its own keys, and to the keys before it.
         (q, k, v), (k_all, v_all) = _by_chunk((q, k, v)), _for_both((k_all, v_all))
         one = attend(scores, Mask("causal"), q, k, v)
@@ -63,8 +65,11 @@ class GatheredContext(ToParts):
         """(dq, gradients of `local` or None, gradients of `of_sequence`); those of both are added."""
         scores, (k_all, v_all) = self.scores, of_sequence
         if scores.implementation != "cudnn":
-            mask = Mask("prefix", sequence_ranges(positions, self.window))
+            mask = Mask("prefix", self._ranges(positions))
             dq, dk, dv = attend_backward(scores, mask, q, k_all, v_all, whole, dout)
+            return dq, None, (dk, dv)
+        if not self.causal:
+            dq, dk, dv = attend_backward(scores, Mask("full"), q, k_all, v_all, whole, dout)
             return dq, None, (dk, dv)
         (q, k, v, dout), (k_all, v_all) = _by_chunk((q, *local, dout)), _for_both((k_all, v_all))
         out, lse = whole
@@ -76,6 +81,10 @@ class GatheredContext(ToParts):
         dk, dv = (g.reshape(len(g) // 2, -1, *g.shape[2:]) for g in of_own[1:])
         dk_all, dv_all = (g.reshape(len(g) // 2, 2, *g.shape[1:]).sum(1, dtype=lse.dtype) for g in before[1:])
         return dq, (dk, dv), (dk_all, dv_all)
+
+    def _ranges(self, positions: TokenPositions) -> Ranges:
+        """The keys that this device's queries see, among those of the whole sequence in order."""
+        return sequence_ranges(positions, self.window, self.devices, self.causal)
 
     def _gather(self, kv: Keys, positions: TokenPositions) -> Keys:
         """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in the sequence's order."""

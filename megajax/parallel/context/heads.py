@@ -20,13 +20,14 @@ class OverHeads(ContextAttention):
         heads, copies = q.shape[2], self.devices // np.gcd(self.devices, k.shape[2])
         if copies > 1:  # fewer KV heads than devices: some devices have the same head
             k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
-        starts = self._of_sequence(positions.document_starts)
-        is_real = self._of_sequence(positions.is_real) if self.scores.wants_largest else None
+        documents = jax.tree.map(self._of_sequence, positions.documents)
+        is_real = positions.is_real if self.scores.wants_largest else None
+        is_real = jax.tree.map(self._of_sequence, is_real)
         q, k, v = (self._to_heads(a) for a in (q, k, v))
         first = lax.axis_index("context") * q.shape[2]  # of this device's heads
         if sinks is not None:
             sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
-        out, largest = super().attend(q, k, v, replace(positions, document_starts=starts, is_real=is_real), sinks)
+        out, largest = super().attend(q, k, v, replace(positions, documents=documents, is_real=is_real), sinks)
         if self.zigzag:
             out = as_stored(out, self.devices)
         out = collectives.all_to_all(out, "context", split_axis=1, concat_axis=2, tiled=True)
@@ -38,9 +39,7 @@ class OverHeads(ContextAttention):
         # The remat policies that keep matmuls keep arrays with this name too.
         return checkpoint_name(self._as_sequence(a), "exchanged")
 
-    def _of_sequence(self, a: jax.Array | None) -> jax.Array | None:
-        if a is None:
-            return None
+    def _of_sequence(self, a: jax.Array) -> jax.Array:
         return self._as_sequence(collectives.all_gather(a, "context", axis=1, tiled=True))
 
     def _as_sequence(self, a: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jax import lax
 
 from megajax.model.comm import LatentKeys, TokenPositions
 from megajax.ops.barriers import not_before
-from megajax.ops.partial_attention import Mask, Part, Ranges, Scores, attend, attend_backward, merge
+from megajax.ops.partial_attention import Kind, Mask, Part, Ranges, Scores, attend, attend_backward, merge
 from megajax.options.context import UNROLLED_STEPS
 from megajax.parallel import collectives
 from megajax.parallel.context.strategy import Keys, Sent, ToParts, heads_of, latent_gradients
@@ -31,14 +31,14 @@ class ScoreBlock:
     k_half: jax.Array | int | None
 
     @staticmethod
-    def of(scores: Scores, rank: jax.Array, other: jax.Array) -> "tuple[ScoreBlock, ...]":
+    def of(scores: Scores, causal: bool, rank: jax.Array, other: jax.Array) -> "tuple[ScoreBlock, ...]":
         """The blocks of a device's queries with the keys of another device.
 
-        With cuDNN a query sees all keys of a block. In zig-zag a late chunk sees every early chunk. Besides, an early
-        chunk sees the early chunk of an earlier device, and a late chunk sees the late chunk of a later device. So the
-        work is the same for every device.
+        With cuDNN a query sees all keys of a block. In causal attention in zig-zag a late chunk sees every early chunk.
+        Besides, an early chunk sees the early chunk of an earlier device, and a late chunk sees the late chunk of a
+        later device. So the work is the same for every device.
         """
-        if scores.implementation != "cudnn":
+        if scores.implementation != "cudnn" or not causal:
             return (ScoreBlock(None, None),)
         half = (other > rank).astype(jnp.int32)
         return ScoreBlock(1, 0), ScoreBlock(half, half)
@@ -105,19 +105,19 @@ class Ring(ToParts):
 
         def compute(other, sent):
             kv, seen, parts = heads(sent), ranges(other), []
-            for block in ScoreBlock.of(scores, rank, other):
+            for block in self._blocks(rank, other):
                 keys, values = half_of(kv, block.k_half)
                 parts.append(attend(scores, Mask("full", seen), half_of(q, block.q_half), keys, values))
             return parts
 
         def combine(other, parts, moving, whole):
-            for block, (out, lse) in zip(ScoreBlock.of(scores, rank, other), parts, strict=True):
+            for block, (out, lse) in zip(self._blocks(rank, other), parts, strict=True):
                 whole = merge(whole, (in_half(out, block.q_half), in_half(lse, block.q_half, 2, -jnp.inf)))
             return moving, whole
 
         def own():
             keys, values = heads(sent)
-            return attend(scores, Mask("causal", ranges(rank)), q, keys, values)
+            return attend(scores, Mask(self._own_kind, ranges(rank)), q, keys, values)
 
         return self.go_round(q.shape[1], sent, RingWork(own, start, compute, combine))[1]
 
@@ -133,11 +133,11 @@ class Ring(ToParts):
 
         def combine(other, gradients, dkv, dq):
             dk, dv = dkv
-            for block, one in zip(ScoreBlock.of(scores, rank, other), gradients, strict=True):
+            for block, one in zip(self._blocks(rank, other), gradients, strict=True):
                 dq, dk, dv = block.add((dq, dk, dv), one)
             return (dk, dv), dq
 
-        own = partial(attend_backward, scores, Mask("causal", ranges(rank)), q, *kv, whole, dout)
+        own = partial(attend_backward, scores, Mask(self._own_kind, ranges(rank)), q, *kv, whole, dout)
         dkv, dq = self.go_round(q.shape[1], kv, RingWork(own, start, compute, combine))
         return dq, dkv
 
@@ -148,7 +148,7 @@ class Ring(ToParts):
 
         def own():
             kv, pull = jax.vjp(heads, sent, keys.up)
-            dq, *dkv = attend_backward(scores, Mask("causal", ranges(rank)), q, *kv, whole, dout)
+            dq, *dkv = attend_backward(scores, Mask(self._own_kind, ranges(rank)), q, *kv, whole, dout)
             return dq, *pull(tuple(g.astype(a.dtype) for g, a in zip(dkv, kv, strict=True)))
 
         def start(gradients):
@@ -159,7 +159,7 @@ class Ring(ToParts):
             kv, pull = jax.vjp(heads, sent, keys.up)
             total: Any = tuple(jnp.zeros(a.shape, dtype) for a in (q, *kv))
             of_blocks = self._block_gradients(other, ranges(other), q, kv, whole, dout)
-            for block, one in zip(ScoreBlock.of(scores, rank, other), of_blocks, strict=True):
+            for block, one in zip(self._blocks(rank, other), of_blocks, strict=True):
                 total = block.add(total, one)
             dq, *dkv = total
             return dq, *pull(tuple(g.astype(a.dtype) for g, a in zip(dkv, kv, strict=True)))
@@ -175,18 +175,26 @@ class Ring(ToParts):
         """The gradients of each block of scores with the keys and values of the device `other`."""
         scores, gradients = self.scores, []
         lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
-        for block in ScoreBlock.of(scores, lax.axis_index("context"), other):
+        for block in self._blocks(lax.axis_index("context"), other):
             queries, outs, lses, douts = half_of((q, whole[0], lse, dout), block.q_half)
             keys, values = half_of(kv, block.k_half)
             part = outs, lses.swapaxes(1, 2)
             gradients.append(attend_backward(scores, Mask("full", seen), queries, keys, values, part, douts))
         return gradients
 
+    @property
+    def _own_kind(self) -> Kind:
+        """The mask of this device's queries and its own keys."""
+        return "causal" if self.causal else "full"
+
+    def _blocks(self, rank: jax.Array, other: jax.Array) -> tuple[ScoreBlock, ...]:
+        return ScoreBlock.of(self.scores, self.causal, rank, other)
+
     def _ranges(self, positions: TokenPositions) -> Callable[[jax.Array], Ranges | None]:
         """Device of `context` → the range of its keys that each query here sees; None with cuDNN's blocks."""
         if self.scores.implementation == "cudnn":
             return lambda rank: None
-        return lambda rank: key_ranges(positions, self.window, rank, self.devices)
+        return partial(key_ranges, positions, self.window, self.devices, self.causal)
 
     def go_round(self, length: int, fixed: Any, work: RingWork) -> Any:
         """`(moving, local)` at the end, with `moving` back on its own device; `fixed` are its own keys and values.
@@ -228,7 +236,7 @@ class Ring(ToParts):
         C, window = self.devices, self.window
         if window is None or not self.zigzag:
             return [(1, C - 1)]
-        near = -(-(window - 1) // (length // 2))  # number of chunks before a query's own chunk that it may see
+        near = -(-(window - 1) // (length // 2))  # number of chunks beside a query's own chunk that it may see
         return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]
 
 

@@ -29,19 +29,21 @@ class ContextAttention:
 
     devices: int  # of `context`
     scores: Scores
-    window: int | None  # None: all earlier tokens
+    window: int | None  # None: all tokens, before a token or on both sides
     zigzag: (
         bool  # whether each device has one early and one late chunk; with all tokens of a head, else consecutive ones
     )
+    causal: bool = True
 
     def attend(self, q, k, v, positions: TokenPositions, sinks: jax.Array | None = None) -> Attended:
-        """Causal attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
+        """Attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
 
         Values may have another width, except with "pallas". `sinks [N]` are the same on all devices; each device
         returns its share of their gradient.
         """
-        scores, padding = self.scores, {"document_starts": positions.document_starts, "is_real": positions.is_real}
-        settings = ops.AttentionSettings(self.window, scores.softcap, scores.scale, sinks, scores.wants_largest)
+        scores, padding = self.scores, {"documents": positions.documents, "is_real": positions.is_real}
+        of_scores = scores.softcap, scores.scale, sinks, scores.wants_largest
+        settings = ops.AttentionSettings(self.window, *of_scores, causal=self.causal)
         return ops.attention(q, k, v, settings, implementation=scores.implementation, **padding)
 
     def attend_latent(self, linear: Linear, q, keys: LatentKeys, positions: TokenPositions) -> Attended:

@@ -15,6 +15,7 @@ from jax import lax
 
 from megajax import ops
 from megajax.model.comm import TokenPositions
+from megajax.ops import PackedDocuments
 from megajax.ops.partial_attention import Ranges
 from megajax.parallel import collectives
 
@@ -34,7 +35,7 @@ def stored_order(length: int, context: int) -> np.ndarray:
     return np.arange(length).reshape(len(chunks), -1)[chunks].reshape(-1)
 
 
-def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
+def balanced_order(segment_ids: np.ndarray, context: int, causal: bool = True) -> np.ndarray:
     """The token indices in the order in which devices hold them, `[rows, S]`, with about equal work on each device.
 
     The chunks of a sequence are distributed in order of decreasing work, each to the device that has the least work so
@@ -44,7 +45,11 @@ def balanced_order(segment_ids: np.ndarray, context: int) -> np.ndarray:
     each = _chunks_of_device(S // context)
     index = np.arange(S)
     changed = np.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
-    seen = index + 1 - np.maximum.accumulate(np.where(changed, index, 0), axis=1)
+    starts = np.maximum.accumulate(np.where(changed, index, 0), axis=1)
+    seen = index + 1 - starts
+    if not causal:  # each token of a document sees all of it
+        last = np.roll(changed, -1, axis=1) | (index == S - 1)
+        seen = np.minimum.accumulate(np.where(last, index + 1, S)[:, ::-1], axis=1)[:, ::-1] - starts
     work = seen.reshape(rows, context * each, -1).sum(axis=2)
     total, held, owner = np.zeros((rows, context)), np.zeros((rows, context), int), np.zeros_like(work)
     every = np.arange(rows)
@@ -68,33 +73,43 @@ def own_index(length: int, context: int, consecutive: bool = False) -> jax.Array
 
 
 def add_token_positions(
-    batch: Mapping[str, jax.Array], context: int, consecutive: bool = False
+    batch: Mapping[str, jax.Array], context: int, consecutive: bool = False, causal: bool = True
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """(the batch with the fields for `token_positions_of`, `imbalance` of the work), fields `[M, B, S]`.
 
-    The imbalance is None if tokens are not distributed by work. Runs once per step, before the layers. Independent
-    collectives must not overlap the layers'; on CPUs devices may order them differently.
+    The imbalance is None if tokens are not distributed by work. Without `causal` padding is a document too, so that no
+    other token attends to it. Runs once per step, before the layers. Independent collectives must not overlap the
+    layers'; on CPUs devices may order them differently.
     """
     fields = dict(batch)
-    if "segment_ids" not in batch:
+    segments = fields.pop("segment_ids", None)
+    if not causal and "is_real" in batch:
+        segments = jnp.where(batch["is_real"], 0 if segments is None else segments, -1)
+    if segments is None:
         return fields, None
-    M, B, length = batch["segment_ids"].shape
-    segments = fields.pop("segment_ids").reshape(M * B, length)
+    M, B, length = segments.shape
+    segments = segments.reshape(M * B, length)
+
+    def of_documents(documents: PackedDocuments, *at: jax.Array) -> dict[str, jax.Array]:
+        found = {"document_starts": documents.starts, "document_ends": None if causal else documents.ends}
+        return {name: (a[at] if at else a).reshape(M, B, length) for name, a in found.items() if a is not None}
+
     if context == 1:
-        return fields | {"document_starts": ops.document_starts(segments).reshape(M, B, length)}, None
+        return fields | of_documents(ops.documents_of(segments)), None
     order = batch.get("order")
     own = jnp.broadcast_to(own_index(length, context, consecutive), segments.shape)
     own = own if order is None else order.reshape(M * B, -1)
     both = collectives.all_gather(jnp.stack([own, segments]), "context", axis=2, tiled=True)
     indices, segments = both  # [M·B, S] as stored
     rows = jnp.arange(M * B)[:, None]
-    starts = ops.document_starts(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))
-    fields["document_starts"] = starts[rows, own].reshape(M, B, length)
+    documents = ops.documents_of(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))
+    fields |= of_documents(documents, rows, own)
     if order is None:
         return fields, None
     chunks = indices.reshape(M, B, context, _chunks_of_device(length), -1)[..., 0]
     fields["chunks"] = chunks.swapaxes(1, 2)  # [M, context, B, chunks]
-    seen = (indices - starts[rows, indices] + 1).astype(jnp.float32)
+    ends = indices + 1 if causal or documents.ends is None else documents.ends[rows, indices]
+    seen = (ends - documents.starts[rows, indices]).astype(jnp.float32)
     return fields, imbalance(seen.reshape(M, B, context, length).sum(axis=(1, 3)))
 
 
@@ -107,10 +122,10 @@ def token_positions_of(fields: Mapping[str, jax.Array], context: int, consecutiv
     """The positions of one microbatch's tokens, from fields of `add_token_positions`, `[B, S / context]`."""
     (B, length), index = fields["tokens"].shape, fields.get("order")
     own = jnp.broadcast_to(own_index(length, context, consecutive), (B, length)) if index is None else index
-    starts, chunks, is_real = map(fields.get, ("document_starts", "chunks", "is_real"))
+    starts, ends, chunks, is_real = map(fields.get, ("document_starts", "document_ends", "chunks", "is_real"))
     if consecutive and context > 1:
         chunks = jnp.broadcast_to(jnp.arange(context, dtype=jnp.int32)[:, None, None] * length, (context, B, 1))
-    return TokenPositions(own, starts, chunks, is_real)
+    return TokenPositions(own, None if starts is None else PackedDocuments(starts, ends), chunks, is_real)
 
 
 def to_consecutive(a: jax.Array, context: int) -> jax.Array:
@@ -157,12 +172,13 @@ def _take_chunks(a: jax.Array, chunks: np.ndarray) -> jax.Array:
     return jnp.concatenate([pieces[chunk] for chunk in chunks], axis=1)
 
 
-def sequence_ranges(positions: TokenPositions, window: int | None) -> Ranges:
+def sequence_ranges(positions: TokenPositions, window: int | None, context: int, causal: bool) -> Ranges:
     """The keys that this device's queries see, among the keys of the whole sequence in order."""
-    return ops.causal_ranges(positions.index, positions.document_starts, window)
+    length = None if causal else positions.index.shape[1] * context
+    return ops.visible_ranges(positions.index, positions.documents, window, length)
 
 
-def key_ranges(positions: TokenPositions, window: int | None, rank: jax.Array, context: int) -> Ranges:
+def key_ranges(positions: TokenPositions, window: int | None, context: int, causal: bool, rank: jax.Array) -> Ranges:
     """The keys that this device's queries see, among the keys of device `rank` of `context`."""
     B, length = positions.index.shape
     if positions.chunks is None:
@@ -174,7 +190,7 @@ def key_ranges(positions: TokenPositions, window: int | None, rank: jax.Array, c
     def held_before(index: jax.Array) -> jax.Array:
         return jnp.clip(index[:, :, None] - chunks[:, None, :], 0, size).sum(-1, dtype=jnp.int32)
 
-    first, end = sequence_ranges(positions, window)
+    first, end = sequence_ranges(positions, window, context, causal)
     return held_before(first), held_before(end)
 
 
