@@ -24,7 +24,7 @@ from jax import lax
 from megajax import ops
 from megajax.config import Config
 from megajax.config.sentences import fail, format_keys
-from megajax.layout.kinds import prediction_layers, stacked_layers
+from megajax.layout.kinds import extra_layers, extra_of, stacked_layers
 from megajax.model.block import layer_state
 from megajax.model.comm import TokenPositions
 from megajax.model.parameters import init_parameters, parameters
@@ -35,7 +35,7 @@ from megajax.options.registered import NEXT_TOKEN
 Arrays = Mapping[str, jax.Array]
 ByKind = Mapping[str, Arrays]  # by kind of block and name, [L, ...]
 # Folded into a step's key. Dropout has the lower numbers, 0 after the embedding, then one for each sublayer of a layer.
-JITTER, MODULES = 2**31, 2**31 + 2
+JITTER, AHEAD = 2**31, 2**31 + 2
 
 
 class StepState(NamedTuple):
@@ -101,20 +101,22 @@ class Reference:
 
         with jax.default_matmul_precision("highest"):
             sums, metrics = lax.map(run, (jnp.arange(M), {n: a.reshape(M, -1, *a.shape[1:]) for n, a in batch.items()}))
-        means = _means(sums.sum(0))  # [1 + modules, 2]: of the model, then of each prediction module
+        means = _means(sums.sum(0))  # [1 + extra layers, 2]: of the model, then of each layer after it
         by_tokens = self.config.objective.average == "tokens"
         minimised = (means if by_tokens else _means(sums).mean(0)).sum(-1)
-        modules = model.mtp_loss_weight * minimised[1:].sum() / max(model.mtp_layers, 1)
+        extra = extra_of(model)
+        ahead = extra.weight(model) * minimised[1:].sum() / extra.count(model) if extra else 0
         metrics = {kind: {name: _combined(name, a) for name, a in own.items()} for kind, own in metrics.items()}
         names = {name for block in self.model.blocks.values() for name in block.losses}
         routers = sum(a.sum() for own in metrics.values() for name, a in own.items() if name in names)
-        losses = {"loss": means[0, 0], "z_loss": means[0, 1], "mtp_loss/module": means[1:, 0]}
-        return minimised[0] + modules + routers, (losses, metrics)
+        losses = {"loss": means[0, 0], "z_loss": means[0, 1]}
+        losses |= {f"{extra.name}_loss/module": means[1:, 0]} if extra else {}
+        return minimised[0] + ahead + routers, (losses, metrics)
 
     def microbatch(
         self, weights: Arrays, layers: ByKind, index: jax.Array, fields: Arrays, key: jax.Array | None
     ) -> tuple[jax.Array, ByKind]:
-        """(sums of `cross_entropy` `[1 + modules, 3]`, metrics of the layers); fields `[B, S]`."""
+        """(sums of `cross_entropy` `[1 + extra layers, 3]`, metrics of the layers); fields `[B, S]`."""
         model, metrics = self.model, []
         inputs = model.with_stream(weights, self.inputs(index, fields, key), fields)
         targets, counted = fields["targets"], fields["loss_mask"]
@@ -126,10 +128,10 @@ class Reference:
         h = model.output(weights, x)
         smoothing = 0.0 if key is None else self.config.objective.label_smoothing
         sums = [self.cross_entropy(model.logits(weights, h), targets, counted, smoothing)]
-        for module, layer in enumerate(prediction_layers(self.config.model)):  # reads the target, predicts the next
-            module_inputs = replace(inputs, dropout_key=_folded(inputs.dropout_key, MODULES + module))
-            embedded = self.dropout(model.embed_tokens(weights, targets.reshape(-1)), module_inputs)
-            h, measured = model.layer(weights, layer, jnp.concatenate([embedded, h], axis=1), module_inputs, layers)
+        for k, layer in enumerate(extra_layers(self.config.model)):  # reads the target, predicts the next
+            own_inputs = replace(inputs, dropout_key=_folded(inputs.dropout_key, AHEAD + k))
+            embedded = self.dropout(model.embed_tokens(weights, targets.reshape(-1)), own_inputs)
+            h, measured = model.layer(weights, layer, jnp.concatenate([embedded, h], axis=1), own_inputs, layers)
             metrics.append(measured)
             targets, counted = (_of_next_token(a, fields.get("segment_ids")) for a in (targets, counted))
             sums.append(self.cross_entropy(model.logits(weights, h), targets, counted))

@@ -39,7 +39,7 @@ OBJECTIVE = "objective."  # prefix of the names of an objective's parameters
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "layers": "pipeline",  # stage by stage: `stored_layers`
-    "modules": None,  # multi-token prediction modules: all stages compute them, as they do the head
+    "modules": None,  # layers that all stages compute, as they do the head: those after the model's, a teacher's
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",  # replicated where there are fewer KV heads than devices on `tensor`

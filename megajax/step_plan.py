@@ -18,7 +18,15 @@ from megajax.config import Config
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
 from megajax.kernel_choice import Hardware, Kernels
-from megajax.layout.kinds import ATTENTION, LayerKind, block_layers, has_sublayer, layer_windows
+from megajax.layout.kinds import (
+    ATTENTION,
+    LayerKind,
+    block_layers,
+    extra_kind,
+    extra_layers,
+    has_sublayer,
+    layer_windows,
+)
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.layout.stages import gathered_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
@@ -241,10 +249,10 @@ class StepPlan:
     def shared_tokens(self) -> int:
         """Length of the pieces of a device's residual stream that the stages divide: all, or parts of one sequence.
 
-        With prediction modules each stage has a part of every sequence.
+        Of the layers after the model's each stage has a part of every sequence.
         """
         tokens = self.tokens // self.sizes["tensor"]
-        if self.config.model.mtp_layers:
+        if extra_layers(self.model):
             return math.gcd(tokens, self.batch_shape[2] // self.sizes["context"])
         return tokens
 
@@ -427,3 +435,19 @@ def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]
     number, summed = jnp.dtype(config.precision.compute).itemsize, jnp.dtype(config.precision.gradients).itemsize
     share = 1 if axes == ("fsdp",) else sizes["fsdp"]
     return axes if 2 * number * tokens < (number + summed) * config.model.padded_vocab_size // share else ()
+
+
+class ExtraPlan(StepPlan):
+    """The plan of the layers after the model's: without stages."""
+
+    @classmethod
+    def after(cls, plan: StepPlan) -> "ExtraPlan":
+        """Each layer is a segment with the remat policy and the precision of the model's last one."""
+        count, last = len(extra_layers(plan.model)), plan.segments[-1]
+        slots, sizes = (extra_kind(plan.model),) * count, {**plan.sizes, "pipeline": 1}
+        segments = tuple(LayerSegment(k, 1, 1, 1, last.policy, last.fp8) for k in range(count))
+        return cls(plan.config, sizes, plan.hardware, plan.kernels, slots, plan.unrolling, segments)
+
+    @cached_property
+    def layer_table(self) -> np.ndarray:
+        return np.array(extra_layers(self.model))[None, None]

@@ -15,6 +15,7 @@ from megajax.options.registered import replaces_head
 from megajax.schema.fields import Section, shortest_pattern
 from megajax.schema.model import RopeScaling, RouterConfig
 from megajax.schema.optimizer import OptimizerConfig
+from megajax.schema.rules import TRAINING_ONLY
 from megajax.schema.tree import show
 from megajax.sharding import OBJECTIVE
 
@@ -80,16 +81,8 @@ class SettingDifference(NamedTuple):
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:
-    """The settings that define the network; training rates are excluded, since they may change between runs."""
-    training_only = {
-        "dropout",
-        "init_std",
-        "depth_scaled_init",
-        "z_loss",
-        "mtp_loss_weight",
-        "qk_clip",
-        "mup_base_width",
-    }
+    """The settings that define the network; those of training alone may change between runs."""
+    training_only = {name for name, field in ModelConfig.model_fields.items() if TRAINING_ONLY in field.metadata}
     description = model.model_dump(mode="json", exclude=training_only)
     router = description.pop("router")
     for heads in unused_sections(model):

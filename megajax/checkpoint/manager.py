@@ -41,7 +41,7 @@ from megajax.console import command
 from megajax.errors import InputError, UserError
 from megajax.files import is_number
 from megajax.json_files import Damaged
-from megajax.layout.kinds import MOE
+from megajax.layout.kinds import MOE, extra_layers, without_extra
 from megajax.model.lora import is_adapter
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
@@ -345,8 +345,8 @@ def restore_model(
     """Parameters by name, and the layer state by kind of block and name.
 
     They are from the newest checkpoint of a run, or from `RUN/checkpoints/STEP`. `setting` is the setting that gave
-    `path`, `location` where it was set. The checkpoint's multi-token prediction modules are left out if `model` has
-    none. Raises InputError if there is no checkpoint, or if it is of another model.
+    `path`, `location` where it was set. The checkpoint's layers after the model's are left out if `model` has none.
+    Raises InputError if there is no checkpoint, or if it is of another model.
     """
     run_dir, step = find_checkpoint(path, setting, location)
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
@@ -365,8 +365,8 @@ def restore_model(
                 f"{setting}={path}{location} was trained with objective.kind={saved['objective']['kind']}, which has "
                 "parameters in place of the model's head: name another run."
             )
-        if not model.mtp_layers:
-            saved = saved | {"model": saved["model"] | {"mtp_layers": 0}}
+        if not extra_layers(model):
+            saved = saved | {"model": saved["model"] | without_extra()}
         compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")
         if problem := checkpoints.damage(step):
             raise ValueError(problem)

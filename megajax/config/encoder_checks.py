@@ -2,7 +2,7 @@
 
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail, format_axis, format_keys, listed
-from megajax.layout.kinds import block_layers, layer_kinds
+from megajax.layout.kinds import block_layers, extra_of, layer_kinds
 from megajax.layout.sublayers import read_streams
 from megajax.options.registered import ENCODER_KIND, ENCODERS, NO_ENCODER
 from megajax.schema.config import Config
@@ -35,12 +35,12 @@ def check_encoder_on_mesh(config: Config, sizes: dict[str, int]) -> None:
     """Raise ConfigError for an encoder on a mesh that it cannot run on."""
     if config.model.encoder.kind == NO_ENCODER:
         return
-    last = layer_kinds(config.model)[-1].block
-    if sizes["pipeline"] > 1 and config.model.mtp_layers and read_streams(last):
-        axis, modules = format_axis(config, sizes, "pipeline"), format_keys(config, "model.mtp_layers")
+    last, extra = layer_kinds(config.model)[-1].block, extra_of(config.model)
+    if sizes["pipeline"] > 1 and extra and read_streams(last):
+        axis, modules = format_axis(config, sizes, "pipeline"), format_keys(config, extra.key)
         problem = f"{axis}, whose stages share the tokens of {modules}"
         problem += f", but these read the stream of {format_keys(config, ENCODER_KIND)}"
-        fail(config, problem, "set mesh.pipeline=1 or model.mtp_layers=0", "mesh.pipeline", "model.mtp_layers")
+        fail(config, problem, f"set mesh.pipeline=1 or {extra.key}=0", "mesh.pipeline", extra.key)
     registered = ENCODERS[config.model.encoder.kind]
     encoder = registered(config.model, settings_of(config, registered, "model.encoder"))
     for name, (_, length, *_) in encoder.fields().items():

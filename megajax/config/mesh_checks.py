@@ -7,7 +7,7 @@ from megajax.config.other_names import counterpart
 from megajax.config.sentences import counted, divisors, fail, format_axis, format_keys, listed, value
 from megajax.errors import ConfigError, shown
 from megajax.files import is_number
-from megajax.layout.kinds import is_gated, mlp_widths
+from megajax.layout.kinds import extra_of, is_gated, mlp_widths
 from megajax.layout.recurrent import recurrent_heads
 from megajax.options.context import STRATEGIES
 from megajax.schema.config import Config
@@ -139,7 +139,7 @@ def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         **_recurrent_widths(config, tensor, mesh),
         f"the tokens of a microbatch on one device / {mesh}": tokens // tensor,
     }
-    if model.mtp_layers and sizes["pipeline"] > 1:  # the stages share the tokens of prediction modules
+    if extra_of(model) and sizes["pipeline"] > 1:  # the stages share the tokens of these layers
         stages = format_axis(config, sizes, "pipeline")
         widths[f"the tokens of a microbatch on one device / {mesh} / {stages}"] = tokens // tensor // sizes["pipeline"]
     for key in mlp_widths(model):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
+from megajax.layout.kinds import extra_of
 from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, OBJECTIVES
 from megajax.schema.config import Config
 
@@ -40,8 +41,9 @@ def check_teacher(config: Config) -> None:
         if of_model != of_teacher:
             problem = f"{MODEL}.{name}={of_teacher}, but model.{name}={of_model}"
             fail(config, problem, "give both the same vocabulary", f"{MODEL}.{name}", f"model.{name}")
+    extra = extra_of(teacher)
     unused = {
-        "mtp_layers": (teacher.mtp_layers, "its prediction modules would not run"),
+        extra.layers if extra else "": (extra is not None, "the layers after its own would not run"),
         "encoder": (teacher.encoder.kind != NO_ENCODER, "a teacher reads tokens only"),
         "router.expert_bias": (teacher.router.expert_bias, "a teacher's routers have no trained bias yet"),
     }

@@ -4,7 +4,7 @@ import math
 
 from megajax.config.fitting import microbatches_cure
 from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value
-from megajax.layout.kinds import attention_kinds, is_mixed
+from megajax.layout.kinds import attention_kinds, extra_of, is_mixed
 from megajax.layout.stages import count_layer_slots, default_layout, in_step, layout_in_step, virtual_stages
 from megajax.schema.config import Config
 from megajax.schema.tree import show
@@ -20,7 +20,7 @@ def check_stages(config: Config, sizes: dict[str, int]) -> None:
         _check_pattern(config, sizes)
         _check_precision(config, sizes)
         _check_offload(config, sizes)
-        _check_prediction(config, sizes)
+        _check_extra_layers(config, sizes)
     _check_unroll(config, sizes)
     _check_remat(config, sizes)
 
@@ -163,14 +163,14 @@ def _check_offload(config: Config, sizes: dict[str, int]) -> None:
         fail(config, problem, "use full, selective or save_matmuls", "remat.policy", "mesh.pipeline")
 
 
-def _check_prediction(config: Config, sizes: dict[str, int]) -> None:
+def _check_extra_layers(config: Config, sizes: dict[str, int]) -> None:
     """The stages divide every sequence, and with `tensor` the part of it that a device holds."""
-    stages, batch = sizes["pipeline"], config.batch
+    stages, batch, extra = sizes["pipeline"], config.batch, extra_of(config.model)
     length = batch.sequence_length // sizes["context"]
     sequences = batch.global_size // batch.num_microbatches // config.batch_shards(sizes)
     piece = math.gcd(length, sequences * length // sizes["tensor"])
-    if config.model.mtp_layers and piece % stages:
-        keys = ("model.mtp_layers", "mesh.pipeline", "batch.sequence_length")
+    if extra and piece % stages:
+        keys = (extra.key, "mesh.pipeline", "batch.sequence_length")
         problem = f"{format_keys(config, keys[0])} shares the tokens of a sequence among the stages, but"
         problem += f" {format_axis(config, sizes, 'pipeline')} does not divide the {counted(piece, 'token')}"
         problem += f" that a device has of {format_keys(config, keys[2])}"

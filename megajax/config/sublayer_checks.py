@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megajax.config.sentences import fail, format_axis, format_keys
-from megajax.layout.kinds import BUILT_IN, block_layers, layer_kinds
+from megajax.layout.kinds import BUILT_IN, block_layers, extra_of, layer_kinds
 from megajax.layout.stages import layer_slots, slot_kinds
 from megajax.layout.sublayers import ABILITIES, lacking, parts_of, takes_order
 from megajax.schema.config import Config
@@ -32,11 +32,11 @@ def check_parts(config: Config, sizes: dict[str, int]) -> None:
                 cure = f"{need.cure}, or {lack.cure}" if lack.cure else need.cure
                 problem = f"{need.setting} needs {need.ability}, {lack.what}"
                 fail(config, problem, cure, need.key, "model.block_pattern")
-    last = layer_kinds(config.model)[-1].block
-    if sizes["pipeline"] > 1 and config.model.mtp_layers and takes_order(last):
-        problem = f"{format_keys(config, 'model.mtp_layers')} in a pipeline divides every sequence over the stages"
+    last, extra = layer_kinds(config.model)[-1].block, extra_of(config.model)
+    if sizes["pipeline"] > 1 and extra and takes_order(last):
+        problem = f"{format_keys(config, extra.key)} in a pipeline divides every sequence over the stages"
         problem += f", but the last layer's kind {last} needs consecutive tokens (IN_ORDER)"
-        fail(config, problem, "set mesh.pipeline=1 or model.mtp_layers=0", "mesh.pipeline", "model.mtp_layers")
+        fail(config, problem, f"set mesh.pipeline=1 or {extra.key}=0", "mesh.pipeline", extra.key)
 
 
 def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
@@ -47,9 +47,9 @@ def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
             yield Need(axis, key, format_axis(config, sizes, axis), f"set {key}=1", every)
     if sizes["pipeline"] > 1:
         setting, key = format_axis(config, sizes, "pipeline"), "mesh.pipeline"
-        if model.mtp_layers:  # its stages share the tokens of the modules, each a part of every sequence
-            both = f"{setting} with {format_keys(config, 'model.mtp_layers')}"
-            yield Need("context", key, both, "set mesh.pipeline=1 or model.mtp_layers=0", (kinds[-1].block,))
+        if extra := extra_of(model):  # its stages share the tokens of these layers, each a part of every sequence
+            both = f"{setting} with {format_keys(config, extra.key)}"
+            yield Need("context", key, both, f"set mesh.pipeline=1 or {extra.key}=0", (kinds[-1].block,))
         empty = _with_empty_slots(config, sizes["pipeline"])
         cure = "choose a pipeline.layout with the same kinds of blocks on each stage"
         yield Need("empty_slots", key, f"{setting}, which leaves stages without a layer in a slot,", cure, empty)

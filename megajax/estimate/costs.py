@@ -4,7 +4,7 @@ import math
 
 from megajax.config import Config, LoraConfig
 from megajax.estimate.traces import SublayerWork, traces
-from megajax.layout.kinds import layer_kinds, prediction_kind
+from megajax.layout.kinds import extra_kind, extra_layers, layer_kinds
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_adapter
 from megajax.model.transformer import declared_model
@@ -27,19 +27,19 @@ def flops_per_token(config: Config) -> float:
 
     6 per active matmul parameter (with the head, without the embedding look-up) and 6·S·N·H per layer for causal
     attention; local windows count with their real length; recomputation is not counted. A frozen parameter counts 4,
-    because it has no gradient, a teacher's 2. Each multi-token prediction module counts as a layer, its projection and
+    because it has no gradient, a teacher's 2. A layer after the model's counts as a layer, with its projection, and
     a head.
     """
     each = 6 if config.lora.rank is None else 4
     model, S, total = config.model, config.batch.sequence_length, 0.0
     traced = traces(model, LoraConfig(), S, "bfloat16")
-    modules = [prediction_kind(model)] * model.mtp_layers
-    for kind in (*layer_kinds(model), *modules):
+    ahead = len(extra_layers(model))
+    for kind in (*layer_kinds(model), *([extra_kind(model)] * ahead if ahead else ())):
         for work in traced.of(kind.block).parts.values():
             total += each * work.multiplications + attention_flops(work, S, kind.window, model.causal)
     whole = declared_model(model, config.lora, objective=config.objective)
     own = 6 if whole.objective else each  # an objective's own parameters are always trained
-    total += own * head_parameter_count(whole) * (1 + model.mtp_layers)
+    total += own * head_parameter_count(whole) * (1 + ahead)
     total += whole.encoder.flops() / S if whole.encoder else 0
     total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
     return total + 6 * adapter_parameter_count(whole)

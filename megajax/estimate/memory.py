@@ -13,14 +13,13 @@ from functools import cached_property
 from megajax.estimate.activations import Activations
 from megajax.estimate.optimizer import StateBytes, state_bytes
 from megajax.estimate.weights import Elements, StepWeights
-from megajax.layout.kinds import MTP
+from megajax.layout.kinds import extra_of
 from megajax.layout.segments import LayerSegment
 from megajax.optim.slots import OptimizerSlots
 from megajax.step.embedding import TOKENS
-from megajax.step.mtp import ModulesPlan
 from megajax.step.pipeline.buffers import choose_buffer_slots
 from megajax.step.pipeline.schedules import make_schedule
-from megajax.step_plan import StepPlan
+from megajax.step_plan import ExtraPlan, StepPlan
 
 FP32 = 4  # bytes
 HEAD = "head"  # name of the head's weight
@@ -81,8 +80,8 @@ class _Step:
         """The possible peaks, in the order of the step."""
         yield from (self.in_forward(segment) for segment in self.segments if segment.loops > 1)
         yield self.in_head()
-        yield from self.in_modules()
-        gradients = self.weights.modules
+        yield from self.in_extra_layers()
+        gradients = self.weights.extra_layers
         for segment in reversed(self.segments):
             groups = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
             for slots in reversed(groups):
@@ -124,19 +123,20 @@ class _Step:
             working=self.head_working + (self.of_microbatch(self.head_name) if self.head_name else 0),
         )
 
-    def in_modules(self) -> Iterator[MemoryEstimate]:
-        """The backward pass of the last multi-token prediction module, with the values of all; stages share tokens."""
-        if not self.config.model.mtp_layers:
+    def in_extra_layers(self) -> Iterator[MemoryEstimate]:
+        """The backward pass of the last layer after the model's, with the values of all; stages share tokens."""
+        extra = extra_of(self.config.model)
+        if extra is None:
             return
-        head, module = self.in_head(), self.weights.module
-        segments, numbers, stages = ModulesPlan.after(self.plan).segments, self.activations, self.sizes["pipeline"]
-        saved = sum(numbers.saved(MTP, segment, False) + numbers.stream for segment in segments)  # with their outputs
+        head, layer, kind = self.in_head(), self.weights.extra_layer, extra.name
+        segments, numbers, stages = ExtraPlan.after(self.plan).segments, self.activations, self.sizes["pipeline"]
+        saved = sum(numbers.saved(kind, segment, False) + numbers.stream for segment in segments)  # with their outputs
         yield replace(
             head,
-            gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.modules.stored),
-            weights=head.weights + self.weights.modules.once_bytes + module.gathered_bytes,
-            activations=head.activations + (saved + numbers.recomputed(MTP, segments[-1], False)) // stages,
-            working=max(head.working, numbers.working(MTP, segments[-1].policy, self.compute * module.whole) // stages),
+            gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.extra_layers.stored),
+            weights=head.weights + self.weights.extra_layers.once_bytes + layer.gathered_bytes,
+            activations=head.activations + (saved + numbers.recomputed(kind, segments[-1], False)) // stages,
+            working=max(head.working, numbers.working(kind, segments[-1].policy, self.compute * layer.whole) // stages),
         )
 
     def in_backward(self, segment: LayerSegment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
@@ -214,7 +214,7 @@ class _Step:
 
         Tokens' gradients are added to zeros that XLA does not reuse, while the first layer's last gradient is reduced.
         """
-        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
+        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.extra_layers
         embedding = self.weights.non_block_by_name[TOKENS] if self.weights.has_gradient(TOKENS) else Elements()
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
         non_block = self.weights.non_block_as_stored.stored - stored + table
@@ -229,7 +229,7 @@ class _Step:
         once = head.whole // self.sizes["fsdp"]
         late = head.whole + (once if head.stored < once < head.whole else 0)
         other_weights = self.weights.non_block_as_stored.stored - self.last_gradients
-        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.modules
+        everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.extra_layers
         return replace(
             self.always,
             gradients=self.accumulated(FP32 * (other_weights + late), everything),
@@ -313,7 +313,9 @@ class _Step:
         """Bytes of gradients so far: `non_block` and those of the layers `done`; with sums over microbatches all."""
         if self.repeats:
             layers, number = self.weights.layers(range(len(self.slots)), trained=True), self.plan.accumulation.itemsize
-            return number * (self.weights.non_block_whole.whole + self.rounds * layers.once + self.weights.modules.once)
+            return number * (
+                self.weights.non_block_whole.whole + self.rounds * layers.once + self.weights.extra_layers.once
+            )
         done = done or Elements()
         return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
 
@@ -438,7 +440,7 @@ class _Pipelined(_Step):
     def peaks(self) -> Iterator[MemoryEstimate]:
         """A tick's head, and its layers' backward passes; sums and buffers are always live."""
         yield self.in_head()
-        yield from self.in_modules()
+        yield from self.in_extra_layers()
         for segment in self.segments:
             for slots in self.parts(segment):
                 yield self.in_backward(segment, slots, Elements())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megajax.layout.kinds import MTP, prediction_layers
+from megajax.layout.kinds import extra_kind, extra_layers
 from megajax.model.block import Block, linear_layers
 from megajax.model.lora import is_trained
 from megajax.runtime import LAYER_BYTES
@@ -111,14 +111,14 @@ class StepWeights:
         return [name for name in names if self.has_gradient(name) or not trained]
 
     @property
-    def module(self) -> Elements:
-        """Elements of one multi-token prediction module."""
-        return self.layer(MTP, True, self.plan.segments[-1].fp8)
+    def extra_layer(self) -> Elements:
+        """Elements of a layer after the model's."""
+        return self.layer(extra_kind(self.config.model).block, True, self.plan.segments[-1].fp8)
 
     @property
-    def modules(self) -> Elements:
-        """Elements of the multi-token prediction modules."""
-        return sum((self.module for _ in prediction_layers(self.config.model)), Elements())
+    def extra_layers(self) -> Elements:
+        """Elements of all of them."""
+        return sum((self.extra_layer for _ in extra_layers(self.config.model)), Elements())
 
     @cached_property
     def non_block_by_name(self) -> dict[str, Elements]:

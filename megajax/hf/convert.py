@@ -29,7 +29,7 @@ from megajax.hf.qwen3_next import Qwen3Next
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded
 from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values, complete
-from megajax.layout.kinds import MTP
+from megajax.layout.kinds import EXTRA, extra_layers, without_extra
 from megajax.model.block import layer_state, state_by_name
 from megajax.schema.tree import show
 
@@ -107,16 +107,20 @@ def _as_stored(folder: Path, family: Family, section: dict[str, Any], config: Ma
 
     A head that differs from the token embedding is used, whatever config.json says.
     """
-    if not section["tie_embeddings"] and not section.get("mtp_layers"):
+    if not section["tie_embeddings"] and not any(section.get(each.layers) for each in EXTRA):
         return section
     model = ModelConfig.model_validate(section)
     tensors = {tensor.ours: tensor for tensor in family.tensors(model)}
-    modules = [tensor for ours, tensor in tensors.items() if ours.startswith(f"blocks.{MTP}.")]
+    modules = [
+        tensor for ours, tensor in tensors.items() if ours.startswith(tuple(f"blocks.{each.name}." for each in EXTRA))
+    ]
     names = {name for tensor in modules for name in tensor_names(tensor, model).values()}
     changed = dict(section)
     with contextlib.suppress(InputError), FolderTensors(folder, config.get("quantization_config")) as weights:
         if names and names.isdisjoint(weights.files):
-            del changed["mtp_layers"]  # transformers writes the number, but not the modules
+            changed = {
+                key: value for key, value in changed.items() if key not in without_extra()
+            }  # transformers writes the number, but not the modules
         embedding = tensors["embedding.tokens"].theirs
         if model.tie_embeddings and {embedding, HEAD} <= weights.files.keys() and not weights.equal(embedding, HEAD):
             changed["tie_embeddings"] = False
@@ -169,13 +173,13 @@ def open_readers(
 
     `shapes` are the parameters' canonical ones. `setting` gave the folder, at `location`.
 
-    `model` may have more tokens than the folder, and no multi-token prediction modules. Raises InputError if the folder
+    `model` may have more tokens than the folder, and no layers after the model's. Raises InputError if the folder
     is of another model than `model`, or if a tensor is missing or misshaped.
     """
     family, section, config = read_folder(folder)
     new_tokens = range(section["vocab_size"], model.vocab_size)
     shown = section | ({"vocab_size": model.vocab_size} if new_tokens else {})
-    shown |= {} if model.mtp_layers else {"mtp_layers": 0}
+    shown |= {} if extra_layers(model) else without_extra()
     saved, mine = {"model": _describe(shown, model)}, {"model": describe_model(model)}
     compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}

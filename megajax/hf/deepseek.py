@@ -11,7 +11,7 @@ from typing import Any
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
 from megajax.hf.tensors import Selected, Tensor
-from megajax.layout.kinds import MTP, layer_kinds, prediction_layers
+from megajax.layout.kinds import extra_layers, extra_of, layer_kinds
 
 Json = dict[str, Any]
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -145,16 +145,17 @@ class DeepseekV3(DeepseekV2):
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         out, last = super().tensors(model), f"blocks.{layer_kinds(model)[-1].block}."
-        if not model.mtp_layers:
+        if (extra := extra_of(model)) is None:
             return out
-        modules = [replace(t, ours=t.ours.replace(last, f"blocks.{MTP}.")) for t in out if t.ours.startswith(last)]
+        prefix = f"blocks.{extra.name}."
+        modules = [replace(t, ours=t.ours.replace(last, prefix)) for t in out if t.ours.startswith(last)]
         for ours, (theirs, pattern) in MODULE.items():
-            modules.append(Tensor(f"blocks.{MTP}.{ours}", f"model.layers.{{layer}}.{theirs}", pattern))
+            modules.append(Tensor(f"{prefix}{ours}", f"model.layers.{{layer}}.{theirs}", pattern))
         return out + modules
 
     def copies(self, model: ModelConfig) -> list[Tensor]:
         out = []
-        for layer in prediction_layers(model):
+        for layer in extra_layers(model):
             module, head = f"model.layers.{layer}.", "embedding.tokens" if model.tie_embeddings else "head"
             out.append(Tensor("embedding.tokens", f"{module}embed_tokens.weight"))
             out.append(Tensor(head, f"{module}shared_head.head.weight", "" if model.tie_embeddings else LINEAR))
@@ -163,7 +164,7 @@ class DeepseekV3(DeepseekV2):
     def write_router(self, model: ModelConfig) -> Json:
         return {
             "norm_topk_prob": model.router.normalise,
-            "num_nextn_predict_layers": model.mtp_layers,
+            "num_nextn_predict_layers": len(extra_layers(model)),
             "rope_interleave": True,
             "topk_method": "noaux_tc",
         }

@@ -10,7 +10,7 @@ from typing import Any
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, LINEAR, Qwen3Moe
 from megajax.hf.tensors import Selected, Tensor, side_by_side
-from megajax.layout.kinds import BUILT_IN, GATED_DELTANET, MOE, MTP, layer_kinds
+from megajax.layout.kinds import BUILT_IN, GATED_DELTANET, MOE, extra_layers, extra_of, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
 Json = dict[str, Any]
@@ -87,7 +87,7 @@ class Qwen3Next(Qwen3Moe):
             "layer_types": [types.get(mixer, mixer) for mixer, _ in kinds],
             "mlp_only_layers": [layer for layer, (_, own) in enumerate(kinds) if own != MOE],
             "decoder_sparse_step": 1,
-            self.modules: model.mtp_layers,
+            self.modules: len(extra_layers(model)),
             **self.write_experts(model),
         }
 
@@ -106,19 +106,19 @@ class Qwen3Next(Qwen3Moe):
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """Those of the layers, and the module's: a layer like the last one, with numbers of its own."""
         out, last = super().tensors(model), f"blocks.{layer_kinds(model)[-1].block}."
-        if not model.mtp_layers:
+        if (extra := extra_of(model)) is None:
             return out
         module = [
             replace(
                 tensor,
-                ours=tensor.ours.replace(last, f"blocks.{MTP}."),
+                ours=tensor.ours.replace(last, f"blocks.{extra.name}."),
                 theirs=tensor.theirs.replace("model.layers.", "mtp.layers."),
                 first_layer=model.num_layers,
             )
             for tensor in out
             if tensor.ours.startswith(last)
         ]
-        own = [Tensor(f"blocks.{MTP}.{name}", *tensor) for name, tensor in MODULE.items()]
+        own = [Tensor(f"blocks.{extra.name}.{name}", *tensor) for name, tensor in MODULE.items()]
         return [*out, *module, *own]
 
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:

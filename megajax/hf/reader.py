@@ -17,6 +17,7 @@ from megajax.config import ModelConfig
 from megajax.errors import InputError, file_reader
 from megajax.hf.folder import HEAD
 from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
+from megajax.layout.kinds import extra_of
 
 PIECE_BYTES = 2**28  # of a piece in FP32
 READERS = 4  # pieces that are read at the same time
@@ -59,7 +60,7 @@ class Reader:
         self.new_tokens = new_tokens if tensor.ours in VOCABULARY_DIM else range(0)
         self.padded, self.shape = tuple(padded), unpadded(tensor.ours, padded, model)
         self.names = tensor_names(tensor, model)
-        self._copies = [copy for copy in copies if copy in weights.files]
+        self._extra, self._copies = extra_of(model), [copy for copy in copies if copy in weights.files]
         self.rest = self.shape[tensor.stacked :]  # of the part in one tensor
         self._widths: dict[Slices, tuple[int, float]] = {}  # of stacked dimensions: number of tensors, bytes a number
 
@@ -159,9 +160,10 @@ class Reader:
             if self.weights.shape(copy) != self.weights.shape(piece.name) or not np.array_equal(
                 self.weights.read(copy, slices), block
             ):
+                assert (extra := self._extra) is not None
                 raise InputError(
-                    f"{self.weights.folder}: {copy} differs from {piece.name}, but a prediction module shares it: set "
-                    "model.mtp_layers=0, or copy the whole model again."
+                    f"{self.weights.folder}: {copy} differs from {piece.name}, but modules for "
+                    f"{extra.purpose} share it: set {extra.key}=0, or copy the whole model again."
                 )
         return block
 

@@ -17,7 +17,7 @@ from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, Parameters, from_parameters
 from megajax.kernel_choice import Hardware, Kernels
-from megajax.layout.kinds import layer_kinds
+from megajax.layout.kinds import extra_layers, layer_kinds
 from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
 from megajax.model.sublayer import BlockInputs, LayerContext, State
@@ -44,10 +44,10 @@ class LanguageModel:
     ):
         """`params` are canonical, in the compute dtype, and a dictionary is emptied.
 
-        `speculate` is the number of tokens that generation drafts in each step, with the multi-token prediction
-        modules; 0: none.
+        `speculate` is the number of tokens that generation drafts in each step, with the layers after the model's; 0:
+        none.
         """
-        assert config.model.mtp_layers or not speculate
+        assert extra_layers(config.model) or not speculate
         if config.model.encoder.kind != NO_ENCODER:
             problem = (
                 f"model.encoder.kind={config.model.encoder.kind}: a model with an encoder can be trained and evaluated"

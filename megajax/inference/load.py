@@ -11,6 +11,7 @@ from megajax.config import Config, ModelConfig
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.weights import abstract_parameters, abstract_state
+from megajax.layout.kinds import EXTRA, extra_layers, without_extra
 from megajax.mesh import build_mesh, named_mesh
 from megajax.model import Transformer
 from megajax.model.lora import is_adapter, merge
@@ -43,7 +44,7 @@ def load_run(
 
     The weights are laid out for `mesh` (None: the first device), whatever mesh trained them, in `dtype` (None: the
     run's compute dtype). The context is the run's sequence length. Generation drafts `speculate` tokens in each step.
-    Raises InputError for an unusable checkpoint, and for drafts without multi-token prediction modules.
+    Raises InputError for an unusable checkpoint, and for drafts that the model has no layers for.
     """
     if isinstance(find_source(run, setting), HfSource):
         raise InputError(f"{setting}={run} is a folder in Hugging Face's format, not a run: use megajax.from_hf.")
@@ -63,7 +64,7 @@ def from_hf(
     The weights are laid out for `mesh` (None: the first device) in `dtype` (None: that of config.json). The context is
     `max_position_embeddings`. Each process reads only what its devices hold. Generation drafts `speculate` tokens in
     each step. Raises InputError for a family or an option that megajax does not have, for missing or damaged files,
-    and for drafts without multi-token prediction modules.
+    and for drafts that the model has no layers for.
     """
     return _load(HfSource(folder, setting), mesh, dtype, speculate)
 
@@ -97,17 +98,18 @@ def _check_modules(model: ModelConfig, speculate: int, source: str) -> None:
     """Raises InputError if `speculate` is not a number of drafts that the model of `source` can make."""
     if speculate < 0:
         raise InputError(f"--speculate={speculate} is not a number of 0 or more: give one such as 1.")
-    if speculate and not model.mtp_layers:
+    if speculate and not extra_layers(model):
+        purposes, keys = (" or ".join(getattr(each, name) for each in EXTRA) for name in ("purpose", "key"))
         raise InputError(
-            f"--speculate={speculate} drafts with multi-token prediction modules, but {source} has none: give 0, or a "
-            "model that was trained with model.mtp_layers=1."
+            f"--speculate={speculate} drafts with {purposes} modules, but {source} has none: give 0, or a model "
+            f"that was trained with {keys}=1."
         )
 
 
 def for_inference(config: Config, dtype: str, speculate: int) -> Config:
     """The config with this compute dtype and without a capacity of experts: padding would use it up.
 
-    It has multi-token prediction modules only if they draft tokens.
+    It has layers after the model's only if they draft tokens.
     """
     if replaces_head(kind := config.objective.kind):
         problem = f"objective.kind={kind} has parameters in place of the model's head"
@@ -115,9 +117,7 @@ def for_inference(config: Config, dtype: str, speculate: int) -> Config:
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype} is not one of {', '.join(DTYPES)}: give one of them.")
     router = config.model.router.model_copy(update={"capacity_factor": None})
-    model = config.model.model_copy(
-        update={"router": router, "mtp_layers": config.model.mtp_layers if speculate else 0}
-    )
+    model = config.model.model_copy(update={"router": router} | ({} if speculate else without_extra()))
     fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})
     precision = config.precision.model_copy(update={"compute": dtype, "fp8": fp8})
     kernels = config.kernels.model_copy(update=dict.fromkeys(CHOSEN_KERNELS, "auto"))

@@ -1,8 +1,8 @@
-"""Self-speculative decoding: multi-token prediction modules draft tokens, which the model verifies in one pass.
+"""Self-speculative decoding: the layers after the model's draft tokens, which the model verifies in one pass.
 
-Draft k of a step is module k's prediction, from the inputs that it had in training (DeepSeek-V3, arXiv 2412.19437,
-section 2.2). The last module also makes the drafts after its own: for each, it moves on by a token and takes its own
-output of the token before in place of an output that is not known yet, as in vLLM and SGLang.
+Draft k of a step is the prediction of layer k of these, a module, from the inputs that it had in training (DeepSeek-V3,
+arXiv 2412.19437, section 2.2). The last module also makes the drafts after its own: for each, it moves on by a token
+and takes its own output of the token before in place of an output that is not known yet, as in vLLM and SGLang.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from megajax.inference.comm import Decode, Prefill, WholeSequences
 from megajax.inference.language_model import LanguageModel, block_inputs, positions_from
 from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.inference.weights import ModelWeights
-from megajax.layout.kinds import MTP, prediction_kind, prediction_layers
+from megajax.layout.kinds import extra_kind, extra_layers
 from megajax.model.sublayer import LayerContext
 
 # Folded into a position's key: a token can be drafted, accepted and replaced.
@@ -66,7 +66,7 @@ class Drafter:
 
     def __init__(self, model: LanguageModel, sampling: Sampling):
         self.model, self.sampling, self.count = model, sampling, model.speculate
-        self.modules = min(self.count, model.config.mtp_layers)
+        self.modules = min(self.count, len(extra_layers(model.config)))
         self.written = self.count + self.modules  # positions that a step may write in a module's cache
 
     def verify(
@@ -113,13 +113,13 @@ class Drafter:
     def _module(self, weights: ModelWeights, k: int, x, tokens, positions, comm: WholeSequences) -> jax.Array:
         """Module k: outputs `[B, S, D]` of the one before it, and the tokens `[B, S]` after theirs → `[B, S, D]`."""
         config, model = self.model.config, self.model.model
-        layer = prediction_layers(config)[k]
+        layer, kind = extra_layers(config)[k], extra_kind(config)
         embedded = model.embed_tokens(weights.outer, tokens.reshape(-1))
         pair = jnp.concatenate([embedded, x.reshape(embedded.shape)], axis=1)
         pair, module = comm.place(pair, comm.token_spec(len(x))), (weights.layers[layer], weights.state[layer])
         inputs = block_inputs(positions, comm.token_positions(positions))
-        ctx = LayerContext(comm, inputs, layer, prediction_kind(config), state=module[1])
-        y, _ = model.blocks[MTP].apply(module[0], pair, ctx)
+        ctx = LayerContext(comm, inputs, layer, kind, state=module[1])
+        y, _ = model.blocks[kind.block].apply(module[0], pair, ctx)
         return y.reshape(x.shape)
 
     def _choose(self, weights: ModelWeights, h, keys, positions) -> tuple[jax.Array, jax.Array]:

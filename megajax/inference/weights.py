@@ -22,7 +22,7 @@ class ModelWeights(NamedTuple):
     """A pytree with all arrays of a model."""
 
     outer: dict[str, jax.Array]  # embedding, final norm and head, by canonical name
-    layers: tuple[dict[str, jax.Array], ...]  # of each layer, then of each prediction module, from `Block.fuse`
+    layers: tuple[dict[str, jax.Array], ...]  # of each layer, also those after the model's, from `Block.fuse`
     state: tuple[dict[str, jax.Array], ...]  # of the same
 
 

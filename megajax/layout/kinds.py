@@ -2,13 +2,15 @@
 
 from typing import Any, NamedTuple
 
+from megajax.layout.extra import ExtraLayers
+from megajax.layout.mtp import MODULES
 from megajax.schema.fields import cached, shortest_pattern
 from megajax.schema.model import ModelConfig
 
 DENSE, MOE = "dense", "moe"
 ATTENTION, MLP, GATED_DELTANET, KDA, MAMBA2 = "attention", "mlp", "gated_deltanet", "kda", "mamba2"
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
-MTP = "mtp"  # the blocks of the multi-token prediction modules
+EXTRA = (MODULES,)  # the registered layers after the model's; a model has those of one kind at most
 
 
 class Declared(NamedTuple):
@@ -80,32 +82,46 @@ def block_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(i for i, block in enumerate(blocks) if block == name) for name in sorted(set(blocks))}
 
 
-def prediction_layers(model: ModelConfig) -> tuple[int, ...]:
-    """The layer of each multi-token prediction module: they continue those of the model."""
-    return tuple(range(model.num_layers, model.num_layers + model.mtp_layers))
+def extra_of(model: ModelConfig) -> ExtraLayers | None:
+    """The declarations of the layers after the model's, if it has some."""
+    return next((each for each in EXTRA if each.count(model)), None)
 
 
-def prediction_kind(model: ModelConfig) -> LayerKind:
-    """The kind of the blocks of these modules: they have the parts and the attention of the last layer."""
-    return layer_kinds(model)[-1]._replace(block=MTP)
+def extra_layers(model: ModelConfig) -> tuple[int, ...]:
+    """The numbers of the layers after the model's: they continue its own."""
+    extra = extra_of(model)
+    return tuple(range(model.num_layers, model.num_layers + extra.count(model))) if extra else ()
+
+
+def extra_kind(model: ModelConfig) -> LayerKind:
+    """The kind of these layers: they have the parts and the attention of the model's last one."""
+    extra = extra_of(model)
+    assert extra is not None
+    return layer_kinds(model)[-1]._replace(block=extra.name)
+
+
+def without_extra() -> dict[str, int]:
+    """The settings of a model without layers after its own."""
+    return {each.layers: 0 for each in EXTRA}
 
 
 def kind_of_layer(model: ModelConfig, layer: int) -> LayerKind:
-    """The kind of a layer or of a module after the layers."""
-    return layer_kinds(model)[layer] if layer < model.num_layers else prediction_kind(model)
+    """The kind of a layer of the model or after it."""
+    return layer_kinds(model)[layer] if layer < model.num_layers else extra_kind(model)
 
 
 def stacked_layers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The layers in each stack of parameters: those of each kind of block, and the multi-token prediction modules."""
-    return block_layers(model) | ({MTP: prediction_layers(model)} if model.mtp_layers else {})
+    """The layers in each stack of parameters: those of each kind of block, and those after the model's."""
+    extra = extra_of(model)
+    return block_layers(model) | ({extra.name: extra_layers(model)} if extra else {})
 
 
 def expert_layers(model: ModelConfig) -> tuple[int, ...]:
-    """The layers with experts in the order of their metrics: by kind of block; prediction modules after the last's."""
+    """The layers with experts in the order of their metrics: by kind of block; extra layers after the last's."""
     kinds, found = layer_kinds(model), list[int]()
     for block, layers in block_layers(model).items():
         if kinds[layers[0]].has_experts:
-            found += [*layers, *(prediction_layers(model) if block == kinds[-1].block else ())]
+            found += [*layers, *(extra_layers(model) if block == kinds[-1].block else ())]
     return tuple(found)
 
 

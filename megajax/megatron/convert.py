@@ -10,6 +10,7 @@ import jax
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.reader import Reader, check_tensors, on_devices
+from megajax.layout.kinds import extra_layers
 from megajax.megatron import is_distributed, is_legacy
 from megajax.megatron.distributed import MegatronTensors, newest
 from megajax.megatron.gpt import entries
@@ -94,7 +95,7 @@ def _readers(weights: MegatronTensors, model: ModelConfig, shapes: Mapping[str, 
             f"{weights.folder}: the model has {lacking[0]}, which Megatron-Core's GPTModel does not have: {cure}."
         )
     readers = {name: Reader(weights, found[name], model, shape) for name, shape in wanted.items()}
-    check_tensors(weights, [*readers.values()], () if model.mtp_layers else (f"{prefix}mtp.",))
+    check_tensors(weights, [*readers.values()], () if extra_layers(model) else (f"{prefix}mtp.",))
     return readers
 
 

@@ -8,7 +8,7 @@ Megatron's matrices are [out, in]. `linear_qkv` has for each group of query head
 from megajax.config import ModelConfig
 from megajax.hf.reader import unpadded
 from megajax.hf.tensors import Selected, Tensor, side_by_side, tensor_names, whole_shape
-from megajax.layout.kinds import MTP, block_layers, is_gated
+from megajax.layout.kinds import block_layers, extra_of, is_gated
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
 
@@ -26,8 +26,8 @@ def entries(model: ModelConfig) -> list[Tensor]:
     out += _norm(model, "final_norm", "decoder.final_layernorm")
     for kind in block_layers(model):
         out += _block(model, kind, f"blocks.{kind}.", "decoder.layers.{layer}.")
-    if model.mtp_layers:
-        ours, theirs = f"blocks.{MTP}.", "mtp.layers.{layer}."
+    if extra := extra_of(model):
+        ours, theirs = f"blocks.{extra.name}.", "mtp.layers.{layer}."
         last = max(block_layers(model), key=lambda kind: block_layers(model)[kind][-1])
         out += _block(model, last, ours, theirs + MODULE)
         out += _norm(model, f"{ours}join.embedding_norm", f"{theirs}enorm")

@@ -6,7 +6,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
-from megajax.layout.kinds import MTP, layer_kinds
+from megajax.layout.kinds import layer_kinds
+from megajax.layout.mtp import MTP
 from megajax.model.block import BLOCK_CLASSES, Block, of_part
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare

@@ -59,8 +59,7 @@ class EmbeddingTables(nnx.Module):
 class Transformer(nnx.Module):
     """The whole model: its parameters, and its logits on one device.
 
-    Multi-token prediction modules (`model.mtp_layers`) are the blocks of the kind MTP; training runs them, and
-    generation for its drafts.
+    Training runs the layers after the model's too (`layout.extra`), and generation for its drafts.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Metrics]:
         """Layer number `layer` on one device: `x [T, D]` → (x, metrics).
 
-        Prediction modules continue the numbers of the layers; theirs is `x [T, 2D]`. `states` are as `state` above.
+        Layers after the model's continue its numbers; theirs is `x [T, 2D]`. `states` are as `state` above.
         """
         c = self.config
         kind = kind_of_layer(c, layer)
@@ -144,7 +143,7 @@ class Transformer(nnx.Module):
         return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias"))
 
     def logits(self, weights: Weights, h: jax.Array) -> jax.Array:
-        """`output`, or that of a module `[..., D]` → FP32 logits `[..., V]`, without the vocabulary's padding."""
+        """`output`, also of a layer after it, `[..., D]` → FP32 logits `[..., V]`, without the vocabulary's padding."""
         c = self.config
         assert self.objective is None
         head = weights["embedding.tokens"].T if self.head is None else weights["head"]

@@ -99,7 +99,7 @@ def _groups(plan: StepPlan, declared: Mapping[str, Any]) -> dict[str, OptimizerG
 def _depth_factor(plan: StepPlan, name: str, parameter: Any, placement: Placement) -> Any:
     """`optimizer.layer_decay` (Clark et al. 2020): the power of a layer's distance from the output, by stored row.
 
-    The head, the last norm and prediction modules have distance 0, the last layer 1, the embeddings L + 1.
+    The head, the last norm and layers after the model's have distance 0, the last layer 1, the embeddings L + 1.
     """
     decay, layers = plan.optimizer.layer_decay, plan.model.num_layers
     if decay == 1.0:

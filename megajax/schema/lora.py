@@ -26,11 +26,6 @@ class LoraConfig(Section):
             cure="set checkpoint.init_state=weights",
         ),
         Excludes("precision.fp8.recipe", lambda recipe: RECIPES[recipe].is_on, cure="set precision.fp8.recipe=none"),
-        Excludes(
-            "model.mtp_layers",
-            because="adapters are of the model's layers only",
-            cure="set model.mtp_layers=0; the base may have modules",
-        ),
     ] = Field(default=None, description="Rank of the adapters; null: train all weights.")
     alpha: Annotated[Positive | None, ReadIf("rank")] = Field(
         default=None,

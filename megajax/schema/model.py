@@ -28,7 +28,7 @@ from megajax.schema.fields import (
     Width,
     derived,
 )
-from megajax.schema.rules import AtMost, Below, Divides, Excludes, Needs, ReadIf, fits, more_than_one
+from megajax.schema.rules import TRAINING_ONLY, AtMost, Below, Divides, Excludes, Needs, ReadIf, fits, more_than_one
 
 EXPERTS = Needs("model.num_experts", what="experts", cure="set model.num_experts, or remove it")
 LATENT_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # DeepSeek's
@@ -376,6 +376,7 @@ class ModelConfig(Section):
             because="the rates are those of AdamW, Lion and Muon",
         ),
         Excludes("lora.rank", because="the rates are those of training all weights"),
+        TRAINING_ONLY,
     ] = Field(
         default=None,
         description="Hidden size at which init_std and the learning rate were tuned; µP (Yang et al. 2022) scales both"
@@ -386,6 +387,7 @@ class ModelConfig(Section):
         Excludes("qk_norm", because="normalised queries and keys undo it, and bound the scores themselves"),
         Excludes("attention_softcap", because="the soft-cap bounds the scores itself"),
         Excludes("lora.rank", because="the weights of queries and keys are frozen"),
+        TRAINING_ONLY,
     ] = Field(
         default=None,
         description="QK-clip (Kimi K2): after each update, rescale the query and key weights of heads whose largest"
@@ -431,23 +433,31 @@ class ModelConfig(Section):
     scale_embeddings: bool = Field(
         default=False, description="Multiply the token embeddings by sqrt(hidden_size), but not a tied head."
     )
-    dropout: BelowOne = Field(
+    dropout: Annotated[BelowOne, TRAINING_ONLY] = Field(
         default=0.0, description="Dropout rate after the embedding and in both residual branches."
     )
-    init_std: Positive = Field(default=0.02, description="Standard deviation of the initial weights.")
-    depth_scaled_init: bool = Field(
+    init_std: Annotated[Positive, TRAINING_ONLY] = Field(
+        default=0.02, description="Standard deviation of the initial weights."
+    )
+    depth_scaled_init: Annotated[bool, TRAINING_ONLY] = Field(
         default=True,
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
-    z_loss: Annotated[PositiveOrZero, Needs("objective.kind", NEXT_TOKEN)] = Field(
+    z_loss: Annotated[PositiveOrZero, Needs("objective.kind", NEXT_TOKEN), TRAINING_ONLY] = Field(
         default=0.0, description="Weight of the squared log-sum-exp of the output logits."
     )
     mtp_layers: Annotated[
-        CountOrZero, Excludes("objective.kind", replaces_head, because="it has parameters in place of the head")
+        CountOrZero,
+        Excludes("objective.kind", replaces_head, because="it has parameters in place of the head"),
+        Excludes(
+            "lora.rank",
+            because="adapters are of the model's layers only",
+            cure="set model.mtp_layers=0; the base may have modules",
+        ),
     ] = Field(
         default=0, description="Number of multi-token prediction modules; module k predicts the token k + 1 ahead."
     )
-    mtp_loss_weight: Annotated[Positive, ReadIf("mtp_layers")] = Field(
+    mtp_loss_weight: Annotated[Positive, ReadIf("mtp_layers"), TRAINING_ONLY] = Field(
         default=0.3,
         description="Weight of the mean of their losses; DeepSeek-V3 trained with 0.3 for 10T tokens, then with 0.1.",
     )

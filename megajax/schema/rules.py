@@ -7,6 +7,7 @@ feature.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+TRAINING_ONLY = object()  # beside a key of the model that does not define the network
 SET: Any = object()  # any value but null and the default
 
 

@@ -33,7 +33,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 
     Parameters and gradients are in stored form, gradients those of `Graph.trained`, batch fields are `[M, B, S]`, the
     norm is that of the gradients over all devices. `sums` holds the terminal nodes' losses, each divided by its count:
-    `loss` (the language-model loss per valid token), `z_loss`, with prediction modules `mtp_loss [depth]`; and
+    `loss` (the language-model loss per valid token), `z_loss`, with layers after the model's theirs `[depth]`; and
     `tokens`. The layer state is all state besides parameters, by kind of block and name `[L, ...]`, and the amax
     histories under the key FP8. `metrics` of the layers, by kind and name `[L, ...]`, are means over the microbatches;
     counts are sums, `max_...` are maxima. Gradients are those of the nodes' losses with their weights plus the layers'

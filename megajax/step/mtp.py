@@ -7,15 +7,14 @@ runs forward and backward between the two passes of the layers, so its activatio
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.layout.kinds import MTP, prediction_kind, prediction_layers
-from megajax.layout.segments import LayerSegment
+from megajax.layout.kinds import extra_layers
+from megajax.layout.mtp import MODULES, MTP
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.ops.barriers import not_before
@@ -26,7 +25,7 @@ from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepA
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step.stack.stack_weights import ByGroup, GroupWeights, Metrics
-from megajax.step_plan import StepPlan
+from megajax.step_plan import ExtraPlan, StepPlan
 from megajax.weights.sums import added
 from megajax.weights.weight import Weight
 
@@ -43,23 +42,6 @@ class _Forward(NamedTuple):
     inputs: BlockInputs
 
 
-class ModulesPlan(StepPlan):
-    """The plan of the modules: layers without stages, after those of the model."""
-
-    @classmethod
-    def after(cls, plan: StepPlan) -> "ModulesPlan":
-        """Each module is a segment with the remat policy and the precision of the last layer."""
-        count, last = plan.model.mtp_layers, plan.segments[-1]
-        slots = (prediction_kind(plan.model),) * count
-        segments = tuple(LayerSegment(k, 1, 1, 1, last.policy, last.fp8) for k in range(count))
-        sizes = {**plan.sizes, "pipeline": 1}
-        return cls(plan.config, sizes, plan.hardware, plan.kernels, slots, plan.unrolling, segments)
-
-    @cached_property
-    def layer_table(self) -> np.ndarray:
-        return np.array(prediction_layers(self.model))[None, None]
-
-
 class MultiTokenPrediction:
     """The modules, their losses and gradients: a terminal node; embedding and head are the model's."""
 
@@ -70,14 +52,14 @@ class MultiTokenPrediction:
 
     def __init__(self, plan: StepPlan, comm: MeshComm, block: Block, weights: Mapping[str, Weight]):
         self.model, self.comm = plan.model, comm
-        self.layers = prediction_layers(self.model)
-        self.weight = self.model.mtp_loss_weight / len(self.layers)  # of each module's loss
-        own, only_microbatch = ModulesPlan.after(plan), not plan.sums_gradients
+        self.layers = extra_layers(self.model)
+        self.weight = MODULES.weight(self.model) / len(self.layers)  # of each module's loss
+        own, only_microbatch = ExtraPlan.after(plan), not plan.sums_gradients
         self.stack = LayerStack(MTP, own, comm, {MTP: block}, {MTP: weights}, only_microbatch)
         self.embedding, self.head = Embedding(plan, comm), LossHead(plan, comm, norms=())
 
     def fields(self) -> dict[str, Field]:
-        depth, key = (len(self.layers),), "model.mtp_layers"
+        depth, key = (len(self.layers),), MODULES.key
         own = {"mtp_targets": Field(jnp.int32, key, depth, True), "mtp_mask": Field(jnp.float32, key, depth, True)}
         return {"targets": Field(jnp.int32), **own}
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import Config, ModelConfig
 from megajax.config.sentences import counted, fail, format_keys, listed
 from megajax.errors import InputError
-from megajax.layout.kinds import MTP, layer_kinds
+from megajax.layout.kinds import extra_of, layer_kinds
 from megajax.model import Transformer, init_parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import is_trained, targets
@@ -324,7 +324,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
         "skipped": state.skipped,
         "skipped_in_row": state.skipped_in_row,
     }
-    of_layers = _layer_metrics(program.model.blocks, with_modules(config.model, layers))
+    of_layers = _layer_metrics(program.model.blocks, with_extra_layers(config.model, layers))
     of_nodes = program.graph.metrics(sums) | {name: sums[name] for name in ("attention_imbalance",) if name in sums}
     for found in (of_nodes, of_layers):
         if taken := sorted(found.keys() & metrics.keys()):
@@ -358,13 +358,14 @@ def _rescaling(program: TrainProgram, layers: Mapping[str, Mapping[str, jax.Arra
     return found
 
 
-def with_modules(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:
-    """Metrics by kind and name `[L, ...]`, those of prediction modules after those of the last layer's kind."""
-    if MTP not in layers:
+def with_extra_layers(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:
+    """Metrics by kind and name `[L, ...]`, those of the layers after the model's after those of its last one's kind."""
+    extra = extra_of(model)
+    if extra is None or extra.name not in layers:
         return layers
     last = layer_kinds(model)[-1].block
-    joined = {name: jnp.concatenate([metrics, layers[MTP][name]]) for name, metrics in layers[last].items()}
-    return {kind: joined if kind == last else metrics for kind, metrics in layers.items() if kind != MTP}
+    joined = {name: jnp.concatenate([metrics, layers[extra.name][name]]) for name, metrics in layers[last].items()}
+    return {kind: joined if kind == last else metrics for kind, metrics in layers.items() if kind != extra.name}
 
 
 def _layer_metrics(blocks: Mapping[str, Block], by_kind: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:

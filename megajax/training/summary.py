@@ -9,7 +9,7 @@ from megajax.config.sentences import counted
 from megajax.console import amount, memory_size
 from megajax.estimate.costs import active_parameter_count, adapter_parameter_count, flops_per_token, parameter_count
 from megajax.estimate.memory import estimate_memory
-from megajax.layout.kinds import layer_kinds
+from megajax.layout.kinds import extra_of, layer_kinds
 from megajax.layout.recurrent import recurrent_heads
 from megajax.layout.stages import virtual_stages
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
@@ -53,9 +53,9 @@ def summary(
         f"loss: {kernels.loss} in {counted(plan.loss_chunks, 'chunk')}",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
     ]
-    if modules := config.model.mtp_layers:
-        weight = f"{config.model.mtp_loss_weight:g} × the mean of their losses"
-        lines.insert(4, f"modules    {modules} for multi-token prediction; {weight} is added to the loss")
+    if extra := extra_of(config.model):
+        weight = f"{extra.weight(config.model):g} × the mean of their losses"
+        lines.insert(4, f"modules    {extra.count(config.model)} for {extra.purpose}; {weight} is added to the loss")
     if sizes["pipeline"] > 1:
         lines[3:3] = _pipeline(plan)
     if config.lora.rank:

@@ -14,8 +14,8 @@ from megajax.kernel_choice import HOPPER
 from megajax.mesh import AXES, build_mesh
 from megajax.model import parameters
 from megajax.step.gradients import gradient_function
-from megajax.step.mtp import ModulesPlan, fields_of_modules
-from megajax.step_plan import StepPlan
+from megajax.step.mtp import fields_of_modules
+from megajax.step_plan import ExtraPlan, StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -207,5 +207,5 @@ def test_the_modules_have_the_precision_and_the_remat_policy_of_the_last_layer(t
     precision["fp8"] |= {"first_bf16_layers": first, "last_bf16_layers": last}
     sections = {"precision": precision, "remat": {"policy": "full", "layers": 1}}
     config = table.make_config(MODELS["llama"] | {"mtp_layers": 2}, **sections)
-    modules = ModulesPlan.after(StepPlan.make(config, dict.fromkeys(AXES, 1), HOPPER)).segments
+    modules = ExtraPlan.after(StepPlan.make(config, dict.fromkeys(AXES, 1), HOPPER)).segments
     assert [(each.policy.name, each.fp8) for each in modules] == [("none", not last)] * 2

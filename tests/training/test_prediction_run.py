@@ -12,7 +12,7 @@ from megajax.estimate.costs import flops_per_token, parameter_count
 from megajax.layout.kinds import expert_layers, stacked_layers
 from megajax.model import Transformer
 from megajax.training.loop import Trainer
-from megajax.training.step import with_modules
+from megajax.training.step import with_extra_layers
 
 MODEL = (
     "model={num_layers: 1, mtp_layers: 2, num_experts: 4, expert_ffn_hidden_size: 16}",
@@ -59,7 +59,7 @@ def test_metrics_of_modules_follow_those_of_the_layers(make_config):
     """A dense layer, two with experts, a module: the last kind's metrics have the module's after theirs."""
     model = make_config(*MODEL, "model={num_layers: 3, mtp_layers: 1, first_dense_layers: 1}").model
     dense, layers, module = np.zeros((1, 2)), np.array([[1, 2], [3, 4]]), np.array([[5, 6]])
-    found = with_modules(model, {"dense": {"a": dense}, "moe": {"a": layers}, "mtp": {"a": module}})
+    found = with_extra_layers(model, {"dense": {"a": dense}, "moe": {"a": layers}, "mtp": {"a": module}})
     assert list(found) == ["dense", "moe"] and found["dense"]["a"] is dense
     np.testing.assert_array_equal(found["moe"]["a"], [[1, 2], [3, 4], [5, 6]])
 
@@ -72,7 +72,7 @@ def test_layers_of_two_kinds_with_experts_have_the_order_of_their_metrics(make_c
     """Kinds by name, each with its layers; the module, layer 4, after those of the last layer's kind."""
     model = make_config(*MODEL, f"model={{num_layers: 4, mtp_layers: 1, block_pattern: {pattern}}}").model
     numbers = {kind: {"a": np.array(layers)} for kind, layers in stacked_layers(model).items()}
-    metrics = with_modules(model, numbers)
+    metrics = with_extra_layers(model, numbers)
     assert tuple(np.concatenate([metrics[kind]["a"] for kind in sorted(metrics)])) == expected
     assert expert_layers(model) == expected
 
@@ -89,5 +89,5 @@ def test_a_module_counts_as_a_layer_a_projection_and_a_head(make_config):
 
 
 def test_adapters_exclude_modules(tmp_path, make_config):
-    with pytest.raises(ConfigError, match=r"lora.rank=4 .* model.mtp_layers=1 .*: set model.mtp_layers=0"):
+    with pytest.raises(ConfigError, match=r"model.mtp_layers=1 .* lora.rank=4, .*: set model.mtp_layers=0"):
         make_config("lora.rank=4", f"checkpoint.init_from={tmp_path}", "model.mtp_layers=1")

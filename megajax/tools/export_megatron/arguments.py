@@ -12,7 +12,7 @@ from megajax.config import Config, ModelConfig
 from megajax.config.megatron_flags import DEFAULTS
 from megajax.console import command
 from megajax.errors import InputError
-from megajax.layout.kinds import MOE, layer_kinds
+from megajax.layout.kinds import MOE, extra_of, layer_kinds
 from megajax.ops import rope_attention_factor
 from megajax.schema.model import RopeScaling
 from megajax.schema.tree import show
@@ -42,7 +42,7 @@ def arguments_for(config: Config, step: int, samples: int, sizes: tuple[int, int
     They have the position of the run, `step` and `samples`, and the parallel `sizes`: tensor, pipeline, expert. Raises
     InputError for a model that no arguments describe, and for sizes that do not divide it.
     """
-    model, (tensor, pipeline, expert) = config.model, sizes
+    model, extra, (tensor, pipeline, expert) = config.model, extra_of(config.model), sizes
     _check_sizes(model, tensor, pipeline, expert)
     values = {**DEFAULTS, **PARSED, **_attention(model), **_mlp(model), **_positions(config), **_experts(model)}
     values |= {
@@ -58,8 +58,7 @@ def arguments_for(config: Config, step: int, samples: int, sizes: tuple[int, int
         "hidden_dropout": model.dropout,
         "attention_dropout": 0.0,
         "init_method_std": model.init_std,
-        "mtp_num_layers": model.mtp_layers or None,
-        "mtp_loss_scaling_factor": model.mtp_loss_weight,
+        **({"mtp_num_layers": extra.count(model), "mtp_loss_scaling_factor": extra.weight(model)} if extra else {}),
         **_vocabulary(model, tensor),
         **_training(config, step, samples),
         "tensor_model_parallel_size": tensor,

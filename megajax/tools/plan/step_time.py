@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from megajax.estimate.costs import flops_per_token
-from megajax.layout.kinds import LayerKind, prediction_kind, prediction_layers
+from megajax.layout.kinds import LayerKind, extra_kind, extra_layers
 from megajax.options.remat import ATTENTION, RematPolicy
 from megajax.step.pipeline.schedules import Flags, Schedule, make_schedule
 from megajax.step_plan import StepPlan
@@ -222,10 +222,9 @@ class _Step:
         config, (layers, remat, copies) = self.config, self.slots()
         remat, loops = (remat, copies + self.casts()) if recomputes else (PassSeconds(), 0.0)
         again = remat.total
-        modules = len(prediction_layers(config.model))
-        if modules:
-            kind = prediction_kind(config.model)
-            layers += self.device.layer(kind, self.plan.segments[-1].fp8) * (modules / self.sizes["pipeline"])
+        if extra := len(extra_layers(config.model)):
+            kind = extra_kind(config.model)
+            layers += self.device.layer(kind, self.plan.segments[-1].fp8) * (extra / self.sizes["pipeline"])
         M, R = config.batch.num_microbatches, config.pipeline.virtual_stages if self.plan.is_pipelined else 1
         head = self.device.head()
         stage = layers * (M * R)

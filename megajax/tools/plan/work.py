@@ -16,7 +16,7 @@ from megajax.config import LoraConfig
 from megajax.estimate.activations import shards_of
 from megajax.estimate.costs import attention_flops, head_parameter_count
 from megajax.estimate.traces import BlockTrace, LayerForm, Shards, SublayerWork, traces
-from megajax.layout.kinds import LayerKind
+from megajax.layout.kinds import LayerKind, extra_layers
 from megajax.mesh import axes_across
 from megajax.ops.linear_recurrence import CHUNK
 from megajax.options.remat import RematPolicy
@@ -242,7 +242,7 @@ class Device:
         work = 6 * tokens * weights / self.rates.matmul_flops(model.hidden_size, False)
         # A chunk of tokens reads and writes the sum of the weight's gradients.
         moved = LOGIT_BYTES * tokens * weights / model.hidden_size + 2 * FP32 * weights * (self.plan.loss_chunks - 1)
-        return (work + moved / self.rates.memory_bytes) * (1 + model.mtp_layers)
+        return (work + moved / self.rates.memory_bytes) * (1 + len(extra_layers(model)))
 
     # Collectives
 

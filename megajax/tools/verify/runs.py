@@ -12,6 +12,7 @@ import numpy as np
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.layout.kinds import EXTRA
 from megajax.mesh import build_mesh
 from megajax.sharding import to_canonical
 from megajax.step.gradients import gradient_function
@@ -185,7 +186,7 @@ def canonical(program: TrainProgram, arrays: Mapping[str, jax.Array]) -> Arrays:
 
 def position_in_model(name: str) -> tuple[int, str]:
     """The position of a parameter in the forward pass, within a block by name; FP8's histories come last."""
-    order = ("embedding", "blocks", "final_norm", "blocks.mtp", "head", FP8)
+    order = ("embedding", "blocks", "final_norm", *(f"blocks.{each.name}" for each in EXTRA), "head", FP8)
     return max(range(len(order)), key=lambda i: len(order[i]) if name.startswith(order[i]) else 0), name
 
 

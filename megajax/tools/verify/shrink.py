@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from megajax.config import Config, ModelConfig
 from megajax.config.checks import check
 from megajax.errors import ConfigError
+from megajax.layout.kinds import extra_layers
 from megajax.options.fp8_recipes import NONE
 
 VOCABULARY, WIDTH, HEAD, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 16, 32, 8, 0.1, 1e-3
@@ -31,7 +32,7 @@ def shrink(
     units = _Units.of(config, meshes)
     rounds, layout = config.pipeline.virtual_stages, config.pipeline.layout
     # FP8 needs multiples of 16 tokens on a device, which has two sequences of a microbatch.
-    stages = units.pipeline if config.model.mtp_layers else 1
+    stages = units.pipeline if extra_layers(config.model) else 1
     length = _multiple((8 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
     packed, is_chat = config.data.reset_attention, config.data.kind == "chat"
