@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = ("layout/mtp.py", "model/mtp_block.py", "step/mtp.py")
+FILES = ("layout/prediction_modules.py", "model/mtp_block.py", "step/mtp.py")
 # (file, pattern, replacement), each found once
 EDITS = (
-    ("layout/kinds.py", r"from megajax\.layout\.mtp import MODULES\n", ""),
+    ("layout/kinds.py", r"from megajax\.layout\.prediction_modules import MODULES\n", ""),
     ("layout/kinds.py", r"EXTRA = \(MODULES,\)", "EXTRA: tuple[ExtraLayers, ...] = ()"),
     ("model/__init__.py", r"import megajax\.model\.mtp_block.*\n", ""),
     ("step/graph.py", r"from megajax\.step\.mtp import MultiTokenPrediction\n", ""),

@@ -19,13 +19,12 @@ from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
 from megajax.kernel_choice import Hardware, Kernels
 from megajax.layout.kinds import (
-    ATTENTION,
     LayerKind,
     block_layers,
     extra_kind,
     extra_layers,
-    has_sublayer,
     layer_windows,
+    may_have_attention,
 )
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.layout.stages import gathered_slots, slot_kinds
@@ -283,11 +282,11 @@ class StepPlan:
         """Whether each device of `context` has consecutive tokens of a sequence.
 
         That is what some sublayers take (`Comm.in_order`). Causal attention would have more work on later devices, so
-        only where they share the heads, or nothing attends.
+        only where they share the heads, or no layer can have attention.
         """
         model, strategy = self.config.model, self.config.context_strategy(self.sizes)
         shared = strategy.key_shards(self.sizes["context"]) == 1
-        return any(map(takes_order, block_layers(model))) and (shared or not has_sublayer(model, ATTENTION))
+        return any(map(takes_order, block_layers(model))) and (shared or not may_have_attention(model))
 
     # The layers
 
@@ -326,7 +325,7 @@ class StepPlan:
     def is_unrolled(self) -> bool:
         """Whether no layers run in loops. On CPUs True only if `kernels.scan_unroll` is set."""
         chosen = self.hardware.platform != "cpu" or self.config.kernels.scan_unroll is not None
-        return chosen and all(segment.loops == 1 for segment in self.segments)
+        return chosen and all(segment.iterations == 1 for segment in self.segments)
 
     @cached_property
     def gathered_slots(self) -> tuple[int, ...]:
@@ -340,7 +339,7 @@ class StepPlan:
         Only in loops, where the layer itself hides their reduction, and not in a pipeline, which may defer them. Not
         with frozen weights, which have none.
         """
-        in_loops = any(segment.loops > 1 for segment in self.segments)
+        in_loops = any(segment.iterations > 1 for segment in self.segments)
         return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops and self.config.lora.rank is None
 
     def ties_reductions(self, complete: bool) -> bool:
@@ -353,8 +352,8 @@ class StepPlan:
         """
         optimizer = self.config.optimizer
         small = (optimizer.offload > 0 or optimizer.form.is_small) and not self.is_pipelined
-        once = complete and any(self.sizes[axis] > 1 for axis in PER_STEP_AXES)
-        return small or once or any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
+        per_step = complete and any(self.sizes[axis] > 1 for axis in PER_STEP_AXES)
+        return small or per_step or any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
 
     @cached_property
     def teacher(self) -> "TeacherPlan | None":

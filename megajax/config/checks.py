@@ -14,7 +14,7 @@ from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shap
 from megajax.config.model_checks import check_lora, check_model
 from megajax.config.objective_checks import check_objective, check_teacher, with_teacher
 from megajax.config.pipeline_checks import check_stages
-from megajax.config.rules import check_rules
+from megajax.config.rule_checks import check_rules
 from megajax.config.run_checks import check_epochs
 from megajax.config.sentences import counted, divisors, fail, format_keys, listed, warn
 from megajax.config.sublayer_checks import check_parts

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from megajax.config.rules import default_of, unread
+from megajax.config.rule_checks import default_of, unread
 from megajax.config.sentences import format_keys, value, warn
 from megajax.layout.recurrent import recurrent_heads, unused_sections
 from megajax.schema.config import Config

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megajax.estimate.activations import Activations
-from megajax.estimate.optimizer import StateBytes, state_bytes
-from megajax.estimate.weights import Elements, StepWeights
+from megajax.estimate.optimizer_memory import StateBytes, state_bytes
+from megajax.estimate.weight_elements import Elements, StepWeights
 from megajax.layout.kinds import extra_of
 from megajax.layout.segments import LayerSegment
 from megajax.optim.slots import OptimizerSlots
@@ -78,15 +78,15 @@ class _Step:
 
     def peaks(self) -> Iterator[MemoryEstimate]:
         """The possible peaks, in the order of the step."""
-        yield from (self.in_forward(segment) for segment in self.segments if segment.loops > 1)
+        yield from (self.in_forward(segment) for segment in self.segments if segment.iterations > 1)
         yield self.in_head()
         yield from self.in_extra_layers()
         gradients = self.weights.extra_layers
         for segment in reversed(self.segments):
-            groups = self.parts(segment) if segment.loops == 1 else [self.slots_of(segment)]
+            groups = self.parts(segment) if segment.iterations == 1 else [self.slots_of(segment)]
             for slots in reversed(groups):
                 yield self.in_backward(segment, slots, gradients)
-                gradients += self.weights.layers(slots if segment.loops == 1 else (), trained=True)
+                gradients += self.weights.layers(slots if segment.iterations == 1 else (), trained=True)
         if self.late_head:
             yield self.in_late_head()
         yield self.at_end()
@@ -101,7 +101,7 @@ class _Step:
         The arrays for gradients depend on nothing, so they exist already.
         """
         slots = self.slots_of(segment)
-        body = slots[: segment.unroll]
+        body = slots[: segment.layers_per_iteration]
         return replace(
             self.always,
             gradients=self.gradients_in_head,
@@ -114,7 +114,7 @@ class _Step:
     def in_head(self) -> MemoryEstimate:
         """All saved activations, and a chunk's logits with their gradient; the last layer keeps its weights."""
         turn = self.segments[-1]
-        held = self.weights.layers(self.parts(turn)[-1]) if turn.loops == 1 else Elements()
+        held = self.weights.layers(self.parts(turn)[-1]) if turn.iterations == 1 else Elements()
         return replace(
             self.always,
             gradients=self.gradients_in_head,
@@ -134,14 +134,14 @@ class _Step:
         yield replace(
             head,
             gradients=head.gradients + (0 if self.repeats else FP32 * self.weights.extra_layers.stored),
-            weights=head.weights + self.weights.extra_layers.once_bytes + layer.gathered_bytes,
+            weights=head.weights + self.weights.extra_layers.per_step_bytes + layer.gathered_bytes,
             activations=head.activations + (saved + numbers.recomputed(kind, segments[-1], False)) // stages,
             working=max(head.working, numbers.working(kind, segments[-1].policy, self.compute * layer.whole) // stages),
         )
 
     def in_backward(self, segment: LayerSegment, slots: Sequence[int], done: Elements) -> MemoryEstimate:
         """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
-        group, looped = slots[: segment.group_size], segment.loops > 1
+        group, looped = slots[: segment.group_size], segment.iterations > 1
         layers, after = self.weights.layers(group), slots[-1] + 1
         later = range(after, len(self.slots))
         above = later[: segment.group_size]
@@ -226,8 +226,8 @@ class _Step:
     def in_late_head(self) -> MemoryEstimate:
         """A late head's gradient before and between its reductions, and the first group's before they are reduced."""
         first, head = self.parts(self.segments[0])[0], self.weights.non_block_by_name[HEAD]
-        once = head.whole // self.sizes["fsdp"]
-        late = head.whole + (once if head.stored < once < head.whole else 0)
+        per_step = head.whole // self.sizes["fsdp"]
+        late = head.whole + (per_step if head.stored < per_step < head.whole else 0)
         other_weights = self.weights.non_block_as_stored.stored - self.last_gradients
         everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.extra_layers
         return replace(
@@ -314,7 +314,7 @@ class _Step:
         if self.repeats:
             layers, number = self.weights.layers(range(len(self.slots)), trained=True), self.plan.accumulation.itemsize
             return number * (
-                self.weights.non_block_whole.whole + self.rounds * layers.once + self.weights.extra_layers.once
+                self.weights.non_block_whole.whole + self.rounds * layers.per_step + self.weights.extra_layers.per_step
             )
         done = done or Elements()
         return non_block + FP32 * (done.stored - done.left) + self.compute * done.left
@@ -331,7 +331,7 @@ class _Step:
 
         They depend on nothing, so XLA allocates those of all loops but the last before the first one runs.
         """
-        loops = [segment for segment in self.segments if segment.loops > 1]
+        loops = [segment for segment in self.segments if segment.iterations > 1]
         slots = [j for segment in loops[len(loops) > 1 :] for j in self.slots_of(segment)]
         return self.weights.layers(slots, trained=True).stack_bytes
 
@@ -394,20 +394,20 @@ class _Step:
 
     def loop_copies(self, segment: LayerSegment) -> int:
         """Bytes of a layer's saved activations, which a loop copies out of its stacks."""
-        if segment.loops == 1:
+        if segment.iterations == 1:
             return 0
         return max(self.saved_by(slot, segment) for slot in self.slots_of(segment))
 
     def is_stacked(self, segment: LayerSegment) -> bool:
         """Whether residuals are copied into arrays of several iterations or microbatches."""
-        return segment.loops > 1
+        return segment.iterations > 1
 
     # Layers
 
     def parts(self, segment: LayerSegment) -> list[range]:
         """The slots of each remat group of one loop."""
         slots = self.slots_of(segment)
-        return [slots[u : u + segment.group_size] for u in range(0, segment.unroll, segment.group_size)]
+        return [slots[u : u + segment.group_size] for u in range(0, segment.layers_per_iteration, segment.group_size)]
 
     def slots_of(self, segment: LayerSegment) -> range:
         return range(segment.start, segment.start + segment.count)
@@ -419,11 +419,11 @@ class _Step:
         """
         if self.weights.fuses_in_turn and self.config.optimizer.master == "split":
             return 0  # all are stored in the compute dtype
-        looped = {j for s in self.segments if s.loops > 1 for j in self.slots_of(s) if not self.plan.is_pipelined}
+        looped = {j for s in self.segments if s.iterations > 1 for j in self.slots_of(s) if not self.plan.is_pipelined}
         cast_slots = range(len(self.slots) if self.repeats else slots)
         in_loops = self.weights.layers([j for j in cast_slots if j in looped]).before_loops_bytes
         outside = self.weights.layers([j for j in cast_slots if j not in looped], trained=self.weights.fuses_in_turn)
-        return self.rounds * (outside.once_bytes + in_loops)
+        return self.rounds * (outside.per_step_bytes + in_loops)
 
 
 class _Pipelined(_Step):
@@ -456,7 +456,7 @@ class _Pipelined(_Step):
     @property
     def uncopied(self) -> int:
         """Bytes of a forward operation's results before the copy to its slot; a loop copies those of each body."""
-        bodies = [(slot, s) for s in self.segments for slot in self.slots_of(s)[: s.unroll]]
+        bodies = [(slot, s) for s in self.segments for slot in self.slots_of(s)[: s.layers_per_iteration]]
         return sum(self.saved_by(slot, segment) for slot, segment in bodies)
 
     def is_stacked(self, segment: LayerSegment) -> bool:

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from megajax.layout.extra import ExtraLayers
-from megajax.layout.mtp import MODULES
+from megajax.layout.extra_layers import ExtraLayers
+from megajax.layout.prediction_modules import MODULES
 from megajax.schema.fields import cached, shortest_pattern
 from megajax.schema.model import ModelConfig
 

@@ -27,18 +27,18 @@ LOOPS = 8
 
 @dataclass(frozen=True)
 class LayerSegment:
-    """Consecutive layers of one remat policy and precision, run as `loops` times a body of `unroll` layers."""
+    """Consecutive layers of one remat policy and precision: a loop with some layers in each iteration."""
 
     start: int
-    loops: int
-    unroll: int
+    iterations: int  # 1: no loop
+    layers_per_iteration: int
     group_size: int
     policy: RematPolicy
     fp8: bool = False
 
     @property
     def count(self) -> int:
-        return self.loops * self.unroll
+        return self.iterations * self.layers_per_iteration
 
 
 class Unrolling(NamedTuple):
@@ -137,27 +137,27 @@ def _stretches(config: Config, kinds: Sequence[LayerKind], group: int, most: int
         return [(len(kinds), period)]
     if len(kinds) <= most:
         return [(len(kinds), len(kinds))]
-    units = [tuple(kinds[i : i + group]) for i in range(0, len(kinds), group)]
-    return [(count * group, period * group) for count, period in repeated(tuple(units))]
+    groups = [tuple(kinds[i : i + group]) for i in range(0, len(kinds), group)]
+    return [(count * group, period * group) for count, period in repeated(tuple(groups))]
 
 
 @functools.lru_cache(maxsize=256)  # the planner asks for the same ones many times
-def repeated(units: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
+def repeated(groups: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
     """Cuts a sequence into parts, each a repeated pattern: (length, length of the pattern) of each part.
 
     The partition has the smallest total pattern length; ties go to the one with fewer parts.
     """
     # For each start the best partition of the rest: (total pattern length, number of parts, parts)
-    best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (len(units) + 1)
+    best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (len(groups) + 1)
 
     def cuts(start: int) -> Iterator[tuple[int, int, tuple[tuple[int, int], ...]]]:
-        for period in range(1, len(units) - start + 1):
-            pattern, end = units[start : start + period], start
-            while units[end : end + period] == pattern:
+        for period in range(1, len(groups) - start + 1):
+            pattern, end = groups[start : start + period], start
+            while groups[end : end + period] == pattern:
                 end += period
                 lengths, parts, others = best[end]
                 yield period + lengths, 1 + parts, ((end - start, period), *others)
 
-    for start in reversed(range(len(units))):
+    for start in reversed(range(len(groups))):
         best[start] = min(cuts(start))
     return best[0][2]

@@ -126,22 +126,22 @@ def _layouts_of_mixed(model: ModelConfig, count: int) -> list[tuple[int, ...]]:
     return [layout for layout in layouts if sum(layout) == L and 0 not in layout[1:-1]]
 
 
-def even_layout(layers: int, count: int, unit: int = 1) -> tuple[int, ...]:
+def even_layout(layers: int, count: int, multiple: int = 1) -> tuple[int, ...]:
     """Number of layers of each of `count` virtual stages, as even as possible.
 
-    The number of slots is the smallest multiple of `unit` that fits. Empty slots go alternately to the last and the
-    first virtual stage until these have one layer, then to the next pair inwards; inner stages keep a multiple of
-    `unit` layers. With one or two virtual stages more than layers, the last and the first are empty. With still fewer
-    layers the sum is not `layers`.
+    The number of slots is the smallest one that fits and is divisible by `multiple`. Empty slots go alternately to the
+    last and the first virtual stage until these have one layer, then to the next pair inwards; the number of layers of
+    inner stages is divisible by `multiple`. With one or two virtual stages more than layers, the last and the first are
+    empty. With still fewer layers the sum is not `layers`.
     """
     if layers < count <= layers + 2:
         return (1 if count == layers + 1 else 0, *[1] * (count - 2), 0)
-    size = unit * -(-layers // (count * unit))
+    size = multiple * -(-layers // (count * multiple))
     counts = [size] * count
     empty = size * count - layers
-    inner = max(0, -(-(empty - 2 * (size - 1)) // unit))  # units that the first and the last stage cannot give
+    inner = max(0, -(-(empty - 2 * (size - 1)) // multiple))  # units that the first and the last stage cannot give
     for low in range(1, (count + 1) // 2):
-        inner -= _take(counts, low, inner, unit)
+        inner -= _take(counts, low, inner, multiple)
     _take(counts, 0, sum(counts) - layers, 1)
     return tuple(counts)
 
@@ -222,14 +222,14 @@ def _first_slots(layout: Sequence[int]) -> tuple[int, ...]:
     return (max(layout) - layout[0], *(0 for _ in layout[1:]))
 
 
-def _take(counts: list[int], low: int, wanted: int, unit: int) -> int:
+def _take(counts: list[int], low: int, wanted: int, multiple: int) -> int:
     """Takes up to `wanted` units alternately from stage `low` from the end and from the start; the number taken."""
     high = len(counts) - 1 - low
-    room = counts[high] // unit - 1
+    room = counts[high] // multiple - 1
     taken = min(wanted, room if low == high else 2 * room)
     if low == high:
-        counts[low] -= taken * unit
+        counts[low] -= taken * multiple
     else:
-        counts[high] -= (taken + 1) // 2 * unit
-        counts[low] -= taken // 2 * unit
+        counts[high] -= (taken + 1) // 2 * multiple
+        counts[low] -= taken // 2 * multiple
     return taken

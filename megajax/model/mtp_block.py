@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
 from megajax.layout.kinds import layer_kinds
-from megajax.layout.mtp import MTP
+from megajax.layout.prediction_modules import MTP
 from megajax.model.block import BLOCK_CLASSES, Block, of_part
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare

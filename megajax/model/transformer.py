@@ -59,7 +59,7 @@ class EmbeddingTables(nnx.Module):
 class Transformer(nnx.Module):
     """The whole model: its parameters, and its logits on one device.
 
-    Training runs the layers after the model's too (`layout.extra`), and generation for its drafts.
+    Training runs the layers after the model's too (`layout.extra_layers`), and generation for its drafts.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from megajax.step_plan import StepPlan
 from megajax.weights.masters import is_split
 
 # Those of `options.optimizers`; `register_optimizer` and `register_form` add others.
-OPTIMIZERS: dict[str, type[Optimizer]] = {
+OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "ademamix": Ademamix,
     "sgd": Sgd,
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "muon": Muon,
     "soap": Soap,
 }
-FORMS: dict[str, type[Form]] = {"float32": Form, "bfloat16": BFloat16, "int8": Int8}
+FORM_CLASSES: dict[str, type[Form]] = {"float32": Form, "bfloat16": BFloat16, "int8": Int8}
 ADAMW = "adamw"
 
 
@@ -118,7 +118,7 @@ class OptimizerSlots:
     def of(cls, plan: StepPlan, declared: Mapping[str, Any], placements: Mapping[str, Placement]) -> "OptimizerSlots":
         """`declared` are the trained parameters (`model.parameters`)."""
         kind, roles = plan.optimizer.kind, {name: parameter.role for name, parameter in declared.items()}
-        made = OPTIMIZERS[kind](plan, plan.optimizer_settings(OPTIMIZERS[kind]))
+        made = OPTIMIZER_CLASSES[kind](plan, plan.optimizer_settings(OPTIMIZER_CLASSES[kind]))
         trained = {name: placements[name] for name in declared}
         if not isinstance(made, MatrixOptimizer):
             return cls(plan, roles, (Member(kind, made, trained, {}),))
@@ -140,7 +140,7 @@ class OptimizerSlots:
     @cached_property
     def form(self) -> Form:
         """The form of moments."""
-        return FORMS[self.plan.optimizer.state]()
+        return FORM_CLASSES[self.plan.optimizer.state]()
 
     @cached_property
     def placements(self) -> dict[str, Placement]:

@@ -86,7 +86,7 @@ class MeshComm(Comm):
 
     def replicated_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
         if isinstance(w, Adapted):
-            return self.replicated_linear(x, w.base) + self.adapters.own(x, w)
+            return self.replicated_linear(x, w.base) + self.adapters.replicated(x, w)
         return linear.replicated_linear(self.tensor_parallel, x, w)
 
     def column_activation_row(self, activation, x, w_up, bias, w_down) -> jax.Array:

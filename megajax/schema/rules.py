@@ -1,6 +1,6 @@
 """Rules of one key about another: they stand beside the key in its type, as `Annotated[Count, AtMost("num_experts")]`.
 
-`config/rules.py` checks them and writes the sentences. A rule of several keys, or of the mesh, is a check of its
+`config/rule_checks.py` checks them and writes the sentences. A rule of several keys, or of the mesh, is a check of its
 feature.
 """
 

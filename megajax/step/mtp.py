@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.layout.kinds import extra_layers
-from megajax.layout.mtp import MODULES, MTP
+from megajax.layout.prediction_modules import MODULES, MTP
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.ops.barriers import not_before

@@ -89,7 +89,9 @@ def figures(step: CompiledStep[TrainProgram]) -> dict:
     memory of this process, and XLA's memory per device by part, in bytes.
     """
     return {
-        "segments": [(segment.loops, segment.unroll) for segment in step.program.graph.layers.segments],
+        "segments": [
+            (segment.iterations, segment.layers_per_iteration) for segment in step.program.graph.layers.segments
+        ],
         "lower_seconds": step.trace_seconds + step.lower_seconds,
         "xla_seconds": step.compile_seconds,
         "compiler_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,

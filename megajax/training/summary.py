@@ -115,8 +115,10 @@ def _ramp_up(program: TrainProgram, sizes: BatchSizes) -> list[str]:
 def _layers(plan: StepPlan) -> str:
     """The layers: unrolled or in loops, their remat policy, and the reason."""
     parts = []
-    for (unroll, policy), segments in itertools.groupby(plan.segments, key=lambda s: (s.unroll, s.policy)):
-        loops = [segment.loops for segment in segments if segment.loops > 1]
+    for (unroll, policy), segments in itertools.groupby(
+        plan.segments, key=lambda s: (s.layers_per_iteration, s.policy)
+    ):
+        loops = [segment.iterations for segment in segments if segment.iterations > 1]
         text = f"{sum(loops) or 1} × {unroll} ({policy.name})"
         parts.append(f"{text} in {len(loops)} loops" if len(loops) > 1 else text)
     return f"{', '.join(parts)}; {plan.unrolling.reason}"

@@ -18,7 +18,7 @@ def make_config(num_layers, pattern=None, experts=None, **sections):
 
 def plan(num_layers, platform="gpu", pattern=None, experts=None, sizes=None, **sections):
     segments = plan_segments(make_config(num_layers, pattern, experts, **sections), platform, sizes=sizes)
-    return [(s.start, s.loops, s.unroll, s.group_size, s.policy.name) for s in segments]
+    return [(s.start, s.iterations, s.layers_per_iteration, s.group_size, s.policy.name) for s in segments]
 
 
 @pytest.mark.smoke
@@ -109,6 +109,9 @@ def test_every_loop_has_layers_of_the_same_kinds_where_stages_merge_their_patter
     segments = plan_segments(config, "cpu", kinds)
     assert sum(segment.count for segment in segments) == len(kinds)
     for segment in segments:
-        for loop in range(segment.loops):
-            start = segment.start + loop * segment.unroll
-            assert kinds[start : start + segment.unroll] == kinds[segment.start : segment.start + segment.unroll]
+        for loop in range(segment.iterations):
+            start = segment.start + loop * segment.layers_per_iteration
+            assert (
+                kinds[start : start + segment.layers_per_iteration]
+                == kinds[segment.start : segment.start + segment.layers_per_iteration]
+            )

@@ -45,10 +45,10 @@ def registered(tmp_path_factory):
     import_extensions([str(path), "docs/examples/adafactor.py"])
     register_form(MomentForm("test_float16"), Float16)
     yield
-    for options in (declared.OPTIMIZERS, slots.OPTIMIZERS):
+    for options in (declared.OPTIMIZERS, slots.OPTIMIZER_CLASSES):
         options.pop("laprop")
         options.pop("adafactor")
-    for options in (declared.FORMS, slots.FORMS):
+    for options in (declared.FORMS, slots.FORM_CLASSES):
         options.pop("test_float16")
 
 
@@ -77,7 +77,7 @@ def test_the_first_updates_are_those_of_numpy():
     """Without weight decay, in FP32, from a gradient of ones and then twos."""
     config = make_config(MODEL, {}, optimizer={"kind": "laprop", "beta1": 0.9, "beta2": 0.99})
     plan = StepPlan.make(config, dict.fromkeys(AXES, 1), Hardware("cpu"))
-    optimizer = slots.OPTIMIZERS["laprop"](plan, slots.OPTIMIZERS["laprop"].Settings())
+    optimizer = slots.OPTIMIZER_CLASSES["laprop"](plan, slots.OPTIMIZER_CLASSES["laprop"].Settings())
     state = {"count": jnp.int32(0), "mean": {"w": jnp.zeros(3)}, "square": {"w": jnp.zeros(3)}}
     square = mean = 0.0
     for t, g in ((1, 1.0), (2, 2.0)):
@@ -89,7 +89,7 @@ def test_the_first_updates_are_those_of_numpy():
 
 def test_factored_moments_are_those_of_optax_and_on_a_mesh_those_of_one_device():
     plan = StepPlan.make(make_config(MODEL, {}), dict.fromkeys(AXES, 1), Hardware("cpu"))
-    optimizer = slots.OPTIMIZERS["adafactor"](plan, slots.OPTIMIZERS["adafactor"].Settings())
+    optimizer = slots.OPTIMIZER_CLASSES["adafactor"](plan, slots.OPTIMIZER_CLASSES["adafactor"].Settings())
     reference = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0))
     matrix = np.zeros((4, 6), np.float32)
     expected, state = reference.init(matrix), {"count": jnp.int32(0)}

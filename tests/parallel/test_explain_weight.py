@@ -9,7 +9,7 @@ from mesh_models import MIXTRAL, MODELS
 
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
-from megajax.estimate.weights import StepWeights
+from megajax.estimate.weight_elements import StepWeights
 from megajax.kernel_choice import HOPPER
 from megajax.mesh import build_mesh
 from megajax.step.graph import Graph

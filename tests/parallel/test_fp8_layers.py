@@ -105,7 +105,9 @@ def test_a_layer_that_is_recomputed_multiplies_in_fp8_once_more():
 
 def plan(platform="gpu", first=0, last=0, **sections):
     config = make_config(first=first, last=last, **{"kernels": {}, **sections})
-    return [(s.start, s.loops, s.unroll, s.policy.name, s.fp8) for s in plan_segments(config, platform)]
+    return [
+        (s.start, s.iterations, s.layers_per_iteration, s.policy.name, s.fp8) for s in plan_segments(config, platform)
+    ]
 
 
 @pytest.mark.smoke

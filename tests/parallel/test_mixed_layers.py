@@ -103,7 +103,7 @@ def test_a_remat_group_may_hold_layers_of_both_kinds(table, reference):
     config = make(table, EVERY_SECOND, {"fsdp": 2}, 1, remat={"policy": "full", "group": 2})
     program, expected = build(config), reference(config)
     (segment,) = program.graph.layers.segments
-    assert (segment.loops, segment.unroll, segment.group_size) == (2, 2, 2)
+    assert (segment.iterations, segment.layers_per_iteration, segment.group_size) == (2, 2, 2)
 
     params = table.first_state(program, table.weights_of(config)).params
     loss, tokens = program.eval_step(params, {}, to_global(program, next(table.make_batches(config))))

@@ -11,7 +11,7 @@ from mesh_models import MIXTRAL
 
 from megajax import Config
 from megajax.config.checks import check_mesh
-from megajax.estimate.optimizer import state_bytes
+from megajax.estimate.optimizer_memory import state_bytes
 from megajax.mesh import build_mesh
 from megajax.optim.muon import Muon
 from megajax.optim.offload import largest_share

@@ -30,7 +30,7 @@ def run(unroll):
         remat=REMAT,
         kernels={"scan_unroll": unroll},
     )
-    assert [s.loops for s in plan_segments(config, "cpu")] == [LAYERS // unroll]
+    assert [s.iterations for s in plan_segments(config, "cpu")] == [LAYERS // unroll]
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
     state = single_device.first_state(program, single_device.weights_of(config))
     batch = to_global(program, next(single_device.make_batches(config)))

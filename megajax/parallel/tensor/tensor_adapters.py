@@ -31,7 +31,7 @@ class TensorAdapters:
             x = _dropout(x, replace(w, token_ids=self.tp.ring.all_gather_tokens(w.token_ids)), first)
         return replicated_linear(self.tp, row_linear(self.tp, x, w.a), w.b)
 
-    def own(self, x: jax.Array, w: Adapted) -> jax.Array:
+    def replicated(self, x: jax.Array, w: Adapted) -> jax.Array:
         """`[T / tensor, in]` → `[T / tensor, out]`."""
         return replicated_linear(self.tp, replicated_linear(self.tp, _dropout(x, w), w.a), w.b)
 

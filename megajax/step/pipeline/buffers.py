@@ -123,7 +123,7 @@ def switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:
 
 def position(segment: LayerSegment, slot: jax.Array, loop: jax.Array | int) -> jax.Array:
     """The index of a loop iteration's layers in a buffer `[slots·loops, ...]`."""
-    return slot * segment.loops + loop
+    return slot * segment.iterations + loop
 
 
 def replaced(virtual_stages: list, r: int, new: Any) -> list:
@@ -153,7 +153,7 @@ def combine(
     """Totals after `operation(name, total, value)` at iteration `loop`; totals without a value are unchanged."""
 
     def one(name: str, total: jax.Array, value: jax.Array) -> jax.Array:
-        if segment.loops == 1:
+        if segment.iterations == 1:
             return operation(name, total, value)
         new = operation(name, lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
         return lax.dynamic_update_index_in_dim(total, new, loop, 0)

@@ -340,7 +340,7 @@ class ScheduleRunner:
         def of_virtual_stage(r: int, n: int, groups: Any) -> Any:
             return jax.tree.map(lambda w: w[r] if n == 1 else w[r * n : (r + 1) * n], groups)
 
-        loops = [segment.loops for segment in self.stack.segments]
+        loops = [segment.iterations for segment in self.stack.segments]
         return [[of_virtual_stage(r, *pair) for pair in zip(loops, layers, strict=True)] for r in virtual_stages]
 
     def join_virtual_stages(self, weights: list[Any]) -> Any:
@@ -349,7 +349,7 @@ class ScheduleRunner:
             return weights[0]
 
         def join(segment: LayerSegment, *parts: Any) -> Any:
-            return jax.tree.map(lambda *w: jnp.stack(w) if segment.loops == 1 else jnp.concatenate(w), *parts)
+            return jax.tree.map(lambda *w: jnp.stack(w) if segment.iterations == 1 else jnp.concatenate(w), *parts)
 
         return [join(segment, *groups) for segment, *groups in zip(self.stack.segments, *weights, strict=True)]
 
@@ -424,12 +424,12 @@ class ScheduleRunner:
         if self.buffer_slots.deferred_slots:
             split = stack.groups.split(at, group, saved, dy, inputs)
             deferred = jax.eval_shape(split.inputs, group, saved, dy, inputs, at.layers)[3]
-        loops = segment.loops if segment.loops > 1 else None
-        rows = self.buffer_slots.activations // self.banks * segment.loops
+        loops = segment.iterations if segment.iterations > 1 else None
+        rows = self.buffer_slots.activations // self.banks * segment.iterations
         return EmptyGroup(
             split,
             [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],
-            zeros(deferred, self.buffer_slots.deferred_slots * segment.loops),
+            zeros(deferred, self.buffer_slots.deferred_slots * segment.iterations),
             stack.weights.zeros_of(gradient, segment, u, () if loops is None else (loops,)),
             zeros(amax, loops),
             zeros(metrics, loops),

@@ -27,8 +27,8 @@ class TokenShares:
     """
 
     def __init__(self, plan: StepPlan):
-        self.stages, self.own = plan.sizes["pipeline"], plan.tokens // plan.sizes["tensor"]
-        self.pieces = self.own // plan.shared_tokens
+        self.stages, self.tokens = plan.sizes["pipeline"], plan.tokens // plan.sizes["tensor"]
+        self.pieces = self.tokens // plan.shared_tokens
         self.length = -(-plan.shared_tokens // self.stages)  # of a piece on one stage
 
     def scatter(self, x: jax.Array) -> jax.Array:
@@ -40,7 +40,7 @@ class TokenShares:
         """This stage's tokens → those of all stages `[T / tensor, D]`."""
         x = collectives.all_gather(x, "pipeline", axis=0, tiled=True)
         x = x.reshape(self.stages, self.pieces, self.length, -1).swapaxes(0, 1)
-        return x.reshape(self.pieces, -1, x.shape[-1])[:, : self.own // self.pieces].reshape(self.own, -1)
+        return x.reshape(self.pieces, -1, x.shape[-1])[:, : self.tokens // self.pieces].reshape(self.tokens, -1)
 
     def of_stage(self, field: jax.Array) -> jax.Array:
         """`[T, ...]` or `[T / tensor, ...]`, the same on all stages → those of this stage's tokens."""
@@ -50,7 +50,7 @@ class TokenShares:
 
     def _divided(self, x: jax.Array) -> jax.Array:
         """`[T, ...]` → `[pieces, P, length, ...]`, padded with zeros."""
-        piece, more = self.own // self.pieces, x.shape[1:]
+        piece, more = self.tokens // self.pieces, x.shape[1:]
         x = x.reshape(-1, piece, *more)
         x = jnp.pad(x, ((0, 0), (0, self.stages * self.length - piece), *((0, 0) for _ in more)))
         return x.reshape(-1, self.stages, self.length, *more)

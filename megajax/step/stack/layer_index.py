@@ -29,18 +29,18 @@ class LayerIndex:
 
     def indices_in_body(self, segment: LayerSegment) -> list[int]:
         """The indices of these layers in a segment's body."""
-        return [slot - segment.start for slot in self.slots if 0 <= slot - segment.start < segment.unroll]
+        return [slot - segment.start for slot in self.slots if 0 <= slot - segment.start < segment.layers_per_iteration]
 
     def copies(self, segment: LayerSegment) -> int:
         """The number of layers at one index of a segment's body: the length of their arrays' leading dimension."""
-        return self.virtual_stages * segment.loops
+        return self.virtual_stages * segment.iterations
 
     def layer_of(self, stacked: jax.Array, segment: LayerSegment, j: int) -> jax.Array:
         """`[R·n, ...]` → the j-th layer of a segment's body in all its loops, `[R·loops, ...]` or `[...]`."""
         indices = self.indices_in_body(segment)
         start = sum(slot < segment.start for slot in self.slots)
         w = stacked.reshape(self.virtual_stages, -1, *stacked.shape[1:])
-        w = lax.slice_in_dim(w, start, start + segment.loops * len(indices), axis=1)
+        w = lax.slice_in_dim(w, start, start + segment.iterations * len(indices), axis=1)
         w = w.reshape(self.copies(segment), len(indices), *stacked.shape[1:])[:, indices.index(j)]
         return w[0] if len(w) == 1 else w
 

@@ -207,7 +207,7 @@ class LayerStack:
                 entered, above = dx, None
                 for u in reversed(range(len(groups))):
                     stored, at = groups[u], self.groups.at(segment, u, layers)
-                    if segment.loops == 1 and self.gathers_again(s, u):
+                    if segment.iterations == 1 and self.gathers_again(s, u):
                         stored = tie_stacked(stored, entered)
                     group = self.weights.select_group(stored, segment, index)
                     if self.gathers_again(s, u):
@@ -234,9 +234,9 @@ class LayerStack:
         Without loops and pipeline, the last group keeps its weights from the forward pass, because nothing would hide
         their gather. It does not keep them if the backward pass starts with the forward pass.
         """
-        segment, count = self.segments[s], self.segments[s].unroll // self.segments[s].group_size
+        segment, count = self.segments[s], self.segments[s].layers_per_iteration // self.segments[s].group_size
         is_last = (s, u) == (len(self.segments) - 1, count - 1)
-        keeps = is_last and segment.loops == 1 and not self.plan.is_pipelined and not segment.policy.keeps_input
+        keeps = is_last and segment.iterations == 1 and not self.plan.is_pipelined and not segment.policy.keeps_input
         return not keeps and not all(self.weights.stay_gathered(segment, u))
 
     def _tie_reduction(self, s: int, u: int, values: tuple[StreamGradients, Any, Any], at_once: bool):
@@ -246,36 +246,36 @@ class LayerStack:
         """
         if not self.plan.ties_reductions(at_once):
             return values
-        if (s, u) == (0, 0) and self.segments[0].loops == 1 and not self.plan.is_pipelined:
+        if (s, u) == (0, 0) and self.segments[0].iterations == 1 and not self.plan.is_pipelined:
             return values[0], *not_before(values[1:])
         return not_before(values)
 
 
 def layers_of(first: Any, segment: LayerSegment, loop: Any) -> Any:
     """The index of a body's first layer; if `first` has the index of every slot, of all its layers `[unroll]`."""
-    start = segment.start + segment.unroll * loop
-    return lax.dynamic_slice_in_dim(first, start, segment.unroll) if jnp.ndim(first) else first + start
+    start = segment.start + segment.layers_per_iteration * loop
+    return lax.dynamic_slice_in_dim(first, start, segment.layers_per_iteration) if jnp.ndim(first) else first + start
 
 
 def loop_over_layers(body: Callable, carry, xs: tuple, segment: LayerSegment, reverse: bool = False):
     """`body(carry, (index, *xs))` over a segment's loops; a single one is no loop, and its outputs are not stacked."""
-    if segment.loops == 1:
+    if segment.iterations == 1:
         return body(carry, (0, *xs))
     if segment.policy.on_host:  # its residuals are in the host's memory
-        return lax.scan(body, carry, (jnp.arange(segment.loops), *xs), reverse=reverse)
+        return lax.scan(body, carry, (jnp.arange(segment.iterations), *xs), reverse=reverse)
 
     one = jax.make_jaxpr(body, return_shape=True)(carry, (jnp.int32(0), *jax.tree.map(lambda a: a[0], xs)))
     run, (_, shapes) = replayed(*one), one[1]
 
     def iteration(i, state):
         carry, stacks = state
-        index = segment.loops - 1 - i if reverse else i
+        index = segment.iterations - 1 - i if reverse else i
         x = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False), xs)
         carry, out = run(carry, (index, *x))
         return carry, jax.tree.map(lambda s, a: lax.dynamic_update_index_in_dim(s, a, index, 0), stacks, out)
 
     # A scan would fill its stacks with zeros, and XLA would fill those of all segments before the first one runs.
-    stacks = jax.tree.map(lambda a: lax.empty((segment.loops, *a.shape), a.dtype), shapes)
+    stacks = jax.tree.map(lambda a: lax.empty((segment.iterations, *a.shape), a.dtype), shapes)
     if jax.tree.leaves(stacks):  # without the barrier XLA would allocate them before they are needed
         carry, stacks = not_before((carry, stacks))
-    return lax.fori_loop(0, segment.loops, iteration, (carry, stacks))
+    return lax.fori_loop(0, segment.iterations, iteration, (carry, stacks))

@@ -61,8 +61,8 @@ class RematGroups:
             tuple(self.weights.stay_gathered(segment, u)),
             segment.policy,
             segment.fp8,
-            segment.loops > 1 or self.plan.is_pipelined,
-            segment.loops > 1,
+            segment.iterations > 1 or self.plan.is_pipelined,
+            segment.iterations > 1,
         )
         return Group(program, first[offset : offset + count] if jnp.ndim(first) else first + offset)
 

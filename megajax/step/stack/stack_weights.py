@@ -94,7 +94,10 @@ class StackWeights:
         """
         state, stored, out = self._state_of_stage(state), self._by_kind(params), []
         for segment in self.segments:
-            layers = [self._gather_layer_per_step(segment, j, stored, scales, state) for j in range(segment.unroll)]
+            layers = [
+                self._gather_layer_per_step(segment, j, stored, scales, state)
+                for j in range(segment.layers_per_iteration)
+            ]
             size = segment.group_size
             out.append(tuple(tuple(layers[start : start + size]) for start in range(0, len(layers), size)))
         return out
@@ -130,7 +133,7 @@ class StackWeights:
 
     def stays_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
         """Whether each pass of a layer takes its weight from the stack, and casts and fuses it (`StackedWeight`)."""
-        in_each_pass = segment.loops > 1 or (weight.is_stored_for_use and slot not in self.gathered)
+        in_each_pass = segment.iterations > 1 or (weight.is_stored_for_use and slot not in self.gathered)
         return len(self.all.table) == 1 and in_each_pass and not weight.is_gathered_per_step
 
     def _by_kind(self, params: Mapping[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
@@ -151,7 +154,7 @@ class StackWeights:
             # In their storage layout: XLA would transpose the whole stack into the layout of the gather.
             parts = {n: row_major(lax.dynamic_index_in_dim(a, row, keepdims=False)) for n, a in w.parts.items()}
             return weight.gather_per_step(fuse({name: weight}, parts)[name])
-        if segment.loops == 1:
+        if segment.iterations == 1:
             return w
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), w)
 
@@ -200,12 +203,12 @@ class StackWeights:
 
         Gradients of layers that stay gathered are not summed over `fsdp` here, but in `reduce_per_step`.
         """
-        reduce_layer = self._reduce_in_turn if segment.loops > 1 else self._reduce_layer
+        reduce_layer = self._reduce_in_turn if segment.iterations > 1 else self._reduce_layer
         layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
         reduced = tuple(own if stays else reduce_layer(kind, own) for kind, own, stays in layers)
         reduced = self._reduce_group_per_step(reduced, segment, u) if at_once else reduced
         # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
-        return jax.tree.map(row_major, reduced) if segment.loops > 1 else reduced
+        return jax.tree.map(row_major, reduced) if segment.iterations > 1 else reduced
 
     @jax.named_scope("gradients")
     def reduce_per_step(self, gradients: ByGroup[GroupWeights], only_microbatch: bool) -> dict[str, jax.Array]:
@@ -324,7 +327,7 @@ class StackWeights:
 
 def reduced_at_once(segment: LayerSegment, only_microbatch: bool) -> bool:
     """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""
-    return only_microbatch and segment.loops == 1
+    return only_microbatch and segment.iterations == 1
 
 
 def tie_stacked[Weights](weights: Weights, until: Any) -> Weights:

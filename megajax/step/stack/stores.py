@@ -53,7 +53,7 @@ class ForwardValues:
         self.segment, self.saved, self.metrics = segment, list[Any](), list[Metrics]()
 
     def save(self, u: int, saved: Any, metrics: Metrics) -> None:
-        if self.segment.loops > 1:
+        if self.segment.iterations > 1:
             # Without the barrier XLA would repeat a matmul to write its result into the stacked array.
             saved = not_repeated(saved)
         self.saved.append(saved)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.estimate.memory import MemoryEstimate, estimate_memory, peaks
-from megajax.estimate.optimizer import matrix_operations, shards, state_bytes
+from megajax.estimate.optimizer_memory import matrix_operations, shards, state_bytes
 from megajax.kernel_choice import HOPPER
 from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import BLOCKS

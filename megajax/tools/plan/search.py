@@ -102,7 +102,7 @@ class Search:
             self.varied_sections = {name: written.get(name) or {} for name in SECTIONS}
             # The file's own values of the varied keys may be illegal with the pinned keys.
             self.base = load_config(self.path, [*self.kept, *_as_overrides({**NEUTRAL, **policy})])
-            self.own = self.base.model_copy(update=self._sections(self.varied_sections))
+            self.written = self.base.model_copy(update=self._sections(self.varied_sections))
         self.variations = Variations(self.base, self.fixed, self.gpus, self.rates.hosts_of)
         check_counted(self.base)
         check_fp8(self.base, self.rates, self.fp8)
@@ -135,7 +135,7 @@ class Search:
 
     def changed(self, found: Found) -> list[str]:
         """The overrides of a candidate without those that the config has anyway."""
-        have = {key: value(self.own, key) for key in found.settings}
+        have = {key: value(self.written, key) for key in found.settings}
         have = {key: list(x) if isinstance(x, tuple) else x for key, x in have.items()}
         return _as_overrides({key: new for key, new in found.settings.items() if have[key] != new})
 

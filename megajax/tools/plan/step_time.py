@@ -186,7 +186,7 @@ class _Step:
         for segment in self.plan.segments:
             for i in range(segment.count):
                 kind, last = self.plan.layer_slots[segment.start + i], (i + 1) % segment.group_size == 0
-                equal[kind, segment.fp8, segment.policy, last, self.plan.is_pipelined or segment.loops > 1] += 1
+                equal[kind, segment.fp8, segment.policy, last, self.plan.is_pipelined or segment.iterations > 1] += 1
         layers, remat, copies = PassSeconds(), PassSeconds(), 0.0
         for (kind, fp8, policy, last, copied), count in equal.items():
             work = self.device.layer(kind, fp8)
@@ -214,7 +214,7 @@ class _Step:
 
     def casts(self) -> float:
         """Seconds of a microbatch's casts of weights: in loops, which do it in both passes."""
-        loops = any(segment.loops > 1 for segment in self.plan.segments) and not self.plan.is_pipelined
+        loops = any(segment.iterations > 1 for segment in self.plan.segments) and not self.plan.is_pipelined
         return 2 * CAST_BYTES * self.stored.in_layers / self.rates.memory_bytes if loops else 0.0
 
     def time(self, recomputes: bool) -> StepTime:

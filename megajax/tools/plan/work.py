@@ -112,7 +112,7 @@ class Device:
             self._layers[kind, fp8] = sum(parts, PassSeconds())
         return self._layers[kind, fp8]
 
-    def own(self, block: str) -> BlockTrace:
+    def trace_of(self, block: str) -> BlockTrace:
         """The trace on a device of `tensor` whose experts receive as many rows as a token has experts."""
         return self.traces.of(block, LayerForm(Shards(self.sizes["tensor"])))
 
@@ -155,11 +155,11 @@ class Device:
         """Bytes of a layer that are kept for the backward pass, with one remat policy."""
         if policy.keeps_input:
             return self.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
-        return self.number * self.plan.tokens * self.own(kind.block).saved(policy, copied=True)
+        return self.number * self.plan.tokens * self.trace_of(kind.block).saved(policy, copied=True)
 
     def passes(self, block: str, name: str, fp8: bool) -> float:
         """Bytes of a part's elementwise work for a token."""
-        D, tensor, work = self.config.model.hidden_size, self.sizes["tensor"], self.own(block).parts[name]
+        D, tensor, work = self.config.model.hidden_size, self.sizes["tensor"], self.trace_of(block).parts[name]
         # A device's buffers have room for all assignments of its group. An all-gather permutes the unused rows too.
         rows = work.rows / (tensor if self.whole_experts else 1)
         received = (

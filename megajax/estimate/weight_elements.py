@@ -18,13 +18,15 @@ from megajax.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class Elements:
-    """Numbers of elements of some weights on one device; `once_bytes` and `gathered_bytes` are bytes."""
+    """Numbers of elements of some weights on one device; `per_step_bytes` and `gathered_bytes` are bytes."""
 
     stored: int = 0
-    once: int = 0  # after the once-a-step gather
+    per_step: int = 0  # after the once-a-step gather
     whole: int = 0  # after the gather over `fsdp` too, as used in matmuls
-    once_bytes: int = 0  # of `once` in the format that a step keeps: the compute dtype, or FP8
-    before_loops_bytes: int = 0  # of the part of `once_bytes` that is gathered once a step or in FP8: not cast in loops
+    per_step_bytes: int = 0  # of `per_step` in the format that a step keeps: the compute dtype, or FP8
+    before_loops_bytes: int = (
+        0  # of the part of `per_step_bytes` that is gathered once a step or in FP8: not cast in loops
+    )
     gathered_bytes: int = 0  # of the part of `whole` that `fsdp` gathers when a layer needs it, in that format
     reduced: int = 0  # part of `whole` whose gradients are reduced right after their layer
     stack_bytes: int = 0  # of the gradients as a loop stacks them: after the reduction over `fsdp` only
@@ -70,7 +72,9 @@ class StepWeights:
         if slot not in self.plan.gathered_slots:
             return layer
         # In FP8 with the transposed weights
-        return replace(layer, once=layer.whole, once_bytes=self.compute * layer.whole, gathered_bytes=0, reduced=0)
+        return replace(
+            layer, per_step=layer.whole, per_step_bytes=self.compute * layer.whole, gathered_bytes=0, reduced=0
+        )
 
     def layer(self, kind: str, trained: bool = False, in_fp8: bool = False) -> Elements:
         """Elements of one layer of a kind; if `trained` only of the weights that have gradients."""
@@ -133,9 +137,9 @@ class StepWeights:
         by_name = {name: self.elements(name) for name in self.placements if name.startswith(TEACHER)}
         layers = sum((e for name, e in by_name.items() if is_in_layer(name)), Elements())
         outside = sum(e.whole for name, e in by_name.items() if not is_in_layer(name) and e.whole > e.stored)
-        once = any(self.sizes[axis] > 1 for axis in (*PER_STEP_AXES, "pipeline"))
+        is_gathered = any(self.sizes[axis] > 1 for axis in (*PER_STEP_AXES, "pipeline"))
         of_layer = layers.gathered_bytes // teacher.num_layers
-        return layers.once_bytes * once + of_layer + self.compute * outside
+        return layers.per_step_bytes * is_gathered + of_layer + self.compute * outside
 
     @property
     def non_block_as_stored(self) -> Elements:
@@ -168,23 +172,23 @@ class StepWeights:
         if kind is not None:
             stored //= placement.stored_shape[0] // (1 if placement.layers is None else sizes["pipeline"])
         gathered = placement.storage_axes
-        once = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
-        whole = once * (sizes["fsdp"] if "fsdp" in gathered else 1)
-        number = once_number = self.compute
+        per_step = stored * math.prod(sizes[axis] for axis in gathered if axis != "fsdp")
+        whole = per_step * (sizes["fsdp"] if "fsdp" in gathered else 1)
+        number = per_step_number = self.compute
         quantised = in_fp8 and kind is not None and self.fused_name(kind, name) in self.linear
         if quantised:
-            number, once_number = 1, 1 if whole > once else 2  # a weight that is whole is kept transposed too
-        is_reduced = whole > (once if self.repeats else stored)
+            number, per_step_number = 1, 1 if whole > per_step else 2  # a weight that is whole is kept transposed too
+        is_reduced = whole > (per_step if self.repeats else stored)
         in_fp32 = is_reduced or placement.storage_dim is None  # vectors are always in FP32
         return Elements(
             stored,
-            once,
+            per_step,
             whole,
-            once_number * once,
-            once_number * once if once > stored or quantised else 0,
-            number * whole if whole > once else 0,
+            per_step_number * per_step,
+            per_step_number * per_step if per_step > stored or quantised else 0,
+            number * whole if whole > per_step else 0,
             whole if is_reduced else 0,
-            once * (4 if whole > once or placement.storage_dim is None else self.compute),
+            per_step * (4 if whole > per_step or placement.storage_dim is None else self.compute),
             0 if in_fp32 else stored,
         )
 
@@ -205,7 +209,7 @@ class StepWeights:
         Otherwise the largest fused weight.
         """
         by_kind = {kind: [self.elements(n, kind) for n in self.names_of(kind, True)] for kind in self.blocks}
-        results = {kind: 4 * sum(e.once for e in each if e.reduced) for kind, each in by_kind.items()}
+        results = {kind: 4 * sum(e.per_step for e in each if e.reduced) for kind, each in by_kind.items()}
         return {
             kind: sum(e.reduced for e in each) if results[kind] <= LAYER_BYTES else self.largest[kind]
             for kind, each in by_kind.items()
