@@ -2,8 +2,8 @@
 
     python -m dev.without_mtp [--tests]    # with --tests the copy's smoke tests, without those of the feature
 
-Deleted are its three files, the lines that register them, its keys of the config, and the names that other frameworks
-have for these keys.
+Deleted are its three files, the lines that register them, its keys of the config, also in configs/, and the names that
+other frameworks have for these keys.
 """
 
 import argparse
@@ -71,6 +71,9 @@ def delete(copy: Path) -> None:
         file = copy / "megajax" / path
         text, count = re.subn(pattern, replacement, file.read_text(encoding="utf-8"))
         assert count == 1, f"{path} has {pattern!r} {count} times"
+        file.write_text(text, encoding="utf-8")
+    for file in (copy / "configs").rglob("*.yaml"):
+        text = re.sub(r"\n  mtp_layers: \d|, mtp_layers: \d", "", file.read_text(encoding="utf-8"))
         file.write_text(text, encoding="utf-8")
 
 

@@ -24,7 +24,6 @@ from megajax.model.block import dropout_key
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.step.graph import ADAPTERS, JITTER
-from megajax.step.mtp import DROPOUT
 from megajax.step.nodes import Field, Results
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
@@ -160,6 +159,8 @@ def test_two_sublayers_of_one_class_have_names_and_weights_of_their_own(table, m
 
 def test_no_two_dropout_keys_coincide():
     """Kinds of one to four sublayers beside each other, the embedding, jitter, adapters, and prediction modules."""
+    from megajax.step.mtp import DROPOUT  # here, since a copy of the code may have none (dev/without_mtp.py)
+
     key, found = jax.random.key(0), [0, JITTER, ADAPTERS, *range(DROPOUT, DROPOUT + 8)]
     found = [tuple(np.asarray(jax.random.key_data(jax.random.fold_in(key, number)))) for number in found]
     layers = jnp.arange(40)
