@@ -15,7 +15,7 @@ from megajax.hf.convert import export, load, read_model
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
-from megajax.layout.kinds import prediction_kind
+from megajax.layout.kinds import extra_kind
 from megajax.model import Transformer
 from megajax.model.comm import Comm
 from megajax.model.parameters import init_parameters
@@ -65,7 +65,7 @@ def module_outputs(model, k: int, outputs, tokens):
     pair = jnp.concatenate([transformer.embed_tokens(model.weights.outer, tokens), outputs], axis=1)
     inputs = block_inputs(jnp.arange(len(tokens))[None])
     block, weights, state = transformer.blocks["mtp"], model.weights.layers[layer], model.weights.state[layer]
-    ctx = LayerContext(Comm(), inputs, layer, prediction_kind(model.config), state=state)
+    ctx = LayerContext(Comm(), inputs, layer, extra_kind(model.config), state=state)
     return block.apply(weights, pair, ctx)[0]
 
 
