@@ -1,7 +1,8 @@
 """Forward and backward pass of one remat group: one layer, or `remat.group` of them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from megajax.ops.barriers import not_merged
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.linear import Rounded
-from megajax.step.stack.stack_weights import GroupProgram, GroupWeights, StackWeights
+from megajax.step.stack.stack_weights import GroupProgram, GroupWeights, Metrics, StackWeights
 from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
 from megajax.step_plan import StepPlan
 from megajax.weights.adapters import adapted
@@ -28,7 +29,9 @@ class StreamGradients(NamedTuple):
     streams: dict[str, jax.Array] = {}  # of the other streams: sums over the layers so far, in FP32
 
 
-class Group(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["program"])
+@dataclass(frozen=True)
+class Group:
     """One remat group in one iteration of its segment's loop."""
 
     program: GroupProgram
@@ -48,8 +51,8 @@ class RematGroups:
         # All equal groups share one function: jax traces and lowers it once, XLA inlines its calls. Not if every call
         # of attention must be different (`AttentionScales`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
-        self._forward = shared(self._group_forward, static_argnames=("program", "save"))
-        self._backward = shared(self._group_backward, static_argnames=("program",))
+        self.forward = shared(self._forward, static_argnames=("save",))
+        self.backward = shared(self._backward)
         self._traced: dict[Any, Any] = {}  # cached layouts and split backward passes
 
     def at(self, segment: LayerSegment, u: int, first: Any) -> Group:
@@ -66,25 +69,13 @@ class RematGroups:
         )
         return Group(program, first[offset : offset + count] if jnp.ndim(first) else first + offset)
 
-    def forward(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs, save: bool):
-        """(y, residuals for `backward`: a list of arrays if they are stacked, None if not `save`; metrics)."""
-        y, residuals, metrics = self._forward(weights, x, inputs, at.layers, program=at.program, save=save)
-        if save and at.program.stacked:
-            residuals = self.layout(at, weights, x, inputs).store(residuals)
-        return y, residuals, metrics
-
-    def backward(self, at: Group, weights: GroupWeights, saved: Any, dy: StreamGradients, inputs: BlockInputs):
-        """Gradient of the group's output → (gradients of its input and of its weights, FP8 amaxes of its layers)."""
-        residuals = self.layout(at, weights, dy.x, inputs).restore(saved) if at.program.stacked else saved
-        return self._backward(weights, residuals, dy, inputs, at.layers, program=at.program)
-
     def layout(self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs) -> ResidualLayout:
         """The layout of a group's stacked residuals; `x` is any residual stream."""
 
         def residuals(*arguments):
-            return self._group_forward(*arguments, program=at.program, save=True)[1]
+            return self._forward(*arguments, save=True, stack=False)[1]
 
-        arguments = weights, x, inputs, at.layers
+        arguments = at, weights, x, inputs
         return self._cached(("layout", at.program, x.shape), inputs, lambda: ResidualLayout(residuals, *arguments))
 
     def split(
@@ -93,7 +84,7 @@ class RematGroups:
         """The backward pass of a group in two parts, for the arguments `(weights, saved, dy, inputs, at.layers)`."""
 
         def backward(weights, saved, dy, inputs, layers):
-            return self.backward(at._replace(layers=layers), weights, saved, dy, inputs)
+            return self.backward(replace(at, layers=layers), weights, saved, dy, inputs)
 
         arguments = weights, saved, dy, inputs, at.layers
         return self._cached(("split", at.program, dy.x.shape), inputs, lambda: SplitBackward(backward, *arguments))
@@ -105,26 +96,41 @@ class RematGroups:
             self._traced[key] = trace()
         return self._traced[key]
 
-    def _group_forward(self, weights: GroupWeights, x, inputs, layers, *, program: GroupProgram, save: bool):
+    def _forward(
+        self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs, save: bool, stack: bool = True
+    ) -> tuple[jax.Array, Any, Metrics]:
+        """(y, residuals for `backward`, None if not `save`; metrics).
+
+        Residuals are a list of arrays if they are stacked, and `stack` is not false.
+        """
+        program = at.program
         gathered = self.weights.gather_per_layer(weights, program, backward=False)
         trained, untrained = self._divided(gathered, program)
-        run = self._runner(inputs, layers, program, untrained)
+        run = self._runner(inputs, at.layers, program, untrained)
         if not save or program.policy.keeps_input:
             (y, _), metrics = run(trained, x, inputs.streams)
-            return y, (x if save else None), metrics
-        names = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
-        run = with_policy(run, program.policy, names, self.attention_is_fused)
-        (y, _), pull, metrics = jax.vjp(run, trained, x, inputs.streams, has_aux=True)
-        return y, Residuals.of(pull, (gathered, inputs)), metrics
+            residuals: Any = x
+        else:
+            names = dict.fromkeys(name for kind in program.kinds for name in self.blocks[kind.block].saved_names)
+            run = with_policy(run, program.policy, names, self.attention_is_fused)
+            (y, _), pull, metrics = jax.vjp(run, trained, x, inputs.streams, has_aux=True)
+            residuals = Residuals.of(pull, (gathered, inputs))
+        if save and stack and program.stacked:
+            residuals = self.layout(at, weights, x, inputs).store(residuals)
+        return y, residuals if save else None, metrics
 
-    def _group_backward(
-        self, weights: GroupWeights, saved, dy: StreamGradients, inputs: BlockInputs, layers, *, program: GroupProgram
-    ):
+    def _backward(
+        self, at: Group, weights: GroupWeights, saved: Any, dy: StreamGradients, inputs: BlockInputs
+    ) -> tuple[StreamGradients, Any, Any]:
+        """Gradient of the group's output → (gradients of its input and of its weights, FP8 amaxes of its layers)."""
+        program = at.program
+        if program.stacked:
+            saved = self.layout(at, weights, dy.x, inputs).restore(saved)
         gathered = self.weights.gather_per_layer(weights, program, backward=True)
         if program.policy.keeps_input:
             x, dy = not_merged((saved, dy))  # else XLA merges the recomputation with the forward pass
             trained, untrained = self._divided(gathered, program)
-            run = self._runner(inputs, layers, program, untrained)
+            run = self._runner(inputs, at.layers, program, untrained)
             _, pull, _ = jax.vjp(run, trained, x, inputs.streams, has_aux=True)
         else:
             pull = saved.pull((gathered, inputs))
