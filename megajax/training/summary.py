@@ -1,7 +1,7 @@
 """The summary of a run's settings, printed once before training starts."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megajax import cluster
 from megajax.config import Config
@@ -30,17 +30,19 @@ def summary(
 
     `data` describes the data sets; `batch_sizes` are those of the run's steps, by default the config's.
     """
-    config, sizes = program.config, mesh_sizes(program.mesh)
-    plan, kernels, batch = program.plan, program.plan.kernels, config.batch
-    memory, device = estimate_memory(plan.on_gpus()), program.mesh.devices.flat[0]
-    replicated = [n for n, p in program.placements.items() if p.kv_groups > 1]
-    padded = [n for n, p in program.placements.items() if p.is_padded]
+    config, plan, sizes = program.config, program.plan, mesh_sizes(program.mesh)
+    kernels, batch, device = plan.kernels, config.batch, program.mesh.devices.flat[0]
+    memory, on_gpu = estimate_memory(plan.on_gpus()), device.platform == "gpu"
+    shown = [flag for flag in flags if on_gpu or not flag.startswith(OF_GPUS)]
     lines = [
         f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {_length(config)}",
         f"devices    {program.mesh.size} × {device.device_kind}, {counted(cluster.current().size, 'process')}",
         f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
+        *describe_hosts(sizes, hosts_of(list(program.mesh.devices.flat))),
+        *(_pipeline(plan) if plan.is_pipelined else ()),
         f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "
         f"{amount(flops_per_token(config), 'FLOP')} per token",
+        *_beside_the_model(program),
         f"memory     estimate per device: parameters {memory_size(memory.parameters)}, "
         f"optimizer {memory_size(memory.optimizer)}, gradients {memory_size(memory.gradients)}, "
         f"gathered weights {memory_size(memory.weights)}, activations {memory_size(memory.activations)}, "
@@ -52,49 +54,52 @@ def summary(
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "
         f"loss: {kernels.loss} in {counted(plan.loss_chunks, 'chunk')}",
         *(f"{'data' if index == 0 else '':<10} {line}" for index, line in enumerate(data)),
+        *_of_some_models(plan, sizes, on_gpu),
     ]
-    if extra := extra_of(config.model):
-        weight = f"{extra.weight(config.model):g} × the mean of their losses"
-        lines.insert(4, f"modules    {extra.count(config.model)} for {extra.purpose}; {weight} is added to the loss")
-    if sizes["pipeline"] > 1:
-        lines[3:3] = _pipeline(plan)
+    if on_gpu and kernels.attention == "reference":
+        lines.append("warning    the reference attention is slow on a GPU and keeps [S, S] scores in memory")
+    if replicated := [name for name, placement in program.placements.items() if placement.kv_groups > 1]:
+        lines.append(f"replicated over tensor (fewer KV heads than devices): {', '.join(replicated)}")
+    if padded := [name for name, placement in program.placements.items() if placement.is_padded]:
+        lines.append(f"stored with padding (the mesh does not divide them): {', '.join(padded)}")
+    return "\n".join(lines + ([f"set        {' '.join(shown)}"] if shown else []))
+
+
+def _beside_the_model(program: TrainProgram) -> Iterator[str]:
+    """A frozen teacher, adapters, and layers after the model's."""
+    config, teacher = program.config, program.plan.teacher
+    if teacher is not None:
+        source = config.teacher.source or "new weights"
+        yield f"teacher    {parameter_count(teacher.transformer):,} frozen parameters; weights: {source}"
     if config.lora.rank:
         count = adapter_parameter_count(program.model)
         lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "
-        lines.insert(4, f"lora       {lora}{', '.join(targets(config))}; base: {config.checkpoint.init_from}")
-    if program.plan.teacher is not None:
-        source = config.teacher.source or "new weights"
-        lines.insert(
-            4, f"teacher    {parameter_count(program.plan.teacher.transformer):,} frozen parameters; weights: {source}"
-        )
-    lines[3:3] = describe_hosts(sizes, hosts_of(list(program.mesh.devices.flat)))
+        yield f"lora       {lora}{', '.join(targets(config))}; base: {config.checkpoint.init_from}"
+    if extra := extra_of(config.model):
+        weight = f"{extra.weight(config.model):g} × the mean of their losses"
+        yield f"modules    {extra.count(config.model)} for {extra.purpose}; {weight} is added to the loss"
+
+
+def _of_some_models(plan: StepPlan, sizes: Mapping[str, int], on_gpu: bool) -> Iterator[str]:
+    """Experts, recurrences, and sequences that are divided over `context`."""
+    config, kernels = plan.config, plan.kernels
     if config.model.num_experts and plan.collectives.expert_shards > 1:
         experts = config.model.num_experts // plan.collectives.expert_shards
         axes = " × ".join(axis for axis in config.mesh.experts_over if sizes[axis] > 1)
         dispatch = plan.collectives.dispatch.name
-        lines.append(f"experts    {experts} per device, divided over {axes}; dispatch: {dispatch}")
+        yield f"experts    {experts} per device, divided over {axes}; dispatch: {dispatch}"
     if config.model.num_experts:
-        lines.append(f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})")
+        yield f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})"
     if recurrent_heads(config.model):
-        lines.append(f"kernels    recurrences: {kernels.linear_attention} ({kernels.linear_attention_reason})")
-        if device.platform == "gpu" and kernels.linear_attention == "reference":
-            lines.append("warning    the reference of the recurrences is slow on a GPU")
+        yield f"kernels    recurrences: {kernels.linear_attention} ({kernels.linear_attention_reason})"
+        if on_gpu and kernels.linear_attention == "reference":
+            yield "warning    the reference of the recurrences is slow on a GPU"
     if sizes["context"] > 1:
-        own = batch.sequence_length // sizes["context"]
+        own = config.batch.sequence_length // sizes["context"]
         chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(own // 2, 'token')}"
         chunks = counted(own, "consecutive token") if plan.keeps_order else chunks
         strategy, reason = config.choose_context(sizes)
-        lines.append(f"context    {strategy.name} ({reason}); per sequence and device {chunks}")
-    if device.platform == "gpu" and kernels.attention == "reference":
-        lines.append("warning    the reference attention is slow on a GPU and keeps [S, S] scores in memory")
-    if replicated:
-        lines.append(f"replicated over tensor (fewer KV heads than devices): {', '.join(replicated)}")
-    if padded:
-        lines.append(f"stored with padding (the mesh does not divide them): {', '.join(padded)}")
-    shown = [flag for flag in flags if device.platform == "gpu" or not flag.startswith(OF_GPUS)]
-    if shown:
-        lines.append(f"set        {' '.join(shown)}")
-    return "\n".join(lines)
+        yield f"context    {strategy.name} ({reason}); per sequence and device {chunks}"
 
 
 def _length(config: Config) -> str:
