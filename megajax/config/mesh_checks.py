@@ -113,12 +113,12 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
 def _check_windows(config: Config, sizes: dict[str, int]) -> None:
     """A device needs the tokens before its own that a short convolution sees from one other device."""
     context = sizes["context"]
-    own = config.batch.sequence_length // context
+    tokens = config.batch.sequence_length // context
     for key in (heads.key("conv_kernel") for heads in recurrent_heads(config.model)):
         before = value(config, key) - 1
-        if own < before:
+        if tokens < before:
             problem = (
-                f"{format_axis(config, sizes, 'context')} leaves {counted(own, 'token')} of a sequence on a device, "
+                f"{format_axis(config, sizes, 'context')} leaves {counted(tokens, 'token')} of a sequence on a device, "
             )
             problem += f"fewer than the {before} before a token that {format_keys(config, key)} needs"
             cure = f"make batch.sequence_length {context * before} or more"

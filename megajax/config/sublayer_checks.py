@@ -64,13 +64,13 @@ def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
         if applies:
             yield Need(ability, key, format_keys(config, key), cure, every)
     if config.fp8_layers:
-        key, own = "precision.fp8.recipe", {kinds[layer].block for layer in config.fp8_layers}
-        yield Need("fp8", key, format_keys(config, key), f"set {key}=none", own)
-    for key, own in (
+        key, blocks = "precision.fp8.recipe", {kinds[layer].block for layer in config.fp8_layers}
+        yield Need("fp8", key, format_keys(config, key), f"set {key}=none", blocks)
+    for key, blocks in (
         ("model.sliding_window", {kind.block for kind in kinds if kind.window is not None}),
         ("model.rope_pattern", {kind.block for kind in kinds if not kind.rope}),
     ):
-        yield Need("layer_pattern", key, format_keys(config, key), "remove it", own)
+        yield Need("layer_pattern", key, format_keys(config, key), "remove it", blocks)
 
 
 def _with_empty_slots(config: Config, stages: int) -> set[str]:

@@ -38,8 +38,8 @@ def flops_per_token(config: Config) -> float:
         for work in traced.of(kind.block).parts.values():
             total += each * work.multiplications + attention_flops(work, S, kind.window, model.causal)
     whole = declared_model(model, config.lora, objective=config.objective)
-    own = 6 if whole.objective else each  # an objective's own parameters are always trained
-    total += own * head_parameter_count(whole) * (1 + ahead)
+    of_head = 6 if whole.objective else each  # an objective's own parameters are always trained
+    total += of_head * head_parameter_count(whole) * (1 + ahead)
     total += whole.encoder.flops() / S if whole.encoder else 0
     total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
     return total + 6 * adapter_parameter_count(whole)

@@ -73,9 +73,9 @@ def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | No
     """
     sizes = sizes or {}
     tensor, staged = sizes.get("tensor", 1), sizes.get("pipeline", 1) > 1
-    own = MOE_SECONDS if kind.has_experts else FP8_SECONDS if config.fp8_layers else DENSE_SECONDS
+    matmuls = MOE_SECONDS if kind.has_experts else FP8_SECONDS if config.fp8_layers else DENSE_SECONDS
     pieces = SECONDS_OF_PIECE * tensor if tensor > 1 else 0
-    return (own + pieces) * (2 * config.pipeline.virtual_stages if staged else 1)
+    return (matmuls + pieces) * (2 * config.pipeline.virtual_stages if staged else 1)
 
 
 def plan_segments(
@@ -110,9 +110,9 @@ def plan_segments(
                 (periods // n for n in range(target, target // 2, -1) if periods % n == 0), -(-periods // target)
             )
             unroll = periods // loops * step if loops else 0
-            for own in _even(loops, LOOPS if cut else 1):
-                segments.append(LayerSegment(start, own, unroll, group, policy, in_fp8))
-                start += own * unroll
+            for iterations in _even(loops, LOOPS if cut else 1):
+                segments.append(LayerSegment(start, iterations, unroll, group, policy, in_fp8))
+                start += iterations * unroll
             rest = count - loops * unroll
             start += rest
             if rest:  # the count does not divide, or the pattern ends inside a period

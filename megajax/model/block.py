@@ -105,16 +105,18 @@ class Block(nnx.Module):
         """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`, `ctx.state` is the whole block's."""
         metrics, read = Metrics(), x
         for branch, (name, part) in enumerate(self.parts.items()):
-            own = of_part(weights, name)
+            part_weights = of_part(weights, name)
             if name in self.parallel:
                 first = of_part(weights, self.parallel[name])
-                own |= {norm: first[norm] for norm in ("norm", "norm_bias") if norm in first}
+                part_weights |= {norm: first[norm] for norm in ("norm", "norm_bias") if norm in first}
             else:
                 read = x
-            y, found = part.apply(own, read, replace(ctx, state=of_part(ctx.state, name)))
+            y, found = part.apply(part_weights, read, replace(ctx, state=of_part(ctx.state, name)))
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
-                y = normalise(self.config, not_repeated(y), own["post_norm"], own.get("post_norm_bias"))
+                y = normalise(
+                    self.config, not_repeated(y), part_weights["post_norm"], part_weights.get("post_norm_bias")
+                )
             x = x + self._dropout(y, ctx, branch)
             metrics |= found
         return x, metrics

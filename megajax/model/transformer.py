@@ -110,8 +110,8 @@ class Transformer(nnx.Module):
         """The inputs of layers on one device with the encoder's stream, if there is an encoder."""
         if self.encoder is None:
             return inputs
-        own = {name.removeprefix(ENCODER): w for name, w in weights.items() if name.startswith(ENCODER)}
-        stream = self.encoder.apply(own, fields, Comm())
+        encoder_weights = {name.removeprefix(ENCODER): w for name, w in weights.items() if name.startswith(ENCODER)}
+        stream = self.encoder.apply(encoder_weights, fields, Comm())
         return replace(inputs, streams={self.encoder.NAME: stream}, fields=fields)
 
     def layer(
@@ -124,10 +124,10 @@ class Transformer(nnx.Module):
         c = self.config
         kind = kind_of_layer(c, layer)
         row, prefix = stacked_layers(c)[kind.block].index(layer), f"blocks.{kind.block}."
-        own = {name.removeprefix(prefix): w[row] for name, w in weights.items() if name.startswith(prefix)}
+        layer_weights = {name.removeprefix(prefix): w[row] for name, w in weights.items() if name.startswith(prefix)}
         state = {name: a[row] for name, a in states.get(kind.block, {}).items()}
         block = self.blocks[kind.block]
-        return block.apply(block.fuse(own), x, LayerContext(Comm(), inputs, layer, kind, state=state))
+        return block.apply(block.fuse(layer_weights), x, LayerContext(Comm(), inputs, layer, kind, state=state))
 
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""

@@ -96,8 +96,8 @@ class Graph:
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
         model, real = self.plan.model, None
         if positions.is_real is not None:
-            own = self.comm.local_tokens(positions.is_real.reshape(-1))
-            real = RealTokens(own, *(fields[name] for name in REAL_COUNTS))
+            real_here = self.comm.local_tokens(positions.is_real.reshape(-1))
+            real = RealTokens(real_here, *(fields[name] for name in REAL_COUNTS))
         inputs = BlockInputs(
             fields["positions"],
             positions,
@@ -169,8 +169,8 @@ class Graph:
             scales = {name: scale * batch.factors[name] for name, scale in arrays.scales.items()}
             arrays = arrays._replace(scales=scales)
         for node in self.terminal:
-            gradients, table, own = node.turn(arrays, streams, gradients, batch, table)
-            results = results.joined(own)
+            gradients, table, of_node = node.turn(arrays, streams, gradients, batch, table)
+            results = results.joined(of_node)
         return gradients, table, results
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:

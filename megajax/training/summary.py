@@ -95,9 +95,11 @@ def _of_some_models(plan: StepPlan, sizes: Mapping[str, int], on_gpu: bool) -> I
         if on_gpu and kernels.linear_attention == "reference":
             yield "warning    the reference of the recurrences is slow on a GPU"
     if sizes["context"] > 1:
-        own = config.batch.sequence_length // sizes["context"]
-        chunks = "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(own // 2, 'token')}"
-        chunks = counted(own, "consecutive token") if plan.keeps_order else chunks
+        tokens = config.batch.sequence_length // sizes["context"]
+        chunks = (
+            "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(tokens // 2, 'token')}"
+        )
+        chunks = counted(tokens, "consecutive token") if plan.keeps_order else chunks
         strategy, reason = config.choose_context(sizes)
         yield f"context    {strategy.name} ({reason}); per sequence and device {chunks}"
 

@@ -164,7 +164,7 @@ def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
         steps.append(losses | {"grad_norm": norm(gradients)} | router_metrics(metrics))
         first = first or {name: np.asarray(g) for name, g in gradients.items()}
     values = {name: np.array([step[name] for step in steps]) for name in steps[0]}
-    modules = values.pop("mtp_loss/module").mean(1) if config.model.mtp_layers else np.zeros(0)
+    modules = values.pop("mtp_loss/module").mean(1) if "mtp_loss/module" in values else np.zeros(0)
     router = {name: values[name] for name in ROUTER_METRICS & values.keys()}
     return Trace(config, values["loss"], values["grad_norm"], dict(weights), first, router, modules)
 

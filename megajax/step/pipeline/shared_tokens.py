@@ -45,8 +45,8 @@ class TokenShares:
     def of_stage(self, field: jax.Array) -> jax.Array:
         """`[T, ...]` or `[T / tensor, ...]`, the same on all stages → those of this stage's tokens."""
         divided = self._divided(field)
-        own = lax.dynamic_index_in_dim(divided, lax.axis_index("pipeline"), axis=1, keepdims=False)
-        return own.reshape(-1, *field.shape[1:])
+        of_this_stage = lax.dynamic_index_in_dim(divided, lax.axis_index("pipeline"), axis=1, keepdims=False)
+        return of_this_stage.reshape(-1, *field.shape[1:])
 
     def _divided(self, x: jax.Array) -> jax.Array:
         """`[T, ...]` → `[pieces, P, length, ...]`, padded with zeros."""
