@@ -38,6 +38,7 @@ def check(config: Config) -> None:
 def check_combinations(config: Config) -> None:
     """Raise `ConfigError` for combinations that can run on no mesh."""
     sizes = _sizes(config)
+    check_rules(config)
     with_teacher(config, sizes, _check_model, check_axes)
     _check_batch(config)
     if (optimizer := config.optimizer.chosen.made) is not None:
@@ -58,7 +59,6 @@ def check_combinations(config: Config) -> None:
 
 
 def _check_model(config: Config, sizes: dict[str, int]) -> None:
-    check_rules(config)
     check_experts(config)
     check_model(config)
 

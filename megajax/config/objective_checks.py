@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from megajax.config.extensions import settings_of
+from megajax.config.rule_checks import check_rules
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_of
@@ -60,6 +61,7 @@ def with_teacher(config: Config, sizes: dict[str, int], *checks: Callable[[Confi
         return
     experts = {} if of_teacher.model.num_experts else {"expert": 1}  # these devices then divide the batch only
     try:
+        check_rules(of_teacher, "model.")
         for check in checks:
             check(of_teacher, sizes | {"pipeline": 1} | experts)
     except ConfigError as error:

@@ -111,6 +111,10 @@ BAD = {
     "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),
     "vocabulary": ({"teacher": {"model": {**TEACHER, "vocab_size": 51}}}, "teacher.model.vocab_size=51, but .*=50"),
     "modules": ({"teacher": {"model": {**TEACHER, "mtp_layers": 1}}}, "teacher.model.mtp_layers is set"),
+    "experts": (
+        {"teacher": {"model": {**TEACHER, "experts_per_token": 9}}},
+        "^teacher: model.experts_per_token=9 is more than model.num_experts=4",
+    ),
     "source alone": (
         {"teacher": {"source": "x"}, "objective": {"kind": "next_token", "settings": {}}},
         "teacher.source=x needs teacher.model",
@@ -127,6 +131,13 @@ def test_what_cannot_run_is_a_sentence(table, case):
     changes, sentence = BAD[case]
     with pytest.raises(ConfigError, match=sentence):
         make(table, {"tensor": 2}, **changes)
+
+
+def test_rules_about_the_objective_and_the_mesh_are_the_trained_models(table):
+    """The teacher has neither: it may see both sides, and be dense where `mesh.experts_over` divides experts."""
+    student = TINY | {"causal": False, "num_experts": 4, "expert_ffn_hidden_size": 16}
+    teacher = TINY | {"causal": False}
+    make(table, {"data": 2, "experts_over": ("data",)}, model=student, teacher={"model": teacher})
 
 
 def test_a_run_reads_the_teachers_weights_and_resumes(table, tmp_path, monkeypatch):
