@@ -141,7 +141,7 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-        mtp_losses += [float(metrics["mtp_loss"])] if config.model.mtp_layers else []
+        mtp_losses += [float(metrics["mtp_loss"])] if "mtp_loss" in metrics else []
         for name in ROUTER_METRICS & metrics.keys():
             router.setdefault(name, []).append(np.asarray(metrics[name]))
         if not gradients:
