@@ -174,7 +174,7 @@ def draw_settings(draw: random.Random) -> Settings:
     settings["kernels"] = draw_section(draw, KERNELS)
     settings["data"] = {"kind": "synthetic"} | (draw_section(draw, PACKED) if draw.random() < 0.35 else {})
     if draw.random() < 0.25:
-        settings["data"] = CHATS | {"pack": draw.random() < 0.5}
+        settings["data"] = CHATS | {"packing": draw.choice(("none", "first_fit", "balanced"))}
     settings["optimizer"] = draw_section(draw, OPTIMIZER)
     if settings["optimizer"]["kind"] == "muon":
         settings["optimizer"]["muon"] = draw_section(draw, MUON)

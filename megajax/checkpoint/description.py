@@ -39,9 +39,9 @@ OTHER_ARRAYS = {  # sections, or keys, whose changes give the state other arrays
 }
 # Keys that decide the tokens of the samples, by `data.kind`, besides its sources and their order.
 OF_SAMPLES = {
-    "text": ("end_of_document", "begin_of_document", "text_key"),
-    "chat": ("end_of_document", "chat_template_args", "pack", "too_long"),
-    "indexed": (),
+    "text": ("end_of_document", "begin_of_document", "text_key", "packing"),
+    "chat": ("end_of_document", "chat_template_args", "packing", "too_long"),
+    "indexed": ("packing",),
     "synthetic": (),
 }
 ALLOW = "checkpoint.allow_changes"

@@ -231,7 +231,8 @@ use_rslora | lora.alpha | which is lora_alpha * the root of the rank
 modules_to_save, layers_to_transform, lora.bias, init_lora_weights | | adapters are plain LoRA, in all
     layers, and all other weights are frozen
 model_name_or_path, base_model | checkpoint.init_from | a folder on this machine
-packing, sample_packing | data.pack | true by default
+packing, sample_packing | data.packing | none for false; chats are packed by default
+packing_strategy | data.packing | bfd: first_fit, wrapped: sequential; balanced has no counterpart
 assistant_only_loss, completion_only_loss, train_on_inputs | | with data.kind=chat the loss counts the assistant's
     tokens, or the completion, only
 chat_template_path | data.chat_template

@@ -53,9 +53,11 @@ def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
         empty = _with_empty_slots(config, sizes["pipeline"])
         cure = "choose a pipeline.layout with the same kinds of blocks on each stage"
         yield Need("empty_slots", key, f"{setting}, which leaves stages without a layer in a slot,", cure, empty)
-    packed = "data.pack" if config.data.kind == "chat" else "data.reset_attention"
+    packed, alone = "data.reset_attention", "set it to false"
+    if config.data.kind == "chat":
+        packed, alone = "data.packing", "set it to none"
     chosen = {
-        "documents": (packed, config.data.reset_attention, "set it to false"),
+        "documents": (packed, config.data.reset_attention, alone),
         "lora": ("lora.rank", config.lora.rank is not None, "train all weights, without lora"),
         "bidirectional": ("model.causal", not model.causal, "set it to true"),
         "qk_clip": ("model.qk_clip", model.qk_clip is not None, "remove it"),

@@ -15,7 +15,7 @@ from megajax.data.contents import template_of, tokenizer_digest
 from megajax.data.conversation import Completion, read_record
 from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, storage_errors
 from megajax.data.json_lines import LineBlock, check_encodable, check_inputs, matching_files, parse, read_blocks
-from megajax.data.packing import pack
+from megajax.data.packing import RowPacking, pack
 from megajax.data.rendering import Chat, Span
 from megajax.data.samples import Samples
 from megajax.data.sandbox import Stopped
@@ -273,7 +273,7 @@ def encode_files(
 class ChatSamples(Samples):
     """Conversations of files, packed into samples of `sequence_length` + 1 tokens, in a new order in each epoch.
 
-    With `packed` false a sample has one conversation. The rest of a sample is token 0, which the loss does not count.
+    The rest of a sample is token 0, which the loss does not count.
     """
 
     def __init__(self, path: str, arrays: Sequence[np.ndarray], sequence_length: int, seed: int, shuffled: bool):
@@ -303,6 +303,11 @@ class ChatSamples(Samples):
     def padding(self, index: int) -> int:
         return self.sequence_length + 1 - sum(stop - start for start, stop in self._pieces(index))
 
+    def repacked(self, packing: RowPacking) -> Samples:
+        tokens, counts, starts, _, _, figures = self._arguments[1]
+        packed = pack(np.diff(starts), self.sequence_length + 1, packing)
+        return ChatSamples(self.path, (tokens, counts, starts, *packed, figures), *self._arguments[2:])
+
     def _filled(self, values: np.ndarray, index: int, dtype: Any) -> np.ndarray:
         out, filled = np.zeros(self.sequence_length + 1, dtype), 0
         for start, stop in self._pieces(index):
@@ -330,7 +335,7 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         return [paths, "_".join(map(file_digest, paths)), tokenizer_digest(str(data.tokenizer))]
 
     paths, content, of_tokenizer = cluster.current().first_decides(find)
-    template = template_of(data)
+    template, packing = template_of(data), RowPacking.of(config)
     key = {
         "kind": "chat",
         "version": VERSION,
@@ -340,15 +345,13 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         "template": None if template is None else [template.sources, template.arguments],
         "sequence_length": length,
         "too_long": data.too_long,
-        "packed": data.pack,
+        "packing": [packing.method, [packing.pairs.layers, packing.pairs.causal] if packing.balances else None],
     }
 
     def build() -> Sequence[np.ndarray]:
         tokenizer = load_tokenizer(str(data.tokenizer))
         tokens, counted, starts, figures = encode_files(paths, data, tokenizer, template, length + 1)
-        count = len(starts) - 1
-        order, ends = pack(np.diff(starts), length + 1) if data.pack else (np.arange(count), np.arange(1, count + 1))
-        return tokens, counted, starts, order, ends, figures
+        return tokens, counted, starts, *pack(np.diff(starts), length + 1, packing), figures
 
     cache = cache_directory(config)
     arrays = cached(cache, key, ARRAYS, build)

@@ -59,7 +59,7 @@ def _split_lines(config: "Config", split: Split, samples: Samples, samples_read:
         return _chat_lines(split, samples, samples_read)
     shares = _shares(samples)
     bad = sum(source.dataset.bad_lines for source, _ in shares if isinstance(source.dataset, TextDataset))
-    tokens, length = sum(source.num_tokens for source, _ in shares), config.batch.sequence_length
+    tokens, length = sum(source.num_tokens for source, _ in shares), shares[0][0].tokens_per_sample
     read = min(samples_read * length, tokens) if isinstance(samples, WholeSet) else samples_read * length
     size = f"{split}: {data_size(sum(source.num_documents for source, _ in shares), tokens)}"
     size += f" ({counted(bad, 'bad line')} of the text left out)" if bad else ""

@@ -39,4 +39,4 @@ def _samples_per_epoch(source: Any) -> Fraction:
     """Of chats, or of documents, whose samples may begin in one epoch and end in the next."""
     if isinstance(source, ChatSamples):
         return Fraction(len(source))
-    return Fraction(source.num_tokens, source.sequence_length)
+    return Fraction(source.num_tokens, source.tokens_per_sample)

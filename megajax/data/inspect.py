@@ -18,6 +18,7 @@ from megajax.command_parser import CommandParser
 from megajax.config import load_config
 from megajax.config.sentences import counted
 from megajax.console import user_errors
+from megajax.data.balance import balance_lines
 from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.epochs import resolve_epochs
@@ -130,6 +131,8 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
     share = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
     padding = sum(samples.padding(i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
     lines.append(f"first {counted(checked, 'sample')} of {split}: padding {padding:.1%}, the loss counts {share:.1%}")
+    if split == "train":
+        lines += balance_lines(config, samples)
     return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour, open_infilling(config))]
 
 

@@ -16,6 +16,7 @@ from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset, open_checked
 from megajax.data.megatron import MegatronSamples, open_samples, split_sequences
+from megajax.data.packing import SEQUENTIAL, RowPacking, spread
 from megajax.data.samples import (
     BlendedSamples,
     DocumentSamples,
@@ -121,8 +122,8 @@ def _open_source(
         return open_chat(config, path)
     dataset, documents = _opened_range(config, split, path, files)
     whole = config.reads_whole(split)
-    order = "sequential" if whole else config.data.order
-    source = DocumentSamples(dataset, documents, config.batch.sequence_length, config.run.seed, order)
+    order, packing = ("sequential", SEQUENTIAL) if whole else (config.data.order, RowPacking.of(config))
+    source = DocumentSamples(dataset, documents, config.batch.sequence_length, config.run.seed, order, packing)
     if not whole or source.num_tokens < 2:
         _check_size(split, source)
     return source
@@ -184,8 +185,8 @@ def make_loader(
 ) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
     """Endless batches from `start_step` on: `rows` of the fields of `make_batch`, each [len(rows), S].
 
-    Row r of step t is sample `sizes.samples_before(t)` + r, for any number of processes, threads and workers; a step
-    has those of `rows` that are below its number of sequences. `sizes` are by default `batch_sizes(config, split)`.
+    Row r of step t is sample `samples_of_step(...)[r]`, for any number of processes, threads and workers; a step has
+    those of `rows` that are below its number of sequences. `sizes` are by default `batch_sizes(config, split)`.
     `samples` is the split if `datasets` has already opened it. Evaluation starts at sample 0 and reads in threads,
     because starting `data.workers` for a few batches takes longer than reading them.
     """
@@ -197,7 +198,7 @@ def make_loader(
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    how = Packing.of(config), open_infilling(config), config.is_padded(split)
+    how = RowPacking.of(config), Packing.of(config), open_infilling(config), config.is_padded(split)
     source = BatchSource(samples, rows, sizes, start_step, *how)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
@@ -209,6 +210,22 @@ def make_loader(
         options = grain.MultiprocessingOptions(data.workers, per_worker_buffer_size=ahead)
         batches = batches.mp_prefetch(options, worker_init_fn=partial(_start_worker, config.run.extensions))
     return iter(batches)
+
+
+def samples_of_step(samples: Samples, sizes: BatchSizes, step: int, packing: RowPacking) -> np.ndarray:
+    """The samples of the step after the first `step` ones, row by row of the global batch, int64.
+
+    They are the next ones, in their order or, if the packing balances, in that of `packing.spread`.
+    """
+    indices = sizes.samples_before(step) + np.arange(sizes.size(step))
+    return indices[spread(row_pairs(samples, indices, packing))] if packing.balances else indices
+
+
+def row_pairs(samples: Samples, indices: Sequence[int] | np.ndarray, packing: RowPacking) -> np.ndarray:
+    """The pairs of a query and a key of samples whose documents are separate, int64 [len(indices)]."""
+    lengths = [samples.document_lengths(int(index)) for index in indices]
+    firsts = np.cumsum([0, *(each.size for each in lengths[:-1])])
+    return np.add.reduceat(packing.pairs.of(np.concatenate(lengths)), firsts)
 
 
 def batch_sizes(config: "Config", split: Split) -> BatchSizes:
@@ -233,6 +250,7 @@ class BatchSource:
     rows: np.ndarray
     sizes: BatchSizes
     start_step: int
+    row_packing: RowPacking
     packing: Packing
     infilling: Infilling | None
     is_padded: bool
@@ -242,9 +260,9 @@ class BatchSource:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         step = self.start_step + index
-        rows = self.rows[self.rows < self.sizes.size(step)]
-        indices = self.sizes.samples_before(step) + rows
-        return make_batch(self.samples, indices, self.packing, self.infilling, self.is_padded)
+        indices = samples_of_step(self.samples, self.sizes, step, self.row_packing)
+        rows = self.rows[self.rows < len(indices)]
+        return make_batch(self.samples, indices[rows], self.packing, self.infilling, self.is_padded)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

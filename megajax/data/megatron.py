@@ -14,6 +14,7 @@ from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weig
 from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
 from megajax.data.sample_order import GptIndices, gpt_indices
+from megajax.data.packing import RowPacking
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
 from megajax.errors import InputError
 from megajax.schema.batch_schedule import samples_before
@@ -113,6 +114,9 @@ class MegatronSamples(DocumentSamples):
 
     def __len__(self) -> int:
         return len(self._order.indices.shuffle)
+
+    def repacked(self, packing: RowPacking) -> Samples:
+        return self
 
     def padding(self, index: int) -> int:
         return (

@@ -1,9 +1,10 @@
 """GPT samples: S+1 tokens cut from an endless stream of documents, and weighted blends of several data sets.
 
 A sample depends only on its index and the seed. A `SampleOrder` determines its token positions, and `DocumentSamples`
-reads the tokens there. A new order needs an entry in `ORDERS`.
+reads the tokens there. A new order needs an entry in `ORDERS`; `PackedOrder` packs the documents of any of them.
 """
 
+import copy
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from megajax.config.sentences import counted
 from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset, check_integers, id_range
+from megajax.data.packing import LOOK_AHEAD, SEQUENTIAL, RowPacking, fill_rows
 from megajax.data.remote import RemoteTokens
 from megajax.errors import InputError
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.data.text import TextDataset
 
-CACHED_EPOCHS = 3  # a sample may span two epochs while another thread is one epoch ahead
+CACHED = 3  # epochs or windows: a sample may span two epochs while another thread is one ahead
 
 
 class Samples(Protocol):
@@ -43,6 +45,11 @@ class Samples(Protocol):
     def padding(self, index: int) -> int:
         """The number of tokens at the end of a sample that are no text."""
         return 0
+
+    def repacked(self, packing: RowPacking) -> "Samples":
+        """The same documents in rows of another packing; itself if there is only one."""
+        del packing
+        return self
 
     def is_remote(self) -> bool:
         """Whether some tokens are read over the network."""
@@ -147,13 +154,16 @@ class StreamOrder:
         self.starts, self.sequence_length, self.seed, self.shuffled = starts, sequence_length, seed, shuffled
         self.num_tokens = int(starts[-1] - starts[0])
         self._lock = threading.Lock()
-        self._cached_epoch = lru_cache(CACHED_EPOCHS)(self._make_epoch)
+        self._cached_epoch = lru_cache(CACHED)(self._make_epoch)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
         group = self._epoch(index * self.sequence_length // self.num_tokens)
         if group.samples is not None:
             index = group.first_sample + int(group.samples[index - group.first_sample])
-        position, needed = index * self.sequence_length, self.sequence_length + 1
+        yield from self.ranges(index * self.sequence_length, self.sequence_length + 1)
+
+    def ranges(self, position: int, needed: int) -> Iterator[tuple[int, int]]:
+        """The ranges, as of `pieces`, of `needed` tokens of the stream from `position` on."""
         while needed:
             epoch_index, offset = divmod(position, self.num_tokens)
             epoch = self._epoch(epoch_index)
@@ -181,11 +191,46 @@ class StreamOrder:
         return Epoch(documents, ends, first, generator.permutation(_arange(last - first)))
 
 
+class PackedOrder:
+    """Windows of a stream of documents, each packed by itself into rows of S+1 tokens without padding.
+
+    A window has `LOOK_AHEAD` rows, or as many as an epoch fills, so a sample depends on its index, the seed and the
+    lengths of the documents alone. Each token of the stream is in one row. Rows of a window are in an order of their
+    own, or with a stream that is not shuffled in that of their first documents.
+    """
+
+    def __init__(self, stream: StreamOrder, packing: RowPacking):
+        self.stream, self.packing, self.capacity = stream, packing, stream.sequence_length + 1
+        self.rows = min(LOOK_AHEAD, max(1, stream.num_tokens // self.capacity))
+        self._lock = threading.Lock()
+        self._cached_window = lru_cache(CACHED)(self._make_window)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        window, row = divmod(index, self.rows)
+        with self._lock:  # one thread packs, the others wait for it
+            rows = self._cached_window(window)
+        yield from rows[row]
+
+    def _make_window(self, window: int) -> list[list[tuple[int, int]]]:
+        tokens = self.rows * self.capacity
+        documents = list(self.stream.ranges(window * tokens, tokens))
+        lengths = np.array([stop - start for start, stop in documents])
+        rows = fill_rows(lengths, self.rows, self.capacity, self.packing)
+        order = np.argsort([row[0].item for row in rows], kind="stable")
+        if self.stream.shuffled:
+            order = np.random.Generator(np.random.PCG64((self.stream.seed, window, 1))).permutation(self.rows)
+        found = []
+        for row in order.tolist():
+            starts = [documents[piece.item][0] + piece.start for piece in rows[row]]
+            found.append([(start, start + piece.length) for start, piece in zip(starts, rows[row], strict=True)])
+        return found
+
+
 def _arange(length: int) -> np.ndarray:
     return np.arange(length, dtype=np.int32 if length < 2**31 else np.int64)
 
 
-ORDERS: dict[str, Callable[[np.ndarray, int, int], SampleOrder]] = {
+ORDERS: dict[str, Callable[[np.ndarray, int, int], StreamOrder]] = {
     "shuffled": lambda starts, length, seed: StreamOrder(starts, length, seed, shuffled=True),
     "sequential": lambda starts, length, seed: StreamOrder(starts, length, seed, shuffled=False),
 }
@@ -194,8 +239,8 @@ ORDERS: dict[str, Callable[[np.ndarray, int, int], SampleOrder]] = {
 class DocumentSamples(Samples):
     """Samples of the documents first..last-1 of an indexed data set, in the named order.
 
-    `num_documents` and `num_tokens` are those of an epoch. Raises InputError when there are no tokens or they are not
-    integers.
+    `num_documents` and `num_tokens` are those of an epoch, `tokens_per_sample` those that a sample takes of it. Raises
+    InputError when there are no tokens or they are not integers.
     """
 
     def __init__(
@@ -205,13 +250,22 @@ class DocumentSamples(Samples):
         sequence_length: int,
         seed: int,
         order: str,
+        packing: RowPacking = SEQUENTIAL,
     ):
-        self._arguments = (dataset, documents, sequence_length, seed, order)
+        self._arguments = (dataset, documents, sequence_length, seed, order, packing)
         self.dataset, self.sequence_length = dataset, sequence_length
         starts = dataset.document_starts(*documents)
         self.num_documents, self.num_tokens = documents[1] - documents[0], int(starts[-1] - starts[0])
         self.check_tokens()
-        self._order = ORDERS[order](starts, sequence_length, seed)
+        stream = ORDERS[order](starts, sequence_length, seed)
+        self._order = stream if packing == SEQUENTIAL else PackedOrder(stream, packing)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self._order.capacity if isinstance(self._order, PackedOrder) else self.sequence_length
+
+    def repacked(self, packing: RowPacking) -> Samples:
+        return DocumentSamples(*self._arguments[:-1], packing)
 
     def check_tokens(self) -> None:
         """Raises InputError when there are no tokens or they are not integers."""
@@ -298,6 +352,14 @@ class BlendedSamples(Samples):
     def padding(self, index: int) -> int:
         source, rank = self.locate(index)
         return self.sources[source].padding(rank)
+
+    def repacked(self, packing: RowPacking) -> Samples:
+        sources = [source.repacked(packing) for source in self.sources]
+        if all(new is old for new, old in zip(sources, self.sources, strict=True)):
+            return self
+        blend = copy.copy(self)
+        blend.sources = sources
+        return blend
 
     def is_remote(self) -> bool:
         return any(source.is_remote() for source in self.sources)

@@ -2,8 +2,11 @@
 
 import math
 
+import numpy as np
+
 from megajax.config import Config, LoraConfig
 from megajax.estimate.traces import SublayerWork, traces
+from megajax.layout.attention_pairs import AttentionPairs
 from megajax.layout.kinds import extra_kind, extra_layers, layer_kinds
 from megajax.model import Transformer, parameters
 from megajax.model.lora import is_adapter
@@ -43,6 +46,21 @@ def flops_per_token(config: Config) -> float:
     total += whole.encoder.flops() / S if whole.encoder else 0
     total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
     return total + 6 * adapter_parameter_count(whole)
+
+
+def row_flops(config: Config, pairs: np.ndarray) -> np.ndarray:
+    """FLOPs of sequences, forward and backward, with `pairs` of a query and a key in all layers (`AttentionPairs`).
+
+    The linear layers are those of a whole sequence, since a row is as long as the others whatever is in it.
+    """
+    model, S = config.model, config.batch.sequence_length
+    traced, whole = traces(model, LoraConfig(), S, "bfloat16"), int(AttentionPairs.of_model(model).of([S])[0])
+    attention = sum(
+        6 * S * attended_keys(S, kind.window, model.causal) * work.per_key
+        for kind in layer_kinds(model)
+        for work in traced.of(kind.block).parts.values()
+    )
+    return S * flops_per_token(config) - attention + attention * pairs / max(whole, 1)
 
 
 def head_parameter_count(model: Transformer) -> int:

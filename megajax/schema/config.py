@@ -353,7 +353,8 @@ class Config(Section):
             schedule = schedule.model_copy(update={"wsd_decay_steps": max(1, schedule.decay_steps // 10)})
         if self.data.kind == "chat":
             # The last token of a conversation does not predict the next one, and none attends to another.
-            separate = {"reset_attention": self.data.pack, "reset_positions": self.data.pack}
+            is_packed = self.data.packing != "none"
+            separate = {"reset_attention": is_packed, "reset_positions": is_packed}
             data = self.data.model_copy(update=separate | {"mask_end_of_document_loss": True})
             object.__setattr__(self, "data", data)
         if self.lora.rank is not None and self.lora.alpha is None:

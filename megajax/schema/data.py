@@ -236,8 +236,27 @@ class DataConfig(Section):
         description="chat: further arguments of the chat template, such as {enable_thinking: false}, in training and in"
         " generation from the run.",
     )
-    pack: Annotated[bool, ReadIf("kind", "chat")] = Field(
-        default=True, description="chat: several conversations in a sequence; false: one."
+    packing: Annotated[
+        Literal["none", "sequential", "first_fit", "balanced"] | None,
+        OF_FILES,
+        Needs("kind", "chat", of="none", cure="set data.packing=sequential, which cuts documents where a row is full"),
+        Needs(
+            "reset_attention",
+            of="balanced",
+            cure="set data.reset_attention=true, or data.packing=first_fit: all sequences then have equal attention",
+        ),
+        Excludes(
+            "order",
+            "megatron",
+            of=("first_fit", "balanced"),
+            because="that order cuts documents where a row is full",
+            cure="use data.packing=sequential, or data.order=shuffled",
+        ),
+    ] = Field(
+        default=None,
+        description="Documents or conversations that share a sequence. sequential: the next ones; first_fit: the longest"
+        " first, so that few are cut; balanced: equal attention for all sequences, devices and microbatches; none: one,"
+        " for chats. null: first_fit for chats, else sequential.",
     )
     too_long: Annotated[Literal["truncate", "drop"], ReadIf("kind", "chat")] = Field(
         default="truncate", description="chat: conversations that are longer than a sequence are cut, or left out."
@@ -268,6 +287,11 @@ class DataConfig(Section):
     def template_arguments(self) -> dict[str, Any]:
         """`chat_template_args` by name."""
         return template_arguments(self.chat_template_args or "{}")
+
+    @property
+    def row_packing(self) -> str:
+        """`packing`, or what its null stands for."""
+        return self.packing or ("first_fit" if self.kind == "chat" else "sequential")
 
     @property
     def is_remote(self) -> bool:

@@ -49,6 +49,7 @@ from megajax.training.step_log import StepLog
 from megajax.training.stop_signals import StopSignals, deadline
 from megajax.training.summary import summary
 from megajax.training.watch import Watch
+from megajax.training.work_balance import WorkBalance, balance_lines
 
 STEPS_AHEAD = 4  # steps that the host may queue before the devices have finished them
 
@@ -117,7 +118,8 @@ class Trainer:
         checks = (GpuHealth(), self._replicas, self._spikes, NonFiniteCheck(lambda: self.checkpoints))
         exports = () if self._exports is None else (self._exports,)
         evaluation = Evaluation(self.data, self.evaluate, self.log, self.watch)
-        self.view.hooks += [self.log, self.profile, self.watch, *checks, *given, saves, *exports, evaluation]
+        balance = WorkBalance(self.config, self.data["train"])
+        self.view.hooks += [self.log, self.profile, self.watch, balance, *checks, *given, saves, *exports, evaluation]
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -308,6 +310,7 @@ class Trainer:
         """Tell what is about to run, start to compile, and read the state meanwhile."""
         cluster.current().first_decides(lambda: self.monitoring.start(logs.say))
         about_data = describe_data(self.config, self.data, self.sizes)
+        about_data += balance_lines(self.program, self.data["train"], self.sizes, self.step)
         logs.say(summary(self.program, self.flags, about_data, self.sizes))
         self.console.open(self.step, self.config.run.steps, self.writer)
         cluster.current().first_decides(lambda: remove_damaged_programs(self.config))

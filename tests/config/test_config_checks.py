@@ -364,7 +364,7 @@ WARNED = {
     "checkpoint.export_hf.dtype=bfloat16": ("", "checkpoint.export_hf.dir=null"),
     "data.chat_template=a.jinja": ("", "data.kind=synthetic"),
     "data.chat_template_args={a: 1}": ("", "data.kind=synthetic"),
-    "data.pack=false": ("", "data.kind=synthetic"),
+    "data.packing=first_fit": ("", "data.kind=synthetic"),
     "data.too_long=drop": ("", "data.kind=synthetic"),
     "data.text_key=other": ("", "data.kind=synthetic"),
     "data.fim_rate=0.5": ("data.tokenizer=byte", "data.kind=synthetic"),

@@ -51,7 +51,7 @@ CHANGED = {  # by kind of data: settings, each with a second value; FOLDER is th
         "data.end_of_document": "<|start|>",
         "data.chat_template": "FOLDER/other.jinja",
         "data.chat_template_args": {"word": "y"},
-        "data.pack": False,
+        "data.packing": "none",
         "data.too_long": "drop",
     },
 }

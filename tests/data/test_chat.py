@@ -8,8 +8,6 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import megajax
 from megajax.config.checks import check, check_mesh
@@ -18,7 +16,6 @@ from megajax.data.chat_template import load_chat_template
 from megajax.data.conversation import read_record
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.loader import datasets, make_loader
-from megajax.data.packing import pack
 from megajax.data.rendering import Chat
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import continue_texts
@@ -66,7 +63,7 @@ def without_marks(template: str) -> str:
 def test_tokens_and_mask_are_those_of_transformers(folder, reference, marked):
     if not marked:  # the same text without marks: an answer is what its message adds
         (folder / "chat_template.jinja").write_text(without_marks(reference["template"]))
-    samples = datasets(config_of(folder, {"pack": False, "order": "sequential"}))["train"]
+    samples = datasets(config_of(folder, {"packing": "none", "order": "sequential"}))["train"]
     for i, expected in enumerate(reference["conversations"]):
         ids, mask = expected["ids"], np.array(expected["mask"], bool)
         assert samples[i][: len(ids)].tolist() == ids and not samples[i][len(ids) :].any()
@@ -81,7 +78,7 @@ def test_each_answer_is_trained_as_the_template_shows_it_when_it_is_the_last(fol
     for case in reference["answers"]:
         (folder / "chats.jsonl").write_text(json.dumps({"messages": case["messages"]}) + "\n")
         args = {"chat_template_args": case["arguments"]} if case["arguments"] else {}
-        samples = datasets(config_of(folder, {"pack": False, "order": "sequential"} | args))["train"]
+        samples = datasets(config_of(folder, {"packing": "none", "order": "sequential"} | args))["train"]
         each = case["answers"]
         # A sample of an answer that does not change when the next one follows is part of the next sample.
         last = [
@@ -103,42 +100,22 @@ def test_the_summary_says_that_answers_have_samples_of_their_own(folder, referen
     assert f"20 conversations ({answers} samples" in line
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 30), max_size=60))
-def test_packing_keeps_every_item_once_and_fills_the_bins(lengths):
-    order, ends = pack(np.array(lengths, np.int64), 30)
-    assert sorted(order.tolist()) == list(range(len(lengths)))
-    bins = np.split(order, ends[:-1]) if len(ends) else []
-    sums = sorted(sum(lengths[i] for i in items) for items in bins)
-    assert all(total <= 30 for total in sums)
-    # Best fit opens a bin only for an item that fits into none: two bins never fit into one.
-    assert len(sums) < 2 or sums[0] + sums[1] > 30
-
-
-@pytest.mark.smoke
-def test_packing_takes_the_fullest_bin_and_of_equals_the_one_that_was_filled_last():
-    """The order of packed chats is that of the samples, so a resumed run needs the same."""
-    order, ends = pack(np.array([3, 7, 5, 7, 2, 1]), 10)
-    # 7 | 7, 5 | 7 3 in the second bin, 7 2 1 in the first: bins of the items 1 and 3 have the room 3
-    assert [items.tolist() for items in np.split(order, ends[:-1])] == [[1, 4, 5], [3, 0], [2]]
-
-
 def test_packed_and_unpacked_steps_have_the_same_loss(folder):
     """All conversations in one step: packed in few rows, or one in a row, with the same loss per counted token."""
     losses, rows = {}, {}
-    for packed in (True, False):
-        config = config_of(folder, {"pack": packed}, length=160)
-        rows[packed] = len(datasets(config)["train"])
-        config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": rows[packed]})})
+    for packing in ("balanced", "none"):
+        config = config_of(folder, {"packing": packing}, length=160)
+        rows[packing] = len(datasets(config)["train"])
+        config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": rows[packing]})})
         samples = datasets(config)["train"]
         mesh = megajax.build_mesh(check_mesh(config, 1), jax.devices()[:1])
         program = megajax.TrainProgram.build(config, mesh)
-        every = np.arange(rows[packed])
+        every = np.arange(rows[packing])
         batch = to_global(program, next(make_loader(config, split="train", rows=every, samples=samples)))
         _, metrics = program.train_step(program.init_state(), batch)
-        losses[packed] = float(metrics["loss"])
-    assert rows[True] < rows[False] == 20
-    assert losses[True] == pytest.approx(losses[False], abs=1e-6)
+        losses[packing] = float(metrics["loss"])
+    assert rows["balanced"] < rows["none"] == 20
+    assert losses["balanced"] == pytest.approx(losses["none"], abs=1e-6)
 
 
 def test_prompts_and_completions_count_the_completion_and_the_end(folder, tmp_path):

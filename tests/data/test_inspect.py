@@ -144,7 +144,7 @@ def test_the_samples_of_a_blend_in_one_epoch_are_those_of_its_sources(tmp_path, 
 def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     source = tmp_path / "c.jsonl"
     source.write_text("".join(json.dumps({"prompt": "ab", "completion": c}) + "\n" for c in ("c", "\ufdd0")))
-    lines = shown(f"kind: chat, train: {source}, pack: false, index_cache: {tmp_path}", "--sample", "1")
+    lines = shown(f"kind: chat, train: {source}, packing: none, index_cache: {tmp_path}", "--sample", "1")
     assert lines[-3:] == [
         f"sample 1 of train, number 1 of {source}: 9 tokens, 1 document, 3 tokens of padding; in ⟦⟧: not counted in "
         "the loss",

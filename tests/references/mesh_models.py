@@ -70,7 +70,7 @@ MIXED_MODELS = {"first dense": FIRST_DENSE, "every second": EVERY_SECOND}
 
 # Batches with padding: conversations, packed or each in a sequence; no file is read.
 PADDED = {"kind": "chat", "train": "chats.jsonl", "tokenizer": "byte"}
-UNPACKED = PADDED | {"pack": False}
+UNPACKED = PADDED | {"packing": "none"}
 
 # Latent attention (DeepSeek-V2 and V3): every width differs from the others, values are narrower than keys.
 LATENT = {

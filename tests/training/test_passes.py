@@ -137,7 +137,7 @@ CHATS = [("ab" * n, "xyz"[: 1 + n % 3] * (1 + n % 2)) for n in range(7)]  # 2 to
 def chats(path, split: str) -> tuple[str, ...]:
     """Overrides for the chats as data of a split, one in a sequence."""
     path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in CHATS))
-    model = ("model.vocab_size=257", "data.tokenizer=byte", "data.kind=chat", "data.pack=false")
+    model = ("model.vocab_size=257", "data.tokenizer=byte", "data.kind=chat", "data.packing=none")
     return (*model, f"data.train={path}", f"data.{split}={path}")
 
 
@@ -193,9 +193,9 @@ def test_the_loss_of_whole_texts_is_that_of_each_token_once(tmp_path, make_confi
     assert any("154 tokens" in line and "an evaluation reads 154 tokens, 1 epoch" in line for line in lines)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_loss_of_whole_sets_of_chats_is_that_of_each_answer_once(tmp_path, make_config, packed):
-    given = (*chats(tmp_path / "chats.jsonl", "valid"), f"data.pack={str(packed).lower()}", f"run.dir={tmp_path}")
+@pytest.mark.parametrize("packing", ["balanced", "none"])
+def test_the_loss_of_whole_sets_of_chats_is_that_of_each_answer_once(tmp_path, make_config, packing):
+    given = (*chats(tmp_path / "chats.jsonl", "valid"), f"data.packing={packing}", f"run.dir={tmp_path}")
     trainer, found = losses_of(make_config, *given, "batch.global_size=4")
     samples = []
     for prompt, completion in CHATS:

@@ -62,7 +62,7 @@ def shrink(
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
     settings, lines = config.model_dump(), []
-    of_data = ("kind", "train", "tokenizer", "pack") if is_chat else ("kind", "reset_attention", "reset_positions")
+    of_data = ("kind", "train", "tokenizer", "packing") if is_chat else ("kind", "reset_attention", "reset_positions")
     settings["data"] = {key: settings["data"][key] for key in of_data}
     before = config.model_dump()
     for section, changes in small.items():
