@@ -258,7 +258,7 @@ class DocumentSamples(Samples):
         self.num_documents, self.num_tokens = documents[1] - documents[0], int(starts[-1] - starts[0])
         self.check_tokens()
         stream = ORDERS[order](starts, sequence_length, seed)
-        self._order = stream if packing == SEQUENTIAL else PackedOrder(stream, packing)
+        self._order = stream if packing.method == "sequential" else PackedOrder(stream, packing)
 
     @property
     def tokens_per_sample(self) -> int:

@@ -254,8 +254,8 @@ class DataConfig(Section):
         ),
     ] = Field(
         default=None,
-        description="Documents or conversations that share a sequence. sequential: the next ones; first_fit: the longest"
-        " first, so that few are cut; balanced: equal attention for all sequences, devices and microbatches; none: one,"
+        description="Documents or conversations in one sequence. sequential: the next ones; first_fit: the longest"
+        " first, few are cut; balanced: equal attention for all sequences, devices and microbatches; none: one,"
         " for chats. null: first_fit for chats, else sequential.",
     )
     too_long: Annotated[Literal["truncate", "drop"], ReadIf("kind", "chat")] = Field(

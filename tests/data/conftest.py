@@ -8,6 +8,8 @@ import pytest
 
 from megajax.data.indexed import IndexedWriter
 from megajax.schema.config import BatchConfig, Config
+from megajax.schema.data import DataConfig
+from megajax.schema.model import ModelConfig
 
 
 class StandIn(Config):
@@ -18,25 +20,12 @@ class StandIn(Config):
 @pytest.fixture
 def make_config():
     def make(*, global_size=4, sequence_length=8, seed=7, vocab_size=1000, schedule=None, **data):
-        defaults = dict(
-            kind="indexed", train=None, valid=None, test=None, split=None, tokenizer=None, synthetic_documents=None
-        )
-        unpacked = dict(
-            valid_sets=(),
-            stages=None,
-            drop_last_validation_sample=True,
-            begin_of_document=False,
-            fim_rate=0.0,
-            reset_attention=False,
-            reset_positions=False,
-            mask_end_of_document_loss=False,
-        )
         batch = BatchConfig.model_construct(global_size=global_size, sequence_length=sequence_length, schedule=schedule)
         return StandIn.model_construct(
             run=SimpleNamespace(seed=seed, steps=10, eval_steps=2, extensions=()),
-            model=SimpleNamespace(vocab_size=vocab_size),
+            model=ModelConfig(num_layers=1, hidden_size=8, num_heads=1, vocab_size=vocab_size),
             batch=batch,
-            data=SimpleNamespace(**(defaults | dict(order="shuffled", workers=0, prefetch=2) | unpacked | data)),
+            data=DataConfig.model_construct(**data),
         )
 
     return make

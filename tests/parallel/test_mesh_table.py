@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import jax
@@ -17,6 +18,8 @@ import pytest
 from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
+from megajax.data.indexed import IndexedWriter
+from megajax.data.loader import make_loader
 from megajax.mesh import AXES, build_mesh
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.training.batches import to_global
@@ -103,9 +106,22 @@ def test_padded_weights_and_dropout_train_on_a_mesh_as_on_one_device(table, diff
     assert_agrees(difference(options_config(table, "padded_gpt2", TRIPLE, 2, remat={"policy": "full"})))
 
 
-def test_packed_documents_train_on_a_mesh_as_on_one_device(table, difference):
-    packed = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
-    assert_agrees(difference(options_config(table, "gemma", TRIPLE, 4, remat={"policy": "save_matmuls"}, data=packed)))
+def test_documents_packed_by_work_train_on_a_mesh_as_on_one_device(table, difference, tmp_path, monkeypatch):
+    """Rows of documents of 1 to 9 tokens, through the loader, over stages and devices of `data`, in microbatches."""
+    draw = np.random.default_rng(0)
+    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+        for size in draw.integers(1, 10, 400):
+            writer.add_document(draw.integers(0, 64, size))
+    separate = {"reset_attention": True, "reset_positions": True, "mask_end_of_document_loss": True}
+    data = {"kind": "indexed", "train": str(tmp_path / "tokens"), "packing": "balanced"} | separate
+    mesh, remat = {"data": 2, "tensor": 2, "pipeline": 2}, {"policy": "save_matmuls"}
+    config = options_config(table, "gemma", mesh, 4, remat=remat, data=data)
+    size = config.batch.global_size
+    loaded = list(islice(make_loader(config, split="train", rows=np.arange(size)), config.run.steps))
+    parts = [batch["segment_ids"].max(axis=1).reshape(8, -1).sum(axis=1) for batch in loaded]
+    assert all(part.max() > part.min() for part in parts)  # other numbers of documents
+    monkeypatch.setattr(table, "make_batches", lambda _: iter(loaded))
+    assert_agrees(difference(config))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,329 @@
+"""Packing by work: plain loops, properties, the imbalance of two distributions of lengths, and resuming."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.data.indexed import IndexedDataset
+from megajax.data.loader import make_loader, open_split, samples_of_step
+from megajax.data.packing import RowPacking, fill_rows, imbalance, pack, spread
+from megajax.data.samples import BlendedSamples, DocumentSamples
+from megajax.layout.attention_pairs import AttentionPairs
+from megajax.schema.batch_schedule import BatchSizes
+from megajax.schema.model import ModelConfig
+
+METHODS = ("first_fit", "balanced")
+
+
+def plain_pairs(length: int, window: int | None, causal: bool) -> int:
+    """The pairs of a query and a key of one document in one layer, one by one."""
+    near = window or length
+    return sum((0 <= q - k < near) if causal else abs(q - k) < near for q in range(length) for k in range(length))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+def test_pairs_are_those_that_the_mask_lets_through(window, causal):
+    found = AttentionPairs(((window, 2),), causal).of(range(8)).tolist()
+    assert found == [2 * plain_pairs(length, window, causal) for length in range(8)]
+
+
+def test_a_model_counts_its_windows_and_leaves_out_recurrences():
+    small = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 8}
+    local = ModelConfig(**small, sliding_window=3, layer_pattern=("local", "local", "local", "global"))
+    assert AttentionPairs.of_model(local).of([8]).tolist() == [3 * (3 + 3 * 5 + 3) + 36]
+    heads = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
+    mixed = ModelConfig(**small, block_pattern=("gated_deltanet", "dense"), linear_attention=heads)
+    assert AttentionPairs.of_model(mixed).of([8]).tolist() == [2 * 36]
+
+
+# The same in plain loops: no heaps, no tree, all rows looked at for each item.
+
+
+def plain_row(method, length, tokens, work, capacity):
+    """The row for the next item; None if there is no room."""
+    fitting = [row for row in range(len(tokens)) if capacity - tokens[row] >= length]
+    if method == "first_fit" or not fitting:
+        return min(fitting, default=None)
+    pairs = [[row for row in (first, first + 1) if row < len(tokens)] for first in range(0, len(tokens), 2)]
+    of_pair = {row: (sum(work[r] for r in pair) * (3 - len(pair)), n) for n, pair in enumerate(pairs) for row in pair}
+    return min(fitting, key=lambda row: (of_pair[row], work[row], tokens[row], row))
+
+
+def plain_fill(lengths, rows, capacity, method):
+    pieces = [
+        (item, start, min(capacity, length - start))
+        for item, length in enumerate(lengths)
+        for start in range(0, length, capacity)
+    ]
+    tokens, work, filled = [0] * rows, [0] * rows, [[] for _ in range(rows)]
+    while pieces:
+        item, start, length = piece = min(pieces, key=lambda each: (-each[2], each[0], each[1]))
+        pieces.remove(piece)
+        row = plain_row(method, length, tokens, work, capacity)
+        if row is None:
+            row = min(range(rows), key=lambda each: (tokens[each], each // 2 if method == "balanced" else each))
+            room = capacity - tokens[row]
+            pieces.append((item, start + room, length - room))
+            length = room
+        filled[row].append((item, start, length))
+        tokens[row] += length
+        work[row] += length * (length + 1) // 2
+    return [sorted(row) for row in filled]
+
+
+@st.composite
+def streams(draw) -> tuple[list[int], int, int]:
+    """(lengths with sum rows · capacity, rows, capacity)."""
+    rows, capacity = draw(st.integers(1, 9)), draw(st.integers(1, 24))
+    borders = draw(st.lists(st.integers(1, max(1, rows * capacity - 1)), max_size=30))
+    edges = sorted({0, *(b for b in borders if b < rows * capacity), rows * capacity})
+    return [b - a for a, b in zip(edges, edges[1:], strict=False)], rows, capacity
+
+
+@settings(max_examples=150, deadline=None)
+@given(streams(), st.sampled_from(METHODS))
+def test_rows_of_a_stream_are_those_of_plain_loops_and_hold_each_token_once(stream, method):
+    lengths, rows, capacity = stream
+    found = fill_rows(np.array(lengths), rows, capacity, RowPacking(method))
+    assert [[tuple(piece) for piece in row] for row in found] == plain_fill(lengths, rows, capacity, method)
+    assert [sum(piece.length for piece in row) for row in found] == [capacity] * rows
+    held = sorted((p.item, t) for row in found for p in row for t in range(p.start, p.start + p.length))
+    assert held == [(item, t) for item, length in enumerate(lengths) for t in range(length)]
+    assert all(len({piece.item for piece in row}) == len(row) for row in found)
+
+
+def plain_pack(lengths, capacity, method):
+    rows: list[list[int]] = []
+    if method == "sequential":
+        for item, length in enumerate(lengths):
+            if not rows or sum(lengths[i] for i in rows[-1]) + length > capacity:
+                rows.append([])
+            rows[-1].append(item)
+        return rows
+    count = len(plain_pack(lengths, capacity, "first_fit")) if method == "balanced" else len(lengths)
+    rows, tokens, work = [[] for _ in range(count)], [0] * count, [0] * count
+    for item in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        row = plain_row(method, lengths[item], tokens, work, capacity)
+        assert row is not None, "the examples of plain_pack need no more rows"
+        rows[row].append(item)
+        tokens[row] += lengths[item]
+        work[row] += lengths[item] * (lengths[item] + 1) // 2
+    return [row for row in rows if row]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=60), st.sampled_from(("none", "sequential", *METHODS)))
+def test_whole_conversations_are_in_one_row_each_and_rows_do_not_overflow(lengths, method):
+    order, ends = pack(np.array(lengths, np.int64), 30, RowPacking(method))
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    rows = [items.tolist() for items in np.split(order, ends[:-1])] if len(ends) else []
+    sums = sorted(sum(lengths[i] for i in items) for items in rows)
+    assert all(0 < total <= 30 for total in sums)
+    if method == "none":
+        assert rows == [[item] for item in range(len(lengths))]
+    if method in ("sequential", "first_fit"):
+        assert rows == plain_pack(lengths, 30, method)
+    if method == "first_fit":  # a row is begun only for an item that fits into none: two rows never fit into one
+        assert len(sums) < 2 or sums[0] + sums[1] > 30
+
+
+@pytest.mark.smoke
+def test_conversations_as_worked_out_by_hand():
+    """Capacity 10. The order of packed chats is that of the samples, so a resumed run needs the same."""
+    lengths = np.array([3, 7, 5, 7, 2, 1, 2])
+    rows = {}
+    for method in ("sequential", *METHODS):
+        order, ends = pack(lengths, 10, RowPacking(method))
+        rows[method] = [items.tolist() for items in np.split(order, ends[:-1])]
+    # first_fit: 7 | 7 | 5, then 3 beside the first 7, 2 and 1 beside the second, 2 beside the 5.
+    # balanced, rows in pairs (0, 1) and (2): 7 in row 0 (28 pairs); 7 in row 2, whose work counts twice (56); 5 in
+    # row 1 (pair: 28 + 15 = 43); then 3 in row 1 (less than row 0; 49), 2 in row 1 (52), 2 in row 0 (55), 1 in row 0.
+    assert rows == {
+        "sequential": [[0, 1], [2], [3, 4, 5], [6]],
+        "first_fit": [[1, 0], [3, 4, 5], [2, 6]],
+        "balanced": [[1, 6, 5], [2, 0, 4], [3]],
+    }
+
+
+def test_an_item_without_room_begins_a_row_of_balanced_packing():
+    """First fit has two rows of 10: 6 4 | 5 3 2. By work 6 3 (27 pairs) and 5 4 (25) are together: no room for 2."""
+    lengths = np.array([6, 5, 4, 3, 2])
+    assert len(pack(lengths, 10, RowPacking("first_fit"))[1]) == 2
+    order, ends = pack(lengths, 10, RowPacking("balanced"))
+    assert [items.tolist() for items in np.split(order, ends[:-1])] == [[0, 3], [1, 2], [4]]
+    with pytest.raises(ValueError, match="length 11 does not fit into 10"):
+        pack(np.array([11]), 10, RowPacking("balanced"))
+
+
+# The rows of a batch
+
+
+def plain_spread(work):
+    """Parts joined to larger ones, the largest prime factor of their number first."""
+    parts = [[row] for row in range(len(work))]
+
+    def of(part):
+        return sum(work[row] for row in part)
+
+    while len(parts) > 1:
+        factor = max(p for p in range(2, len(parts) + 1) if len(parts) % p == 0 and all(p % q for q in range(2, p)))
+        joined: list[list] = [[] for _ in range(len(parts) // factor)]
+        for part in sorted(parts, key=lambda part: (-of(part), part)):
+            free = [each for each in joined if len(each) < factor]
+            min(free, key=lambda each: sum(map(of, each))).append(part)
+        parts = [sum(part, []) for part in joined]
+    return parts[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=36))
+def test_the_order_of_a_batch_is_that_of_plain_loops(work):
+    found = spread(work).tolist()
+    assert sorted(found) == list(range(len(work)))
+    assert found == plain_spread(work)
+
+
+@pytest.mark.smoke
+def test_the_order_of_eight_rows_as_worked_out_by_hand():
+    """8 1, 7 2, 6 3, 5 4 are pairs of 9, whatever their order; so any part of 2, 4 or 8 rows has equal work."""
+    found = np.array([1, 2, 3, 4, 5, 6, 7, 8])[spread([1, 2, 3, 4, 5, 6, 7, 8])]
+    assert found.reshape(4, 2).sum(axis=1).tolist() == [9] * 4
+    assert imbalance([6, 2, 1, 3], 2) == 8 / 6 and imbalance([0, 0], 2) == 1
+
+
+# Two distributions of lengths, as mixtures of log-normal ones
+
+
+def chat_lengths(count: int) -> np.ndarray:
+    """Conversations up to 8,192 tokens: median 403, the longest 1 % about 5,200 and more."""
+    rng = np.random.default_rng(1)
+    return np.minimum(8192, np.exp(rng.normal(6.0, 1.1, count))).astype(np.int64) + 1
+
+
+def code_and_books(tokens: int) -> np.ndarray:
+    """Documents to 131,072 tokens with this sum: 9 of 10 are code (median 1,097), 1 of 10 books (median 29,700)."""
+    rng = np.random.default_rng(2)
+    is_book = rng.random(20_000) < 0.1
+    lengths = np.where(is_book, np.exp(rng.normal(10.3, 0.9, 20_000)), np.exp(rng.normal(7.0, 1.2, 20_000)))
+    lengths = np.minimum(131_072, lengths).astype(np.int64) + 1
+    count = int(np.searchsorted(np.cumsum(lengths), tokens))
+    return np.append(lengths[:count], tokens - lengths[:count].sum())
+
+
+def slowdown(rows: np.ndarray, size: int, parts: int, ordered: bool) -> float:
+    """The sum of the most loaded parts of all batches of `size` rows over that of the mean parts; 1: nobody waits."""
+    batches = np.random.default_rng(3).permutation(rows)[: len(rows) // size * size].reshape(-1, size)
+    sums = np.stack([(batch[spread(batch)] if ordered else batch).reshape(parts, -1).sum(axis=1) for batch in batches])
+    return round(float(sums.max(axis=1).sum() / sums.mean(axis=1).sum()), 2)
+
+
+def test_the_imbalance_of_chats():
+    """Rows of 8,192 tokens in batches of 64, divided into parts of 4 and of 2 rows, and single rows.
+
+    A conversation of 8,192 tokens has 33.6 million pairs, 4.1 times the mean of a row, so single rows cannot be equal.
+    """
+    lengths, pairs, found, rows = chat_lengths(20_000), AttentionPairs(), {}, {}
+    for method in ("sequential", *METHODS):
+        order, ends = pack(lengths, 8193, RowPacking(method))
+        work, rows[method] = np.add.reduceat(pairs.of(lengths[order]), [0, *ends[:-1]]), len(ends)
+        found[method] = [slowdown(work, 64, parts, method == "balanced") for parts in (16, 32, 64)]
+        assert work.sum() == pairs.of(lengths).sum()
+        assert rows[method] > 1 or round(work.max() / work.mean(), 1) == 4.1
+    assert rows == {"sequential": 1969, "first_fit": 1745, "balanced": 1745}
+    assert found == {"sequential": [1.91, 2.72, 4.35], "first_fit": [1.92, 2.74, 3.92], "balanced": [1.38, 1.98, 3.87]}
+
+
+def test_the_imbalance_of_code_and_books():
+    """Rows of 131,072 tokens in batches of 16, divided into parts of 4 and of 2 rows, and single rows.
+
+    Two documents fill a row, with 2.7 times the attention of the mean row. The sequential rows cut long documents, so
+    they have 18 % less attention to divide.
+    """
+    S, N = 131_072, 64
+    lengths, pairs, found = code_and_books(N * (S + 1)), AttentionPairs(), {}
+    edges = np.union1d(np.append(0, np.cumsum(lengths)), np.arange(N + 1) * (S + 1))
+    rows = {"sequential": np.bincount(edges[:-1] // (S + 1), pairs.of(np.diff(edges)))}
+    for method in METHODS:
+        filled = fill_rows(lengths, N, S + 1, RowPacking(method))
+        rows[method] = np.array([pairs.of([piece.length for piece in row]).sum() for row in filled])
+    found = {method: [slowdown(work, 16, n, method == "balanced") for n in (4, 8, 16)] for method, work in rows.items()}
+    kept = {method: round(work.sum() / pairs.of(lengths).sum(), 2) for method, work in rows.items()}
+    assert kept == {"sequential": 0.82, "first_fit": 1.0, "balanced": 1.0}
+    assert found == {"sequential": [1.47, 1.74, 2.31], "first_fit": [1.59, 1.86, 2.43], "balanced": [1.1, 1.39, 2.67]}
+
+
+# Samples and batches
+
+
+@pytest.fixture
+def documents(write_documents):
+    """60 documents whose tokens are the numbers of a count, of 1 to 40 tokens."""
+    ends = np.cumsum(np.random.default_rng(4).integers(1, 41, 60))
+    return write_documents([list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sequential"])
+@pytest.mark.parametrize("method", METHODS)
+def test_samples_hold_each_token_of_the_stream_once_in_windows(documents, method, order, monkeypatch):
+    monkeypatch.setattr("megajax.data.samples.LOOK_AHEAD", 8)
+    dataset = IndexedDataset(documents)
+    samples = DocumentSamples(dataset, (0, 60), 15, 5, order, RowPacking(method))
+    assert samples.tokens_per_sample == 16
+    stream = DocumentSamples(dataset, (0, 60), 15, 5, order)
+    for window in range(2 * samples.num_tokens // 128):  # windows of 8 rows, some over the end of an epoch
+        ranges = stream._order.ranges(window * 128, 128)  # type: ignore[union-attr]
+        expected = sorted(token for start, stop in ranges for token in range(start, stop))
+        rows = [samples[index] for index in range(8 * window, 8 * window + 8)]
+        assert sorted(np.concatenate(rows).tolist()) == expected
+        for index, row in enumerate(rows, 8 * window):
+            lengths = samples.document_lengths(index)
+            assert lengths.sum() == 16 and lengths.min() > 0
+            pieces = np.split(row, np.cumsum(lengths)[:-1])
+            assert all((np.diff(piece) == 1).all() for piece in pieces)
+    again = pickle.loads(pickle.dumps(samples))
+    assert all((again[index] == samples[index]).all() for index in reversed(range(20)))
+
+
+def test_the_rows_of_a_step_are_the_same_for_every_mesh_and_after_resuming(documents, make_config):
+    """Rows of all processes together, and from each step on, are those of one process from the start."""
+    config = make_config(train=documents, global_size=8, sequence_length=15, packing="balanced", reset_attention=True)
+    samples = open_split(config, "train")
+    assert isinstance(samples, DocumentSamples)
+
+    def tokens(rows, start):
+        loader = make_loader(config, split="train", rows=np.array(rows), start_step=start, samples=samples)
+        return [next(loader)["tokens"] for _ in range(6 - start)]
+
+    whole = tokens(range(8), 0)
+    for start in (1, 4):
+        assert np.array_equal(tokens(range(8), start), whole[start:])
+    for parts in (2, 4, 8):
+        divided = [tokens(range(first, first + 8 // parts), 0) for first in range(0, 8, 8 // parts)]
+        assert np.array_equal(np.concatenate(divided, axis=1), whole)
+    sizes, packing = BatchSizes.constant(8), RowPacking.of(config)
+    for step in range(6):
+        indices = samples_of_step(samples, sizes, step, packing)
+        assert sorted(indices.tolist()) == list(range(8 * step, 8 * step + 8))
+        assert (np.stack([samples[int(i)] for i in indices])[:, :-1] == whole[step]).all()
+
+
+def test_a_blend_is_balanced_over_its_sources(write_documents):
+    """The rows of one source are one document, those of the other four: each part of two rows has one of both."""
+    packing = RowPacking("balanced")
+    sources = [
+        DocumentSamples(IndexedDataset(prefix), (0, 60), 15, 5, "shuffled", packing)
+        for prefix in (write_documents([[1] * size] * 60, f"of_{size}") for size in (16, 4))
+    ]
+    blend = BlendedSamples(sources, [1, 1])
+    indices = samples_of_step(blend, BatchSizes.constant(8), 3, packing)
+    assert sorted(blend.locate(int(i))[0] for i in indices) == [0] * 4 + [1] * 4
+    for pair in indices.reshape(4, 2):
+        assert sorted(blend.locate(int(i))[0] for i in pair) == [0, 1]
+    sequential = blend.repacked(RowPacking())
+    assert isinstance(sequential, BlendedSamples) and sequential is not blend and blend.sources == sources
+    assert [source.tokens_per_sample for source in sequential.sources] == [15, 15]  # type: ignore[attr-defined]
