@@ -28,6 +28,7 @@ ROWS = 16  # of a batch
 KINDS: dict[str, dict[str, Any]] = {
     "synthetic": {"kind": "synthetic"},
     "token files, shuffled": {"train": "{folder}/tokens"},
+    "token files, balanced": {"train": "{folder}/tokens", "packing": "balanced", "reset_attention": True},
     "token files, Megatron's order": {"train": "{folder}/tokens", "order": "megatron", "train_samples": 100_000},
     "text": {"kind": "text", "train": "{text}", "tokenizer": "{tokenizer}"},
     "packed chats": {"kind": "chat", "train": "{folder}/chats.jsonl", "tokenizer": "byte"},

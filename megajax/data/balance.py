@@ -47,7 +47,7 @@ def balance_lines(config: "Config", samples: Samples) -> list[str]:
         if repacked is not samples or method == own.method:
             found[method] = [step_pairs(repacked, sizes, step, packing) for step in steps_shown(sizes)]
     shown = [count for count in parts if count in (*parts[:1], *parts[-7:])] if len(parts) > 8 else parts
-    batches = f"{len(steps_shown(sizes))} batches of {counted(size, 'sequence')}"
+    batches = f"{counted(len(steps_shown(sizes)), 'batch')} of {counted(size, 'sequence')}"
     lines = [
         f"attention of a device in a microbatch, max / mean, in the first {batches}",
         f"  {'sequences of a device':<21} {''.join(f'{size // count:>8,}' for count in shown)}",

@@ -34,6 +34,7 @@ def describe_data(config: "Config", datasets: Mapping[Split, Samples], sizes: Ba
     }
     separate = ", ".join(name for name, is_reset in reset.items() if is_reset)
     packed = f"; documents separate in {separate}" if separate else ""
+    packed += f", packed {data.packing}" if data.packing and data.kind != "synthetic" else ""
     filled = f"; fill-in-the-middle in {data.fim_rate:.0%} of the documents" if data.fim_rate else ""
     if data.kind == "synthetic":
         return [f"synthetic tokens{packed}"]

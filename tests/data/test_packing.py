@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megajax.data import balance
 from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import make_loader, open_split, samples_of_step
 from megajax.data.packing import RowPacking, fill_rows, imbalance, pack, spread
@@ -327,3 +328,25 @@ def test_a_blend_is_balanced_over_its_sources(write_documents):
     sequential = blend.repacked(RowPacking())
     assert isinstance(sequential, BlendedSamples) and sequential is not blend and blend.sources == sources
     assert [source.tokens_per_sample for source in sequential.sources] == [15, 15]  # type: ignore[attr-defined]
+
+
+def test_inspect_draws_the_balance_of_a_batch(write_documents, make_config, monkeypatch):
+    """Tokens 4 4 1 1 1 1 1 1 1 1 in rows of 4: two of 10 pairs and two of 4, which are joined to two parts of 14.
+
+    In sequence each row begins with the last token of the one before: 4 | 1 3 | 2 1 1 | 1 1 1 1 have 10, 7, 5 and 4.
+    """
+    monkeypatch.setattr(balance, "MOST_ROWS", 4)
+    prefix = write_documents([[7] * size for size in (4, 4, *[1] * 8)])
+    data = {"train": prefix, "order": "sequential", "packing": "balanced", "reset_attention": True}
+    config = make_config(sequence_length=3, **data)
+    samples = open_split(config, "train")
+    assert balance.balance_lines(config, samples) == [
+        "attention of a device in a microbatch, max / mean, in the first 1 batch of 4 sequences",
+        "  sequences of a device        4       2       1",
+        f"  sequential                1.00    {17 / 13:.2f}    {10 / 6.5:.2f}",
+        f"  first_fit                 1.00    {20 / 14:.2f}    {10 / 7:.2f}",
+        f"  balanced                  1.00    1.00    {10 / 7:.2f}",
+        "attention of the first batch, balanced, in units of the mean",
+        *(f"{f'row {row}':>23}     {work / 7:.2f} {'#' * 4 * work}" for row, work in enumerate((10, 4, 10, 4))),
+    ]
+    assert balance.balance_lines(make_config(sequence_length=3, train=prefix), samples) == []

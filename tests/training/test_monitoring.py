@@ -83,7 +83,7 @@ def receiver():
         ),
         *((name, f"moe/{name}") for name in ("aux_loss", "router_z_loss", "router_entropy", "idle_experts_max")),
         *((name, f"moe/{name}") for name in ("dropped_tokens_max", "dropped_tokens_mean")),
-        *((name, f"throughput/{name}") for name in ("step_seconds", "slowest_process", "attention_imbalance")),
+        *((name, f"throughput/{name}") for name in ("step_seconds", "slowest_process", "work_imbalance")),
         *((name, f"throughput/{name}") for name in ("slowest_own_seconds", "others_own_seconds")),
     ],
 )
