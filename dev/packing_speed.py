@@ -67,9 +67,9 @@ def divided(work: np.ndarray, size: int, parts: int, ordered: bool) -> str:
 def main() -> None:
     """Print the tables."""
     print(
-        "# Packing by work\n\n`python -m dev.packing_speed`: max / mean of the attention of the parts of a batch, and the"
+        "# Packing by work\n\n`python -m dev.packing_speed`: max / mean of the attention of the parts of a batch, and"
     )
-    print("packer's speed on one core.\n")
+    print("the packer's speed on one core.\n")
     for name, packed, size in (("chats", packed_chats, 64), ("code and books", packed_documents, 16)):
         shares = [size // 2**k for k in range(size.bit_length())]
         print(f"\n{name}, batches of {size} rows\n")
