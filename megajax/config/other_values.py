@@ -151,6 +151,12 @@ shuffle, random, true, yes | shuffled
 sequence, linear, in_order, false, no, none, unshuffled | sequential
 mcore, gpt, megatron_core | megatron
 """,
+        "data.packing": """
+stream, wrapped, concat, greedy, fifo | sequential
+true, yes, bfd, ffd, best_fit, first_fit_decreasing | first_fit
+wlb, work, by_work, dp_balanced | balanced
+false, no, unpacked, off | none
+""",
         "data.too_long": """
 truncation, cut, trim, right, keep_start | truncate
 discard, skip, filter, remove, ignore | drop
