@@ -13,7 +13,7 @@ from megajax import ops
 from megajax.config import Config
 from megajax.errors import ConfigError
 from megajax.layout.kinds import layer_windows
-from megajax.layout.recurrent import recurrent_heads, recurrent_widths
+from megajax.layout.recurrent import channels_with_decays, recurrent_heads, recurrent_widths
 from megajax.mesh import within_processes
 from megajax.ops import fp8, jla
 from megajax.ops.fp8 import Implementation as Fp8Implementation
@@ -93,7 +93,11 @@ class Kernels:
         recurrent: tuple[ops.LinearAttentionImplementation, str] = "reference", "no linear recurrences"
         if recurrent_heads(model):
             recurrent = choose_linear_attention(
-                config.kernels.linear_attention, hardware, config.precision.compute, recurrent_widths(model)
+                config.kernels.linear_attention,
+                hardware,
+                config.precision.compute,
+                recurrent_widths(model),
+                channels_with_decays(model) // sizes["tensor"],
             )
         quantised = settings.chosen.has_kernels
         of_fp8 = fp8.choose(settings.backend, hardware.platform, hardware.capability) if quantised else "reference"
@@ -294,16 +298,16 @@ def _grouped_obstacle(
 
 
 def choose_linear_attention(
-    requested: str, hardware: Hardware, dtype: Any, widths: Mapping[str, int]
+    requested: str, hardware: Hardware, dtype: Any, widths: Mapping[str, int], channels: int = 0
 ) -> tuple[ops.LinearAttentionImplementation, str]:
     """The implementation for `kernels.linear_attention` (auto, jla, reference), and the reason, for the log.
 
-    `widths` are those of a head's keys and values, by the model's keys. Raises ConfigError if the kernels that are
-    requested cannot run.
+    `widths` are those of a head's keys and values, by the model's keys; `channels` are those of a device's heads that
+    have decays of their own. Raises ConfigError if the kernels that are requested cannot run.
     """
     if requested == "reference":
         return "reference", "kernels.linear_attention=reference"
-    obstacle = _jla_obstacle(hardware, jnp.dtype(dtype), widths)
+    obstacle = _jla_obstacle(hardware, jnp.dtype(dtype), widths, channels)
     if obstacle is None:
         return "jla", "the Hopper kernels fit this model" if requested == "auto" else "kernels.linear_attention=jla"
     if requested == "auto":
@@ -312,7 +316,7 @@ def choose_linear_attention(
     raise ConfigError(f"kernels.linear_attention=jla cannot run, {obstacle[0]}: {cure}.")
 
 
-def _jla_obstacle(hardware: Hardware, dtype: Any, widths: Mapping[str, int]) -> Obstacle | None:
+def _jla_obstacle(hardware: Hardware, dtype: Any, widths: Mapping[str, int], channels: int) -> Obstacle | None:
     """Why the kernels of jax-linear-attention cannot run; None if they can."""
     if hardware.capability != "9.0" or not hardware.is_gpu:
         here = f"compute capability {hardware.capability}" if hardware.is_gpu else hardware.platform
@@ -321,6 +325,10 @@ def _jla_obstacle(hardware: Hardware, dtype: Any, widths: Mapping[str, int]) -> 
         return f"the kernels do not support {dtype}", "set precision.compute=bfloat16"
     if others := [f"{key}={width}" for key, width in widths.items() if width not in jla.WIDTHS]:
         return f"the kernels are for widths 64 and 128 and the model has {' and '.join(others)}", "change it"
+    if channels % jla.CHANNELS:
+        needed = f"KDA's kernels need a multiple of {jla.CHANNELS} channels on a device"
+        instead = "change model.kda.num_heads, model.kda.head_dim or mesh.tensor"
+        return f"{needed} and model.kda has {channels} there", instead
     if not hardware.has_jla:
         return "jax-linear-attention is not installed", "pip install 'megajax[linear-attention]'"
     return None

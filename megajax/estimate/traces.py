@@ -63,6 +63,7 @@ class SublayerWork:
     mixing: float = 0  # multiplications per token of other products of tokens with tokens
     state: float = 0  # numbers in the states of a sequence
     mixed: float = 0  # numbers per token that a recurrence and its convolution read and write
+    decays: float = 0  # the same of its decays: one for each head, or for each channel of its keys
     attended: float = 0  # numbers per token in attention's output
 
     @cached_property
@@ -207,6 +208,7 @@ class BlockTrace:
                 work[part].mixing += times * state * equation.params["products"]
                 shapes: list[Any] = [v.aval for v in (*equation.invars[:3], equation.outvars[0])]  # with the outputs
                 work[part].mixed += times * sum(shape.size for shape in shapes) / self.length
+                work[part].decays += times * self._numbers(equation.invars[3])
             if equation.primitive is jax.lax.dot_general_p and origin is TOKENS:
                 self._add_product(equation, [each is TOKENS for each in operands], used, times, work[part])
         return part

@@ -47,3 +47,8 @@ def recurrent_widths(model: ModelConfig) -> dict[str, int]:
     """The widths of their heads' keys and values, by the full names of the model's keys."""
     heads = recurrent_heads(model)
     return {e.key(name): getattr(getattr(model, e.section), name) for e in heads for _, name in e.widths}
+
+
+def channels_with_decays(model: ModelConfig) -> int:
+    """Number of the channels that have decays of their own: those of KDA's heads."""
+    return model.kda.num_heads * model.kda.head_dim if has_sublayer(model, KDA) else 0

@@ -14,6 +14,7 @@ from megajax.ops import jla_context
 from megajax.ops.linear_recurrence import StateBefore
 
 WIDTHS = (64, 128)  # of keys and values that the kernels have
+CHANNELS = 128  # those of decays that a kernel sums at a time: a multiple on each device
 
 
 def gated_delta_rule(

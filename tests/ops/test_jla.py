@@ -14,10 +14,12 @@ from jax import lax
 from mesh_models import HYBRID
 from models_in_use import build
 
+from megajax.config import load_config
 from megajax.errors import ConfigError
-from megajax.kernel_choice import HOPPER, Hardware, choose_linear_attention
+from megajax.kernel_choice import HOPPER, Hardware, Kernels, choose_linear_attention
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.state_space import recurrent_state_space, state_space
+from megajax.schema.fields import AXES
 
 KINDS = {
     "gated_deltanet": (recurrent_gated_delta_rule, ("g", "beta")),
@@ -168,6 +170,14 @@ def test_an_explicit_choice_that_cannot_run_is_refused(installed, hardware, dtyp
     ) as error:
         choose_linear_attention("jla", hardware, dtype, widths)
     assert named in str(error.value)
+
+
+def test_kda_needs_channels_in_128s_on_each_device(installed):
+    overrides = ["model.kda.num_heads=4", "model.kda.head_dim=64", "kernels.linear_attention=jla"]
+    config = load_config("kda_2b", overrides)
+    assert Kernels.choose(config, {**dict.fromkeys(AXES, 1), "tensor": 2}, HOPPER).linear_attention == "jla"
+    with pytest.raises(ConfigError, match=r"multiple of 128 channels .* 64 there: change model\.kda\.num_heads"):
+        Kernels.choose(config, {**dict.fromkeys(AXES, 1), "tensor": 4}, HOPPER)
 
 
 def test_a_missing_package_is_named_with_its_extra():

@@ -5,6 +5,8 @@ import time_table
 
 from megajax.config import load_config
 from megajax.estimate.costs import flops_per_token
+from megajax.tools.plan import work
+from megajax.tools.plan.rates import rates_of
 
 MODELS = {
     # Projections of queries, keys, values, gates, strengths and decays, the output; four products of a head's state
@@ -30,3 +32,15 @@ def test_devices_of_tensor_share_a_recurrence_and_without_kernels_it_is_slow():
     assert shared.attention == pytest.approx(whole.attention / 2) and whole.attention > 0
     in_chunks = step("kernels.linear_attention=reference")
     assert in_chunks.attention > 5 * whole.attention and in_chunks.matmuls == whole.matmuls
+
+
+def test_time_of_a_recurrence_is_that_of_its_bytes():
+    """16,384 tokens of 24 layers with 16 heads of 128, in BF16 with states in FP32, at the H100's rate of copies."""
+    rate, passes = rates_of("h100").memory_bytes, (work.MIXED_PASSES, work.DECAY_PASSES, work.STATE_PASSES)
+    mixed, states = 2 * 4 * 2048, 4 * 16 * 128 * 128 / 64
+    for name, decays in {"gated_deltanet_2b": 16, "kda_2b": 2048}.items():
+        row = time_table.Row(
+            False, 1.0, f"configs/{name}.yaml", ("batch.global_size=4", "batch.num_microbatches=1"), 1, "h100"
+        )
+        moved = sum(n * p for n, p in zip((mixed, 4 * decays, states), passes, strict=True))
+        assert time_table.estimate(row)[1].attention == pytest.approx(24 * 16384 * moved / rate)

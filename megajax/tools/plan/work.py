@@ -31,8 +31,10 @@ KEPT_PASSES = 3.3  # of the outputs of its matmuls and the input of its last one
 ROUTED_PASSES = 8.7  # of the rows that experts receive: permutations and the sum over a token's experts
 ARRIVED_PASSES = 2  # of the buffers of arrived rows, which are written whole
 QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
-MIXED_PASSES = 13.3  # of what a recurrence and its convolution read and write, which the backward pass computes again
-STATE_PASSES = 4.7  # of a recurrence's states in FP32, one of each chunk of tokens
+MIXED_PASSES = 13.8  # of what a recurrence and its convolution read and write, which the backward pass computes again
+DECAY_PASSES = 76  # of its decays, one for each head or each channel of its keys: kernels compute with them
+STATE_PASSES = 3.83  # of a recurrence's states in FP32, one of each chunk of tokens
+OVER_CONTEXT = 1.67  # in units of its time on one device: the map of the state over the tokens comes first
 IN_CHUNKS = 11.1  # the time of a recurrence without kernels, in units of that with them; from earlier code
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
 LOGIT_BYTES = 3.5  # of elementwise work for a logit
@@ -221,8 +223,9 @@ class Device:
     def recurrence(self, work: SublayerWork) -> PassSeconds:
         """A recurrence with its convolution, of this device's heads: their bytes take the time, also with kernels."""
         states = FP32 * work.state / CHUNK
-        moved = MIXED_PASSES * self.number * work.mixed + STATE_PASSES * states
+        moved = self.number * (MIXED_PASSES * work.mixed + DECAY_PASSES * work.decays) + STATE_PASSES * states
         seconds = self.plan.tokens / self.sizes["tensor"] * moved / self.rates.memory_bytes
+        seconds *= OVER_CONTEXT if self.sizes["context"] > 1 else 1
         return PassSeconds(attention=seconds * (IN_CHUNKS if self.plan.kernels.linear_attention == "reference" else 1))
 
     def dispatch(self) -> Traffic:
