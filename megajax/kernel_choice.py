@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from megajax import ops
 from megajax.config import Config
 from megajax.errors import ConfigError
-from megajax.layout.kinds import layer_windows
+from megajax.layout.kinds import CROSS_ATTENTION, has_sublayer, layer_windows
 from megajax.layout.recurrent import channels_with_decays, recurrent_heads, recurrent_widths
 from megajax.mesh import within_processes
 from megajax.ops import fp8, jla
@@ -57,6 +57,8 @@ class Kernels:
 
     attention: ops.Implementation = "reference"
     attention_reason: str = ""
+    cross_attention: ops.Implementation = "reference"  # unused without sublayers of cross-attention
+    cross_attention_reason: str = "no cross-attention"
     grouped_matmul: ops.GroupedImplementation = "reference"  # unused without experts
     grouped_matmul_reason: str = "no experts"
     linear_attention: ops.LinearAttentionImplementation = "reference"  # unused without linear recurrences
@@ -77,6 +79,10 @@ class Kernels:
         """Raises ConfigError for a kernel that cannot run."""
         model, settings = config.model, config.precision.fp8
         attention = choose_attention(config.kernels.attention, hardware, AttentionShape.of(config, sizes))
+        crossed: tuple[ops.Implementation, str] = "reference", "no cross-attention"
+        if has_sublayer(model, CROSS_ATTENTION):
+            requested = config.kernels.attention
+            crossed = choose_attention(requested, hardware, AttentionShape.of_cross_attention(config))
         grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
         if model.num_experts:
             assert model.expert_ffn_hidden_size is not None
@@ -102,7 +108,7 @@ class Kernels:
         quantised = settings.chosen.has_kernels
         of_fp8 = fp8.choose(settings.backend, hardware.platform, hardware.capability) if quantised else "reference"
         fastest = "pallas" if hardware.platform == "gpu" else "reference"
-        return cls(*attention, *grouped, *recurrent, of_fp8, fastest, fastest)
+        return cls(*attention, *crossed, *grouped, *recurrent, of_fp8, fastest, fastest)
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class AttentionShape:
     padded: bool = False
     # Where attention runs over parts of the keys: the settings that cuDNN does not support for a part
     parts_with: tuple[str, ...] = ()
+    has_bias: bool = False  # model.position=relative
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> "AttentionShape":
@@ -135,7 +142,16 @@ class AttentionShape:
             shortest if shortest < length and not model.causal else None,
             not model.causal and any(map(config.is_padded, ("train", "valid"))),
             _unsupported_by_parts(config, sizes),
+            has_bias=model.position == "relative",
         )
+
+    @classmethod
+    def of_cross_attention(cls, config: Config) -> "AttentionShape":
+        """Of attention to an encoder's stream, all of which is on every device."""
+        model, lengths = config.model, (config.batch.sequence_length, config.model.encoder.sequence_length or 0)
+        odd = [length for length in lengths if length % 2]
+        length = odd[0] if odd else max(lengths)
+        return cls(config.precision.compute, model.head_dim, model.head_dim, length, packed=config.data.reset_attention)
 
 
 def choose_attention(requested: str, hardware: Hardware, attention: AttentionShape) -> tuple[ops.Implementation, str]:
@@ -189,6 +205,8 @@ def _pallas_obstacle(hardware: Hardware, attention: AttentionShape) -> Obstacle 
         return f"megajax's own kernel does not support {dtype}", cure
     from megajax.ops.ranged_attention import WIDTHS  # here: Mosaic takes half a second
 
+    if attention.has_bias:
+        return "megajax's own kernel has no bias of scores and model.position=relative", instead
     if (head_dim, value_dim) not in WIDTHS:
         supported = ", ".join(f"{key}/{value}" for key, value in WIDTHS)
         given = f"model.head_dim={head_dim}"
@@ -243,6 +261,8 @@ def _unsupported_by_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str
     found = []
     if min(windows, default=math.inf) < config.batch.sequence_length:
         found.append(f"model.sliding_window={config.model.sliding_window}")
+    if config.model.position == "relative":
+        found.append("model.position=relative")
     # Equal calls of its deterministic backward pass fail at run time, as `AttentionScales` says.
     return (*found, "run.deterministic") if config.run.deterministic else tuple(found)
 

@@ -269,9 +269,10 @@ class StepPlan:
         """Whether the tokens of a sequence are distributed over `context` by the work of its documents.
 
         Not where the devices share the heads instead. Not if all layers have windows: then all tokens have
-        about the same work, and the ring skips devices. Not if a sublayer takes consecutive tokens (`Comm.in_order`).
+        about the same work, and the ring skips devices. Not if a sublayer takes consecutive tokens (`Comm.in_order`),
+        or if scores have a bias, which is made for one order.
         """
-        if any(map(takes_order, block_layers(self.config.model))):
+        if any(map(takes_order, block_layers(self.config.model))) or self.config.model.position == "relative":
             return False
         whole = any(window is None for window in layer_windows(self.config.model))
         shared = self.config.context_strategy(self.sizes).key_shards(self.sizes["context"]) > 1
@@ -361,6 +362,12 @@ class StepPlan:
         config = self.config.of_teacher
         return None if config is None else TeacherPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
 
+    @cached_property
+    def encoder(self) -> "EncoderPlan | None":
+        """The plan of an encoder's layers, all of which each stage of a pipeline has."""
+        config = self.config.of_encoder
+        return None if config is None else EncoderPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
+
     # Collectives
 
     @cached_property
@@ -401,6 +408,18 @@ class TeacherPlan(StepPlan):
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
         return ()  # it has no gradient whose table would be large
+
+
+class EncoderPlan(StepPlan):
+    """The plan of an encoder's layers: tokens are consecutive over `context`, where all have the same work."""
+
+    @property
+    def keeps_order(self) -> bool:
+        return True
+
+    @property
+    def balances_context(self) -> bool:
+        return False
 
 
 def _teacher_model(config: Config) -> Transformer:

@@ -84,12 +84,18 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     """The settings that define the network; those of training alone may change between runs."""
     training_only = {name for name, field in ModelConfig.model_fields.items() if TRAINING_ONLY in field.metadata}
     description = model.model_dump(mode="json", exclude=training_only)
+    description["encoder"] = _encoder_of_network(description["encoder"])
     router = description.pop("router")
     for heads in unused_sections(model):
         del description[heads.section]
     if model.num_experts is None:  # the form of dense models' descriptions before experts existed
         return {name: value for name, value in description.items() if "expert" not in name}
     return description | {f"router.{name}": router[name] for name in ROUTER_OF_NETWORK}
+
+
+def _encoder_of_network(encoder: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an encoder that define it: not the length of its sequences, nor those of other kinds."""
+    return {name: value for name, value in encoder.items() if name != "sequence_length" and value is not None}
 
 
 def has_optimizer_state(description: Mapping[str, Any]) -> bool:
@@ -191,6 +197,8 @@ def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 def _value(description: Mapping[str, Any], section: str, name: str) -> Any:
     """A setting in a description's section; a checkpoint that is older than a key was saved with its default."""
     value = description.get(name, _DEFAULTS.get(f"{section}.{name}"))
+    if name == "encoder" and section == "model":  # checkpoints older than it have the default
+        return _encoder_of_network(value)
     if name == "rope_scaling" and value:  # older checkpoints lack the keys of newer kinds
         return RopeScaling.model_validate(value).model_dump(mode="json")
     if name == "layer_pattern" and value:  # older checkpoints have the pattern as the user wrote it

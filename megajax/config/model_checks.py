@@ -9,6 +9,7 @@ def check_model(config: Config) -> None:
     _check_latent(config)
     _check_heads(config)
     _check_rope(config)
+    _check_relative(config)
     _check_layers(config)
 
 
@@ -73,6 +74,14 @@ def _check_rope(config: Config) -> None:
         problem = f"model.rope_scaling.kind={kind} cannot be combined with {format_keys(config, least[kind])}"
         cure = "use more than 1" if kind == "yarn" else "rotate 4 or more dimensions of each head"
         fail(config, problem, cure, "model.rope_scaling.kind", least[kind])
+
+
+def _check_relative(config: Config) -> None:
+    """The buckets of distances of model.position=relative: of T5, a quarter of them one distance each."""
+    model, keys = config.model, ("model.relative_buckets", "model.relative_max_distance")
+    if model.position == "relative" and model.relative_max_distance <= model.relative_buckets // 2:
+        cure = "use a distance above half of the number of buckets"
+        fail(config, f"{format_keys(config, *keys)} are no buckets of distances", cure, *reversed(keys))
 
 
 def _check_layers(config: Config) -> None:

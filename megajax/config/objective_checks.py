@@ -45,6 +45,7 @@ def check_teacher(config: Config) -> None:
     extra = extra_of(teacher)
     unused = {
         extra.layers if extra else "": (extra is not None, "the layers after its own would not run"),
+        "position": (teacher.position == "relative", "a teacher's layers read no bias of the scores"),
         "encoder": (teacher.encoder.kind != NO_ENCODER, "a teacher reads tokens only"),
         "router.expert_bias": (teacher.router.expert_bias, "a teacher's routers have no trained bias yet"),
     }

@@ -32,7 +32,7 @@ gelu_new, gelu_tanh, gelu_pytorch_tanh, openai-gelu, gelu_fast, gelu_python, app
     approximation
 gelu_erf, erf_gelu, gelu_none | gelu_exact | which is that with erf
 squared_relu, relu_squared, sqrelu, relu_square | relu2
-quick_gelu, relu, tanh, reglu, mish, leaky_relu, elu, sigmoid | | MLPs do not have it
+quick_gelu, tanh, reglu, mish, leaky_relu, elu, sigmoid | | MLPs do not have it
 """,
         "model.norm": """
 rms, zero_centered_rmsnorm, t5norm | rmsnorm
@@ -47,7 +47,8 @@ sandwich, pre_post, peri, peri_ln, peri_norm | both
 rotary, yarn, mrope, llama | rope | with model.rope_scaling for longer contexts
 learned_absolute, absolute, learnable, trained, embedding | learned
 nope, no, null, no_position_embedding, false | none
-alibi, relative, sinusoidal, t5, sincos | | positions are rotary, learned or absent
+t5, relative_bias, relative_attention_bias, buckets | relative
+alibi, sinusoidal, sincos | | positions are rotary, learned, by a bias of buckets, or absent
 """,
         "model.rope_scaling.kind": """
 su, longrope_scaled | longrope

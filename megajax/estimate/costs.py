@@ -8,7 +8,7 @@ from megajax.config import Config, LoraConfig
 from megajax.estimate.traces import SublayerWork, traces
 from megajax.layout.attention_pairs import AttentionPairs
 from megajax.layout.kinds import extra_kind, extra_layers, layer_kinds
-from megajax.model import Transformer, parameters
+from megajax.model import Encoder, Transformer, parameters
 from megajax.model.lora import is_adapter
 from megajax.model.transformer import declared_model
 
@@ -31,21 +31,29 @@ def flops_per_token(config: Config) -> float:
     6 per active matmul parameter (with the head, without the embedding look-up) and 6·S·N·H per layer for causal
     attention; local windows count with their real length; recomputation is not counted. A frozen parameter counts 4,
     because it has no gradient, a teacher's 2. A layer after the model's counts as a layer, with its projection, and
-    a head.
+    a head. An encoder's work for a sequence is divided among the model's tokens.
     """
     each = 6 if config.lora.rank is None else 4
+    model, S, total = config.model, config.batch.sequence_length, _layers_flops(config, each)
+    if (encoder := config.of_encoder) is not None:
+        total += _layers_flops(encoder, each) * encoder.batch.sequence_length / S
+    whole = declared_model(model, config.lora, objective=config.objective)
+    of_head = 6 if whole.objective else each  # an objective's own parameters are always trained
+    total += of_head * head_parameter_count(whole) * (1 + len(extra_layers(model)))
+    total += whole.encoder.flops() / S if isinstance(whole.encoder, Encoder) else 0
+    total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
+    return total + 6 * adapter_parameter_count(whole)
+
+
+def _layers_flops(config: Config, each: int) -> float:
+    """FLOPs per token of the layers; `each` is the number of FLOPs of a matmul parameter."""
     model, S, total = config.model, config.batch.sequence_length, 0.0
     traced = traces(model, LoraConfig(), S, "bfloat16")
     ahead = len(extra_layers(model))
     for kind in (*layer_kinds(model), *([extra_kind(model)] * ahead if ahead else ())):
         for work in traced.of(kind.block).parts.values():
             total += each * work.multiplications + attention_flops(work, S, kind.window, model.causal)
-    whole = declared_model(model, config.lora, objective=config.objective)
-    of_head = 6 if whole.objective else each  # an objective's own parameters are always trained
-    total += of_head * head_parameter_count(whole) * (1 + ahead)
-    total += whole.encoder.flops() / S if whole.encoder else 0
-    total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
-    return total + 6 * adapter_parameter_count(whole)
+    return total
 
 
 def row_flops(config: Config, pairs: np.ndarray) -> np.ndarray:

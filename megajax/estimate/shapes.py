@@ -30,11 +30,12 @@ from megajax.step_plan import Collectives
 Arrays = Sequence[jax.Array]
 FP32, INT32 = jnp.dtype("float32"), jnp.dtype("int32")
 # Arrays → arrays of the shapes and dtypes `results`. For a token and each token that it attends to, the kernel
-# multiplies `per_key` numbers. A recurrence has `state` numbers, which it multiplies `products` times for each token.
+# multiplies `per_key` numbers; with all tokens of an encoder's sequence `fixed` ones. A recurrence has `state` numbers,
+# which it multiplies `products` times for each token.
 kernel = Primitive("kernel")
 kernel.multiple_results = True
 kernel.def_abstract_eval(
-    lambda *_, results, per_key=0, state=0, products=0: [ShapedArray(shape, dtype) for shape, dtype in results]
+    lambda *_, results, per_key=0, fixed=0, state=0, products=0: [ShapedArray(shape, dtype) for shape, dtype in results]
 )
 
 
@@ -81,6 +82,9 @@ class ShapeComm(MeshComm):
 
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
         return _attention(q, k, v), None
+
+    def attend_to(self, q, k, v, ranges, scale):
+        return _cross_attention(q, k, v)
 
     def attend_latent(self, q, keys, positions: TokenPositions, settings: AttentionSettings):
         return Comm.attend_latent(self, q, keys, positions, settings)
@@ -144,6 +148,22 @@ def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array):
 
 
 _attention.defvjp(_attention_forward, _not_run)
+
+
+@jax.custom_vjp
+def _cross_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _cross_attention_forward(q, k, v)[0]
+
+
+def _cross_attention_forward(q: jax.Array, k: jax.Array, v: jax.Array):
+    """It keeps what `_attention` keeps."""
+    (B, S, N, H), (T, W) = q.shape, (k.shape[1], v.shape[-1])
+    results = ((B, S, N, W), q.dtype), ((B, N, S), FP32)
+    out, lse = (checkpoint_name(a, ATTENTION) for a in kernel.bind(q, k, v, results=results, fixed=T * N * (H + W)))
+    return out, (q, k, v, out, lse)
+
+
+_cross_attention.defvjp(_cross_attention_forward, _not_run)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -17,13 +17,13 @@ from megajax.config import LoraConfig, ModelConfig
 from megajax.errors import ConfigError
 from megajax.estimate.shapes import ShapeComm, Shards, kernel
 from megajax.jax_internals import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from megajax.layout.kinds import LayerKind
+from megajax.layout.kinds import ENCODER, LayerKind
 from megajax.model.block import Block, blocks_of
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.encoder import make_encoder
 from megajax.model.lora import add_adapters, is_trained
 from megajax.model.parameters import parameters
-from megajax.model.sublayer import BlockInputs, LayerContext
+from megajax.model.sublayer import RELATIVE_BIAS, BlockInputs, LayerContext
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
 from megajax.options.remat import RematPolicy
 from megajax.schema.fields import AXES, cached
@@ -203,6 +203,9 @@ class BlockTrace:
             if equation.primitive is kernel and origin is TOKENS and (per_key := equation.params.get("per_key")):
                 work[part].per_key += times * per_key
                 work[part].attended += times * self._numbers(equation.outvars[0])
+            if equation.primitive is kernel and origin is TOKENS and (fixed := equation.params.get("fixed")):
+                work[part].mixing += times * fixed
+                work[part].attended += times * self._numbers(equation.outvars[0])
             if equation.primitive is kernel and (state := equation.params.get("state")):
                 work[part].state += times * state
                 work[part].mixing += times * state * equation.params["products"]
@@ -285,13 +288,18 @@ def _weights(block: Block, shards: Shards) -> dict[str, Weight]:
 
 def _streams(model: ModelConfig, shards: Shards, dtype: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """The shapes of the streams that sublayers read, and of the batch fields."""
+    streams = {}
+    if model.position == "relative":
+        streams[RELATIVE_BIAS] = Shape((model.num_heads // shards.tensor, model.relative_buckets), dtype)
+    if (length := model.encoder.sequence_length) is not None:
+        return streams | {ENCODER: Shape((length // shards.tensor, model.hidden_size), dtype)}, {}
     encoder = make_encoder(model)
     if encoder is None:
-        return {}, {}
+        return streams, {}
     fields = {name: Shape((1, length, *more), kind) for name, (kind, length, *more) in encoder.fields().items()}
     weights = {name: Shape(p.shape, dtype) for name, p in parameters(encoder).items()}
     stream = jax.eval_shape(lambda weights, fields: encoder.apply(weights, fields, Comm()), weights, fields)
-    return {encoder.NAME: Shape((len(stream) // shards.tensor, *stream.shape[1:]), dtype)}, fields
+    return streams | {encoder.NAME: Shape((len(stream) // shards.tensor, *stream.shape[1:]), dtype)}, fields
 
 
 def _inside(equation: JaxprEqn) -> Iterator[Jaxpr]:

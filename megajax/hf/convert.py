@@ -27,6 +27,7 @@ from megajax.hf.nemotron_h import NemotronH
 from megajax.hf.qwen3_5 import Qwen35MoeText, Qwen35Text
 from megajax.hf.qwen3_next import Qwen3Next
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded
+from megajax.hf.t5 import T5
 from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values, complete
 from megajax.layout.kinds import EXTRA, extra_layers, without_extra
@@ -73,7 +74,7 @@ FAMILIES: dict[str, Family] = {
         *(Qwen35Text(), Qwen35MoeText()),
         *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
         *(DeepseekV2(), DeepseekV3(), KimiK2(), KimiLinear(), NemotronH()),
-        *(GraniteMoeHybrid(), Bamba(), FalconH1(), Mamba2Only()),
+        *(GraniteMoeHybrid(), Bamba(), FalconH1(), Mamba2Only(), T5()),
     )
 }
 

@@ -93,6 +93,11 @@ BAMBA: Json = LLAMA | _sizes(32, 4096, 32, 14336, 128_000, 8192) | MAMBA2
 BAMBA |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 
 DEFAULTS: dict[str, Json] = {
+    "t5": {
+        **{"vocab_size": 32_128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None},
+        **{"num_heads": 8, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
+        **{"layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "tie_word_embeddings": True},
+    },
     "gpt2": {
         **{"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},
         **{"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},

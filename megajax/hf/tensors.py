@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.config import ModelConfig
 from megajax.layout.kinds import stacked_layers
+from megajax.sharding import ENCODER
 
 Slices = tuple[slice, ...]
 
@@ -185,7 +186,10 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
     """The tensors of a parameter, by the indices (row, expert) of the dimensions that are spread over tensors."""
     if "{layer}" not in tensor.theirs:
         return {(): tensor.theirs}
-    layers = stacked_layers(model)[tensor.ours.split(".")[1]]
+    ours, own = tensor.ours, model
+    if ours.startswith(ENCODER) and model.of_encoder is not None:
+        ours, own = ours.removeprefix(ENCODER), model.of_encoder
+    layers = stacked_layers(own)[ours.split(".")[1]]
     if "{expert}" not in tensor.theirs:
         return {(row,): tensor.theirs.format(layer=layer - tensor.first_layer) for row, layer in enumerate(layers)}
     return {

@@ -5,10 +5,13 @@ from typing import Any, NamedTuple
 from megajax.layout.extra_layers import ExtraLayers
 from megajax.layout.prediction_modules import MODULES
 from megajax.schema.fields import cached, shortest_pattern
-from megajax.schema.model import ModelConfig
+from megajax.schema.model import LAYERS, ModelConfig
 
 DENSE, MOE = "dense", "moe"
 ATTENTION, MLP, GATED_DELTANET, KDA, MAMBA2 = "attention", "mlp", "gated_deltanet", "kda", "mamba2"
+CROSS_ATTENTION = "cross_attention"
+DECODER = "decoder"  # the layers of a model with an encoder of layers
+ENCODER = "encoder"  # its stream
 LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 EXTRA = (MODULES,)  # the registered layers after the model's; a model has those of one kind at most
 
@@ -19,6 +22,7 @@ class Declared(NamedTuple):
     lacks: frozenset[str] = frozenset()  # of `layout.sublayers.ABILITIES`
     in_order: bool = False  # `Sublayer.IN_ORDER`
     has_experts: bool = False  # `Sublayer.HAS_EXPERTS`
+    streams: tuple[str, ...] = ()  # `Sublayer.STREAMS`
 
 
 RECURRENT = Declared(frozenset({"bidirectional", "layer_pattern"}), in_order=True)
@@ -26,6 +30,7 @@ DECLARED = {
     ATTENTION: Declared(),
     MLP: Declared(),
     MOE: Declared(has_experts=True),
+    CROSS_ATTENTION: Declared(frozenset({"drafts", "lora", "qk_clip"}), streams=(ENCODER,)),
     GATED_DELTANET: RECURRENT,
     KDA: RECURRENT,
     MAMBA2: RECURRENT,
@@ -34,6 +39,7 @@ DECLARED = {
 BUILT_IN = {
     DENSE: (ATTENTION, MLP),
     MOE: (ATTENTION, MOE),
+    DECODER: (ATTENTION, CROSS_ATTENTION, MLP),
     GATED_DELTANET: (GATED_DELTANET, MLP),
     f"{GATED_DELTANET}_moe": (GATED_DELTANET, MOE),
     KDA: (KDA, MLP),
@@ -169,5 +175,7 @@ def _blocks(model: ModelConfig) -> list[str]:
     """The kind of block of each layer."""
     if model.block_pattern:
         return [model.block_pattern[i % len(model.block_pattern)] for i in range(model.num_layers)]
+    if model.encoder.kind == LAYERS:
+        return [DECODER] * model.num_layers
     experts, first, interval = model.num_experts is not None, model.first_dense_layers, model.moe_layer_interval
     return [MOE if experts and i >= first and (i + 1) % interval == 0 else DENSE for i in range(model.num_layers)]

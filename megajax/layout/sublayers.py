@@ -50,10 +50,11 @@ def takes_order(kind: str) -> bool:
     return any(part.IN_ORDER for part in parts_of(kind).values())
 
 
-def read_streams(kind: str) -> dict[str, type[Any]]:
-    """The streams that a kind reads besides the residual stream, each with the sublayer that reads it."""
-    parts = () if kind in BUILT_IN else parts_of(kind).values()
-    return {stream: part for part in parts for stream in part.STREAMS}
+def read_streams(kind: str) -> dict[str, str]:
+    """The streams of encoders that a kind reads, each with the sublayer that reads it."""
+    if kind in BUILT_IN:
+        return {stream: name for name in BUILT_IN[kind] for stream in DECLARED[name].streams}
+    return {stream: part.__name__ for part in parts_of(kind).values() for stream in part.STREAMS}
 
 
 class Lack(NamedTuple):

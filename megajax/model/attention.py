@@ -11,6 +11,7 @@ from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.sublayer import (
     MAX_SCORE,
+    RELATIVE_BIAS,
     LayerContext,
     Metrics,
     State,
@@ -77,6 +78,8 @@ class Attention(Sublayer):
                 sinks=w.get("sinks"),
                 wants_largest=c.qk_clip is not None and ctx.inputs.has_metrics,
                 causal=c.causal,
+                bias_table=ctx.inputs.streams.get(RELATIVE_BIAS),
+                bias_distance=c.relative_max_distance,
             )
             return comm.attend(q, k, v, ctx.inputs.token_positions, settings)
 
@@ -123,6 +126,9 @@ class Attention(Sublayer):
         own = comm.local_heads(weight.reshape(-1, c.head_dim)).reshape(-1)
         flat = x.reshape(*x.shape[:2], -1)
         return ops.rms_norm(flat, own, c.norm_epsilon, c.norm_zero_centred, comm.mean_over_heads).reshape(x.shape)
+
+    def streams(self) -> tuple[str, ...]:
+        return (RELATIVE_BIAS,) if self.config.position == "relative" else ()
 
     def has_metrics(self) -> bool:
         return self.config.qk_clip is not None

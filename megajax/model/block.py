@@ -15,6 +15,7 @@ from megajax.errors import ConfigError
 from megajax.layout.kinds import BUILT_IN, KINDS, PARALLEL, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
+from megajax.model.cross_attention import CrossAttention
 from megajax.model.gated_deltanet import GatedDeltaNet
 from megajax.model.kda import KimiDeltaAttention
 from megajax.model.latent_attention import LatentAttention
@@ -66,7 +67,7 @@ def _check_part(part: type[Sublayer]) -> None:
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
 
 
-OWN = (Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2, MLP, MoE)
+OWN = (Attention, CrossAttention, GatedDeltaNet, KimiDeltaAttention, Mamba2, MLP, MoE)
 SUBLAYERS: dict[str, type[Sublayer]] = {part.NAME: part for part in OWN}
 for _kind, _names in BUILT_IN.items():
     register(_kind, *(SUBLAYERS[name] for name in _names))
@@ -170,7 +171,7 @@ class Block(nnx.Module):
     @property
     def streams(self) -> tuple[str, ...]:
         """The streams that the block reads besides the residual stream."""
-        return tuple(dict.fromkeys(name for part in self.parts.values() for name in part.STREAMS))
+        return tuple(dict.fromkeys(name for part in self.parts.values() for name in part.streams()))
 
     @property
     def losses(self) -> tuple[str, ...]:

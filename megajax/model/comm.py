@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.ops import AttentionSettings, PackedDocuments
+from megajax.ops.partial_attention import Ranges, Scores
 
 
 @jax.tree_util.register_dataclass
@@ -107,6 +108,10 @@ class Comm:
     def keep(self, state: Any) -> None:
         """Keep arrays `[B, ...]` for the tokens that follow; as often as `earlier` is called, once or never."""
 
+    def of_prompt(self, compute: Callable[[], tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+        """What `compute` gives for the prompts: keys and values of an encoder's stream, kept for the new tokens."""
+        return compute()
+
     # Linear layers
 
     def column_linear(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -154,6 +159,14 @@ class Comm:
         """
         documents = {"documents": positions.documents, "is_real": positions.is_real}
         return ops.attention(q, k, v, settings, implementation="reference", **documents)
+
+    @jax.named_scope("core_attention")
+    def attend_to(self, q, k, v, ranges: Ranges | None, scale: float | None) -> jax.Array:
+        """Attention of queries `[B, S, N, H]` to another sequence's keys and values, this device's part of them.
+
+        `ranges` [B, S] are of keys in the whole of that sequence, as in `ops.cross_attention`; None: all.
+        """
+        return ops.cross_attention(q, k, v, ranges, Scores(scale or q.shape[-1] ** -0.5, None, "reference"))
 
     def attend_latent(
         self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings

@@ -13,11 +13,13 @@ from flax import nnx
 
 from megajax.config import ModelConfig
 from megajax.errors import ConfigError
+from megajax.layout.kinds import ENCODER as STREAM
 from megajax.model.comm import Comm
 from megajax.model.parameters import parameters
 from megajax.model.sublayer import Weights
 from megajax.options.registered import ENCODERS, NO_ENCODER
 from megajax.schema.fields import Section
+from megajax.schema.model import LAYERS
 
 
 class Encoder(nnx.Module):
@@ -53,7 +55,9 @@ def register_encoder(encoder: type[Encoder]) -> type[Encoder]:
     """A decorator that registers an encoder for `model.encoder.kind`; in a module of `run.extensions`."""
     name, known = encoder.NAME, ENCODERS.get(encoder.NAME, encoder)
     ids = [f"{each.__module__}.{each.__qualname__}" for each in (known, encoder)]
-    if ids[0] != ids[1] or name == NO_ENCODER:
+    if name in (NO_ENCODER, LAYERS, STREAM):
+        raise ConfigError(f"{ids[1]} has the NAME {name}, which megajax uses: give it another one.")
+    if ids[0] != ids[1]:
         raise ConfigError(f"the encoder {name} is {ids[0]} already: register {ids[1]} under another NAME.")
     ENCODERS[name] = encoder
     return encoder

@@ -23,6 +23,7 @@ from megajax.model.parameters import declare
 Weights = Mapping[str, Any]  # by name within the part: arrays, or Fp8Weights for the communication points
 State = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
+RELATIVE_BIAS = "relative_bias"  # the stream that is the table `[N, buckets]` of model.position=relative
 MAX_SCORE = "max_attention_score"  # the metric of attention that QK-clip reads: [N] of a layer, see `clip_factor`
 
 
@@ -118,6 +119,10 @@ class Sublayer(nnx.Module):
         """The weight that its forward pass uses last; the first is that of `linear_layers`."""
         return self.linear_layers()[-1]
 
+    def streams(self) -> tuple[str, ...]:
+        """The streams of STREAMS, and others, that it reads in this model."""
+        return self.STREAMS
+
     def has_metrics(self) -> bool:
         """Whether it has metrics in this model."""
         return bool(self.METRICS)
@@ -203,6 +208,18 @@ def rotate(
     frequencies = ops.rope_frequencies(config.rotary_dim, theta, config.rope_fraction, scaling, length)
     factor = ops.rope_attention_factor(scaling)
     return tuple(ops.apply_rope(a, positions, frequencies, factor) for a in arrays)
+
+
+def declare_relative_bias(config: ModelConfig) -> nnx.Param | None:
+    """The table `[N, buckets]` of model.position=relative, which all layers of a stack share; None without it."""
+    if config.position != "relative":
+        return None
+    return declare((config.num_heads, config.relative_buckets), ("heads", "whole"), "embedding")
+
+
+def scale_head(config: ModelConfig, h: jax.Array) -> jax.Array:
+    """The input of the head, as it is or divided by sqrt(D)."""
+    return h * config.hidden_size**-0.5 if config.scale_head else h
 
 
 def scale_embeddings(config: ModelConfig, x: jax.Array) -> jax.Array:

@@ -7,16 +7,19 @@ the same code runs on a whole model and on one device's share of heads and MLP w
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megajax import ops
 from megajax.config import LoraConfig, ModelConfig
 from megajax.layout.kinds import kind_of_layer, stacked_layers
 from megajax.model.block import blocks_of
 from megajax.model.comm import Comm, TokenPositions
-from megajax.model.encoder import make_encoder
+from megajax.model.encoder import Encoder, make_encoder
+from megajax.model.encoder_layers import TOKENS, EncoderLayers, bias_stream, with_document_fields
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
 from megajax.model.sublayer import (
@@ -26,15 +29,17 @@ from megajax.model.sublayer import (
     State,
     Weights,
     declare_norm,
+    declare_relative_bias,
     normalise,
     scale_embeddings,
+    scale_head,
 )
 from megajax.model.width import std_factor
 from megajax.options.registered import OBJECTIVES, replaces_head
 from megajax.schema.config import ObjectiveConfig
 from megajax.schema.fields import cached
-
-ENCODER = "encoder."  # prefix of the names of its parameters
+from megajax.schema.model import LAYERS
+from megajax.sharding import ENCODER
 
 
 @cached
@@ -80,7 +85,10 @@ class Transformer(nnx.Module):
         blocks = {kind: add_adapters(block, lora) for kind, block in blocks_of(config).items()}
         layers = stacked_layers(config)
         self.blocks = nnx.Dict({kind: stack(block, layers[kind], block.ROWS or rows) for kind, block in blocks.items()})
-        self.encoder = make_encoder(config)
+        self.encoder: Encoder | EncoderLayers | None = (
+            EncoderLayers(config) if config.encoder.kind == LAYERS else make_encoder(config)
+        )
+        self.relative_bias = declare_relative_bias(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)
         self.objective = _objective_parameters(config, objective)
         has_head = not config.tie_embeddings and self.objective is None
@@ -107,12 +115,33 @@ class Transformer(nnx.Module):
         return self.logits(weights, self.output(weights, x)).reshape(B, S, -1)
 
     def with_stream(self, weights: Weights, inputs: BlockInputs, fields: State) -> BlockInputs:
-        """The inputs of layers on one device with the encoder's stream, if there is an encoder."""
-        if self.encoder is None:
-            return inputs
-        encoder_weights = {name.removeprefix(ENCODER): w for name, w in weights.items() if name.startswith(ENCODER)}
-        stream = self.encoder.apply(encoder_weights, fields, Comm())
-        return replace(inputs, streams={self.encoder.NAME: stream}, fields=fields)
+        """The inputs of layers on one device with the other streams: an encoder's, and the bias of the scores."""
+        streams = bias_stream(weights)
+        if isinstance(self.encoder, EncoderLayers):
+            fields = with_document_fields(fields, fields.get("segment_ids"))
+            sequences = inputs.token_ids[:: inputs.positions.shape[1]] // inputs.positions.shape[1]
+            streams[self.encoder.NAME] = self.encode(self.encoder, weights, fields, sequences, inputs.dropout_key)
+        elif self.encoder is not None:
+            streams[self.encoder.NAME] = self.encoder.apply(_of_encoder(weights), fields, Comm())
+        return replace(inputs, streams=streams, fields=fields) if streams else inputs
+
+    def encode(
+        self,
+        encoder: EncoderLayers,
+        weights: Weights,
+        fields: State,
+        sequences: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The stream of an encoder of layers, on one device: fields `[B, length]` → `[B · length, D]`."""
+        inputs = encoder.inputs(fields, sequences, Comm(), dropout_key, bias_stream(weights, ENCODER))
+        x = self.embed_tokens(weights, fields[TOKENS].reshape(-1))
+        if inputs.dropout_key is not None:
+            x = ops.dropout(x, self.config.dropout, jax.random.fold_in(inputs.dropout_key, 0), inputs.token_ids)
+        encoder_weights = _of_encoder(weights)
+        for layer in range(encoder.config.num_layers):
+            x, _ = apply_layer(encoder.config, encoder.blocks, encoder_weights, layer, x, inputs, {})
+        return normalise(encoder.config, x, encoder_weights["final_norm"], encoder_weights.get("final_norm_bias"))
 
     def layer(
         self, weights: Weights, layer: int, x: jax.Array, inputs: BlockInputs, states: Mapping[str, State]
@@ -121,13 +150,7 @@ class Transformer(nnx.Module):
 
         Layers after the model's continue its numbers; theirs is `x [T, 2D]`. `states` are as `state` above.
         """
-        c = self.config
-        kind = kind_of_layer(c, layer)
-        row, prefix = stacked_layers(c)[kind.block].index(layer), f"blocks.{kind.block}."
-        layer_weights = {name.removeprefix(prefix): w[row] for name, w in weights.items() if name.startswith(prefix)}
-        state = {name: a[row] for name, a in states.get(kind.block, {}).items()}
-        block = self.blocks[kind.block]
-        return block.apply(block.fuse(layer_weights), x, LayerContext(Comm(), inputs, layer, kind, state=state))
+        return apply_layer(self.config, self.blocks, weights, layer, x, inputs, states)
 
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""
@@ -140,7 +163,8 @@ class Transformer(nnx.Module):
 
     def output(self, weights: Weights, x: jax.Array) -> jax.Array:
         """The residual stream after the blocks `[T, D]` → the model's output, after the final norm."""
-        return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias"))
+        h = normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias"))
+        return scale_head(self.config, h)
 
     def logits(self, weights: Weights, h: jax.Array) -> jax.Array:
         """`output`, also of a layer after it, `[..., D]` → FP32 logits `[..., V]`, without the vocabulary's padding."""
@@ -149,6 +173,29 @@ class Transformer(nnx.Module):
         head = weights["embedding.tokens"].T if self.head is None else weights["head"]
         logits = jnp.dot(h, head, preferred_element_type=jnp.float32)[..., : c.vocab_size]
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+
+
+def _of_encoder(weights: Weights) -> dict[str, Any]:
+    """The encoder's weights, by the names within it."""
+    return {name.removeprefix(ENCODER): w for name, w in weights.items() if name.startswith(ENCODER)}
+
+
+def apply_layer(
+    config: ModelConfig,
+    blocks: Mapping[str, Any],
+    weights: Weights,
+    layer: int,
+    x: jax.Array,
+    inputs: BlockInputs,
+    states: Mapping[str, State],
+) -> tuple[jax.Array, Metrics]:
+    """A layer of a stack on one device, from the weights and states of all of them."""
+    kind = kind_of_layer(config, layer)
+    row, prefix = stacked_layers(config)[kind.block].index(layer), f"blocks.{kind.block}."
+    layer_weights = {name.removeprefix(prefix): w[row] for name, w in weights.items() if name.startswith(prefix)}
+    state = {name: a[row] for name, a in states.get(kind.block, {}).items()}
+    block = blocks[kind.block]
+    return block.apply(block.fuse(layer_weights), x, LayerContext(Comm(), inputs, layer, kind, state=state))
 
 
 def _objective_parameters(config: ModelConfig, objective: ObjectiveConfig | None) -> nnx.Dict | None:

@@ -1,7 +1,16 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
 from megajax.ops import router
-from megajax.ops.attention import AttentionSettings, PackedDocuments, attention, documents_of, visible_ranges
+from megajax.ops.attention import (
+    AttentionSettings,
+    PackedDocuments,
+    attention,
+    attention_of_rows,
+    cross_attention,
+    documents_of,
+    same_documents,
+    visible_ranges,
+)
 from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
@@ -14,6 +23,7 @@ from megajax.ops.linear_recurrence import LinearAttentionImplementation, Prepare
 from megajax.ops.mlp_activation import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
+from megajax.ops.relative_bias import bias_of_pairs, relative_bias
 from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor
 from megajax.ops.short_convolution import short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
@@ -37,9 +47,12 @@ __all__ = [
     "apply_experts",
     "apply_rope",
     "attention",
+    "attention_of_rows",
+    "bias_of_pairs",
     "cached_attention",
     "chunk_log_probs",
     "chunk_loss_and_grad",
+    "cross_attention",
     "documents_of",
     "dropout",
     "gated_delta_rule",
@@ -51,7 +64,9 @@ __all__ = [
     "rope_attention_factor",
     "rope_frequencies",
     "rope_score_factor",
+    "relative_bias",
     "router",
+    "same_documents",
     "short_convolution",
     "state_space",
     "visible_ranges",

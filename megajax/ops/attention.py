@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from megajax.ops.partial_attention import (
     backward_with_sinks,
     largest_score,
 )
+from megajax.ops.relative_bias import relative_bias
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array]  # q, k, v
 
@@ -47,6 +48,15 @@ class AttentionSettings:
     sinks: jax.Array | None = None
     wants_largest: bool = False  # whether the largest scores are returned
     causal: bool = True  # whether a token sees none after it
+    # [N, buckets]: `relative_bias.relative_bias` of the same heads as the queries, added to the scores
+    bias_table: jax.Array | None = None
+    bias_distance: int = 128  # its max_distance
+
+    def bias_of(self, length: int) -> jax.Array | None:
+        """The bias of each pair of tokens of a sequence, `[N, length, length]`."""
+        if self.bias_table is None:
+            return None
+        return relative_bias(self.bias_table, length, self.bias_distance, self.causal)
 
 
 def attention(
@@ -83,13 +93,16 @@ def attention(
             raise ValueError('implementation="cudnn" has no window on both sides: use "pallas" or "reference".')
         if softcap is not None:
             raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
+        bias = settings.bias_of(q_bsnh.shape[1])
         # jax.nn has none of these.
         if sinks is not None or settings.wants_largest or k_bskh.shape[-1] != v_bskh.shape[-1]:
+            assert bias is None, "a bias has no sinks, scores or other widths of values"
             return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), None, sinks, is_real)
         out = jax.nn.dot_product_attention(
             q_bsnh,
             k_bskh,
             v_bskh,
+            None if bias is None else bias[None].astype(q_bsnh.dtype),
             scale=scale,
             is_causal=causal,
             local_window_size=None if window is None else (window - 1, 0),
@@ -97,11 +110,57 @@ def attention(
         )
         return out, None
     if implementation == "pallas":
+        if settings.bias_table is not None:
+            raise ValueError('implementation="pallas" has no bias by distance: use "cudnn" or "reference".')
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
         ranges = visible_ranges(index, documents, window, None if causal else q_bsnh.shape[1])
         return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), ranges, sinks, is_real)
     visible = _visible(q_bsnh.shape[1], window, documents, causal)
-    return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks, is_real)
+    return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks, is_real, settings.bias_of(q_bsnh.shape[1]))
+
+
+def cross_attention(
+    q_bsnh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, ranges: Ranges | None, scores: Scores
+) -> jax.Array:
+    """Attention to another sequence: q [B,S,N,H], k and v [B,T,K,H] -> [B,S,N,H] in q's dtype.
+
+    Query i sees the keys [first, end) of `ranges` [B,S], which never decrease along S; None: all. A query without keys
+    has an output of 0. "cudnn" takes no ranges.
+    """
+    if scores.implementation == "cudnn":
+        if ranges is not None:
+            raise ValueError('implementation="cudnn" has no ranges of keys: use "pallas" or "reference".')
+    elif ranges is None:
+        B, S = q_bsnh.shape[:2]
+        ranges = jnp.zeros((B, S), jnp.int32), jnp.full((B, S), k_btkh.shape[1], jnp.int32)
+    whole: Any = _whole(scores, "full", None, (q_bsnh, k_btkh, v_btkh), ranges, None, None)
+    return whole[0]
+
+
+def attention_of_rows(
+    q_bsnh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    ranges: Ranges,
+    bias_nst: jax.Array,
+    scores: Scores,
+) -> jax.Array:
+    """Attention of some queries of a sequence to all its keys, with a bias of each pair `[N, S, T]`; materialised."""
+    first, end = (edge[:, :, None] for edge in ranges)
+    keys = jnp.arange(k_btkh.shape[1])
+    visible = ((keys >= first) & (keys < end))[:, None, None]
+    return _reference(scores, q_bsnh, k_btkh, v_btkh, visible, None, None, bias_nst)[0]
+
+
+def same_documents(query_ids_bs: jax.Array, key_ids_bt: jax.Array) -> Ranges:
+    """For packed pairs of sequences: the range of the keys with the document id of each query, `[B, S]`.
+
+    Ids never decrease along a sequence, except that negative ones, of padding, are at its end; padding sees padding.
+    """
+    last = jnp.iinfo(jnp.int32).max
+    query, key = (jnp.where(ids < 0, last, ids) for ids in (query_ids_bs, key_ids_bt))
+    before, until = key[:, None] < query[..., None], key[:, None] <= query[..., None]
+    return before.sum(-1, dtype=jnp.int32), until.sum(-1, dtype=jnp.int32)
 
 
 def visible_ranges(
@@ -158,19 +217,28 @@ def documents_of(segment_ids_bs: jax.Array) -> PackedDocuments:
 
 
 def _reference(
-    scores: Scores, q_bsnh, k_bskh, v_bskh, visible: jax.Array, sinks: jax.Array | None, is_real: jax.Array | None
+    scores: Scores,
+    q_bsnh,
+    k_bskh,
+    v_bskh,
+    visible: jax.Array,
+    sinks: jax.Array | None,
+    is_real: jax.Array | None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attention by materialised scores, in float32 (float64 for float64 inputs)."""
+    """Attention by materialised scores, in float32 (float64 for float64 inputs); `bias [N, S, S']` is added to them."""
     dtype = wide(q_bsnh.dtype)
     B, S, N, H = q_bsnh.shape
-    K, W = v_bskh.shape[2:]
+    T, K, W = v_bskh.shape[1:]
     G = N // K
     # One batched matmul per KV head, with its G query heads in the rows: the fastest form on CPUs.
     q = q_bsnh.astype(dtype).reshape(B, S, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * S, H)
     k, v = (a.astype(dtype).transpose(0, 2, 1, 3) for a in (k_bskh, v_bskh))
-    s = jnp.einsum("bkrh,bksh->bkrs", q, k).reshape(B, K, G, S, S) * scores.scale
+    s = jnp.einsum("bkrh,bksh->bkrs", q, k).reshape(B, K, G, S, T) * scores.scale
     if scores.softcap is not None:
         s = scores.softcap * jnp.tanh(s / scores.softcap)
+    if bias is not None:
+        s = s + bias.astype(dtype).reshape(K, G, S, T)
     s = jnp.where(visible, s, -jnp.inf)
     largest = None
     if scores.wants_largest:
@@ -178,10 +246,10 @@ def _reference(
         largest = largest_score(scores, lse.reshape(B, N, S), is_real)
     if sinks is not None:
         logits = jnp.broadcast_to(sinks.astype(dtype).reshape(K, G, 1, 1), (B, K, G, S, 1))
-        weights = jax.nn.softmax(jnp.concatenate([s, logits], axis=-1), axis=-1)[..., :S]
+        weights = jax.nn.softmax(jnp.concatenate([s, logits], axis=-1), axis=-1)[..., :T]
     else:
         weights = jax.nn.softmax(s, axis=-1)
-    weights = weights.reshape(B, K, G * S, S)
+    weights = weights.reshape(B, K, G * S, T)
     out = jnp.einsum("bkrs,bksw->bkrw", weights, v).reshape(B, K, G, S, W)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, S, N, W).astype(q_bsnh.dtype), largest
 

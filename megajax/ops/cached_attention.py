@@ -17,11 +17,13 @@ def cached_attention(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scale · q·k) v over the visible slots: q [B,S,N,H], caches [B,K,W,·], visible [B,S,W] bool -> [B,S,N,·].
 
     Scores and softmax are in float32 (float64 for float64 inputs), the probabilities in q's dtype. `softcap`,
-    `scale` and `sinks [N]` are those of `attention`. Raises nothing; a token without a visible slot is undefined.
+    `scale` and `sinks [N]` are those of `attention`; `bias [B,N,S,W]` is added to the scores. Raises nothing; a token
+    without a visible slot is undefined.
     """
     B, S, N, H = q_bsnh.shape
     K, dtype = keys_bkwh.shape[1], wide(q_bsnh.dtype)
@@ -31,6 +33,8 @@ def cached_attention(
     scores = scores / math.sqrt(H) if scale is None else scores * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.reshape(B, K, N // K, S, -1).swapaxes(2, 3).reshape(B, K, -1, bias.shape[-1])
     visible = visible_bsw if S == 1 else jnp.repeat(visible_bsw, N // K, axis=1)
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = scores.max(-1, keepdims=True)

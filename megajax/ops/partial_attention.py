@@ -82,6 +82,7 @@ def attend_backward(
         return ranged_attention.attend_backward(q, k, v, mask.ranges, whole, dout, options)
     out, lse = whole
     s, slope = _scores(scores, q, k, mask.ranges)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a query without keys has p = exp(s - inf) = 0
     p = jnp.exp(s - lse.reshape(*s.shape[:-1], 1))
     B, Sq, N, H = q.shape
     q, dout, out = (a.astype(s.dtype).reshape(B, Sq, *s.shape[1:3], -1) for a in (q, dout, out))

@@ -20,6 +20,7 @@ class ContextStrategy:
     # Numbers per token that XLA keeps because the backward pass would compute them again, if nothing is recomputed. Of
     # (devices, numbers per token in attention's output, in its keys and values, whether the kernel takes whole chunks).
     kept: Callable[[int, float, float, bool], float] = lambda devices, output, keys, by_chunk: 0
+    takes_bias: bool = False  # whether scores may have a bias (`model.position: relative`)
     repeats_output: bool = False  # whether attention's output is kept before and after its exchange
 
     def head_shards(self, context: int) -> int:
@@ -51,17 +52,20 @@ def _kept_by_gather(devices: int, output: float, keys: float, by_chunk: bool) ->
 
 
 RING = ContextStrategy("ring", sends_latents=True, attention_rate=0.95, kept=_kept_by_ring)
-ALL_GATHER = ContextStrategy("all_gather", sends_latents=True, attention_rate=0.93, kept=_kept_by_gather)
-ALL_TO_ALL = ContextStrategy("all_to_all", divides_heads=True, repeats_output=True)
+ALL_GATHER = ContextStrategy(
+    "all_gather", sends_latents=True, attention_rate=0.93, kept=_kept_by_gather, takes_bias=True
+)
+ALL_TO_ALL = ContextStrategy("all_to_all", divides_heads=True, takes_bias=True, repeats_output=True)
 STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL, words=(AUTO,))
 
 
 def choose_context(
-    name: str, devices: int, heads: Mapping[str, int], sends_latents: bool
+    name: str, devices: int, heads: Mapping[str, int], sends_latents: bool, has_bias: bool = False
 ) -> tuple[ContextStrategy, str]:
     """The strategy of `communication.context` for sequences divided over `devices`, and the reason.
 
-    `heads`: the number of each kind on a device. `sends_latents`: keys and values can be sent as latents. Where all
+    `heads`: the number of each kind on a device. `sends_latents`: keys and values can be sent as latents. `has_bias`:
+    scores have a bias. Where all
     heads can be divided, dividing them was the fastest and needed the least memory (docs/records/log.md): each device
     sends a part of its heads once, while keys and values that visit all devices are sent `devices` - 1 times.
     """
@@ -71,5 +75,8 @@ def choose_context(
         return RING, "a token's latents are smaller than its heads"
     for kind, number in heads.items():
         if number % devices:
-            return RING, f"mesh.context={devices} does not divide the {kind} of a device, {number}"
+            return (
+                ALL_GATHER if has_bias else RING,
+                f"mesh.context={devices} does not divide the {kind} of a device, {number}",
+            )
     return ALL_TO_ALL, f"mesh.context={devices} divides the {' and the '.join(heads)} of a device"

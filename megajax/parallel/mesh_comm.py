@@ -16,7 +16,7 @@ from megajax.model.lora import Adapted
 from megajax.model.sublayer import add_bias
 from megajax.ops import AttentionSettings, fp8
 from megajax.ops.fp8 import Fp8Weight
-from megajax.ops.partial_attention import Scores
+from megajax.ops.partial_attention import Ranges, Scores
 from megajax.parallel import collectives
 from megajax.parallel.context import ContextAttention, context_attention
 from megajax.parallel.context.token_order import to_consecutive, to_stored
@@ -110,7 +110,13 @@ class MeshComm(Comm):
 
     @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
-        return self._over_context(q, positions, settings).attend(q, k, v, positions, settings.sinks)
+        bias = settings.bias_table, settings.bias_distance
+        return self._over_context(q, positions, settings).attend(q, k, v, positions, settings.sinks, *bias)
+
+    @jax.named_scope("core_attention")
+    def attend_to(self, q, k, v, ranges: Ranges | None, scale: float | None) -> jax.Array:
+        scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), None, self.kernels.cross_attention)
+        return ops.cross_attention(q, *self.gather((k, v), "context", dim=1), ranges, scores)
 
     def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings):
         if not self.collectives.latents:

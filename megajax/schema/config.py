@@ -378,6 +378,14 @@ class Config(Section):
         return self.model_copy(update=sections | {"objective": ObjectiveConfig(), "remat": RematConfig()})
 
     @property
+    def of_encoder(self) -> "Config | None":
+        """This config with an encoder's layers (`model.encoder.kind: layers`) in place of the model's; or None."""
+        if (model := self.model.of_encoder) is None:
+            return None
+        batch = self.batch.model_copy(update={"sequence_length": self.model.encoder.sequence_length})
+        return self.model_copy(update={"model": model, "batch": batch, "teacher": TeacherConfig()})
+
+    @property
     def fp8_layers(self) -> range:
         """The layers whose matmuls run in FP8."""
         fp8 = self.precision.fp8
@@ -409,7 +417,8 @@ class Config(Section):
         """The declarations of `communication.context` on a mesh of `sizes`, and the reason for the choice."""
         model, tensor = self.model, sizes["tensor"]
         heads = {"query heads": model.num_heads // tensor, "KV heads": max(model.num_kv_heads // tensor, 1)}
-        return choose_context(self.communication.context, sizes["context"], heads, self.has_sendable_latents)
+        has = self.has_sendable_latents, self.model.position == "relative"
+        return choose_context(self.communication.context, sizes["context"], heads, *has)
 
     def context_strategy(self, sizes: Mapping[str, int]) -> ContextStrategy:
         """The declarations of `communication.context` on a mesh of `sizes`."""

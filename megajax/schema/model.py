@@ -4,8 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megajax.options.context import STRATEGIES
 from megajax.options.optimizers import OPTIMIZERS
 from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, replaces_head
+from megajax.options.registry import AUTO
 from megajax.schema.fields import (
     BelowOne,
     BlockPattern,
@@ -34,10 +36,15 @@ EXPERTS = Needs("model.num_experts", what="experts", cure="set model.num_experts
 LATENT_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # DeepSeek's
 
 
+def _without_bias(strategy: str) -> bool:
+    return strategy != AUTO and not STRATEGIES[strategy].takes_bias
+
+
 def _has_local(pattern: tuple[str, ...] | None) -> bool:
     return "local" in (pattern or ["local"])
 
 
+RELATIVE, NO_BIAS = "relative", "its attention has no bias of the scores"
 ROTARY, IN_LOCAL_LAYERS = ReadIf("position", "rope"), ReadIf("layer_pattern", _has_local)
 
 
@@ -256,13 +263,39 @@ class MultipliersConfig(Section):
     mlp_multipliers: Two = Field(default=(1.0, 1.0), description="Of the MLP's gate and output.")
 
 
+LAYERS = "layers"  # the encoder of `encoder.kind` that is layers like the model's
+
+
 class EncoderConfig(Registered):
     """The encoder, whose stream the layers can read beside their own."""
 
-    kind: Text = Field(default="none", description="none, or the name of a registered encoder.")
-    settings: Annotated[dict[str, Any], Needs("kind", lambda kind: kind != NO_ENCODER, what="an encoder")] = Field(
-        default={}, description="Settings of the encoder, by name."
+    kind: Annotated[
+        Text,
+        Needs("num_layers", of=LAYERS),
+        Needs("sequence_length", of=LAYERS),
+        Excludes("model.num_experts", of=LAYERS, because="its layers have none"),
+        Excludes("model.mtp_layers", of=LAYERS, because="the modules do not read its stream"),
+        Excludes("model.kv_lora_rank", of=LAYERS, because="cross-attention has keys and values of its own"),
+        Excludes("model.position", "learned", of=LAYERS, because="the table has the decoder's positions only"),
+        Excludes("model.causal", False, of=LAYERS, because="its decoder is causal"),
+        Excludes("model.qk_clip", of=LAYERS, because="its layers have no such metric"),
+        Excludes("lora.rank", of=LAYERS, because="its layers have no adapters"),
+        Excludes("precision.fp8.recipe", of=LAYERS, because="its layers are not quantised"),
+        Excludes("teacher.model", of=LAYERS, because="a teacher reads tokens only"),
+    ] = Field(
+        default="none",
+        description="none; layers: layers like the model's, with attention to both sides, as in T5; or the name of a"
+        " registered encoder.",
     )
+    num_layers: Annotated[Layers | None, ReadIf("kind", LAYERS)] = Field(
+        default=None, description="layers: their number."
+    )
+    sequence_length: Annotated[Tokens | None, ReadIf("kind", LAYERS)] = Field(
+        default=None, description="layers: number of tokens of each of its sequences."
+    )
+    settings: Annotated[
+        dict[str, Any], Needs("kind", lambda kind: kind not in (NO_ENCODER, LAYERS), what="a registered encoder")
+    ] = Field(default={}, description="Settings of a registered encoder, by name.")
 
 
 class ModelConfig(Section):
@@ -323,13 +356,30 @@ class ModelConfig(Section):
         default=False, description="Norms multiply by 1 + weight, and these weights start at 0."
     )
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
-    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_exact", "relu2"] = Field(
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"] = Field(
         default="swiglu",
         description="MLP activation. swiglu, geglu, clamped_swiglu (GPT-OSS): gated, three matrices; gelu (its"
-        " tanh approximation), gelu_exact, relu2 (squared ReLU): two matrices.",
+        " tanh approximation), gelu_exact, relu, relu2 (squared ReLU): two matrices.",
     )
-    position: Literal["rope", "learned", "none"] = Field(
-        default="rope", description="Position encoding: rotary, a learned table, or none."
+    position: Annotated[
+        Literal["rope", "learned", "relative", "none"],
+        Excludes("kv_lora_rank", of=RELATIVE, because=NO_BIAS),
+        Excludes("attention_sinks", of=RELATIVE, because=NO_BIAS),
+        Excludes("attention_softcap", of=RELATIVE, because=NO_BIAS),
+        Excludes("qk_clip", of=RELATIVE, because=NO_BIAS),
+        Excludes("mtp_layers", of=RELATIVE, because="the modules read no bias of the scores"),
+        Excludes("communication.context", _without_bias, of=RELATIVE, cure="use all_to_all or all_gather"),
+        Excludes("kernels.attention", "pallas", of=RELATIVE, cure="use kernels.attention=auto"),
+    ] = Field(
+        default="rope",
+        description="Position encoding: rotary, a learned table, a learned bias of attention's scores by distance (T5),"
+        " or none.",
+    )
+    relative_buckets: Annotated[int, Field(ge=4, le=4096, multiple_of=4), ReadIf("position", RELATIVE)] = Field(
+        default=32, description="relative: number of intervals of distances, each with a bias for each head."
+    )
+    relative_max_distance: Annotated[Count, ReadIf("position", RELATIVE)] = Field(
+        default=128, description="relative: distance from which on all have the same bias."
     )
     rope_theta: Annotated[Positive, ROTARY] = Field(default=10000.0, description="Base of the rotary wavelengths.")
     rope_scaling: Annotated[RopeScaling | None, ROTARY] = Field(
@@ -430,6 +480,9 @@ class ModelConfig(Section):
         " moe_layer_interval.",
     )
     tie_embeddings: bool = Field(default=False, description="Use the embedding table, transposed, as the output head.")
+    scale_head: Annotated[bool, Excludes("mtp_layers", because="the modules' heads are not scaled")] = Field(
+        default=False, description="Divide the head's input by sqrt(hidden_size), as T5 does with a tied head."
+    )
     scale_embeddings: bool = Field(
         default=False, description="Multiply the token embeddings by sqrt(hidden_size), but not a tied head."
     )
@@ -494,6 +547,14 @@ class ModelConfig(Section):
         default_factory=MultipliersConfig, description="Multipliers that exported folders have beside the weights."
     )
     encoder: EncoderConfig = Field(default_factory=EncoderConfig, description="A second stream beside the tokens'.")
+
+    @property
+    def of_encoder(self) -> "ModelConfig | None":
+        """The layers of `encoder.kind: layers` as a model: like this one, with attention to both sides."""
+        if self.encoder.kind != LAYERS:
+            return None
+        own = {"num_layers": self.encoder.num_layers, "encoder": EncoderConfig(), "causal": False}
+        return self.model_copy(update=own | {"block_pattern": None})
 
     @property
     def is_latent(self) -> bool:

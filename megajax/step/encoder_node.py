@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from megajax.model.encoder import Encoder
-from megajax.model.transformer import ENCODER
 from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.mesh_comm import MeshComm
+from megajax.sharding import ENCODER
 from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.vjp import Residuals
 from megajax.step_plan import StepPlan

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.model.encoder import Encoder
+from megajax.model.encoder_layers import SEGMENTS
 from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.context.token_order import add_token_positions, token_positions_of
@@ -17,6 +19,7 @@ from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES
 from megajax.step.embedding import Embedding
 from megajax.step.encoder_node import EncoderNode
+from megajax.step.encoder_stack import EncoderStack, RelativeBias
 from megajax.step.mtp import MultiTokenPrediction
 from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, StepArrays, Streams, Table, TerminalNode
 from megajax.step.objective import make_objective
@@ -61,10 +64,14 @@ class Graph:
         modules = [node(plan, shared, *of_node) for node, of_node in zip(extra, own, strict=True)]
         terminal: list[TerminalNode] = [make_objective(plan, comm), *modules]
         table = WeightTable(table_weights(plan, dtypes), embedding.as_stored)
-        first: list[InnerNode] = [EncoderNode(plan, model.encoder, comm, [*plan.trained])] if model.encoder else []
+        first: list[InnerNode] = [RelativeBias()] if model.relative_bias is not None else []
+        encoders = [EncoderStack(plan, plan.encoder, dtypes)] if plan.encoder else []
+        if isinstance(model.encoder, Encoder):
+            first.append(EncoderNode(plan, model.encoder, comm, [*plan.trained]))
         teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
-        nodes, frozen = ((*first, *teachers, embedding, layers), (*terminal,)), (*(each.stack for each in teachers),)
-        return cls(plan, comm, table, *nodes, layers, (layers, *(node.stack for node in modules)), frozen)
+        nodes = (*first, *encoders, *teachers, embedding, layers), (*terminal,)
+        stacks, frozen = (node.stack for node in (*encoders, *modules)), (*(each.stack for each in teachers),)
+        return cls(plan, comm, table, *nodes, layers, (layers, *stacks), frozen)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -109,12 +116,14 @@ class Graph:
             real=real,
         )
         factors = {n: fields[FACTOR + n] for n in (node.NAME for node in self.terminal) if FACTOR + n in fields}
-        return Microbatch(fields, inputs, factors)
+        return Microbatch(fields, inputs, sequences, factors)
 
     def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
         order = self.plan.keeps_order, self.plan.model.causal
         fields, imbalance = add_token_positions(batch, self.sizes["context"], *order)
+        for node in (node for node in self.inner if isinstance(node, EncoderStack) and SEGMENTS in batch):
+            fields |= node.add_document_fields(batch, batch["segment_ids"])
         if "is_real" in batch:
             lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.model.sublayer import normalise
+from megajax.model.sublayer import normalise, scale_head
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import after_microbatch, of_microbatch
@@ -183,7 +183,7 @@ class LossHead:
 
     def norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
         """The final norm of `x [..., D]`; `norms` are its weights, or a table that has them."""
-        return normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias"))
+        return scale_head(self.model, normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias")))
 
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array, fields: Mapping[str, jax.Array] | None = None):
         """Chunks of x, targets, mask and fields.

@@ -41,6 +41,7 @@ class Microbatch(NamedTuple):
 
     fields: Arrays  # [B, S, ...]; in a terminal node those that it declares, [T, ...] of the tokens that it computes
     inputs: BlockInputs
+    sequences: jax.Array | None = None  # [B], the index of each in the global batch
     factors: Arrays = {}  # by terminal node that of `StepArrays.scales`, where microbatches differ
 
 

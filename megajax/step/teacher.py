@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.model.sublayer import normalise
+from megajax.model.sublayer import normalise, scale_head
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.sharding import TEACHER, is_in_layer
 from megajax.step.embedding import Embedding
@@ -42,7 +42,8 @@ class Teacher:
         inputs = replace(batch.inputs, **nothing, layer_loss_scale=None)
         x = self.embedding.embed(table, batch.fields, inputs)
         x, _ = self.stack.run_forward(arrays.stacks[STREAM], x, inputs, save=False)
-        return {STREAM: normalise(self.model, x, table.get("final_norm"), table.get("final_norm_bias"))}, None
+        h = normalise(self.model, x, table.get("final_norm"), table.get("final_norm_bias"))
+        return {STREAM: scale_head(self.model, h)}, None
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table

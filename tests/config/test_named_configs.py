@@ -64,6 +64,7 @@ PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 81_324_862_720,
+    "flan_t5_large": 783_150_080,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
     # DeepSeek-V3 without its module of multi-token prediction and without the bias of the experts' choice.

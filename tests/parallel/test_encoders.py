@@ -129,7 +129,7 @@ BAD = {
     "without": (
         {"encoder": {"kind": "none", "settings": {"length": 6}}},
         {},
-        "encoder.settings=.* needs an encoder, but model.encoder.kind=none",
+        "encoder.settings=.* needs a registered encoder, but model.encoder.kind=none",
     ),
     "nobody gives": ({"encoder": {"kind": "none"}}, {}, "CrossAttention .block reads_source. reads the stream source"),
     "nobody reads": ({"block_pattern": ["dense"]}, {}, "no sublayer reads the stream of model.encoder.kind=source"),

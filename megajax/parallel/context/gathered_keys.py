@@ -6,14 +6,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megajax import ops
 from megajax.model.comm import LatentKeys, TokenPositions
 from megajax.ops.partial_attention import Mask, Part, Ranges, attend, attend_backward, merge
+from megajax.ops.relative_bias import relative_bias
 from megajax.parallel import collectives
-from megajax.parallel.context.strategy import Keys, Linear, Sent, ToParts, heads_of, latent_gradients
+from megajax.parallel.context.strategy import Attended, Keys, Linear, Sent, ToParts, heads_of, latent_gradients
 from megajax.parallel.context.token_order import as_sequence, as_stored, sequence_ranges
 
 
 class GatheredContext(ToParts):
+    def attend(self, q, k, v, positions, sinks=None, bias_table=None, bias_distance=0) -> Attended:
+        if bias_table is None:
+            return super().attend(q, k, v, positions, sinks)
+        k, v = self._gather((k, v), positions)
+        bias = relative_bias(bias_table, k.shape[1], bias_distance, self.causal)
+        own = bias[:, positions.index[0]]  # all sequences are divided in the same way
+        return ops.attention_of_rows(q, k, v, self._ranges(positions), own, self.scores), None
+
     def forward(self, q, kv, positions) -> Part:
         return self._to_all(q, kv, self._gather(kv, positions), positions)
 

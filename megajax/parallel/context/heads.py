@@ -16,7 +16,7 @@ from megajax.parallel.context.token_order import as_sequence, as_stored
 class OverHeads(ContextAttention):
     """Each device attends to all tokens, with a part of the heads. Without `zigzag` it holds consecutive tokens."""
 
-    def attend(self, q, k, v, positions, sinks=None) -> Attended:
+    def attend(self, q, k, v, positions, sinks=None, bias_table=None, bias_distance=0) -> Attended:
         heads, copies = q.shape[2], self.devices // np.gcd(self.devices, k.shape[2])
         if copies > 1:  # fewer KV heads than devices: some devices have the same head
             k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
@@ -25,9 +25,11 @@ class OverHeads(ContextAttention):
         is_real = jax.tree.map(self._of_sequence, is_real)
         q, k, v = (self._to_heads(a) for a in (q, k, v))
         first = lax.axis_index("context") * q.shape[2]  # of this device's heads
-        if sinks is not None:
-            sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
-        out, largest = super().attend(q, k, v, replace(positions, documents=documents, is_real=is_real), sinks)
+        sinks, bias_table = (
+            a if a is None else lax.dynamic_slice_in_dim(a, first, q.shape[2]) for a in (sinks, bias_table)
+        )
+        positions = replace(positions, documents=documents, is_real=is_real)
+        out, largest = super().attend(q, k, v, positions, sinks, bias_table, bias_distance)
         if self.zigzag:
             out = as_stored(out, self.devices)
         out = collectives.all_to_all(out, "context", split_axis=1, concat_axis=2, tiled=True)

@@ -35,15 +35,24 @@ class ContextAttention:
     )
     causal: bool = True
 
-    def attend(self, q, k, v, positions: TokenPositions, sinks: jax.Array | None = None) -> Attended:
+    def attend(
+        self,
+        q,
+        k,
+        v,
+        positions: TokenPositions,
+        sinks: jax.Array | None = None,
+        bias_table: jax.Array | None = None,
+        bias_distance: int = 0,
+    ) -> Attended:
         """Attention of this device's queries: `q [B, S / context, N, H]`, `k` and `v` `[B, S / context, K, H]`.
 
-        Values may have another width, except with "pallas". `sinks [N]` are the same on all devices; each device
-        returns its share of their gradient.
+        Values may have another width, except with "pallas". `sinks [N]` and the `bias_table` of
+        `ops.AttentionSettings` are the same on all devices; each device returns its share of their gradients.
         """
         scores, padding = self.scores, {"documents": positions.documents, "is_real": positions.is_real}
         of_scores = scores.softcap, scores.scale, sinks, scores.wants_largest
-        settings = ops.AttentionSettings(self.window, *of_scores, causal=self.causal)
+        settings = ops.AttentionSettings(self.window, *of_scores, self.causal, bias_table, bias_distance)
         return ops.attention(q, k, v, settings, implementation=scores.implementation, **padding)
 
     def attend_latent(self, linear: Linear, q, keys: LatentKeys, positions: TokenPositions) -> Attended:
@@ -59,7 +68,8 @@ class ContextAttention:
 class ToParts(ContextAttention):
     """Attention to a part of the keys at a time; a subclass has both passes, each with the keys of all devices."""
 
-    def attend(self, q, k, v, positions, sinks=None) -> Attended:
+    def attend(self, q, k, v, positions, sinks=None, bias_table=None, bias_distance=0) -> Attended:
+        assert bias_table is None, f"{type(self).__name__} has no bias of the scores"
         return _attend(self.scores, self.forward, self.backward, q, (k, v), positions, sinks)
 
     def attend_latent(self, linear, q, keys, positions) -> Attended:

@@ -71,8 +71,9 @@ class Pipeline:
         run = ScheduleRunner(self, self.schedule, arrays, batch)
         carry, name = run.loop(run.first_carry(), lambda flags: True), self.layers.NAME
         gradients, metrics, amax = map(run.join_virtual_stages, (carry.layer_gradients, carry.metrics, carry.amax))
-        table = run.shared_streams.backward(run.saved_streams, carry.streams, carry.table)
-        return table, carry.results.joined(Results({name: gradients}, {}, {name: metrics}, {name: amax}))
+        table, found = run.shared_streams.backward(run.saved_streams, carry.streams, carry.table)
+        own = Results({name: gradients}, {}, {name: metrics}, {name: amax})
+        return table, carry.results.joined(own).joined(found)
 
     def evaluate(self, arrays: StepArrays, batch: Arrays) -> dict[str, jax.Array]:
         """This device's shares of the summed losses that evaluation reports: forward operations, without dropout."""

@@ -17,12 +17,14 @@ from megajax.step.graph import Graph
 from megajax.step.nodes import (
     Arrays,
     Microbatch,
+    Results,
     StepArrays,
     Streams,
     Table,
     backward_in_reverse,
     forward_in_order,
 )
+from megajax.step.stack.vjp import replayed
 
 
 class SharedStreams:
@@ -31,7 +33,7 @@ class SharedStreams:
     def __init__(self, graph: Graph, arrays: StepArrays, microbatches: int, microbatch: Callable[[Any], Microbatch]):
         """`microbatch` gives one by its index."""
         self.nodes = [node for node in graph.inner if node.PLACE == "before"]
-        self.arrays, self.microbatch, self.count = arrays, microbatch, microbatches
+        self.graph, self.arrays, self.microbatch, self.count = graph, arrays, microbatch, microbatches
         self.stages = graph.sizes["pipeline"]
         self.each = -(-microbatches // self.stages)  # microbatches of a stage; the last ones may repeat the last of all
 
@@ -49,10 +51,10 @@ class SharedStreams:
         streams, batch = not_before((streams, batch))  # no collective of the ticks beside those of the nodes
         return streams, saved, batch
 
-    def backward(self, saved: Any, gradients: Arrays, table: Table) -> Table:
-        """`table` plus the gradients of the nodes' weights, from this stage's `gradients` of all streams."""
+    def backward(self, saved: Any, gradients: Arrays, table: Table) -> tuple[Table, Results]:
+        """(`table` plus the gradients of the nodes' weights, other results), from this stage's `gradients`."""
         if not self.nodes:
-            return table
+            return table, Results()
         gradients, table = not_before((gradients, table))
 
         def of_stage(dx: jax.Array) -> jax.Array:
@@ -60,12 +62,19 @@ class SharedStreams:
             dx = dx.reshape(self.each, self.stages, *dx.shape[1:])
             return collectives.psum_scatter(dx, "pipeline", scatter_dimension=1)
 
-        def one(table: Table, loop: Any) -> tuple[Table, None]:
-            k, saved, own = loop
+        def one(table: Table, k: jax.Array, saved: Any, own: Streams) -> tuple[Table, Results]:
             batch = self.microbatch(self._index(k))
-            return backward_in_reverse(self.nodes, self.arrays, saved, own, batch, table)[0], None
+            return backward_in_reverse(self.nodes, self.arrays, saved, own, batch, table)
 
-        return lax.scan(one, table, (jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}))[0]
+        loops = jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}
+        traced = jax.make_jaxpr(one, return_shape=True)(table, *jax.tree.map(lambda a: a[0], loops))
+        run, (_, shapes) = replayed(*traced), traced[1]
+
+        def body(carry: tuple[Table, Results], loop: Any) -> tuple[tuple[Table, Results], None]:
+            table, results = run(carry[0], *loop)
+            return (table, carry[1].plus(results)), None
+
+        return lax.scan(body, (table, self.graph.zero_results(shapes)), loops)[0]
 
     def _index(self, k: jax.Array) -> jax.Array:
         return jnp.minimum(k * self.stages + lax.axis_index("pipeline"), self.count - 1)

@@ -1,0 +1,83 @@
+"""T5: an encoder of layers, cross-attention and a bias of scores, on meshes against megajax/reference.py."""
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.mesh import build_mesh
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+ROWS, LENGTH, SOURCE = 8, 12, 16
+T5 = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "head_dim": 4,
+    "ffn_hidden_size": 24,
+    "vocab_size": 50,
+    "vocab_multiple": 4,
+    "activation": "geglu",
+    "position": "relative",
+    "relative_buckets": 8,
+    "relative_max_distance": 10,
+    "attention_scale": 1.0,
+    "tie_embeddings": True,
+    "scale_head": True,
+    "dropout": 0.1,
+    "init_std": 0.2,
+    "encoder": {"kind": "layers", "num_layers": 2, "sequence_length": SOURCE},
+}
+PACKED = {"data": {"reset_attention": True}}
+
+
+def make(table, mesh, model=None, microbatches=1, **sections) -> Config:
+    batch = {"global_size": ROWS, "sequence_length": LENGTH}
+    return table.make_config(T5 | (model or {}), mesh, microbatches=microbatches, steps=1, batch=batch, **sections)
+
+
+def fields(packed: bool) -> dict[str, np.ndarray]:
+    """Pairs of sequences; if packed, three of them in a row, of which the second has no source, and padding."""
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 50, (ROWS, LENGTH + 1))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": np.ones((ROWS, LENGTH), np.float32)}
+    batch["positions"] = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    batch["encoder_tokens"] = rng.integers(0, 50, (ROWS, SOURCE))
+    if packed:
+        batch["segment_ids"] = np.sort(rng.integers(0, 3, (ROWS, LENGTH)), axis=1)
+        ids = np.sort(2 * rng.integers(0, 2, (ROWS, SOURCE)), axis=1)
+        batch["encoder_segment_ids"] = np.where(np.arange(SOURCE) < rng.integers(8, SOURCE + 1, (ROWS, 1)), ids, -1)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """By whether sequences are packed: (loss, gradients) by megajax/reference.py."""
+
+    def of(packed: bool):
+        config = make(table, {}, **(PACKED if packed else {}))
+        losses, gradients = table.expected_gradients(config, table.weights_of(config), fields(packed))
+        return losses["loss"], gradients
+
+    return {packed: of(packed) for packed in (False, True)}
+
+
+CASES = [
+    (False, {"fsdp": 2}, {"microbatches": 2, "remat": {"policy": "full"}}),
+    (True, {"data": 2, "tensor": 2}, {"kernels": {"scan_unroll": 2}, "remat": {"policy": "selective"}}),
+    (True, {"context": 2}, {}),
+    (True, {"context": 2, "tensor": 4}, {"remat": {"policy": "save_matmuls"}}),  # no heads for both: keys are gathered
+    (False, {"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
+]
+
+
+@pytest.mark.parametrize(("packed", "mesh", "changes"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_the_reference(table, expected, packed, mesh, changes):
+    config, (loss, gradients) = make(table, mesh, **changes, **(PACKED if packed else {})), expected[packed]
+    count = int(np.prod([*mesh.values()]))
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields(packed))
+    assert {"relative_bias", "encoder.relative_bias", "encoder.final_norm"} < {*gradients}
+    table.check_first_step(program, state, batch, float(loss), gradients)
