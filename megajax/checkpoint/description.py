@@ -121,7 +121,17 @@ def describe_objective(config: Config) -> dict[str, Any]:
 def describe_data(data: DataConfig) -> dict[str, Any]:
     """The settings that decide which tokens the n-th sample has."""
     infilling = ("fim_spm_rate", "fim_tokens") if data.fim_rate else ()
-    keys = {"kind", "train", "split", "order", "fim_rate", *OF_SAMPLES[data.kind], *infilling}
+    keys = {
+        "kind",
+        "train",
+        "split",
+        "order",
+        "fim_rate",
+        "noise_density",
+        "mean_span_length",
+        *OF_SAMPLES[data.kind],
+        *infilling,
+    }
     return data.model_dump(mode="json", include=keys)
 
 

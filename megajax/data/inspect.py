@@ -121,7 +121,7 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
     if isinstance(samples, BlendedSamples) and (read := wanted_samples(config, split)):
         lines.append(f"{split}: tokens of each source in {counted(read, 'sample')}")
         for source, weight in list(zip(sources, samples.weights, strict=True))[:SOURCES_SHOWN]:
-            lines.append(f"  {round(read * weight) * config.batch.sequence_length:>15,} {_name(source)}")
+            lines.append(f"  {round(read * weight) * config.sample_length:>15,} {_name(source)}")
     for source in sources[:SOURCES_SHOWN]:
         if isinstance(source, DocumentSamples):
             lines += describe_file(source.dataset, tokenizer.end_of_document if tokenizer else None)

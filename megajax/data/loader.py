@@ -27,6 +27,7 @@ from megajax.data.samples import (
     sources_in,
     split_documents,
 )
+from megajax.data.spans import SpanCorruption, open_spans
 from megajax.data.special_tokens import check_ends, document_end
 from megajax.data.synthetic import SyntheticSamples
 from megajax.data.text import TextDataset, open_text
@@ -60,6 +61,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     if config.data.kind != "synthetic":
         present += [f"valid/{each.name}" for each in config.data.valid_sets]
         _check_tokenizer(config)
+        open_spans(config)  # checks the settings
         open_infilling(config)  # checks the tokens
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
     cluster.current().first_decides(lambda: [_check_token_ids(config, dataset) for dataset in files.values()])
@@ -73,7 +75,7 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
     """
     data, files = config.data, {} if files is None else files
     if data.kind == "synthetic":
-        documents, length, seed = data.synthetic_documents or 1, config.batch.sequence_length, config.run.seed
+        documents, length, seed = data.synthetic_documents or 1, config.sample_length, config.run.seed
         return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split), documents)
     name, whole = split.partition("/")[2], config.reads_whole(split)
     key: Split = "valid_sets" if name else "train" if data.split is not None else split
@@ -123,8 +125,14 @@ def _open_source(
     dataset, documents = _opened_range(config, split, path, files)
     whole = config.reads_whole(split)
     order, packing = ("sequential", SEQUENTIAL) if whole else (config.data.order, RowPacking.of(config))
-    source = DocumentSamples(dataset, documents, config.batch.sequence_length, config.run.seed, order, packing)
-    if not whole or source.num_tokens < 2:
+    source = DocumentSamples(dataset, documents, config.sample_length, config.run.seed, order, packing)
+    if config.span_lengths is not None and source.num_tokens < source.sequence_length:
+        problem = (
+            f"{dataset.token_file} has {counted(source.num_tokens, 'token')} for {split}, but a sample of corrupted"
+        )
+        cure = "shorten model.encoder.sequence_length, or give more text"
+        raise InputError(f"{problem} spans takes {source.sequence_length}: {cure}.")
+    if config.span_lengths is None and (not whole or source.num_tokens < 2):
         _check_size(split, source)
     return source
 
@@ -198,7 +206,7 @@ def make_loader(
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    how = RowPacking.of(config), Packing.of(config), open_infilling(config), config.is_padded(split)
+    how = RowPacking.of(config), Packing.of(config), open_infilling(config), config.is_padded(split), open_spans(config)
     source = BatchSource(samples, rows, sizes, start_step, *how)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
@@ -254,6 +262,7 @@ class BatchSource:
     packing: Packing
     infilling: Infilling | None
     is_padded: bool
+    spans: SpanCorruption | None
 
     def __len__(self) -> int:
         return ENDLESS
@@ -262,7 +271,7 @@ class BatchSource:
         step = self.start_step + index
         indices = samples_of_step(self.samples, self.sizes, step, self.row_packing)
         rows = self.rows[self.rows < len(indices)]
-        return make_batch(self.samples, indices[rows], self.packing, self.infilling, self.is_padded)
+        return make_batch(self.samples, indices[rows], self.packing, self.infilling, self.is_padded, self.spans)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

@@ -20,6 +20,7 @@ from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset, check_integers, id_range
 from megajax.data.packing import LOOK_AHEAD, SEQUENTIAL, RowPacking, fill_rows
 from megajax.data.remote import RemoteTokens
+from megajax.data.spans import SpanCorruption
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,16 +93,19 @@ def make_batch(
     packing: Packing = Packing(),
     infilling: Infilling | None = None,
     is_padded: bool = False,
+    spans: SpanCorruption | None = None,
 ) -> dict[str, np.ndarray]:
     """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
 
     With `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence. If samples may be
-    padded, `is_real` bool: False for padding.
+    padded, `is_real` bool: False for padding. With `spans` they are the fields of an encoder and a decoder.
     """
     if samples.is_remote():
         for coming in samples.fetch([int(index) for index in indices]):
             coming.result()
     rows = [samples[int(index)] for index in indices]
+    if spans is not None:
+        return spans.fields(rows, [int(index) for index in indices])
     if infilling is not None:
         rows = [infilling(row, samples.document_lengths(int(i)), int(i)) for row, i in zip(rows, indices, strict=True)]
     block = np.stack(rows)

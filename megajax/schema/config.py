@@ -40,6 +40,7 @@ from megajax.schema.precision import Fp8Config, PrecisionConfig
 from megajax.schema.rules import AtMost, Below, Excludes, MultipleOf, Needs, ReadIf, more_than_one
 from megajax.schema.run import RunConfig
 from megajax.schema.schedule import ScheduleConfig
+from megajax.schema.spans import SpanLengths, span_lengths
 from megajax.schema.tree import Dumper
 
 AUTO_ATTENTION = "use kernels.attention=auto"
@@ -384,6 +385,18 @@ class Config(Section):
             return None
         batch = self.batch.model_copy(update={"sequence_length": self.model.encoder.sequence_length})
         return self.model_copy(update={"model": model, "batch": batch, "teacher": TeacherConfig()})
+
+    @property
+    def span_lengths(self) -> SpanLengths | None:
+        """Numbers of tokens of a sample of span corruption, which an encoder of layers trains on; None without one."""
+        if (length := self.model.encoder.sequence_length) is None:
+            return None
+        return span_lengths(length, self.data.noise_density, self.data.mean_span_length)
+
+    @property
+    def sample_length(self) -> int:
+        """The number of tokens of the text from one sample to the next."""
+        return self.batch.sequence_length if self.span_lengths is None else self.span_lengths.tokens
 
     @property
     def fp8_layers(self) -> range:

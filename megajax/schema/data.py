@@ -19,6 +19,7 @@ from megajax.schema.fields import (
 )
 from megajax.schema.rules import AtMost, Excludes, Needs, ReadIf
 
+OF_SPANS = ReadIf("model.encoder.kind", "layers")
 OF_FILES = ReadIf("kind", ("indexed", "text", "chat"))
 WITHOUT_DATA = "or data.kind=synthetic to try without data"
 
@@ -272,6 +273,12 @@ class DataConfig(Section):
     )
     fim_tokens: Annotated[FimTokens, ReadIf("fim_rate")] = Field(
         default_factory=FimTokens, description="Special tokens of fill-in-the-middle."
+    )
+    noise_density: Annotated[float, Field(gt=0, lt=1), OF_SPANS] = Field(
+        default=0.15, description="Span corruption: share of the tokens that are replaced by sentinels."
+    )
+    mean_span_length: Annotated[float, Field(ge=1, le=10**6), OF_SPANS] = Field(
+        default=3.0, description="Span corruption: mean number of tokens of a span that is replaced by one sentinel."
     )
     synthetic_documents: Annotated[
         Count | None,

@@ -1,0 +1,113 @@
+"""Span corruption (Raffel et al. 1910.10683): the text without some spans for the encoder, the spans for the decoder.
+
+As in T5's code: a sample's tokens are divided at random into as many spans that stay as spans that are noise, in turn,
+the last one noise. Inputs are the tokens that stay with a sentinel in place of each noise span, targets the noise spans
+behind the same sentinels; both end with the token that ends a text. The decoder reads its targets one token later, from
+token 0 on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megajax.config.sentences import fail, format_keys, value
+from megajax.data.special_tokens import document_end
+from megajax.data.tokenizers import load_tokenizer
+from megajax.schema.spans import SpanLengths
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+STREAM = 3  # of the random numbers, beside the seed and the index of the sample
+START = 0  # the decoder's first token: T5's padding
+SYNTHETIC_END = 1
+SENTINEL = "<extra_id_{}>"  # T5's names
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """Pairs of sequences for an encoder and for a decoder, whose length may be more than that of the targets."""
+
+    lengths: SpanLengths
+    sentinels: tuple[int, ...]  # of the first span, the second, ...
+    end: int
+    decoder_length: int
+    seed: int
+
+    def __call__(self, sample: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets) of sample `index`, whose first tokens are used; a function of seed and index."""
+        generator = np.random.Generator(np.random.PCG64((self.seed, STREAM, index)))
+        lengths = self.lengths
+        noise = _segments(generator, lengths.noise, lengths.spans)
+        kept = _segments(generator, lengths.tokens - lengths.noise, lengths.spans)
+        pieces = np.split(sample[: lengths.tokens], np.cumsum(np.stack([kept, noise], axis=1).reshape(-1))[:-1])
+        inputs, targets = list[np.ndarray](), list[np.ndarray]()
+        for span, sentinel in enumerate(self.sentinels[: lengths.spans]):
+            inputs += [pieces[2 * span], np.array([sentinel])]
+            targets += [np.array([sentinel]), pieces[2 * span + 1]]
+        return tuple(np.concatenate([*parts, [self.end]]).astype(np.int32) for parts in (inputs, targets))  # type: ignore[return-value]
+
+    def fields(self, samples: Sequence[np.ndarray], indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """The fields of a batch."""
+        pairs = [self(sample, index) for sample, index in zip(samples, indices, strict=True)]
+        inputs, targets = (np.stack(parts) for parts in zip(*pairs, strict=True))
+        rows, padding = len(pairs), self.decoder_length - targets.shape[1]
+        padded = np.pad(targets, ((0, 0), (0, padding)))
+        return {
+            "encoder_tokens": inputs,
+            "tokens": np.concatenate([np.full((rows, 1), START, np.int32), padded[:, :-1]], axis=1),
+            "targets": padded,
+            "loss_mask": np.pad(np.ones(targets.shape, np.float32), ((0, 0), (0, padding))),
+            "positions": np.tile(np.arange(self.decoder_length, dtype=np.int32), (rows, 1)),
+        }
+
+
+def _segments(generator: np.random.Generator, items: int, segments: int) -> np.ndarray:
+    """The lengths of `segments` non-empty parts of `items`, all divisions being equally likely."""
+    begins = generator.permutation(np.arange(items - 1) < segments - 1)
+    return np.bincount(np.concatenate([[0], np.cumsum(begins)]), minlength=segments)
+
+
+def open_spans(config: "Config") -> SpanCorruption | None:
+    """The span corruption of a config with an encoder of layers; None without one.
+
+    Raises ConfigError for settings that it does not have, and if the tokenizer lacks sentinels.
+    """
+    lengths, data = config.span_lengths, config.data
+    if lengths is None:
+        return None
+    encoder = "model.encoder.kind"
+    others = {
+        "data.kind": data.kind == "chat",
+        "data.order": data.order == "megatron",
+        "data.fim_rate": data.fim_rate > 0,
+        "data.reset_attention": data.reset_attention,
+        "run.eval_steps": config.run.eval_steps == "all",
+    }
+    for key in (key for key, found in others.items() if found):
+        problem = (
+            f"{format_keys(config, encoder)} trains on corrupted spans, which {format_keys(config, key)} does not have"
+        )
+        fail(config, problem, f"change {key}, or train from your own loop (docs/custom_loop.md)", key, encoder)
+    for key, needed in (("batch.sequence_length", lengths.targets), ("model.encoder.sequence_length", lengths.inputs)):
+        if value(config, key) < needed:
+            problem = f"{format_keys(config, key)} is too short for corrupted spans, which have {needed} tokens"
+            fail(config, problem, f"set it to {needed} or more", key)
+    sizes = config.batch.sequence_length, config.run.seed
+    if data.kind == "synthetic":
+        last = config.model.vocab_size - 1
+        return SpanCorruption(lengths, tuple(range(last, last - lengths.spans, -1)), SYNTHETIC_END, *sizes)
+    if data.tokenizer is None:
+        problem = f"{format_keys(config, encoder)} replaces spans of text by tokens of data.tokenizer, which is not set"
+        fail(config, problem, "set it to the tokenizer that wrote the data, with <extra_id_0> and so on", encoder)
+    tokenizer = load_tokenizer(data.tokenizer)
+    found = [tokenizer.token_id(SENTINEL.format(span)) for span in range(lengths.spans)]
+    if None in found:
+        lacking = SENTINEL.format(found.index(None))
+        problem = f"{format_keys(config, 'data.tokenizer')} has no {lacking}, but a sample has {lengths.spans} spans"
+        cure = "use T5's tokenizer, raise data.mean_span_length, or shorten model.encoder.sequence_length"
+        fail(config, problem, cure, "data.tokenizer")
+    sentinels = tuple(token for token in found if token is not None)
+    return SpanCorruption(lengths, sentinels, document_end(data, tokenizer), *sizes)

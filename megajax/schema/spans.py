@@ -1,0 +1,27 @@
+"""The lengths of span corruption (Raffel et al. 1910.10683), as in T5's `random_spans_helper`."""
+
+from typing import NamedTuple
+
+
+class SpanLengths(NamedTuple):
+    """Numbers of tokens of a sample."""
+
+    tokens: int  # of the text
+    noise: int  # of them in spans that are replaced
+    spans: int
+    inputs: int  # of the encoder: the other tokens, a sentinel for each span, and the end
+    targets: int  # of the decoder: a sentinel before each span's tokens, and the end
+
+
+def span_lengths(inputs: int, noise_density: float, mean_span_length: float) -> SpanLengths:
+    """The longest text whose corrupted form has at most `inputs` tokens."""
+
+    def of(tokens: int) -> SpanLengths:
+        noise = min(max(round(tokens * noise_density), 1), tokens - 1)
+        spans = min(max(round(noise / mean_span_length), 1), tokens - noise)
+        return SpanLengths(tokens, noise, spans, tokens - noise + spans + 1, noise + spans + 1)
+
+    tokens = 2
+    while of(tokens + 1).inputs <= inputs:
+        tokens += 1
+    return of(tokens)

@@ -1,0 +1,113 @@
+"""Span corruption: T5's lengths, its format restated in loops, the same samples in any process."""
+
+import json
+
+import numpy as np
+import pytest
+
+import megajax
+from megajax.data.loader import datasets, make_loader
+from megajax.errors import ConfigError, InputError
+from megajax.schema.spans import span_lengths
+
+SENTINELS, END = range(119, 109, -1), 1
+
+
+@pytest.mark.smoke
+def test_the_lengths_are_those_of_t5():
+    """512 inputs: 568 tokens and 114 targets in T5's code; others by its formulas."""
+    assert span_lengths(512, 0.15, 3.0) == (568, 85, 28, 512, 114)
+    for inputs in (20, 128, 1024):
+        found = span_lengths(inputs, 0.15, 3.0)
+        noise = round(found.tokens * 0.15)
+        assert found[1:] == (noise, round(noise / 3), inputs, noise + round(noise / 3) + 1)
+
+
+def segments(generator, items, count):
+    """`count` parts of `items`: a part begins at each item that the shuffle marks, and at the first."""
+    marks = [True] * (count - 1) + [False] * (items - count)
+    lengths = [1]
+    for begins in generator.permutation(marks):
+        lengths = [*lengths, 1] if begins else [*lengths[:-1], lengths[-1] + 1]
+    return lengths
+
+
+def corrupted(tokens, index, noise, spans, seed):
+    """T5's format, token by token."""
+    generator = np.random.Generator(np.random.PCG64((seed, 3, index)))
+    replaced, kept = segments(generator, noise, spans), segments(generator, len(tokens) - noise, spans)
+    inputs, targets, position = [], [], 0
+    for span in range(spans):
+        for _ in range(kept[span]):
+            inputs.append(int(tokens[position]))
+            position += 1
+        inputs.append(SENTINELS[span])
+        targets.append(SENTINELS[span])
+        for _ in range(replaced[span]):
+            targets.append(int(tokens[position]))
+            position += 1
+    return [*inputs, END], [*targets, END]
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    vocabulary = {"?": 0, "</s>": END} | {str(i): i for i in range(2, 110)}
+    vocabulary |= {f"<extra_id_{i}>": token for i, token in enumerate(SENTINELS)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+    content = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    texts = [" ".join(map(str, range(start, start + 40))) for start in range(2, 65, 7)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def make(model=(), batch=(), **data) -> megajax.Config:
+        files = {"kind": "text", "train": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "t.json")}
+        encoder = {"kind": "layers", "num_layers": 1, "sequence_length": 32}
+        content = {
+            "run": {"steps": 20, "dir": str(tmp_path / "run"), "seed": 5},
+            "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 120, "encoder": encoder},
+            "batch": {"global_size": 4, "sequence_length": 12, **dict(batch)},
+            "data": files | {"end_of_document": "</s>"} | data,
+        }
+        content["model"] |= dict(model)
+        return megajax.Config.model_validate(content)
+
+    return make
+
+
+def test_batches_are_corrupted_text_as_a_function_of_seed_and_index(config_of):
+    config = config_of()
+    samples, loader = datasets(config)["train"], make_loader(config, split="train", rows=np.arange(4))
+    tokens, noise, spans, _, _ = span_lengths(32, 0.15, 3.0)
+    whole = [next(loader) for _ in range(5)]
+    for step, batch in enumerate(whole):
+        assert batch.keys() == {"encoder_tokens", "tokens", "targets", "loss_mask", "positions"}
+        for row in range(4):
+            index = 4 * step + row
+            inputs, targets = corrupted(samples[index][:tokens], index, noise, spans, seed=5)
+            padding = [0] * (12 - len(targets))
+            assert batch["encoder_tokens"][row].tolist() == inputs and len(inputs) == 32
+            assert batch["targets"][row].tolist() == [*targets, *padding]
+            assert batch["tokens"][row].tolist() == [0, *targets, *padding][:12]
+            assert batch["loss_mask"][row].tolist() == [1] * len(targets) + padding
+    resumed = make_loader(config, split="train", rows=np.array([2]), start_step=4)  # another process
+    np.testing.assert_array_equal(next(resumed)["targets"], whole[4]["targets"][2:3])
+    ends = [samples[i][0] for i in range(3)] + [samples[i][tokens - 1] for i in range(3)]
+    assert len(ends) == 6  # samples have no token in common: each has the length of the step to the next
+    sequential = datasets(config_of(order="sequential"))["train"]
+    assert sequential[1][0] == sequential[0][tokens]
+
+
+@pytest.mark.smoke
+def test_settings_that_do_not_fit_are_sentences(config_of):
+    for data, sentence in (
+        ({"reset_attention": True}, "trains on corrupted spans, which data.reset_attention=true does not have"),
+        ({"fim_rate": 0.5}, "data.fim_rate=0.5 does not have"),
+        ({"mean_span_length": 1.0, "noise_density": 0.5}, "batch.sequence_length=12 is too short"),
+        ({"tokenizer": None, "kind": "indexed"}, "data.tokenizer, which is not set"),
+        ({"batch": {"sequence_length": 200}, "mean_span_length": 1.0, "noise_density": 0.3}, "has no <extra_id_10>"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            datasets(config_of(**data))
+    long = {"kind": "layers", "num_layers": 1, "sequence_length": 1000}
+    with pytest.raises((ConfigError, InputError), match="takes 1110|has no <extra_id_10>"):
+        datasets(config_of({"encoder": long}, {"sequence_length": 400}))
