@@ -12,8 +12,8 @@ from megajax.runtime import accept_missing_cuda
 def generate(options) -> None:
     """Load the model, continue the prompts and print them; `options` are those of the parser below.
 
-    One prompt is printed with its continuation as it grows, of a chat only the answer; several as JSON lines {"prompt",
-    "text"} at the end. Counts of verified drafts follow on stderr.
+    One prompt is printed with its continuation as it grows, of a chat, or with an encoder, only the answer; several as
+    JSON lines {"prompt", "text"} at the end. Counts of verified drafts follow on stderr.
     """
     from megajax.inference.generation import continue_texts, generator
     from megajax.inference.load import load_chosen
@@ -34,7 +34,7 @@ def generate(options) -> None:
         model.encode(text, special_tokens=isinstance(prompt, str)) for text, prompt in zip(texts, prompts, strict=True)
     ]
     alone = options.prompts is None
-    if alone and isinstance(prompts[0], str):
+    if alone and isinstance(prompts[0], str) and model.config.of_encoder is None:
         print(texts[0], end="", flush=True)
 
     def show(text: str) -> None:

@@ -82,6 +82,7 @@ def open_spans(config: "Config") -> SpanCorruption | None:
     others = {
         "data.kind": data.kind == "chat",
         "data.order": data.order == "megatron",
+        "data.packing": data.row_packing != "sequential",
         "data.fim_rate": data.fim_rate > 0,
         "data.reset_attention": data.reset_attention,
         "run.eval_steps": config.run.eval_steps == "all",

@@ -54,6 +54,9 @@ def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     """The peaks of a step, one of which is the largest."""
     step = _Pipelined(plan) if plan.is_pipelined else _Step(plan)
     teacher = plan.config.teacher.model
+    if plan.encoder is not None:
+        held = encoder_activations(plan, plan.encoder)
+        return (replace(each, activations=each.activations + held) for each in step.peaks())
     if teacher is None:
         return step.peaks()
     # A teacher's output: of one microbatch, in a pipeline of all
@@ -63,6 +66,19 @@ def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
         replace(each, weights=each.weights + step.weights.teacher, activations=each.activations + stream)
         for each in step.peaks()
     )
+
+
+def encoder_activations(step: StepPlan, plan: StepPlan) -> int:
+    """Bytes that an encoder's layers keep until their backward pass, and of their stream, which the layers read.
+
+    In a pipeline a stage keeps those of its share of the microbatches, and the streams of all.
+    """
+    numbers, microbatches, stages = Activations(plan), step.num_microbatches, step.sizes["pipeline"]
+    slots = [(s, s.start + i) for s in plan.segments for i in range(s.count)]
+    saved = sum(numbers.saved(plan.layer_slots[slot].block, s, s.iterations > 1) for s, slot in slots)
+    if not step.is_pipelined:
+        return saved + 2 * numbers.stream  # before its norm and after it
+    return -(-microbatches // stages) * (saved + numbers.stream) + microbatches * numbers.stream
 
 
 class _Step:

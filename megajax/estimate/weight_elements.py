@@ -126,8 +126,9 @@ class StepWeights:
 
     @cached_property
     def non_block_by_name(self) -> dict[str, Elements]:
-        """Elements of each weight outside the blocks."""
-        return {name: self.elements(name) for name in self.placements if not name.startswith((BLOCKS, TEACHER))}
+        """Elements of each weight outside the blocks; those of an encoder's layers are not all whole at one time."""
+        found = {name: self.elements(name) for name in self.placements if not name.startswith((BLOCKS, TEACHER))}
+        return {n: replace(e, whole=e.per_step) if is_in_layer(n) else e for n, e in found.items()}
 
     @property
     def teacher(self) -> int:

@@ -54,13 +54,18 @@ class WholeSequences(Comm):
         return self.max_length  # new tokens have the rotary positions of those in the cache
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
-        def attention(q, k, v, sinks):
-            how = replace(settings, sinks=sinks, wants_largest=False)
+        def attention(q, k, v, sinks, bias_table):
+            how = replace(settings, sinks=sinks, wants_largest=False, bias_table=bias_table)
             return ops.attention(q, k, v, how, implementation=self.kernels.attention)[0]
 
         heads = P(self.heads(k.shape[2]))
         whole = P(self.sequences(len(q)), None, *heads)
-        return self.divided(attention, (whole, whole, whole, heads), whole)(q, k, v, settings.sinks), None
+        of_heads = settings.sinks, settings.bias_table
+        return self.divided(attention, (whole, whole, whole, heads, heads), whole)(q, k, v, *of_heads), None
+
+    def attend_to(self, q, k, v, ranges, scale) -> jax.Array:
+        placed = P(self.sequences(len(q)), None, self.heads(k.shape[2]))
+        return super().attend_to(q, self.place(k, placed), self.place(v, placed), ranges, scale)
 
     def experts(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
         over = dividing(matrices.num_experts, EXPERT_AXES, self.sizes)
@@ -127,6 +132,11 @@ class Prefill(WholeSequences):
         self.keep(LayerCache(self.cached(_as_one_head(keys), settings.window), None))
         return super().attend(q, *keys.heads(self.column_linear), positions, settings)
 
+    def of_prompt(self, compute):
+        found = compute()
+        self.keep(found)
+        return found
+
     def cached(self, x: jax.Array, window: int | None) -> jax.Array:
         """Keys or values `[B, S, K, H]` of the prompts as the cache keeps them, `[B, K, W, H]`."""
         slots = jnp.arange(min(self.slots, window + self.new - 1) if window else self.slots)
@@ -148,17 +158,28 @@ class Decode(WholeSequences):
     def earlier(self) -> Any:
         return next(self.before)
 
+    def of_prompt(self, compute):
+        found = self.earlier()
+        self.keep(found)
+        return found
+
     def token_spec(self, count: int) -> P:
         return P()  # so few tokens are on all devices, with a part of the weights on each
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
         cache = self.earlier()
-        attention = partial(_attend_to_cache, settings)
+        how, length = replace(settings, sinks=None, bias_table=None), self.max_length
+
+        def attention(q, k, v, cache, index, sinks, bias_table):
+            own = replace(how, sinks=sinks, bias_table=bias_table)
+            return _attend_to_cache(own, q, k, v, cache, index, length=length)
+
         heads = self.heads(k.shape[2])
         rows = self.sequences(len(q))
         token, stored = P(rows, None, heads), P(rows, heads)
-        specs = (token, token, token, stored, P(rows), P(heads))
-        out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, positions.index, settings.sinks)
+        specs = (token, token, token, stored, P(rows), P(heads), P(heads))
+        of_heads = settings.sinks, settings.bias_table
+        out, cache = self.divided(attention, specs, (token, stored))(q, k, v, cache, positions.index, *of_heads)
         self.keep(cache)
         return out, None
 
@@ -176,8 +197,8 @@ class Decode(WholeSequences):
         shared = rotary.shape[-1]
         attention = partial(_attend_to_cache, settings, shared=shared)
         token, stored = P(self.sequences(len(q)), None, self.heads(N)), P(self.sequences(len(q)))
-        specs = (token, stored, P(), stored, P(self.sequences(len(q))), P())
-        arguments = q, _as_one_head(keys), None, cache, positions.index, None
+        specs = (token, stored, P(), stored, P(self.sequences(len(q))))
+        arguments = q, _as_one_head(keys), None, cache, positions.index
         out, cache = self.divided(attention, specs, (token, stored))(*arguments)
         self.keep(cache)
         return jnp.einsum("bsnr,rnh->bsnh", out, up_values.reshape(R, N, -1)).astype(q.dtype), None
@@ -194,11 +215,11 @@ def newest_position(slots: jax.Array, last: jax.Array) -> jax.Array:
 
 
 def _attend_to_cache(
-    settings: AttentionSettings, q, k, v, cache: LayerCache, positions, sinks, shared: int = 0
+    settings: AttentionSettings, q, k, v, cache: LayerCache, positions, shared: int = 0, length: int = 0
 ) -> tuple[jax.Array, LayerCache]:
     """Puts new tokens into the cache and attends to it: q [B, S, N, H], positions [B, S] -> ([B, S, N, ·], the cache).
 
-    Without values in the cache they are the keys from the element `shared` on.
+    Without values in the cache they are the keys from the element `shared` on. `length` is that of the model's context.
     """
     width = cache.keys.shape[2]
     rows, slots = jnp.arange(len(q))[:, None], positions % width
@@ -211,5 +232,10 @@ def _attend_to_cache(
     if settings.window is not None:
         visible &= stored > of_query - settings.window
     read = keys[..., shared:] if values is None else values
-    out = ops.cached_attention(q, keys, read, visible, softcap=settings.softcap, scale=settings.scale, sinks=sinks)
+    bias = None
+    if settings.bias_table is not None:
+        at = jnp.maximum(of_query[..., 0], 0), jnp.maximum(stored[:, 0], 0)
+        bias = ops.bias_of_pairs(settings.bias_table, *at, settings.bias_distance, length)
+    how = {"softcap": settings.softcap, "scale": settings.scale, "sinks": settings.sinks}
+    out = ops.cached_attention(q, keys, read, visible, **how, bias=bias)
     return out, LayerCache(keys, values)

@@ -11,10 +11,11 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from megajax import cluster
+from megajax.data.spans import START
 from megajax.data.tokenizers import decode_after
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, Prefill
-from megajax.inference.language_model import LanguageModel, positions_from
+from megajax.inference.language_model import LanguageModel, Source, positions_from
 from megajax.inference.sampling import DEFAULT, Sampling, choose
 from megajax.inference.speculation import Drafter, Drafts, DraftWindow, Verified
 from megajax.inference.weights import ModelWeights
@@ -34,6 +35,7 @@ class GenerationState(NamedTuple):
     position: jax.Array  # [B] int32, of the newest token
     done: jax.Array  # [B] bool
     keys: jax.Array  # [B] random keys
+    source_lengths: jax.Array | None = None  # [B], of prompts that an encoder read
     drafts: Drafts | None = None  # with speculation
     verified: Verified | None = None
 
@@ -74,6 +76,9 @@ class Generator:
         to as many tokens longer as are drafted in a step. Of `growing` prompts, those of a conversation, few lengths
         are distinguished, so that most calls need no new programs.
         """
+        sources = None
+        if self.model.config.of_encoder is not None:  # it reads the prompts, and the new tokens follow START
+            sources, prompts = self._padded(prompts, growing), [[START]] * len(prompts)
         longest = max(map(len, prompts))
         self._check(prompts, longest, max_tokens)
         limits = np.array([min(max_tokens, self.model.max_length - len(prompt)) for prompt in prompts], np.int32)
@@ -81,12 +86,9 @@ class Generator:
         padded = self._rounded(longest, growing)
         written = self.drafter.written if self.drafter else 1
         size = self._rounded(min(padded + most, self.model.max_length) + written - 1, growing)
-        tokens = np.zeros((len(prompts), min(padded, self.model.max_length)), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        tokens, lengths = _in_rows(prompts, min(padded, self.model.max_length))
         room = self._rounded(min(max_tokens, self.model.max_length), growing)
-        progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), size=size, room=room)
+        progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), sources, size=size, room=room)
         while True:
             active, self.verified = _on_host((progress.active(limits), progress.verified))
             if chunk is not None or not active.any():
@@ -96,6 +98,12 @@ class Generator:
                 return
             ends = np.minimum(limits, _on_host(progress.count)[active].min() + (chunk or most))
             progress = self._decode(self.model.weights, progress, ends)
+
+    def _padded(self, prompts: Sequence[Sequence[int]], growing: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts for an encoder `[B, T]`, padded at their ends, and their lengths. Raises InputError as `tokens`."""
+        for prompt in prompts:
+            self.model.check_tokens(np.array([prompt], np.int32)[:, : self.model.max_length])
+        return _in_rows(prompts, self._rounded(max(map(len, prompts)), growing))
 
     def _rounded(self, length: int, growing: bool) -> int:
         """A length rounded up, for shared programs: to a multiple, or if `growing` to a multiple by a power of two."""
@@ -113,16 +121,18 @@ class Generator:
             )
 
     def _prefill_program(
-        self, weights: ModelWeights, tokens, lengths, seed, *, size: int, room: int
+        self, weights: ModelWeights, tokens, lengths, seed, sources, *, size: int, room: int
     ) -> GenerationState:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
         B, written = len(tokens), self.drafter.written if self.drafter else 1
         comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, written)
-        h = self.model.whole_sequences(weights, tokens, comm)
+        source = None if sources is None else self.model.encoded(weights, *sources)
+        h = self.model.whole_sequences(weights, tokens, comm, source)
         newest = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
         empty, none = jnp.full((B, room), NONE, jnp.int32), jnp.zeros(B, jnp.int32)
         start = GenerationState(tuple(comm.caches), empty, none, lengths - 1, jnp.zeros(B, bool), keys)
+        start = start._replace(source_lengths=None if source is None else source.lengths)
         progress, token = self._with_token(start, self.model.model.logits(weights.outer, newest), ~start.done)
         if self.drafter is None:
             return progress
@@ -140,7 +150,8 @@ class Generator:
         """One token more of the sequences that go on."""
         comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
         newest = jnp.take_along_axis(progress.tokens, progress.count[:, None] - 1, axis=1)
-        h = self.model.new_tokens(weights, jnp.maximum(newest, 0), progress.position, comm)
+        source = None if progress.source_lengths is None else Source(progress.source_lengths, None)
+        h = self.model.new_tokens(weights, jnp.maximum(newest, 0), progress.position, comm, source)
         logits = self.model.model.logits(weights.outer, h[:, 0])
         active = progress.active(ends)
         return self._with_token(progress._replace(caches=tuple(comm.caches)), logits, active)[0]
@@ -197,6 +208,14 @@ def _on_host(arrays: Any) -> Any:
     )
 
 
+def _in_rows(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(prompts `[B, length]`, padded at their ends, their lengths `[B]`)."""
+    tokens = np.zeros((len(prompts), length), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, np.array([len(prompt) for prompt in prompts], np.int32)
+
+
 def _where_rows(active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """`new [B, ...]` in the rows that are active, else `old`."""
     return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -246,7 +265,8 @@ def continue_texts(
     for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk, growing):
         ended = [next((i for i, token in enumerate(row) if token in ends), None) for row in rows]
         rows = [row[:end] for row, end in zip(rows, ended, strict=True)]
-        texts = [decode_after(tokenizer, *each) for each in zip(encoded, rows, strict=True)]
+        before = encoded if model.config.of_encoder is None else [[]] * len(rows)
+        texts = [decode_after(tokenizer, *each) for each in zip(before, rows, strict=True)]
         cut = [min((text.find(end) for end in stop if end in text), default=-1) for text in texts]
         texts = [text if end < 0 else text[:end] for text, end in zip(texts, cut, strict=True)]
         if on_text:

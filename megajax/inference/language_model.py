@@ -2,14 +2,16 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from megajax import ops
 from megajax.config import AXES, Config
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.special_tokens import framed
@@ -17,11 +19,14 @@ from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, Parameters, from_parameters
 from megajax.kernel_choice import Hardware, Kernels
-from megajax.layout.kinds import extra_layers, layer_kinds
+from megajax.layout.kinds import ENCODER, extra_layers, layer_kinds
 from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
+from megajax.model.cross_attention import END_OF_KEYS, FIRST_KEY
+from megajax.model.encoder_layers import ENDS, STARTS, TOKENS, EncoderLayers, bias_stream
 from megajax.model.sublayer import BlockInputs, LayerContext, State
 from megajax.options.registered import NO_ENCODER
+from megajax.schema.model import LAYERS
 from megajax.sources import NO_TEXT, TextSettings
 
 
@@ -48,7 +53,7 @@ class LanguageModel:
         none.
         """
         assert extra_layers(config.model) or not speculate
-        if config.model.encoder.kind != NO_ENCODER:
+        if config.model.encoder.kind not in (NO_ENCODER, LAYERS):
             problem = (
                 f"model.encoder.kind={config.model.encoder.kind}: a model with an encoder can be trained and evaluated"
             )
@@ -75,6 +80,7 @@ class LanguageModel:
         Raises InputError for ids that the model does not have and for sequences longer than `max_length`.
         """
         tokens = np.asarray(tokens_bs, np.int32)
+        self.check_has_no_encoder("logits of tokens")
         self.check_tokens(tokens)
         return self._logits(self.weights, tokens)
 
@@ -89,7 +95,8 @@ class LanguageModel:
             text.encode()  # the library `tokenizers` has no error of its own for this
         except UnicodeEncodeError:
             raise InputError(f"the prompt {shown(repr(text))} is not UTF-8: write it in UTF-8.") from None
-        tokens = framed(self.tokenizer.encode(text), self.begin_token if special_tokens else None)
+        end = self.end_token if self.config.of_encoder else None  # as the encoder's sequences in training
+        tokens = framed(self.tokenizer.encode(text), self.begin_token if special_tokens else None, end)
         if not tokens:
             raise InputError(f"the prompt {shown(repr(text))} has no tokens: give at least one character.")
         return tokens
@@ -105,6 +112,11 @@ class LanguageModel:
         if self.begin_token is not None:
             return self.begin_token
         return self.stop_tokens[0] if self.stop_tokens else None
+
+    def check_has_no_encoder(self, what: str) -> None:
+        """Raises InputError if the model reads its prompts with an encoder, which `what` does not have."""
+        if self.config.of_encoder is not None:
+            raise InputError(f"{what} need a text before them, and this model has an encoder: generate from prompts.")
 
     def check_is_causal(self, what: str) -> None:
         """Raises InputError, with `what` needs it, if a token attends to those after it too."""
@@ -133,19 +145,45 @@ class LanguageModel:
         return jax.jit(logits)
 
     def whole_sequences(
-        self, weights: ModelWeights, tokens_bs: jax.Array, comm: WholeSequences | None = None
+        self,
+        weights: ModelWeights,
+        tokens_bs: jax.Array,
+        comm: WholeSequences | None = None,
+        source: "Source | None" = None,
     ) -> jax.Array:
         """Token ids `[B, S]` → the model's output after its final norm `[B, S, D]`; to be traced."""
         comm = comm or WholeSequences(self.mesh, self.kernels, self.max_length)
         positions = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1]), tokens_bs.shape)
-        return self._run(weights, tokens_bs, positions, comm)
+        return self._run(weights, tokens_bs, positions, comm, source)
 
-    def new_tokens(self, weights: ModelWeights, tokens_bs: jax.Array, first_b: jax.Array, comm: Decode) -> jax.Array:
+    def encoded(self, weights: ModelWeights, tokens_bt: jax.Array, lengths_b: jax.Array) -> "Source":
+        """What the encoder makes of prompts `[B, T]` of these lengths, padded at their ends; to be traced."""
+        encoder = self.model.encoder
+        assert isinstance(encoder, EncoderLayers)
+        documents = ops.documents_of(jnp.where(jnp.arange(tokens_bt.shape[1]) < lengths_b[:, None], 0, -1))
+        fields = {TOKENS: tokens_bt, STARTS: documents.starts, ENDS: documents.ends}
+        stream = self.model.encode(encoder, weights.outer, fields, jnp.arange(len(tokens_bt)))
+        return Source(lengths_b, stream)
+
+    def new_tokens(
+        self,
+        weights: ModelWeights,
+        tokens_bs: jax.Array,
+        first_b: jax.Array,
+        comm: Decode,
+        source: "Source | None" = None,
+    ) -> jax.Array:
         """Tokens from the positions `first_b` on → the model's output `[B, S, D]`; to be traced."""
-        return self._run(weights, tokens_bs, positions_from(first_b, tokens_bs.shape[1]), comm)
+        return self._run(weights, tokens_bs, positions_from(first_b, tokens_bs.shape[1]), comm, source)
 
-    def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences) -> jax.Array:
+    def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences, source) -> jax.Array:
         inputs = block_inputs(positions, comm.token_positions(positions))
+        streams, fields = bias_stream(weights.outer), {}
+        if source is not None:
+            fields = {FIRST_KEY: jnp.zeros_like(positions), END_OF_KEYS: jnp.zeros_like(positions)}
+            fields[END_OF_KEYS] += source.lengths[:, None]
+            streams |= {} if source.stream is None else {ENCODER: source.stream}
+        inputs = replace(inputs, streams=streams, fields=fields)
         x = self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1))
         x = comm.place(x, comm.token_spec(len(tokens)))
         for layer, kind in enumerate(layer_kinds(self.config)):
@@ -153,6 +191,13 @@ class LanguageModel:
             ctx = LayerContext(comm, inputs, layer, kind, state=state)
             x, _ = self.model.blocks[kind.block].apply(layer_weights, x, ctx)
         return self.model.output(weights.outer, x).reshape(*tokens.shape, -1)
+
+
+class Source(NamedTuple):
+    """The prompts of a model with an encoder."""
+
+    lengths: jax.Array  # [B]
+    stream: jax.Array | None  # [B · T, D]; None for new tokens, whose layers kept what they need of it
 
 
 def positions_from(first_b: jax.Array, count: int) -> jax.Array:

@@ -69,6 +69,7 @@ class Scorer:
     """Computes scores in batches of windows of similar lengths, which share compiled programs."""
 
     def __init__(self, model: LanguageModel, tokens_per_batch: int = TOKENS_PER_BATCH):
+        model.check_has_no_encoder("scores of texts")
         model.check_is_causal("a score of texts, by each next token,")
         self.model, self.tokens_per_batch = model, tokens_per_batch
         self._program = jax.jit(self._predictions)

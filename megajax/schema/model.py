@@ -282,6 +282,7 @@ class EncoderConfig(Registered):
         Excludes("lora.rank", of=LAYERS, because="its layers have no adapters"),
         Excludes("precision.fp8.recipe", of=LAYERS, because="its layers are not quantised"),
         Excludes("teacher.model", of=LAYERS, because="a teacher reads tokens only"),
+        Excludes("optimizer.layer_decay", of=LAYERS, because="its layers have no distance from the output"),
     ] = Field(
         default="none",
         description="none; layers: layers like the model's, with attention to both sides, as in T5; or the name of a"

@@ -104,7 +104,7 @@ def test_settings_that_do_not_fit_are_sentences(config_of):
         ({"fim_rate": 0.5}, "data.fim_rate=0.5 does not have"),
         ({"mean_span_length": 1.0, "noise_density": 0.5}, "batch.sequence_length=12 is too short"),
         ({"tokenizer": None, "kind": "indexed"}, "data.tokenizer, which is not set"),
-        ({"batch": {"sequence_length": 200}, "mean_span_length": 1.0, "noise_density": 0.3}, "has no <extra_id_10>"),
+        ({"batch": {"sequence_length": 200}, "mean_span_length": 1.0, "noise_density": 0.4}, "has no <extra_id_10>"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             datasets(config_of(**data))

@@ -15,6 +15,9 @@ from megajax.config import Config, ModelConfig
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.hf.convert import export, family_for, read_model, their_tensors
+from megajax.inference.generation import Generator
+from megajax.inference.language_model import LanguageModel
+from megajax.inference.sampling import Sampling
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind, parameters
 from megajax.training.saving import StateSaver
@@ -23,6 +26,7 @@ from megajax.training.step import TrainProgram
 FILES = Path(__file__).parents[1] / "data_files"
 NAMES = ["t5", "t5_tied"]  # T5 1.1, and T5 with padding in the encoder
 TOLERANCE = 1e-5
+GREEDY = Sampling(temperature=0.0)
 
 
 def config_for(model: dict, **mesh: int) -> Config:
@@ -123,3 +127,17 @@ def test_absent_keys_have_the_values_of_transformers(tmp_path):
         True,
         True,
     )
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("t5", {"tensor": 2}), ("t5_tied", {"data": 2})])
+def test_generation_with_cached_cross_keys_is_that_of_whole_sequences(weights, name, mesh):
+    """transformers computed each token from the whole sequence before it."""
+    (model, own), stored = weights[name], np.load(FILES / f"{name}.npz")
+    config = config_for(model.model_dump(), **mesh)
+    devices = build_mesh(check_mesh(config, 2), jax.devices()[:2])
+    generator = Generator(LanguageModel(config, {n: jnp.asarray(w) for n, w in own.items()}, {}, devices), GREEDY, 8)
+    prompts = [row[:n].tolist() for row, n in zip(stored["encoder_tokens"], stored["lengths"], strict=True)]
+    (*_, found) = generator.tokens(prompts, 8)
+    assert found == stored["generated"][:, 1:].tolist()
+    with pytest.raises(InputError, match="logits of tokens need a text before them"):
+        generator.model(stored["tokens"])

@@ -11,6 +11,7 @@ from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
 from megajax.ops import AttentionSettings, attention, cached_attention, documents_of, visible_ranges
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
+from megajax.ops.relative_bias import distance_buckets
 from megajax.tools.plan.compile import no_gpu_needed
 
 S = 37
@@ -206,6 +207,30 @@ def test_documents_begin_and_end_where_the_id_changes():
     assert ends.tolist() == [[2, 2, 5, 5, 5, 6], [1, 3, 3, 6, 6, 6]]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn_takes_a_bias_and_gives_its_gradient(causal):
+    def loss(q, k, v, table):
+        out, _ = attended(q, k, v, "cudnn", causal=causal, bias_table=table)
+        return out.astype(jnp.float32).sum()
+
+    q, table = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((2, 64, 6, 64), (6, 32)))
+    with no_gpu_needed():
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3))).trace(q, q, q, table)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    forward, backward = re.findall(r"custom_call @(\S+)\(.*-> (.*)", text)
+    assert forward[0] == "__cudnn$fmhaScaleBiasSoftmax" and backward[0] == f"{forward[0]}Backward"
+    assert "tensor<1x6x64x64xbf16>" in backward[1] and text.count("CAUSAL") == 2 * causal
+
+
+def test_buckets_of_distances():
+    """Worked from the formula: with 32 buckets up to 128, 16 are one distance each, the others grow by a factor."""
+    causal, both = (dict(zip(range(-200, 201), distance_buckets(201, 32, 128, c), strict=True)) for c in (True, False))
+    assert [causal[-d] for d in (0, 1, 15, 16, 18, 19, 63, 64, 127, 200)] == [0, 1, 15, 16, 16, 17, 26, 26, 31, 31]
+    assert all(causal[d] == 0 for d in range(1, 201))
+    assert [both[-d] for d in (0, 1, 7, 8, 11, 12, 64, 200)] == [0, 1, 7, 8, 8, 9, 14, 15]
+    assert all(both[d] == both[-d] + 16 for d in range(1, 201))
+
+
 def test_cudnn_takes_the_scale_and_any_multiple_of_8(lowered_for_cuda):
     text = lowered_for_cuda(S=38, H=40, scale=0.25)
     assert cudnn_calls(text) == (1, 1) and text.count("fmha_scale\\22: 0.25") == 2
@@ -259,6 +284,7 @@ OBSTACLES = [
     ({"softcap": 50.0}, "model.attention_softcap=50.0"),
     ({"packed": True}, "packed documents"),
     ({"two_sided_window": 64}, "model.causal=false with model.sliding_window=64"),
+    ({"parts_with": ("model.position=relative",)}, "does not support model.position=relative"),
     ({"padded": True}, "model.causal=false with padded sequences"),
     ({"parts_with": ("model.sliding_window=64",)}, "does not support model.sliding_window=64"),
 ]

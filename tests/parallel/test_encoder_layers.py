@@ -6,6 +6,8 @@ import pytest
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -81,3 +83,29 @@ def test_loss_and_gradients_are_those_of_the_reference(table, expected, packed, 
     state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields(packed))
     assert {"relative_bias", "encoder.relative_bias", "encoder.final_norm"} < {*gradients}
     table.check_first_step(program, state, batch, float(loss), gradients)
+
+
+def test_flops_are_those_of_both_stacks(table):
+    """By hand, per token of the decoder: matrices, attention to both sides or before, cross-attention, head."""
+    D, F, S, T, V = 16, 24, LENGTH, SOURCE, 52
+    mlp, square, pair = 3 * D * F, D * D, 2 * D  # heads are as wide as the stream
+    encoder = 2 * (4 * square + mlp + T * pair) * T / S
+    cross = 2 * square + 2 * square * T / S + T * pair  # keys and values of each token of the encoder
+    decoder = 2 * (4 * square + mlp + S / 2 * pair + cross)
+    assert flops_per_token(make(table, {})) == pytest.approx(6 * (encoder + decoder + D * V))
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "sentence"),
+    [
+        ({"num_experts": 2}, {}, "model.encoder.kind=layers cannot be combined with model.num_experts=2"),
+        ({"encoder": {"kind": "layers", "sequence_length": 16}}, {}, "kind=layers needs model.encoder.num_layers"),
+        ({"attention_sinks": True}, {}, "position=relative cannot be combined with model.attention_sinks=true"),
+        ({}, {"communication": {"context": "ring"}, "mesh": {"context": 2}}, "use all_to_all or all_gather"),
+        ({}, {"lora": {"rank": 2}}, "its layers have no adapters"),
+        ({"encoder": {"kind": "none"}, "block_pattern": ["decoder"]}, {}, "set model.encoder.kind=layers, or remove"),
+    ],
+)
+def test_what_cannot_run_is_a_sentence(table, model, sections, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make(table, sections.pop("mesh", {}), model, **sections)

@@ -195,7 +195,13 @@ class _Step:
                 again += self.device.unused(kind, fp8) * -FORWARD
             layers, remat = layers + work * count, remat + again * count
             copies += count * self.device.saved(kind, policy) if copied else 0.0
-        return layers, remat, COPIES * copies / self.rates.memory_bytes
+        copies = COPIES * copies / self.rates.memory_bytes
+        if self.plan.encoder is not None:  # each stage runs it for its share of the microbatches
+            share = 1 / (self.sizes["pipeline"] * self.plan.layer_table.shape[1])
+            of_encoder = _Step(self.plan.encoder, self.rates, self.stored).slots()
+            layers, remat = layers + of_encoder[0] * share, remat + of_encoder[1] * share
+            copies += of_encoder[2] * share
+        return layers, remat, copies
 
     def recomputed(self, kind: LayerKind, work: PassSeconds, policy: RematPolicy) -> PassSeconds:
         """A layer's forward pass, or the part that its remat policy computes again.
