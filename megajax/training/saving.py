@@ -461,9 +461,14 @@ def refuse_not_finite(weights: Weights, source: str) -> None:
     """Raise InputError with the first arrays that have NaN or Inf, at most three; they are checked on the devices."""
     params, state = weights
     arrays = params | {f"{kind}.{name}": array for kind, of_kind in state.items() for name, array in of_kind.items()}
-    finite = jax.jit(lambda arrays: {name: jnp.isfinite(array).all() for name, array in arrays.items()})(arrays)
-    if bad := [name for name, good in finite.items() if not good][:3]:
+    if bad := [name for name, good in zip(arrays, _are_finite([*arrays.values()]), strict=True) if not good][:3]:
         raise InputError(f"{source}: {', '.join(bad)} has NaN or Inf: give weights without them.")
+
+
+@jax.jit
+def _are_finite(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Whether each array has only finite numbers; arrays of equal shapes share a program."""
+    return [jnp.isfinite(array).all() for array in arrays]
 
 
 def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, dict[str, Leaf]]:
