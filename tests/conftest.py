@@ -29,6 +29,8 @@ FLAGS = f"--xla_force_host_platform_device_count=8 {EMITTERS} {ONE_PART} {NO_AUT
 os.environ["XLA_FLAGS"] = WITH_FLAGS = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 # LLVM's optimisations take longer than the tests they would speed up; the HLO is the same without them.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Source lines in programs took a tenth of the time of tracing and compiling; names of scopes stay.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 
 def _size_of(caches: Path) -> int:
@@ -88,7 +90,11 @@ OF_RUNS = {
     "faults",
     "profile",
     "megatron",
+    "verify",
     "test_teacher.py",
+    "test_fp8_experts.py",
+    "test_fp8_mesh.py",
+    "test_value_head.py",
 }
 
 # Files that take longest, the longest first: started last, one would keep a worker busy after all others are done.
@@ -186,7 +192,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of runs reuse each other's programs."""
     if reused := item.session.stash.get(REUSED, None):
-        reused.active = bool({item.path.parent.name, item.path.name} & OF_RUNS)
+        reused.active = reused.draws = bool({item.path.parent.name, item.path.name} & OF_RUNS)
 
 
 @pytest.fixture(scope="session")

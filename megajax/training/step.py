@@ -199,15 +199,19 @@ class TrainProgram:
         Without `params` it lacks those that come from elsewhere: the base of adapters, or else all. Without `teacher`
         it lacks the teacher's. There is room for them.
         """
+        return self._first(params, teacher)()
+
+    def _first(self, params: bool, teacher: bool) -> Callable[[], TrainState]:
+        """The jitted function behind `init_state`."""
         lacking: dict[str, Any] = {}
         if not params:
             lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "master_low_bits": {}}
         if not teacher and self.plan.teacher is not None:
             lacking["frozen"] = {}
         if not lacking:
-            return jax.jit(self._init, out_shardings=self.state_shardings)()
+            return jax.jit(self._init, out_shardings=self.state_shardings)
         shardings = replace(self.state_shardings, **lacking)
-        return jax.jit(lambda: replace(self._init(), **lacking), out_shardings=shardings)()
+        return jax.jit(lambda: replace(self._init(), **lacking), out_shardings=shardings)
 
     @cached_property
     def train_step(self) -> Callable:

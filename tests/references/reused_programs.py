@@ -21,41 +21,39 @@ from single_device import stored
 from megajax.model import init_parameters
 
 KEPT = 64  # functions, each holds its compiled program, or weights
-# A test that replaces something here has programs of its own.
-TRACED = (
-    "jax",
-    "optax",
-    *(
-        f"megajax.{name}"
-        for name in ("config", "layout", "mesh", "model", "ops", "optim", "options", "parallel", "schema", "step")
-    ),
-)
-TRACED += ("megajax.sharding", "megajax.step_plan", "megajax.training.step")
+# A test that replaces something here has steps of its own, of DRAWN first states too.
+DRAWN = ("config", "layout", "mesh", "model", "optim", "options", "schema", "sharding")
+DRAWN = ("jax", "optax", *(f"megajax.{name}" for name in DRAWN))
+TRACED = tuple(f"megajax.{name}" for name in ("ops", "parallel", "step", "step_plan", "training.step", "weights"))
+TRACED += DRAWN
 
 
 class ReusedPrograms:
-    """Replaces the jitted functions of `TrainProgram`; they are shared only while `active`."""
+    """Replaces the jitted functions of `TrainProgram`: steps are shared while `active`, first states while `draws`."""
 
     def __init__(self, kind: type):
-        self.active = False
+        self.active = self.draws = False
         self._known: OrderedDict[str, Any] = OrderedDict()
         for name in ("train_step", "eval_step"):
             self._share(kind, name)
-        own = kind.init_state
+        own = kind._first
 
-        def init_state(program, params: bool = True, teacher: bool = True):
-            if not (self.active and params and program.plan.teacher is None):
+        def first(program, params: bool, teacher: bool):
+            if not self.draws:
                 return own(program, params, teacher)
+            if not params or program.plan.teacher is not None:
+                return self._of(program, f"init {params} {teacher}", lambda p: own(p, params, teacher))
             make = self._of(program, "init", lambda p: jax.jit(p._first_state, out_shardings=p.state_shardings))
             weights, places = self._weights(program), program.placements
-            return make({name: stored(w, places[name], np.dtype(np.float32)) for name, w in weights.items()})
+            return lambda: make({n: stored(w, places[n], np.dtype(np.float32)) for n, w in weights.items()})
 
-        kind.init_state = init_state
+        kind._first = first
         monkey_patch: Any = pytest.MonkeyPatch
         replace = monkey_patch.setattr
 
         def setattr_alone(patch, target, *args, **options):
-            self.active &= not f"{module_of(target)}.".startswith(tuple(f"{name}." for name in TRACED))
+            self.active &= not is_in(module_of(target), TRACED)
+            self.draws &= not is_in(module_of(target), DRAWN)
             return replace(patch, target, *args, **options)
 
         monkey_patch.setattr = setattr_alone
@@ -95,6 +93,11 @@ def module_of(target: Any) -> str:
     if isinstance(target, str):
         return target
     return target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", "jax")
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    """Whether the module is one of these or in one of them."""
+    return f"{module}.".startswith(tuple(f"{name}." for name in packages))
 
 
 def settings_of(config: Any) -> dict[str, Any]:
