@@ -81,10 +81,11 @@ def _runs(sublayer: type[Sublayer]) -> Iterator[tuple[dict[str, Any], list[tuple
     meshes += [{"expert": 2}] if sublayer.HAS_EXPERTS else []
     recomputed = [({}, {"remat": {"policy": policy}}) for policy in ("full", "save_matmuls")]
     yield {}, [*((mesh, {}) for mesh in meshes), *recomputed]
-    layers = {"model": {"num_layers": 3}} if "empty_slots" in able else {}
-    yield {"batch": {"num_microbatches": 2}} | layers, [({"pipeline": 2}, {})]
-    if "documents" in able:
-        yield PACKED, [({"context": 2} if "context" in able else {"fsdp": 2}, {})]
+    staged = [({"pipeline": 2}, {})]
+    sections = {"batch": {"num_microbatches": 2}} | ({"model": {"num_layers": 3}} if "empty_slots" in able else {})
+    if "documents" in able:  # both with the same run on one device
+        sections, staged = sections | PACKED, [*staged, ({"context": 2} if "context" in able else {"fsdp": 2}, {})]
+    yield sections, staged
 
 
 def _settings(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:

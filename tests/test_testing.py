@@ -26,8 +26,8 @@ def test_the_recurrence_of_the_docs_is_what_it_declares(recurrence):
         "tensor 2, context 2, fsdp 2",
         "remat.policy=full",
         "remat.policy=save_matmuls",
-        "pipeline 2, batch.num_microbatches=2, model.num_layers=3",
-        "context 2, data.reset_attention=True",
+        "pipeline 2, batch.num_microbatches=2, model.num_layers=3, data.reset_attention=True",
+        "context 2, batch.num_microbatches=2, model.num_layers=3, data.reset_attention=True",
     ]
     assert not [kind for kind in KINDS if kind.startswith("checked")]
 

@@ -109,9 +109,7 @@ def test_a_sample_depends_on_the_seed_only(references, llama):
     with jax.no_tracing():
         for length in (16, 12):  # growing prompts share programs
             last(generator.tokens([prompts[2][:length]], 12, seed=3, growing=True))
-    assert last(generator.tokens(prompts[2:], 12, seed=3, growing=True)) == last(
-        generator.tokens(prompts[2:], 12, seed=3)
-    )
+    assert last(generator.tokens(prompts[:1], 12, seed=3, growing=True)) == together[:1]
 
 
 def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, folder_of, llama):

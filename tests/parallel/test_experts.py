@@ -50,13 +50,7 @@ CASES = [
         {"communication": {"experts": "all_gather"}, "kernels": {"scan_unroll": 2}},
     ),
     ("mixtral", {"expert": 2, "pipeline": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}, "data": PADDED}),
-    # Folded: experts over several axes, with their width whole or over `tensor`.
-    (
-        "mixtral",
-        {"expert": 2, "context": 2, "tensor": 2, "experts_over": ("expert", "context", "tensor")},
-        2,
-        {"remat": {"policy": "save_matmuls"}, "communication": {"experts": "all_to_all"}, "data": PADDED},
-    ),
+    # Folded: experts over several axes, with their width whole or over `tensor`; three: `uneven` below.
     (
         "deepseek",
         {"expert": 2, "tensor": 2, "experts_over": ("expert", "tensor")},
@@ -114,12 +108,15 @@ def test_experts_with_biases_train_on_a_mesh_as_on_one_device(table, biased):
 
 
 def test_one_expert_may_take_every_token_and_others_none(table, reference):
-    """A bias before the router that one column of it agrees with, and three do not."""
-    config = make(table, "uneven", {"expert": 4, "tensor": 2}, 2, {})
+    """A bias before the router that one column of it agrees with, and three do not. Experts over three axes."""
+    mesh = {"expert": 2, "context": 2, "tensor": 2, "experts_over": ("expert", "context", "tensor")}
+    sections = {"remat": {"policy": "save_matmuls"}, "communication": {"experts": "all_to_all"}, "data": PADDED}
+    config = make(table, "uneven", mesh, 2, sections)
     weights = uneven_weights(table.weights_of(config))
     expected = reference(config, weights)
     counts = expected.router["expert_counts"][0]
-    assert (counts[:, 0] == 32 * 16).all() and not counts[:, 5:].any(), counts
+    tokens = next(table.make_batches(config))["is_real"].sum()
+    assert (counts[:, 0] == tokens).all() and not counts[:, 5:].any(), counts
     difference = table.compare(table.train(config, weights), expected)
     assert not difference.problems(), difference
 

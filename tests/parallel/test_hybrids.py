@@ -20,17 +20,22 @@ def make(table, mesh, microbatches, model, **sections):
 
 
 @pytest.mark.parametrize(
-    ("model", "layers", "context"),
+    ("model", "layers", "mesh", "context"),
     [
-        (HYBRID, ["gated_deltanet_moe", "moe"], "ring"),
-        (MAMBA | {"kda": KIMI["kda"]}, ["kda_moe", "attention_mamba2"], "auto"),
+        (HYBRID, ["gated_deltanet", "moe"], {"tensor": 2, "context": 2, "fsdp": 2}, "ring"),
+        (
+            MAMBA | {"kda": KIMI["kda"]},
+            ["kda_moe", "attention_mamba2"],
+            {"tensor": 2, "context": 2, "pipeline": 2},
+            "auto",
+        ),
     ],
     ids=["gated DeltaNet", "KDA and Mamba-2"],
 )
-def test_a_mesh_trains_as_one_device_does(table, difference, model, layers, context):
+def test_a_mesh_trains_as_one_device_does(table, difference, model, layers, mesh, context):
     """Stages of unlike layers, and documents across devices, which hold consecutive tokens unless keys travel."""
     model = model | {"num_layers": 2, "block_pattern": layers}
-    mesh, sections = {"pipeline": 2, "tensor": 2, "context": 2}, {"remat": {"policy": "selective"}, "data": DOCUMENTS}
+    sections = {"remat": {"policy": "selective"}, "data": DOCUMENTS}
     found = difference(make(table, mesh, 2, model, communication={"context": context}, **sections))
     assert not found.problems(), found
 

@@ -25,10 +25,19 @@ FP8_WIDTHS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 MODELS = LATENT_MODELS | {"v3 of 2": LATENT_MODELS["v3"] | {"num_layers": 2}}  # a layer of each kind
 # model, mesh, microbatches, other sections
 CASES = [
-    ("dense", {"context": 2, "tensor": 2}, 1, {"communication": {"context": "ring"}, "remat": {"policy": "selective"}}),
+    (
+        "dense",
+        {"pipeline": 2, "context": 2, "tensor": 2},
+        2,
+        {
+            "communication": {"context": "ring"},
+            "remat": {"policy": "selective"},
+            "pipeline": {"schedule": "zero_bubble"},
+        },
+    ),
     (
         "v2",
-        {"context": 4},
+        {"context": 4, "fsdp": 2},
         1,
         {"communication": {"context": "all_to_all"}, "data": DOCUMENTS, "remat": {"policy": "full"}},
     ),
@@ -38,7 +47,6 @@ CASES = [
         2,
         {"communication": {"context": "all_gather"}, "data": DOCUMENTS, "remat": {"policy": "save_matmuls"}},
     ),
-    ("dense", {"pipeline": 2, "fsdp": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
 ]
 
 

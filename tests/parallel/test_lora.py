@@ -119,11 +119,15 @@ def test_no_gradient_of_a_frozen_weight_is_computed(steps):
 @pytest.mark.parametrize(
     "model, mesh, options",
     [
-        (LLAMA | {"num_layers": 1}, {"fsdp": 2, "tensor": 4}, {"lora": ALL}),  # two devices share a KV head
-        (LLAMA, {"pipeline": 2}, {"lora": ALL, "microbatches": 2, "pipeline": {"schedule": "zero_bubble"}}),
-        (DENSE_AND_LATENT_MOE, {"expert": 2}, {"lora": SOME}),
+        # Two devices share a KV head.
+        (
+            LLAMA,
+            {"pipeline": 2, "tensor": 4},
+            {"lora": ALL, "microbatches": 2, "pipeline": {"schedule": "zero_bubble"}},
+        ),
+        (DENSE_AND_LATENT_MOE, {"expert": 2, "fsdp": 2}, {"lora": SOME}),
     ],
-    ids=["fsdp 2 × tensor 4", "pipeline 2", "expert 2"],
+    ids=["pipeline 2 × tensor 4", "expert 2 × fsdp 2"],
 )
 def test_steps_on_a_mesh_equal_those_on_one_device(table, model, mesh, options):
     config = table.make_config(model, mesh, steps=2, optimizer="sgd", **options, **BASE)

@@ -20,7 +20,6 @@ from megajax.training.step import TrainProgram
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
 ROWS, LENGTH = 8, 12
-MESHES = [{"fsdp": 2, "tensor": 2, "context": 2}, {"pipeline": 2}]
 
 
 @register("test_focal")
@@ -137,8 +136,12 @@ def expected(table):
     return of
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", OBJECTIVES)
+CASES = [(name, {"fsdp": 2, "tensor": 2, "context": 2}) for name in OBJECTIVES]
+# Of stages the built-in one, and one that needs whole sequences.
+CASES += [(name, {"pipeline": 2}) for name in ("smoothed", "test_pairs")]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
 def test_loss_and_gradients_are_those_of_a_plain_head(table, expected, name, mesh):
     config = make(table, name, mesh)
     count = int(np.prod([*mesh.values(), 1]))

@@ -156,18 +156,11 @@ def test_targets_shift_within_a_document_and_nowhere_else():
 DENSE = {**MODELS["llama"], "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 DENSE |= {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "attention_sinks": True}
 PACKED = {"data": {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}}
-PACKED["batch"] = {"sequence_length": 48}
+PACKED |= {"batch": {"sequence_length": 48}, "objective": {"average": "microbatches"}}
 EXPERTS = MIXTRAL | {"router": {"score_function": "sigmoid", "expert_bias": True, "sequence_loss": 0.05}}
 # model, depth, mesh, microbatches, other sections
 MESHES = {
     "context and stages": (DENSE, 2, {"context": 2, "tensor": 2, "pipeline": 2}, 2, PACKED),
-    "means of microbatches": (
-        DENSE | {"attention_sinks": False},
-        1,
-        {"context": 2, "pipeline": 2, "fsdp": 2},
-        2,
-        {"objective": {"average": "microbatches"}, "batch": {"global_size": 8}},
-    ),
     "experts and stages": (EXPERTS, 1, {"expert": 2, "pipeline": 2}, 2, {"remat": {"policy": "full"}, "data": PADDED}),
 }
 

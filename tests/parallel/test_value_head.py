@@ -95,7 +95,6 @@ def expected(table):
 CASES = [
     ({"fsdp": 2, "tensor": 2, "context": 2}, 1, {}),
     ({"pipeline": 2, "tensor": 2}, 3, {"microbatches": 4, "pipeline": {"schedule": "zero_bubble"}}),
-    ({"data": 2}, 3, {"microbatches": 1}),
 ]
 
 
