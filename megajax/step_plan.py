@@ -35,7 +35,7 @@ from megajax.model.parameters import parameters
 from megajax.model.transformer import Transformer, declared_model
 from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
-from megajax.options.registered import NEXT_TOKEN
+from megajax.options.registered import BUILT_IN
 from megajax.options.remat import RematPolicy
 from megajax.schema.config import ObjectiveConfig, PipelineConfig
 from megajax.schema.fields import cached
@@ -147,7 +147,7 @@ class StepPlan:
 
     def objective_settings(self, objective: type[Any]) -> Any:
         """The settings of the class that `objective.kind` names, as its `Settings`."""
-        return None if self.objective.kind == NEXT_TOKEN else settings_of(self.config, objective, "objective")
+        return None if self.objective.kind in BUILT_IN else settings_of(self.config, objective, "objective")
 
     @property
     def optimizer(self) -> OptimizerConfig:

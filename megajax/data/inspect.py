@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from megajax.data.epochs import resolve_epochs
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_range
 from megajax.data.loader import datasets
+from megajax.data.masking import Masking, open_masking
 from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, sources_in
@@ -128,12 +129,23 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
         elif isinstance(source, ChatSamples):
             lines += [f"{source.path}:", *length_lines(np.diff(source.starts))]
     checked = min(MEASURED, len(samples)) if isinstance(samples, MegatronSamples | MegatronBlend) else MEASURED
-    share = np.mean([make_batch(samples, [i], packing)["loss_mask"].mean() for i in range(checked)])
+    masking = open_masking(config)
+    masks = [make_batch(samples, [i], packing, masking=masking)["loss_mask"] for i in range(checked)]
     padding = sum(samples.padding(i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
-    lines.append(f"first {counted(checked, 'sample')} of {split}: padding {padding:.1%}, the loss counts {share:.1%}")
+    lines.append(
+        f"first {counted(checked, 'sample')} of {split}: padding {padding:.1%}, the loss counts {np.mean(masks):.1%}"
+    )
     if split == "train":
         lines += balance_lines(config, samples)
-    return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour, open_infilling(config))]
+    changes = Changes(open_infilling(config), masking)
+    return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour, changes)]
+
+
+class Changes(NamedTuple):
+    """What changes the tokens of samples."""
+
+    infilling: Infilling | None = None
+    masking: Masking | None = None
 
 
 def sample_lines(
@@ -143,20 +155,24 @@ def sample_lines(
     packing: Packing,
     tokenizer: Tokenizer | None,
     colour: bool,
-    infilling: Infilling | None = None,
+    changes: Changes,
 ) -> list[str]:
     """A sample's documents as text, each with its position; tokens that the loss does not count are marked.
 
-    The last token is a target only. Without a tokenizer the text is the token ids.
+    The last token is a target only; with masking it is not there. Without a tokenizer the text is the token ids.
     """
-    batch = make_batch(samples, [number], packing, infilling)
-    row = np.append(batch["tokens"][0], batch["targets"][0, -1])
-    in_loss = np.concatenate([[False], batch["loss_mask"][0] > 0])  # position i predicts token i + 1
+    batch = make_batch(samples, [number], packing, changes.infilling, masking=changes.masking)
+    row, in_loss = batch["tokens"][0], batch["loss_mask"][0] > 0
+    lengths, padding = samples.document_lengths(number), samples.padding(number)
+    if changes.masking is None:  # position i predicts token i + 1
+        row, in_loss = np.append(row, batch["targets"][0, -1]), np.concatenate([[False], in_loss])
+    else:
+        lengths = np.diff(np.minimum(np.cumsum([0, *lengths]), row.size))
+        lengths = lengths[lengths > 0]
     source, rank = samples, number
     if isinstance(samples, BlendedSamples):
         which, rank = samples.locate(number)
         source = samples.sources[which]
-    lengths, padding = samples.document_lengths(number), samples.padding(number)
     documents = len(lengths) - (padding > 0)
     mark = "grey" if colour else "in ⟦⟧"
     lines = [
@@ -165,7 +181,7 @@ def sample_lines(
     ]
     ends = np.cumsum(lengths)
     for i, (start, stop) in enumerate(list(zip(ends - lengths, ends, strict=True))[:documents]):
-        place = f"position {batch['positions'][0][start]:,}" if start < row.size - 1 else "a target only"
+        place = f"position {batch['positions'][0][start]:,}" if start < batch["positions"].size else "a target only"
         title = f"--- document {i + 1}: {counted(stop - start, 'token')}, {place}"
         lines.append(f"{BOLD}{title}{PLAIN}" if colour else title)
         lines.append("".join(_marked(row[start:stop], in_loss[start:stop], tokenizer, colour)))

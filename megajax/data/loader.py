@@ -15,6 +15,7 @@ from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset, open_checked
+from megajax.data.masking import Masking, open_masking
 from megajax.data.megatron import MegatronSamples, open_samples, split_sequences
 from megajax.data.packing import SEQUENTIAL, RowPacking, spread
 from megajax.data.samples import (
@@ -61,8 +62,8 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     if config.data.kind != "synthetic":
         present += [f"valid/{each.name}" for each in config.data.valid_sets]
         _check_tokenizer(config)
-        open_spans(config)  # checks the settings
-        open_infilling(config)  # checks the tokens
+        for opens in (open_spans, open_infilling, open_masking):  # they check settings and tokens
+            opens(config)
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
     cluster.current().first_decides(lambda: [_check_token_ids(config, dataset) for dataset in files.values()])
     return opened
@@ -206,7 +207,8 @@ def make_loader(
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    how = RowPacking.of(config), Packing.of(config), open_infilling(config), config.is_padded(split), open_spans(config)
+    changes = open_infilling(config), config.is_padded(split), open_spans(config), open_masking(config)
+    how = RowPacking.of(config), Packing.of(config), *changes
     source = BatchSource(samples, rows, sizes, start_step, *how)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
@@ -263,6 +265,7 @@ class BatchSource:
     infilling: Infilling | None
     is_padded: bool
     spans: SpanCorruption | None
+    masking: Masking | None
 
     def __len__(self) -> int:
         return ENDLESS
@@ -271,7 +274,8 @@ class BatchSource:
         step = self.start_step + index
         indices = samples_of_step(self.samples, self.sizes, step, self.row_packing)
         rows = self.rows[self.rows < len(indices)]
-        return make_batch(self.samples, indices[rows], self.packing, self.infilling, self.is_padded, self.spans)
+        changes = self.infilling, self.is_padded, self.spans, self.masking
+        return make_batch(self.samples, indices[rows], self.packing, *changes)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from megajax.config.sentences import counted
 from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset, check_integers, id_range
+from megajax.data.masking import Masking
 from megajax.data.packing import LOOK_AHEAD, SEQUENTIAL, RowPacking, fill_rows
 from megajax.data.remote import RemoteTokens
 from megajax.data.spans import SpanCorruption
@@ -94,11 +95,13 @@ def make_batch(
     infilling: Infilling | None = None,
     is_padded: bool = False,
     spans: SpanCorruption | None = None,
+    masking: Masking | None = None,
 ) -> dict[str, np.ndarray]:
     """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
 
-    With `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence. If samples may be
-    padded, `is_real` bool: False for padding. With `spans` they are the fields of an encoder and a decoder.
+    Targets are the next tokens, or with `masking` the tokens themselves, of which some are hidden in `tokens`. With
+    `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence. If samples may be padded,
+    `is_real` bool: False for padding. With `spans` they are the fields of an encoder and a decoder.
     """
     if samples.is_remote():
         for coming in samples.fetch([int(index) for index in indices]):
@@ -110,15 +113,18 @@ def make_batch(
         rows = [infilling(row, samples.document_lengths(int(i)), int(i)) for row, i in zip(rows, indices, strict=True)]
     block = np.stack(rows)
     shape = (block.shape[0], block.shape[1] - 1)
+    of_samples = [samples.counted(int(index)) for index in indices]
+    counted = np.stack([np.ones(block.shape[1], bool) if mask is None else mask for mask in of_samples])
     fields = {
         "tokens": np.ascontiguousarray(block[:, :-1]),
         "targets": np.ascontiguousarray(block[:, 1:]),
-        "loss_mask": np.ones(shape, np.float32),
+        "loss_mask": counted[:, 1:].astype(np.float32),
         "positions": np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
     }
-    counted = [samples.counted(int(index)) for index in indices]
-    if counted[0] is not None:
-        fields["loss_mask"] *= np.stack([mask for mask in counted if mask is not None])[:, 1:]
+    if masking is not None:
+        of_rows = zip(block[:, :-1], counted[:, :-1], indices, strict=True)
+        hidden, chosen = zip(*(masking(tokens, may, int(index)) for tokens, may, index in of_rows), strict=True)
+        fields |= {"tokens": np.stack(hidden), "targets": fields["tokens"], "loss_mask": np.float32(np.stack(chosen))}
     if is_padded:
         lengths = np.array([block.shape[1] - samples.padding(int(index)) for index in indices])
         fields["is_real"] = np.arange(shape[1]) < lengths[:, None]

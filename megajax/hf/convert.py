@@ -17,12 +17,13 @@ from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
-from megajax.hf.folder import HEAD, FolderTensors, read_config, write_folder
+from megajax.hf.folder import HEADS, FolderTensors, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.kimi_linear import KimiLinear
 from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.mamba_hybrids import Bamba, FalconH1, GraniteMoeHybrid, Mamba2Only
+from megajax.hf.modernbert import ModernBert
 from megajax.hf.nemotron_h import NemotronH
 from megajax.hf.qwen3_5 import Qwen35MoeText, Qwen35Text
 from megajax.hf.qwen3_next import Qwen3Next
@@ -74,7 +75,7 @@ FAMILIES: dict[str, Family] = {
         *(Qwen35Text(), Qwen35MoeText()),
         *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
         *(DeepseekV2(), DeepseekV3(), KimiK2(), KimiLinear(), NemotronH()),
-        *(GraniteMoeHybrid(), Bamba(), FalconH1(), Mamba2Only(), T5()),
+        *(GraniteMoeHybrid(), Bamba(), FalconH1(), Mamba2Only(), T5(), ModernBert()),
     )
 }
 
@@ -122,15 +123,21 @@ def _as_stored(folder: Path, family: Family, section: dict[str, Any], config: Ma
             changed = {
                 key: value for key, value in changed.items() if key not in without_extra()
             }  # transformers writes the number, but not the modules
-        embedding = tensors["embedding.tokens"].theirs
-        if model.tie_embeddings and {embedding, HEAD} <= weights.files.keys() and not weights.equal(embedding, HEAD):
+        embedding, head = tensors["embedding.tokens"].theirs, _head_in(weights)
+        tied = model.tie_embeddings and embedding in weights.files
+        if tied and head is not None and not weights.equal(embedding, head):
             changed["tie_embeddings"] = False
             warnings.warn(
-                f"{folder}: tie_word_embeddings=true in config.json, but {HEAD} and {embedding} differ: both are read, "
+                f"{folder}: tie_word_embeddings=true in config.json, but {head} and {embedding} differ: both are read, "
                 "as transformers 5 does; write false there.",
                 stacklevel=2,
             )
     return changed
+
+
+def _head_in(weights: FolderTensors) -> str | None:
+    """The name of the head in a folder, None if it has none."""
+    return next((name for name in HEADS if name in weights.files), None)
 
 
 def read_model(folder: str | Path) -> dict[str, Any]:
@@ -192,8 +199,9 @@ def open_readers(
     theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
     with FolderTensors(folder, config.get("quantization_config")) as weights:
         embedding = entries["embedding.tokens"]
-        if model.tie_embeddings and embedding.theirs not in weights.files and HEAD in weights.files:
-            entries["embedding.tokens"] = replace(embedding, theirs=HEAD)
+        head = _head_in(weights)
+        if model.tie_embeddings and embedding.theirs not in weights.files and head is not None:
+            entries["embedding.tokens"] = replace(embedding, theirs=head)
         for tensor in family.alternatives(theirs):
             if weights.files.keys() >= {*tensor_names(tensor, model).values()}:
                 entries[tensor.ours] = tensor

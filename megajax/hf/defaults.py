@@ -151,6 +151,11 @@ DEFAULTS: dict[str, Json] = {
     "mamba2": {"num_hidden_layers": 64, "hidden_size": 4096, "vocab_size": 32_768, "tie_word_embeddings": False}
     | {"layer_norm_epsilon": 1e-5, "hidden_act": "silu", "expand": 2, "num_heads": 128, "head_dim": 64}
     | {"n_groups": 8, "state_size": 128, "conv_kernel": 4},
+    "modernbert": _sizes(22, 768, 12, 1152, 50_368, 8192)
+    | {"norm_eps": 1e-5, "norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True}
+    | {"classifier_bias": False, "classifier_activation": "gelu", "hidden_activation": "gelu"}
+    | {"local_attention": 128, "global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0}
+    | {"local_rope_theta": 1e4, "tie_word_embeddings": True},
     "smollm3": LLAMA
     | _sizes(36, 2048, 16, 11008, 128_256, 32_768)
     | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},

@@ -25,7 +25,7 @@ from megajax.hf import ADAPTERS, quantised
 from megajax.hf.quantised import Slices
 from megajax.json_files import Count, parse
 
-HEAD = "lm_head.weight"  # of all families
+HEADS = ("lm_head.weight", "decoder.weight")  # of a family one of them
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Keys of a config.json beside its text_config that count for the language model
 WHOLE_MODEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_weights")
@@ -34,7 +34,8 @@ SHARD_BYTES = 5 * 10**9
 HEADER_BYTES = 10**8  # at most, in safetensors too
 BLOCK_BYTES = 2**24  # of tensors that are compared, in FP32
 # The embedding of a model without its head, and what its tensors' names lack
-BASES = {"embed_tokens.weight": "model.", "wte.weight": "transformer."}
+BASES = {"embed_tokens.weight": "model.", "wte.weight": "transformer.", "embeddings.tok_embeddings.weight": "model."}
+OF_HEAD = ("lm_head.", "decoder.", "head.")  # beginnings of the names of tensors that a base lacks
 MLP_OF_EXPERTS = re.compile(r"\.block_sparse_moe\.(?=(gate|up|down)_proj\.)")
 READABLE = ("F32", "F16", "BF16")
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}  # of a number
@@ -204,7 +205,7 @@ def text_names(names: Iterable[str], folder: Path) -> dict[str, str]:
             break
     for embedding, prefix in BASES.items():
         if embedding in found:
-            bare = [name for name in found if not name.startswith(("lm_head.", prefix))]
+            bare = [name for name in found if not name.startswith((*OF_HEAD, prefix))]
             if both := [name for name in bare if prefix + name in found]:
                 raise InputError(
                     f"{folder} has the tensors {both[0]} and {prefix}{both[0]}: copy the whole model again."

@@ -10,7 +10,7 @@ from megajax.config import ModelConfig
 from megajax.hf.deepseek import MATRICES, DeepseekV3
 from megajax.hf.llama import HEADS, LINEAR, WithoutPositions, check_fixed
 from megajax.hf.tensors import Tensor
-from megajax.layout.kinds import ATTENTION, BUILT_IN, KDA, MLP, MOE, layer_kinds
+from megajax.layout.kinds import ATTENTION, BUILT_IN, KDA, KIND_OF, MLP, MOE, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
 Json = dict[str, Any]
@@ -78,9 +78,8 @@ class KimiLinear(WithoutPositions, DeepseekV3):
             mixers = [MIXERS[ATTENTION if layer and layer % 4 == 0 else KDA][1] for layer in layers]
         plain, others = config["first_k_dense_replace"], config.get("mlp_layer_types")
         others = others or [FEED_FORWARDS[MLP if layer < plain else MOE] for layer in layers]
-        names = {sublayers: kind for kind, sublayers in BUILT_IN.items()}
         return [
-            names[_known(MIXERS_BY_TYPE, "layer_types", mixer), _known(BY_MLP_TYPE, "mlp_layer_types", other)]
+            KIND_OF[_known(MIXERS_BY_TYPE, "layer_types", mixer), _known(BY_MLP_TYPE, "mlp_layer_types", other)]
             for mixer, other in zip(mixers, others, strict=True)
         ]
 

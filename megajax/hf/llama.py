@@ -286,7 +286,7 @@ class Qwen3Moe(Qwen3, Mixtral):
 def norm(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
     """The weight of a norm, and the bias of a LayerNorm."""
     out = [Tensor(ours, f"{theirs}.weight")]
-    return out if model.norm == "rmsnorm" else [*out, Tensor(f"{ours}_bias", f"{theirs}.bias")]
+    return out if not model.has_norm_bias else [*out, Tensor(f"{ours}_bias", f"{theirs}.bias")]
 
 
 def windows(kinds: list[str], window: int | None) -> Json:

@@ -10,7 +10,7 @@ from typing import Any
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, LINEAR, Qwen3Moe
 from megajax.hf.tensors import Selected, Tensor, side_by_side
-from megajax.layout.kinds import BUILT_IN, GATED_DELTANET, MOE, extra_layers, extra_of, layer_kinds
+from megajax.layout.kinds import BUILT_IN, GATED_DELTANET, KIND_OF, MOE, extra_layers, extra_of, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
 Json = dict[str, Any]
@@ -69,13 +69,12 @@ class Qwen3Next(Qwen3Moe):
             "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in layers
         ]
         plain, step = config.get("mlp_only_layers") or [], config["decoder_sparse_step"]
-        names = {sublayers: kind for kind, sublayers in BUILT_IN.items()}
         blocks = []
         for layer, mixer in zip(layers, mixers, strict=True):
             if mixer not in MIXERS:
                 raise ValueError(f"layer_types={mixer} is not {' or '.join(MIXERS)}")
             experts = layer not in plain and (layer + 1) % step == 0
-            blocks.append(names[MIXERS[mixer], MOE if experts else "mlp"])
+            blocks.append(KIND_OF[MIXERS[mixer], MOE if experts else "mlp"])
         return list(shortest_pattern(tuple(blocks), len(blocks)))
 
     def write_options(self, model: ModelConfig) -> Json:

@@ -15,7 +15,7 @@ from jax import lax
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError, file_reader
-from megajax.hf.folder import HEAD
+from megajax.hf.folder import HEADS
 from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
 from megajax.layout.kinds import extra_of
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 2**28  # of a piece in FP32
 READERS = 4  # pieces that are read at the same time
 # Buffers of older folders, which are no parameters.
 UNUSED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
-VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1}  # the padded dimension
+VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1, "head_bias": 0}  # the padded dimension
 
 
 class NamedTensors(Protocol):
@@ -256,7 +256,7 @@ def check_tensors(weights: NamedTensors, readers: Sequence[Reader], unused: tupl
                 f"{weights.described_by} it has {[*shape]}: give both of the same model."
             )
     extra = [n for n in weights.files if n not in expected and not n.startswith(unused) and not n.endswith(UNUSED)]
-    extra = [name for name in extra if name != HEAD]  # equal to the embedding, or it were a parameter
+    extra = [name for name in extra if name not in HEADS]  # equal to the embedding, or it were a parameter
     if extra:
         raise InputError(f"{weights.folder} has the tensor {extra[0]}, which the model does not have: give its own.")
 

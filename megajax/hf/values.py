@@ -26,9 +26,11 @@ TYPES: dict[type, tuple[str, ...]] = {
     ),
     int: (
         "decoder_sparse_step",
+        "global_attn_every_n_layers",
         "linear_conv_kernel_dim",
         "linear_head_dim",
         "linear_num_heads",
+        "local_attention",
         "mamba_d_ssm",
         "mamba_expand",
         "mamba_n_heads",

@@ -8,6 +8,7 @@ from megajax.schema.fields import cached, shortest_pattern
 from megajax.schema.model import LAYERS, ModelConfig
 
 DENSE, MOE = "dense", "moe"
+FIRST = "first"  # a dense layer that reads normalised embeddings (`model.embedding_norm`)
 ATTENTION, MLP, GATED_DELTANET, KDA, MAMBA2 = "attention", "mlp", "gated_deltanet", "kda", "mamba2"
 CROSS_ATTENTION = "cross_attention"
 DECODER = "decoder"  # the layers of a model with an encoder of layers
@@ -38,6 +39,7 @@ DECLARED = {
 # The built-in kinds of blocks, with the names of their sublayers in order.
 BUILT_IN = {
     DENSE: (ATTENTION, MLP),
+    FIRST: (ATTENTION, MLP),
     MOE: (ATTENTION, MOE),
     DECODER: (ATTENTION, CROSS_ATTENTION, MLP),
     GATED_DELTANET: (GATED_DELTANET, MLP),
@@ -55,6 +57,9 @@ BUILT_IN = {
 }
 # Sublayers that read the input of another one of their block, with its norm
 PARALLEL = {"attention_mamba2": {MAMBA2: ATTENTION}}
+# Sublayers without the norm before them
+WITHOUT_NORM = {FIRST: (ATTENTION,)}
+KIND_OF = {sublayers: kind for kind, sublayers in BUILT_IN.items() if kind not in WITHOUT_NORM}
 # The sublayers' classes of each kind by name, in order; `model.block.register` fills it.
 KINDS: dict[str, dict[str, type[Any]]] = {}
 
@@ -149,7 +154,7 @@ def may_have_attention(model: ModelConfig) -> bool:
 
 def is_gated(model: ModelConfig) -> bool:
     """Whether MLPs and experts have a gate."""
-    return model.activation.endswith("glu")
+    return "glu" in model.activation
 
 
 def is_mixed(model: ModelConfig) -> bool:
@@ -178,4 +183,5 @@ def _blocks(model: ModelConfig) -> list[str]:
     if model.encoder.kind == LAYERS:
         return [DECODER] * model.num_layers
     experts, first, interval = model.num_experts is not None, model.first_dense_layers, model.moe_layer_interval
-    return [MOE if experts and i >= first and (i + 1) % interval == 0 else DENSE for i in range(model.num_layers)]
+    blocks = [MOE if experts and i >= first and (i + 1) % interval == 0 else DENSE for i in range(model.num_layers)]
+    return [FIRST, *blocks[1:]] if model.embedding_norm else blocks

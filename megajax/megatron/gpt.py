@@ -52,7 +52,7 @@ def tensor_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _norm(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
     out = [Tensor(ours, f"{theirs}.weight")]
-    return out + ([Tensor(f"{ours}_bias", f"{theirs}.bias")] if model.norm == "layernorm" else [])
+    return out + ([Tensor(f"{ours}_bias", f"{theirs}.bias")] if model.has_norm_bias else [])
 
 
 def _block(model: ModelConfig, kind: str, ours: str, theirs: str) -> list[Tensor]:

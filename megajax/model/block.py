@@ -12,7 +12,7 @@ from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
-from megajax.layout.kinds import BUILT_IN, KINDS, PARALLEL, stacked_layers
+from megajax.layout.kinds import BUILT_IN, KINDS, PARALLEL, WITHOUT_NORM, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
 from megajax.model.cross_attention import CrossAttention
@@ -88,7 +88,7 @@ class Block(nnx.Module):
         for name, part in parts_of(kind).items():
             module = (LatentAttention if part is Attention and config.is_latent else part)(config)
             module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
-            if name in self.parallel:
+            if name in self.parallel or name in WITHOUT_NORM.get(kind, ()):
                 module.norm = module.norm_bias = None
             setattr(self, name, module)
 

@@ -171,7 +171,7 @@ def clip_factor(config: ModelConfig, largest: jax.Array) -> jax.Array:
 
 def declare_norm(config: ModelConfig, present: bool = True) -> tuple[nnx.Param | None, nnx.Param | None]:
     """Weight and bias `[D]` of a norm of the residual stream's width, for `normalise`; None if it has none."""
-    D, with_bias = config.hidden_size, config.norm == "layernorm"
+    D, with_bias = config.hidden_size, config.has_norm_bias
     return (
         declare_norm_weight(config, D) if present else None,
         declare((D,), ("norm",), "bias") if present and with_bias else None,
@@ -191,6 +191,19 @@ def normalise(config: ModelConfig, x: jax.Array, weight: jax.Array | None, bias:
     if config.norm == "rmsnorm":
         return ops.rms_norm(x, weight, config.norm_epsilon, config.norm_zero_centred)
     return ops.layer_norm(x, weight, bias, config.norm_epsilon, config.norm_zero_centred)
+
+
+@jax.named_scope("head")
+def predict(config: ModelConfig, weights: Weights, h: jax.Array) -> jax.Array:
+    """The model's output after its final norm → the input of the output matrix, both `[..., D]`.
+
+    With `model.prediction_head` a matrix, GELU and a norm are between them.
+    """
+    if (matrix := weights.get("head_dense")) is None:
+        return h
+    return normalise(
+        config, ops.activate("gelu_exact", h @ matrix), weights["head_norm"], weights.get("head_norm_bias")
+    )
 
 
 def rotate(

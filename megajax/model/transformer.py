@@ -28,9 +28,11 @@ from megajax.model.sublayer import (
     Metrics,
     State,
     Weights,
+    add_bias,
     declare_norm,
     declare_relative_bias,
     normalise,
+    predict,
     scale_embeddings,
     scale_head,
 )
@@ -51,7 +53,7 @@ def declared_model(
 
 
 class EmbeddingTables(nnx.Module):
-    """Token embedding `[V, D]` and, for learned positions, position embedding `[max_positions, D]`."""
+    """Token embedding `[V, D]`; for learned positions position embedding `[max_positions, D]`; perhaps a norm."""
 
     def __init__(self, config: ModelConfig):
         V, D = config.padded_vocab_size, config.hidden_size
@@ -59,6 +61,7 @@ class EmbeddingTables(nnx.Module):
         length = config.max_positions or 0  # the config always sets it for learned positions
         learned = config.position == "learned"
         self.positions = declare((length, D), ("positions", "embed"), "embedding") if learned else None
+        self.norm, self.norm_bias = declare_norm(config, config.embedding_norm)
 
 
 class Transformer(nnx.Module):
@@ -93,6 +96,10 @@ class Transformer(nnx.Module):
         self.objective = _objective_parameters(config, objective)
         has_head = not config.tie_embeddings and self.objective is None
         self.head = declare((D, V), ("embed", "vocab"), muon=False) if has_head else None
+        has_logits, predicts = self.objective is None, config.prediction_head and self.objective is None
+        self.head_bias = declare((V,), ("vocab",), "bias") if config.head_bias and has_logits else None
+        self.head_dense = declare((D, D), ("embed", "whole"), muon=False) if predicts else None
+        self.head_norm, self.head_norm_bias = declare_norm(config, predicts)
         for parameter in parameters(self).values():
             parameter.set_metadata(scale=parameter.scale * std_factor(config, parameter))
 
@@ -155,10 +162,11 @@ class Transformer(nnx.Module):
     def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""
         x = self.embed_tokens(weights, tokens)
-        return x if self.embedding.positions is None else x + weights["embedding.positions"][positions]
+        x = x if self.embedding.positions is None else x + weights["embedding.positions"][positions]
+        return normalise(self.config, x, weights.get("embedding.norm"), weights.get("embedding.norm_bias"))
 
     def embed_tokens(self, weights: Weights, tokens: jax.Array) -> jax.Array:
-        """Token ids `[T]` → their rows of the scaled token table `[T, D]`, without positions."""
+        """Token ids `[T]` → their rows of the scaled token table `[T, D]`, without positions and norm."""
         return scale_embeddings(self.config, weights["embedding.tokens"][tokens])
 
     def output(self, weights: Weights, x: jax.Array) -> jax.Array:
@@ -171,7 +179,8 @@ class Transformer(nnx.Module):
         c = self.config
         assert self.objective is None
         head = weights["embedding.tokens"].T if self.head is None else weights["head"]
-        logits = jnp.dot(h, head, preferred_element_type=jnp.float32)[..., : c.vocab_size]
+        logits = jnp.dot(predict(c, weights, h), head, preferred_element_type=jnp.float32)
+        logits = add_bias(logits, weights.get("head_bias"))[..., : c.vocab_size]
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
 
 

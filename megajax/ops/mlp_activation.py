@@ -1,7 +1,8 @@
 """Activations of the MLP, computed in float32 (float64 for float64 inputs), with results in the input's dtype.
 
 "gelu" and "geglu" are the tanh approximation: GPT-2 and GPT-3 (Hugging Face's `gelu_new`) and Gemma were trained with
-it. "gelu_exact" has erf (Hugging Face's `gelu`, and Megatron-LM's without biases); the two differ by up to 5e-4.
+it. "gelu_exact" and "geglu_exact" have erf (Hugging Face's `gelu`, and Megatron-LM's without biases); the two differ by
+up to 5e-4.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def _clamped_up(up: jax.Array) -> jax.Array:
 GATED: dict[str, Gated] = {
     "swiglu": Gated(jax.nn.silu),
     "geglu": Gated(lambda gate: jax.nn.gelu(gate, approximate=True)),
+    "geglu_exact": Gated(lambda gate: jax.nn.gelu(gate, approximate=False)),
     "clamped_swiglu": Gated(_clamped_gate, _clamped_up),
 }
 _PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {

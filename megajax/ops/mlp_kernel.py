@@ -1,8 +1,9 @@
 """Gated activations on the GPU: their formulas for Pallas kernels, and the backward pass of the BF16 MLP.
 
-All are gate · sigmoid(u) · up: SwiGLU with u = gate, GeGLU (tanh GELU) with a cubic u, GPT-OSS's clamped SwiGLU with
-u = 1.702 · gate, gate and up clamped, and up + 1. jax 0.11 calls Pallas's Triton backend deprecated; its other one,
-Mosaic GPU, would need its own kernels.
+All but one are gate · sigmoid(u) · up: SwiGLU with u = gate, GeGLU (tanh GELU) with a cubic u, GPT-OSS's clamped SwiGLU
+with u = 1.702 · gate, gate and up clamped, and up + 1. The exact GeGLU has the normal distribution's function instead
+of the sigmoid. jax 0.11 calls Pallas's Triton backend deprecated; its other one, Mosaic GPU, would need its own
+kernels.
 """
 
 import math
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -65,8 +67,7 @@ def activate_and_gradient(
 def gated(kind: str, gate: jax.Array, up: jax.Array, interpret: bool) -> jax.Array:
     """activation(gate) · up of FP32 tiles."""
     gate, up = _clamped(kind, gate, up)
-    argument, _ = _sigmoid_argument(kind, gate)
-    return gate * sigmoid(argument, interpret) * up
+    return gate * _opening(kind, gate, interpret)[0] * up
 
 
 def gated_gradients(
@@ -75,11 +76,10 @@ def gated_gradients(
     """(activation(gate) · up, its gradients of gate and up) of FP32 tiles."""
     inputs = gate, up
     gate, up = _clamped(kind, gate, up)
-    argument, slope = _sigmoid_argument(kind, gate)
-    opening = sigmoid(argument, interpret)
+    opening, change = _opening(kind, gate, interpret)
     activated = gate * opening
     act = activated * up
-    gradients = dact * up * (opening + activated * (1.0 - opening) * slope), dact * activated
+    gradients = dact * up * (opening + change), dact * activated
     return act, _unclamped(kind, *inputs, *gradients)
 
 
@@ -99,6 +99,16 @@ def _unclamped(
     return jnp.where(gate > CLAMP_LIMIT, 0.0, dgate), jnp.where(jnp.abs(up) > CLAMP_LIMIT, 0.0, dup)
 
 
+def _opening(kind: str, gate: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The factor of activation(gate) = gate · factor, and gate times the factor's derivative."""
+    if kind == "geglu_exact":  # the normal distribution's function and density
+        density = jnp.exp(gate * gate * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
+        return 0.5 + 0.5 * lax.erf(gate * math.sqrt(0.5)), gate * density
+    argument, slope = _sigmoid_argument(kind, gate)
+    opening = sigmoid(argument, interpret)
+    return opening, gate * opening * (1.0 - opening) * slope
+
+
 def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array | float]:
     """The u of activation(gate) = gate · sigmoid(u), and its derivative."""
     if kind == "swiglu":
@@ -109,7 +119,7 @@ def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array 
         return gate * (c + 0.044715 * c * square), c + 3.0 * 0.044715 * c * square
     if kind == "clamped_swiglu":
         return CLAMP_SLOPE * gate, CLAMP_SLOPE
-    raise ValueError(f'"{kind}" is not a gated activation: use one of swiglu, geglu, clamped_swiglu.')
+    raise ValueError(f'"{kind}" is not a gated activation: use one of swiglu, geglu, geglu_exact, clamped_swiglu.')
 
 
 def sigmoid(x: jax.Array, interpret: bool) -> jax.Array:

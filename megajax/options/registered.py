@@ -10,7 +10,8 @@ from typing import Any
 
 from megajax.options.registry import Registry
 
-NEXT_TOKEN = "next_token"  # the objective of `objective.kind` that needs no registration
+# The objectives of `objective.kind` that need no registration
+NEXT_TOKEN, MASKED_TOKENS = BUILT_IN = "next_token", "masked_tokens"
 OBJECTIVES: dict[str, type[Any]] = {}  # for `objective.kind`
 ENCODER_KIND, NO_ENCODER = "model.encoder.kind", "none"
 ENCODERS: dict[str, type[Any]] = {}  # for ENCODER_KIND

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
-from megajax.options.registered import NEXT_TOKEN, replaces_head
+from megajax.options.registered import BUILT_IN, MASKED_TOKENS, replaces_head
 from megajax.options.registry import AUTO
 from megajax.options.remat import NONE, POLICIES, RematPolicy
 from megajax.options.schedules import TAIL
@@ -30,11 +30,12 @@ from megajax.schema.fields import (
     Registered,
     Section,
     Sequences,
+    Share,
     Text,
     Tokens,
 )
 from megajax.schema.lora import LoraConfig
-from megajax.schema.model import EXPERTS, ModelConfig
+from megajax.schema.model import EXPERTS, OF_CROSS_ENTROPY, ModelConfig
 from megajax.schema.optimizer import OptimizerConfig
 from megajax.schema.precision import Fp8Config, PrecisionConfig
 from megajax.schema.rules import AtMost, Below, Excludes, MultipleOf, Needs, ReadIf, more_than_one
@@ -289,21 +290,58 @@ class LoggingConfig(Section):
     )
 
 
+class MaskingConfig(Section):
+    """The choice of the tokens that the model predicts, and what it reads in their place. ModernBERT: 0.3, 1, 0."""
+
+    rate: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.15, description="Probability that a token is chosen; special tokens never are."
+    )
+    masked: Share = Field(default=0.8, description="Share of the chosen tokens that become the mask token.")
+    random: Share = Field(
+        default=0.1, description="Share of them that become any token of the vocabulary; the others stay as they are."
+    )
+    mask_token: CountOrZero | Text | None = Field(
+        default=None,
+        description="Id or name of the mask token; null: the tokenizer's [MASK] or <mask>; of synthetic data the last"
+        " token.",
+    )
+
+
 class ObjectiveConfig(Registered):
     """The loss that training minimises."""
 
-    kind: Text = Field(default="next_token", description="next_token, or the name of a registered objective.")
-    label_smoothing: Annotated[BelowOne, Needs("kind", NEXT_TOKEN)] = Field(
-        default=0.0,
-        description="next_token: weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
+    kind: Annotated[
+        Text,
+        Needs(
+            "model.causal",
+            False,
+            of=MASKED_TOKENS,
+            what="attention to both sides of a token",
+            cure="set model.causal=false",
+        ),
+        Excludes(
+            "data.fim_rate", of=MASKED_TOKENS, because="the moved middle is for models that write from left to right"
+        ),
+        Excludes("data.mask_end_of_document_loss", of=MASKED_TOKENS, because="special tokens are never chosen"),
+    ] = Field(
+        default="next_token",
+        description="next_token; masked_tokens: the tokens that masking hides, for encoders such as ModernBERT; or the"
+        " name of a registered objective.",
     )
-    average: Annotated[Literal["tokens", "microbatches"], Needs("kind", NEXT_TOKEN)] = Field(
+    masking: Annotated[MaskingConfig, ReadIf("kind", MASKED_TOKENS)] = Field(
+        default_factory=MaskingConfig, description="masked_tokens: the chosen tokens and their replacement."
+    )
+    label_smoothing: Annotated[BelowOne, Needs("kind", BUILT_IN, what=OF_CROSS_ENTROPY)] = Field(
+        default=0.0,
+        description="Weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
+    )
+    average: Annotated[Literal["tokens", "microbatches"], Needs("kind", BUILT_IN, what=OF_CROSS_ENTROPY)] = Field(
         default="tokens",
-        description="next_token: what a step minimises, the mean over its counted tokens, or the mean of the means of "
+        description="What a step minimises, the mean over its counted tokens, or the mean of the means of "
         "each microbatch's rows on data × fsdp × expert, as in Megatron-LM. The logged loss is the mean over tokens.",
     )
     settings: Annotated[
-        dict[str, Any], Needs("kind", lambda kind: kind != NEXT_TOKEN, what="a registered objective")
+        dict[str, Any], Needs("kind", lambda kind: kind not in BUILT_IN, what="a registered objective")
     ] = Field(default={}, description="Settings of a registered objective, by name.")
 
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megajax.options.context import STRATEGIES
 from megajax.options.optimizers import OPTIMIZERS
-from megajax.options.registered import NEXT_TOKEN, NO_ENCODER, replaces_head
+from megajax.options.registered import BUILT_IN, MASKED_TOKENS, NEXT_TOKEN, NO_ENCODER, replaces_head
 from megajax.options.registry import AUTO
 from megajax.schema.fields import (
     BelowOne,
@@ -45,6 +45,9 @@ def _has_local(pattern: tuple[str, ...] | None) -> bool:
 
 
 RELATIVE, NO_BIAS = "relative", "its attention has no bias of the scores"
+WITHOUT_ENCODER = Excludes("model.encoder.kind", "layers", because="an encoder with a decoder has no such part")
+BEFORE_OR_AFTER_LAYERS = ("embedding_norm", "prediction_head", "head_bias")
+OF_CROSS_ENTROPY = f"one of {', '.join(BUILT_IN)}"
 ROTARY, IN_LOCAL_LAYERS = ReadIf("position", "rope"), ReadIf("layer_pattern", _has_local)
 
 
@@ -348,6 +351,9 @@ class ModelConfig(Section):
         json_schema_extra={"derived": "batch.sequence_length if position is learned"},
     )
     norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="Kind of normalisation.")
+    norm_bias: Annotated[bool, ReadIf("norm", "layernorm")] = Field(
+        default=True, description="LayerNorms have a bias; RMSNorm has none."
+    )
     norm_placement: Literal["before", "after", "both"] = Field(
         default="before",
         description="Norms of the attention and MLP parts: before them, after them (of their output, before it is added"
@@ -357,10 +363,12 @@ class ModelConfig(Section):
         default=False, description="Norms multiply by 1 + weight, and these weights start at 0."
     )
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
-    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"] = Field(
-        default="swiglu",
-        description="MLP activation. swiglu, geglu, clamped_swiglu (GPT-OSS): gated, three matrices; gelu (its"
-        " tanh approximation), gelu_exact, relu, relu2 (squared ReLU): two matrices.",
+    activation: Literal["swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"] = (
+        Field(
+            default="swiglu",
+            description="MLP activation. swiglu, geglu, geglu_exact, clamped_swiglu (GPT-OSS): gated, three matrices;"
+            " gelu, gelu_exact, relu, relu2 (squared ReLU): two matrices. gelu and geglu have GELU's tanh approximation.",
+        )
     )
     position: Annotated[
         Literal["rope", "learned", "relative", "none"],
@@ -453,7 +461,14 @@ class ModelConfig(Section):
         description="One learned logit per head in the softmax denominator (attention sink); it starts at 0.",
     )
     causal: Annotated[
-        bool, Excludes("objective.kind", "next_token", of=False, because="a token would see the next one")
+        bool,
+        Excludes(
+            "objective.kind",
+            NEXT_TOKEN,
+            of=False,
+            because="a token would see the next one",
+            cure="set objective.kind=masked_tokens",
+        ),
     ] = Field(
         default=True,
         description="A token attends to the tokens before it only; false: also to those after it, as in encoders.",
@@ -484,6 +499,21 @@ class ModelConfig(Section):
     scale_head: Annotated[bool, Excludes("mtp_layers", because="the modules' heads are not scaled")] = Field(
         default=False, description="Divide the head's input by sqrt(hidden_size), as T5 does with a tied head."
     )
+    head_bias: Annotated[bool, WITHOUT_ENCODER] = Field(default=False, description="A bias of the output logits.")
+    prediction_head: Annotated[bool, WITHOUT_ENCODER] = Field(
+        default=False,
+        description="Before the output logits, after the final norm: a matrix, GELU and another norm, as in BERT.",
+    )
+    embedding_norm: Annotated[
+        bool,
+        WITHOUT_ENCODER,
+        Excludes("block_pattern", because="the first layer has a kind of its own"),
+        Excludes("num_experts", because="the first layer has an MLP"),
+    ] = Field(
+        default=False,
+        description="Normalise the embeddings; attention in the first layer, which reads them, then has no norm before"
+        " it (ModernBERT).",
+    )
     scale_embeddings: bool = Field(
         default=False, description="Multiply the token embeddings by sqrt(hidden_size), but not a tied head."
     )
@@ -497,12 +527,14 @@ class ModelConfig(Section):
         default=True,
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
-    z_loss: Annotated[PositiveOrZero, Needs("objective.kind", NEXT_TOKEN), TRAINING_ONLY] = Field(
+    z_loss: Annotated[PositiveOrZero, Needs("objective.kind", BUILT_IN, what=OF_CROSS_ENTROPY), TRAINING_ONLY] = Field(
         default=0.0, description="Weight of the squared log-sum-exp of the output logits."
     )
     mtp_layers: Annotated[
         CountOrZero,
         Excludes("objective.kind", replaces_head, because="it has parameters in place of the head"),
+        Excludes("objective.kind", MASKED_TOKENS, because="the modules predict the tokens that follow"),
+        *(Excludes(key, because="the modules have parts of their own") for key in BEFORE_OR_AFTER_LAYERS),
         Excludes(
             "lora.rank",
             because="adapters are of the model's layers only",
@@ -556,6 +588,11 @@ class ModelConfig(Section):
             return None
         own = {"num_layers": self.encoder.num_layers, "encoder": EncoderConfig(), "causal": False}
         return self.model_copy(update=own | {"block_pattern": None})
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """Whether the norms of the residual stream have a bias."""
+        return self.norm == "layernorm" and self.norm_bias
 
     @property
     def is_latent(self) -> bool:

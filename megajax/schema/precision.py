@@ -35,7 +35,7 @@ class Fp8Config(Section):
         Literal["xla", "transformer_engine"],
         WITH_KERNELS,
         Excludes("model.num_experts", cure="set precision.fp8.backend=xla"),
-        Excludes("model.activation", "clamped_swiglu", cure="set precision.fp8.backend=xla"),
+        Excludes("model.activation", ("clamped_swiglu", "geglu_exact"), cure="set precision.fp8.backend=xla"),
     ] = Field(default="xla", description="Library of the FP8 kernels.")
     format: Annotated[Literal["hybrid", "e4m3"], WITH_KERNELS] = Field(
         default="hybrid", description="hybrid: E4M3 forward and E5M2 for gradients; e4m3: E4M3 for both."

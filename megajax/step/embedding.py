@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from megajax import ops
-from megajax.model.sublayer import BlockInputs, scale_embeddings
+from megajax.model.sublayer import BlockInputs, normalise, scale_embeddings
 from megajax.ops.barriers import not_repeated
 from megajax.parallel import collectives
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step_plan import StepPlan
-from megajax.weights.sums import after_microbatch, of_microbatch
+from megajax.weights.sums import added, after_microbatch, of_microbatch
 from megajax.weights.weight import row_major
 
 TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"
+NORMS = ("embedding.norm", "embedding.norm_bias")
 
 
 class Embedding:
@@ -51,6 +52,11 @@ class Embedding:
     @jax.named_scope("embedding")
     def embed(self, weights: Arrays, batch: Arrays, inputs: BlockInputs) -> jax.Array:
         """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
+        x = self._norm({name: weights[name] for name in NORMS if name in weights}, self._rows(weights, batch))
+        return self._dropout(x, inputs)
+
+    def _rows(self, weights: Arrays, batch: Arrays) -> jax.Array:
+        """The sums of the rows of both tables."""
         table, width = weights[TOKENS], self.model.hidden_size
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
         x = self.comm.reduce_scatter_tokens(jnp.where(ours, table[rows], 0).astype(self.plan.compute))
@@ -60,15 +66,24 @@ class Embedding:
         x = scale_embeddings(self.model, x)
         if POSITIONS in weights:
             x = x + weights[POSITIONS][self.comm.local_tokens(batch["positions"].reshape(-1))]
-        return self._dropout(x, inputs)
+        return x
+
+    def _norm(self, norms: Arrays, x: jax.Array) -> jax.Array:
+        return normalise(self.model, x, norms.get(NORMS[0]), norms.get(NORMS[1]))
 
     @jax.named_scope("embedding")
     def add_gradients(self, gradients: Arrays, weights: Arrays, batch: Arrays, inputs: BlockInputs, dx) -> Table:
-        """`gradients` plus the embedding's, if they have it: a scatter-add into the accumulator, in place."""
+        """`gradients` plus the embedding's, if they have it: a scatter-add into the accumulator, in place.
+
+        Before a norm the rows are looked up again.
+        """
         out = dict(gradients)
         if TOKENS not in out:
             return out
         (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
+        if norms := {name: weights[name] for name in NORMS if name in weights}:
+            of_norms, dx = jax.vjp(self._norm, norms, self._rows(weights, batch))[1](dx)
+            out |= {name: added(out[name], gradient) for name, gradient in of_norms.items()}
         updates = scale_embeddings(self.model, dx)
         if self.axes:
             shards = math.prod(self.comm.sizes[axis] for axis in self.axes)

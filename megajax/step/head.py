@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax import ops
-from megajax.model.sublayer import normalise, scale_head
+from megajax.model.sublayer import add_bias, normalise, predict, scale_head
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import after_microbatch, of_microbatch
 
 NORMS = ("final_norm", "final_norm_bias")
+BEFORE = (*NORMS, "head_dense", "head_norm", "head_norm_bias")  # the weights before the output matrix
+BIAS = "head_bias"
 Fields = Mapping[str, jax.Array]
 # (this shard's logits [c, V / tensor], targets, mask, fields) of a chunk → (sums of losses, gradient of the logits)
 ChunkLoss = Callable[[jax.Array, jax.Array, jax.Array, Fields], tuple[dict[str, jax.Array], jax.Array]]
@@ -25,15 +27,16 @@ TokenLoss = Callable[[jax.Array, jax.Array, Fields], tuple[jax.Array, jax.Array]
 class LossHead:
     """Final norm, head and cross-entropy of a device's tokens; the vocabulary is sharded over `tensor`."""
 
-    def __init__(self, plan: StepPlan, comm: MeshComm, norms: tuple[str, ...] = NORMS):
-        """`norms` are the final norm's weights; without any, the input is normalised already."""
+    def __init__(self, plan: StepPlan, comm: MeshComm, before: tuple[str, ...] = BEFORE):
+        """`before` are the weights before the output matrix; without any, the input is normalised already."""
         self.model, self.plan, self.comm = plan.model, plan, comm
         self.implementation: ops.LossImplementation = plan.kernels.loss
         # FP32 logits would take a tenth of the head's time; Megatron and MaxText round them to BF16 too.
         self.dtype = plan.compute
         self.logits_dtype = jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32
         self.weight_name = "embedding.tokens" if self.model.tie_embeddings else "head"
-        self.names = (self.weight_name, *norms[: 1 if self.model.norm == "rmsnorm" else 2])
+        self.before = tuple(name for name in before if name in plan.placements)
+        self.names = (self.weight_name, *self.before, *((BIAS,) if self.model.head_bias else ()))
 
     @jax.named_scope("head")
     def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
@@ -92,9 +95,11 @@ class LossHead:
             if self.weight_name in accumulated:
                 equation = "cv,cd->vd" if tied else "cv,cd->dv"
                 dw = {self.weight_name: jnp.einsum(equation, dlogits, h, preferred_element_type=jnp.float32)}
+            if BIAS in accumulated:
+                dw[BIAS] = dlogits.sum(0, dtype=jnp.float32)
             dh = jnp.einsum("cv,vd->cd" if tied else "cv,dv->cd", dlogits, w)
-            dnorms, dx = pull(self.comm.reduce_scatter_tokens(dh))
-            gradients = {name: gradients[name] + {**dnorms, **dw}[name] for name in totals}
+            before, dx = pull(self.comm.reduce_scatter_tokens(dh))
+            gradients = {name: gradients[name] + {**before, **dw}[name] for name in totals}
             return (gradients, {name: sums[name] + losses.get(name, 0) for name in sums}), dx
 
         zeros = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss")}
@@ -160,15 +165,16 @@ class LossHead:
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _logits(self, weights, x_cd: jax.Array):
-        """(logits of this shard of the vocabulary, the head's input, the pullback of the norm)."""
-        norms = {name: weights[name] for name in self.names[1:]}
-        normed, pull = jax.vjp(self.norm, norms, x_cd)
+        """(logits of this shard of the vocabulary, the head's input, the pullback of what is before it)."""
+        before = {name: weights[name] for name in self.before}
+        normed, pull = jax.vjp(self.norm, before, x_cd)
         h = self.comm.all_gather_tokens(normed)
         return self._product(weights, h), h, pull
 
     def _product(self, weights, h: jax.Array) -> jax.Array:
         equation = "cd,vd->cv" if self.model.tie_embeddings else "cd,dv->cv"
-        return jnp.einsum(equation, h, weights[self.weight_name], preferred_element_type=self.logits_dtype)
+        logits = jnp.einsum(equation, h, weights[self.weight_name], preferred_element_type=self.logits_dtype)
+        return add_bias(logits, weights.get(BIAS))
 
     def _vocabulary(self, logits: jax.Array) -> dict[str, Any]:
         """The arguments of `ops` about this shard of the vocabulary."""
@@ -182,8 +188,9 @@ class LossHead:
         }
 
     def norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
-        """The final norm of `x [..., D]`; `norms` are its weights, or a table that has them."""
-        return scale_head(self.model, normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias")))
+        """The final norm of `x [..., D]`, and a prediction head; `norms` are their weights, or a table with them."""
+        h = normalise(self.model, x, norms.get("final_norm"), norms.get("final_norm_bias"))
+        return predict(self.model, norms, scale_head(self.model, h))
 
     def _chunks(self, x: jax.Array, targets: jax.Array, mask: jax.Array, fields: Mapping[str, jax.Array] | None = None):
         """Chunks of x, targets, mask and fields.

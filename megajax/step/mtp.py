@@ -56,7 +56,7 @@ class MultiTokenPrediction:
         self.weight = MODULES.weight(self.model) / len(self.layers)  # of each module's loss
         own, only_microbatch = ExtraPlan.after(plan), not plan.sums_gradients
         self.stack = LayerStack(MTP, own, comm, {MTP: block}, {MTP: weights}, only_microbatch)
-        self.embedding, self.head = Embedding(plan, comm), LossHead(plan, comm, norms=())
+        self.embedding, self.head = Embedding(plan, comm), LossHead(plan, comm, before=())
 
     def fields(self) -> dict[str, Field]:
         depth, key = (len(self.layers),), MODULES.key

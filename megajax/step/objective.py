@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.errors import ConfigError
-from megajax.options.registered import NEXT_TOKEN, OBJECTIVES
+from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES, Section
 from megajax.schema.model import ModelConfig
@@ -96,6 +96,10 @@ class NextToken(Objective):
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
         return {"loss": losses["loss"], **({"z_loss": losses["z_loss"]} if self.z_loss else {})}
+
+
+class MaskedTokens(NextToken):
+    """The same for masked tokens: `targets` are the tokens themselves, `loss_mask` those hidden in `tokens`."""
 
 
 class Elementwise(Objective):
@@ -290,11 +294,14 @@ class Segment(Objective):
         return {name: self.comm.sum(a, SHARES) for name, a in sums.items()}
 
 
+BUILT_IN: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
+
+
 def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
     """A decorator that registers an objective for `objective.kind`; in a module of `run.extensions`."""
 
     def add(objective: type[Objective]) -> type[Objective]:
-        known = NextToken if name == NEXT_TOKEN else OBJECTIVES.get(name, objective)
+        known = BUILT_IN.get(name) or OBJECTIVES.get(name, objective)
         ids = [f"{each.__module__}.{each.__qualname__}" for each in (known, objective)]
         if ids[0] != ids[1]:
             raise ConfigError(f"the objective {name} is {ids[0]} already: register {ids[1]} under another name.")
@@ -306,5 +313,4 @@ def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
 
 def make_objective(plan: StepPlan, comm: MeshComm) -> Any:
     """The node that `objective.kind` names."""
-    kind = plan.objective.kind
-    return (NextToken if kind == NEXT_TOKEN else OBJECTIVES[kind])(plan, comm)
+    return {**OBJECTIVES, **BUILT_IN}[plan.objective.kind](plan, comm)

@@ -55,7 +55,7 @@ class TeacherHead:
     """The teacher's logits of some tokens."""
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
-        self.head = LossHead(plan, comm, norms=())
+        self.head = LossHead(plan, comm, before=())
 
     def logits(self, table: Arrays, h: jax.Array) -> jax.Array:
         """The teacher's output `[c, D']`, the same on all devices of `tensor` → FP32 logits `[c, V]`."""

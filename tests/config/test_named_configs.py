@@ -76,6 +76,8 @@ PARAMETERS = {
     "granite_4_0_h_tiny": 6_939_037_248,
     "bamba_9b": 9_780_235_392,
     "mamba2_2_7b": 2_702_599_680,
+    "modernbert_base": 149_655_232,
+    "modernbert_large": 395_881_664,
     "falcon_h1_0_5b": 521_411_104,
     "llama3_8b_l16": 8_030_261_248 - 16 * 218_112_000 - 2 * (128_256 - 32_768) * 4096,
 }
@@ -101,6 +103,7 @@ ROUNDED_PARAMETERS = {
 
 def load_model(name: str) -> ModelConfig:
     run = ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]
+    run += ["objective.kind=masked_tokens"] if name.startswith("modernbert") else []
     return load_config(ROOT / f"configs/models/{name}.yaml", run).model
 
 

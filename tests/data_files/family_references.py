@@ -1,4 +1,4 @@
-"""The tiny models of Gemma, Phi-3, OLMo 2, Nemotron, SmolLM3 and GPT-OSS, for make_transformers_references.py."""
+"""The tiny models of Gemma, Phi-3, OLMo 2, Nemotron, SmolLM3, GPT-OSS and ModernBERT."""
 
 import torch
 from llama_references import (
@@ -18,6 +18,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     NemotronConfig,
     NemotronForCausalLM,
     Olmo2Config,
@@ -278,3 +280,52 @@ def tiny_gpt_oss() -> Reference:
         **llama_options(model),
     )
     return GptOssForCausalLM(config), model, convert_gpt_oss
+
+
+def convert_modernbert(tensors: Tensors, model: dict) -> Tensors:
+    """ModernBERT's tensors by canonical name; the first layer has no norm before its attention."""
+    out = {
+        "embedding.tokens": tensors["model.embeddings.tok_embeddings.weight"],
+        "embedding.norm": tensors["model.embeddings.norm.weight"],
+        "final_norm": tensors["model.final_norm.weight"],
+        "head_dense": tensors["head.dense.weight"].T,
+        "head_norm": tensors["head.norm.weight"],
+        "head_bias": tensors["decoder.bias"],
+    }
+    for kind, layers in (("first", range(1)), ("dense", range(1, model["num_layers"]))):
+
+        def get(name: str, layers: range = layers) -> torch.Tensor:
+            return stack(tensors, "model.layers.{}." + name + ".weight", layers)
+
+        query, key, value = (heads_out(part, model["num_heads"]) for part in get("attn.Wqkv").chunk(3, dim=1))
+        gate, up = (part.transpose(1, 2) for part in get("mlp.Wi").chunk(2, dim=1))
+        block = {
+            "attention.query": query,
+            "attention.key": key,
+            "attention.value": value,
+            "mlp.gate": gate,
+            "mlp.up": up,
+        }
+        block |= {
+            "attention.output": heads_in(get("attn.Wo"), model["num_heads"]),
+            "mlp.down": get("mlp.Wo").transpose(1, 2),
+            "mlp.norm": get("mlp_norm"),
+        }
+        if kind == "dense":
+            block["attention.norm"] = get("attn_norm")
+        out |= {f"blocks.{kind}.{name}": tensor for name, tensor in block.items()}
+    return out
+
+
+def tiny_modernbert() -> Reference:
+    """Windows of 3 tokens on each side in two of five layers, with another base of the rotary wavelengths."""
+    model = section(num_layers=5, num_kv_heads=4, norm="layernorm", norm_bias=False, activation="geglu_exact")
+    model |= {"causal": False, "embedding_norm": True, "prediction_head": True, "head_bias": True}
+    model |= {"tie_embeddings": True, "sliding_window": 4, "layer_pattern": ["global", "local", "local"]}
+    model |= {"rope_local_theta": 20.0}
+    renamed = {"norm_eps": 1e-5, "local_attention": 6, "cls_token_id": None, "sep_token_id": None}
+    own = options(model) | renamed
+    del own["num_key_value_heads"], own["head_dim"]
+    bases = {"full_attention": model["rope_theta"], "sliding_attention": model["rope_local_theta"]}
+    own["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    return ModernBertForMaskedLM(ModernBertConfig(**own)), model, convert_modernbert

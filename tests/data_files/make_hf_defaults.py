@@ -18,10 +18,12 @@ HERE = Path(__file__).parent
 TINY = {"qwen3": "qwen3_local", "qwen3_moe": "qwen3_moe_mixed"}
 FAMILIES = "gpt2 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 nemotron smollm3"
 FAMILIES += " deepseek_v2 deepseek_v3 gpt_oss qwen3_next nemotron_h kimi_linear qwen3_5_text qwen3_5_moe_text"
-FAMILIES += " granitemoehybrid bamba falcon_h1 mamba2"
+FAMILIES += " granitemoehybrid bamba falcon_h1 mamba2 modernbert"
 COMMON = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
 # Of training, of ids, or of layouts that only the program uses
 OTHERS = {"use_cache", "initializer_range", "pretraining_tp", "output_router_logits", "reorder_and_upcast_attn"}
+OTHERS |= {"classifier_pooling", "deterministic_flash_attn", "initializer_cutoff_factor", "reference_compile"}
+OTHERS |= {"sparse_pred_ignore_index", "sparse_prediction"}
 LOCAL = ["sliding_attention"] * 3
 TWO = {
     "gpt2": [([], {"num_hidden_layers": 5})],
@@ -43,6 +45,12 @@ TWO = {
         ([], {"no_rope_layer_interval": 2}),
         (["no_rope_layers"], {"no_rope_layer_interval": 2}),
         (["layer_types"], {"use_sliding_window": True, "sliding_window": 8}),
+    ],
+    "modernbert": [
+        (["layer_types"], {"global_attn_every_n_layers": 2}),
+        ([], {"global_attn_every_n_layers": 2}),
+        (["rope_parameters"], {"global_rope_theta": 100.0, "local_rope_theta": 10.0}),
+        ([], {"global_rope_theta": 100.0}),
     ],
     "deepseek_v2": [([], {"num_experts": 4})],
     "deepseek_v3": [([], {"num_local_experts": 8})],

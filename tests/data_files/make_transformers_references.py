@@ -10,7 +10,7 @@ Each file holds
 - the weights under their canonical names and layouts, float32, the vocabulary not padded; the layers' state too, as
   `blocks.KIND.NAME`;
 - `tokens` [2, 17] int32, `logits` [2, 17, V] float32, and `loss`, the mean cross-entropy (nats) over the
-  2·16 predictions of a next token;
+  2·16 predictions of a next token, by an encoder from the first 16 tokens;
 - `gradient:NAME`, the loss's gradient with respect to the weight NAME, for some telling weights.
 
 For the models of FOLDERS it also writes NAME.zip: the folder that transformers' `save_pretrained` writes for the model.
@@ -83,6 +83,7 @@ FOLDERS = (
     "tiny_bamba",
     "tiny_falcon_h1",
     "tiny_mamba2",
+    "tiny_modernbert",
 )
 LATENT = tuple(
     f"blocks.moe.attention.{name}"
@@ -112,6 +113,8 @@ KDA = tuple(
 PARALLEL = tuple(w.replace("mamba2.", "attention_mamba2.", 1) for w in MAMBA)
 PARALLEL += tuple(f"blocks.attention_mamba2.{name}" for name in ("attention.norm", "attention.key", "mlp.down"))
 PARALLEL += ("blocks.mamba2_moe.mamba2.output", "blocks.mamba2_moe.moe.shared_down")
+MODERNBERT = ("embedding.norm", "head_dense", "head_norm", "head_bias", "blocks.first.attention.query")
+MODERNBERT += ("blocks.first.mlp.gate", "blocks.dense.attention.norm", "blocks.dense.attention.value")
 # Gradients of norms that other models lack; the other families have the logits only.
 TELLING_OF_FAMILY = {
     "tiny_gpt_oss": TELLING,
@@ -125,6 +128,7 @@ TELLING_OF_FAMILY = {
         f"tiny_{name}": (*TELLING, *MAMBA, *(w.replace("mamba2.", "mamba2_mlp.", 1) for w in MAMBA), *PARALLEL)
         for name in ("granitemoehybrid", "granite_dense", "bamba", "falcon_h1", "mamba2")
     },
+    "tiny_modernbert": (*TELLING, *MODERNBERT),
     "tiny_qwen3_next": (*TELLING, *DELTA_NET, "blocks.moe.attention.gate", "blocks.moe.moe.shared_router"),
 }
 SEQUENCES, LENGTH = 2, 17
@@ -170,8 +174,10 @@ def make(build: Callable[[], Reference], seed: int) -> tuple[PreTrainedModel, Ar
     network = network.double().eval()
     randomise(network, generator, centre=0 if model.get("norm_zero_centred") else 1)
     tokens = torch.randint(model["vocab_size"], (SEQUENCES, LENGTH), generator=generator)
-    logits = network(tokens, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    is_causal = model.get("causal", True)
+    logits = network(tokens, **{"use_cache": False} if is_causal else {}).logits
+    first = logits[:, :-1] if is_causal else network(tokens[:, :-1]).logits  # which the last token changes
+    loss = torch.nn.functional.cross_entropy(first.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
 
     parameters, state = dict(network.named_parameters()), layer_state(network)
@@ -224,6 +230,7 @@ def main() -> None:
         mamba.tiny_bamba,
         mamba.tiny_falcon_h1,
         hybrids.tiny_mamba2,
+        families.tiny_modernbert,
     )
     for seed, build in enumerate(builders):
         if build.__name__ not in (sys.argv[1:] or [build.__name__]):

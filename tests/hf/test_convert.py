@@ -36,6 +36,7 @@ def config_for(model: dict, mesh: dict | None = None) -> Config:
     return Config.model_validate(
         {
             "model": model | {"vocab_multiple": 64},
+            "objective": {"kind": "next_token" if model.get("causal", True) else "masked_tokens"},
             "mesh": {"data": 1} | (mesh or {}),
             "batch": {"global_size": 8, "num_microbatches": 2, "sequence_length": 16},
             "data": {"kind": "synthetic"},

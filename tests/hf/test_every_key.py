@@ -44,6 +44,9 @@ OF_FAMILY = {  # what other keys of the file decide
     "tiny_falcon_h1": "mamba_chunk_size num_logits_to_keep mamba_expand mamba_norm_before_gate",
     "tiny_granitemoehybrid": "mamba_chunk_size position_embedding_type rope_parameters",
     "tiny_granite_dense": "mamba_chunk_size intermediate_size num_experts_per_tok",
+    # Of programs, of training, of classifiers, or read with the tokenizer
+    "tiny_modernbert": """classifier_dropout classifier_pooling cls_token_id deterministic_flash_attn embedding_dropout
+        initializer_cutoff_factor mlp_dropout sep_token_id sparse_pred_ignore_index sparse_prediction""",
     "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
 }
 

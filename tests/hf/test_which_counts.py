@@ -13,12 +13,12 @@ from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.hf.convert import load, read_model
-from megajax.hf.folder import HEAD, INDEX, SINGLE, FolderTensors, text_names
+from megajax.hf.folder import HEADS, INDEX, SINGLE, FolderTensors, text_names
 from megajax.model import Transformer, parameters
 
 FILES = Path(__file__).parents[1] / "data_files"
 FOLDERS = sorted(path.stem for path in FILES.glob("tiny_*.zip"))
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", HEADS[0]
 TWO_FILES = {"one.safetensors": 0, "two.safetensors": 1}
 
 

@@ -22,7 +22,7 @@ DATA_FILES = Path(__file__).parents[1] / "data_files"
 FILES = sorted(DATA_FILES.glob("tiny_*.npz"))
 # Every part of the other models is in one of these.
 ON_A_MESH = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "olmo2")
-ON_A_MESH += ("qwen3_next", "nemotron_h", "kimi_linear", "falcon_h1")
+ON_A_MESH += ("qwen3_next", "nemotron_h", "kimi_linear", "falcon_h1", "modernbert")
 ON_A_MESH = tuple(f"tiny_{name}" for name in ON_A_MESH)
 # On one device their gradients are computed with the logits.
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "granite_dense", "bamba", "falcon_h1", "mamba2")
@@ -34,10 +34,11 @@ TOLERANCE = 1e-5
 
 def load(path):
     stored = np.load(path)
-    tokens = stored["tokens"]
+    tokens, model = stored["tokens"], json.loads(str(stored["model"]))
     config = Config.model_validate(
         {
-            "model": json.loads(str(stored["model"])) | {"vocab_multiple": 128},
+            "model": model | {"vocab_multiple": 128},
+            "objective": {"kind": "next_token" if model.get("causal", True) else "masked_tokens"},
             "batch": {"global_size": len(tokens), "sequence_length": tokens.shape[1] - 1},
             "precision": {"compute": "float32"},
             "data": {"kind": "synthetic"},

@@ -174,7 +174,10 @@ def test_what_needs_logits_is_refused(table):
             {"checkpoint": {"export_hf": {"dir": "x", "every": 10}}},
             "export_hf.dir=x cannot be combined with objective.kind=value_head",
         ),
-        ({"model": {"z_loss": 0.1}}, "model.z_loss=0.1 needs objective.kind=next_token, but objective.kind=value_head"),
+        (
+            {"model": {"z_loss": 0.1}},
+            "model.z_loss=0.1 needs one of next_token, masked_tokens, but objective.kind=value_head",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make(table, {}, **changes)

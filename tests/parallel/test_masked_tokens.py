@@ -1,0 +1,55 @@
+"""ModernBERT's layers and the objective of masked tokens on meshes, with documents, against megajax/reference.py.
+
+tests/model/test_transformers_references.py holds the same layers on `fsdp` and `tensor` to transformers.
+"""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config.checks import check_mesh
+from megajax.data.masking import open_masking
+from megajax.mesh import build_mesh
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+MODEL = {
+    **{"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24},
+    **{"norm": "layernorm", "activation": "geglu_exact", "causal": False, "tie_embeddings": True},
+    **{"sliding_window": 4, "layer_pattern": ["global", "local", "local"], "rope_local_theta": 20.0},
+    **{"embedding_norm": True, "prediction_head": True, "head_bias": True, "dropout": 0.1},
+}
+DOCUMENTS = {"synthetic_documents": 3, "reset_attention": True, "reset_positions": True}
+OBJECTIVE = {"kind": "masked_tokens", "label_smoothing": 0.1, "masking": {"rate": 0.3}}
+
+
+def make(table, mesh):
+    sections = {"objective": OBJECTIVE, "data": DOCUMENTS, "batch": {"global_size": 8, "sequence_length": 16}}
+    return table.make_config(MODEL, mesh, microbatches=2, steps=1, **sections)
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """(fields, loss, gradients) by megajax/reference.py."""
+    config = make(table, {})
+    fields = next(iter(table.make_batches(config)))
+    masking, rows = open_masking(config), enumerate(fields["tokens"])
+    assert masking is not None
+    hidden, chosen = map(np.stack, zip(*(masking(row, row >= 0, i) for i, row in rows), strict=True))
+    fields |= {"tokens": hidden, "targets": fields["tokens"], "loss_mask": chosen.astype(np.float32)}
+    losses, gradients = table.expected_gradients(config, table.weights_of(config), fields)
+    return fields, float(losses["loss"]), gradients
+
+
+@pytest.mark.parametrize("mesh", [{"context": 2, "fsdp": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+def test_loss_and_gradients_are_those_of_the_reference(table, expected, mesh):
+    fields, loss, gradients = expected
+    assert 0 < fields["loss_mask"].sum() < fields["loss_mask"].size / 2 and fields["segment_ids"].max() > 0
+    config = make(table, mesh)
+    count = math.prod(mesh.values())
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields)
+    assert {"embedding.norm_bias", "head_dense", "head_norm", "head_bias"} <= gradients.keys()
+    table.check_first_step(program, state, batch, loss, gradients)
