@@ -16,7 +16,7 @@ def plain(kind, x, dy):
     return act, pull(dy)[0]
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "clamped_swiglu"])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_exact", "clamped_swiglu"])
 @pytest.mark.parametrize("shape", [(8, 64), (10, 48)], ids=["whole blocks", "edges"])
 def test_the_kernel_has_the_activation_and_its_gradient(rng, error, kind, shape):
     spread = 6.0 if kind == "clamped_swiglu" else 1.0
