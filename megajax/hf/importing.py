@@ -17,6 +17,7 @@ from megajax.hf.convert import load, longest, read_folder
 from megajax.hf.folder import new_folder
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
+from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -58,6 +59,7 @@ def _config(folder: Path, run_dir: Path) -> Config:
     values = {
         "run": {"name": run_dir.name, "dir": str(run_dir)},
         "model": section,
+        "objective": {"kind": NEXT_TOKEN if section.get("causal", True) else MASKED_TOKENS},
         "precision": {"compute": dtype} if dtype in DTYPES else {},
         "batch": {"global_size": 1, "sequence_length": longest(section, theirs)},
         "data": data,

@@ -16,6 +16,7 @@ from megajax import generate
 from megajax.checkpoint.weights import run_config
 from megajax.config import ModelConfig, load_config
 from megajax.config.checks import check_mesh
+from megajax.errors import InputError
 from megajax.hf import compare as comparison
 from megajax.hf.__main__ import main
 from megajax.hf.convert import read_folder, read_model
@@ -23,6 +24,7 @@ from megajax.hf.folder import INDEX, SINGLE, FolderTensors
 from megajax.hf.plan import plan, shards
 from megajax.hf.reader import unpadded
 from megajax.hf.tensors import tensor_names
+from megajax.inference.generation import check_decoding
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
 from megajax.sharding import place_all, stored_rows, unpadded_spec
@@ -131,6 +133,22 @@ def test_an_imported_run_has_the_weights_generates_and_starts_another_run(with_t
             assert (out / file).read_bytes() == (folder / file).read_bytes()
     assert json.loads((tmp_path / "out-run/generation_config.json").read_text())["eos_token_id"] == [3, 4]
     assert (tmp_path / "out-0/generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
+
+
+def test_an_encoder_becomes_a_run_and_a_folder_but_writes_no_text(unpack, tmp_path):
+    folder, run_dir, out = unpack("tiny_modernbert"), tmp_path / "run", tmp_path / "out"
+    assert main(["import", str(folder), str(run_dir)]) == 0
+    config, stored = run_config(run_dir, "RUN"), np.load(FILES / "tiny_modernbert.npz")
+    assert config.objective.kind == "masked_tokens"
+    ours = comparison.run_logits(run_dir / "checkpoints/0", config.model, stored["tokens"])
+    assert np.linalg.norm(ours - stored["logits"]) < 1e-5 * np.linalg.norm(stored["logits"])
+    assert main(["export", str(run_dir), str(out)]) == 0
+    written, theirs = load_file(out / SINGLE), load_file(folder / SINGLE)
+    assert written.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(written[name], tensor, name)
+    with pytest.raises(InputError, match="generation needs model.causal=true: each token .* sees those after it"):
+        check_decoding(megajax.load_run(run_dir))
 
 
 def test_a_run_with_another_tokenizer_keeps_nothing_of_the_folder(imported, tmp_path):
