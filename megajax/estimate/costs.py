@@ -74,7 +74,8 @@ def row_flops(config: Config, pairs: np.ndarray) -> np.ndarray:
 def head_parameter_count(model: Transformer) -> int:
     """Number of the matmul parameters of the head, which may be the embedding's table, or of an objective's own."""
     if model.objective is None:
-        return model.config.hidden_size * model.config.padded_vocab_size
+        before = model.config.hidden_size if model.config.prediction_head else 0
+        return model.config.hidden_size * (before + model.config.padded_vocab_size)
     return sum(math.prod(p.shape) for p in parameters(model.objective).values() if p.role == "matrix")
 
 
