@@ -367,7 +367,8 @@ class ModelConfig(Section):
         Field(
             default="swiglu",
             description="MLP activation. swiglu, geglu, geglu_exact, clamped_swiglu (GPT-OSS): gated, three matrices;"
-            " gelu, gelu_exact, relu, relu2 (squared ReLU): two matrices. gelu and geglu have GELU's tanh approximation.",
+            " gelu, gelu_exact, relu, relu2 (squared ReLU): two matrices. gelu and geglu have GELU's tanh"
+            " approximation.",
         )
     )
     position: Annotated[
