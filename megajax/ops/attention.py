@@ -200,7 +200,8 @@ def _whole_backward(scores: Scores, kind: Kind, window: int | None, saved, gradi
     qkv, ranges, sinks, *whole = saved
     backward = partial(attend_backward, scores, Mask(kind, ranges, window), *qkv)
     gradients, dsinks = backward_with_sinks(backward, sinks, tuple(whole), dout)
-    return gradients, None, dsinks, None
+    # The reference's are in FP32.
+    return tuple(g.astype(a.dtype) for g, a in zip(gradients, qkv, strict=True)), None, dsinks, None
 
 
 _whole.defvjp(_whole_forward, _whole_backward)

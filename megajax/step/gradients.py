@@ -100,7 +100,8 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
         scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
         table = graph.table.gather_per_step(params)
         weights = {stack.NAME: stack.weights.gather_per_step(params, scales, state)}
-        weights |= {frozen.NAME: frozen.weights.gather_per_step(params, {}, {}) for frozen in graph.frozen}
+        others = (*graph.before, *graph.frozen)
+        weights |= {other.NAME: other.weights.gather_per_step(params, {}, {}) for other in others}
         arrays = StepArrays(table, weights)
         counts, (batch, _) = graph.counts(batch), graph.add_derived_fields(batch)
         run = pipeline.evaluate if pipeline is not None else partial(evaluate, graph)

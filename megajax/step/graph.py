@@ -50,6 +50,7 @@ class Graph:
     layers: LayerStack  # the one inner node that a pipeline divides into stages
     stacks: tuple[LayerStack, ...]  # of all nodes, trained
     frozen: tuple[LayerStack, ...]  # of a teacher
+    before: tuple[LayerStack, ...]  # those of `stacks` that run before the layers: an encoder's
 
     @classmethod
     def build(cls, plan: StepPlan) -> "Graph":
@@ -70,8 +71,9 @@ class Graph:
             first.append(EncoderNode(plan, model.encoder, comm, [*plan.trained]))
         teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
         nodes = (*first, *encoders, *teachers, embedding, layers), (*terminal,)
-        stacks, frozen = (node.stack for node in (*encoders, *modules)), (*(each.stack for each in teachers),)
-        return cls(plan, comm, table, *nodes, layers, (layers, *stacks), frozen)
+        before, frozen = (tuple(each.stack for each in own) for own in (encoders, teachers))
+        stacks = layers, *before, *(node.stack for node in modules)
+        return cls(plan, comm, table, *nodes, layers, stacks, frozen, before)
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -71,6 +71,12 @@ def _beside_the_model(program: TrainProgram) -> Iterator[str]:
     if teacher is not None:
         source = config.teacher.source or "new weights"
         yield f"teacher    {parameter_count(teacher.transformer):,} frozen parameters; weights: {source}"
+    if (encoder := program.plan.encoder) is not None:
+        layers, length = counted(encoder.model.num_layers, "layer"), counted(encoder.batch_shape[2], "token")
+        own, crossed = encoder.kernels, program.plan.kernels
+        cross = f"cross-attention: {crossed.cross_attention} ({crossed.cross_attention_reason})"
+        attention = f"attention: {own.attention} ({own.attention_reason})"
+        yield f"encoder    {layers} over sequences of {length}; {attention}; {cross}"
     if config.lora.rank:
         count = adapter_parameter_count(program.model)
         lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "

@@ -8,7 +8,15 @@ import pytest
 
 from megajax.errors import ConfigError
 from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
-from megajax.ops import AttentionSettings, attention, cached_attention, documents_of, visible_ranges
+from megajax.ops import (
+    AttentionSettings,
+    attention,
+    cached_attention,
+    cross_attention,
+    documents_of,
+    same_documents,
+    visible_ranges,
+)
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
 from megajax.ops.relative_bias import distance_buckets
@@ -220,6 +228,27 @@ def test_cudnn_takes_a_bias_and_gives_its_gradient(causal):
     forward, backward = re.findall(r"custom_call @(\S+)\(.*-> (.*)", text)
     assert forward[0] == "__cudnn$fmhaScaleBiasSoftmax" and backward[0] == f"{forward[0]}Backward"
     assert "tensor<1x6x64x64xbf16>" in backward[1] and text.count("CAUSAL") == 2 * causal
+
+
+def test_cross_attention_is_to_the_keys_of_the_same_document(check_op, rng):
+    """One query at a time; the last document has no keys, and negative ids are padding at the end."""
+    queries, keys = np.array([[0, 0, 1, 1, 2]]), np.array([[0, 0, 0, 1, -1, -1]])
+    ranges = same_documents(jnp.asarray(queries), jnp.asarray(keys))
+
+    def plain(q, k, v):
+        out = np.zeros(q.shape)
+        for i, n in np.ndindex(q.shape[1:3]):
+            if (seen := np.flatnonzero(keys[0] == queries[0, i])).size:
+                weights = np.exp(0.3 * k[0, seen, n // 2] @ q[0, i, n])
+                out[0, i, n] = weights / weights.sum() @ v[0, seen, n // 2]
+        return out
+
+    arguments = [rng.normal(size=shape) for shape in ((1, 5, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8))]
+    scores = Scores(0.3, None, "reference")
+    check_op(lambda q, k, v: cross_attention(q, k, v, ranges, scores), plain, arguments)
+    halves = [jnp.asarray(a, jnp.bfloat16) for a in arguments]
+    out, pull = jax.vjp(lambda q, k, v: cross_attention(q, k, v, ranges, scores), *halves)
+    assert {str(a.dtype) for a in (out, *pull(out))} == {"bfloat16"}
 
 
 def test_buckets_of_distances():
