@@ -226,33 +226,61 @@ def _longest_first(lengths: np.ndarray, chooser: FirstFit | LeastWork, pairs: At
 
 
 def spread(work: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The order, int64 [G], in which a batch's rows of this work give equal sums to parts of consecutive rows.
+    """The order, int64 [G], of a batch's rows with this work: equal sums for devices and microbatches.
 
-    A microbatch's rows of one device are consecutive, so parts of every mesh are, and the order depends on none. It is
-    built from small parts to large ones: with G = p · q · r, the largest prime first, rows are joined to G / p parts of
-    p rows, these to G / pq parts, and so on, each time the heaviest first, to the lightest part with less than its
-    number. So the hierarchy has each part of 2^k rows if G is a power of two, and with G = 3 · 2^k each of 3 · 2^j: the
-    parts of all meshes whose devices and microbatches are powers of two.
+    Row m · D + d of a batch is of device d in microbatch m, or several consecutive rows are, whatever the mesh. So
+    parts of consecutive rows have equal sums, from small to large ones: with G = p · q · r, the largest prime first,
+    rows are joined to G / p parts of p rows, these to G / pq parts, and so on. The heaviest goes first, to the lightest
+    part with less than its number. The hierarchy has each part of 2^k rows if G is a power of two, and with G = 3 · 2^k
+    each of 3 · 2^j: the parts of all meshes whose devices and microbatches are powers of two. Of two parts that are
+    joined the second may have halves exchanged, so that heavy rows of different microbatches are of different devices.
     """
-    parts = [(int(each), (row,)) for row, each in enumerate(np.asarray(work).tolist())]
-    for factor in reversed(_primes(len(parts))):
-        parts = _joined(parts, factor)
-    return np.array(parts[0][1], np.int64)
+    work = np.asarray(work, np.int64)
+    parts = [(each, np.array([row])) for row, each in enumerate(work.tolist())]
+    for factor in reversed(_primes(len(work))):
+        parts = _joined(parts, factor, work)
+    return parts[0][1]
 
 
-def _joined(parts: list[tuple[int, tuple[int, ...]]], factor: int) -> list[tuple[int, tuple[int, ...]]]:
+def _joined(parts: Sequence[tuple[int, np.ndarray]], factor: int, work: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Parts (work, rows) joined to larger ones of `factor` each, of equal work as far as possible."""
     count = len(parts) // factor
-    members: list[list[int]] = [[] for _ in range(count)]
-    sums, sizes, lightest = [0] * count, [0] * count, [(0, number) for number in range(count)]
-    for work, rows in sorted(parts, key=lambda part: (-part[0], part[1])):
+    sums, members = [0] * count, [list[np.ndarray]() for _ in range(count)]
+    lightest = [(0, number) for number in range(count)]
+    for each, rows in sorted(parts, key=lambda part: (-part[0], part[1][0])):
         _, number = heappop(lightest)
-        members[number] += rows
-        sums[number] += work
-        sizes[number] += 1
-        if sizes[number] < factor:
+        members[number].append(rows)
+        sums[number] += each
+        if len(members[number]) < factor:
             heappush(lightest, (sums[number], number))
-    return [(work, tuple(rows)) for work, rows in zip(sums, members, strict=True)]
+    if factor == 2:
+        members = [[first, _exchanged(first, second, work)] for first, second in members]
+    return [(each, np.concatenate(rows)) for each, rows in zip(sums, members, strict=True)]
+
+
+def _exchanged(first: np.ndarray, second: np.ndarray, work: np.ndarray) -> np.ndarray:
+    """`second` with the halves of all its parts of some sizes exchanged, so that heavy rows meet light ones of `first`.
+
+    Rows that are D apart are of one device, for each D = 2^k. A size is exchanged if the sums of the devices become
+    more equal, the smallest first; parts of consecutive rows keep their work.
+    """
+    blocks = len(second) & -len(second)  # the power of two in its number
+    if blocks == 1:
+        return second
+    found = second.reshape(blocks, -1)
+    sizes = [1 << k for k in range(blocks.bit_length() - 1)]
+
+    def most(rows: np.ndarray) -> int:
+        """The sum over D of D times the work of the most loaded device."""
+        both = work[first] + work[rows.reshape(-1)]
+        apart = [len(both) // blocks * 2 * size for size in sizes]
+        return sum(int(each) * int(both.reshape(-1, each).sum(axis=0).max()) for each in apart)
+
+    for size in sizes:
+        other = found[np.arange(blocks) ^ size]
+        if most(other) < most(found):
+            found = other
+    return found.reshape(-1)
 
 
 def _primes(number: int) -> list[int]:

@@ -244,7 +244,7 @@ class DataConfig(Section):
         Needs(
             "reset_attention",
             of="balanced",
-            cure="set data.reset_attention=true, or data.packing=first_fit: all sequences then have equal attention",
+            cure="set data.reset_attention=true; without it all sequences have equal attention",
         ),
         Excludes(
             "order",
