@@ -2,14 +2,16 @@
 
 A test that continues a run, or restores its checkpoint, builds the same program again and again: traced each time, it
 takes about a second. The random numbers of first weights, whose program takes longer than a small train step's, are
-drawn once for each model, on one device: other meshes get them from there. A test that replaces what a program may
-have traced has programs of its own.
+drawn by programs of all models, once for each: meshes get them from there. A test that replaces what a program may have
+traced has programs of its own.
 """
 
 import json
+import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 from single_device import stored
 
-from megajax.model import init_parameters
+from megajax.model.parameters import _initial, parameters
 
 KEPT = 64  # functions, each holds its compiled program, or weights
 # A test that replaces something here has steps of its own, of DRAWN first states too.
@@ -43,7 +45,8 @@ class ReusedPrograms:
                 return own(program, params, teacher)
             if not params or program.plan.teacher is not None:
                 return self._of(program, f"init {params} {teacher}", lambda p: own(p, params, teacher))
-            make = self._of(program, "init", lambda p: jax.jit(p._first_state, out_shardings=p.state_shardings))
+            name = f"init {shapes_of(program)}"
+            make = self._of(program, name, lambda p: jax.jit(p._first_state, out_shardings=p.state_shardings))
             weights, places = self._weights(program), program.placements
             return lambda: make({n: stored(w, places[n], np.dtype(np.float32)) for n, w in weights.items()})
 
@@ -72,12 +75,8 @@ class ReusedPrograms:
         """The first weights of a program's model in their canonical shapes."""
         config = program.config
         settings = config.model_dump(mode="json", include={"model", "lora"})
-
-        def draw() -> dict[str, np.ndarray]:
-            drawn = jax.jit(lambda: init_parameters(program.model, config.run.seed, config.model.init_std))()
-            return jax.tree.map(np.asarray, drawn)
-
-        return self._kept(json.dumps(["weights", config.run.seed, settings]), draw)
+        key = json.dumps(["weights", config.run.seed, settings, shapes_of(program)])
+        return self._kept(key, lambda: first_weights(program.model, config.run.seed, config.model.init_std))
 
     def _kept(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -93,6 +92,44 @@ def module_of(target: Any) -> str:
     if isinstance(target, str):
         return target
     return target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", "jax")
+
+
+def shapes_of(program: Any) -> str:
+    """Blocks of tests may have one name and other parameters."""
+    return str({name: placement.shape for name, placement in program.placements.items()})
+
+
+def first_weights(model: Any, seed: int, init_std: float) -> dict[str, np.ndarray]:
+    """The numbers of `init_parameters`, bit for bit, by programs that all models share.
+
+    A random number depends on its key and its place in the flat array, so a longer array begins with the same ones.
+    """
+    found, others = {}, {}
+    for name, parameter in parameters(model).items():
+        shape, layers = parameter.shape, parameter.layers if parameter.axes[0] == "layers" else None
+        if parameter.initial is not None:
+            others[name] = partial(_initial, parameter, name, seed, init_std, layers)
+        elif parameter.role in ("norm", "bias"):
+            found[name] = np.full(shape, parameter.scale if parameter.role == "norm" else 0, np.float32)
+        else:
+            rows = [None] if layers is None else [np.uint32(layer) for layer in layers]
+            count, number = math.prod(shape) // len(rows), np.uint32(zlib.crc32(name.encode()))
+            size = 2 ** max(12, (count - 1).bit_length())
+            std = init_std * parameter.scale
+            drawn = [np.asarray(_normal(np.uint32(seed), number, row, size, std))[:count] for row in rows]
+            found[name] = np.stack(drawn).reshape(shape)
+    return found | (_values(others) if others else {})
+
+
+def _values(functions: dict[str, Callable]) -> dict[str, np.ndarray]:
+    return jax.tree.map(np.asarray, jax.jit(lambda: {name: function() for name, function in functions.items()})())
+
+
+@partial(jax.jit, static_argnames=("size", "std"))
+def _normal(seed: Any, name: Any, layer: Any, size: int, std: float) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed), name)
+    key = key if layer is None else jax.random.fold_in(key, layer)
+    return std * jax.random.normal(key, (size,), jax.numpy.float32)
 
 
 def is_in(module: str, packages: tuple[str, ...]) -> bool:
