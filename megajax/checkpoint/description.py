@@ -132,7 +132,8 @@ def describe_data(data: DataConfig) -> dict[str, Any]:
         *OF_SAMPLES[data.kind],
         *infilling,
     }
-    return data.model_dump(mode="json", include=keys)
+    packing = {"packing": data.row_packing} if "packing" in keys else {}
+    return data.model_dump(mode="json", include=keys) | packing
 
 
 def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Sequence[str]) -> list[SettingDifference]:
@@ -199,9 +200,16 @@ def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """
     if data["kind"] == other["kind"] == "synthetic":
         return {}
+    data, other = _with_packing(data), _with_packing(other)
     always, keys = ("kind", "train", "split", "order", "stages"), {"samples": "train_samples", "files": "train.files"}
     keys |= {f"{name}_content": f"{name}.content" for name in ("tokenizer", "chat_template")}
     return {keys.get(name, name): value for name, value in data.items() if name in always or name in other}
+
+
+def _with_packing(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Descriptions older than `data.packing` get the packing of their time."""
+    of_chats = "best_fit" if data.get("pack", True) else "none"
+    return {"packing": of_chats if data["kind"] == "chat" else "sequential", **data}
 
 
 def _value(description: Mapping[str, Any], section: str, name: str) -> Any:

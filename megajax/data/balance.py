@@ -55,7 +55,7 @@ def balance_lines(config: "Config", samples: Samples) -> list[str]:
     for method, rows in found.items():
         means = [np.mean([imbalance(each, count) for each in rows]) for count in shown]
         lines.append(f"  {method:<21} {''.join(f'{mean:>8.2f}' for mean in means)}")
-    if own.method in found:
+    if own.method in found and found[own.method][0].any():  # a model of recurrences has none
         lines += _bars(found[own.method][0], max(count for count in parts if count <= MOST_BARS), own.method)
     return lines
 

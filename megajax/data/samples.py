@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.data.text import TextDataset
 
-CACHED = 3  # epochs or windows: a sample may span two epochs while another thread is one ahead
+CACHED = 3  # epochs: a sample may span two while another thread is one ahead
+WINDOWS = 128  # that stay packed: rows of large batches, read ahead in an order of their own, come from many
 
 
 class Samples(Protocol):
@@ -213,15 +214,16 @@ class PackedOrder:
         self.stream, self.packing, self.capacity = stream, packing, stream.sequence_length + 1
         self.rows = min(LOOK_AHEAD, max(1, stream.num_tokens // self.capacity))
         self._lock = threading.Lock()
-        self._cached_window = lru_cache(CACHED)(self._make_window)
+        self._cached_window = lru_cache(WINDOWS)(self._make_window)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
         window, row = divmod(index, self.rows)
         with self._lock:  # one thread packs, the others wait for it
-            rows = self._cached_window(window)
-        yield from rows[row]
+            ranges, ends = self._cached_window(window)
+        yield from map(tuple, ranges[ends[row] : ends[row + 1]].tolist())
 
-    def _make_window(self, window: int) -> list[list[tuple[int, int]]]:
+    def _make_window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the ranges of all rows, int64 [ranges, 2]; where each row begins in them, and the end of the last)."""
         tokens = self.rows * self.capacity
         documents = list(self.stream.ranges(window * tokens, tokens))
         lengths = np.array([stop - start for start, stop in documents])
@@ -229,11 +231,10 @@ class PackedOrder:
         order = np.argsort([row[0].item for row in rows], kind="stable")
         if self.stream.shuffled:
             order = np.random.Generator(np.random.PCG64((self.stream.seed, window, 1))).permutation(self.rows)
-        found = []
-        for row in order.tolist():
-            starts = [documents[piece.item][0] + piece.start for piece in rows[row]]
-            found.append([(start, start + piece.length) for start, piece in zip(starts, rows[row], strict=True)])
-        return found
+        pieces = [piece for row in order.tolist() for piece in rows[row]]
+        starts = [documents[piece.item][0] + piece.start for piece in pieces]
+        ranges = [(start, start + piece.length) for start, piece in zip(starts, pieces, strict=True)]
+        return np.array(ranges, np.int64), np.cumsum([0, *(len(rows[row]) for row in order.tolist())])
 
 
 def _arange(length: int) -> np.ndarray:

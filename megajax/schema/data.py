@@ -141,6 +141,7 @@ class DataConfig(Section):
     )
     stages: Annotated[
         Annotated[tuple[Stage, ...], Field(strict=False, min_length=1)] | None,
+        OF_FILES,
         Excludes(
             "order",
             "megatron",
@@ -197,6 +198,7 @@ class DataConfig(Section):
     )
     order: Annotated[
         Literal["shuffled", "sequential", "megatron"],
+        OF_FILES,
         Excludes("kind", "chat", of="megatron", cure="use shuffled or sequential"),
         Excludes(
             "kind",
@@ -297,7 +299,9 @@ class DataConfig(Section):
 
     @property
     def row_packing(self) -> str:
-        """`packing`, or what its null stands for."""
+        """`packing`, or what its null stands for; synthetic samples are not packed."""
+        if self.kind == "synthetic":
+            return "sequential"
         return self.packing or ("first_fit" if self.kind == "chat" else "sequential")
 
     @property

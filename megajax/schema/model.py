@@ -541,6 +541,7 @@ class ModelConfig(Section):
             because="adapters are of the model's layers only",
             cure="set model.mtp_layers=0; the base may have modules",
         ),
+        Excludes("causal", False, because="a module's target would be in sight", cure="set model.mtp_layers=0"),
     ] = Field(
         default=0, description="Number of multi-token prediction modules; module k predicts the token k + 1 ahead."
     )

@@ -10,6 +10,7 @@ import pytest
 from config_errors import first_place
 
 from megajax.config import load_config
+from megajax.config.rule_checks import check_rules
 from megajax.errors import ConfigError
 from megajax.schema.model import ModelConfig, RouterConfig
 from megajax.schema.tree import read_override
@@ -250,6 +251,14 @@ REFUSED = {
         "batch.sequence_length."
     ),
 }
+
+
+def test_modules_that_predict_tokens_in_sight_are_refused():
+    config = load_config("x.yaml", ["model.mtp_layers=1"])
+    model = config.model.model_copy(update={"causal": False})
+    objective = config.objective.model_copy(update={"kind": "of a user"})
+    with pytest.raises(ConfigError, match=r"model.mtp_layers=1 cannot be combined with model.causal=false"):
+        check_rules(config.model_copy(update={"model": model, "objective": objective}))
 
 
 @pytest.mark.smoke

@@ -11,9 +11,10 @@ from megajax.data import balance
 from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import make_loader, open_split, samples_of_step
 from megajax.data.packing import RowPacking, fill_rows, imbalance, pack, spread
-from megajax.data.samples import BlendedSamples, DocumentSamples
+from megajax.data.samples import BlendedSamples, DocumentSamples, PackedOrder
 from megajax.layout.attention_pairs import AttentionPairs
 from megajax.schema.batch_schedule import BatchSizes
+from megajax.schema.data import DataConfig
 from megajax.schema.model import ModelConfig
 
 METHODS = ("first_fit", "balanced")
@@ -314,6 +315,18 @@ def test_samples_hold_each_token_of_the_stream_once_in_windows(documents, method
     assert all((again[index] == samples[index]).all() for index in reversed(range(20)))
 
 
+def test_a_large_batch_packs_each_of_its_windows_once(documents, make_config, monkeypatch):
+    """The rows of balanced batches come from all of their windows in turn."""
+    monkeypatch.setattr("megajax.data.samples.LOOK_AHEAD", 4)
+    packed, make = [], PackedOrder._make_window
+    monkeypatch.setattr(
+        PackedOrder, "_make_window", lambda self, window: (packed.append(window), make(self, window))[1]
+    )
+    config = make_config(train=documents, global_size=32, sequence_length=15, packing="balanced", reset_attention=True)
+    next(make_loader(config, split="train", rows=np.arange(32)))
+    assert len(packed) == len(set(packed)) >= 8
+
+
 def test_the_rows_of_a_step_are_the_same_for_every_mesh_and_after_resuming(documents, make_config):
     """Rows of all processes together, and from each step on, are those of one process from the start."""
     config = make_config(train=documents, global_size=8, sequence_length=15, packing="balanced", reset_attention=True)
@@ -374,3 +387,11 @@ def test_inspect_draws_the_balance_of_a_batch(write_documents, make_config, monk
         *(f"{f'row {row}':>23}     {work / 7:.2f} {'#' * 4 * work}" for row, work in enumerate((10, 4, 4, 10))),
     ]
     assert balance.balance_lines(make_config(sequence_length=3, train=prefix), samples) == []
+    heads = {"num_key_heads": 1, "num_value_heads": 1, "key_head_dim": 8, "value_head_dim": 8}
+    recurrent = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "linear_attention": heads}
+    config.__dict__["model"] = ModelConfig(**recurrent, block_pattern=("gated_deltanet",))
+    assert balance.balance_lines(config, samples)[-1] == "  balanced                  1.00    1.00    1.00"
+
+
+def test_synthetic_samples_keep_their_order():
+    assert DataConfig(kind="synthetic", packing="balanced", reset_attention=True).row_packing == "sequential"

@@ -143,6 +143,10 @@ def test_every_key_is_compared_or_may_change_for_a_reason(bases):
     assert [key for key in refused if not is_named(key, COMPARED_ON_RESUME)] == []
 
 
+def changed_packing(config, packing):
+    return settings(config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})}))
+
+
 def test_a_key_that_an_older_checkpoint_does_not_have_is_not_compared(bases):
     (_, text), (_, chat) = bases[2:4]
     saved, mine = settings(text), settings(changed(text, "data.text_key"))
@@ -150,6 +154,14 @@ def test_a_key_that_an_older_checkpoint_does_not_have_is_not_compared(bases):
     assert (found.key, found.saved, found.mine) == ("data.text_key", "text", "textx")
     del saved["data"]["text_key"]
     assert not differences(saved, mine, MUST_AGREE)
+    for older, now in (({}, "sequential"), ({"pack": True}, "best_fit"), ({"pack": False}, "none")):
+        of_kind = settings(chat if older else text)
+        assert of_kind["data"].pop("packing") == ("first_fit" if older else "sequential")
+        of_kind["data"] |= older
+        for packing in ("none", "sequential", "first_fit"):
+            packed = changed_packing(chat if older else text, packing)
+            found = [(each.key, each.saved, each.mine) for each in differences(of_kind, packed, MUST_AGREE)]
+            assert found == ([] if packing == now else [("data.packing", now, packing)])
     plain, required = settings(load_config("quickstart")), {"num_layers", "hidden_size", "num_heads", "vocab_size"}
     older = plain | {"model": {name: value for name, value in plain["model"].items() if name in required}}
     newer = {each.key for each in differences(older, plain, MUST_AGREE)}  # of these keys the value follows from others
