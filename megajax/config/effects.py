@@ -25,7 +25,7 @@ COMPARED_ON_RESUME = (
     *(f"data.{name}" for name in ("kind", "train", "stages", "split", "order", "train_samples")),
     *(f"data.{name}" for name in ("tokenizer", "text_key", "end_of_document", "begin_of_document")),
     *(f"data.{name}" for name in ("chat_template", "chat_template_args", "packing", "too_long")),
-    *(f"data.{name}" for name in ("fim_rate", "fim_spm_rate", "fim_tokens")),
+    *(f"data.{name}" for name in ("fim_rate", "fim_spm_rate", "fim_tokens", "noise_density", "mean_span_length")),
 )
 
 

@@ -70,7 +70,10 @@ RENAMED = {
     "kernels.context": "communication.context",
     "kernels.dispatch": "communication.experts",
     "pipeline.rounds": "pipeline.virtual_stages",
+    "data.pack": "data.packing",
 }
+# The values of today of those whose values changed too.
+_VALUES = {"data.pack": {True: None, False: "none"}}
 # Keys whose mapping is one value: a later one replaces it as a whole.
 _WHOLE = ("batch.schedule", "data.train", "data.valid", "data.test")
 
@@ -101,7 +104,10 @@ class Tree:
             if new_name in new:
                 problem = f"{key} is set twice, once by its former name {former} ({location})"
                 raise ConfigError(f"{problem}: remove {former}.")
-            self.values[new_section] = new | {new_name: old.pop(name)}
+            value = old.pop(name)
+            if former in _VALUES and isinstance(value, bool):
+                value = _VALUES[former][value]
+            self.values[new_section] = (self.values.get(new_section) or {}) | {new_name: value}
             self.locations[key] = self.former[former] = location
             if not self.values[section]:
                 del self.values[section]

@@ -61,9 +61,11 @@ def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) ->
     # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
     beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
     more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}
+    # The network does not depend on it, but the spans of a sample do.
+    spans = {"encoder.sequence_length": config.model.encoder.sequence_length} if config.span_lengths else {}
     return {
         "run": {"seed": config.run.seed},  # another seed is another data order
-        "model": describe_model(config.model),
+        "model": {**describe_model(config.model), **spans},
         "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1, **more},
         "batch": {"sequence_length": config.batch.sequence_length},
         "lora": describe_lora(config),

@@ -9,7 +9,7 @@ import pytest
 from megajax.config import load_config
 from megajax.config.load import keys, suggestion
 from megajax.errors import ConfigError
-from megajax.schema.tree import RENAMED
+from megajax.schema.tree import RENAMED, Tree
 from megajax.training.run_record import changed_keys, previous_config
 
 MINIMAL = """\
@@ -17,9 +17,14 @@ model: {num_layers: 4, hidden_size: 64, num_heads: 8, vocab_size: 1000}
 batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
-FORMER = {"kernels.context": "ring", "kernels.dispatch": "all_gather", "pipeline.rounds": 2}
-OLD = f"{MINIMAL}pipeline: {{rounds: 2}}\nkernels:\n  context: ring\n  dispatch: all_gather\n  loss_chunk_tokens: 8\n"
-OVERRIDES = ["kernels={context: ring, loss_chunk_tokens: 8, dispatch: all_gather}", "pipeline.rounds=2"]
+FORMER = {"kernels.context": "ring", "kernels.dispatch": "all_gather", "pipeline.rounds": 2, "data.pack": "null"}
+OLD = MINIMAL.replace("synthetic}", "synthetic, pack: true}")
+OLD += "pipeline: {rounds: 2}\nkernels:\n  context: ring\n  dispatch: all_gather\n  loss_chunk_tokens: 8\n"
+OVERRIDES = [
+    "kernels={context: ring, loss_chunk_tokens: 8, dispatch: all_gather}",
+    "pipeline.rounds=2",
+    "data.pack=true",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +49,13 @@ def test_former_names_mean_the_same_and_a_sentence_names_the_key(path, overrides
     with pytest.warns(UserWarning, match="is called") as caught:
         assert load_config(path, overrides).model_dump() == expected
     sentences = [str(item.message) for item in caught if "is called" in str(item.message)]
-    assert len(sentences) == 3
-    for name, sentence in zip(RENAMED, sorted(sentences), strict=True):
+    assert len(sentences) == 4
+    for name, sentence in zip(sorted(RENAMED), sorted(sentences), strict=True):
         assert sentence.startswith(f"{name} is called {RENAMED[name]} now (") and place in sentence
+
+
+def test_chats_that_did_not_share_sequences_do_not_share_them():
+    assert Tree({"data": {"pack": False}}, {"data.pack": "old.yaml"}).rename().values == {"data": {"packing": "none"}}
 
 
 def test_the_later_value_wins_by_either_name():

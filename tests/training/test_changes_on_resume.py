@@ -92,6 +92,7 @@ LATENT = (
 )
 LORA = ("lora.rank=2", "lora.targets=[query]", "checkpoint.init_from=elsewhere")
 TEXT = ("data.tokenizer=byte", "model.vocab_size=300")
+ENCODER = ("model.encoder={kind: layers, num_layers: 1, sequence_length: 16}",)
 # Settings with which keys are read, and the section that is walked with them: "" all.
 BASES = (
     ("", ("model.num_experts=4", *LATENT, "model.v_head_dim=8", "model.rope_scaling={kind: yarn, factor: 2}")),
@@ -102,6 +103,7 @@ BASES = (
     ("model.linear_attention", ("model.block_pattern=[gated_deltanet]",)),
     ("model.kda", ("model.block_pattern=[kda]",)),
     ("model.mamba2", ("model.block_pattern=[mamba2]",)),
+    ("model.encoder", ("data.kind=synthetic", *ENCODER)),
 )
 
 
