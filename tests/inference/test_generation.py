@@ -69,7 +69,7 @@ def test_logits_from_caches_are_those_of_the_plain_model():
 
     def with_sinks(weights):
         sinks = 4 * jax.random.normal(jax.random.key(1), weights["blocks.dense.attention.sinks"].shape)
-        plain.update(weights | {"blocks.dense.attention.sinks": sinks})
+        plain.update({name: jnp.asarray(w) for name, w in (weights | {"blocks.dense.attention.sinks": sinks}).items()})
         return plain
 
     model = build(settings, {"fsdp": 2, "tensor": 2}, with_sinks)
