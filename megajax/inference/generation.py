@@ -121,7 +121,7 @@ class Generator:
             )
 
     def _prefill_program(
-        self, weights: ModelWeights, tokens, lengths, seed, sources, *, size: int, room: int
+        self, weights: ModelWeights, tokens, lengths, seed, sources=None, *, size: int, room: int
     ) -> GenerationState:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
         B, written = len(tokens), self.drafter.written if self.drafter else 1

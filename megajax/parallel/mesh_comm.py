@@ -110,7 +110,7 @@ class MeshComm(Comm):
 
     @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
-        bias = settings.bias_table, settings.bias_distance
+        bias = () if settings.bias_table is None else (settings.bias_table, settings.bias_distance)
         return self._over_context(q, positions, settings).attend(q, k, v, positions, settings.sinks, *bias)
 
     @jax.named_scope("core_attention")

@@ -12,6 +12,10 @@ from megajax.schema.data import DataConfig
 from megajax.schema.model import ModelConfig
 
 
+class OpenData(DataConfig, frozen=False):
+    """Settings that a test may change."""
+
+
 class StandIn(Config):
     def where(self, key: str) -> str:
         return f"run.yaml, line {len(key)}"
@@ -25,7 +29,7 @@ def make_config():
             run=SimpleNamespace(seed=seed, steps=10, eval_steps=2, extensions=()),
             model=ModelConfig(num_layers=1, hidden_size=8, num_heads=1, vocab_size=vocab_size),
             batch=batch,
-            data=DataConfig.model_construct(**data),
+            data=OpenData.model_construct(**data),
         )
 
     return make
