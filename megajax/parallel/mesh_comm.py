@@ -110,8 +110,10 @@ class MeshComm(Comm):
 
     @jax.named_scope("core_attention")
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
-        bias = () if settings.bias_table is None else (settings.bias_table, settings.bias_distance)
-        return self._over_context(q, positions, settings).attend(q, k, v, positions, settings.sinks, *bias)
+        attention = self._over_context(q, positions, settings)
+        if settings.bias_table is None:
+            return attention.attend(q, k, v, positions, settings.sinks)
+        return attention.attend(q, k, v, positions, settings.sinks, settings.bias_table, settings.bias_distance)
 
     @jax.named_scope("core_attention")
     def attend_to(self, q, k, v, ranges: Ranges | None, scale: float | None) -> jax.Array:
