@@ -3,7 +3,7 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, import rules, all tests and beside them types, on two cores 8 to 16 minutes the first time and
+Without arguments: lint, import rules, all tests and beside them types, on two cores 16 to 35 minutes the first time and
 about half of that later. With arguments: only pytest with these arguments, for example -m smoke for the fastest tests, or
 tests/config. Installs their packages into .venv."
 
