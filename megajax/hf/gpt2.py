@@ -4,7 +4,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
-from megajax.hf.tensors import Tensor, side_by_side
+from megajax.hf.tensors import EachTensorOnce, Tensor, side_by_side
 
 Json = dict[str, Any]
 NAMES = {
@@ -19,7 +19,7 @@ NAMES = {
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 
 
-class Gpt2:
+class Gpt2(EachTensorOnce):
     """GPT-2."""
 
     model_type, architecture = "gpt2", "GPT2LMHeadModel"
@@ -56,15 +56,6 @@ class Gpt2:
             "scale_attn_weights": model.attention_scale != 1.0,
             "tie_word_embeddings": model.tie_embeddings,
         }
-
-    def unused(self, config: Json) -> tuple[str, ...]:
-        return ()
-
-    def copies(self, model: ModelConfig) -> list[Tensor]:
-        return []
-
-    def alternatives(self, model: ModelConfig) -> list[Tensor]:
-        return []
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""

@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope_scaling import read_rope, write_rope
-from megajax.hf.tensors import Tensor
+from megajax.hf.tensors import EachTensorOnce, Tensor
 from megajax.layout.kinds import BUILT_IN, block_layers, is_gated, layer_kinds
 
 Json = dict[str, Any]
@@ -49,7 +49,7 @@ class WithoutPositions:
         return {}
 
 
-class Llama:
+class Llama(EachTensorOnce):
     """Llama 2, 3, 3.1 and 3.2."""
 
     model_type, architecture = "llama", "LlamaForCausalLM"
@@ -107,15 +107,6 @@ class Llama:
             for name in BUILT_IN[kind]:
                 out += getattr(self, name)(model, f"blocks.{kind}.{name}.")
         return out
-
-    def unused(self, config: Json) -> tuple[str, ...]:
-        return ()
-
-    def copies(self, model: ModelConfig) -> list[Tensor]:
-        return []
-
-    def alternatives(self, model: ModelConfig) -> list[Tensor]:
-        return []
 
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
         theirs = "model.layers.{layer}.self_attn."

@@ -6,7 +6,7 @@ from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.families import GLOBAL, LOCAL
 from megajax.hf.llama import HEADS, LINEAR, check_fixed, layer_types, norm, windows
-from megajax.hf.tensors import Tensor, side_by_side
+from megajax.hf.tensors import EachTensorOnce, Tensor, side_by_side
 from megajax.layout.kinds import FIRST, block_layers
 
 Json = dict[str, Any]
@@ -29,7 +29,7 @@ WHOLE: Json = {"norm": "layernorm", "causal": False, "embedding_norm": True, "pr
 THREE = ("query", "key", "value")
 
 
-class ModernBert:
+class ModernBert(EachTensorOnce):
     """ModernBERT."""
 
     model_type, architecture = "modernbert", "ModernBertForMaskedLM"
@@ -116,12 +116,3 @@ class ModernBert:
             out += side_by_side(f"{theirs}Wi.bias", 0, {f"{ours}{name}_bias": ("", width) for name in ("gate", "up")})
             out.append(Tensor(f"{ours}down_bias", f"{theirs}Wo.bias"))
         return out
-
-    def unused(self, config: Json) -> tuple[str, ...]:
-        return ()
-
-    def copies(self, model: ModelConfig) -> list[Tensor]:
-        return []
-
-    def alternatives(self, model: ModelConfig) -> list[Tensor]:
-        return []

@@ -5,7 +5,7 @@ from typing import Any
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.llama import HEADS, LINEAR
-from megajax.hf.tensors import Tensor
+from megajax.hf.tensors import EachTensorOnce, Tensor
 from megajax.layout.kinds import DECODER, DENSE, is_gated
 from megajax.schema.model import LAYERS
 
@@ -30,7 +30,7 @@ PROJECTIONS = {"query": ("q", HEADS), "key": ("k", HEADS), "value": ("v", HEADS)
 GATED, PLAIN = {"gate": "wi_0", "up": "wi_1", "down": "wo"}, {"up": "wi", "down": "wo"}
 
 
-class T5:
+class T5(EachTensorOnce):
     """T5: an encoder and a decoder, relative positions, scores without a scale."""
 
     model_type, architecture = "t5", "T5ForConditionalGeneration"
@@ -72,12 +72,6 @@ class T5:
 
     def unused(self, config: Json) -> tuple[str, ...]:
         return "encoder.embed_tokens.", "decoder.embed_tokens."  # in older folders: `shared` again
-
-    def copies(self, model: ModelConfig) -> list[Tensor]:
-        return []
-
-    def alternatives(self, model: ModelConfig) -> list[Tensor]:
-        return []
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""

@@ -230,3 +230,16 @@ def side_by_side(theirs: str, dimension: int, parts: Mapping[str, tuple[str, int
         out.append(Tensor(ours, theirs, pattern, dimension, start))
         start += length
     return out
+
+
+class EachTensorOnce:
+    """A family whose folders have the tensors of its parameters, each once and in one form."""
+
+    def unused(self, config: dict[str, Any]) -> tuple[str, ...]:
+        return ()
+
+    def copies(self, model: ModelConfig) -> list[Tensor]:
+        return []
+
+    def alternatives(self, model: ModelConfig) -> list[Tensor]:
+        return []
