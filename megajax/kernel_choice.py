@@ -127,6 +127,7 @@ class AttentionShape:
     # Where attention runs over parts of the keys: the settings that cuDNN does not support for a part
     parts_with: tuple[str, ...] = ()
     has_bias: bool = False  # model.position=relative
+    images: bool = False  # model.vision.bidirectional
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> "AttentionShape":
@@ -143,6 +144,7 @@ class AttentionShape:
             not model.causal and any(map(config.is_padded, ("train", "valid"))),
             _unsupported_by_parts(config, sizes),
             has_bias=model.position == "relative",
+            images=model.vision is not None and model.vision.bidirectional,
         )
 
     @classmethod
@@ -241,6 +243,9 @@ def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShap
     if attention.packed:
         problem = "cuDNN has no document mask and the batch has packed documents"
         return problem, f"unset data.reset_attention, {instead}"
+    if attention.images:
+        problem = "cuDNN has no mask of images and model.vision.bidirectional=true"
+        return problem, f"set it to false, {instead}"
     if attention.two_sided_window is not None:
         window = f"model.sliding_window={attention.two_sided_window}"
         return f"cuDNN has no window on both sides and model.causal=false with {window}", f"remove it, {instead}"

@@ -120,7 +120,7 @@ class Reference:
         model, metrics = self.model, []
         inputs = model.with_stream(weights, self.inputs(index, fields, key), fields)
         targets, counted = fields["targets"], fields["loss_mask"]
-        x = model.embed(weights, fields["tokens"].reshape(-1), fields["positions"].reshape(-1))
+        x = model.embed(weights, fields["tokens"].reshape(-1), fields["positions"].reshape(-1), inputs)
         x = self.dropout(x, inputs)
         for layer in range(self.config.model.num_layers):
             x, measured = model.layer(weights, layer, x, inputs, layers)

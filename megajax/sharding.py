@@ -35,6 +35,7 @@ COMPUTED_IN_FP32 = ("norm", "router", "sinks", "decays", "outputs")
 EMPTY = -1  # instead of a layer, for an empty slot
 BLOCKS = "blocks."  # prefix of the names of block parameters; the kind of block comes next
 ENCODER = "encoder."  # prefix of the names of an encoder's parameters
+VISION = "vision."  # prefix of the names of a vision tower's parameters, its projector's included
 TEACHER = "teacher."  # prefix of the names of a teacher's parameters
 OBJECTIVE = "objective."  # prefix of the names of an objective's parameters
 
@@ -221,8 +222,8 @@ def place_all(
 
 
 def is_in_layer(name: str) -> bool:
-    """Whether a parameter of this name, of the model, its encoder or a teacher, is one of its layers'."""
-    return name.removeprefix(TEACHER).removeprefix(ENCODER).startswith(BLOCKS)
+    """Whether a parameter of this name, of the model, its encoder, its tower or a teacher, is one of its layers'."""
+    return name.removeprefix(TEACHER).removeprefix(ENCODER).removeprefix(VISION).startswith(BLOCKS)
 
 
 def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, NamedSharding]:

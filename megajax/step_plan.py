@@ -363,10 +363,10 @@ class StepPlan:
         return None if config is None else TeacherPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
 
     @cached_property
-    def encoder(self) -> "EncoderPlan | None":
-        """The plan of an encoder's layers, all of which each stage of a pipeline has."""
-        config = self.config.of_encoder
-        return None if config is None else EncoderPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
+    def second_stack(self) -> "SecondPlan | None":
+        """The plan of an encoder's or a vision tower's layers, all of which each stage of a pipeline has."""
+        config = self.config.of_second_stack
+        return None if config is None else SecondPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
 
     # Collectives
 
@@ -410,8 +410,8 @@ class TeacherPlan(StepPlan):
         return ()  # it has no gradient whose table would be large
 
 
-class EncoderPlan(StepPlan):
-    """The plan of an encoder's layers: tokens are consecutive over `context`, where all have the same work."""
+class SecondPlan(StepPlan):
+    """The plan of an encoder's or a vision tower's layers: tokens are consecutive over `context`."""
 
     @property
     def keeps_order(self) -> bool:

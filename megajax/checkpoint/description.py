@@ -85,6 +85,8 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     training_only = {name for name, field in ModelConfig.model_fields.items() if TRAINING_ONLY in field.metadata}
     description = model.model_dump(mode="json", exclude=training_only)
     description["encoder"] = _encoder_of_network(description["encoder"])
+    if model.vision is not None:  # the length of its rows does not define it
+        del description["vision"]["patches_per_row"]
     router = description.pop("router")
     for heads in unused_sections(model):
         del description[heads.section]

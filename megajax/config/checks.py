@@ -18,6 +18,7 @@ from megajax.config.rule_checks import check_rules
 from megajax.config.run_checks import check_epochs
 from megajax.config.sentences import counted, divisors, fail, format_keys, listed, warn
 from megajax.config.sublayer_checks import check_parts
+from megajax.config.vision_checks import check_vision, check_vision_on_mesh
 from megajax.options.schedules import TAIL
 from megajax.schema.batch_schedule import BatchSizes, samples_before
 from megajax.schema.config import Config
@@ -50,6 +51,7 @@ def check_combinations(config: Config) -> None:
     check_objective(config)
     check_teacher(config)
     check_encoder(config)
+    check_vision(config)
     check_lora(config)
     _check_schedule(config)
     _check_data(config)
@@ -79,6 +81,7 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     check_fp8_shapes(config, sizes)
     check_parts(config, sizes)
     check_encoder_on_mesh(config, sizes)
+    check_vision_on_mesh(config, sizes)
     return sizes
 
 

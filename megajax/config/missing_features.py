@@ -30,9 +30,7 @@ FEATURES = {
         "there is no stage to set; mesh.data shards optimizer state and stored weights (ZeRO-1), mesh.fsdp is ZeRO-3"
     ),
     "fp4 mxfp4 nvfp4 fp4_format fp4_recipe": "training in FP4 does not exist yet; precision.fp8.recipe is the lowest",
-    "vision multimodal vision_model image_size patch_size": (
-        "images do not exist; model.encoder.kind names an encoder of your own (docs/extensions.md)"
-    ),
+    "multimodal vision_model image_size": "model.vision adds a tower for images (docs/vision.md)",
     "encoder_decoder is_encoder_decoder seq2seq": (
         "model.encoder.kind=layers makes the model a decoder that reads an encoder (docs/encoder_decoder.md)"
     ),

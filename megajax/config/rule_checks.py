@@ -72,8 +72,8 @@ def default_of(key: str) -> Any:
 
 def _statements(config: Config, *kinds: type[Rule]) -> Iterator[Statement]:
     """The rules of some kinds about the keys that the config has."""
-    without = "" if config.model.rope_scaling else "model.rope_scaling."
-    return (each for each in _all_statements(kinds) if not without or not each.key.startswith(without))
+    absent = tuple(f"model.{name}." for name in ("rope_scaling", "vision") if getattr(config.model, name) is None)
+    return (each for each in _all_statements(kinds) if not each.key.startswith(absent))
 
 
 @functools.cache

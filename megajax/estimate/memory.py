@@ -54,8 +54,8 @@ def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     """The peaks of a step, one of which is the largest."""
     step = _Pipelined(plan) if plan.is_pipelined else _Step(plan)
     teacher = plan.config.teacher.model
-    if plan.encoder is not None:
-        held = encoder_activations(plan, plan.encoder)
+    if plan.second_stack is not None:
+        held = second_activations(plan, plan.second_stack)
         return (replace(each, activations=each.activations + held) for each in step.peaks())
     if teacher is None:
         return step.peaks()
@@ -68,8 +68,8 @@ def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     )
 
 
-def encoder_activations(step: StepPlan, plan: StepPlan) -> int:
-    """Bytes that an encoder's layers keep until their backward pass, and of their stream, which the layers read.
+def second_activations(step: StepPlan, plan: StepPlan) -> int:
+    """Bytes that layers of an encoder or a tower keep until their backward pass, and of their stream.
 
     In a pipeline a stage keeps those of its share of the microbatches, and the streams of all.
     """

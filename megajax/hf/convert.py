@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded
 from megajax.hf.t5 import T5
 from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values, complete
+from megajax.hf.vision_language import Gemma3, Llava, Qwen25Vl, VisionLanguage
 from megajax.layout.kinds import EXTRA, extra_layers, without_extra
 from megajax.model.block import layer_state, state_by_name
 from megajax.schema.tree import show
@@ -55,6 +56,10 @@ class Family(Protocol):
         """An entry of each parameter, and of the layers' state that the family's model has."""
         ...
 
+    def stored_names(self, names: Iterable[str], folder: Path) -> dict[str, str]:
+        """The names of tensors as in `tensors` → those in a folder."""
+        ...
+
     def unused(self, config: dict[str, Any]) -> tuple[str, ...]:
         """Beginnings of the names of tensors that config.json promises and a run may leave out."""
         ...
@@ -76,22 +81,28 @@ FAMILIES: dict[str, Family] = {
         *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
         *(DeepseekV2(), DeepseekV3(), KimiK2(), KimiLinear(), NemotronH()),
         *(GraniteMoeHybrid(), Bamba(), FalconH1(), Mamba2Only(), T5(), ModernBert()),
+        *(Llava(), Gemma3(), Qwen25Vl()),
     )
 }
+WITH_IMAGES = tuple(name for name, family in FAMILIES.items() if isinstance(family, VisionLanguage))
 
 
 @file_reader("folder")
-def read_folder(folder: str | Path) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """(family, section `model`, complete config.json) of a folder.
+def read_folder(folder: str | Path, with_images: bool = True) -> tuple[Family, dict[str, Any], dict[str, Any]]:
+    """(family, section `model`, complete config.json) of a folder; without images of its language model alone.
 
     Raises InputError for a family that is not known, a value that no model has, and a model that megajax does not have.
     """
-    config, path = read_config(folder), Path(folder) / "config.json"
+    config, path = read_config(folder, WITH_IMAGES if with_images else ()), Path(folder) / "config.json"
     name = config["model_type"]
     if name not in FAMILIES:
         raise InputError(f"{path}: model_type={shown(name)} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
     family, config = FAMILIES[name], complete(config, path)
     check_values(config, family.names, path)
+    if isinstance(family, VisionLanguage):
+        config = family.with_text_config(config)
+        config["text_config"] = complete(config["text_config"], path)
+        check_values(config["text_config"], family.text.names, path)
     try:
         section = family.read(config)
     except KeyError as key:
@@ -118,7 +129,8 @@ def _as_stored(folder: Path, family: Family, section: dict[str, Any], config: Ma
     ]
     names = {name for tensor in modules for name in tensor_names(tensor, model).values()}
     changed = dict(section)
-    with contextlib.suppress(InputError), FolderTensors(folder, config.get("quantization_config")) as weights:
+    names_of = config.get("quantization_config"), family.stored_names
+    with contextlib.suppress(InputError), FolderTensors(folder, *names_of) as weights:
         if names and names.isdisjoint(weights.files):
             changed = {
                 key: value for key, value in changed.items() if key not in without_extra()
@@ -147,7 +159,8 @@ def read_model(folder: str | Path) -> dict[str, Any]:
 
 def longest(section: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """The longest sequence of a folder's model by its section and its config.json; Mamba-2's do not say it."""
-    return section.get("max_positions") or config.get("max_position_embeddings") or 2048
+    text = config.get("text_config") or config
+    return section.get("max_positions") or text.get("max_position_embeddings") or 2048
 
 
 def _describe(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -184,7 +197,7 @@ def open_readers(
     `model` may have more tokens than the folder, and no layers after the model's. Raises InputError if the folder
     is of another model than `model`, or if a tensor is missing or misshaped.
     """
-    family, section, config = read_folder(folder)
+    family, section, config = read_folder(folder, model.vision is not None)
     new_tokens = range(section["vocab_size"], model.vocab_size)
     shown = section | ({"vocab_size": model.vocab_size} if new_tokens else {})
     shown |= {} if extra_layers(model) else without_extra()
@@ -197,7 +210,7 @@ def open_readers(
     shapes = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
     assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
     theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
-    with FolderTensors(folder, config.get("quantization_config")) as weights:
+    with FolderTensors(folder, config.get("quantization_config"), family.stored_names) as weights:
         embedding = entries["embedding.tokens"]
         head = _head_in(weights)
         if model.tie_embeddings and embedding.theirs not in weights.files and head is not None:
@@ -250,6 +263,8 @@ def export(
     InputError if no family fits, or if the folder cannot be written.
     """
     config = {"pad_token_id": None, **extra, **family_for(model, origin).write(model)}
+    if "text_config" in config:
+        config["text_config"] = {"pad_token_id": None, **extra, **config["text_config"]}
     config |= {"dtype": dtype, "torch_dtype": dtype}
     write_folder(folder, config, stream(weights, model, dtype, origin), files)
 

@@ -44,6 +44,11 @@ def _sizes(layers: int, width: int, heads: int, ffn: int, vocabulary: int, posit
     }
 
 
+def _tower(layers: int, width: int, heads: int, ffn: int) -> Json:
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": ffn}
+    return sizes | {"num_channels": 3}
+
+
 LLAMA: Json = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e4}
 LLAMA |= _sizes(32, 4096, 32, 11008, 32000, 2048)
 MISTRAL: Json = LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131_072, "num_key_value_heads": 8}
@@ -128,6 +133,22 @@ DEFAULTS: dict[str, Json] = {
     "gemma3_text": GEMMA2
     | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window_pattern": 6}
     | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "llava": {"image_token_index": 32_000, "vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+    | {"projector_hidden_act": "gelu", "multimodal_projector_bias": True},
+    "gemma3": {"image_token_index": 262_144, "mm_tokens_per_image": 256},
+    "qwen2_5_vl": {"image_token_id": 151_655},
+    "qwen2_5_vl_text": QWEN2
+    | _sizes(80, 8192, 64, 29_568, 152_064, 32_768)
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+    # Of vision_config
+    "clip_vision_model": _tower(12, 768, 12, 3072)
+    | {"image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu"}
+    | {"layer_norm_eps": 1e-5},
+    "siglip_vision_model": _tower(12, 768, 12, 3072)
+    | {"image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    "qwen2_5_vl_vision": {"depth": 32, "hidden_size": 3584, "num_heads": 16, "intermediate_size": 3420}
+    | {"hidden_act": "silu", "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112}
+    | {"fullatt_block_indexes": [7, 15, 23, 31], "in_channels": 3},
     "phi3": LLAMA
     | _sizes(32, 3072, 32, 8192, 32_064, 4096)
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},

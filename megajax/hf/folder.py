@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict
@@ -25,7 +25,7 @@ from megajax.hf import ADAPTERS, quantised
 from megajax.hf.quantised import Slices
 from megajax.json_files import Count, parse
 
-HEADS = ("lm_head.weight", "decoder.weight")  # of a family one of them
+HEADS = ("lm_head.weight", "decoder.weight", "language_model.lm_head.weight")  # of a family one of them
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Keys of a config.json beside its text_config that count for the language model
 WHOLE_MODEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_weights")
@@ -59,12 +59,18 @@ class FolderTensors:
     described_by = "config.json"  # the shapes that are expected
 
     @file_reader("folder")
-    def __init__(self, folder: str | Path, quantization_config: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        quantization_config: Mapping[str, Any] | None = None,
+        stored_names: Callable[[Iterable[str], Path], dict[str, str]] | None = None,
+    ):
+        """`stored_names` is that of a family, by default of language models."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._offsets: dict[str, dict[str, int]] = {}  # of tensors by file
         files = self._find_tensors(self._find_files())
-        self._names = text_names(files, self.folder)  # of tensors as they are stored
+        self._names = (stored_names or text_names)(files, self.folder)  # of tensors as they are stored
         self._stored_in = {name: files[stored] for name, stored in self._names.items()}
         where = str(self.folder / "config.json")
         self._quantised = quantised.find(self._stored_in, quantization_config, where)
@@ -221,8 +227,11 @@ def folder_bytes(folder: Path) -> int:
 
 
 @file_reader("folder")
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's config.json; of a model that also reads images, that of its language model."""
+def read_config(folder: str | Path, whole: Collection[str] = ()) -> dict[str, Any]:
+    """The folder's config.json; of a model that also reads images, that of its language model.
+
+    It is the whole one of the model_types `whole`.
+    """
     path = Path(folder) / "config.json"
     if (adapters := path.with_name(ADAPTERS)).is_file():
         raise InputError(
@@ -233,7 +242,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise InputError(f"{path} does not exist: give the folder of a model in Hugging Face's format.")
     config = read_json(path)
     text = config.get("text_config")
-    if isinstance(text, dict) and "model_type" in text:
+    is_whole = config.get("model_type") in whole and config.get("vision_config")
+    if not is_whole and isinstance(text, dict) and "model_type" in text:
         if left_out := [key for key in OTHER_TOWERS if config.get(key)]:
             warnings.warn(
                 f"{path}: the language model (text_config) is read, and the model of {' and '.join(left_out)} is not.",

@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megajax.config import ModelConfig
+from megajax.hf.folder import text_names
 from megajax.layout.kinds import stacked_layers
-from megajax.sharding import ENCODER
+from megajax.sharding import ENCODER, VISION
 
 Slices = tuple[slice, ...]
 
@@ -187,8 +189,9 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
     if "{layer}" not in tensor.theirs:
         return {(): tensor.theirs}
     ours, own = tensor.ours, model
-    if ours.startswith(ENCODER) and model.of_encoder is not None:
-        ours, own = ours.removeprefix(ENCODER), model.of_encoder
+    for prefix, second in ((ENCODER, model.of_encoder), (VISION, model.of_vision)):
+        if ours.startswith(prefix) and second is not None:
+            ours, own = ours.removeprefix(prefix), second
     layers = stacked_layers(own)[ours.split(".")[1]]
     if "{expert}" not in tensor.theirs:
         return {(row,): tensor.theirs.format(layer=layer - tensor.first_layer) for row, layer in enumerate(layers)}
@@ -234,6 +237,9 @@ def side_by_side(theirs: str, dimension: int, parts: Mapping[str, tuple[str, int
 
 class EachTensorOnce:
     """A family whose folders have the tensors of its parameters, each once and in one form."""
+
+    def stored_names(self, names: Iterable[str], folder: Path) -> dict[str, str]:
+        return text_names(names, folder)
 
     def unused(self, config: dict[str, Any]) -> tuple[str, ...]:
         return ()

@@ -70,9 +70,11 @@ class Attention(Sublayer):
 
         def core(projected):
             q, k, v = self.heads(w, projected, ctx)
-            c = self.config
+            c, window, positions = self.config, ctx.kind.window, ctx.inputs.token_positions
+            if window is not None and ctx.inputs.windows is not None:
+                window, positions = None, ctx.inputs.windows
             settings = AttentionSettings(
-                ctx.kind.window,
+                window,
                 c.attention_softcap,
                 c.attention_scale,
                 sinks=w.get("sinks"),
@@ -81,7 +83,7 @@ class Attention(Sublayer):
                 bias_table=ctx.inputs.streams.get(RELATIVE_BIAS),
                 bias_distance=c.relative_max_distance,
             )
-            return comm.attend(q, k, v, ctx.inputs.token_positions, settings)
+            return comm.attend(q, k, v, positions, settings)
 
         core = jax.checkpoint(core) if "attention" in ctx.recompute else core
         out, largest = core(projected)
@@ -113,7 +115,7 @@ class Attention(Sublayer):
         q, k, v = jnp.split(qkv[:, :, : N + 2 * K], (N, N + K), axis=2)
         if c.qk_norm:
             q, k = (self.normalise_heads(w, f"{name}_norm", a, comm) for a, name in ((q, "query"), (k, "key")))
-        q, k = rotate(c, ctx.kind, ctx.inputs.positions, comm.sequence_length(S), q, k)
+        q, k = rotate(c, ctx.kind, ctx.inputs, comm.sequence_length(S), q, k)
         return q, k, v
 
     def normalise_heads(self, w: Weights, name: str, x: jax.Array, comm: Comm) -> jax.Array:

@@ -23,6 +23,7 @@ class TokenPositions:
     documents: PackedDocuments | None = None  # [B, S], those of packed sequences; None: each sequence is one
     chunks: jax.Array | None = None  # first index of each chunk of each device of `context`, if they vary
     is_real: jax.Array | None = None  # [B, S], False for padding; None: there is none
+    image_ends: jax.Array | None = None  # [B, S] int32, `ops.image_ends`; None: no token sees one after it
 
     @property
     def document_starts(self) -> jax.Array | None:
@@ -157,8 +158,8 @@ class Comm:
         The second result bounds the largest score of each head over this device's real tokens, if it is wanted
         (`ops.partial_attention.largest_score`): `[N]` FP32, 0 for heads that another device has.
         """
-        documents = {"documents": positions.documents, "is_real": positions.is_real}
-        return ops.attention(q, k, v, settings, implementation="reference", **documents)
+        masks = {"documents": positions.documents, "is_real": positions.is_real, "image_ends": positions.image_ends}
+        return ops.attention(q, k, v, settings, implementation="reference", **masks)
 
     @jax.named_scope("core_attention")
     def attend_to(self, q, k, v, ranges: Ranges | None, scale: float | None) -> jax.Array:

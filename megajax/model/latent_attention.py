@@ -116,7 +116,7 @@ class LatentAttention(Sublayer):
             query_input = self._normalise(query_input, w["query_norm"])
         q = checkpoint_name(comm.column_linear(query_input, w["query"]), "queries").reshape(B, S, -1, c.head_dim)
         rotary = comm.all_gather_tokens(rotary).reshape(B, S, 1, -1)
-        q, rotary = rotate(c, ctx.kind, ctx.inputs.positions, comm.sequence_length(S), q, rotary)
+        q, rotary = rotate(c, ctx.kind, ctx.inputs, comm.sequence_length(S), q, rotary)
         assert c.qk_nope_head_dim is not None
         latent = self._normalise(latent, w["key_value_norm"])
         return q, LatentKeys(latent, rotary[:, :, 0], w["key_value"], c.qk_nope_head_dim, c.value_dim)

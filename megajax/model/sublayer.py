@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megajax import ops
@@ -51,6 +52,9 @@ class BlockInputs:
     adapter_key: jax.Array | None = None  # None: no dropout of the adapters' inputs
     layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: no metrics
     real: RealTokens | None = None  # None: all tokens are real, none is padding
+    rope_positions: jax.Array | None = None  # [B, S, A] int32, one for each of model.rope_sections; None: `positions`
+    # Of a vision tower: instead of a window, documents that layers with windows see
+    windows: TokenPositions | None = None
     streams: State = field(default_factory=dict)  # that STREAMS name, by name: [T' / tensor, D'] of the same sequences
     fields: State = field(default_factory=dict)  # of the batch, for layers that read streams: [B, S, ...]
 
@@ -207,20 +211,25 @@ def predict(config: ModelConfig, weights: Weights, h: jax.Array) -> jax.Array:
 
 
 def rotate(
-    config: ModelConfig, kind: LayerKind, positions: jax.Array, length: int, *arrays: jax.Array
+    config: ModelConfig, kind: LayerKind, inputs: BlockInputs, length: int, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Queries and keys `[B, S, heads, width]` with the layer's rotary positions, or as they are if it has none.
 
-    `length` is that of a whole sequence, in tokens.
+    `length` is that of a whole sequence, in tokens. Two `rope_sections`, of a tower, have the same frequencies.
     """
     if config.position != "rope" or not kind.rope:
         return arrays
     theta, scaling = config.rope_theta, config.rope_scaling.model_dump() if config.rope_scaling else None
     if kind.window is not None and config.rope_local_theta is not None:
         theta, scaling = config.rope_local_theta, None
-    frequencies = ops.rope_frequencies(config.rotary_dim, theta, config.rope_fraction, scaling, length)
-    factor = ops.rope_attention_factor(scaling)
-    return tuple(ops.apply_rope(a, positions, frequencies, factor) for a in arrays)
+    factor, sections, positions = ops.rope_attention_factor(scaling), config.rope_sections, inputs.positions
+    twice = 2 if sections and len(sections) == 2 else 1
+    frequencies = ops.rope_frequencies(config.rotary_dim // twice, theta, config.rope_fraction, scaling, length)
+    if sections is not None:  # without images a token has its position three times
+        same = jnp.repeat(positions[..., None], len(sections), axis=-1)
+        positions = same if inputs.rope_positions is None else inputs.rope_positions
+    frequencies = np.tile(frequencies, twice)
+    return tuple(ops.apply_rope(a, positions, frequencies, factor, sections) for a in arrays)
 
 
 def declare_relative_bias(config: ModelConfig) -> nnx.Param | None:

@@ -22,6 +22,7 @@ from megajax.model.encoder import Encoder, make_encoder
 from megajax.model.encoder_layers import TOKENS, EncoderLayers, bias_stream, with_document_fields
 from megajax.model.lora import add_adapters
 from megajax.model.parameters import declare, parameters, stack
+from megajax.model.second_layers import SecondLayers
 from megajax.model.sublayer import (
     BlockInputs,
     LayerContext,
@@ -36,12 +37,14 @@ from megajax.model.sublayer import (
     scale_embeddings,
     scale_head,
 )
+from megajax.model.vision import INDEX, VisionTower, place_images
+from megajax.model.vision import with_document_fields as with_images
 from megajax.model.width import std_factor
 from megajax.options.registered import OBJECTIVES, replaces_head
 from megajax.schema.config import ObjectiveConfig
 from megajax.schema.fields import cached
 from megajax.schema.model import LAYERS
-from megajax.sharding import ENCODER
+from megajax.sharding import ENCODER, VISION
 
 
 @cached
@@ -91,6 +94,7 @@ class Transformer(nnx.Module):
         self.encoder: Encoder | EncoderLayers | None = (
             EncoderLayers(config) if config.encoder.kind == LAYERS else make_encoder(config)
         )
+        self.vision = None if config.vision is None else VisionTower(config)
         self.relative_bias = declare_relative_bias(config)
         self.final_norm, self.final_norm_bias = declare_norm(config)
         self.objective = _objective_parameters(config, objective)
@@ -109,27 +113,36 @@ class Transformer(nnx.Module):
         """FP32 logits `[B, S, V]` of whole sequences on one device, without the vocabulary's padding.
 
         `state` is the trained state of the layers, by kind of block and name, `[L, ...]`; `fields` are those that the
-        encoder reads.
+        encoder or the vision tower reads.
         """
         B, S = tokens_bs.shape
         weights = {name: p[...] for name, p in parameters(self).items()}
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S, dtype=jnp.uint32), None)
         inputs = self.with_stream(weights, inputs, fields or {})
-        x = self.embed(weights, tokens_bs.reshape(-1), positions.reshape(-1))
+        x = self.embed(weights, tokens_bs.reshape(-1), positions.reshape(-1), inputs)
         for layer in range(self.config.num_layers):
             x, _ = self.layer(weights, layer, x, inputs, state or {})
         return self.logits(weights, self.output(weights, x)).reshape(B, S, -1)
 
     def with_stream(self, weights: Weights, inputs: BlockInputs, fields: State) -> BlockInputs:
-        """The inputs of layers on one device with the other streams: an encoder's, and the bias of the scores."""
+        """The inputs of layers on one device with the other streams, and what else layers read of `fields`.
+
+        Streams are an encoder's or a vision tower's, and the bias of the scores.
+        """
         streams = bias_stream(weights)
+        sequences = inputs.token_ids[:: inputs.positions.shape[1]] // inputs.positions.shape[1]
         if isinstance(self.encoder, EncoderLayers):
             fields = with_document_fields(fields, fields.get("segment_ids"))
-            sequences = inputs.token_ids[:: inputs.positions.shape[1]] // inputs.positions.shape[1]
             streams[self.encoder.NAME] = self.encode(self.encoder, weights, fields, sequences, inputs.dropout_key)
         elif self.encoder is not None:
-            streams[self.encoder.NAME] = self.encoder.apply(_of_encoder(weights), fields, Comm())
+            streams[self.encoder.NAME] = self.encoder.apply(_below(weights, ENCODER), fields, Comm())
+        if self.vision is not None and INDEX in fields:
+            streams[self.vision.NAME] = self.embed_images(self.vision, weights, fields, sequences)
+            if self.vision.vision.bidirectional:
+                tokens = replace(inputs.token_positions, image_ends=ops.image_ends(fields[INDEX] >= 0))
+                inputs = replace(inputs, token_positions=tokens)
+        inputs = replace(inputs, rope_positions=fields.get("rope_positions"))
         return replace(inputs, streams=streams, fields=fields) if streams else inputs
 
     def encode(
@@ -145,10 +158,15 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(weights, fields[TOKENS].reshape(-1))
         if inputs.dropout_key is not None:
             x = ops.dropout(x, self.config.dropout, jax.random.fold_in(inputs.dropout_key, 0), inputs.token_ids)
-        encoder_weights = _of_encoder(weights)
-        for layer in range(encoder.config.num_layers):
-            x, _ = apply_layer(encoder.config, encoder.blocks, encoder_weights, layer, x, inputs, {})
-        return normalise(encoder.config, x, encoder_weights["final_norm"], encoder_weights.get("final_norm_bias"))
+        own = _below(weights, ENCODER)
+        x = _through(encoder, own, x, inputs)
+        return normalise(encoder.config, x, own["final_norm"], own.get("final_norm_bias"))
+
+    def embed_images(self, tower: VisionTower, weights: Weights, fields: State, sequences: jax.Array) -> jax.Array:
+        """The image embeddings of a vision tower, on one device: fields `[B, patches, ...]` → `[embeddings, D]`."""
+        own, fields = _below(weights, VISION), with_images(tower, fields)
+        x = _through(tower, own, tower.embed(own, fields, Comm()), tower.inputs(fields, sequences, Comm()))
+        return tower.project(own, x, Comm())
 
     def layer(
         self, weights: Weights, layer: int, x: jax.Array, inputs: BlockInputs, states: Mapping[str, State]
@@ -159,9 +177,16 @@ class Transformer(nnx.Module):
         """
         return apply_layer(self.config, self.blocks, weights, layer, x, inputs, states)
 
-    def embed(self, weights: Weights, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name."""
+    def embed(
+        self, weights: Weights, tokens: jax.Array, positions: jax.Array, inputs: BlockInputs | None = None
+    ) -> jax.Array:
+        """Token ids and their positions `[T]` → the residual stream `[T, D]`; `weights` by canonical name.
+
+        `inputs` may have a stream of image embeddings, which are placed at the tokens that stand for images.
+        """
         x = self.embed_tokens(weights, tokens)
+        if inputs is not None and (images := inputs.streams.get(VisionTower.NAME)) is not None:
+            x = place_images(x, images, inputs.fields[INDEX], Comm())
         x = x if self.embedding.positions is None else x + weights["embedding.positions"][positions]
         return normalise(self.config, x, weights.get("embedding.norm"), weights.get("embedding.norm_bias"))
 
@@ -184,9 +209,16 @@ class Transformer(nnx.Module):
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
 
 
-def _of_encoder(weights: Weights) -> dict[str, Any]:
-    """The encoder's weights, by the names within it."""
-    return {name.removeprefix(ENCODER): w for name, w in weights.items() if name.startswith(ENCODER)}
+def _below(weights: Weights, prefix: str) -> dict[str, Any]:
+    """The weights of an encoder or a tower, by the names within it."""
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+
+
+def _through(second: SecondLayers, weights: Weights, x: jax.Array, inputs: BlockInputs) -> jax.Array:
+    """The residual stream through all layers of a second stack, on one device."""
+    for layer in range(second.config.num_layers):
+        x, _ = apply_layer(second.config, second.blocks, weights, layer, x, inputs, {})
+    return x
 
 
 def apply_layer(

@@ -8,6 +8,7 @@ from megajax.ops.attention import (
     attention_of_rows,
     cross_attention,
     documents_of,
+    image_ends,
     same_documents,
     visible_ranges,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "dropout",
     "gated_delta_rule",
     "gated_norm",
+    "image_ends",
     "layer_norm",
     "recurrent_gated_delta_rule",
     "recurrent_state_space",

@@ -46,6 +46,7 @@ GATED: dict[str, Gated] = {
 _PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda up: jax.nn.gelu(up, approximate=True),
     "gelu_exact": lambda up: jax.nn.gelu(up, approximate=False),
+    "quick_gelu": lambda up: up * jax.nn.sigmoid(1.702 * up),  # CLIP's
     "relu": jax.nn.relu,
     "relu2": lambda up: jnp.square(jax.nn.relu(up)),
 }

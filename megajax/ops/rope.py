@@ -102,21 +102,30 @@ def _kept_by_yarn(frequencies: np.ndarray, theta: float, scaling: Mapping[str, A
     return 1.0 - np.clip((np.arange(len(frequencies)) - low) / (high - low), 0.0, 1.0)
 
 
-def apply_rope(x_bsnh: jax.Array, positions_bs: jax.Array, frequencies: np.ndarray, factor: float = 1.0) -> jax.Array:
+def apply_rope(
+    x_bsnh: jax.Array,
+    positions: jax.Array,
+    frequencies: np.ndarray,
+    factor: float = 1.0,
+    sections: tuple[int, ...] | None = None,
+) -> jax.Array:
     """Rotates the first R elements of every head by position · frequency, times `factor`: [B, S, N, H] -> as x.
 
-    positions [B, S] (integers), frequencies [R/2]; angles and rotation in float32 (float64 for float64 x).
+    positions [B, S] (integers), frequencies [R/2]; angles and rotation in float32 (float64 for float64 x). With
+    `sections`, positions are [B, S, A], and each section of the frequencies, of these lengths, turns with its own
+    (Wang et al. 2024, Qwen2-VL).
     """
-    return _rotate((tuple(map(float, frequencies)), factor), x_bsnh, positions_bs)
+    return _rotate((tuple(map(float, frequencies)), factor, sections), x_bsnh, positions)
 
 
-Rotation = tuple[tuple[float, ...], float]  # frequencies and factor
+Rotation = tuple[tuple[float, ...], float, tuple[int, ...] | None]  # frequencies, factor and sections
 
 
 def _angles(rotation: Rotation, positions: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[B, S, 1, R/2]`; the backward pass recomputes them, because each layer would save its own."""
-    frequencies, factor = rotation
-    angles = positions.astype(dtype)[:, :, None, None] * np.asarray(frequencies, dtype)
+    frequencies, factor, sections = rotation
+    own = positions[..., None] if sections is None else positions[..., np.repeat(np.arange(len(sections)), sections)]
+    angles = own.astype(dtype)[:, :, None] * np.asarray(frequencies, dtype)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 

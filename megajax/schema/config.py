@@ -425,6 +425,24 @@ class Config(Section):
         return self.model_copy(update={"model": model, "batch": batch, "teacher": TeacherConfig()})
 
     @property
+    def of_vision(self) -> "Config | None":
+        """This config with the layers of a vision tower in place of the model's; None without one.
+
+        The images of a row are its documents.
+        """
+        if self.model.vision is None or self.model.of_vision is None:
+            return None
+        batch = self.batch.model_copy(update={"sequence_length": self.model.vision.patches_per_row})
+        packed = self.data.model_copy(update={"reset_attention": True})
+        sections = {"model": self.model.of_vision, "batch": batch, "data": packed, "lora": LoraConfig()}
+        return self.model_copy(update=sections)
+
+    @property
+    def of_second_stack(self) -> "Config | None":
+        """This config with the layers in place of the model's that run before them: an encoder's or a tower's."""
+        return self.of_encoder or self.of_vision
+
+    @property
     def span_lengths(self) -> SpanLengths | None:
         """Numbers of tokens of a sample of span corruption, which an encoder of layers trains on; None without one."""
         if (length := self.model.encoder.sequence_length) is None:

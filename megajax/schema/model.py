@@ -28,9 +28,11 @@ from megajax.schema.fields import (
     Tokens,
     Vocabulary,
     Width,
+    cached,
     derived,
 )
 from megajax.schema.rules import TRAINING_ONLY, AtMost, Below, Divides, Excludes, Needs, ReadIf, fits, more_than_one
+from megajax.schema.vision import VisionConfig
 
 EXPERTS = Needs("model.num_experts", what="experts", cure="set model.num_experts, or remove it")
 LATENT_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # DeepSeek's
@@ -363,13 +365,13 @@ class ModelConfig(Section):
         default=False, description="Norms multiply by 1 + weight, and these weights start at 0."
     )
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
-    activation: Literal["swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"] = (
-        Field(
-            default="swiglu",
-            description="MLP activation. swiglu, geglu, geglu_exact, clamped_swiglu (GPT-OSS): gated, three matrices;"
-            " gelu, gelu_exact, relu, relu2 (squared ReLU): two matrices. gelu and geglu have GELU's tanh"
-            " approximation.",
-        )
+    activation: Literal[
+        "swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "quick_gelu", "relu", "relu2"
+    ] = Field(
+        default="swiglu",
+        description="MLP activation. swiglu, geglu, geglu_exact, clamped_swiglu (GPT-OSS): gated, three matrices;"
+        " gelu, gelu_exact, quick_gelu (x * sigmoid(1.702 x)), relu, relu2 (squared ReLU): two matrices. gelu and"
+        " geglu have GELU's tanh approximation.",
     )
     position: Annotated[
         Literal["rope", "learned", "relative", "none"],
@@ -397,6 +399,11 @@ class ModelConfig(Section):
     )
     rope_fraction: Annotated[float, Field(gt=0, le=1), ROTARY] = Field(
         default=1.0, description="Fraction of each head that is rotated."
+    )
+    rope_sections: Annotated[Annotated[tuple[Count, Count, Count], Field(strict=False)] | None, ROTARY] = Field(
+        default=None,
+        description="Numbers of rotated pairs that turn with a token's time, with its row and with its column, in this"
+        " order (M-RoPE, Qwen2.5-VL); null: all turn with its position.",
     )
     rope_local_theta: Annotated[Positive | None, ROTARY, IN_LOCAL_LAYERS, ReadIf("sliding_window")] = Field(
         default=None,
@@ -582,6 +589,19 @@ class ModelConfig(Section):
         default_factory=MultipliersConfig, description="Multipliers that exported folders have beside the weights."
     )
     encoder: EncoderConfig = Field(default_factory=EncoderConfig, description="A second stream beside the tokens'.")
+    vision: Annotated[
+        VisionConfig | None,
+        Excludes("model.encoder.kind", because="a model has one of them"),
+        Excludes("mtp_layers", because="the modules read tokens only"),
+        Excludes("mup_base_width", because="the tower has a width of its own"),
+        Excludes("causal", False, because="images are for causal models"),
+        Excludes("teacher.model", because="a teacher reads tokens only"),
+        Excludes("precision.fp8.recipe", because="the tower's layers are not quantised"),
+        Excludes("optimizer.layer_decay", because="the tower's layers have no distance from the output"),
+    ] = Field(
+        default=None,
+        description="A vision tower, whose output takes the place of image tokens' embeddings; null: none.",
+    )
 
     @property
     def of_encoder(self) -> "ModelConfig | None":
@@ -590,6 +610,11 @@ class ModelConfig(Section):
             return None
         own = {"num_layers": self.encoder.num_layers, "encoder": EncoderConfig(), "causal": False}
         return self.model_copy(update=own | {"block_pattern": None})
+
+    @property
+    def of_vision(self) -> "ModelConfig | None":
+        """The layers of the vision tower as a model."""
+        return None if self.vision is None else _tower(self.vision, self.init_std, self.depth_scaled_init)
 
     @property
     def has_norm_bias(self) -> bool:
@@ -615,3 +640,22 @@ class ModelConfig(Section):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+@cached
+def _tower(vision: VisionConfig, init_std: float, depth_scaled_init: bool) -> ModelConfig:
+    """The layers of a vision tower as a model; its vocabulary is not used.
+
+    Local layers see blocks of windows (`BlockInputs.windows`). Their `sliding_window` has as many keys, for estimates.
+    """
+    same = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "norm", "norm_epsilon", "activation")
+    model: dict[str, Any] = {name: getattr(vision, name) for name in same} | {"vocab_size": 1, "vocab_multiple": 1}
+    model |= {"attention_bias": True, "mlp_bias": True, "causal": False}
+    model |= {"init_std": init_std, "depth_scaled_init": depth_scaled_init}
+    if vision.window is not None:
+        kinds = ["global" if i in vision.global_layers else "local" for i in range(vision.num_layers)]
+        model |= {"layer_pattern": kinds, "sliding_window": max(vision.window**2 // 2, 1)}
+    if vision.grid is not None:
+        return ModelConfig.model_validate(model | {"position": "none"})
+    tower = ModelConfig.model_validate(model | {"rope_theta": vision.rope_theta})
+    return tower.model_copy(update={"rope_sections": (tower.head_dim // 4,) * 2})  # of a row and a column

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from megajax import ops
+from megajax.layout.kinds import IMAGES
 from megajax.model.sublayer import BlockInputs, normalise, scale_embeddings
+from megajax.model.vision import INDEX, place_images
 from megajax.ops.barriers import not_repeated
 from megajax.parallel import collectives
 from megajax.parallel.mesh_comm import MeshComm
@@ -37,26 +39,47 @@ class Embedding:
         # Weights whose lookup and gradient accumulation use their shards.
         self.as_stored: tuple[str, ...] = (TOKENS,) if self.axes else ()
 
-    def fields(self) -> dict[str, Field]:
-        return {"tokens": Field(jnp.int32)}
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The streams that it reads: image embeddings."""
+        return (IMAGES,) if self.model.vision else ()
 
-    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, None]:
-        return {HIDDEN: self.embed(arrays.table, batch.fields, batch.inputs)}, None
+    def fields(self) -> dict[str, Field]:
+        vision = self.model.vision
+        index = {INDEX: Field(jnp.int32, "model.vision", limit=vision.embeddings_per_row)} if vision else {}
+        return {"tokens": Field(jnp.int32)} | index
+
+    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
+        return {HIDDEN: self.embed(arrays.table, batch.fields, batch.inputs, streams.get(IMAGES))}, None
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        table = self.add_gradients(table, arrays.table, batch.fields, batch.inputs, gradients[HIDDEN])
-        return {}, table, Results()
+        dx = gradients[HIDDEN]
+        table = self.add_gradients(table, arrays.table, batch.fields, batch.inputs, dx)
+        return self._image_gradients(batch, dx) if self.reads else {}, table, Results()
 
     @jax.named_scope("embedding")
-    def embed(self, weights: Arrays, batch: Arrays, inputs: BlockInputs) -> jax.Array:
-        """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`."""
-        x = self._norm({name: weights[name] for name in NORMS if name in weights}, self._rows(weights, batch))
+    def embed(self, weights: Arrays, batch: Arrays, inputs: BlockInputs, images: jax.Array | None = None) -> jax.Array:
+        """Tokens and positions `[B, S]` → residual stream `[T / tensor, D]`; `images` as in `place_images`."""
+        x = self._norm({name: weights[name] for name in NORMS if name in weights}, self._rows(weights, batch, images))
         return self._dropout(x, inputs)
 
-    def _rows(self, weights: Arrays, batch: Arrays) -> jax.Array:
-        """The sums of the rows of both tables."""
+    @jax.named_scope("embedding")
+    def _image_gradients(self, batch: Microbatch, dx: jax.Array) -> Streams:
+        """The gradient of the stream of image embeddings from that of the residual stream."""
+        (dx,), index = self._dropout_gradients(dx, batch.inputs), batch.fields[INDEX]
+        assert self.model.vision is not None
+        each = self.model.vision.embeddings_per_row // self.comm.size("context")
+        zeros = jnp.zeros((len(index) * each // self.comm.size("tensor"), dx.shape[1]), dx.dtype)
+        _, pull = jax.vjp(lambda images: place_images(dx, images, index, self.comm), zeros)  # linear: zeros will do
+        return {IMAGES: pull(dx)[0]}
+
+    def _dropout_gradients(self, dx: jax.Array, inputs: BlockInputs) -> tuple[jax.Array]:
+        return jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
+
+    def _rows(self, weights: Arrays, batch: Arrays, images: jax.Array | None = None) -> jax.Array:
+        """The sums of the rows of both tables, with image embeddings instead of tokens' rows."""
         table, width = weights[TOKENS], self.model.hidden_size
         rows, ours = self._vocabulary_rows(table, batch["tokens"])
         x = self.comm.reduce_scatter_tokens(jnp.where(ours, table[rows], 0).astype(self.plan.compute))
@@ -64,6 +87,8 @@ class Embedding:
             x = collectives.all_to_all(x, self.axes, 1, 2, tiled=True)
             x = row_major(x.reshape(x.shape[0], -1)[:, :width])
         x = scale_embeddings(self.model, x)
+        if images is not None:
+            x = place_images(x, images, batch[INDEX], self.comm)
         if POSITIONS in weights:
             x = x + weights[POSITIONS][self.comm.local_tokens(batch["positions"].reshape(-1))]
         return x
@@ -80,11 +105,13 @@ class Embedding:
         out = dict(gradients)
         if TOKENS not in out:
             return out
-        (dx,) = jax.vjp(partial(self._dropout, inputs=inputs), dx)[1](dx)
+        (dx,) = self._dropout_gradients(dx, inputs)
         if norms := {name: weights[name] for name in NORMS if name in weights}:
             of_norms, dx = jax.vjp(self._norm, norms, self._rows(weights, batch))[1](dx)
             out |= {name: added(out[name], gradient) for name, gradient in of_norms.items()}
         updates = scale_embeddings(self.model, dx)
+        if INDEX in batch:  # these tokens have image embeddings
+            updates = jnp.where(self.comm.local_tokens(batch[INDEX].reshape(-1))[:, None] >= 0, 0, updates)
         if self.axes:
             shards = math.prod(self.comm.sizes[axis] for axis in self.axes)
             padded = jnp.pad(updates, ((0, 0), (0, shards * weights[TOKENS].shape[1] - dx.shape[1])))

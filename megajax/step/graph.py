@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.model.encoder import Encoder
-from megajax.model.encoder_layers import SEGMENTS
+from megajax.model.encoder_layers import EncoderLayers
 from megajax.model.sublayer import BlockInputs, RealTokens
+from megajax.model.vision import INDEX
 from megajax.parallel.collectives import sum_over_all
-from megajax.parallel.context.token_order import add_token_positions, token_positions_of
+from megajax.parallel.context.token_order import IMAGE_ENDS, add_token_positions, image_ends, token_positions_of
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES
 from megajax.step.embedding import Embedding
@@ -24,8 +25,10 @@ from megajax.step.mtp import MultiTokenPrediction
 from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, StepArrays, Streams, Table, TerminalNode
 from megajax.step.objective import make_objective
 from megajax.step.pipeline.shared_tokens import SharedTokens
+from megajax.step.second_stack import SecondStack
 from megajax.step.stack.layers import LayerStack
 from megajax.step.teacher import Teacher
+from megajax.step.vision_stack import VisionStack
 from megajax.step_plan import StepPlan
 from megajax.weights.table import WeightTable, block_weights, table_weights
 from megajax.weights.weight import WeightDtypes
@@ -50,7 +53,7 @@ class Graph:
     layers: LayerStack  # the one inner node that a pipeline divides into stages
     stacks: tuple[LayerStack, ...]  # of all nodes, trained
     frozen: tuple[LayerStack, ...]  # of a teacher
-    before: tuple[LayerStack, ...]  # those of `stacks` that run before the layers: an encoder's
+    before: tuple[LayerStack, ...]  # those of `stacks` that run before the layers: an encoder's, a vision tower's
 
     @classmethod
     def build(cls, plan: StepPlan) -> "Graph":
@@ -66,12 +69,12 @@ class Graph:
         terminal: list[TerminalNode] = [make_objective(plan, comm), *modules]
         table = WeightTable(table_weights(plan, dtypes), embedding.as_stored)
         first: list[InnerNode] = [RelativeBias()] if model.relative_bias is not None else []
-        encoders = [EncoderStack(plan, plan.encoder, dtypes)] if plan.encoder else []
+        second = _second_stacks(plan, dtypes)
         if isinstance(model.encoder, Encoder):
             first.append(EncoderNode(plan, model.encoder, comm, [*plan.trained]))
         teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
-        nodes = (*first, *encoders, *teachers, embedding, layers), (*terminal,)
-        before, frozen = (tuple(each.stack for each in own) for own in (encoders, teachers))
+        nodes = (*first, *second, *teachers, embedding, layers), (*terminal,)
+        before, frozen = (tuple(each.stack for each in own) for own in (second, teachers))
         stacks = layers, *before, *(node.stack for node in modules)
         return cls(plan, comm, table, *nodes, layers, stacks, frozen, before)
 
@@ -116,6 +119,7 @@ class Graph:
             adapter_key=None if key is None or not self.plan.lora.dropout else jax.random.fold_in(key, ADAPTERS),
             layer_loss_scale=layer_loss_scale,
             real=real,
+            rope_positions=fields.get("rope_positions"),
         )
         factors = {n: fields[FACTOR + n] for n in (node.NAME for node in self.terminal) if FACTOR + n in fields}
         return Microbatch(fields, inputs, sequences, factors)
@@ -124,8 +128,11 @@ class Graph:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
         order = self.plan.keeps_order, self.plan.model.causal
         fields, imbalance = add_token_positions(batch, self.sizes["context"], *order)
-        for node in (node for node in self.inner if isinstance(node, EncoderStack) and SEGMENTS in batch):
-            fields |= node.add_document_fields(batch, batch["segment_ids"])
+        for node in (node for node in self.inner if isinstance(node, SecondStack)):
+            fields |= node.add_derived_fields(batch)
+        if (vision := self.plan.model.vision) is not None and vision.bidirectional:
+            context = self.sizes["context"], self.plan.keeps_order
+            fields[IMAGE_ENDS] = image_ends(batch[INDEX] >= 0, batch.get("order"), *context)
         if "is_real" in batch:
             lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)
@@ -202,3 +209,14 @@ class Graph:
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
         """The losses of a step, divided by their counts → the metrics that are logged."""
         return {name: value for node in self.terminal for name, value in node.metrics(losses).items()}
+
+
+def _second_stacks(plan: StepPlan, dtypes: WeightDtypes) -> list[SecondStack]:
+    """The node of an encoder's layers or of a vision tower, if the model has one."""
+    model, own = plan.transformer, plan.second_stack
+    if own is None:
+        return []
+    if isinstance(model.encoder, EncoderLayers):
+        return [EncoderStack(plan, own, model.encoder, dtypes)]
+    assert model.vision is not None
+    return [VisionStack(plan, own, model.vision, dtypes)]

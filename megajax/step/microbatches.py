@@ -21,7 +21,7 @@ def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Resul
         at = graph.microbatch(fields, index, arrays)
         streams, saved = forward_in_order(graph.inner, arrays, at, save=True)
         gradients, table, results = graph.turn(arrays, streams, at, table)
-        table, found = backward_in_reverse(graph.inner, arrays, saved, gradients, at, table)
+        _, table, found = backward_in_reverse(graph.inner, arrays, saved, gradients, at, table)
         return table, results.joined(found)
 
     zeros = graph.table.zero_gradients(arrays.table)

@@ -43,6 +43,7 @@ class Microbatch(NamedTuple):
     inputs: BlockInputs
     sequences: jax.Array | None = None  # [B], the index of each in the global batch
     factors: Arrays = {}  # by terminal node that of `StepArrays.scales`, where microbatches differ
+    streams: Mapping[str, jax.Array] = {}  # in a pipeline those of the nodes that run before the ticks
 
 
 class StepArrays(NamedTuple):
@@ -112,13 +113,13 @@ class InnerNode(Protocol):
 
 
 def forward_in_order(
-    nodes: Sequence[InnerNode], arrays: StepArrays, batch: Microbatch, save: bool
+    nodes: Sequence[InnerNode], arrays: StepArrays, batch: Microbatch, save: bool, given: Arrays | None = None
 ) -> tuple[Streams, list[Any]]:
-    """The nodes in order → (all their streams, what each one's `backward` needs)."""
-    streams, saved = Streams(), []
+    """The nodes in order → (all their streams, what each one's `backward` needs); `given` are streams before them."""
+    streams, saved = dict(given or {}), []
     for node in nodes:
-        given, of_node = node.forward(arrays, streams, batch, save)
-        streams |= given
+        new, of_node = node.forward(arrays, streams, batch, save)
+        streams |= new
         saved.append(of_node)
         if node.PLACE == "before":  # the next node need not read its streams, but their collectives must not overlap
             streams, table = not_before((streams, arrays.table))
@@ -133,15 +134,18 @@ def backward_in_reverse(
     gradients: Streams,
     batch: Microbatch,
     table: Table,
-) -> tuple[Table, Results]:
-    """The nodes in reverse order, from the gradients of their streams → (`table` plus their weights', results)."""
+) -> tuple[Streams, Table, Results]:
+    """The nodes in reverse order, from the gradients of their streams.
+
+    Returns (gradients of all streams, `table` plus their weights', results).
+    """
     results = Results()
     for node, of_node in reversed([*zip(nodes, saved, strict=True)]):
         if node.PLACE == "before":
             gradients, table = not_before((gradients, table))
         own, table, found = node.backward(arrays, of_node, gradients, batch, table)
         gradients, results = gradients | own, results.joined(found)
-    return table, results
+    return gradients, table, results
 
 
 class TerminalNode(Protocol):

@@ -71,12 +71,15 @@ def _beside_the_model(program: TrainProgram) -> Iterator[str]:
     if teacher is not None:
         source = config.teacher.source or "new weights"
         yield f"teacher    {parameter_count(teacher.transformer):,} frozen parameters; weights: {source}"
-    if (encoder := program.plan.encoder) is not None:
-        layers, length = counted(encoder.model.num_layers, "layer"), counted(encoder.batch_shape[2], "token")
-        own, crossed = encoder.kernels, program.plan.kernels
-        cross = f"cross-attention: {crossed.cross_attention} ({crossed.cross_attention_reason})"
+    if (second := program.plan.second_stack) is not None:
+        layers, own, crossed = counted(second.model.num_layers, "layer"), second.kernels, program.plan.kernels
         attention = f"attention: {own.attention} ({own.attention_reason})"
-        yield f"encoder    {layers} over sequences of {length}; {attention}; {cross}"
+        if config.model.vision is None:
+            length = counted(second.batch_shape[2], "token")
+            cross = f"cross-attention: {crossed.cross_attention} ({crossed.cross_attention_reason})"
+            yield f"encoder    {layers} over sequences of {length}; {attention}; {cross}"
+        else:
+            yield f"vision     {layers} over {counted(second.batch_shape[2], 'patch')} of a row; {attention}"
     if config.lora.rank:
         count = adapter_parameter_count(program.model)
         lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "

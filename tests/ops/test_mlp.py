@@ -27,6 +27,7 @@ REFERENCES = {
     "geglu_exact": lambda x: REFERENCES["gelu_exact"](x[..., :37]) * x[..., 37:],
     "clamped_swiglu": clamped,
     "gelu": tanh_gelu,
+    "quick_gelu": lambda x: x / (1.0 + np.exp(-1.702 * x)),
     "gelu_exact": lambda x: 0.5 * x * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0))),
     "relu": lambda up: np.maximum(up, 0.0),
     "relu2": lambda up: np.maximum(up, 0.0) ** 2,
@@ -42,7 +43,9 @@ def test_activation_value_and_gradients(check_op, rng, kind):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match='"tanh" is not an activation: use one of swiglu, .*, gelu_exact, relu, relu2'):
+    with pytest.raises(
+        ValueError, match='"tanh" is not an activation: use one of swiglu, .*, gelu_exact, quick_gelu, relu, relu2'
+    ):
         activate("tanh", jnp.ones((2, 4)))
 
 

@@ -2,7 +2,7 @@
 it has while the next keys arrive.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -119,7 +119,8 @@ class Ring(ToParts):
             keys, values = heads(sent)
             return attend(scores, Mask(self._own_kind, ranges(rank)), q, keys, values)
 
-        return self.go_round(q.shape[1], sent, RingWork(own, start, compute, combine))[1]
+        sweeps = self._sweeps(positions)
+        return self.go_round(sweeps, sent, RingWork(own, start, compute, combine))[1]
 
     def backward(self, q, kv, positions, whole, dout) -> tuple[jax.Array, Keys]:
         scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
@@ -138,7 +139,7 @@ class Ring(ToParts):
             return (dk, dv), dq
 
         own = partial(attend_backward, scores, Mask(self._own_kind, ranges(rank)), q, *kv, whole, dout)
-        dkv, dq = self.go_round(q.shape[1], kv, RingWork(own, start, compute, combine))
+        dkv, dq = self.go_round(self._sweeps(positions), kv, RingWork(own, start, compute, combine))
         return dq, dkv
 
     def backward_latent(self, linear, q, keys, positions, whole, dout) -> tuple[jax.Array, LatentKeys]:
@@ -168,7 +169,8 @@ class Ring(ToParts):
             dq, dsent, dup = gradients
             return jax.tree.map(lambda total, g: total + g.astype(dtype), (moving, local), (dsent, (dq, dup)))
 
-        dsent, (dq, dup) = self.go_round(q.shape[1], sent, RingWork(own, start, compute, combine))
+        work = RingWork(own, start, compute, combine)
+        dsent, (dq, dup) = self.go_round(self._sweeps(positions), sent, work)
         return dq, latent_gradients(keys, dsent, dup)
 
     def _block_gradients(self, other, seen: Ranges | None, q, kv: Keys, whole: Part, dout) -> list[Gradients]:
@@ -196,7 +198,7 @@ class Ring(ToParts):
             return lambda rank: None
         return partial(key_ranges, positions, self.window, self.devices, self.causal)
 
-    def go_round(self, length: int, fixed: Any, work: RingWork) -> Any:
+    def go_round(self, sweeps: Sequence[tuple[int, int]], fixed: Any, work: RingWork) -> Any:
         """`(moving, local)` at the end, with `moving` back on its own device; `fixed` are its own keys and values.
 
         At step i of a sweep a device has the arrays of the device i ranks before it, or after it. Without the barriers
@@ -206,7 +208,6 @@ class Ring(ToParts):
         for the end of the first one.
         """
         C, rank = self.devices, lax.axis_index("context")
-        sweeps = self._sweeps(length)
 
         def send(message: jax.Array, by: int) -> jax.Array:
             return collectives.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
@@ -231,10 +232,10 @@ class Ring(ToParts):
             moving = _arrays(send(_words(moving), -direction * steps), moving)
         return moving, local
 
-    def _sweeps(self, length: int) -> list[tuple[int, int]]:
+    def _sweeps(self, positions: TokenPositions) -> list[tuple[int, int]]:
         """(direction, steps) of the keys around the ring: all the way, or a few both ways for a window."""
-        C, window = self.devices, self.window
-        if window is None or not self.zigzag:
+        C, window, length = self.devices, self.window, positions.index.shape[1]
+        if window is None or not self.zigzag or positions.image_ends is not None:
             return [(1, C - 1)]
         near = -(-(window - 1) // (length // 2))  # number of chunks beside a query's own chunk that it may see
         return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]

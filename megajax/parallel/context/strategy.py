@@ -50,10 +50,11 @@ class ContextAttention:
         Values may have another width, except with "pallas". `sinks [N]` and the `bias_table` of
         `ops.AttentionSettings` are the same on all devices; each device returns its share of their gradients.
         """
-        scores, padding = self.scores, {"documents": positions.documents, "is_real": positions.is_real}
+        scores, masks = self.scores, {"documents": positions.documents, "is_real": positions.is_real}
+        masks["image_ends"] = positions.image_ends
         of_scores = scores.softcap, scores.scale, sinks, scores.wants_largest
         settings = ops.AttentionSettings(self.window, *of_scores, self.causal, bias_table, bias_distance)
-        return ops.attention(q, k, v, settings, implementation=scores.implementation, **padding)
+        return ops.attention(q, k, v, settings, implementation=scores.implementation, **masks)
 
     def attend_latent(self, linear: Linear, q, keys: LatentKeys, positions: TokenPositions) -> Attended:
         """The same, but the collectives send latents and rotary keys, not keys and values of all heads.

@@ -22,6 +22,7 @@ from jax import lax
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.parallel import collectives
+from megajax.step.embedding import Embedding
 from megajax.step.graph import Graph
 from megajax.step.nodes import (
     HIDDEN,
@@ -31,6 +32,7 @@ from megajax.step.nodes import (
     StepArrays,
     backward_in_reverse,
     forward_in_order,
+    plus,
 )
 from megajax.step.pipeline.buffers import (
     BackwardBuffers,
@@ -103,6 +105,8 @@ class ScheduleRunner:
         self.stack, self.training = pipeline.layers, bool(arrays.scales)
         self.arrays, self.batch = arrays, batch
         self.first = [node for node in self.graph.inner if node.PLACE == "first"]
+        of_first = (name for node in self.first if isinstance(node, Embedding) for name in node.reads)
+        self.reads = tuple(dict.fromkeys((*of_first, *self.stack.reads)))
         self.weights = self.by_virtual_stage(arrays.stacks[self.stack.NAME])
         self.banks = 1  # one for all buffer slots, or one per slot
         if self.training:
@@ -160,9 +164,9 @@ class ScheduleRunner:
         return index >= 0, batch, self.of_stage(table.virtual_stage, tick)
 
     def microbatch(self, index: jax.Array) -> Microbatch:
-        """A microbatch with the streams that the layers read."""
-        batch = self.fields_of(index)
-        return batch._replace(inputs=self.stack.with_streams(batch, self.streams_of(index, self.stack.reads)))
+        """A microbatch with the streams that the layers, and the nodes before them, read."""
+        batch, streams = self.fields_of(index), self.streams_of(index, self.reads)
+        return batch._replace(inputs=self.stack.with_streams(batch, streams), streams=streams)
 
     def streams_of(self, index: jax.Array, names: Iterable[str]) -> dict[str, jax.Array]:
         return {name: lax.dynamic_index_in_dim(self.streams[name], index, keepdims=False) for name in names}
@@ -272,10 +276,11 @@ class ScheduleRunner:
         operation = partial(self.stage_backward, split=split)
         dy, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
         dx, index = dy.x, jnp.maximum(self.of_stage(self.schedule.backward.microbatch, tick), 0)
-        streams = {name: carry.streams[name].at[index].add(own) for name, own in dy.streams.items()}
-        first = jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)
+        first = {HIDDEN: jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)}
         batch, nothing = batch._replace(inputs=inputs), [None] * len(self.first)
-        table, _ = backward_in_reverse(self.first, self.arrays, nothing, {HIDDEN: first}, batch, carry.table)
+        of_first, table, _ = backward_in_reverse(self.first, self.arrays, nothing, first, batch, carry.table)
+        gradients = plus(dy.streams, {name: dx for name, dx in of_first.items() if name != HIDDEN})
+        streams = {name: carry.streams[name].at[index].add(dx) for name, dx in gradients.items()}
         carry = carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
         return carry._replace(streams=streams)
 
@@ -358,7 +363,7 @@ class ScheduleRunner:
 
     def first_stream(self, batch: Microbatch) -> jax.Array:
         """The residual stream that enters the first virtual stage."""
-        return forward_in_order(self.first, self.arrays, batch, save=False)[0][HIDDEN]
+        return forward_in_order(self.first, self.arrays, batch, save=False, given=batch.streams)[0][HIDDEN]
 
     def empty_stream(self) -> jax.Array:
         """Zeros with the shape of a microbatch's residual stream."""
@@ -393,7 +398,7 @@ class ScheduleRunner:
             amax=[amax] * self.schedule.virtual_stages,
             results=self.graph.zero_results(jax.eval_shape(self.turn_of_first, x)),
             metrics=[metrics] * self.schedule.virtual_stages,
-            streams={name: jnp.zeros(self.streams[name].shape, jnp.float32) for name in self.stack.reads},
+            streams={name: jnp.zeros(self.streams[name].shape, jnp.float32) for name in self.reads},
         )
 
     def turn_of_first(self, x: jax.Array) -> Results:

@@ -64,7 +64,7 @@ class SharedStreams:
 
         def one(table: Table, k: jax.Array, saved: Any, own: Streams) -> tuple[Table, Results]:
             batch = self.microbatch(self._index(k))
-            return backward_in_reverse(self.nodes, self.arrays, saved, own, batch, table)
+            return backward_in_reverse(self.nodes, self.arrays, saved, own, batch, table)[1:]
 
         loops = jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}
         traced = jax.make_jaxpr(one, return_shape=True)(table, *jax.tree.map(lambda a: a[0], loops))

@@ -104,9 +104,10 @@ class LayerStack:
         }
 
     def fields(self) -> dict[str, Field]:
-        key = "data.reset_attention"
+        key, sections = "data.reset_attention", "model.rope_sections"
         return {
             "positions": Field(jnp.int32),
+            **({"rope_positions": Field(jnp.int32, sections, (3,))} if self.plan.model.rope_sections else {}),
             **({"segment_ids": Field(jnp.int32, key)} if self.plan.is_packed else {}),
             # False for padding
             "is_real": Field(jnp.bool_, "data.kind", optional=not self.plan.is_padded),

@@ -196,11 +196,11 @@ class _Step:
             layers, remat = layers + work * count, remat + again * count
             copies += count * self.device.saved(kind, policy) if copied else 0.0
         copies = COPIES * copies / self.rates.memory_bytes
-        if self.plan.encoder is not None:  # each stage runs it for its share of the microbatches
+        if self.plan.second_stack is not None:  # each stage runs it for its share of the microbatches
             share = 1 / (self.sizes["pipeline"] * self.plan.layer_table.shape[1])
-            of_encoder = _Step(self.plan.encoder, self.rates, self.stored).slots()
-            layers, remat = layers + of_encoder[0] * share, remat + of_encoder[1] * share
-            copies += of_encoder[2] * share
+            own = _Step(self.plan.second_stack, self.rates, self.stored).slots()
+            layers, remat = layers + own[0] * share, remat + own[1] * share
+            copies += own[2] * share
         return layers, remat, copies
 
     def recomputed(self, kind: LayerKind, work: PassSeconds, policy: RematPolicy) -> PassSeconds:

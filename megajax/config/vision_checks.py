@@ -1,0 +1,56 @@
+"""Checks of the section `model.vision`."""
+
+from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed
+from megajax.options.context import STRATEGIES
+from megajax.schema.config import Config
+
+AT = "model.vision"
+
+
+def check_vision(config: Config) -> None:
+    """Raise ConfigError for a tower, or positions of images, that no mesh can run."""
+    model, vision = config.model, config.model.vision
+    if (sections := model.rope_sections) is not None and 2 * sum(sections) != model.rotary_dim:
+        key = "model.rope_sections"
+        problem = f"{format_keys(config, key)} has {sum(sections)} pairs"
+        fail(config, problem, f"make their sum {model.rotary_dim // 2}, half of {model.rotary_dim}", key)
+    if vision is None:
+        return
+    if vision.patches_per_row % vision.block:
+        keys = f"{AT}.patches_per_row", f"{AT}.merge"
+        problem = f"{format_keys(config, keys[0])} is not a multiple of the {vision.block} patches of an embedding"
+        fail(config, f"{problem} ({format_keys(config, keys[1])})", f"make {keys[0]} one", *keys)
+    if vision.grid is None and vision.hidden_size // vision.num_heads % 4:
+        keys = f"{AT}.hidden_size", f"{AT}.num_heads"
+        problem = f"{format_keys(config, keys[0])} / {format_keys(config, keys[1])} is not a multiple of 4"
+        fail(config, f"{problem}, as rotary positions by row and column need", f"change it, or set {AT}.grid", *keys)
+    if any(layer >= vision.num_layers for layer in vision.global_layers):
+        key = f"{AT}.global_layers"
+        problem = f"{format_keys(config, key)} names a layer that the tower does not have"
+        fail(config, problem, f"use 0 to {vision.num_layers - 1}", key, f"{AT}.num_layers")
+
+
+def check_vision_on_mesh(config: Config, sizes: dict[str, int]) -> None:
+    """Raise ConfigError for a tower that a mesh cannot divide."""
+    vision, tower = config.model.vision, config.of_vision
+    if vision is None or tower is None:
+        return
+    widths = {"num_heads": vision.num_heads, "ffn_hidden_size": vision.ffn_hidden_size}
+    widths |= {"projector_ffn_hidden_size": vision.projector_ffn_hidden_size} if vision.projector == "mlp" else {}
+    for name, width in widths.items():
+        if width % sizes["tensor"]:
+            problem = f"{format_axis(config, sizes, 'tensor')} does not divide {format_keys(config, f'{AT}.{name}')}"
+            fail(config, problem, f"use mesh.tensor={listed(divisors(width))}", "mesh.tensor", f"{AT}.{name}")
+    context, key = sizes["context"], f"{AT}.patches_per_row"
+    each = vision.block * context * sizes["tensor"]
+    if vision.patches_per_row % each:
+        axes = " x ".join(format_axis(config, sizes, axis) for axis in ("context", "tensor"))
+        problem = f"{axes} does not divide {format_keys(config, key)} into parts of whole image embeddings"
+        fail(config, problem, f"make {key} a multiple of {each}", key, "mesh.context", "mesh.tensor")
+    heads, strategy = vision.num_heads // sizes["tensor"], tower.context_strategy(sizes)
+    if heads % strategy.head_shards(context):
+        setting = format_keys(config, "communication.context")
+        problem = f"{setting} divides the heads of {format_keys(config, f'{AT}.num_heads')} over"
+        problem += f" {format_axis(config, sizes, 'context')}, which does not divide the {heads} of a device"
+        others = listed([name for name, each in STRATEGIES.items() if not each.divides_heads])
+        fail(config, problem, f"use communication.context={others}", "communication.context", f"{AT}.num_heads")

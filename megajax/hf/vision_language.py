@@ -1,0 +1,332 @@
+"""Models that read images: LLaVA (CLIP and Llama), Gemma 3 and Qwen2.5-VL: config.json and tensors.
+
+Their config.json has the text model's in `text_config` and the tower's in `vision_config`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.config import ModelConfig
+from megajax.errors import InputError
+from megajax.hf.defaults import DEFAULTS
+from megajax.hf.families import Gemma3Text
+from megajax.hf.llama import HEADS, LINEAR, Llama, Qwen2, check_fixed
+from megajax.hf.tensors import EachTensorOnce, Tensor, side_by_side
+from megajax.layout.kinds import DENSE
+from megajax.schema.vision import VisionConfig
+
+Json = dict[str, Any]
+PATCH, PATCH_IN_TIME = "embed (channel time) row column", "embed channel time row column"
+OURS = " -> channel time row column embed"
+INTO, BIAS = "embed (heads head) -> heads head embed", "(heads head) -> heads head"
+LAYER = f"vision.blocks.{DENSE}."
+THREE = ("query", "key", "value")
+ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "silu": "swiglu"}
+
+
+def both(ours: str, theirs: str) -> list[Tensor]:
+    """The entries of a vector's weight and bias."""
+    return [Tensor(ours, f"{theirs}.weight"), Tensor(f"{ours}_bias", f"{theirs}.bias")]
+
+
+class VisionLanguage(EachTensorOnce):
+    """A text model with a vision tower. `text` is the family of the text model."""
+
+    model_type: str
+    architecture: str
+    text: Llama
+    tower_type: str  # of vision_config
+    image_token = "image_token_index"
+    of_text, of_tower = "language_model.", "vision_tower.vision_model."  # before the names of tensors
+    older: Mapping[str, str] = {  # other beginnings of names, as patterns
+        r"model\.(?=language_model\.|vision_tower\.|multi_modal_projector\.)": "",
+        r"vision_tower\.(?!vision_model\.)": "vision_tower.vision_model.",
+        r"language_model\.(?!model\.|lm_head\.)": "language_model.model.",
+        r"lm_head\.": "language_model.lm_head.",
+    }
+    names: Mapping[str, str] = {}
+
+    def stored_names(self, names: Iterable[str], folder: Path) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name in names:
+            published = name
+            for older, new in self.older.items():
+                published = re.sub(f"^{older}", new, published)
+            if published in found:
+                raise InputError(
+                    f"{folder} has the tensors {found[published]} and {name}, which are the same: copy it again."
+                )
+            found[published] = name
+        return found
+
+    def with_text_config(self, config: Json) -> Json:
+        """config.json with the text model's keys in `text_config`."""
+        text = {"model_type": self.text.model_type} | (config.get("text_config") or {})
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config and key not in text}
+        return config | {"text_config": text | tied}
+
+    def read(self, config: Json) -> Json:
+        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
+        for key, wanted in (("text_config", self.text.model_type), ("vision_config", self.tower_type)):
+            if (found := (config.get(key) or {}).get("model_type", wanted)) != wanted:
+                raise ValueError(f"{key}.model_type={found} is not {wanted}")
+        model = self.text.read(config["text_config"])
+        tower = DEFAULTS[self.tower_type] | (config.get("vision_config") or {})
+        check_fixed(tower, {"num_channels": 3, "in_channels": 3, "attention_dropout": 0.0})
+        if (activation := tower["hidden_act"]) not in ACTIVATIONS:
+            raise ValueError(f"vision_config.hidden_act={activation} is not one of {', '.join(ACTIVATIONS)}")
+        vision = {"activation": ACTIVATIONS[activation], "patch_size": tower["patch_size"]}
+        vision |= {"hidden_size": tower["hidden_size"], "ffn_hidden_size": tower["intermediate_size"]}
+        vision |= {"image_token": config[self.image_token]} | self.read_tower(config, tower)
+        return model | {"vision": vision}
+
+    def write(self, model: ModelConfig) -> Json:
+        """The section `model` → config.json, without what depends on the run."""
+        if (vision := model.vision) is None:
+            raise ValueError("it has a vision tower")
+        act = next((name for name, ours in ACTIVATIONS.items() if ours == vision.activation), "gelu")
+        tower = {"model_type": self.tower_type, "hidden_act": act, "patch_size": vision.patch_size}
+        tower |= {"hidden_size": vision.hidden_size, "intermediate_size": vision.ffn_hidden_size}
+        whole, own = self.write_tower(model, vision)
+        return whole | {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            self.image_token: vision.image_token,
+            "tie_word_embeddings": model.tie_embeddings,
+            "text_config": self.text.write(model),
+            "vision_config": tower | own,
+        }
+
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        """All parameters' entries."""
+        assert model.vision is not None
+        text = [Tensor(**{**vars(t), "theirs": self.of_text + t.theirs}) for t in self.text.tensors(model)]
+        return text + self.tower_tensors(model, model.vision)
+
+    # A family has these
+
+    def read_tower(self, config: Json, tower: Json) -> Json:
+        """Keys of `model.vision` from config.json and its complete `vision_config`."""
+        raise NotImplementedError
+
+    def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
+        """(keys of config.json, keys of its `vision_config`)."""
+        raise NotImplementedError
+
+    def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
+        """The entries of the tower's and the projector's parameters."""
+        raise NotImplementedError
+
+
+def read_vit(tower: Json) -> Json:
+    """The `vision_config` of CLIP and SigLIP."""
+    size, patch = tower["image_size"], tower["patch_size"]
+    if type(size) is not int or type(patch) is not int or size % patch:
+        raise ValueError(f"vision_config.image_size={size} is no multiple of patch_size={patch}")
+    sizes = {"num_layers": tower["num_hidden_layers"], "num_heads": tower["num_attention_heads"]}
+    return sizes | {"grid": size // patch, "norm_epsilon": tower["layer_norm_eps"]}
+
+
+def write_vit(vision: VisionConfig) -> Json:
+    """The inverse of `read_vit`."""
+    if vision.grid is None:
+        raise ValueError("it has a table of positions")
+    sizes = {"num_hidden_layers": vision.num_layers, "num_attention_heads": vision.num_heads}
+    return sizes | {"image_size": vision.grid * vision.patch_size, "layer_norm_eps": vision.norm_epsilon}
+
+
+def vit_tensors(vision: VisionConfig, prefix: str) -> list[Tensor]:
+    """The tower of CLIP and SigLIP without its norms outside the layers."""
+    layer = f"{prefix}encoder.layers.{{layer}}."
+    out = [
+        Tensor("vision.patch", f"{prefix}embeddings.patch_embedding.weight", PATCH + OURS),
+        Tensor("vision.positions", f"{prefix}embeddings.position_embedding.weight"),
+        *both(f"{LAYER}attention.norm", f"{layer}layer_norm1"),
+        *both(f"{LAYER}mlp.norm", f"{layer}layer_norm2"),
+        Tensor(f"{LAYER}attention.output", f"{layer}self_attn.out_proj.weight", INTO),
+        Tensor(f"{LAYER}attention.output_bias", f"{layer}self_attn.out_proj.bias"),
+    ]
+    for name in THREE:
+        out.append(Tensor(f"{LAYER}attention.{name}", f"{layer}self_attn.{name[0]}_proj.weight", HEADS))
+        out.append(Tensor(f"{LAYER}attention.{name}_bias", f"{layer}self_attn.{name[0]}_proj.bias", BIAS))
+    for name, theirs in (("up", "fc1"), ("down", "fc2")):
+        out.append(Tensor(f"{LAYER}mlp.{name}", f"{layer}mlp.{theirs}.weight", LINEAR))
+        out.append(Tensor(f"{LAYER}mlp.{name}_bias", f"{layer}mlp.{theirs}.bias"))
+    return out
+
+
+def mlp_projector(first: str, second: str) -> list[Tensor]:
+    """The projector `mlp` as two linear layers."""
+    return [
+        Tensor("vision.projector.up", f"{first}.weight", LINEAR),
+        Tensor("vision.projector.up_bias", f"{first}.bias"),
+        Tensor("vision.projector.down", f"{second}.weight", LINEAR),
+        Tensor("vision.projector.down_bias", f"{second}.bias"),
+    ]
+
+
+class Llava(VisionLanguage):
+    """LLaVA 1.5: CLIP's tower, whose last layer is not used, and Llama."""
+
+    model_type, architecture = "llava", "LlavaForConditionalGeneration"
+    text, tower_type = Llama(), "clip_vision_model"
+
+    def read_tower(self, config: Json, tower: Json) -> Json:
+        check_fixed(config, {"vision_feature_select_strategy": "default", "multimodal_projector_bias": True})
+        check_fixed(config, {"projector_hidden_act": "gelu"})
+        vision, layer = read_vit(tower), config["vision_feature_layer"]
+        used = layer if type(layer) is int and layer >= 0 else vision["num_layers"] + 1 + layer
+        if not 1 <= used <= vision["num_layers"]:
+            raise ValueError(f"vision_feature_layer={layer} of {vision['num_layers']} layers")
+        width = (DEFAULTS[self.text.model_type] | config["text_config"])["hidden_size"]
+        vision |= {"num_layers": used, "class_token": True, "patch_bias": False, "embedding_norm": True}
+        return vision | {"final_norm": False, "projector_ffn_hidden_size": width}
+
+    def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
+        whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+        whole |= {"multimodal_projector_bias": True, "projector_hidden_act": "gelu"}
+        return whole | {"image_seq_length": (vision.grid or 0) ** 2}, write_vit(vision)
+
+    def unused(self, config: Json) -> tuple[str, ...]:
+        tower = DEFAULTS[self.tower_type] | (config.get("vision_config") or {})
+        used = self.read_tower(config, tower)["num_layers"]
+        layers = (f"encoder.layers.{i}." for i in range(used, tower["num_hidden_layers"]))
+        return tuple(f"{self.of_tower}{name}" for name in (*layers, "post_layernorm.", "embeddings.position_ids"))
+
+    def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
+        return [
+            *vit_tensors(vision, self.of_tower),
+            Tensor("vision.class_embedding", f"{self.of_tower}embeddings.class_embedding"),
+            *both("vision.embedding_norm", f"{self.of_tower}pre_layrnorm"),
+            *mlp_projector("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
+        ]
+
+
+class Gemma3(VisionLanguage):
+    """Gemma 3 from 4B on: SigLIP's tower, whose patches are averaged, and attention to both sides within images."""
+
+    model_type, architecture = "gemma3", "Gemma3ForConditionalGeneration"
+    text, tower_type = Gemma3Text(), "siglip_vision_model"
+
+    def read_tower(self, config: Json, tower: Json) -> Json:
+        check_fixed(tower, {"vision_use_head": False})
+        vision, tokens = read_vit(tower), config["mm_tokens_per_image"]
+        side = round(tokens**0.5)
+        if side < 1 or side**2 != tokens or vision["grid"] % side:
+            raise ValueError(f"mm_tokens_per_image={tokens} with {vision['grid']} rows of patches")
+        return vision | {"merge": vision["grid"] // side, "projector": "average", "bidirectional": True}
+
+    def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
+        side = (vision.grid or 0) // vision.merge
+        return {"mm_tokens_per_image": side**2}, write_vit(vision) | {"vision_use_head": False}
+
+    def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
+        return [
+            *vit_tensors(vision, self.of_tower),
+            Tensor("vision.patch_bias", f"{self.of_tower}embeddings.patch_embedding.bias"),
+            *both("vision.final_norm", f"{self.of_tower}post_layernorm"),
+            Tensor("vision.projector.norm", "multi_modal_projector.mm_soft_emb_norm.weight"),
+            Tensor("vision.projector.matrix", "multi_modal_projector.mm_input_projection_weight"),
+        ]
+
+
+class Qwen25VlText(Qwen2):
+    """The text model of Qwen2.5-VL: positions of time, row and column."""
+
+    model_type, architecture = "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration"
+
+    def read_rope(self, config: Json) -> Json:
+        config, sections = dict(config), None
+        for key in ("rope_scaling", "rope_parameters"):
+            own = dict(config.get(key) or {})
+            sections = own.pop("mrope_section", None) or sections
+            config[key] = {n: "default" if v == "mrope" else v for n, v in own.items()}
+        return super().read_rope(config) | {"rope_sections": sections or [16, 24, 24]}
+
+    def write_rope(self, model: ModelConfig) -> Json:
+        if model.rope_sections is None:
+            raise ValueError("it has positions of time, row and column")
+        sections = {"mrope_section": [*model.rope_sections]}
+        out = super().write_rope(model)
+        older = {"type": "mrope"} | sections if out["rope_scaling"] is None else out["rope_scaling"] | sections
+        return out | {"rope_scaling": older, "rope_parameters": out["rope_parameters"] | sections}
+
+
+class Qwen25Vl(VisionLanguage):
+    """Qwen2.5-VL: a tower with windows and rotary positions, for images of any size."""
+
+    model_type, architecture = "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"
+    text, tower_type, image_token = Qwen25VlText(), "qwen2_5_vl_vision", "image_token_id"
+    of_text, of_tower = "", "visual."
+    older = {r"model\.visual\.": "visual.", r"model\.language_model\.": "model."}
+
+    def with_text_config(self, config: Json) -> Json:
+        if config.get("text_config"):
+            return super().with_text_config(config)
+        apart = ("text_config", "vision_config", "model_type", "architectures")
+        text = {key: value for key, value in config.items() if key not in apart}
+        return super().with_text_config(config | {"text_config": text})  # the published layout
+
+    def read(self, config: Json) -> Json:
+        vision = config.get("vision_config") or {}
+        published = {"qwen2_5_vl": self.tower_type}.get(vision.get("model_type", ""), self.tower_type)
+        return super().read(config | {"vision_config": vision | {"model_type": published}})
+
+    def read_tower(self, config: Json, tower: Json) -> Json:
+        size, patch, merge = tower["window_size"], tower["patch_size"], tower["spatial_merge_size"]
+        check_fixed(tower, {"in_chans": 3, "spatial_patch_size": patch})
+        width = (DEFAULTS[self.text.model_type] | config["text_config"])["hidden_size"]
+        if tower.get("out_hidden_size", width) != width:
+            raise ValueError(f"vision_config.out_hidden_size={tower['out_hidden_size']} with hidden_size={width}")
+        if size % (patch * merge):
+            raise ValueError(f"vision_config.window_size={size} with patches of {patch} x {merge}")
+        rope = tower.get("rope_parameters") or {}
+        check_fixed(rope, {"rope_type": "axial"})
+        return {
+            "num_layers": tower["depth"],
+            "num_heads": tower["num_heads"],
+            "norm": "rmsnorm",
+            "patch_bias": False,
+            "temporal_patch_size": tower["temporal_patch_size"],
+            "merge": merge,
+            "window": size // patch,
+            "global_layers": [*tower["fullatt_block_indexes"]],
+            "rope_theta": rope.get("rope_theta", 10000.0),
+        }
+
+    def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
+        return {}, {
+            "depth": vision.num_layers,
+            "num_heads": vision.num_heads,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "spatial_patch_size": vision.patch_size,
+            "spatial_merge_size": vision.merge,
+            "window_size": (vision.window or 0) * vision.patch_size,
+            "fullatt_block_indexes": [*vision.global_layers],
+            "out_hidden_size": model.hidden_size,
+            "in_channels": 3,
+            "in_chans": 3,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
+        }
+
+    def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
+        block, width = f"{self.of_tower}blocks.{{layer}}.", vision.hidden_size
+        weights = {f"{LAYER}attention.{name}": (HEADS, width) for name in THREE}
+        biases = {f"{LAYER}attention.{name}_bias": (BIAS, width) for name in THREE}
+        out = [
+            Tensor("vision.patch", f"{self.of_tower}patch_embed.proj.weight", PATCH_IN_TIME + OURS),
+            Tensor("vision.final_norm", f"{self.of_tower}merger.ln_q.weight"),
+            *mlp_projector(f"{self.of_tower}merger.mlp.0", f"{self.of_tower}merger.mlp.2"),
+            Tensor(f"{LAYER}attention.norm", f"{block}norm1.weight"),
+            Tensor(f"{LAYER}mlp.norm", f"{block}norm2.weight"),
+            *side_by_side(f"{block}attn.qkv.weight", 0, weights),
+            *side_by_side(f"{block}attn.qkv.bias", 0, biases),
+            Tensor(f"{LAYER}attention.output", f"{block}attn.proj.weight", INTO),
+            Tensor(f"{LAYER}attention.output_bias", f"{block}attn.proj.bias"),
+        ]
+        for name in ("gate", "up", "down"):
+            out.append(Tensor(f"{LAYER}mlp.{name}", f"{block}mlp.{name}_proj.weight", LINEAR))
+            out.append(Tensor(f"{LAYER}mlp.{name}_bias", f"{block}mlp.{name}_proj.bias"))
+        return out

@@ -1,0 +1,119 @@
+"""A second stack of layers in the step, before the model's: an encoder's (T5) or a vision tower's.
+
+It is a second `LayerStack` with a plan of its own. In a pipeline all stages have all of its layers, and each runs them
+for 1/P of the microbatches before the first tick and after the last one (`pipeline/streams.py`): so no stage waits for
+another one's, and its stages need not be balanced against those of the model.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from megajax.model.second_layers import SecondLayers
+from megajax.model.sublayer import BlockInputs
+from megajax.parallel.mesh_comm import MeshComm
+from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.stack.layers import LayerStack
+from megajax.step.stack.remat_groups import StreamGradients
+from megajax.step_plan import StepPlan
+from megajax.weights.sums import added
+from megajax.weights.table import block_weights
+from megajax.weights.weight import WeightDtypes
+
+
+class SecondStack:
+    """Fields of the batch → a stream `[T' / tensor, D']`. A subclass has the parts before and after the layers."""
+
+    PLACE = "before"
+    AFTER: ClassVar[tuple[str, ...]]  # beginnings of the names, within the stack, of the weights that `after` reads
+
+    def __init__(self, step: StepPlan, plan: StepPlan, layers: SecondLayers, dtypes: WeightDtypes):
+        """The plans of the step and of this stack."""
+        self.NAME, self.prefix, self.step, blocks = layers.NAME, layers.PREFIX, step, dict(layers.blocks)
+        self.comm = MeshComm(step.sizes, plan.kernels, plan.collectives, plan.deterministic)
+        weights = block_weights(step, blocks, dtypes, self.prefix)
+        self.stack = LayerStack(self.NAME, plan, self.comm, blocks, weights, not step.sums_gradients, self.prefix)
+
+    # A subclass has these
+
+    def fields(self) -> dict[str, Field]:
+        """The batch fields that it reads."""
+        raise NotImplementedError
+
+    def add_derived_fields(self, batch: Arrays) -> dict[str, jax.Array]:
+        """Fields `[M, B, ...]` of this device that are made once a step from those of the batch."""
+        raise NotImplementedError
+
+    def inputs(self, table: Arrays, batch: Microbatch) -> BlockInputs:
+        """The inputs of its layers."""
+        raise NotImplementedError
+
+    def before(self, table: Arrays, batch: Microbatch, inputs: BlockInputs) -> jax.Array:
+        """The residual stream `[T / tensor, D]` that enters its layers."""
+        raise NotImplementedError
+
+    def before_gradients(
+        self, table: Arrays, batch: Microbatch, inputs: BlockInputs, dx: StreamGradients, sums: Table
+    ) -> Table:
+        """`sums` plus the gradients of the weights that `before` and `inputs` read."""
+        raise NotImplementedError
+
+    def after(self, weights: Arrays, x: jax.Array) -> jax.Array:
+        """The output of its layers → its stream; `weights` by the names within the stack."""
+        raise NotImplementedError
+
+    # The node
+
+    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
+        inputs = self.inputs(arrays.table, batch)
+        x = self.before(arrays.table, batch, inputs)
+        x, results = self.stack.run_forward(arrays.stacks[self.NAME], x, inputs, save=save)
+        saved = (x, [values for _, values in results]) if save else None
+        return {self.NAME: self.after(self.weights(arrays.table, after=True), x)}, saved
+
+    def backward(
+        self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        (x, values), inputs = saved, self.inputs(arrays.table, batch)
+        residuals, metrics = zip(*values, strict=True)
+        table, dx = self.add_gradients(self.after, arrays.table, gradients[self.NAME].astype(x.dtype), table, x)
+        of_streams = {name: jnp.zeros(a.shape, jnp.float32) for name, a in inputs.streams.items()}
+        dx, found = self.stack.run_backward(
+            arrays.stacks[self.NAME], StreamGradients(dx, of_streams), inputs, residuals
+        )
+        of_weights, amax = zip(*(values for _, values in found), strict=True)
+        table = self.before_gradients(arrays.table, batch, inputs, dx, table)
+        return {}, table, Results({self.NAME: [*of_weights]}, {}, {self.NAME: [*metrics]}, {self.NAME: [*amax]})
+
+    # For subclasses
+
+    def add_gradients(
+        self, function: Callable[..., jax.Array], table: Arrays, dy: jax.Array, sums: Table, *x: jax.Array
+    ) -> tuple[Any, ...]:
+        """(`sums` plus the gradients of the weights that `function(weights, *x)` reads, the gradients of `x`).
+
+        The function is `after`, or reads the other weights.
+        """
+        own = self.weights(table, after=function == self.after)
+        trained = {name: w for name, w in own.items() if self.prefix + name in sums}
+        _, pull = jax.vjp(lambda trained, *x: function({**own, **trained}, *x), trained, *x)
+        of_weights, *of_x = pull(dy)
+        new = {self.prefix + name: gradient for name, gradient in of_weights.items()}
+        return sums | {name: added(sums[name], gradient) for name, gradient in new.items()}, *of_x
+
+    def own(self, whole: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """A field of whole sequences, as from `whole` → this device's part, of `shape` `[M, B, length / context]`."""
+        first = self.comm.index("context") * shape[2]
+        return jax.lax.dynamic_slice_in_dim(whole, first, shape[2], 1).reshape(shape)
+
+    def whole(self, field: jax.Array) -> jax.Array:
+        """A field of this device `[M, B, length / context, ...]` → of whole sequences `[M·B, length, ...]`."""
+        gathered = self.comm.gather(field, "context", dim=2)
+        return gathered.reshape(-1, *gathered.shape[2:])
+
+    def weights(self, table: Arrays, after: bool) -> dict[str, jax.Array]:
+        """The stack's weights of the table, those that `after` reads or the others, by the names within the stack."""
+        own = {name.removeprefix(self.prefix): w for name, w in table.items() if name.startswith(self.prefix)}
+        return {name: w for name, w in own.items() if name.startswith(self.AFTER) == after}

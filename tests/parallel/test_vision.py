@@ -1,0 +1,115 @@
+"""Vision towers and image embeddings among tokens, on meshes against megajax/reference.py."""
+
+import jax
+import numpy as np
+import pytest
+from image_rows import random_rows, with_images
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+from megajax.mesh import build_mesh
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+ROWS, LENGTH, IMAGE = 8, 24, 49
+TEXT = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 24,
+    "vocab_size": 50,
+    "vocab_multiple": 4,
+    "init_std": 0.2,
+    "dropout": 0.1,
+}
+TOWER = {"image_token": IMAGE, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 24}
+TOWER |= {"patch_size": 2, "merge": 2}
+# As Qwen2.5-VL's: windows, images of several sizes, positions of time, row and column
+WINDOWS = {"window": 4, "global_layers": [1], "norm": "rmsnorm", "patches_per_row": 48, "temporal_patch_size": 2}
+# As Gemma 3's: learned positions, averages, attention to both sides within an image, also in windows
+AVERAGE = {"grid": 4, "projector": "average", "bidirectional": True, "patches_per_row": 48}
+MODELS = {
+    "windows": TEXT | {"rope_sections": [1, 1, 1], "head_dim": 6, "vision": TOWER | WINDOWS},
+    "average": TEXT | {"sliding_window": 5, "layer_pattern": ["local", "global"], "vision": TOWER | AVERAGE},
+}
+SIZES = {"windows": [[(6, 4), (2, 4)], [(2, 6)], [], [(4, 2), (2, 2), (2, 2)]], "average": [[(4, 4)] * 2, [(4, 4)]] * 2}
+PACKED = {"data": {"reset_attention": True}}
+
+
+def make(table, name: str, mesh, microbatches=1, vision=None, **sections) -> Config:
+    batch = {"global_size": ROWS, "sequence_length": LENGTH}
+    model = MODELS[name] | {"vision": MODELS[name]["vision"] | (vision or {})}
+    return table.make_config(model, mesh, microbatches=microbatches, steps=1, batch=batch, **sections)
+
+
+def fields(name: str) -> dict[str, np.ndarray]:
+    """Sequences with several images, one, or none, and rows of patches with padding; two documents each."""
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, IMAGE, (ROWS, LENGTH + 1))
+    rows = random_rows([SIZES[name][i % 4] for i in range(ROWS)], MODELS[name]["vision"], rng)
+    index = with_images(tokens[:, :-1], rows, IMAGE)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "image_index": index}
+    batch["loss_mask"] = (batch["targets"] != IMAGE).astype(np.float32)
+    batch["positions"] = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    batch["segment_ids"] = np.broadcast_to(np.arange(LENGTH) >= LENGTH - 3, (ROWS, LENGTH)).astype(int)
+    batch |= {field: np.stack([row[field] for row in rows]) for field in rows[0]}
+    if "rope_sections" in MODELS[name]:
+        batch["rope_positions"] = rng.integers(0, LENGTH, (ROWS, LENGTH, 3))
+    return batch
+
+
+@pytest.fixture(scope="module")
+def expected(table):
+    """By model (loss, gradients) by megajax/reference.py."""
+
+    def of(name: str):
+        config = make(table, name, {}, **PACKED)
+        losses, gradients = table.expected_gradients(config, table.weights_of(config), fields(name))
+        return losses["loss"], gradients
+
+    return {name: of(name) for name in MODELS}
+
+
+CASES = [
+    ("windows", {"fsdp": 2, "tensor": 2}, {"microbatches": 2, "remat": {"policy": "full"}}),
+    ("windows", {"context": 2}, {}),
+    ("average", {"context": 2, "tensor": 2}, {"communication": {"context": "ring"}}),
+    ("windows", {"pipeline": 2, "data": 2}, {"microbatches": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "changes"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_the_reference(table, expected, name, mesh, changes):
+    config, (loss, gradients) = make(table, name, mesh, **changes, **PACKED), expected[name]
+    count = int(np.prod([*mesh.values()]))
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields(name))
+    assert all(np.linalg.norm(gradients[f"vision.{n}"]) > 0 for n in ("patch", "blocks.dense.attention.query"))
+    table.check_first_step(program, state, batch, float(loss), gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "vision", "sections", "sentence"),
+    [
+        ("windows", {}, {"patches_per_row": 50}, {}, "is not a multiple of the 4 patches of an embedding"),
+        ("windows", {}, {"window": 3}, {}, "model.vision.window=3 is not a multiple of model.vision.merge=2"),
+        ("windows", {}, {"global_layers": [2]}, {}, "names a layer that the tower does not have .*: use 0 to 1"),
+        ("windows", {}, {"image_token": 50}, {}, "image_token=50 is not below model.vocab_size=50"),
+        ("windows", {}, {"num_heads": 8}, {}, "is not a multiple of 4, as rotary positions by row and column need"),
+        ("average", {}, {"class_token": True}, {}, "because a class entry is in no block"),
+        (
+            "average",
+            {"context": 4},
+            {"patches_per_row": 36},
+            {},
+            "mesh.context=4 x .* into parts of whole image embeddings",
+        ),
+        ("average", {"tensor": 2}, {"ffn_hidden_size": 21}, {}, "does not divide model.vision.ffn_hidden_size=21"),
+        ("average", {}, {}, {"precision": {"fp8": {"recipe": "current"}}}, "the tower's layers are not quantised"),
+    ],
+)
+def test_what_cannot_run_is_a_sentence(table, name, mesh, vision, sections, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_mesh(make(table, name, mesh, vision=vision, **sections), int(np.prod([*mesh.values()])))
