@@ -1,4 +1,4 @@
-"""Makes tiny_llava.npz, tiny_gemma3.npz, tiny_qwen2_5_vl.npz and their folders, for tests/hf/test_vision.py.
+"""Makes images_llava.npz, images_gemma3.npz, images_qwen2_5_vl.npz and their folders, for tests/hf/test_vision.py.
 
 The environment is that of make_transformers_references.py. Run it as
 `PYTHONPATH=tests/references python tests/data_files/make_vision_references.py`; with names as arguments it makes these
@@ -165,7 +165,7 @@ def make(build: Callable[..., Any], seed: int) -> None:
     fields |= {field: np.stack([row[field] for row in rows]) for field in rows[0]} | {"image_index": index}
     gradients = {f"gradient:{n}": p.grad for n, p in network.named_parameters() if p.grad is not None}
     floats = {"logits": logits, "loss": loss} | gradients
-    path = Path(__file__).parent / f"tiny_{name}.npz"
+    path = Path(__file__).parent / f"images_{name}.npz"
     np.savez_compressed(
         path,
         model=np.array(json.dumps(SAME | model | {"vision": vision})),

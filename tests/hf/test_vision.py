@@ -27,7 +27,7 @@ def unpack(tmp_path_factory):
     """Name → its folder."""
     folder = tmp_path_factory.mktemp("vision")
     for name in NAMES:
-        with zipfile.ZipFile(FILES / f"tiny_{name}.zip") as archive:
+        with zipfile.ZipFile(FILES / f"images_{name}.zip") as archive:
             archive.extractall(folder / name)
     return folder.joinpath
 
@@ -35,7 +35,7 @@ def unpack(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stored():
     """By name the outputs of transformers."""
-    return {name: np.load(FILES / f"tiny_{name}.npz") for name in NAMES}
+    return {name: np.load(FILES / f"images_{name}.npz") for name in NAMES}
 
 
 def model_of(folder: Path) -> ModelConfig:
