@@ -30,8 +30,8 @@ from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, p
 from megajax.layout.stages import gathered_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
 from megajax.mesh import mesh_sizes
-from megajax.model.lora import is_trained
 from megajax.model.parameters import parameters
+from megajax.model.trained import frozen_parts, is_trained, second_stack, trains_layers
 from megajax.model.transformer import Transformer, declared_model
 from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
@@ -128,7 +128,21 @@ class StepPlan:
     @property
     def trained(self) -> dict[str, nnx.Param]:
         """The parameters that have gradients."""
-        return {name: parameter for name, parameter in self.declared.items() if is_trained(self.lora, name)}
+        return {name: parameter for name, parameter in self.declared.items() if self.is_trained(name)}
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter has a gradient."""
+        return is_trained(self.config, name)
+
+    @property
+    def trains_layers(self) -> bool:
+        """Whether the weights of the model's layers have gradients, and not only their adapters."""
+        return trains_layers(self.config)
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """The parts of the model that `optimizer.groups` freeze whole."""
+        return frozen_parts(self.config)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
@@ -341,7 +355,7 @@ class StepPlan:
         with frozen weights, which have none.
         """
         in_loops = any(segment.iterations > 1 for segment in self.segments)
-        return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops and self.config.lora.rank is None
+        return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops and self.trains_layers
 
     def ties_reductions(self, complete: bool) -> bool:
         """Whether a layer's weight gradients, and reductions of those above it, end before the next backward pass.
@@ -365,7 +379,7 @@ class StepPlan:
     @cached_property
     def second_stack(self) -> "SecondPlan | None":
         """The plan of an encoder's or a vision tower's layers, all of which each stage of a pipeline has."""
-        config = self.config.of_second_stack
+        config = second_stack(self.config)
         return None if config is None else SecondPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
 
     # Collectives

@@ -29,7 +29,8 @@ class Activations:
         self.tokens = plan.tokens  # of all devices along `tensor` together
         self.collectives = plan.collectives
         settings = config.batch.sequence_length, config.precision.compute
-        self.traces, self.tensor = traces(config.model, config.lora, *settings), sizes["tensor"]
+        self.traces = traces(config.model, config.lora, *settings, not plan.trains_layers)
+        self.tensor = sizes["tensor"]
         without = traces(config.model, LoraConfig(), *settings)  # adapters do little work
         self.blocks = without.blocks
         self.shards = {kind: shards_of(plan, block) for kind, block in self.blocks.items()}
@@ -137,7 +138,7 @@ class Activations:
             saved += self.scores
         if policy.keeps_all and not norms and model.norm == "layernorm":  # inputs minus their means, in FP32
             saved += len(self.blocks[block].names) * 4 / self.compute * stream
-        if self.config.lora.rank is not None:  # frozen experts need no rows for weight gradients
+        if not self.plan.trains_layers:  # frozen experts need no rows for weight gradients
             saved -= self.last(block).rows
         return saved
 

@@ -10,7 +10,10 @@ from megajax.layout.attention_pairs import AttentionPairs
 from megajax.layout.kinds import extra_kind, extra_layers, layer_kinds
 from megajax.model import Encoder, Transformer, parameters
 from megajax.model.lora import is_adapter
+from megajax.model.trained import is_trained, second_stack, trains_layers
 from megajax.model.transformer import declared_model
+from megajax.model.vision import VisionTower
+from megajax.sharding import VISION
 
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA
 
@@ -30,13 +33,15 @@ def flops_per_token(config: Config) -> float:
 
     6 per active matmul parameter (with the head, without the embedding look-up) and 6·S·N·H per layer for causal
     attention; local windows count with their real length; recomputation is not counted. A frozen parameter counts 4,
-    because it has no gradient, a teacher's 2. A layer after the model's counts as a layer, with its projection, and
-    a head. An encoder's work for a sequence is divided among the model's tokens.
+    because it has no gradient, a teacher's or a frozen tower's 2. A layer after the model's counts as a layer, with its
+    projection, and a head. An encoder's or a tower's work for a sequence, whose row is full of images, is divided among
+    the model's tokens.
     """
-    each = 6 if config.lora.rank is None else 4
+    each = 6 if trains_layers(config) else 4
     model, S, total = config.model, config.batch.sequence_length, _layers_flops(config, each)
-    if (encoder := config.of_encoder) is not None:
-        total += _layers_flops(encoder, each) * encoder.batch.sequence_length / S
+    if (second := second_stack(config)) is not None:
+        of_layers = _layers_flops(second, 6) * second.batch.sequence_length / (1 if trains_layers(second) else 3)
+        total += (of_layers + _around_layers_flops(config)) / S
     whole = declared_model(model, config.lora, objective=config.objective)
     of_head = 6 if whole.objective else each  # an objective's own parameters are always trained
     total += of_head * head_parameter_count(whole) * (1 + len(extra_layers(model)))
@@ -45,10 +50,21 @@ def flops_per_token(config: Config) -> float:
     return total + 6 * adapter_parameter_count(whole)
 
 
+def _around_layers_flops(config: Config) -> float:
+    """FLOPs of a row of patches before and after the tower's layers; 0 without one."""
+    if (vision := config.model.vision) is None:
+        return 0.0
+    own = {name: math.prod(p.shape) for name, p in parameters(VisionTower(config.model)).items() if p.role == "matrix"}
+    projector = sum(size for name, size in own.items() if name.startswith("projector."))
+    of_patches, of_projector = (6 if is_trained(config, f"{VISION}{name}") else 2 for name in ("patch", "projector."))
+    of_embeddings = max(of_patches, of_projector) * projector * vision.embeddings_per_row
+    return of_patches * own["patch"] * vision.patches_per_row + of_embeddings
+
+
 def _layers_flops(config: Config, each: int) -> float:
     """FLOPs per token of the layers; `each` is the number of FLOPs of a matmul parameter."""
-    model, S, total = config.model, config.batch.sequence_length, 0.0
-    traced = traces(model, LoraConfig(), S, "bfloat16")
+    model, total = config.model, 0.0
+    traced, S = traces(model, LoraConfig(), config.batch.sequence_length, "bfloat16"), config.attended_length
     ahead = len(extra_layers(model))
     for kind in (*layer_kinds(model), *([extra_kind(model)] * ahead if ahead else ())):
         for work in traced.of(kind.block).parts.values():

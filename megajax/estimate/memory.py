@@ -74,6 +74,8 @@ def second_activations(step: StepPlan, plan: StepPlan) -> int:
     In a pipeline a stage keeps those of its share of the microbatches, and the streams of all.
     """
     numbers, microbatches, stages = Activations(plan), step.num_microbatches, step.sizes["pipeline"]
+    if not plan.trains_layers:  # a tower keeps its output, before and after its projector
+        return (1 + (microbatches if step.is_pipelined else 1)) * numbers.stream
     slots = [(s, s.start + i) for s in plan.segments for i in range(s.count)]
     saved = sum(numbers.saved(plan.layer_slots[slot].block, s, s.iterations > 1) for s, slot in slots)
     if not step.is_pipelined:

@@ -21,7 +21,7 @@ from megajax.layout.kinds import ENCODER, LayerKind
 from megajax.model.block import Block, blocks_of
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.encoder import make_encoder
-from megajax.model.lora import add_adapters, is_trained
+from megajax.model.lora import add_adapters, is_adapter
 from megajax.model.parameters import parameters
 from megajax.model.sublayer import RELATIVE_BIAS, BlockInputs, LayerContext
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
@@ -113,10 +113,11 @@ class LayerForm:
 class Traces:
     """The traces of a model's layers, for sequences of `length` tokens."""
 
-    def __init__(self, model: ModelConfig, lora: LoraConfig, length: int, compute: str):
+    def __init__(self, model: ModelConfig, lora: LoraConfig, length: int, compute: str, frozen: bool = False):
+        """`frozen`: the layers' weights have no gradients, except adapters."""
         self.model, self.length, self.dtype = model, length, jnp.dtype(compute)
         self.blocks = {kind: add_adapters(block, lora) for kind, block in blocks_of(model).items()}
-        self.lora = lora
+        self.lora, self.frozen = lora, frozen
         self._traces = dict[tuple[str, LayerForm], BlockTrace]()
 
     def of(self, kind: str, form: LayerForm = LayerForm()) -> "BlockTrace":
@@ -140,11 +141,11 @@ class BlockTrace:
 
     def __init__(self, of: Traces, block: Block, form: LayerForm):
         shards, length, dtype = form.shards, of.length, of.dtype
-        self.block, self.lora, self.length, self.dtype, self.fp8 = block, of.lora, length, dtype, form.fp8
+        self.block, self.frozen, self.length, self.dtype, self.fp8 = block, of.frozen, length, dtype, form.fp8
         fused = _weights(block, shards)
         # Sorted, as jax flattens dictionaries
         weights = {name: self._shapes(name, weight) for name, weight in sorted(fused.items())}
-        comm, local_tokens = ShapeComm(shards, frozen=of.lora.rank is not None), length // shards.tensor
+        comm, local_tokens = ShapeComm(shards, frozen=of.frozen), length // shards.tensor
         kind = LayerKind(block.kind, None)
 
         def run(weights, x, streams, positions, token_ids, state, fields):
@@ -250,7 +251,7 @@ class BlockTrace:
         """`saved` if they are not copied, and if they are."""
         names, count = self.block.saved_names, len(self.weights)
         run = with_policy(jaxpr_as_fun(self.jaxpr), policy, names, attention_is_fused=False)
-        trained = {i for i, (name, _) in enumerate(self.weights) if is_trained(self.lora, name)}
+        trained = {i for i, (name, _) in enumerate(self.weights) if not self.frozen or is_adapter(name)}
         trained |= {*range(count, count + 1 + self.streams)}
 
         def residuals(*arguments):

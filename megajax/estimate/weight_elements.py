@@ -9,7 +9,6 @@ from functools import cached_property
 
 from megajax.layout.kinds import extra_kind, extra_layers
 from megajax.model.block import Block, linear_layers
-from megajax.model.lora import is_trained
 from megajax.runtime import LAYER_BYTES
 from megajax.sharding import BLOCKS, PER_STEP_AXES, TEACHER, is_in_layer
 from megajax.step.embedding import TOKENS
@@ -52,7 +51,7 @@ class StepWeights:
         self.fp8_slots = {j for s in plan.segments if s.fp8 for j in range(s.start, s.start + s.count)}
 
     def has_gradient(self, name: str) -> bool:
-        return is_trained(self.config.lora, name)
+        return self.plan.is_trained(name)
 
     def layers(self, slots: Sequence[int], trained: bool = False) -> Elements:
         """Elements of the weights in some slots; if `trained` only of those that have gradients."""

@@ -20,7 +20,6 @@ from megajax.config import Config, LoraConfig
 from megajax.config.sentences import at_most, fail, format_keys, listed
 from megajax.model.block import FIRST, Block, blocks_of
 from megajax.model.parameters import declare, parameters
-from megajax.sharding import OBJECTIVE, TEACHER
 
 A, B = FIRST, "_lora_b"
 PEFT_NAMES = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
@@ -43,11 +42,6 @@ class Adapted:
 def is_adapter(name: str) -> bool:
     """Whether a weight of this name, stored or fused, is part of an adapter."""
     return name.endswith((A, B))
-
-
-def is_trained(lora: LoraConfig, name: str) -> bool:
-    """Whether a weight of this name has a gradient."""
-    return not name.startswith(TEACHER) and (lora.rank is None or is_adapter(name) or name.startswith(OBJECTIVE))
 
 
 def adaptable(block: Block) -> dict[str, nnx.Param]:

@@ -56,7 +56,7 @@ class VisionTower(SecondLayers):
         shape = (CHANNELS, vision.temporal_patch_size, vision.patch_size, vision.patch_size, D)
         self.patch = declare(shape, ("whole",) * 4 + ("embed",), muon=False)
         self.patch_bias = declare((D,), ("residual",), "bias") if vision.patch_bias else None
-        rows = vision.grid**2 + vision.class_token if vision.grid else 0
+        rows = vision.entries_of_grid
         self.positions = declare((rows, D), ("positions", "embed"), "embedding") if rows else None
         self.class_embedding = declare((D,), ("residual",), "embedding") if vision.class_token else None
         self.embedding_norm, self.embedding_norm_bias = declare_norm(model, vision.embedding_norm)

@@ -25,13 +25,14 @@ def group_of(plan: StepPlan, names: Sequence[str]) -> dict[str, int]:
     no name of a trained parameter, and for a group whose parameters are all in groups before it.
     """
     found: dict[str, int] = {}
+    known = [*names, *(name for name in plan.declared if plan.frozen_parts and not plan.is_trained(name))]
     for index, group in enumerate(plan.optimizer.groups):
         where = f"{KEY}.{index}.parameters"
         members: set[str] = set()
         for pattern in group.parameters:
-            matched = fnmatch.filter(names, pattern)
+            matched = fnmatch.filter(known, pattern)
             if not matched:
-                near = difflib.get_close_matches(pattern, names, 1, 0) or names[:1]
+                near = difflib.get_close_matches(pattern, known, 1, 0) or known[:1]
                 problem = f"{where} has {pattern!r}, which matches no trained parameter"
                 plan.refuse(problem, f"a name is {near[0]}", KEY)
             members |= set(matched)
@@ -39,7 +40,7 @@ def group_of(plan: StepPlan, names: Sequence[str]) -> dict[str, int]:
             problem = f"all parameters of {where}={list(group.parameters)} are in groups before it"
             plan.refuse(problem, "put the narrower group first, or remove this one", KEY)
         found |= {name: index for name in members - found.keys()}
-    return found
+    return {name: index for name, index in found.items() if name in names}
 
 
 def rates(plan: StepPlan, declared: Mapping[str, Any], slots: OptimizerSlots) -> dict[str, Any]:

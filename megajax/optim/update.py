@@ -78,6 +78,8 @@ class Update:
 
     def __call__(self, before: Updated, given: Given) -> Updated:
         """The weights, averages and slots after a step; the parameters of a turn together."""
+        untrained = {name: w for name, w in before.params.items() if name not in self.slots.placements}
+        before = before._replace(params={n: w for n, w in before.params.items() if n not in untrained})
         turns = self.turns
         on_host = jax.tree.map(lambda array: array.on_host, self.slots.stored)
         of_turns = [
@@ -86,7 +88,8 @@ class Update:
         ]
         parts, moving = ([_part(tree, turn) for turn in turns] for tree in (before, on_host))
         with jax.named_scope("optimizer"):
-            return _joined(in_turn(self._changed, parts, of_turns, moving))
+            after = _joined(in_turn(self._changed, parts, of_turns, moving))
+        return after._replace(params=after.params | untrained)
 
     def _changed(self, before: Updated, given: Given) -> Updated:
         """The update of the parameters of a turn, whose arrays are on the device."""

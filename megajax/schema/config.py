@@ -443,6 +443,11 @@ class Config(Section):
         return self.of_encoder or self.of_vision
 
     @property
+    def attended_length(self) -> int:
+        """Number of tokens of a sequence that one may attend to: all, or those of an image whose size is fixed."""
+        return min(self.batch.sequence_length, self.model.max_positions or self.batch.sequence_length)
+
+    @property
     def span_lengths(self) -> SpanLengths | None:
         """Numbers of tokens of a sample of span corruption, which an encoder of layers trains on; None without one."""
         if (length := self.model.encoder.sequence_length) is None:

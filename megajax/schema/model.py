@@ -646,7 +646,8 @@ class ModelConfig(Section):
 def _tower(vision: VisionConfig, init_std: float, depth_scaled_init: bool) -> ModelConfig:
     """The layers of a vision tower as a model; its vocabulary is not used.
 
-    Local layers see blocks of windows (`BlockInputs.windows`). Their `sliding_window` has as many keys, for estimates.
+    Local layers see blocks of windows (`BlockInputs.windows`). For estimates their `sliding_window` has as many keys,
+    and `max_positions` are those of an image if its size is fixed.
     """
     same = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "norm", "norm_epsilon", "activation")
     model: dict[str, Any] = {name: getattr(vision, name) for name in same} | {"vocab_size": 1, "vocab_multiple": 1}
@@ -656,6 +657,6 @@ def _tower(vision: VisionConfig, init_std: float, depth_scaled_init: bool) -> Mo
         kinds = ["global" if i in vision.global_layers else "local" for i in range(vision.num_layers)]
         model |= {"layer_pattern": kinds, "sliding_window": max(vision.window**2 // 2, 1)}
     if vision.grid is not None:
-        return ModelConfig.model_validate(model | {"position": "none"})
+        return ModelConfig.model_validate(model | {"position": "none", "max_positions": vision.entries_of_grid})
     tower = ModelConfig.model_validate(model | {"rope_theta": vision.rope_theta})
     return tower.model_copy(update={"rope_sections": (tower.head_dim // 4,) * 2})  # of a row and a column

@@ -86,6 +86,11 @@ class VisionConfig(Section):
         return self.merge**2
 
     @property
+    def entries_of_grid(self) -> int:
+        """Number of entries of an image that has all places of the table of positions; 0 without one."""
+        return self.grid**2 + self.class_token if self.grid else 0
+
+    @property
     def patch_dim(self) -> int:
         """Numbers of a patch: channels, frames, rows, columns."""
         return CHANNELS * self.temporal_patch_size * self.patch_size**2

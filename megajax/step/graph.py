@@ -52,13 +52,13 @@ class Graph:
     terminal: tuple[TerminalNode, ...]
     layers: LayerStack  # the one inner node that a pipeline divides into stages
     stacks: tuple[LayerStack, ...]  # of all nodes, trained
-    frozen: tuple[LayerStack, ...]  # of a teacher
+    frozen: tuple[LayerStack, ...]  # of a teacher, or of a frozen vision tower
     before: tuple[LayerStack, ...]  # those of `stacks` that run before the layers: an encoder's, a vision tower's
 
     @classmethod
     def build(cls, plan: StepPlan) -> "Graph":
         sizes, model, blocks = plan.sizes, plan.transformer, dict(plan.transformer.blocks)
-        comm = MeshComm(sizes, plan.kernels, plan.collectives, plan.deterministic, plan.lora.rank is not None)
+        comm = MeshComm(sizes, plan.kernels, plan.collectives, plan.deterministic, not plan.trains_layers)
         dtypes = WeightDtypes(plan.compute, plan.gradients, plan.accumulation)
         weights = block_weights(plan, blocks, dtypes)
         embedding, extra = Embedding(plan, comm), [node for node in WITH_BLOCKS if node.NAME in blocks]
@@ -74,7 +74,8 @@ class Graph:
             first.append(EncoderNode(plan, model.encoder, comm, [*plan.trained]))
         teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
         nodes = (*first, *second, *teachers, embedding, layers), (*terminal,)
-        before, frozen = (tuple(each.stack for each in own) for own in (second, teachers))
+        before = tuple(each.stack for each in second if each.is_trained)
+        frozen = tuple(each.stack for each in (*teachers, *second) if each.stack not in before)
         stacks = layers, *before, *(node.stack for node in modules)
         return cls(plan, comm, table, *nodes, layers, stacks, frozen, before)
 

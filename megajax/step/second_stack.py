@@ -32,9 +32,11 @@ class SecondStack:
     def __init__(self, step: StepPlan, plan: StepPlan, layers: SecondLayers, dtypes: WeightDtypes):
         """The plans of the step and of this stack."""
         self.NAME, self.prefix, self.step, blocks = layers.NAME, layers.PREFIX, step, dict(layers.blocks)
-        self.comm = MeshComm(step.sizes, plan.kernels, plan.collectives, plan.deterministic)
+        self.is_trained = plan.trains_layers  # or only the weights that `after` reads have gradients, or none
+        settings = step.sizes, plan.kernels, plan.collectives, plan.deterministic
+        self.comm, of_layers = MeshComm(*settings), MeshComm(*settings, frozen=not self.is_trained)
         weights = block_weights(step, blocks, dtypes, self.prefix)
-        self.stack = LayerStack(self.NAME, plan, self.comm, blocks, weights, not step.sums_gradients, self.prefix)
+        self.stack = LayerStack(self.NAME, plan, of_layers, blocks, weights, not step.sums_gradients, self.prefix)
 
     # A subclass has these
 
@@ -69,7 +71,7 @@ class SecondStack:
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
         inputs = self.inputs(arrays.table, batch)
         x = self.before(arrays.table, batch, inputs)
-        x, results = self.stack.run_forward(arrays.stacks[self.NAME], x, inputs, save=save)
+        x, results = self.stack.run_forward(arrays.stacks[self.NAME], x, inputs, save=save and self.is_trained)
         saved = (x, [values for _, values in results]) if save else None
         return {self.NAME: self.after(self.weights(arrays.table, after=True), x)}, saved
 
@@ -77,8 +79,10 @@ class SecondStack:
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         (x, values), inputs = saved, self.inputs(arrays.table, batch)
-        residuals, metrics = zip(*values, strict=True)
         table, dx = self.add_gradients(self.after, arrays.table, gradients[self.NAME].astype(x.dtype), table, x)
+        if not self.is_trained:
+            return {}, table, Results()
+        residuals, metrics = zip(*values, strict=True)
         of_streams = {name: jnp.zeros(a.shape, jnp.float32) for name, a in inputs.streams.items()}
         dx, found = self.stack.run_backward(
             arrays.stacks[self.NAME], StreamGradients(dx, of_streams), inputs, residuals

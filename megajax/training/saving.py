@@ -34,6 +34,7 @@ from megajax.data.contents import data_contents
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
 from megajax.mesh import mesh_sizes
+from megajax.model.trained import frozen_parts
 from megajax.optim import make_schedule
 from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
@@ -61,6 +62,7 @@ def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) ->
     # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
     beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
     more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}
+    more |= {"frozen": list(frozen)} if (frozen := frozen_parts(config)) else {}  # they have no moments
     # The network does not depend on it, but the spans of a sample do.
     spans = {"encoder.sequence_length": config.model.encoder.sequence_length} if config.span_lengths else {}
     return {

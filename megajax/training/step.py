@@ -16,8 +16,9 @@ from megajax.errors import InputError
 from megajax.layout.kinds import extra_of, layer_kinds
 from megajax.model import Transformer, init_parameters
 from megajax.model.block import Block, layer_state
-from megajax.model.lora import is_trained, targets
+from megajax.model.lora import targets
 from megajax.model.sublayer import is_maximum
+from megajax.model.trained import is_master
 from megajax.optim.forms import StateArray
 from megajax.optim.groups import clip
 from megajax.optim.offload import on_device, on_host
@@ -81,7 +82,7 @@ class TrainState:
     @property
     def averaged(self) -> dict[str, jax.Array]:
         """All weights of the model, averaged where they are trained."""
-        return self.frozen | self.ema
+        return self.frozen | self.params | self.ema
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class TrainProgram:
         """
         targets(config)
         plan = StepPlan.of(config, mesh)
+        if not plan.trained:
+            plan.refuse("optimizer.groups gives all parameters the learning rate 0", "train some", "optimizer.groups")
         return cls(plan, mesh, Update.build(plan, plan.trained, plan.placements, mesh))
 
     @property
@@ -127,7 +130,8 @@ class TrainProgram:
         scalar: Any = StateArray(None, jnp.int32)
         scale: Any = StateArray(None, jnp.float32)
         layer_state = jax.tree.map(lambda leaf: StateArray(None, leaf.dtype), jax.eval_shape(self._first_layer_state))
-        _, untrained = self._divided(self.placements)
+        masters, untrained = self._divided(self.placements)
+        params: Any = {n: params.get(n) or StateArray(placement, jnp.float32) for n, placement in masters.items()}
         frozen: Any = {name: StateArray(placement, self.frozen_dtype(name)) for name, placement in untrained.items()}
         return TrainState(params, optimizer, layer_state, scalar, scale, scalar, scalar, scalar, frozen, ema, low_bits)
 
@@ -291,9 +295,9 @@ class TrainProgram:
         return self.placements[name].dtype_in_use(self.plan.compute)
 
     def _divided(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Values by parameter → those of trained and those of frozen parameters."""
-        trained = {name: value for name, value in values.items() if is_trained(self.config.lora, name)}
-        return trained, {name: value for name, value in values.items() if name not in trained}
+        """Values by parameter → those of FP32 parameters and those of frozen weights."""
+        masters = {name: value for name, value in values.items() if is_master(self.config, name)}
+        return masters, {name: value for name, value in values.items() if name not in masters}
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):

@@ -80,6 +80,8 @@ def _beside_the_model(program: TrainProgram) -> Iterator[str]:
             yield f"encoder    {layers} over sequences of {length}; {attention}; {cross}"
         else:
             yield f"vision     {layers} over {counted(second.batch_shape[2], 'patch')} of a row; {attention}"
+    if frozen := program.plan.frozen_parts:
+        yield f"frozen     {' and '.join(frozen)}: learning rate 0 in optimizer.groups, so no gradients are computed"
     if config.lora.rank:
         count = adapter_parameter_count(program.model)
         lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "

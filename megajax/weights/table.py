@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.block import Block
-from megajax.model.lora import is_trained
 from megajax.sharding import BLOCKS, Placement, is_in_layer
 from megajax.step_plan import StepPlan
 from megajax.weights.masters import is_split
@@ -43,7 +42,7 @@ def block_weights(
 def _weight(
     plan: StepPlan, name: str, members: Mapping[str, Placement], dtypes: WeightDtypes, scope: str = ""
 ) -> Weight:
-    trained, (first, *_) = is_trained(plan.lora, scope + name), members.values()
+    trained, (first, *_) = plan.is_trained(scope + name), members.values()
     return Weight(scope + name, members, plan.sizes, dtypes, trained, trained and is_split(plan, first), scope)
 
 

@@ -8,7 +8,9 @@ from image_rows import random_rows, with_images
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
+from megajax.model.trained import part_of
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -72,22 +74,52 @@ def expected(table):
     return {name: of(name) for name in MODELS}
 
 
+def groups(*parameters: list[str]) -> dict:
+    """`optimizer.groups` of which the last has the learning rate 0."""
+    *trained, last = ({"parameters": names} for names in parameters)
+    return {"optimizer": {"groups": [*trained, last | {"learning_rate": 0.0}]}}
+
+
+ALL = ("language model", "vision tower", "projector")
 CASES = [
-    ("windows", {"fsdp": 2, "tensor": 2}, {"microbatches": 2, "remat": {"policy": "full"}}),
-    ("windows", {"context": 2}, {}),
-    ("average", {"context": 2, "tensor": 2}, {"communication": {"context": "ring"}}),
-    ("windows", {"pipeline": 2, "data": 2}, {"microbatches": 4}),
+    ("windows", {"fsdp": 2, "tensor": 2}, {"microbatches": 2, "remat": {"policy": "full"}}, ALL),
+    ("windows", {"context": 2}, groups(["vision.*"], ["*"]), ALL[1:]),
+    ("windows", {"data": 2}, groups(["vision.projector.*"], ["vision.*"]), (ALL[0], ALL[2])),
+    ("average", {"context": 2, "tensor": 2}, {"communication": {"context": "ring"}}, ALL),
+    ("windows", {"pipeline": 2, "data": 2}, {"microbatches": 4}, ALL),
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "changes"), CASES, ids=str)
-def test_loss_and_gradients_are_those_of_the_reference(table, expected, name, mesh, changes):
+@pytest.mark.parametrize(("name", "mesh", "changes", "parts"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_the_reference(table, expected, name, mesh, changes, parts):
     config, (loss, gradients) = make(table, name, mesh, **changes, **PACKED), expected[name]
     count = int(np.prod([*mesh.values()]))
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
     state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields(name))
     assert all(np.linalg.norm(gradients[f"vision.{n}"]) > 0 for n in ("patch", "blocks.dense.attention.query"))
-    table.check_first_step(program, state, batch, float(loss), gradients)
+    before = {n: np.asarray(w) for n, w in state.params.items()}
+    trained = {name: gradient for name, gradient in gradients.items() if part_of(name) in parts}
+    after = table.check_first_step(program, state, batch, float(loss), trained)
+    assert all((before[name] == np.asarray(w)).all() == (name not in trained) for name, w in after.params.items())
+
+
+def test_flops_are_those_of_the_tower_too(table):
+    """By hand, per token: a patch of 12 numbers attends to the 16 of its image; a block becomes one embedding."""
+    D, F, S, V, rows, pair = 16, 24, LENGTH, 52, 48, 2 * 16
+    layers = 2 * rows * (4 * D * D + 2 * D * F + 16 * pair)
+    patches, projector = rows * 12 * D, rows / 4 * D * D
+    local, whole = 5 - 25 / (2 * S), S / 2
+    text = 2 * (2 * D * D + 2 * D * 8 + 3 * D * F) + (local + whole) * pair + D * V
+
+    def of(*parameters: list[str]) -> float:
+        return flops_per_token(make(table, "average", {}, **(groups(*parameters) if parameters else {})))
+
+    assert of() == pytest.approx(6 * (layers + patches + projector) / S + 6 * text)
+    tower_frozen = of(["vision.projector.*"], ["vision.*"])
+    assert tower_frozen == pytest.approx((2 * (layers + patches) + 6 * projector) / S + 6 * text)
+    attended = 2 * (local + whole) * pair  # as of adapters' bases, attention counts whole
+    text_frozen = of(["vision.*"], ["*"])
+    assert text_frozen == pytest.approx(6 * (layers + patches + projector) / S + 4 * text + attended)
 
 
 @pytest.mark.parametrize(

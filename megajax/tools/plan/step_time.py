@@ -199,8 +199,10 @@ class _Step:
         if self.plan.second_stack is not None:  # each stage runs it for its share of the microbatches
             share = 1 / (self.sizes["pipeline"] * self.plan.layer_table.shape[1])
             own = _Step(self.plan.second_stack, self.rates, self.stored).slots()
-            layers, remat = layers + own[0] * share, remat + own[1] * share
-            copies += own[2] * share
+            if self.plan.second_stack.trains_layers:
+                layers, remat, copies = layers + own[0] * share, remat + own[1] * share, copies + own[2] * share
+            else:
+                layers += own[0] * (FORWARD * share)
         return layers, remat, copies
 
     def recomputed(self, kind: LayerKind, work: PassSeconds, policy: RematPolicy) -> PassSeconds:

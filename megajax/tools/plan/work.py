@@ -123,7 +123,7 @@ class Device:
         tokens, work = self.plan.tokens, self.traces.of(kind.block).parts[name]
         bytes_moved = tokens * self.passes(kind.block, name, fp8)
         seconds = PassSeconds(self.matmuls(work, fp8), elementwise=bytes_moved / self.rates.memory_bytes)
-        flops = attention_flops(work, self.config.batch.sequence_length, kind.window, self.config.model.causal)
+        flops = attention_flops(work, self.config.attended_length, kind.window, self.config.model.causal)
         if work.state:
             seconds += self.recurrence(work)
         elif flops:
