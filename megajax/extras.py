@@ -18,6 +18,7 @@ EXTRAS = {
     "remote": ("fsspec", "fsspec"),
     "s3": ("s3fs", "s3fs"),
     "te": ("NVIDIA Transformer Engine", "transformer_engine"),
+    "vision": ("Pillow", "PIL"),
     "wandb": ("wandb", "wandb"),
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megajax.command_parser import CommandParser
 from megajax.console import add_model_arguments, add_sampling_arguments, user_errors
+from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
 
@@ -15,34 +16,34 @@ def generate(options) -> None:
     One prompt is printed with its continuation as it grows, of a chat, or with an encoder, only the answer; several as
     JSON lines {"prompt", "text"} at the end. Counts of verified drafts follow on stderr.
     """
+    from megajax.data.rendering import Chat
     from megajax.inference.generation import continue_texts, generator
     from megajax.inference.load import load_chosen
-    from megajax.inference.prompts import as_chat, chosen_arguments, read_prompts
+    from megajax.inference.prompts import Located, as_chat, chosen_arguments, encode_prompt, read_prompts, with_images
     from megajax.inference.sampling import chosen_sampling
 
     sampling = chosen_sampling(options)
-    prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+    if options.prompts is None:
+        prompts = [Located(with_images(options.prompt or "", options.image))]
+    elif options.image:
+        raise InputError("--image belongs to --prompt: name the pictures of --prompts in its lines.")
+    else:
+        prompts = read_prompts(options.prompts)
     if options.chat or options.system is not None:
-        prompts = [as_chat(prompt, options.system) for prompt in prompts]
+        prompts = [each._replace(prompt=as_chat(each.prompt, options.system)) for each in prompts]
     given = chosen_arguments(options)
     model = load_chosen(options, options.speculate)
-    texts = [
-        p if isinstance(p, str) else model.chat_template.render(p.messages, True, **given | p.arguments)
-        for p in prompts
-    ]
-    tokens = [
-        model.encode(text, special_tokens=isinstance(prompt, str)) for text, prompt in zip(texts, prompts, strict=True)
-    ]
+    encoded = [encode_prompt(model, each, given) for each in prompts]
     alone = options.prompts is None
-    if alone and isinstance(prompts[0], str) and model.config.of_encoder is None:
-        print(texts[0], end="", flush=True)
+    if alone and not isinstance(prompts[0].prompt, Chat) and model.config.of_encoder is None:
+        print(encoded[0][0], end="", flush=True)
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
     found = continue_texts(
         model,
-        tokens,
+        [tokens for _, tokens in encoded],
         options.tokens,
         sampling,
         stop=options.stop,
@@ -52,8 +53,8 @@ def generate(options) -> None:
     if alone:
         print()
     else:
-        for prompt, text in zip(prompts, found, strict=True):
-            asked = prompt if isinstance(prompt, str) else prompt.messages
+        for (prompt, *_), text in zip(prompts, found, strict=True):
+            asked = prompt.messages if isinstance(prompt, Chat) else getattr(prompt, "prompt", prompt)
             print(json.dumps({"prompt": asked, "text": text}, ensure_ascii=False))
     if verified := generator(model, sampling).verified:
         print(verified.explain(), file=sys.stderr)
@@ -70,6 +71,13 @@ def main(argv: Sequence[str]) -> int:
         metavar="FILE",
         help='texts, one per line; .jsonl, .json, .parquet: {"prompt": TEXT}, {"messages": [...]} or another form of'
         " chats, whose answer at the end is left out",
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="picture before the prompt, or where it has <image>; may be given several times",
     )
     parser.add_argument("--chat", action="store_true", help="prompts are messages: answer them by the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of chats that have none; implies --chat")

@@ -4,6 +4,7 @@ import io
 import json
 import random
 import sys
+import tarfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from megajax.data.chat_template import load_chat_template
 from megajax.data.indexed import IndexedDataset
 from megajax.data.journal import Journal
 from megajax.data.json_lines import check_inputs, read_blocks, texts
+from megajax.data.shards import Shard
 from megajax.data.tokenizers import deciding_files, load_tokenizer
 from megajax.errors import UserError
 from megajax.hf.convert import read_folder
@@ -109,6 +111,14 @@ def chats(folder: Path):
     return path, lambda: [*read_chats([str(path)], Rendering(lambda: template, lambda text: None))]
 
 
+def shard(folder: Path):
+    path = folder / "s.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, text in {"a.json": "{}", "a.png": "no picture", "b.txt": "a caption"}.items():
+            tar.add(write(folder / name, text), name)
+    return path, lambda: [*Shard(str(path)).records()]
+
+
 def prompts(folder: Path):
     path = write(folder / "p.jsonl", as_lines([{"prompt": "a"}, *CHATS[:2]]))
     return path, lambda: read_prompts(str(path))
@@ -183,7 +193,7 @@ def metrics(folder: Path):
 
 
 READERS = (config, json_lines, json_array, parquet, chats, prompts, template, tokenizer, pieces, tokens, journal, model)
-READERS += (tensors, rates, metrics)
+READERS += (tensors, rates, metrics, shard)
 
 
 @pytest.mark.parametrize("make", READERS, ids=lambda make: make.__name__)

@@ -291,4 +291,4 @@ def prompts(folder: Path) -> Subject:
 
     lines = as_lines([{"prompt": "a"}, *CHATS[:2]])
     files = [write(folder / "p.txt", "a\n\nb\u2028c\n"), write(folder / "p.jsonl", lines)]
-    return Subject([files[0], *files[1:] * 3], lambda path: [as_chat(p, "s") for p in read_prompts(str(path))])
+    return Subject([files[0], *files[1:] * 3], lambda path: [as_chat(p.prompt, "s") for p in read_prompts(str(path))])

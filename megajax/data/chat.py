@@ -1,6 +1,7 @@
 """Chats and instructions: JSON lines to packed samples with the loss on the assistant's tokens (`data.kind: chat`)."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import batched, chain
@@ -12,17 +13,29 @@ from megajax import cluster
 from megajax.data.answers import AnswerSamples
 from megajax.data.chat_template import ChatTemplate
 from megajax.data.contents import template_of, tokenizer_digest
-from megajax.data.conversation import Completion, read_record
+from megajax.data.conversation import IMAGE, Completion, read_record
+from megajax.data.images import Images, ImageText, PictureTable, PlacedPicture, SizedPicture, open_images
 from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, storage_errors
-from megajax.data.json_lines import LineBlock, check_encodable, check_inputs, matching_files, parse, read_blocks
-from megajax.data.packing import RowPacking, pack
+from megajax.data.json_lines import (
+    LineBlock,
+    check_encodable,
+    check_inputs,
+    matching_files,
+    parse,
+    read_blocks,
+    record_blocks,
+)
+from megajax.data.packing import PatchRoom, RowPacking, pack
+from megajax.data.picture_checks import BadPictures, with_pictures
 from megajax.data.rendering import Chat, Span
 from megajax.data.samples import Samples
 from megajax.data.sandbox import Stopped
+from megajax.data.shards import is_shard
 from megajax.data.special_tokens import document_end, framed, usual_first_token
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megajax.data.workers import one_ahead
 from megajax.errors import InputError, UserError, file_reader
+from megajax.schema.data import is_remote
 
 if TYPE_CHECKING:
     import tokenizers
@@ -38,7 +51,11 @@ NO_ANSWER = ValueError(
     "has no answer of the assistant that counts, or the chat template does not write it: remove the line, or correct "
     "data.chat_template"
 )
+NO_TOWER = ValueError(
+    "has pictures, which only training and `generate` read, of a model with model.vision: leave the line out"
+)
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
+PICTURE_ARRAYS = tuple(f"picture_{name}" for name in PictureTable._fields)
 
 
 class Text(NamedTuple):
@@ -50,17 +67,29 @@ class Text(NamedTuple):
 
 
 class ConversationSamples(NamedTuple):
-    """The samples of a conversation, and the number of its answers that are left out."""
+    """The samples of a conversation, the number of its answers that are left out, its pictures, and where it is."""
 
     texts: list[Text]
     beyond: int = 0
+    pictures: tuple[str, ...] = ()
+    file: str = ""
+    location: str = ""
 
 
 class Rendering(NamedTuple):
-    """How chats become text: `template` raises the error of a missing one; for `room` see `answer_samples`."""
+    """How chats become text: `template` raises the error of a missing one; for `room` see `answer_samples`.
+
+    `images` is None for a model that reads text only.
+    """
 
     template: Callable[[], ChatTemplate]
     room: Callable[[str], int | None] = lambda text: None
+    images: Images | None = None
+
+    @property
+    def image(self) -> ImageText | None:
+        """A picture in texts."""
+        return self.images and self.images.text
 
 
 def read_line(line: bytes) -> Chat | Completion:
@@ -80,21 +109,28 @@ def conversations(lines: Sequence[bytes], rendering: Rendering) -> list[Conversa
     records, bad = [], None
     for line in lines:
         try:
-            records.append(read_line(line))
+            record = read_line(line)
+            if record.pictures and rendering.images is None:
+                raise NO_TOWER
+            records.append(record)
         except ValueError as error:
             bad = error
             break
-    rendered, found = _rendered(records, rendering), []
+    rendered, found, image = _rendered(records, rendering), [], rendering.image
     for i, each in enumerate(records):
         if isinstance(each, Completion):
-            prompt, completion = each
-            text = Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], True)
-            found.append(ConversationSamples([text]))
-            continue
-        samples, beyond = next(rendered)
-        if not beyond and not any(start < end for _, spans in samples for start, end in spans):
-            raise Stopped(i, NO_ANSWER)
-        found.append(ConversationSamples([Text(text, spans, False) for text, spans in samples], beyond))
+            prompt, completion = each.prompt, each.completion
+            if image is not None:
+                prompt, completion = (part.replace(IMAGE, image.template) for part in (prompt, completion))
+            samples, beyond = [(prompt + completion, [(len(prompt), len(prompt) + len(completion))])], 0
+        else:
+            samples, beyond = next(rendered)
+            if not beyond and not any(start < end for _, spans in samples for start, end in spans):
+                raise Stopped(i, NO_ANSWER)
+        if image is not None:
+            samples = [image.written(*sample) for sample in samples]
+        texts = [Text(*sample, isinstance(each, Completion)) for sample in samples]
+        found.append(ConversationSamples(texts, beyond, each.pictures))
     if bad is not None:
         raise Stopped(len(found), bad)
     return found
@@ -108,7 +144,11 @@ def _rendered(records: Sequence[Chat | Completion], rendering: Rendering) -> Ite
             places.append(i)
             chats.append(each)
     try:
-        return iter(rendering.template().samples(chats, rendering.room) if chats else [])
+        if not chats:
+            return iter([])
+        template = rendering.template()
+        template = template if rendering.image is None else template.with_image(rendering.image.template)
+        return iter(template.samples(chats, rendering.room))
     except Stopped as stopped:
         raise Stopped(places[stopped.made], stopped.error) from None
     except ValueError as missing:
@@ -156,8 +196,19 @@ def read_chats(paths: Sequence[str], rendering: Rendering) -> Iterator[Conversat
 
 
 def _batches(paths: Sequence[str], rendering: Rendering) -> Iterator[list[ConversationSamples]]:
-    for block in read_blocks(paths):
+    for block in _blocks(paths, rendering.images):
         yield from _samples_in(block, rendering)
+
+
+def _blocks(paths: Sequence[str], images: Images | None) -> Iterator[LineBlock]:
+    """The lines of files, and the samples of shards as lines."""
+    for path in paths:
+        if not is_shard(path):
+            yield from read_blocks([path])
+        elif images is None:
+            raise InputError(f"{path} is a shard of pictures, but the model reads text only: set model.vision.")
+        else:
+            yield from record_blocks(path, images.files.shard(path).records(), "sample")
 
 
 @file_reader("block.path")
@@ -165,12 +216,18 @@ def _samples_in(block: LineBlock, rendering: Rendering) -> Iterator[list[Convers
     numbered = enumerate(block.text.split(b"\n"), start=block.first_line)
     for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):
         numbers, lines = zip(*some, strict=True)
+        locations = [f"{block.path}, {block.unit} {number}" for number in numbers]
         try:
-            yield conversations(lines, rendering)
+            yield _located(conversations(lines, rendering), block.path, locations)
         except Stopped as stopped:
-            yield conversations(lines[: stopped.made], rendering)
+            yield _located(conversations(lines[: stopped.made], rendering), block.path, locations)
             rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
-            raise InputError(f"{block.path}, {block.unit} {numbers[stopped.made]}{rest}") from None
+            raise InputError(f"{locations[stopped.made]}{rest}") from None
+
+
+def _located(found: Sequence[ConversationSamples], file: str, locations: Sequence[str]) -> list[ConversationSamples]:
+    pairs = zip(found, locations, strict=False)  # up to a bad line
+    return [each._replace(file=file, location=location) for each, location in pairs]
 
 
 def encode(
@@ -224,15 +281,34 @@ def room_for(capacity: int, tokenizer: Tokenizer) -> Callable[[str], int | None]
     return room
 
 
-def encode_files(
-    paths: Sequence[str], data: "DataConfig", tokenizer: Tokenizer, template: ChatTemplate | None, capacity: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(all tokens int32, whether each counts, start of each sample and the end int64, figures int64).
+class EncodedChats(NamedTuple):
+    """Files of conversations as samples.
 
-    The figures are the numbers of conversations, of samples left out, with the answers beyond `capacity` that have
-    none, of samples cut, and of all samples that the template wrote. A sample longer than `capacity` is cut or left
-    out, as `data` says; one is left out if nothing that counts remains of it. Raises InputError, with file and line,
-    for a line that is not a conversation, and for a completion if no token ends a text.
+    All tokens int32, whether the loss counts each, the start of each sample and the end int64. `figures` int64 are the
+    numbers of conversations, of samples left out, with the answers beyond a sequence that have none, of samples cut,
+    and of all samples that the template wrote. `pictures` is None without a vision tower.
+    """
+
+    tokens: np.ndarray
+    counted: np.ndarray
+    starts: np.ndarray
+    figures: np.ndarray
+    pictures: PictureTable | None
+
+
+def encode_files(
+    paths: Sequence[str],
+    data: "DataConfig",
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    capacity: int,
+    images: Images | None = None,
+) -> EncodedChats:
+    """The samples of files.
+
+    A sample longer than `capacity` is cut or left out, as `data` says; one is left out if nothing that counts remains
+    of it. A conversation with a picture that cannot be used is left out, with a warning that names it. Raises
+    InputError, with file and line, for a line that is not a conversation, and for a completion if no token ends a text.
     """
 
     def given() -> ChatTemplate:
@@ -245,29 +321,44 @@ def encode_files(
 
     def texts() -> Iterator[Text]:
         nonlocal conversations, dropped, rendered
-        for chat in read_chats(paths, Rendering(given, room_for(capacity, tokenizer))):
+        chats = read_chats(paths, Rendering(given, room_for(capacity, tokenizer), images))
+        for chat, pictures in with_pictures(chats, images, bad):
             conversations += 1
             dropped += chat.beyond
             rendered += sum(not text.bare for text in chat.texts)
+            sources.extend([(chat.location, pictures)] * len(chat.texts))
             yield from chat.texts
 
-    tokens, counted, lengths, conversations, dropped, cut, rendered = [], [], [], 0, 0, 0, 0
+    tokens, counted, placed, conversations, dropped, cut, rendered = [], [], [], 0, 0, 0, 0
+    bad, sources = BadPictures(), deque[tuple[str, Sequence[SizedPicture]]]()
     for ids, mask in encode(texts(), tokenizer, lambda: document_end(data, tokenizer)):
-        if (data.too_long == "drop" and len(ids) > capacity) or not mask[:capacity].any():
+        (location, pictures), here, room = sources.popleft(), list[PlacedPicture](), capacity
+        if images is not None:
+            try:
+                ids, mask, here = images.expanded(ids, mask, pictures)
+            except ValueError as error:
+                raise InputError(f"{location} {error}.") from None
+            room, here = images.fitting(here, capacity)
+        if (data.too_long == "drop" and len(ids) > room) or not mask[:room].any():
             dropped += 1
             continue
-        cut += len(ids) > capacity
-        tokens.append(np.fromiter(ids, np.int32, min(capacity, len(ids))))
-        counted.append(mask[:capacity])
-        lengths.append(len(tokens[-1]))
-    if not lengths:
+        cut += len(ids) > room
+        tokens.append(np.fromiter(ids, np.int32, min(room, len(ids))))
+        counted.append(mask[:room])
+        placed.append(here)
+    bad.warn(paths)
+    if not tokens:
         problem, cure = "has no conversations", "give other data"
         if conversations:
             problem = f"has no conversation of which the loss counts anything within {capacity - 1} tokens"
             cure = "raise batch.sequence_length, or give other data"
+        elif bad.count:
+            problem, cure = "has no conversation whose pictures can be used", f"correct them; {bad.first[0]}"
         raise InputError(f"{', '.join(paths)} {problem}: {cure}.")
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return np.concatenate(tokens), np.concatenate(counted), starts, np.array([conversations, dropped, cut, rendered])
+    starts = np.concatenate([[0], np.cumsum([each.size for each in tokens], dtype=np.int64)])
+    figures = np.array([conversations, dropped, cut, rendered])
+    table = None if images is None else PictureTable.of(placed, bad.count)
+    return EncodedChats(np.concatenate(tokens), np.concatenate(counted), starts, figures, table)
 
 
 class ChatSamples(Samples):
@@ -276,10 +367,19 @@ class ChatSamples(Samples):
     The rest of a sample is token 0, which the loss does not count.
     """
 
-    def __init__(self, path: str, arrays: Sequence[np.ndarray], sequence_length: int, seed: int, shuffled: bool):
-        self._arguments = (path, arrays, sequence_length, seed, shuffled)
+    def __init__(
+        self,
+        path: str,
+        arrays: Sequence[np.ndarray],
+        sequence_length: int,
+        seed: int,
+        shuffled: bool,
+        images: Images | None = None,
+    ):
+        self._arguments = (path, arrays, sequence_length, seed, shuffled, images)
         self.path, self.sequence_length, self.seed, self.shuffled = path, sequence_length, seed, shuffled
-        self.tokens, self.counts, self.starts, self.order, self.ends, figures = arrays
+        self.tokens, self.counts, self.starts, self.order, self.ends, figures = arrays[: len(ARRAYS)]
+        self.table = None if images is None else PictureTable(*arrays[len(ARRAYS) :])
         self.conversations, self.dropped, self.cut, self.rendered = map(int, figures)
         self._epoch = lru_cache(2)(self._make_epoch)
 
@@ -296,33 +396,55 @@ class ChatSamples(Samples):
         return self._filled(self.counts, index, bool)
 
     def document_lengths(self, index: int) -> np.ndarray:
-        lengths = [stop - start for start, stop in self._pieces(index)]
+        lengths = [self._length(item) for item in self._items(index)]
         rest = self.sequence_length + 1 - sum(lengths)
         return np.array(lengths + [rest] * (rest > 0))
 
     def padding(self, index: int) -> int:
-        return self.sequence_length + 1 - sum(stop - start for start, stop in self._pieces(index))
+        return self.sequence_length + 1 - sum(self._length(item) for item in self._items(index))
+
+    def pictures(self, index: int) -> list[PlacedPicture]:
+        found, filled = list[PlacedPicture](), 0
+        if self.table is None:
+            return found
+        for item in self._items(index):
+            found += [placed._replace(first=filled + placed.first) for placed in self.table.pictures(item)]
+            filled += self._length(item)
+        return found
 
     def repacked(self, packing: RowPacking) -> Samples:
-        tokens, counts, starts, _, _, figures = self._arguments[1]
-        packed = pack(np.diff(starts), self.sequence_length + 1, packing)
-        return ChatSamples(self.path, (tokens, counts, starts, *packed, figures), *self._arguments[2:])
+        path, (tokens, counts, starts, _, _, *others), length, seed, shuffled, images = self._arguments
+        packed = _packed(np.diff(starts), length + 1, packing, images, self.table)
+        return ChatSamples(path, (tokens, counts, starts, *packed, *others), length, seed, shuffled, images)
+
+    def _length(self, item: int) -> int:
+        return int(self.starts[item + 1] - self.starts[item])
 
     def _filled(self, values: np.ndarray, index: int, dtype: Any) -> np.ndarray:
         out, filled = np.zeros(self.sequence_length + 1, dtype), 0
-        for start, stop in self._pieces(index):
+        for item in self._items(index):
+            start, stop = int(self.starts[item]), int(self.starts[item + 1])
             out[filled : filled + stop - start] = values[start:stop]
             filled += stop - start
         return out
 
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
+    def _items(self, index: int) -> list[int]:
+        """The conversations of a row, in order."""
         epoch, place = divmod(index, len(self))
         number = int(self._epoch(epoch)[place]) if self.shuffled else place
-        items = self.order[int(self.ends[number - 1]) if number else 0 : int(self.ends[number])]
-        return [(int(self.starts[item]), int(self.starts[item + 1])) for item in items]
+        return self.order[int(self.ends[number - 1]) if number else 0 : int(self.ends[number])].tolist()
 
     def _make_epoch(self, epoch: int) -> np.ndarray:
         return np.random.Generator(np.random.PCG64((self.seed, epoch))).permutation(len(self))
+
+
+def _packed(
+    lengths: np.ndarray, capacity: int, packing: RowPacking, images: Images | None, table: PictureTable | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """`pack` of samples that also share the room of a row for patches."""
+    if images is None or table is None:
+        return pack(lengths, capacity, packing)
+    return pack(lengths, capacity, packing, PatchRoom(table.entries(images), images.vision.patches_per_row))
 
 
 def open_chat(config: "Config", path: str) -> ChatSamples:
@@ -330,9 +452,13 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     data, length = config.data, config.batch.sequence_length
     assert data.tokenizer is not None  # checked with the config
 
+    images = open_images(config)
+
     def find() -> list[Any]:
-        check_inputs(paths := matching_files(path))
-        return [paths, "_".join(map(file_digest, paths)), tokenizer_digest(str(data.tokenizer))]
+        paths = matching_files(path)
+        check_inputs([each for each in paths if not (is_shard(each) and is_remote(each))])
+        content = [images.files.identity(each) if images and is_shard(each) else file_digest(each) for each in paths]
+        return [paths, "_".join(content), tokenizer_digest(str(data.tokenizer))]
 
     paths, content, of_tokenizer = cluster.current().first_decides(find)
     template, packing = template_of(data), RowPacking.of(config)
@@ -346,18 +472,19 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         "sequence_length": length,
         "too_long": data.too_long,
         "packing": [packing.method, [packing.pairs.layers, packing.pairs.causal] if packing.balances else None],
-    }
+    } | ({} if images is None else {"images": images.key})
 
     def build() -> Sequence[np.ndarray]:
         tokenizer = load_tokenizer(str(data.tokenizer))
-        tokens, counted, starts, figures = encode_files(paths, data, tokenizer, template, length + 1)
-        return tokens, counted, starts, *pack(np.diff(starts), length + 1, packing), figures
+        found = encode_files(paths, data, tokenizer, template, length + 1, images)
+        packed = _packed(np.diff(found.starts), length + 1, packing, images, found.pictures)
+        return found.tokens, found.counted, found.starts, *packed, found.figures, *(found.pictures or ())
 
-    cache = cache_directory(config)
-    arrays = cached(cache, key, ARRAYS, build)
+    cache, names = cache_directory(config), ARRAYS if images is None else (*ARRAYS, *PICTURE_ARRAYS)
+    arrays = cached(cache, key, names, build)
     with storage_errors(folder_of(cache, key)):
-        _check_fit(arrays, length + 1)
-    return ChatSamples(path, arrays, length, config.run.seed, data.order == "shuffled")
+        _check_fit(arrays[: len(ARRAYS)], length + 1)
+    return ChatSamples(path, arrays, length, config.run.seed, data.order == "shuffled", images)
 
 
 def _check_fit(arrays: Sequence[np.ndarray], capacity: int) -> None:

@@ -1,6 +1,8 @@
 """A model's chat template: found in its folder, and run in a child process with limits on memory and time."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,12 @@ class ChatTemplate:
         self.sources = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.location, self.arguments = location, dict(special_tokens) | dict(arguments or {})
         self._template = Template(self.sources, self.arguments, location)
+
+    def with_image(self, image: str) -> "ChatTemplate":
+        """This template for chats with pictures, which it writes as the text `image`."""
+        changed = copy.copy(self)
+        changed._template = replace(self._template, image=image)
+        return changed
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
         """The text of a chat, as `Template.render`."""

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megajax.data.chat_template import ChatTemplate, find_chat_template
-from megajax.data.index_cache import file_digest, text_digest
+from megajax.data.images import open_images
+from megajax.data.index_cache import cache_directory, file_digest, text_digest
 from megajax.data.json_lines import matching_files
+from megajax.data.remote import RemoteFile
 from megajax.data.tokenizers import deciding_files, tokenizer_files
-from megajax.schema.data import sources_of
+from megajax.schema.data import is_remote, sources_of
 
 if TYPE_CHECKING:
     from megajax.config import Config, DataConfig
@@ -17,17 +19,21 @@ if TYPE_CHECKING:
 def data_contents(config: "Config") -> dict[str, Any]:
     """What the files have at this start that the keys `data` name: they may have changed, or lie elsewhere.
 
-    The sizes of texts and chats, and hashes of the tokenizer and the chat template.
+    The sizes of texts and chats, and hashes of the tokenizer, the chat template and the processor of pictures.
     """
     data, found = config.data, dict[str, Any]()
     if data.kind in ("text", "chat"):
         paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
-        found["files"] = [[path, os.path.getsize(path)] for path in paths]
+        cache = cache_directory(config)
+        sizes = (RemoteFile(path, cache).size if is_remote(path) else os.path.getsize(path) for path in paths)
+        found["files"] = [[path, size] for path, size in zip(paths, sizes, strict=True)]
     if data.tokenizer is not None and (data.kind in ("text", "chat") or data.fim_rate):
         found["tokenizer_content"] = tokenizer_digest(data.tokenizer)
         if data.kind == "chat":
             template = template_of(data)
             found["chat_template_content"] = None if template is None else text_digest(template.sources)
+            if (images := open_images(config)) is not None:
+                found["image_processor_content"] = text_digest(images.key)
     return found
 
 

@@ -1,4 +1,7 @@
-"""Chats as users write them: a line of JSON to messages and the template's inputs, or to prompt and completion."""
+"""Chats as users write them: a line of JSON to messages and the template's inputs, or to prompt and completion.
+
+Pictures are named in the messages, as Hugging Face does it, or by `images` with <image> in the texts, as LLaVA does.
+"""
 
 import json
 from collections.abc import Mapping
@@ -33,11 +36,18 @@ WITHOUT_INPUT = (
 FORMS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})  # keys of a line
 
 
+PICTURE_TYPES = ("image", "image_url")  # of a part of a message's content
+PART_KEYS = ("image", "path", "url", "image_url")  # that name its picture
+IMAGE = "<image>"  # in a text: a picture's position
+IMAGE_PART = {"type": "image"}  # in a message's content: the same
+
+
 class Completion(NamedTuple):
-    """A prompt and its completion as text, without a template."""
+    """A prompt and its completion as text, without a template; IMAGE in them stands for each of the pictures."""
 
     prompt: str
     completion: str
+    pictures: tuple[str, ...] = ()
 
 
 def is_chat(record: Any) -> bool:
@@ -52,7 +62,7 @@ def read_record(record: Any) -> Chat | Completion:
     if {"prompt", "completion"} <= keys:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return Completion(prompt, completion)
+            return Completion(prompt, completion, _pictures_in(record, prompt + completion))
         if isinstance(prompt, list) and isinstance(completion, list):
             return _completed(record)
         raise ValueError(
@@ -68,10 +78,11 @@ def read_record(record: Any) -> Chat | Completion:
     )
 
 
-def read_prompt(record: Any) -> str | Chat:
+def read_prompt(record: Any) -> str | Chat | Completion:
     """What a model is to answer: a line of `read_record`'s forms up to the last answer, which it need not have.
 
-    Raises ValueError with the rest of a sentence for anything else.
+    A text with pictures is a Completion without its second part. Raises ValueError with the rest of a sentence for
+    anything else.
     """
     record = record if isinstance(record, dict) else {}
     prompt = record.get("prompt")
@@ -81,7 +92,8 @@ def read_prompt(record: Any) -> str | Chat:
     if chat is not None:
         return _unanswered(chat)
     if isinstance(prompt, str):
-        return prompt
+        pictures = _pictures_in(record, prompt)
+        return Completion(prompt, "", pictures) if pictures else prompt
     if "instruction" in record:
         return _instructed(record).prompt
     raise ValueError('has neither "prompt" nor "messages", "conversations" or "instruction": write one of them')
@@ -103,7 +115,7 @@ def _unanswered(chat: Chat) -> Chat:
         stop -= 1
     if not stop:
         raise ValueError("has messages of the assistant only: write the message that the model is to answer")
-    return Chat(chat.messages[:stop], chat.arguments)
+    return chat._replace(messages=chat.messages[:stop])
 
 
 def _completed(record: Mapping[str, Any]) -> Chat:
@@ -111,7 +123,7 @@ def _completed(record: Mapping[str, Any]) -> Chat:
     chat = read_chat({**record, "messages": record["prompt"] + record["completion"]})
     asked = len(record["prompt"])
     prompt = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in chat.messages[:asked]]
-    return Chat([*prompt, *chat.messages[asked:]], chat.arguments)
+    return chat._replace(messages=[*prompt, *chat.messages[asked:]])
 
 
 def _spoken(record: Mapping[str, Any]) -> list[Any]:
@@ -156,7 +168,84 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
             f'has "chat_template_kwargs" that are not arguments of a template ({shown(repr(more))}): write them like '
             '{"enable_thinking": false}'
         )
-    return Chat(messages, arguments | more)
+    messages, pictures = _with_pictures(messages, _named_pictures(record))
+    return Chat(messages, arguments | more, pictures)
+
+
+def _named_pictures(record: Mapping[str, Any]) -> list[str]:
+    """The pictures that a line names beside its messages, under `images` or `image`."""
+    found = record.get("images")
+    found = record.get("image") if found is None else found
+    named = [] if found is None else found if isinstance(found, list) else [found]
+    named = [each.get("path") if isinstance(each, dict) else each for each in named]
+    names = [each for each in named if isinstance(each, str) and each]
+    if len(names) == len(named):
+        return names
+    raise ValueError(f'has "images" that are not paths or URLs ({shown(repr(found))}): write a list of them')
+
+
+def _pictures_in(record: Mapping[str, Any], text: str) -> tuple[str, ...]:
+    """The pictures of a text in which IMAGE stands for each."""
+    names = _named_pictures(record)
+    if names and text.count(IMAGE) != len(names):
+        raise ValueError(
+            f"has {len(names)} pictures and {text.count(IMAGE)} times {IMAGE}: write it where each picture belongs"
+        )
+    return tuple(names)
+
+
+def _with_pictures(messages: list[Any], named: list[str]) -> tuple[list[Any], tuple[str, ...]]:
+    """(messages with IMAGE_PART for each picture, the pictures in order)."""
+    contents = [message.get("content") for message in messages]
+    if named and not any(_is_picture(part) for each in contents if isinstance(each, list) for part in each):
+        contents = [_divided(each) for each in contents]
+    rest, pictures = iter(named), list[str]()
+    for i, content in enumerate(contents):
+        for j, part in enumerate(content) if isinstance(content, list) else ():
+            if not _is_picture(part):
+                continue
+            name = next((part[key] for key in PART_KEYS if part.get(key) is not None), None)
+            name = name.get("url") if isinstance(name, dict) else name
+            name = next(rest, None) if name is None else name
+            if not isinstance(name, str) or not name:
+                raise ValueError(
+                    f"has no path or URL for the picture in part {j} of message {i}: write "
+                    '{"type": "image", "path": "..."}'
+                )
+            pictures.append(name)
+    if left := len(list(rest)):
+        raise ValueError(
+            f'has {len(named)} "images", but positions in the messages for {len(named) - left} of them: write {IMAGE} '
+            "where each picture belongs"
+        )
+    if not pictures:
+        return messages, ()
+    found = []
+    for message, content in zip(messages, contents, strict=True):
+        if isinstance(content, list):
+            content = [IMAGE_PART if _is_picture(part) else part for part in content]
+        found.append({**message, "content": content})
+    return found, tuple(pictures)
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in PICTURE_TYPES
+
+
+def _divided(content: Any) -> Any:
+    """A message's content with parts for IMAGE in its texts; the line's end beside one is the template's to write."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}] if IMAGE in content else content
+    if not isinstance(content, list):
+        return content
+    found = list[Any]()
+    for part in content:
+        texts = part["text"].split(IMAGE)
+        for i, text in enumerate(texts):
+            text = text.removeprefix("\n") if i else text
+            text = text.removesuffix("\n") if i + 1 < len(texts) else text
+            found += [IMAGE_PART] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
+    return found
 
 
 def _check_message(i: int, message: Any) -> None:
@@ -175,18 +264,20 @@ def _check_message(i: int, message: Any) -> None:
 
 
 def _check_content(place: str, role: str, content: Any) -> None:
-    """Content is text or a list of text parts, and a tool's may be an object, which some templates write as JSON."""
+    """Content is text or a list of texts and pictures; a tool's may be an object, which templates write as JSON."""
     if content is None or isinstance(content, str) or (isinstance(content, dict) and role in TOOL_ROLES):
         return
     if not isinstance(content, list):
         raise ValueError(f"has content that is not text ({shown(repr(content))}) {place}: write it as text")
     for part in content:
+        if _is_picture(part):
+            continue
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else None
             what = f"of type {shown(repr(kind))}" if kind not in (None, "text") else f"{shown(repr(part))}"
             raise ValueError(
-                f'has a part of content {what} {place}: the model reads text only, so write {{"type": "text", '
-                '"text": "..."}, or leave the line out'
+                f'has a part of content {what} {place}: write {{"type": "text", "text": "..."}} or {{"type": "image", '
+                '"path": "..."}, or leave the line out'
             )
 
 

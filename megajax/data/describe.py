@@ -93,6 +93,10 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
             size += f" ({counted(samples_made, 'sample')}: {why})"
         if source.dropped:
             out = f", {source.dropped:,} left out"
+        if source.table is not None:
+            size += f" with {counted(len(source.table.places), 'picture')}"
+            if bad := int(source.table.left_out[0]):
+                out += f", {bad:,} left out because of their pictures"
         if source.cut:
             out += f", {source.cut:,} cut after {counted(source.sequence_length + 1, 'token')}"
         epochs = samples_read * share / rows

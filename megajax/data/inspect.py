@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,8 +24,9 @@ from megajax.data.chat import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.epochs import resolve_epochs
 from megajax.data.fim import Infilling, open_infilling
+from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_range
-from megajax.data.loader import datasets
+from megajax.data.loader import datasets, find_images
 from megajax.data.masking import Masking, open_masking
 from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
@@ -185,7 +187,26 @@ def sample_lines(
         title = f"--- document {i + 1}: {counted(stop - start, 'token')}, {place}"
         lines.append(f"{BOLD}{title}{PLAIN}" if colour else title)
         lines.append("".join(_marked(row[start:stop], in_loss[start:stop], tokenizer, colour)))
+        lines += [_picture_line(*placed) for placed in samples.pictures(number) if start <= placed.first < stop]
     return lines
+
+
+def _picture_line(sized: SizedPicture, first: int) -> str:
+    return f"  picture {sized.picture.name}: {sized.rows} x {sized.columns} patches, tokens from number {first:,} on"
+
+
+def write_pictures(config: "Config", samples: Samples, number: int, folder: Path) -> list[str]:
+    """Writes the pictures of a sample as the model gets them, PNG files in `folder`; a line about each."""
+    images = find_images(config)
+    if images is None:
+        raise InputError("--pictures: the config has no model.vision, so its samples have no pictures: leave it out.")
+    lines = list[str]()
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, placed in enumerate(samples.pictures(number)):
+        path, image = folder / f"sample_{number}_picture_{i}.png", images.shown(*images.entries_of(placed.sized))
+        image.save(path)
+        lines.append(f"{path}: {image.width} x {image.height} pixels")
+    return lines or [f"sample {number} has no pictures"]
 
 
 def _marked(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer | None, colour: bool) -> Iterator[str]:
@@ -198,17 +219,22 @@ def _marked(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer | None
 
 
 def _text(before: list[int], tokens: list[int], tokenizer: Tokenizer | None) -> str:
-    """The text of tokens after others: special ones by their names, control characters by their codes."""
+    """The text of tokens after others: special ones by their names, once with their number if they repeat.
+
+    Control characters are written by their codes.
+    """
     if tokenizer is None:
         return " ".join(map(str, tokens)) + " "
     names = {tokenizer.end_of_document: "<end of document>"}
     names |= {tokenizer.token_id(name): name for name in tokenizer.special_tokens}
-    edges = [i for i, token in enumerate(tokens) if token in names]
     parts, start = [], 0
-    for edge in [*edges, len(tokens)]:
-        text = decode_after(tokenizer, [*before, *tokens[:start]], tokens[start:edge])
-        parts += [text, *(names[token] for token in tokens[edge : edge + 1])]
-        start = edge + 1
+    for name, run in groupby(tokens, names.get):
+        stop = start + len(list(run))
+        if name is None:
+            parts.append(decode_after(tokenizer, [*before, *tokens[:start]], tokens[start:stop]))
+        else:
+            parts.append(name if stop == start + 1 else f"{name} x {stop - start} ")
+        start = stop
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in "".join(parts))
 
 
@@ -241,7 +267,8 @@ def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
         raise InputError(
             f"--sample={number}: data.order=megatron has {counted(count, 'sample')} of {split}: give 0 to {count - 1}."
         )
-    return describe_data(config, opened) + describe_samples(config, split, samples, colour, number)
+    lines = describe_data(config, opened) + describe_samples(config, split, samples, colour, number)
+    return lines + ([] if options.pictures is None else write_pictures(config, samples, number, options.pictures))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,16 +278,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", metavar="PREFIX|CONFIG", help="prefix of a .bin/.idx pair, or YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings instead of the config's")
     parser.add_argument("--sample", type=_number, metavar="N", help="sample to show, of a config (default: 0)")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="write the sample's pictures there, as the model gets them"
+    )
     parser.add_argument("--split", help="train, valid, test or the NAME of a set (default: train)")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
         if options.target.endswith((".yaml", ".yml")):
             colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
             lines = _config_lines(options, colour)
-        elif options.overrides or options.split or options.sample is not None:
+        elif options.overrides or options.split or options.sample is not None or options.pictures is not None:
             raise InputError(
                 f"{options.target} is the prefix of token files, which have no samples: give a CONFIG (.yaml) for "
-                "--sample, --split and section.key=value."
+                "--sample, --pictures, --split and section.key=value."
             )
         else:
             with TemporaryDirectory() as cache:

@@ -77,7 +77,7 @@ def check_inputs(paths: Sequence[str]) -> int:
 @file_reader("path")
 def _checked_size(path: str) -> int:
     if is_remote(path):
-        raise InputError(f"{path} is remote, but only token files can be: copy it to this machine first.")
+        raise InputError(f"{path} is remote, but only token files and shards can be: copy it to this machine first.")
     if Path(path).is_dir():
         raise InputError(f"{path} is a directory; name the files in it, such as {path.rstrip('/')}/*.jsonl.")
     if glob.has_magic(path) and not Path(path).exists():
@@ -132,6 +132,11 @@ def _read_file(path: str, column: str | None, option: str, start: TextPosition, 
                 "text."
             )
         yield block
+
+
+def record_blocks(path: str, records: Iterator[Any], unit: str) -> Iterator[LineBlock]:
+    """Values as lines of JSON, in blocks; `unit` is the word for one of them in errors."""
+    return _record_blocks(path, ((record, 0) for record in records), TextPosition(), unit, LIMITS)
 
 
 def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:

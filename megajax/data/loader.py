@@ -13,6 +13,7 @@ from megajax.config.extensions import import_extensions
 from megajax.config.sentences import counted
 from megajax.data.chat import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
+from megajax.data.images import Images, open_images
 from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset, open_checked
 from megajax.data.masking import Masking, open_masking
@@ -30,7 +31,7 @@ from megajax.data.samples import (
 )
 from megajax.data.spans import SpanCorruption, open_spans
 from megajax.data.special_tokens import check_ends, document_end
-from megajax.data.synthetic import SyntheticSamples
+from megajax.data.synthetic import SyntheticImages, SyntheticSamples
 from megajax.data.text import TextDataset, open_text
 from megajax.data.tokenizers import load_tokenizer
 from megajax.data.whole import WholeSet
@@ -77,7 +78,8 @@ def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset |
     data, files = config.data, {} if files is None else files
     if data.kind == "synthetic":
         documents, length, seed = data.synthetic_documents or 1, config.sample_length, config.run.seed
-        return SyntheticSamples(config.model.vocab_size, length, seed, SPLITS.index(split), documents)
+        vocabulary, vision = config.model.vocab_size, config.model.vision
+        return SyntheticSamples(vocabulary, length, seed, SPLITS.index(split), documents, vision)
     name, whole = split.partition("/")[2], config.reads_whole(split)
     key: Split = "valid_sets" if name else "train" if data.split is not None else split
     blend = next(each.prefix for each in data.valid_sets if each.name == name) if name else getattr(data, key)
@@ -207,7 +209,8 @@ def make_loader(
     sizes = sizes or batch_sizes(config, split)
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-    changes = open_infilling(config), config.is_padded(split), open_spans(config), open_masking(config)
+    infilling, spans, masking = open_infilling(config), open_spans(config), open_masking(config)
+    changes = infilling, config.is_padded(split), spans, masking, find_images(config)
     how = RowPacking.of(config), Packing.of(config), *changes
     source = BatchSource(samples, rows, sizes, start_step, *how)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
@@ -220,6 +223,12 @@ def make_loader(
         options = grain.MultiprocessingOptions(data.workers, per_worker_buffer_size=ahead)
         batches = batches.mp_prefetch(options, worker_init_fn=partial(_start_worker, config.run.extensions))
     return iter(batches)
+
+
+def find_images(config: "Config") -> Images | None:
+    """What a config makes of pictures, also of synthetic ones; None without a vision tower."""
+    images = open_images(config)
+    return SyntheticImages(**vars(images)) if images and config.data.kind == "synthetic" else images
 
 
 def samples_of_step(samples: Samples, sizes: BatchSizes, step: int, packing: RowPacking) -> np.ndarray:
@@ -266,6 +275,7 @@ class BatchSource:
     is_padded: bool
     spans: SpanCorruption | None
     masking: Masking | None
+    images: Images | None
 
     def __len__(self) -> int:
         return ENDLESS
@@ -274,7 +284,7 @@ class BatchSource:
         step = self.start_step + index
         indices = samples_of_step(self.samples, self.sizes, step, self.row_packing)
         rows = self.rows[self.rows < len(indices)]
-        changes = self.infilling, self.is_padded, self.spans, self.masking
+        changes = self.infilling, self.is_padded, self.spans, self.masking, self.images
         return make_batch(self.samples, indices[rows], self.packing, *changes)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from megajax import json_files
 from megajax.errors import InputError
 
+# What a model makes of pictures; the second has the first's content under `image_processor`.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_CONFIG, TOKEN_NAMES = "tokenizer_config.json", "special_tokens_map.json"
 
 

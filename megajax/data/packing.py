@@ -179,24 +179,38 @@ def fill_rows(lengths: np.ndarray, rows: int, capacity: int, packing: RowPacking
     return [sorted(row) for row in filled]
 
 
-def pack(lengths: np.ndarray, capacity: int, packing: RowPacking) -> tuple[np.ndarray, np.ndarray]:
+class PatchRoom(NamedTuple):
+    """The patches that each item takes, int64 [items], and those that a row holds."""
+
+    patches: np.ndarray
+    capacity: int
+
+
+def pack(
+    lengths: np.ndarray, capacity: int, packing: RowPacking, room: PatchRoom | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Whole items in rows of at most `capacity` tokens: (items, row after row; the end of each row in it, int64).
 
     `none`: one in a row; `sequential`: in order, and one that does not fit begins a row; `first_fit` and `balanced` as
-    in `fill_rows`, the latter in as many rows as the former needs, or more if an item finds no room. Raises ValueError
-    for an item longer than `capacity`.
+    in `fill_rows`, the latter in as many rows as the former needs, or more if an item finds no room. With a `room` for
+    patches the larger of an item's shares of a row's tokens and patches is its length. Raises ValueError for an item
+    longer than `capacity`.
     """
     lengths = np.asarray(lengths, np.int64)
     if lengths.size and int(lengths.max()) > capacity:
         raise ValueError(f"an item of length {int(lengths.max())} does not fit into {capacity}")
+    sizes, full = lengths, capacity
+    if room is not None:
+        sizes, full = np.maximum(lengths * room.capacity, room.patches * capacity), capacity * room.capacity
     if packing.method == "none":
         rows = [[item] for item in range(lengths.size)]
     elif packing.method == "sequential":
-        rows = _in_order(lengths.tolist(), capacity)
+        rows = _in_order(sizes.tolist(), full)
     else:
-        rows = _longest_first(lengths, FirstFit(lengths.size, capacity), packing.pairs)
+        work = packing.pairs.of(lengths)
+        rows = _longest_first(sizes, work, FirstFit(lengths.size, full))
         if packing.balances:
-            rows = _longest_first(lengths, LeastWork(len(rows), capacity), packing.pairs)
+            rows = _longest_first(sizes, work, LeastWork(len(rows), full))
     ends = np.cumsum([len(items) for items in rows], dtype=np.int64)
     return np.array([item for items in rows for item in items], np.int64), ends
 
@@ -212,15 +226,15 @@ def _in_order(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def _longest_first(lengths: np.ndarray, chooser: FirstFit | LeastWork, pairs: AttentionPairs) -> list[list[int]]:
-    work, rows = pairs.of(lengths).tolist(), dict[int, list[int]]()
+def _longest_first(lengths: np.ndarray, work: np.ndarray, chooser: FirstFit | LeastWork) -> list[list[int]]:
+    rows = dict[int, list[int]]()
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
         row = chooser.find(length)
         if row is None:
             assert isinstance(chooser, LeastWork)  # as many rows as items are enough for the first fit
             row = chooser.add_row()
-        chooser.put(row, length, work[item])
+        chooser.put(row, length, int(work[item]))
         rows.setdefault(row, []).append(item)
     return [rows[row] for row in sorted(rows)]
 

@@ -33,7 +33,7 @@ VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "LastMod
 
 
 class RemoteFile:
-    """The file at a URL; what is read of it is kept under `cache`. `size` in bytes.
+    """The file at a URL; what is read of it is kept under `cache`. `size` in bytes, `identity` of this version.
 
     Raises InputError if it does not exist, may not be read, or cannot be read after several attempts, and if `cache`
     cannot be written. Threads may share it.
@@ -50,7 +50,8 @@ class RemoteFile:
             raise InputError(f"{url} has {self.size} bytes by its store: copy the file to this machine.")
         version = next((str(info[name]) for name in VERSIONS if info.get(name) is not None), "")
         key = json.dumps([url, self.size, version])
-        self._folder = cache / f"remote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        self.identity = hashlib.sha256(key.encode()).hexdigest()[:32]
+        self._folder = cache / f"remote-{self.identity}"
         self._lock = threading.Lock()
         self._here: set[int] = set()  # blocks that this process has seen in the folder
         self._coming: dict[int, Future[None]] = {}

@@ -37,10 +37,11 @@ TOOL_USE = "tool_use"  # the name of a folder's template for chats with tools, b
 
 
 class Chat(NamedTuple):
-    """Messages, and the template's arguments that belong to this chat: tools, documents and others by name."""
+    """Messages, the template's arguments that belong to this chat (tools, documents and others by name), pictures."""
 
     messages: Sequence[Message]
     arguments: dict[str, Any]
+    pictures: tuple[str, ...] = ()  # paths or URLs, in the order of the messages' parts of type "image"
 
     @property
     def answers(self) -> list[int]:
@@ -62,6 +63,7 @@ class Template:
     sources: Mapping[str, str]
     arguments: Mapping[str, Any]
     location: str
+    image: str = ""  # a picture, as the template writes it
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
         """The text of a chat; with `add_generation_prompt` up to where the assistant's answer begins.
@@ -104,36 +106,45 @@ class Template:
     def _with_content(self, compiled: Any, message: Message, more: dict[str, Any]) -> Message:
         """A message whose content is text, unless the template reads the parts or the object that it is."""
         content = message.get("content")
-        if content is None or isinstance(content, str) or self._reads(compiled, message["role"], type(content), more):
+        if content is None or isinstance(content, str):
+            return message
+        pictured = isinstance(content, list) and any(part["type"] == "image" for part in content)
+        if self._reads(compiled, message["role"], "image" if pictured else type(content), more):
             return message
         if isinstance(content, list):
-            return {**message, "content": "\n".join(part["text"] for part in content)}
+            return {**message, "content": "\n".join(part.get("text", self.image) for part in content)}
         raise InputError(
             f"the chat template {self.location} does not write an object as the content of a message of role "
             f"{message['role']} ({shown(repr(content))}): write it as text."
         )
 
-    def _reads(self, compiled: Any, role: str, form: type, more: dict[str, Any]) -> bool:
+    def _reads(self, compiled: Any, role: str, form: type | str, more: dict[str, Any]) -> bool:
         """Whether the template writes the texts in a list of parts, or an object as JSON, in a message of a role.
+
+        With the form "image" whether it writes both texts and `image` in their place.
 
         One that knows only text fails, drops the value, or prints it as Python does. A small chat shows which.
         """
         if (found := self._read_forms.get((compiled, role, form))) is None:
-            content = [{"type": "text", "text": each} for each in PROBES] if form is list else dict.fromkeys(PROBES, 1)
+            texts = [{"type": "text", "text": each} for each in PROBES]
+            content = (
+                texts if form is list else [{"type": "image"}, *texts] if form == "image" else dict.fromkeys(PROBES, 1)
+            )
             before, after = AROUND.get(role, AROUND["tool"])
             probed = {"role": role, "content": content, "name": "f", "tool_call_id": CALL["id"]}
             try:
                 text = self._run(compiled, [*before, probed, *after], more | {"add_generation_prompt": False})
             except Exception:  # a template is a program, which can fail in any way
                 text = ""
-            quotes = ("'", '"') if form is list else ("'",)
+            quotes = ("'",) if form is dict else ("'", '"')
             printed = any(f"{quote}{PROBES[0]}{quote}" in text for quote in quotes)
-            found = not printed and all(each in text for each in PROBES)
+            wanted = [*PROBES, self.image] if form == "image" else PROBES
+            found = not printed and all(each in text for each in wanted)
             self._read_forms[compiled, role, form] = found
         return found
 
     @cached_property
-    def _read_forms(self) -> dict[tuple[Any, str, type], bool]:
+    def _read_forms(self) -> dict[tuple[Any, str, type | str], bool]:
         return {}
 
 

@@ -26,6 +26,7 @@ from megajax.errors import InputError
 
 if TYPE_CHECKING:
     from megajax.config import Config
+    from megajax.data.images import Images, PlacedPicture
     from megajax.data.text import TextDataset
 
 CACHED = 3  # epochs: a sample may span two while another thread is one ahead
@@ -48,6 +49,11 @@ class Samples(Protocol):
     def padding(self, index: int) -> int:
         """The number of tokens at the end of a sample that are no text."""
         return 0
+
+    def pictures(self, index: int) -> "Sequence[PlacedPicture]":
+        """The pictures of a sample, in order."""
+        del index
+        return ()
 
     def repacked(self, packing: RowPacking) -> "Samples":
         """The same documents in rows of another packing; itself if there is only one."""
@@ -97,12 +103,14 @@ def make_batch(
     is_padded: bool = False,
     spans: SpanCorruption | None = None,
     masking: Masking | None = None,
+    images: "Images | None" = None,
 ) -> dict[str, np.ndarray]:
     """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
 
     Targets are the next tokens, or with `masking` the tokens themselves, of which some are hidden in `tokens`. With
     `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence. If samples may be padded,
-    `is_real` bool: False for padding. With `spans` they are the fields of an encoder and a decoder.
+    `is_real` bool: False for padding. With `spans` they are the fields of an encoder and a decoder, with `images` also
+    those of the pictures.
     """
     if samples.is_remote():
         for coming in samples.fetch([int(index) for index in indices]):
@@ -126,6 +134,9 @@ def make_batch(
         of_rows = zip(block[:, :-1], counted[:, :-1], indices, strict=True)
         hidden, chosen = zip(*(masking(tokens, may, int(index)) for tokens, may, index in of_rows), strict=True)
         fields |= {"tokens": np.stack(hidden), "targets": fields["tokens"], "loss_mask": np.float32(np.stack(chosen))}
+    if images is not None:
+        of_rows = [(samples.pictures(int(index)), samples.document_lengths(int(index))) for index in indices]
+        fields |= images.fields(of_rows, shape[1], packing.reset_positions)
     if is_padded:
         lengths = np.array([block.shape[1] - samples.padding(int(index)) for index in indices])
         fields["is_real"] = np.arange(shape[1]) < lengths[:, None]
@@ -363,6 +374,10 @@ class BlendedSamples(Samples):
     def padding(self, index: int) -> int:
         source, rank = self.locate(index)
         return self.sources[source].padding(rank)
+
+    def pictures(self, index: int) -> "Sequence[PlacedPicture]":
+        source, rank = self.locate(index)
+        return self.sources[source].pictures(rank)
 
     def repacked(self, packing: RowPacking) -> Samples:
         sources = [source.repacked(packing) for source in self.sources]

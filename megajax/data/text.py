@@ -3,7 +3,6 @@
 A file's tokens are a `.bin/.idx` pair, so text gives the samples of preprocessed files, in the same orders.
 """
 
-import hashlib
 import json
 import os
 import warnings
@@ -22,6 +21,7 @@ from megajax.data.encoding import Encoded, TextEncoder, encode_blocks, write_doc
 from megajax.data.index_cache import (
     cache_directory,
     file_digest,
+    file_identity,
     filling,
     folder_of,
     is_complete,
@@ -32,13 +32,12 @@ from megajax.data.json_lines import LineBlock, check_inputs, matching_files, rea
 from megajax.data.progress import Progress, show_progress
 from megajax.data.special_tokens import document_tokens
 from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
-from megajax.errors import InputError, file_reader
+from megajax.errors import InputError
 
 if TYPE_CHECKING:
     from megajax.config import Config
 
 VERSION = 1  # of the encoding, part of the key of the stored tokens
-COMPARED = 1 << 20  # bytes at both ends of a file that are part of the key
 TOKENS, BAD = "tokens", "bad_lines.json"  # files of a folder of the cache
 
 
@@ -108,7 +107,7 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
             "around_documents": document_tokens(data, _loaded(spec, tuple(map(file_digest, deciding_files(spec))))),
             "text_key": data.text_key,
         }
-        keys = {path: same | _identity(path) for path in paths}
+        keys = {path: same | file_identity(path) for path in paths}
         folders = {path: folder_of(cache, key) for path, key in keys.items()}
         return [(path, folders[path].name if is_complete(folders[path]) else keys[path]) for path in paths]
 
@@ -189,14 +188,3 @@ class _Tokenising:
 def _bad_lines(folder: Path) -> int:
     with storage_errors(folder):
         return json_files.read(folder / BAD, int, "remove the folder")
-
-
-@file_reader("path")
-def _identity(path: str) -> dict[str, Any]:
-    """A file's size, time of change and both ends: to read all of the text at each start takes too long."""
-    status = os.stat(path)
-    with open(path, "rb") as file:
-        ends = file.read(COMPARED)
-        file.seek(max(0, status.st_size - COMPARED))
-        ends += file.read(COMPARED)
-    return {"size": status.st_size, "changed": status.st_mtime_ns, "ends": hashlib.blake2b(ends).hexdigest()[:32]}

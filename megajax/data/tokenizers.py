@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megajax.data.byte_pairs import add_missing, is_tiktoken, read_gpt2, read_tiktoken
 from megajax.data.indexed import LARGEST_ID
-from megajax.data.model_files import inside
+from megajax.data.model_files import PROCESSOR_FILES, inside
 from megajax.data.sentence_pieces import SentencePieceTokenizer
 from megajax.data.special_tokens import (
     ADDED,
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first one counts
 GPT2_FILES = ("vocab.json", "merges.txt")
-BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja")  # files that belong to a tokenizer's
+# Files that belong to a tokenizer's.
+BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja", *PROCESSOR_FILES)
 
 
 class Tokenizer(Protocol):

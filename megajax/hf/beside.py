@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.model_files import TOKEN_NAMES, TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
+from megajax.data.model_files import (
+    PROCESSOR_FILES,
+    TOKEN_NAMES,
+    TOKENIZER_CONFIG,
+    inside,
+    read_json,
+    token_texts,
+    tokenizer_config,
+)
 from megajax.data.special_tokens import known_end, stop_tokens, stored_ids
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
 from megajax.errors import file_reader
@@ -24,6 +32,7 @@ TOKENIZER_FILES = (
     TOKEN_NAMES,
     "added_tokens.json",
     "chat_template.jinja",
+    *PROCESSOR_FILES,
 )
 TOKENS = ("bos_token", "eos_token", "pad_token")
 

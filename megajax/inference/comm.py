@@ -46,22 +46,22 @@ class WholeSequences(Comm):
     def keep(self, state: Any) -> None:
         self.caches.append(state)
 
-    def token_positions(self, positions: jax.Array) -> TokenPositions:
+    def token_positions(self, positions: jax.Array, image_ends: jax.Array | None = None) -> TokenPositions:
         """The tokens at these positions `[B, S]`."""
-        return TokenPositions(positions)
+        return TokenPositions(positions, image_ends=image_ends)
 
     def sequence_length(self, local: int) -> int:
         return self.max_length  # new tokens have the rotary positions of those in the cache
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
-        def attention(q, k, v, sinks, bias_table):
+        def attention(q, k, v, sinks, bias_table, image_ends):
             how = replace(settings, sinks=sinks, wants_largest=False, bias_table=bias_table)
-            return ops.attention(q, k, v, how, implementation=self.kernels.attention)[0]
+            return ops.attention(q, k, v, how, implementation=self.kernels.attention, image_ends=image_ends)[0]
 
-        heads = P(self.heads(k.shape[2]))
-        whole = P(self.sequences(len(q)), None, *heads)
-        of_heads = settings.sinks, settings.bias_table
-        return self.divided(attention, (whole, whole, whole, heads, heads), whole)(q, k, v, *of_heads), None
+        rows, heads = self.sequences(len(q)), P(self.heads(k.shape[2]))
+        whole = P(rows, None, *heads)
+        others = settings.sinks, settings.bias_table, positions.image_ends
+        return self.divided(attention, (whole, whole, whole, heads, heads, P(rows)), whole)(q, k, v, *others), None
 
     def attend_to(self, q, k, v, ranges, scale) -> jax.Array:
         placed = P(self.sequences(len(q)), None, self.heads(k.shape[2]))
@@ -121,8 +121,8 @@ class Prefill(WholeSequences):
         self.lengths, self.slots, self.new = lengths, slots, new
         self.replaceable = new if new > 1 else 0
 
-    def token_positions(self, positions: jax.Array) -> TokenPositions:
-        return TokenPositions(positions, is_real=positions < self.lengths[:, None])
+    def token_positions(self, positions: jax.Array, image_ends: jax.Array | None = None) -> TokenPositions:
+        return TokenPositions(positions, is_real=positions < self.lengths[:, None], image_ends=image_ends)
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
         self.keep(LayerCache(self.cached(k, settings.window), self.cached(v, settings.window)))

@@ -1,6 +1,6 @@
 """Continuing prompts: one program reads them, one produces tokens in a loop on the devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -11,11 +11,13 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from megajax import cluster
+from megajax.data.images import PlacedPicture
 from megajax.data.spans import START
 from megajax.data.tokenizers import decode_after
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, Prefill
-from megajax.inference.language_model import LanguageModel, Source, positions_from
+from megajax.inference.language_model import ROPE, LanguageModel, Source, positions_from
+from megajax.inference.prompts import PicturePrompt
 from megajax.inference.sampling import DEFAULT, Sampling, choose
 from megajax.inference.speculation import Drafter, Drafts, DraftWindow, Verified
 from megajax.inference.weights import ModelWeights
@@ -36,6 +38,7 @@ class GenerationState(NamedTuple):
     done: jax.Array  # [B] bool
     keys: jax.Array  # [B] random keys
     source_lengths: jax.Array | None = None  # [B], of prompts that an encoder read
+    rope_shift: jax.Array | None = None  # [B], with pictures: the rotary position of a new token minus its position
     drafts: Drafts | None = None  # with speculation
     verified: Verified | None = None
 
@@ -62,7 +65,7 @@ class Generator:
 
     def tokens(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | PicturePrompt],
         max_tokens: int,
         seed: int = 0,
         chunk: int | None = None,
@@ -76,7 +79,9 @@ class Generator:
         to as many tokens longer as are drafted in a step. Of `growing` prompts, those of a conversation, few lengths
         are distinguished, so that most calls need no new programs.
         """
-        sources = None
+        sources, images = None, None
+        pictures = [prompt.pictures if isinstance(prompt, PicturePrompt) else () for prompt in prompts]
+        prompts = [prompt.tokens if isinstance(prompt, PicturePrompt) else prompt for prompt in prompts]
         if self.model.config.of_encoder is not None:  # it reads the prompts, and the new tokens follow START
             sources, prompts = self._padded(prompts, growing), [[START]] * len(prompts)
         longest = max(map(len, prompts))
@@ -88,7 +93,10 @@ class Generator:
         size = self._rounded(min(padded + most, self.model.max_length) + written - 1, growing)
         tokens, lengths = _in_rows(prompts, min(padded, self.model.max_length))
         room = self._rounded(min(max_tokens, self.model.max_length), growing)
-        progress = self._prefill(self.model.weights, tokens, lengths, np.uint32(seed), sources, size=size, room=room)
+        if any(pictures):
+            images = self._image_fields(pictures, lengths, tokens.shape[1])
+        read = tokens, lengths, np.uint32(seed), sources, images
+        progress = self._prefill(self.model.weights, *read, size=size, room=room)
         while True:
             active, self.verified = _on_host((progress.active(limits), progress.verified))
             if chunk is not None or not active.any():
@@ -104,6 +112,16 @@ class Generator:
         for prompt in prompts:
             self.model.check_tokens(np.array([prompt], np.int32)[:, : self.model.max_length])
         return _in_rows(prompts, self._rounded(max(map(len, prompts)), growing))
+
+    def _image_fields(
+        self, pictures: Sequence[Sequence[PlacedPicture]], lengths: np.ndarray, padded: int
+    ) -> dict[str, np.ndarray]:
+        """The fields of prompts' pictures, with as many patches as the most of a prompt, rounded up."""
+        images = self.model.images
+        most = max(sum(images.entries(placed.sized) for placed in each) for each in pictures)
+        multiple = images.vision.merge**2 * self.multiple
+        rows = [(each, np.array([length])) for each, length in zip(pictures, lengths, strict=True)]
+        return images.fields(rows, padded, False, -(-most // multiple) * multiple)
 
     def _rounded(self, length: int, growing: bool) -> int:
         """A length rounded up, for shared programs: to a multiple, or if `growing` to a multiple by a power of two."""
@@ -121,18 +139,18 @@ class Generator:
             )
 
     def _prefill_program(
-        self, weights: ModelWeights, tokens, lengths, seed, sources=None, *, size: int, room: int
+        self, weights: ModelWeights, tokens, lengths, seed, sources=None, images=None, *, size: int, room: int
     ) -> GenerationState:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
         B, written = len(tokens), self.drafter.written if self.drafter else 1
         comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, written)
-        source = None if sources is None else self.model.encoded(weights, *sources)
+        source = Source(images=images) if sources is None else self.model.encoded(weights, *sources)
         h = self.model.whole_sequences(weights, tokens, comm, source)
         newest = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
         empty, none = jnp.full((B, room), NONE, jnp.int32), jnp.zeros(B, jnp.int32)
         start = GenerationState(tuple(comm.caches), empty, none, lengths - 1, jnp.zeros(B, bool), keys)
-        start = start._replace(source_lengths=None if source is None else source.lengths)
+        start = start._replace(source_lengths=source.lengths, rope_shift=_rope_shift(images, lengths))
         progress, token = self._with_token(start, self.model.model.logits(weights.outer, newest), ~start.done)
         if self.drafter is None:
             return progress
@@ -150,7 +168,7 @@ class Generator:
         """One token more of the sequences that go on."""
         comm = Decode(self.model.mesh, self.model.kernels, self.model.max_length, progress.caches)
         newest = jnp.take_along_axis(progress.tokens, progress.count[:, None] - 1, axis=1)
-        source = None if progress.source_lengths is None else Source(progress.source_lengths, None)
+        source = Source(progress.source_lengths, rope_shift=progress.rope_shift)
         h = self.model.new_tokens(weights, jnp.maximum(newest, 0), progress.position, comm, source)
         logits = self.model.model.logits(weights.outer, h[:, 0])
         active = progress.active(ends)
@@ -208,6 +226,15 @@ def _on_host(arrays: Any) -> Any:
     )
 
 
+def _rope_shift(images: Mapping[str, jax.Array] | None, lengths: jax.Array) -> jax.Array | None:
+    """The rotary position of the token after each prompt, `lengths [B]`, minus its position: after the largest one."""
+    if images is None or ROPE not in images:
+        return None
+    rope = images[ROPE]
+    is_real = jnp.arange(rope.shape[1]) < lengths[:, None]
+    return jnp.where(is_real, rope.max(axis=2), 0).max(axis=1) + 1 - lengths
+
+
 def _in_rows(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """(prompts `[B, length]`, padded at their ends, their lengths `[B]`)."""
     tokens = np.zeros((len(prompts), length), np.int32)
@@ -242,7 +269,7 @@ def generator(model: LanguageModel, sampling: Sampling) -> Generator:
 
 def continue_texts(
     model: LanguageModel,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | PicturePrompt],
     max_tokens: int = 100,
     sampling: Sampling = DEFAULT,
     *,
@@ -251,21 +278,22 @@ def continue_texts(
     on_text: Callable[[str], None] | None = None,
     growing: bool = False,
 ) -> list[str]:
-    """The continuation of each prompt (a text, or its tokens), cut before the first of the texts `stop`.
+    """The continuation of each prompt, a text or tokens with or without pictures, cut before the first of `stop`.
 
     A special token, which is not in the text, ends it too if a text of `stop` has its name.
     `on_text` gets the text of a single prompt piece by piece. For `growing` and errors see `Generator.tokens`.
     """
     tokenizer = model.tokenizer
     assert tokenizer is not None, "the model has no tokenizer"
-    encoded = [model.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    encoded = [model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     chunk = 8 if on_text else LENGTH_MULTIPLE if stop else None
     ends = {tokenizer.token_id(name) for name in tokenizer.special_tokens if any(name in text for text in stop)}
     printed, texts = 0, [""] * len(prompts)
     for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk, growing):
         ended = [next((i for i, token in enumerate(row) if token in ends), None) for row in rows]
         rows = [row[:end] for row, end in zip(rows, ended, strict=True)]
-        before = encoded if model.config.of_encoder is None else [[]] * len(rows)
+        before = [list(each.tokens if isinstance(each, PicturePrompt) else each) for each in encoded]
+        before = before if model.config.of_encoder is None else [[]] * len(rows)
         texts = [decode_after(tokenizer, *each) for each in zip(before, rows, strict=True)]
         cut = [min((text.find(end) for end in stop if end in text), default=-1) for text in texts]
         texts = [text if end < 0 else text[:end] for text, end in zip(texts, cut, strict=True)]

@@ -4,6 +4,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
@@ -14,20 +16,26 @@ from jax.sharding import Mesh
 from megajax import ops
 from megajax.config import AXES, Config
 from megajax.data.chat_template import ChatTemplate, load_chat_template
+from megajax.data.image_processing import find_processor
+from megajax.data.images import Images, image_text
+from megajax.data.pictures import PictureFiles
 from megajax.data.special_tokens import framed
 from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.comm import Decode, WholeSequences
 from megajax.inference.weights import ModelWeights, Parameters, from_parameters
 from megajax.kernel_choice import Hardware, Kernels
-from megajax.layout.kinds import ENCODER, extra_layers, layer_kinds
+from megajax.layout.kinds import ENCODER, IMAGES, extra_layers, layer_kinds
 from megajax.model import Transformer
 from megajax.model.comm import TokenPositions
 from megajax.model.cross_attention import END_OF_KEYS, FIRST_KEY
 from megajax.model.encoder_layers import ENDS, STARTS, TOKENS, EncoderLayers, bias_stream
 from megajax.model.sublayer import BlockInputs, LayerContext, State
+from megajax.model.vision import INDEX
 from megajax.options.registered import NO_ENCODER
 from megajax.schema.model import LAYERS
 from megajax.sources import NO_TEXT, TextSettings
+
+ROPE = "rope_positions"  # a field of prompts with pictures
 
 
 class LanguageModel:
@@ -102,6 +110,19 @@ class LanguageModel:
         return tokens
 
     @cached_property
+    def images(self) -> Images:
+        """What the model makes of pictures; InputError if it has no vision tower."""
+        vision, folder = self.config.vision, self.folder
+        if vision is None:
+            raise InputError("the prompt has pictures, but the model reads text only: leave them out.")
+        if self.tokenizer is None:
+            raise InputError(f"{folder} has no tokenizer, so pictures have no tokens: add tokenizer.json.")
+        text = image_text(self.tokenizer, str(folder), folder, vision.image_token)
+        self._remote_pictures = TemporaryDirectory(prefix="megajax-pictures-")
+        files = PictureFiles(Path(self._remote_pictures.name))
+        return Images(vision, find_processor(folder, vision), text, self.config.rope_sections is not None, files)
+
+    @cached_property
     def chat_template(self) -> ChatTemplate:
         """The folder's chat template with the arguments of the training; InputError if there is none."""
         return load_chat_template(self.folder, arguments=self.template_arguments)
@@ -154,7 +175,7 @@ class LanguageModel:
         """Token ids `[B, S]` → the model's output after its final norm `[B, S, D]`; to be traced."""
         comm = comm or WholeSequences(self.mesh, self.kernels, self.max_length)
         positions = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1]), tokens_bs.shape)
-        return self._run(weights, tokens_bs, positions, comm, source)
+        return self._run(weights, tokens_bs, positions, comm, source or Source())
 
     def encoded(self, weights: ModelWeights, tokens_bt: jax.Array, lengths_b: jax.Array) -> "Source":
         """What the encoder makes of prompts `[B, T]` of these lengths, padded at their ends; to be traced."""
@@ -174,17 +195,23 @@ class LanguageModel:
         source: "Source | None" = None,
     ) -> jax.Array:
         """Tokens from the positions `first_b` on → the model's output `[B, S, D]`; to be traced."""
-        return self._run(weights, tokens_bs, positions_from(first_b, tokens_bs.shape[1]), comm, source)
+        return self._run(weights, tokens_bs, positions_from(first_b, tokens_bs.shape[1]), comm, source or Source())
 
-    def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences, source) -> jax.Array:
-        inputs = block_inputs(positions, comm.token_positions(positions))
-        streams, fields = bias_stream(weights.outer), {}
-        if source is not None:
-            fields = {FIRST_KEY: jnp.zeros_like(positions), END_OF_KEYS: jnp.zeros_like(positions)}
+    def _run(self, weights: ModelWeights, tokens, positions, comm: WholeSequences, source: "Source") -> jax.Array:
+        vision, ends, rope = self.config.vision, None, None
+        streams, fields = bias_stream(weights.outer), dict(source.images or {})
+        if source.lengths is not None:
+            fields |= {FIRST_KEY: jnp.zeros_like(positions), END_OF_KEYS: jnp.zeros_like(positions)}
             fields[END_OF_KEYS] += source.lengths[:, None]
             streams |= {} if source.stream is None else {ENCODER: source.stream}
-        inputs = replace(inputs, streams=streams, fields=fields)
-        x = self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1))
+        if fields and self.model.vision is not None and vision is not None:
+            streams[IMAGES] = self.model.embed_images(self.model.vision, weights.outer, fields, jnp.arange(len(tokens)))
+            ends, rope = ops.image_ends(fields[INDEX] >= 0) if vision.bidirectional else None, fields.get(ROPE)
+        elif source.rope_shift is not None:
+            rope = jnp.repeat((positions + source.rope_shift[:, None])[..., None], 3, axis=-1)
+        inputs = block_inputs(positions, comm.token_positions(positions, ends))
+        inputs = replace(inputs, streams=streams, fields=fields, rope_positions=rope)
+        x = self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1), inputs)
         x = comm.place(x, comm.token_spec(len(tokens)))
         for layer, kind in enumerate(layer_kinds(self.config)):
             layer_weights, state = weights.layers[layer], weights.state[layer]
@@ -194,10 +221,17 @@ class LanguageModel:
 
 
 class Source(NamedTuple):
-    """The prompts of a model with an encoder."""
+    """What a model reads besides tokens.
 
-    lengths: jax.Array  # [B]
-    stream: jax.Array | None  # [B · T, D]; None for new tokens, whose layers kept what they need of it
+    With an encoder, the prompts' `lengths` [B] and its `stream` [B · T, D], None for new tokens, whose layers kept what
+    they need of it. With a vision tower, the fields of whole prompts' `images`, and of new tokens `rope_shift` [B], by
+    which their rotary positions are before the others.
+    """
+
+    lengths: jax.Array | None = None
+    stream: jax.Array | None = None
+    images: Mapping[str, jax.Array] | None = None
+    rope_shift: jax.Array | None = None
 
 
 def positions_from(first_b: jax.Array, count: int) -> jax.Array:

@@ -35,6 +35,7 @@ from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.hooks import Hook, RunView, StopReason
 from megajax.training.in_memory import StateGenerator, export_weights
+from megajax.training.modalities import Modalities
 from megajax.training.monitoring import Monitoring
 from megajax.training.norms import Norms
 from megajax.training.profiling import Profile
@@ -119,7 +120,8 @@ class Trainer:
         exports = () if self._exports is None else (self._exports,)
         evaluation = Evaluation(self.data, self.evaluate, self.log, self.watch)
         balance = WorkBalance(self.config, self.data["train"])
-        self.view.hooks += [self.log, self.profile, self.watch, balance, *checks, *given, saves, *exports, evaluation]
+        measures = (self.profile, self.watch, balance, Modalities(self.data["train"]))
+        self.view.hooks += [self.log, *measures, *checks, *given, saves, *exports, evaluation]
 
     @property
     def checkpoints(self) -> Checkpoints:

@@ -13,7 +13,7 @@ import megajax
 from megajax.config.checks import check, check_mesh
 from megajax.data.chat import counted_in, counted_tokens
 from megajax.data.chat_template import load_chat_template
-from megajax.data.conversation import read_record
+from megajax.data.conversation import Completion, read_record
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.loader import datasets, make_loader
 from megajax.data.rendering import Chat
@@ -197,7 +197,7 @@ def test_instructions_are_alpacas_prompts():
     with_input = f"{intro}, paired with an input that provides further context. W{write}### Input:\n2\n\n### Response:"
     record = {"instruction": "Add {1}", "output": "3"}
     for more, prompt in (({}, without), ({"input": ""}, without), ({"input": "2"}, with_input)):
-        assert read_record(record | more) == (prompt, "3")
+        assert read_record(record | more) == Completion(prompt, "3")
 
 
 def test_an_array_and_a_glob_give_the_samples_of_the_lines(folder, reference):
@@ -272,7 +272,9 @@ MISTAKES = {
     '{"messages": [{"role": "user"}]}': "line 1 has a message without content (message 0, user): give it some",
     '{"messages": [{"role": "user", "content": 5}]}': "line 1 has content that is not text (5) in message 0 (user)",
     '{"messages": [{"role": "user", "content": {"a": 1}}]}': "content that is not text ({'a': 1}) in message 0 (user)",
-    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "a part of content of type 'image_url' in",
+    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "no path or URL for the picture in part 0",
+    '{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}': "has pictures, which only",
+    '{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}': "a part of content of type 'audio' in",
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}': "{'type': 'text', 'text': 1} in mess",
     '{"messages": [{"role": "tool", "content": ["a"]}]}': "has a part of content 'a' in message 0 (tool)",
     '{"messages": [{"role": "user", "content": "a"}]}': "line 1 has no answer of the assistant",

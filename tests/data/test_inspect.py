@@ -175,7 +175,7 @@ def test_mistakes_are_answered_with_one_sentence(tmp_path, write_documents, caps
     (tmp_path / "c.yaml").write_text(CONFIG.format(data=f"train: {prefix}"))
     for arguments, sentence in {
         "p --sample 1": "p is the prefix of token files, which have no samples: give a CONFIG (.yaml) for --sample, "
-        "--split and section.key=value.",
+        "--pictures, --split and section.key=value.",
         "c.yaml --split valid": "--split=valid is not in the config: choose train.",
         "c.yaml --sample -1": "argument --sample: -1 is not the number of a sample (0 or more); "
         "python -m megajax.data.inspect --help lists the arguments.",

@@ -12,16 +12,20 @@ from megajax.inference.prompts import as_chat, read_prompts
 CHAT = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "é?"}]
 
 
+def prompts_of(path) -> list:
+    return [located.prompt for located in read_prompts(str(path))]
+
+
 @pytest.mark.smoke
 def test_prompts_are_lines_or_json_objects(tmp_path):
     other_line_ends = "one\u2028\u2029\x85\f\v\x1c"  # of which no other program makes lines
     (tmp_path / "a.txt").write_text(f"{other_line_ends}1\n\ntwo two\n")
-    assert read_prompts(str(tmp_path / "a.txt")) == [f"{other_line_ends}1", "two two"]
+    assert prompts_of(tmp_path / "a.txt") == [f"{other_line_ends}1", "two two"]
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "one\u2028\x85"}\n' + json.dumps({"messages": CHAT}) + "\n")
-    assert read_prompts(str(path)) == ["one\u2028\x85", Chat(CHAT, {})]
+    assert prompts_of(path) == ["one\u2028\x85", Chat(CHAT, {})]
     path.write_text(json.dumps({"messages": CHAT, "tools": "[{}]", "chat_template_kwargs": {"thinking": True}}))
-    assert read_prompts(str(path)) == [Chat(CHAT, {"tools": [{}], "thinking": True})]
+    assert prompts_of(path) == [Chat(CHAT, {"tools": [{}], "thinking": True})]
     for line, sentence in {
         "{": "a.jsonl, line 1 is not JSON",
         '{"text": "a"}': 'a.jsonl, line 1 has neither "prompt" nor "messages"',
@@ -65,7 +69,7 @@ def test_training_data_are_prompts_without_their_last_answer(name, tmp_path):
     lines = [line for line, _ in FORMS]
     text = json.dumps(lines, indent=1) if name == "a.json" else "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / name).write_text(text)
-    assert read_prompts(str(tmp_path / name)) == [asked for _, asked in FORMS]
+    assert prompts_of(tmp_path / name) == [asked for _, asked in FORMS]
 
 
 @pytest.mark.parametrize(("role", "begins"), [("system", False), ("developer", False), ("user", True)])

@@ -1,0 +1,251 @@
+"""Pictures: pixels, patches, tokens and positions are transformers'; batches are a function of the data; errors."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import megajax
+from megajax.data.describe import describe_data
+from megajax.data.image_processing import cut_patches, patch_order, read_processor
+from megajax.data.inspect import write_pictures
+from megajax.data.loader import datasets, make_loader
+from megajax.errors import InputError
+
+REFERENCE = Path(__file__).parents[1] / "data_files/images.npz"
+TOWER = {"image_token": 258, "patches_per_row": 36, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "patch_size": 4}
+VISION = {
+    "llava": TOWER | {"grid": 3, "class_token": True, "patches_per_row": 40},
+    "gemma3": TOWER | {"grid": 3, "image_token": 260},
+    "qwen": TOWER | {"merge": 2, "window": 4, "temporal_patch_size": 2, "image_token": 260, "patches_per_row": 128},
+}
+ROPE = {"qwen": {"rope_sections": [1, 1, 2]}}
+NAMES = ["first.png", "second.png"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    with np.load(REFERENCE) as arrays:
+        found = dict(arrays)
+    return found | {name: json.loads(found[name].tobytes()) for name in ("processors", "chats")}
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """That of make_image_references.py."""
+    y, x = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(x / 3 + y / 5), np.cos(x / 2), np.sin(y / 4 + x * y / 90)], axis=-1)
+    return Image.fromarray(np.uint8(127.5 + 127.5 * waves))
+
+
+def write_folder(path: Path, given: dict) -> None:
+    for name, content in given["folder"].items():
+        (path / name).write_text(json.dumps(content))
+    (path / "chat_template.jinja").write_text(given["template"])
+    for name, size in zip(NAMES, [(17, 30), (30, 17)], strict=True):
+        picture(*size).save(path / name)
+
+
+def write_lines(path: Path, records: list) -> str:
+    (path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return "chats.jsonl"
+
+
+def config_of(path: Path, family: str, train: str, length: int = 128, **data):
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 264}
+    train = train if "://" in train else str(path / train)
+    files = {"kind": "chat", "train": train, "tokenizer": str(path / "tokenizer.json")}
+    return megajax.Config.model_validate(
+        {
+            "run": {"steps": 3, "dir": str(path / "run"), "seed": 5},
+            "model": sizes | {"vision": VISION[family]} | ROPE.get(family, {}),
+            "batch": {"global_size": 2, "sequence_length": length},
+            "data": files | {"packing": "sequential", "order": "sequential"} | data,
+        }
+    )
+
+
+def named(messages: list) -> list:
+    """Messages whose parts of type image name NAMES, in turn."""
+    names, found = iter(NAMES), []
+    for message in messages:
+        parts = [part | {"path": next(names)} if part["type"] == "image" else part for part in message["content"]]
+        found.append(message | {"content": parts})
+    return found
+
+
+def test_pixels_are_those_of_transformers(reference):
+    for name, case in reference["processors"].items():
+        merge = 2 if name == "qwen" else 1
+        vision = SimpleNamespace(patch_size=4, temporal_patch_size=2, merge=merge, grid=3 if merge == 1 else None)
+        processor = read_processor(case["values"], name, vision)  # type: ignore[arg-type]
+        for i, size in enumerate(case["sizes"]):
+            pixels, expected = processor(picture(*size), 8), reference[f"pixels:{name}:{i}"]
+            assert pixels.shape[1:] == processor.size(size[1], size[0], 8)
+            if merge == 2:
+                rows, columns = (side // 4 for side in pixels.shape[1:])
+                pixels = cut_patches(pixels, 4, 2)[patch_order(rows, columns, 2)]
+            np.testing.assert_array_equal(pixels, expected, err_msg=f"{name} {size}")
+    np.testing.assert_array_equal(patch_order(12, 10, 1, 4), reference["windows"])
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_tokens_and_fields_are_those_of_transformers(reference, tmp_path, family):
+    given = reference["chats"][family]
+    write_folder(tmp_path, given)
+    train = write_lines(tmp_path, [{"messages": named(given["messages"])}] * 3)
+    config = config_of(tmp_path, family, train, length=2 * len(given["ids"]) + 5)
+    ids, image = np.array(given["ids"]), VISION[family]["image_token"]
+    batch = next(make_loader(config, split="train", rows=np.arange(2)))
+    for row, copies in ((0, 2), (1, 1)):  # two conversations, then one
+        tokens = batch["tokens"][row]
+        np.testing.assert_array_equal(tokens[: copies * len(ids)], np.tile(ids, copies))
+        is_image, indices = tokens == image, batch["image_index"][row]
+        np.testing.assert_array_equal(indices >= 0, is_image)
+        assert batch["loss_mask"][row].any() and not batch["loss_mask"][row][batch["targets"][row] == image].any()
+        segments = batch["patch_segments"][row]
+        assert segments.max() == 2 * copies - 1 and (np.diff(segments[segments >= 0]) >= 0).all()
+        _check_patches(batch, row, config.model.vision, reference, family)
+    if family == "qwen":
+        expected = reference["rope"].T
+        rope = batch["rope_positions"][0]
+        np.testing.assert_array_equal(rope[: 2 * len(ids)], np.tile(expected, (2, 1)))
+
+
+def _check_patches(batch, row: int, vision, reference, family: str) -> None:
+    """Each image token's embedding is made of the patches of its block, which have transformers' pixels."""
+    case, seen = ("llava" if family == "llava" else family), 0
+    tokens, indices = batch["tokens"][row], batch["image_index"][row]
+    places = np.flatnonzero(tokens == vision.image_token)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    block = vision.merge**2
+    for number, run in enumerate(runs):
+        width, height = [(17, 30), (30, 17)][number % 2]
+        pixels = reference[f"pixels:{case}:{number % 2}"]
+        if family != "qwen":
+            pixels = cut_patches(pixels, 4, 1)
+        entries = (indices[run][:, None] * block + np.arange(block)).reshape(-1)
+        np.testing.assert_array_equal(batch["patches"][row][entries], pixels)  # Qwen's are block after block too
+        assert (batch["patch_segments"][row][entries] == number).all()
+        seen += len(entries)
+        columns = {"qwen": 4 if height > width else 8}.get(family, 3)
+        order = patch_order(len(pixels) // columns, columns, vision.merge)
+        np.testing.assert_array_equal(batch["patch_positions"][row][entries], np.stack(np.divmod(order, columns), 1))
+    classes = batch["patch_segments"][row] >= 0
+    classes[(indices[places][:, None] * block + np.arange(block)).reshape(-1)] = False
+    assert classes.sum() == len(runs) * vision.class_token
+    assert (batch["patch_positions"][row][classes] == -1).all() and not batch["patches"][row][classes].any()
+
+
+def test_pictures_are_named_in_other_forms_too(reference, tmp_path):
+    """<image> of LLaVA's files, prompt and completion, OpenAI's URLs, and a template that reads only text."""
+    given = reference["chats"]["llava"]
+    write_folder(tmp_path, given)
+    turns = [("human", "<image>\nWhat is it?"), ("gpt", "A cat."), ("human", "And\n<image>"), ("gpt", "A dog.")]
+    spoken = [{"from": speaker, "value": text} for speaker, text in turns]
+    url = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/first.png"}}
+    parts = [
+        {"role": "user", "content": [url, {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "image", "image": "second.png"}]},
+        {"role": "assistant", "content": "A dog."},
+    ]
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    text = "user: <image>\nWhat is it?\nassistant: A cat.\nuser: And\n<image>\nassistant: A dog.\n"
+    prompt = {"prompt": text[:-7], "completion": text[-7:], "images": NAMES}
+    records = [{"conversations": spoken, "images": NAMES}, {"messages": parts}, prompt]
+    (tmp_path / "chat_template.jinja").write_text(template)
+    samples = datasets(config_of(tmp_path, "llava", write_lines(tmp_path, records), packing="none"))["train"]
+    rows = [samples[i][: int(samples.document_lengths(i)[0])] for i in range(3)]
+    np.testing.assert_array_equal(rows[0], rows[1])
+    np.testing.assert_array_equal(rows[0], rows[2][:-1])  # a completion ends with the end of a text
+    assert [placed.sized.picture.name for placed in samples.pictures(1)] == [url["image_url"]["url"], "second.png"]
+    assert (rows[0] == 258).sum() == 18
+
+
+def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path):
+    given = reference["chats"]["qwen"]
+    write_folder(tmp_path, given)
+    records = []
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+
+        def add(name: str, data: bytes) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+        for i in range(9):
+            encoded = io.BytesIO()
+            picture(17 + 3 * i, 30).save(encoded, "png")
+            (tmp_path / f"{i}.png").write_bytes(encoded.getvalue())
+            add(f"a/{i}.png", encoded.getvalue())
+            answer = {"role": "assistant", "content": f"Number {i}"}
+            asked = {"type": "image", "path": f"{i}.png"}
+            records.append({"messages": [{"role": "user", "content": [asked]}, answer]})
+            if i % 2:
+                add(f"a/{i}.txt", answer["content"].encode())
+            else:
+                asked = {"role": "user", "content": "<image>"}
+                add(f"a/{i}.json", json.dumps({"messages": [asked, answer]}).encode())
+    data = {"packing": "first_fit", "order": "shuffled"}
+    configs = [config_of(tmp_path, "qwen", name, **data) for name in ("some.tar", write_lines(tmp_path, records))]
+    shard, lines = (make_loader(config, split="train", rows=np.arange(2)) for config in configs)
+    batches = [next(shard) for _ in range(6)]
+    for batch in batches:
+        for name, values in next(lines).items():
+            np.testing.assert_array_equal(batch[name], values, err_msg=name)
+        assert all((row >= 0).sum() <= 128 for row in batch["patch_segments"])
+    assert any((batch["patch_segments"].max(axis=1) > 0).any() for batch in batches)  # several pictures in a row
+    assert write_pictures(configs[0], datasets(configs[0])["train"], 0, tmp_path / "shown")
+    [(sized, _), *_] = datasets(configs[0])["train"].pictures(0)
+    seen = np.asarray(Image.open(tmp_path / "shown/sample_0_picture_0.png"))  # only resized
+    whole = Image.open(tmp_path / Path(sized.picture.name).name)
+    resized = whole.resize((sized.columns * 4, sized.rows * 4), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(seen, np.asarray(resized))
+    remote = make_loader(
+        config_of(tmp_path, "qwen", f"file://{tmp_path}/some.tar", **data), split="train", rows=np.arange(2)
+    )
+    np.testing.assert_array_equal(next(remote)["patches"], batches[0]["patches"])
+    resumed = make_loader(configs[0].model_copy(), split="train", rows=np.arange(1, 2), start_step=4)
+    for name, values in next(resumed).items():
+        np.testing.assert_array_equal(values[0], batches[4][name][1], err_msg=name)
+
+
+def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
+    write_folder(tmp_path, reference["chats"]["llava"])
+    whole = (tmp_path / "first.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "run.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n")
+    Image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
+    names = ["first.png", "missing.png", "cut.png", "text.png", "run.eps", "bomb.png", "reference://a/b.png"]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A"}]}
+    asked = [[{"type": "image"}] if i else [{"type": "image"}, {"type": "image"}] for i in range(len(names))]
+    pictures = [[name] if i else [name, name] for i, name in enumerate(names)]
+    records = [
+        {"messages": [{"role": "user", "content": parts}, answer], "images": each}
+        for parts, each in zip(asked, pictures, strict=True)
+    ]
+    train = write_lines(tmp_path, records)
+    config = config_of(tmp_path, "llava", train)
+    with pytest.warns(UserWarning) as warned:
+        opened = datasets(config)
+    [message] = [str(each.message) for each in warned if "bad pictures" in str(each.message)]
+    for line, reason in enumerate(["does not exist", "damaged or incomplete", "no picture", "no picture", "pixels"], 2):
+        name = f"{tmp_path / train}, line {line}, picture 1: {names[line - 1]} "
+        assert any(name in each and reason in each for each in message.split("\n")), (name, reason, message)
+    assert "6 conversations with bad pictures left out" in message and "1 more" in message
+    assert any("6 left out because of their pictures" in each for each in describe_data(config, opened))
+    (tmp_path / "first.png").unlink()  # after its tokens were stored
+    with pytest.raises(InputError, match="line 1: the picture first.png does not exist"):
+        next(make_loader(config, split="train", rows=np.arange(1), samples=opened["train"]))
+    write_lines(tmp_path, records[1:])
+    with pytest.warns(UserWarning), pytest.raises(InputError, match="no conversation whose pictures can be used"):
+        datasets(config)
+    write_lines(tmp_path, [{"messages": [{"role": "user", "content": "<image>"}, answer], "images": NAMES}])
+    with pytest.raises(InputError, match='line 1 has 2 "images", but positions in the messages for 1 of them'):
+        datasets(config)

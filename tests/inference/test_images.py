@@ -1,0 +1,79 @@
+"""Generation with pictures: greedy tokens are transformers' (data_files/make_image_references.py)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from PIL import Image
+
+import megajax
+from megajax import generate
+from megajax.data.image_processing import read_processor
+from megajax.data.images import Images, ImageText
+from megajax.data.pictures import Picture, PictureFiles
+from megajax.inference.generation import generator
+from megajax.inference.prompts import PicturePrompt
+from megajax.inference.sampling import Sampling
+
+FILES = Path(__file__).parents[1] / "data_files"
+IMAGE = 90
+
+
+@pytest.fixture(scope="module")
+def references() -> dict:
+    with np.load(FILES / "images.npz") as arrays:
+        return json.loads(arrays["generations"].tobytes())
+
+
+def picture(path: Path, width: int, height: int) -> str:
+    """Writes that of make_image_references.py; its name."""
+    y, x = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(x / 3 + y / 5), np.cos(x / 2), np.sin(y / 4 + x * y / 90)], axis=-1)
+    Image.fromarray(np.uint8(127.5 + 127.5 * waves)).save(path / f"{width}_{height}.png")
+    return f"{width}_{height}.png"
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_greedy_tokens_are_those_of_transformers(name, references, tmp_path, capsys):
+    shutil.unpack_archive(FILES / f"tiny_{name}.zip", tmp_path)
+    given, model = references[name], megajax.from_hf(tmp_path, dtype="float32")
+    vision = model.config.vision
+    assert vision is not None
+    processor = read_processor(given["values"], name, vision)
+    has_rope = model.config.rope_sections is not None
+    images = model.__dict__["images"] = Images(vision, processor, ImageText("", ""), has_rope, PictureFiles(tmp_path))
+    model.stop_tokens = ()
+    prompts = []
+    for case in given["cases"]:  # of unlike lengths and numbers of pictures, in one batch
+        names = [picture(tmp_path, *size) for size in case["sizes"]]
+        sized = [images.sized(Picture(each, str(tmp_path / "prompts"), "")) for each in names]
+        tokens, _, placed = images.expanded(case["prompt"], np.zeros(len(case["prompt"]), bool), sized)
+        prompts.append(PicturePrompt(tokens, placed))
+    [found] = generator(model, Sampling(temperature=0)).tokens(prompts, 12)
+    assert found == [case["generated"] for case in given["cases"]]
+    if name == "llava":
+        _check_command(tmp_path, given, capsys)
+
+
+def _check_command(folder: Path, given: dict, capsys) -> None:
+    """`megajax generate --image`, with a tokenizer whose words are numbers."""
+    words = {"<image>" if i == IMAGE else str(i): i for i in range(99)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "preprocessor_config.json").write_text(json.dumps(given["values"]))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "add_eos_token": False}))
+    case = given["cases"][0]
+    files = [argument for size in case["sizes"] for argument in ("--image", str(folder / picture(folder, *size)))]
+    prompt = " ".join("<image>" if id == IMAGE else str(id) for id in case["prompt"])
+    how = ["--tokens", "12", "--temperature", "0", "--dtype", "float32"]
+    assert generate.main([str(folder), "--prompt", prompt, *files, *how]) == 0
+    expected = " ".join(map(str, case["generated"]))
+    assert capsys.readouterr().out.split() == [*prompt.split(), *expected.split()]
+    with pytest.raises(SystemExit):
+        generate.main([str(folder), "--prompt", prompt, *files[:-1], str(folder / "none.png"), *how])
+    assert f"the picture {folder / 'none.png'} does not exist" in capsys.readouterr().err
