@@ -136,7 +136,7 @@ def parquet(folder: Path) -> Subject:
 
 def chats(folder: Path) -> Subject:
     """Chats of each form of docs/data.md."""
-    from megajax.data.chat import open_chat
+    from megajax.data.chat_samples import open_chat
 
     model = tokenizer_folder(folder / "model")
     files = [write(folder / f"chat{i}.jsonl", as_lines([CHATS[i], CHATS[0]])) for i in range(len(CHATS))]
@@ -148,7 +148,7 @@ def chats(folder: Path) -> Subject:
 
 def chat_templates(folder: Path) -> Subject:
     """Templates of a model's folder, beside its tokenizer and in tokenizer_config.json."""
-    from megajax.data.chat import open_chat
+    from megajax.data.chat_samples import open_chat
 
     data = write(folder / "chats.jsonl", as_lines(CHATS[:2]))
     models = [tokenizer_folder(folder / name) for name in ("file", "config", "named")]
@@ -254,7 +254,7 @@ def token_files(folder: Path) -> Subject:
 
 def index_caches(folder: Path) -> Subject:
     """Stored orders, tokens and packings of a run."""
-    from megajax.data.chat import open_chat
+    from megajax.data.chat_samples import open_chat
     from megajax.data.text import open_text
 
     model, text = tokenizer_folder(folder / "model"), write(folder / "a.jsonl", as_lines(TEXTS))

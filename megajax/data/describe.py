@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megajax.config.sentences import counted
-from megajax.data.chat import ChatSamples
+from megajax.data.chat_samples import ChatSamples
 from megajax.data.loader import Split
 from megajax.data.progress import data_size
 from megajax.data.samples import BlendedSamples, Samples, sources_in

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megajax.config.load import with_steps
 from megajax.config.sentences import counted
-from megajax.data.chat import ChatSamples
+from megajax.data.chat_samples import ChatSamples
 from megajax.data.samples import Samples, sources_in
 from megajax.errors import InputError
 from megajax.schema.batch_schedule import BatchSizes

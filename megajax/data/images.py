@@ -103,12 +103,12 @@ class Images:
         return found
 
     def expanded(
-        self, ids: Sequence[int], counted: np.ndarray, pictures: Sequence[SizedPicture]
+        self, ids: Sequence[int], counted: np.ndarray, pictures: Sequence[SizedPicture], least: int
     ) -> tuple[list[int], np.ndarray, list[PlacedPicture]]:
         """(tokens with all those of each picture, whether the loss counts each, its pictures).
 
-        `pictures` may have more at their end, for a later part of the conversation. Raises ValueError if `ids` have
-        image tokens of no picture.
+        `ids` have `least` pictures or more: others belong to a later part of the conversation. Raises ValueError if
+        they have fewer, or image tokens of no picture.
         """
         all_ids = np.asarray(ids)
         places = np.flatnonzero(all_ids == self.vision.image_token)
@@ -116,6 +116,8 @@ class Images:
             raise ValueError(
                 f"has {len(places)} times the text {self.text.template}, but {len(pictures)} pictures: remove the text"
             )
+        if len(places) < least:
+            raise ValueError(f"has {least} pictures, but the chat template writes {len(places)}: correct it")
         numbers = np.array([self.tokens(each) for each in pictures[: len(places)]], np.int64)
         repeats = np.ones(len(all_ids), np.int64)
         repeats[places] = numbers

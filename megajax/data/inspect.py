@@ -20,7 +20,7 @@ from megajax.config import load_config
 from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.data.balance import balance_lines
-from megajax.data.chat import ChatSamples
+from megajax.data.chat_samples import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.epochs import resolve_epochs
 from megajax.data.fim import Infilling, open_infilling

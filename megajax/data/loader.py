@@ -11,7 +11,7 @@ import numpy as np
 from megajax import cluster
 from megajax.config.extensions import import_extensions
 from megajax.config.sentences import counted
-from megajax.data.chat import ChatSamples, open_chat
+from megajax.data.chat_samples import ChatSamples, open_chat
 from megajax.data.fim import Infilling, open_infilling
 from megajax.data.images import Images, open_images
 from megajax.data.index_cache import cache_directory

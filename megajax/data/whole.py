@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.data.chat import ChatSamples
+from megajax.data.chat_samples import ChatSamples
 from megajax.data.megatron import MegatronSamples
 from megajax.data.samples import BlendedSamples, DocumentSamples
 

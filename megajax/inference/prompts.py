@@ -60,11 +60,9 @@ def encode_prompt(model: LanguageModel, located: Located, arguments: Mapping[str
         return text, PicturePrompt(tokens, ())
     sized = [_sized(model.images, Picture(name, located.file, located.location)) for name in pictures]
     try:
-        tokens, _, placed = model.images.expanded(tokens, np.zeros(len(tokens), bool), sized)
+        tokens, _, placed = model.images.expanded(tokens, np.zeros(len(tokens), bool), sized, len(sized))
     except ValueError as error:
         raise InputError(f"{located.location} {error}.") from None
-    if len(placed) < len(sized):
-        raise InputError(f"{located.location} has {len(sized)} pictures, but the chat template writes {len(placed)}.")
     return text, PicturePrompt(tokens, placed)
 
 

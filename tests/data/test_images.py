@@ -246,6 +246,18 @@ def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
     write_lines(tmp_path, records[1:])
     with pytest.warns(UserWarning), pytest.raises(InputError, match="no conversation whose pictures can be used"):
         datasets(config)
+    picture(9, 9).save(tmp_path / "first.png")
+    write_lines(
+        tmp_path,
+        [
+            {"messages": [{"role": "system", "content": [{"type": "image"}]}, *records[1]["messages"]]}
+            | {"images": ["first.png"] * 2}
+        ],
+    )
+    template = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").write_text(template.replace("in messages %}", "in messages[1:] %}"))
+    with pytest.raises(InputError, match="line 1 has 2 pictures, but the chat template writes 0"):
+        datasets(config)
     write_lines(tmp_path, [{"messages": [{"role": "user", "content": "<image>"}, answer], "images": NAMES}])
     with pytest.raises(InputError, match='line 1 has 2 "images", but positions in the messages for 1 of them'):
         datasets(config)

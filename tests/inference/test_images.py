@@ -50,7 +50,7 @@ def test_greedy_tokens_are_those_of_transformers(name, references, tmp_path, cap
     for case in given["cases"]:  # of unlike lengths and numbers of pictures, in one batch
         names = [picture(tmp_path, *size) for size in case["sizes"]]
         sized = [images.sized(Picture(each, str(tmp_path / "prompts"), "")) for each in names]
-        tokens, _, placed = images.expanded(case["prompt"], np.zeros(len(case["prompt"]), bool), sized)
+        tokens, _, placed = images.expanded(case["prompt"], np.zeros(len(case["prompt"]), bool), sized, 0)
         prompts.append(PicturePrompt(tokens, placed))
     [found] = generator(model, Sampling(temperature=0)).tokens(prompts, 12)
     assert found == [case["generated"] for case in given["cases"]]
