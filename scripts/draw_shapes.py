@@ -39,7 +39,7 @@ def draw(chance: random.Random, first: tuple[str, str], second: tuple[str, str],
     image = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
     pen, half, middle = ImageDraw.Draw(image), SIDE // 2, chance.randint(11, SIDE - 12)
     for i, (colour, shape) in enumerate((first, second)):
-        radius = chance.randrange(4, 7)
+        radius = chance.randrange(5, 8)
         along, across = chance.randint(radius + 1, half - radius) + i * half, middle + chance.randint(-2, 2)
         x, y = (along, across) if relation == "left of" else (across, along)
         box, fill = (x - radius, y - radius, x + radius, y + radius), COLOURS[colour]
@@ -59,8 +59,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}), "utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
 
 
 def write(folder: Path, train: int, valid: int, seed: int = 0) -> None:
@@ -81,7 +81,7 @@ def write(folder: Path, train: int, valid: int, seed: int = 0) -> None:
             draw(chance, first, second, relation).save(folder / name)
             asked = {"role": "user", "content": [{"type": "image", "path": name}]}
             lines.append(json.dumps({"messages": [asked, {"role": "assistant", "content": caption}]}))
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def main() -> None:

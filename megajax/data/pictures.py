@@ -100,20 +100,22 @@ def _check_size(size: int) -> None:
 
 def decode(data: bytes) -> "Image":
     """The picture in a file's bytes: its first frame, RGB, turned as its EXIF data say. Raises PictureError."""
-    pillow = require("vision", "reading pictures")
-    from PIL import ImageOps
+    require("vision", "reading pictures")
+    from PIL import ImageOps, UnidentifiedImageError
+    from PIL.Image import DecompressionBombError
+    from PIL.Image import open as open_image
 
     try:
-        with pillow.Image.open(BytesIO(data), formats=FORMATS) as image:
+        with open_image(BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise PictureError(f"has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}")
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
     except PictureError:
         raise
-    except pillow.Image.DecompressionBombError:
+    except DecompressionBombError:
         raise PictureError(f"has more than {MOST_PIXELS:,} pixels") from None
-    except pillow.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise PictureError(f"is no picture of the formats {', '.join(FORMATS)}") from None
     except Exception as error:  # each decoder has errors of its own
         raise PictureError(f"is damaged or incomplete ({shown(error)})") from None

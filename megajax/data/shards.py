@@ -44,7 +44,7 @@ class Shard:
         self.path = path
         self._remote = RemoteFile(path, cache) if is_remote(path) and cache is not None else None
         try:
-            with self._open() as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            with self._open() as file, tarfile.TarFile(fileobj=file) as tar:
                 found = {each.name: ShardMember(each.offset_data, each.size) for each in tar if _is_plain(each)}
         except tarfile.TarError as error:
             raise InputError(
