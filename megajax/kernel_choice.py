@@ -176,7 +176,7 @@ def choose_attention(requested: str, hardware: Hardware, attention: AttentionSha
             _fail(requested, obstacle)
         return cast(ops.Implementation, requested), f"kernels.attention={requested}"
     head_dim, value_dim, length = attention.head_dim, attention.value_dim, attention.sequence_length
-    if head_dim != value_dim and pallas is None:
+    if head_dim != value_dim and pallas is None and not _is_padded(head_dim, value_dim):
         return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
     if cudnn is None:
         return "cudnn", "the fused kernel fits this model"
@@ -205,18 +205,25 @@ def _pallas_obstacle(hardware: Hardware, attention: AttentionShape) -> Obstacle 
     if dtype not in (jnp.bfloat16, jnp.float16):
         cure = f"set precision.compute to bfloat16 or float16, or {instead}"
         return f"megajax's own kernel does not support {dtype}", cure
-    from megajax.ops.ranged_attention import WIDTHS  # here: Mosaic takes half a second
+    from megajax.ops.ranged_attention import WIDTHS, padded_widths  # here: Mosaic takes half a second
 
     if attention.has_bias:
         return "megajax's own kernel has no bias of scores and model.position=relative", instead
-    if (head_dim, value_dim) not in WIDTHS:
-        supported = ", ".join(f"{key}/{value}" for key, value in WIDTHS)
+    if padded_widths(head_dim, value_dim) is None:
+        supported = "{}/{}".format(*WIDTHS[-1])
         given = f"model.head_dim={head_dim}"
         if head_dim != value_dim:
             given = f"model.qk_nope_head_dim + model.qk_rope_head_dim={head_dim} with model.v_head_dim={value_dim}"
-        problem = f"megajax's own kernel is for keys/values of widths {supported} and the model has {given}"
+        problem = f"megajax's own kernel is for keys/values of widths up to {supported} and the model has {given}"
         return problem, f"change them, or {instead}"
     return None
+
+
+def _is_padded(head_dim: int, value_dim: int) -> bool:
+    """Whether megajax's own kernel computes with wider heads than these."""
+    from megajax.ops.ranged_attention import padded_widths  # here: Mosaic takes half a second
+
+    return padded_widths(head_dim, value_dim) != (head_dim, value_dim)
 
 
 def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShape) -> Obstacle | None:

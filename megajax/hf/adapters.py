@@ -72,6 +72,10 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     if lora.rank is None or lora.alpha is None:
         raise InputError(f"RUN={run_dir} has no adapters (lora.rank=null): write its weights with the command export.")
     weights, model = open_weights(run_dir / SUBDIRECTORY / str(step)), config.model
+    if model.vision is not None:  # PEFT would add adapters to modules of the same names in the tower
+        raise InputError(
+            f"RUN={run_dir} reads images (model.vision): write its merged weights with the command export."
+        )
     tensors, declared = family_for(model, origin(run_dir)).tensors(model), parameters(Transformer(model))
     stored: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}

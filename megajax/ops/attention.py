@@ -72,7 +72,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array | None]:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
-    K divides N; query head n reads KV head n // (N/K). "pallas" supports the widths (H, W) of
+    K divides N; query head n reads KV head n // (N/K). "pallas" supports widths (H, W) up to those of
     `ranged_attention.WIDTHS`. Position i sees the positions up to i, those after it too unless `settings.causal`; with
     a window w only i-w+1 … i+w-1; with `documents` [B,S] (see `documents_of`) only those of its document; with
     `image_ends` [B,S] (see `image_ends`) also those of its image, whatever the window.

@@ -48,8 +48,8 @@ Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, W], log-sum-exp [B, N, S
 def attend(scores: Scores, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
     """Attention of `q [B, Sq, N, H]` to the keys that it sees: `k [B, Sk, K, H]`, `v [B, Sk, K, W]`.
 
-    "pallas" supports the widths (H, W) of `ranged_attention.WIDTHS`. A query without keys has an output of 0 and a
-    log-sum-exp of -inf.
+    "pallas" supports widths (H, W) up to those of `ranged_attention.WIDTHS`. A query without keys has an output of 0
+    and a log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
         return _cudnn(scores, mask, q, k, v)

@@ -29,11 +29,13 @@ WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, options: Options) -> tuple[jax.Array, jax.Array]:
     """softmax(softcap(scale · q·k)) v over the keys [first, end) → (out in q's dtype, log-sum-exp `[B, N, Sq]` FP32).
 
-    q is `[B, Sq, N, H]`, k `[B, Sk, K, H]` and v `[B, Sk, K, W]` in BF16 or FP16, (H, W) one of WIDTHS; query head n
-    reads KV head n // (N/K). `ranges` are `first` and `end`, `[B, Sq]` int32, and never decrease along Sq; they are
-    clipped to 0…Sk. A query without keys has an output of 0 and a log-sum-exp of -inf.
+    q is `[B, Sq, N, H]`, k `[B, Sk, K, H]` and v `[B, Sk, K, W]` in BF16 or FP16; query head n reads KV head
+    n // (N/K). (H, W) that are not in WIDTHS are padded to the next ones that are. `ranges` are `first` and `end`,
+    `[B, Sq]` int32, and never decrease along Sq; they are clipped to 0…Sk. A query without keys has an output of 0 and
+    a log-sum-exp of -inf.
     """
     _check(q, k, v)
+    width, (q, k, v) = v.shape[-1], _widened(q, k, v)
     B, Sq, N, H = q.shape
     W = v.shape[-1]
     kernel = kernels.Forward(options, N // k.shape[2], (H, W))
@@ -42,7 +44,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, options: Op
     shape = (B, q.shape[1], N, W)
     out_shape = [jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
     out, lse = _launch(kernel, "ranged_attention", (q, k, v, first, end), out_shape, q.shape[1])
-    return out[:, :Sq], lse[:, :, :Sq]
+    return out[:, :Sq, :, :width], lse[:, :, :Sq]
 
 
 @partial(jax.jit, static_argnames="options")
@@ -61,8 +63,10 @@ def attend_backward(
     """
     _check(q, k, v)
     out, lse = whole
-    (_, Sq, N, H), (_, Sk, K, W) = q.shape, v.shape
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    widths, (q, k, v) = (q.shape[-1], v.shape[-1]), _widened(q, k, v)
+    dout = _pad(dout, v.shape[-1], 3)
+    (_, Sq, N, H), (_, Sk, K, W) = q.shape, v.shape
     # In units of exp2. A query without keys has p = exp2(s - inf) = 0.
     log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E)
     dout = dout.astype(q.dtype)
@@ -80,16 +84,28 @@ def attend_backward(
     arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1]), _pad(dout, block))
     arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
     dk, dv = _launch(kernel, "ranged_attention_dkv", arrays, keys, keys[0].shape[1])
-    return dq[:, :Sq], dk[:, :Sk], dv[:, :Sk]
+    return dq[:, :Sq, :, : widths[0]], dk[:, :Sk, :, : widths[0]], dv[:, :Sk, :, : widths[1]]
+
+
+def padded_widths(keys: int, values: int) -> tuple[int, int] | None:
+    """The widths of WIDTHS that heads of these widths are padded to; None if there are none so wide."""
+    return next((widths for widths in WIDTHS if keys <= widths[0] and values <= widths[1]), None)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all bfloat16 or all float16.")
-    if (q.shape[-1], v.shape[-1]) not in WIDTHS:
-        raise ValueError(f"Keys are {q.shape[-1]} wide and values {v.shape[-1]}: this kernel needs one of {WIDTHS}.")
+    if padded_widths(q.shape[-1], v.shape[-1]) is None:
+        raise ValueError(f"Keys are {q.shape[-1]} wide and values {v.shape[-1]}: this kernel has up to {WIDTHS[-1]}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{k.shape[2]} KV heads do not divide {q.shape[2]} query heads.")
+
+
+def _widened(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values with zeros up to the widths of a kernel: the scores are the same."""
+    widths = padded_widths(q.shape[-1], v.shape[-1])
+    assert widths is not None
+    return _pad(q, widths[0], 3), _pad(k, widths[0], 3), _pad(v, widths[1], 3)
 
 
 def _pad(a: jax.Array, multiple: int, axis: int = 1) -> jax.Array:

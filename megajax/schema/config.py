@@ -435,6 +435,8 @@ class Config(Section):
         batch = self.batch.model_copy(update={"sequence_length": self.model.vision.patches_per_row})
         packed = self.data.model_copy(update={"reset_attention": True})
         sections = {"model": self.model.of_vision, "batch": batch, "data": packed, "lora": LoraConfig()}
+        if self.kernels.attention == "cudnn":  # which takes no documents
+            sections["kernels"] = self.kernels.model_copy(update={"attention": "auto"})
         return self.model_copy(update=sections)
 
     @property

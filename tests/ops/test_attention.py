@@ -354,7 +354,15 @@ PACKED_LATENT = HOPPER_LATENT | {"packed": True}
 
 
 @pytest.mark.parametrize(
-    "change", [{"softcap": 50.0}, {"packed": True}, PACKED_LATENT, {"parts_with": ("run.deterministic",)}]
+    "change",
+    [
+        {"softcap": 50.0},
+        {"packed": True},
+        {"packed": True, "head_dim": 80, "value_dim": 80},  # padded
+        {"images": True},
+        PACKED_LATENT,
+        {"parts_with": ("run.deterministic",)},
+    ],
 )
 def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
     hopper: dict[str, Any] = FITS | change | {"capability": "9.0", "sequence_length": 131072}
@@ -370,8 +378,8 @@ def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
     ("change", "reason"),
     [
         ({"capability": "10.0"}, "compute capability 9.0 and this is 10.0"),
-        ({"head_dim": 96}, "model.head_dim=96"),
-        ({"head_dim": 192, "value_dim": 64}, "qk_rope_head_dim=192 with model.v_head_dim=64"),
+        ({"head_dim": 200}, "model.head_dim=200"),
+        ({"head_dim": 224, "value_dim": 64}, "qk_rope_head_dim=224 with model.v_head_dim=64"),
         ({"dtype": jnp.float32}, "float32"),
         ({"platform": "cpu"}, "needs a GPU"),
     ],

@@ -79,7 +79,7 @@ def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kind):
 
 
 def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error):
-    q, k, v, dout = tensors(rng, N=4, K=2)
+    q, k, v, dout = tensors(rng, N=4, K=2, H=40, W=24)  # padded to the widths of a kernel
     first, end = ranges("window")
     short = q[:, :90], k[:, :100], v[:, :100], dout[:, :90]  # a block, for four heads
     check(short, error, first[:90], end[:90], softcap=1.5)
@@ -152,7 +152,7 @@ def test_what_the_kernels_do_not_take_is_refused(rng):
     seen, options = as_arrays(*ranges("documents")), Options(SCALE)
     with pytest.raises(ValueError, match="float32"):
         attend(q.astype(jnp.float32), k, v, seen, options)
-    with pytest.raises(ValueError, match="64 wide and values 32"):
-        attend(q, k, v[..., :32], seen, options)
+    with pytest.raises(ValueError, match="64 wide and values 256"):
+        attend(q, k, jnp.concatenate([v] * 4, axis=-1), seen, options)
     with pytest.raises(ValueError, match="3 query heads"):
         attend(q[:, :, :3], k, v, seen, options)

@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.steps < 1:
             raise InputError(f"--steps={options.steps} is below 1.")
         config = load_config(options.config, options.overrides)
+        if config.model.vision is not None:
+            problem = f"verify has no batches with images, and model.vision is set ({config.where('model.vision')})"
+            raise ConfigError(f"{problem}: add model.vision=null to verify the language model.")
         if options.checkpoint:
             check_checkpoint(config, options.steps)
         precision = options.precision or ("fp8" if config.precision.fp8.chosen.is_on else "float32")
