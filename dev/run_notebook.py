@@ -1,6 +1,6 @@
-"""Runs docs/notebooks/first_steps.ipynb on eight virtual CPU devices and stores the outputs of its cells.
+"""Runs a notebook of docs/notebooks on virtual CPU devices and stores the outputs of its cells.
 
-python dev/run_notebook.py
+python dev/run_notebook.py [pictures]
 """
 
 import argparse
@@ -11,25 +11,29 @@ from pathlib import Path
 import nbclient
 import nbformat
 
-NOTEBOOK = Path(__file__).parents[1] / "docs/notebooks/first_steps.ipynb"
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+FOLDER = Path(__file__).parents[1] / "docs/notebooks"
+NOTEBOOK, PICTURES = FOLDER / "first_steps.ipynb", FOLDER / "pictures.ipynb"
+DEVICES = {NOTEBOOK.stem: 8, PICTURES.stem: 1}
 
 
-def executed(notebook: nbformat.NotebookNode, directory: Path) -> nbformat.NotebookNode:
+def executed(notebook: nbformat.NotebookNode, directory: Path, devices: int = 8) -> nbformat.NotebookNode:
     """The notebook with its outputs, run in `directory`; CellExecutionError if a cell raises."""
-    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False)
-    return client.execute(cwd=directory, env=os.environ | ENVIRONMENT | {"TMPDIR": str(directory)})
+    client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False)
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    return client.execute(cwd=directory, env=os.environ | flags | {"TMPDIR": str(directory)})
 
 
 def main() -> None:
     """Write the notebook with its outputs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("name", nargs="?", choices=DEVICES, default=NOTEBOOK.stem, help="(default: %(default)s)")
+    name = parser.parse_args().name
+    path = FOLDER / f"{name}.ipynb"
     with tempfile.TemporaryDirectory() as directory:
-        notebook = executed(nbformat.read(NOTEBOOK, as_version=4), Path(directory))
+        notebook = executed(nbformat.read(path, as_version=4), Path(directory), DEVICES[name])
     notebook.metadata["language_info"] = {"name": "python"}  # without the version of this Python
-    nbformat.write(notebook, NOTEBOOK)
-    print(f"wrote {NOTEBOOK}: look at its diff")
+    nbformat.write(notebook, path)
+    print(f"wrote {path}: look at its diff")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The notebook for newcomers runs from top to bottom on eight virtual devices; its outputs are stored with it."""
+"""The notebook for newcomers runs from top to bottom on eight virtual devices; outputs of all are stored with them."""
 
 import json
 import re
@@ -36,11 +36,22 @@ def kinds(notebook) -> set[str]:
 
 
 def test_outputs_are_stored_and_hold_nothing_of_the_machine(notebook):
-    assert [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
     text = printed(notebook)
     assert "8 devices: pipeline 1, data 2, fsdp 2, expert 1, context 1, tensor 2" in text
     assert "3 plus 4 is 7.\n" in text and "9 plus 8 is 17.\n" in text
     assert {"image/png", "text/html"} <= kinds(notebook)
+    _check_outputs(notebook)
+
+
+def test_the_captioner_has_learned_to_write_new_sentences():
+    notebook = nbformat.read(run_notebook.PICTURES, as_version=4)
+    (right,) = re.search(r"(\d+) of 200 sentences are exactly right", printed(notebook)).groups()
+    assert int(right) >= 190
+    _check_outputs(notebook)
+
+
+def _check_outputs(notebook) -> None:
+    assert [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
     assert all(output.get("name", "stdout") == "stdout" for output in outputs), "warnings"
