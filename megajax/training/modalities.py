@@ -23,7 +23,7 @@ class Modalities(Hook):
             return
         indices = samples_of_step(self._train, run.sizes, step - 1, RowPacking.of(run.config)).tolist()
         patches = sum(sized.rows * sized.columns for i in indices for sized, _ in self._train.pictures(i))
-        padding = sum(min(self._train.padding(i), run.config.batch.sequence_length) for i in indices)
+        padding = sum(max(0, self._train.padding(i) - 1) for i in indices)  # a sample has one token more
         tokens, image = len(indices) * run.config.batch.sequence_length, patches // vision.merge**2
         for name, count in (("image", image), ("text", tokens - padding - image)):
             values[f"{name}_{SPEED}"] = values[SPEED] * count / tokens

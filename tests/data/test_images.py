@@ -16,6 +16,8 @@ from megajax.data.image_processing import cut_patches, patch_order, read_process
 from megajax.data.inspect import write_pictures
 from megajax.data.loader import datasets, make_loader
 from megajax.errors import InputError
+from megajax.schema.batch_schedule import BatchSizes
+from megajax.training.modalities import Modalities
 
 REFERENCE = Path(__file__).parents[1] / "data_files/images.npz"
 TOWER = {"image_token": 258, "patches_per_row": 36, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "patch_size": 4}
@@ -206,6 +208,12 @@ def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path
     whole = Image.open(tmp_path / Path(sized.picture.name).name)
     resized = whole.resize((sized.columns * 4, sized.rows * 4), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(seen, np.asarray(resized))
+    sizes, values = BatchSizes.constant(2), {"tokens_per_second_per_device": 256.0}  # as many as a batch has
+    run = SimpleNamespace(config=configs[0], sizes=sizes)
+    Modalities(datasets(configs[0])["train"]).on_log(run, 3, values)  # type: ignore[arg-type]
+    image = (batches[2]["image_index"] >= 0).sum()
+    assert values["image_tokens_per_second_per_device"] == image
+    assert values["text_tokens_per_second_per_device"] == batches[2]["is_real"].sum() - image
     remote = make_loader(
         config_of(tmp_path, "qwen", f"file://{tmp_path}/some.tar", **data), split="train", rows=np.arange(2)
     )
@@ -213,6 +221,17 @@ def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path
     resumed = make_loader(configs[0].model_copy(), split="train", rows=np.arange(1, 2), start_step=4)
     for name, values in next(resumed).items():
         np.testing.assert_array_equal(values[0], batches[4][name][1], err_msg=name)
+
+
+def test_a_conversation_is_cut_before_a_picture_that_does_not_fit(reference, tmp_path):
+    given = reference["chats"]["llava"]
+    write_folder(tmp_path, given)
+    train = write_lines(tmp_path, [{"messages": named(given["messages"])}])
+    places = np.flatnonzero(np.array(given["ids"]) == 258)  # two pictures of nine tokens
+    for length, number, tokens in ((places[-1], 2, places[-1] + 1), (places[-1] - 1, 1, places[9])):
+        samples = datasets(config_of(tmp_path, "llava", train, length=int(length)))["train"]
+        assert len(samples.pictures(0)) == number and samples.document_lengths(0)[0] == tokens
+        np.testing.assert_array_equal(samples[0][:tokens], given["ids"][:tokens])
 
 
 def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
