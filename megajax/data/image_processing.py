@@ -201,6 +201,20 @@ def default_processor(vision: "VisionConfig") -> ImageProcessor:
     return ImageProcessor(pixels=(min(4 * block, most), most), mean=CLIP_MEAN, std=CLIP_STD)
 
 
+def default_file(vision: "VisionConfig") -> dict[str, Any]:
+    """`default_processor` as the content of the first of PROCESSOR_FILES, for transformers."""
+    processor = default_processor(vision)
+    values: dict[str, Any] = {"image_mean": list(processor.mean), "image_std": list(processor.std)}
+    if processor.pixels is not None:
+        least, most = processor.pixels
+        values |= {"patch_size": vision.patch_size, "merge_size": vision.merge, "min_pixels": least, "max_pixels": most}
+        values["temporal_patch_size"] = vision.temporal_patch_size
+        return values | {"image_processor_type": "Qwen2VLImageProcessor"}
+    assert processor.exact is not None
+    height, width = processor.exact
+    return values | {"image_processor_type": "SiglipImageProcessor", "size": {"height": height, "width": width}}
+
+
 def find_processor(folder: Path | None, vision: "VisionConfig") -> ImageProcessor:
     """The processor of a model's folder, or `default_processor`. Raises InputError if it does not fit the model."""
     if folder is not None:

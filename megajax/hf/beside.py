@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
+from megajax.data.image_processing import default_file
 from megajax.data.model_files import (
     PROCESSOR_FILES,
     TOKEN_NAMES,
@@ -74,6 +75,8 @@ def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, 
     Raises InputError for a file in the run's directory that is damaged.
     """
     files = {name: (run_dir / name).read_bytes() for name in TOKENIZER_FILES if (run_dir / name).is_file()}
+    if config.model.vision is not None and not files.keys() & set(PROCESSOR_FILES):
+        files[PROCESSOR_FILES[0]] = (json.dumps(default_file(config.model.vision), indent=2) + "\n").encode()
     ids = token_ids(run_dir, config)
     settings = read_json(run_dir / GENERATION)
     if settings and settings.get("eos_token_id") in (None, ids.get("eos_token_id")):

@@ -12,11 +12,12 @@ from PIL import Image
 
 import megajax
 from megajax.data.describe import describe_data
-from megajax.data.image_processing import cut_patches, patch_order, read_processor
+from megajax.data.image_processing import cut_patches, default_file, default_processor, patch_order, read_processor
 from megajax.data.inspect import write_pictures
 from megajax.data.loader import datasets, make_loader
 from megajax.errors import InputError
 from megajax.schema.batch_schedule import BatchSizes
+from megajax.schema.vision import VisionConfig
 from megajax.training.modalities import Modalities
 
 REFERENCE = Path(__file__).parents[1] / "data_files/images.npz"
@@ -93,6 +94,9 @@ def test_pixels_are_those_of_transformers(reference):
                 pixels = cut_patches(pixels, 4, 2)[patch_order(rows, columns, 2)]
             np.testing.assert_array_equal(pixels, expected, err_msg=f"{name} {size}")
     np.testing.assert_array_equal(patch_order(12, 10, 1, 4), reference["windows"])
+    for given in VISION.values():  # what an export writes of a run that had no file
+        vision = VisionConfig.model_validate(given)
+        assert read_processor(default_file(vision), "a", vision) == default_processor(vision)
 
 
 @pytest.mark.parametrize("family", VISION)
