@@ -17,7 +17,7 @@ from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
-from megajax.hf.folder import HEADS, FolderTensors, read_config, write_folder
+from megajax.hf.folder import HEADS, FolderTensors, check_tied, read_config, write_folder
 from megajax.hf.gpt2 import Gpt2
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.kimi_linear import KimiLinear
@@ -100,6 +100,7 @@ def read_folder(folder: str | Path, with_images: bool = True) -> tuple[Family, d
     family, config = FAMILIES[name], complete(config, path)
     check_values(config, family.names, path)
     if isinstance(family, VisionLanguage):
+        check_tied(config, config.get("text_config") or {}, path)
         config = family.with_text_config(config)
         config["text_config"] = complete(config["text_config"], path)
         check_values(config["text_config"], family.text.names, path)

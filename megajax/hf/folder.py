@@ -274,12 +274,17 @@ def _base_of(adapters: Path) -> str:
 
 def _text_config(config: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The language model's config, with the keys of the whole model's that are about both."""
+    check_tied(config, text, path)
+    return {key: config[key] for key in WHOLE_MODEL if key in config} | dict(text)
+
+
+def check_tied(config: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> None:
+    """Raise InputError if a config.json and its text_config differ in whether the head is tied."""
     whole, of_text = (part.get("tie_word_embeddings") for part in (config, text))
     if None not in (whole, of_text) and whole != of_text:
         raise InputError(
             f"{path}: tie_word_embeddings is true and false, one of them in text_config: remove the wrong."
         )
-    return {key: config[key] for key in WHOLE_MODEL if key in config} | dict(text)
 
 
 def write_folder(

@@ -271,8 +271,9 @@ class Qwen25Vl(VisionLanguage):
 
     def read(self, config: Json) -> Json:
         vision = config.get("vision_config") or {}
-        published = {"qwen2_5_vl": self.tower_type}.get(vision.get("model_type", ""), self.tower_type)
-        return super().read(config | {"vision_config": vision | {"model_type": published}})
+        if vision.get("model_type") == self.model_type:  # as some were published
+            vision = vision | {"model_type": self.tower_type}
+        return super().read(config | {"vision_config": vision})
 
     def read_tower(self, config: Json, tower: Json) -> Json:
         size, patch, merge = tower["window_size"], tower["patch_size"], tower["spatial_merge_size"]

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from safetensors.numpy import load_file
 
-from megajax.config import ModelConfig
+from megajax.config import ModelConfig, load_config
+from megajax.errors import InputError
 from megajax.hf.convert import FAMILIES, export, family_for, open_readers, read_model, their_tensors
 from megajax.hf.reader import on_devices
 from megajax.hf.vision_language import VisionLanguage
@@ -101,3 +103,56 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, tmp_path, name):
     unused = FAMILIES[name].unused(json.loads((unpack(name) / "config.json").read_text()))
     assert all(tensor.startswith(unused) for tensor in named.keys() - ours.keys())
     assert model_of(tmp_path) == model
+
+
+# Of training, of the stored weights and of programs, read with the tokenizer, of videos, or of a window that is null
+MAY_CHANGE = """architectures attention_dropout bos_token_id dtype eos_token_id image_seq_length initializer_factor
+    initializer_range max_position_embeddings pad_token_id pretraining_tp projection_dim tokens_per_second
+    transformers_version use_cache video_token_id vision_end_token_id vision_start_token_id boi_token_index
+    eoi_token_index _sliding_window_pattern max_window_layers use_sliding_window"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_other_key_of_a_config_counts(unpack, tmp_path, name):
+    config = json.loads((unpack(name) / "config.json").read_text())
+
+    def is_silent(part: dict, key: str) -> bool:
+        value = part[key]
+        other = not value if isinstance(value, bool) else 2 * value + 1 if isinstance(value, int | float) else "x"
+        part[key] = other
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        part[key] = value
+        try:
+            return ModelConfig.model_validate(read_model(tmp_path)) == base
+        except (InputError, ValidationError):
+            return False
+
+    base = ModelConfig.model_validate(read_model(unpack(name)))
+    parts = (config, config["text_config"], config["vision_config"])
+    silent = {key for part in parts for key in part if not isinstance(part[key], dict) and is_silent(part, key)}
+    assert silent <= {*MAY_CHANGE.split()}
+
+
+# As published: Qwen2.5-VL's has the text model's keys beside vision_config
+QWEN_TOWER = {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+QWEN_TOWER |= {"in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112}
+QWEN_TOWER |= {"spatial_patch_size": 14, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2}
+QWEN = {"model_type": "qwen2_5_vl", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+QWEN |= {"num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN |= {"vocab_size": 152064, "image_token_id": 151655, "max_window_layers": 28, "use_sliding_window": False}
+QWEN |= {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32768}
+QWEN |= {"tie_word_embeddings": False, "vision_config": QWEN_TOWER | {"temporal_patch_size": 2}}
+LLAVA_TOWER = {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model"}
+LLAVA_TOWER |= {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768}
+LLAVA = {"model_type": "llava", "ignore_index": -100, "image_token_index": 32000, "pad_token_id": 32001}
+LLAVA |= {"projector_hidden_act": "gelu", "vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+LLAVA |= {"text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064}}
+LLAVA |= {"vision_config": LLAVA_TOWER}
+
+
+@pytest.mark.parametrize(("name", "config"), [("qwen2_5_vl_7b", QWEN), ("llava_1_5_7b", LLAVA)])
+def test_a_published_config_is_the_named_config(tmp_path, name, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]
+    expected = load_config(Path(__file__).parents[2] / f"configs/models/{name}.yaml", run).model
+    assert ModelConfig.model_validate(read_model(tmp_path)) == expected
