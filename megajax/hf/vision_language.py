@@ -1,4 +1,4 @@
-"""Models that read images: LLaVA (CLIP and Llama), Gemma 3 and Qwen2.5-VL: config.json and tensors.
+"""Models that read images: LLaVA (CLIP or SigLIP, and Llama), Gemma 3 and Qwen2.5-VL: config.json and tensors.
 
 Their config.json has the text model's in `text_config` and the tower's in `vision_config`.
 """
@@ -18,6 +18,7 @@ from megajax.layout.kinds import DENSE
 from megajax.schema.vision import VisionConfig
 
 Json = dict[str, Any]
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 PATCH, PATCH_IN_TIME = "embed (channel time) row column", "embed channel time row column"
 OURS = " -> channel time row column embed"
 INTO, BIAS = "embed (heads head) -> heads head embed", "(heads head) -> heads head"
@@ -37,7 +38,7 @@ class VisionLanguage(EachTensorOnce):
     model_type: str
     architecture: str
     text: Llama
-    tower_type: str  # of vision_config
+    tower_type: str  # of vision_config, by default
     image_token = "image_token_index"
     of_text, of_tower = "language_model.", "vision_tower.vision_model."  # before the names of tensors
     older: Mapping[str, str] = {  # other beginnings of names, as patterns
@@ -69,11 +70,11 @@ class VisionLanguage(EachTensorOnce):
 
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
-        for key, wanted in (("text_config", self.text.model_type), ("vision_config", self.tower_type)):
-            if (found := (config.get(key) or {}).get("model_type", wanted)) != wanted:
-                raise ValueError(f"{key}.model_type={found} is not {wanted}")
+        tower = self.complete_tower(config)
+        for key, known in (("text_config", (self.text.model_type,)), ("vision_config", self.tower_types)):
+            if (found := (config.get(key) or {}).get("model_type", known[0])) not in known:
+                raise ValueError(f"{key}.model_type={found} is not {' or '.join(known)}")
         model = self.text.read(config["text_config"])
-        tower = DEFAULTS[self.tower_type] | (config.get("vision_config") or {})
         check_fixed(tower, {"num_channels": 3, "in_channels": 3, "attention_dropout": 0.0})
         if (activation := tower["hidden_act"]) not in ACTIVATIONS:
             raise ValueError(f"vision_config.hidden_act={activation} is not one of {', '.join(ACTIVATIONS)}")
@@ -87,7 +88,7 @@ class VisionLanguage(EachTensorOnce):
         if (vision := model.vision) is None:
             raise ValueError("it has a vision tower")
         act = next((name for name, ours in ACTIVATIONS.items() if ours == vision.activation), "gelu")
-        tower = {"model_type": self.tower_type, "hidden_act": act, "patch_size": vision.patch_size}
+        tower = {"model_type": self.type_of_tower(vision), "hidden_act": act, "patch_size": vision.patch_size}
         tower |= {"hidden_size": vision.hidden_size, "intermediate_size": vision.ffn_hidden_size}
         whole, own = self.write_tower(model, vision)
         return whole | {
@@ -104,6 +105,19 @@ class VisionLanguage(EachTensorOnce):
         assert model.vision is not None
         text = [Tensor(**{**vars(t), "theirs": self.of_text + t.theirs}) for t in self.text.tensors(model)]
         return text + self.tower_tensors(model, model.vision)
+
+    @property
+    def tower_types(self) -> tuple[str, ...]:
+        """The values of model_type in `vision_config`, that of a config.json without one first."""
+        return (self.tower_type,)
+
+    def type_of_tower(self, vision: VisionConfig) -> str:
+        return self.tower_type
+
+    def complete_tower(self, config: Json) -> Json:
+        """The `vision_config` of a config.json with the defaults of its model_type."""
+        own = config.get("vision_config") or {}
+        return DEFAULTS.get(own.get("model_type", self.tower_type), {}) | own
 
     # A family has these
 
@@ -133,7 +147,7 @@ def write_vit(vision: VisionConfig) -> Json:
     """The inverse of `read_vit`."""
     if vision.grid is None:
         raise ValueError("it has a table of positions")
-    sizes = {"num_hidden_layers": vision.num_layers, "num_attention_heads": vision.num_heads}
+    sizes: Json = {"num_hidden_layers": vision.num_layers, "num_attention_heads": vision.num_heads}
     return sizes | {"image_size": vision.grid * vision.patch_size, "layer_norm_eps": vision.norm_epsilon}
 
 
@@ -168,38 +182,52 @@ def mlp_projector(first: str, second: str) -> list[Tensor]:
 
 
 class Llava(VisionLanguage):
-    """LLaVA 1.5: CLIP's tower, whose last layer is not used, and Llama."""
+    """LLaVA 1.5: CLIP's tower, or SigLIP's, of which the last layers may be unused, and Llama."""
 
     model_type, architecture = "llava", "LlavaForConditionalGeneration"
-    text, tower_type = Llama(), "clip_vision_model"
+    text, tower_type = Llama(), CLIP
+
+    @property
+    def tower_types(self) -> tuple[str, ...]:
+        return CLIP, SIGLIP
+
+    def type_of_tower(self, vision: VisionConfig) -> str:
+        return CLIP if vision.class_token else SIGLIP
 
     def read_tower(self, config: Json, tower: Json) -> Json:
-        check_fixed(config, {"vision_feature_select_strategy": "default", "multimodal_projector_bias": True})
-        check_fixed(config, {"projector_hidden_act": "gelu"})
+        is_clip = tower.get("model_type", CLIP) == CLIP
+        check_fixed(config, {"projector_hidden_act": "gelu", "multimodal_projector_bias": True})
+        check_fixed(config, {"vision_feature_select_strategy": "default" if is_clip else "full"})
         vision, layer = read_vit(tower), config["vision_feature_layer"]
         used = layer if type(layer) is int and layer >= 0 else vision["num_layers"] + 1 + layer
         if not 1 <= used <= vision["num_layers"]:
             raise ValueError(f"vision_feature_layer={layer} of {vision['num_layers']} layers")
         width = (DEFAULTS[self.text.model_type] | config["text_config"])["hidden_size"]
-        vision |= {"num_layers": used, "class_token": True, "patch_bias": False, "embedding_norm": True}
+        vision |= {"num_layers": used, "class_token": is_clip, "patch_bias": not is_clip, "embedding_norm": is_clip}
         return vision | {"final_norm": False, "projector_ffn_hidden_size": width}
 
     def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
-        whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+        strategy = "default" if vision.class_token else "full"
+        whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": strategy}
         whole |= {"multimodal_projector_bias": True, "projector_hidden_act": "gelu"}
         return whole | {"image_seq_length": (vision.grid or 0) ** 2}, write_vit(vision)
 
     def unused(self, config: Json) -> tuple[str, ...]:
-        tower = DEFAULTS[self.tower_type] | (config.get("vision_config") or {})
+        tower = self.complete_tower(config)
         used = self.read_tower(config, tower)["num_layers"]
         layers = (f"encoder.layers.{i}." for i in range(used, tower["num_hidden_layers"]))
-        return tuple(f"{self.of_tower}{name}" for name in (*layers, "post_layernorm.", "embeddings.position_ids"))
+        others = "post_layernorm.", "head.", "embeddings.position_ids"
+        return tuple(f"{self.of_tower}{name}" for name in (*layers, *others))
 
     def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
-        return [
-            *vit_tensors(vision, self.of_tower),
+        of_patches = [Tensor("vision.patch_bias", f"{self.of_tower}embeddings.patch_embedding.bias")]
+        of_class = [
             Tensor("vision.class_embedding", f"{self.of_tower}embeddings.class_embedding"),
             *both("vision.embedding_norm", f"{self.of_tower}pre_layrnorm"),
+        ]
+        return [
+            *vit_tensors(vision, self.of_tower),
+            *(of_class if vision.class_token else of_patches),
             *mlp_projector("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
         ]
 
@@ -208,7 +236,7 @@ class Gemma3(VisionLanguage):
     """Gemma 3 from 4B on: SigLIP's tower, whose patches are averaged, and attention to both sides within images."""
 
     model_type, architecture = "gemma3", "Gemma3ForConditionalGeneration"
-    text, tower_type = Gemma3Text(), "siglip_vision_model"
+    text, tower_type = Gemma3Text(), SIGLIP
 
     def read_tower(self, config: Json, tower: Json) -> Json:
         check_fixed(tower, {"vision_use_head": False})

@@ -62,7 +62,7 @@ def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) ->
     # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
     beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
     more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}
-    more |= {"frozen": list(frozen)} if (frozen := frozen_parts(config)) else {}  # they have no moments
+    more |= {"frozen_by_groups": list(frozen)} if (frozen := frozen_parts(config)) else {}  # they have no moments
     # The network does not depend on it, but the spans of a sample do.
     spans = {"encoder.sequence_length": config.model.encoder.sequence_length} if config.span_lengths else {}
     return {

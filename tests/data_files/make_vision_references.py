@@ -1,12 +1,11 @@
-"""Makes images_llava.npz, images_gemma3.npz, images_qwen2_5_vl.npz and their folders, for tests/hf/test_vision.py.
+"""Makes images_*.npz and their folders: outputs of models with images by transformers, for tests/hf/test_vision.py.
 
 The environment is that of make_transformers_references.py. Run it as
-`PYTHONPATH=tests/references python tests/data_files/make_vision_references.py`; with names as arguments it makes these
-only. Each file holds
-`model`, JSON, the section of the config that describes the network; the batch: `tokens` [2, S], `targets`, and the
-fields of images in megajax's order (docs/vision.md); `logits` [2, S, V] and `loss`, the mean cross-entropy over the
-targets that are no image tokens, in FP32; and the gradients of the network's own tensors, `gradient:NAME`.
-Sequences have several images of different places, and rows of patches end with padding.
+`PYTHONPATH=tests/references python tests/data_files/make_vision_references.py`; with names as arguments, such as llava,
+it makes these only. Each file holds `model`, JSON, the section of the config that describes the network; the batch:
+`tokens` [2, S], `targets`, and the fields of images in megajax's order (docs/vision.md); `logits` [2, S, V] and `loss`,
+the mean cross-entropy over the targets that are no image tokens, in FP32; and the gradients of the network's own
+tensors, `gradient:NAME`. Sequences have several images of different places, and rows of patches end with padding.
 """
 
 import json
@@ -55,6 +54,19 @@ def llava(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any], 
     tower = {"num_layers": 2, "grid": 2, "patch_size": 4, "class_token": True, "embedding_norm": True}
     tower |= {"final_norm": False, "patch_bias": False, "activation": "quick_gelu", "norm_epsilon": 1e-5}
     tower |= {"projector_ffn_hidden_size": 24, "ffn_hidden_size": 24}
+    return LlavaForConditionalGeneration(config), {"vision": tower}, [[(2, 2), (2, 2)], [(2, 2)]], 16
+
+
+def llava_siglip(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any], list[list[Image]], int]:
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=SiglipVisionConfig(**vision, image_size=8, patch_size=4),
+        text_config=LlamaConfig(**TEXT, rms_norm_eps=1e-5, rope_theta=1e4),
+        image_token_index=IMAGE,
+        vision_feature_select_strategy="full",
+    )
+    tower = {"num_layers": 2, "grid": 2, "patch_size": 4, "final_norm": False, "projector_ffn_hidden_size": 24}
+    tower |= {"ffn_hidden_size": 24}
     return LlavaForConditionalGeneration(config), {"vision": tower}, [[(2, 2), (2, 2)], [(2, 2)]], 16
 
 
@@ -107,7 +119,7 @@ def qwen2_5_vl(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, A
 TEXT = {"vocab_size": 99, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2}
 SAME = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 40, "vocab_size": 99}
-PATCHES = {"llava": 12, "gemma3": 40, "qwen2_5_vl": 48}  # of a row
+PATCHES = {"llava": 12, "llava_siglip": 12, "gemma3": 40, "qwen2_5_vl": 48}  # of a row
 
 
 def inputs_of(name: str, vision: dict[str, Any], images: list[list[Image]], generator: torch.Generator):
@@ -179,6 +191,6 @@ def make(build: Callable[..., Any], seed: int) -> None:
 
 
 if __name__ == "__main__":
-    for seed, build in enumerate((llava, gemma3, qwen2_5_vl)):
+    for seed, build in enumerate((llava, gemma3, qwen2_5_vl, llava_siglip)):
         if build.__name__ in (sys.argv[1:] or [build.__name__]):
             make(build, 30 + seed)
