@@ -243,7 +243,7 @@ def test_errors_of_the_cache_are_not_those_of_the_store(upload, tmp_path):
 
 
 def test_only_token_files_are_read_from_a_url_and_none_are_written(tmp_path):
-    with pytest.raises(InputError, match="^s3://a/b.jsonl is remote, but only token files can be: copy it to this"):
+    with pytest.raises(InputError, match="^s3://a/b.jsonl is remote, but only token files and shards can be: copy"):
         preprocess(["s3://a/b.jsonl"], str(tmp_path / "p"), "byte")
     with pytest.raises(InputError, match="^s3://a/b: token files are written to local paths only: write them here"):
         IndexedWriter("s3://a/b", np.uint16)
