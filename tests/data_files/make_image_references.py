@@ -147,7 +147,7 @@ def generations(name: str, kind: type, values: dict) -> dict:
     import torch
 
     processor = kind(**values)
-    with TemporaryDirectory() as folder, zipfile.ZipFile(Path(__file__).with_name(f"tiny_{name}.zip")) as zipped:
+    with TemporaryDirectory() as folder, zipfile.ZipFile(Path(__file__).with_name(f"images_{name}.zip")) as zipped:
         zipped.extractall(folder)
         found = next(Path(folder).rglob("config.json")).parent
         network = AutoModelForImageTextToText.from_pretrained(found, dtype=torch.float32).eval()
