@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from megajax.inference.weights import abstract_parameters
 from megajax.model import Transformer
 from megajax.tools.profile.trace import newest, read_files
 
-OVERRIDES = ["data.kind=synthetic", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "mesh.pipeline=1"]
+OVERRIDES = [
+    "data.kind=synthetic",
+    "mesh.data=1",
+    "mesh.fsdp=1",
+    "mesh.tensor=1",
+    "mesh.pipeline=1",
+    "batch.global_size=1",
+]
 
 
 def random_model(path: str, length: int, overrides: list[str]) -> LanguageModel:
@@ -35,12 +43,12 @@ def random_model(path: str, length: int, overrides: list[str]) -> LanguageModel:
     config = load_config(path, [*OVERRIDES, f"batch.sequence_length={length}", *overrides])
     mesh = build_mesh({}, jax.devices()[:1])
 
-    def random(i: int, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        draw = jax.jit(lambda key: (jax.random.normal(key, shape.shape, shape.dtype) * 0.02).astype(shape.dtype))
-        return draw(jax.random.key(i))
+    @partial(jax.jit, static_argnums=(1, 2))
+    def random(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return (jax.random.normal(key, shape, dtype) * 0.02).astype(dtype)
 
     shapes = abstract_parameters(Transformer(config.model), mesh, jnp.bfloat16)
-    params = {name: random(i, shape) for i, (name, shape) in enumerate(shapes.items())}
+    params = {name: random(jax.random.key(i), a.shape, a.dtype) for i, (name, a) in enumerate(shapes.items())}
     return LanguageModel(config, params, {}, mesh)
 
 

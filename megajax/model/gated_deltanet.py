@@ -49,6 +49,5 @@ class GatedDeltaNet(DeltaRule):
         return of_decays.astype(jnp.float32)
 
     def gated(self, comm: Comm, w: Weights, out: jax.Array, projected: jax.Array, rates: jax.Array) -> jax.Array:
-        norm, (F, weight) = ops.GatedNorm(self.config.norm_epsilon, gate_first=False), (out.shape[1], w["output_norm"])
-        weights, first = jnp.broadcast_to(weight, (F // len(weight), len(weight))), projected.shape[1] - F
-        return ops.gated_norm(out, projected, weights, norm, first, comm.elementwise)
+        norm, first = ops.GatedNorm(self.config.norm_epsilon, gate_first=False), projected.shape[1] - out.shape[1]
+        return ops.gated_norm(out, projected, w["output_norm"][None], norm, first, comm.elementwise)

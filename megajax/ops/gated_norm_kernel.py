@@ -21,7 +21,7 @@ class GatedNormOperands(NamedTuple):
 
     x: jax.Array  # [T, G · w]
     gate: jax.Array  # [T, X], with the gates and others
-    weight: jax.Array  # [G, w] FP32
+    weight: jax.Array  # [G, w], or [1, w] of all groups
     first: int  # of the gates
 
 
@@ -44,7 +44,7 @@ def normalise(operands: GatedNormOperands, norm: GatedNorm, *, interpret: bool =
         x, gate = (plgpu.load(ref).astype(jnp.float32) for ref in (x_ref, gate_ref))
         gate = gate * sigmoid(gate, interpret)
         values = x * gate if norm.gate_first else x
-        y = values * _scale(values, norm) * plgpu.load(weight_ref)
+        y = values * _scale(values, norm) * plgpu.load(weight_ref).astype(jnp.float32)
         plgpu.store(y_ref, (y if norm.gate_first else y * gate).astype(y_ref.dtype))
 
     x = operands.x
@@ -54,13 +54,13 @@ def normalise(operands: GatedNormOperands, norm: GatedNorm, *, interpret: bool =
 def gradients(
     operands: GatedNormOperands, norm: GatedNorm, dy: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients `dy [T, G · w]` of the outputs → those of (x and the gates `[T, G · w]`, the weight `[G, w]`)."""
-    (T, F), (G, w) = operands.x.shape, operands.weight.shape
+    """The gradients `dy [T, G · w]` of the outputs → those of (x and the gates `[T, G · w]`, the weight)."""
+    (T, F), (own, w) = operands.x.shape, operands.weight.shape
     tokens = _tokens(T, w)
     repeats = math.gcd(T // tokens, REPEATS)
 
     def kernel(x_ref, gate_ref, weight_ref, dy_ref, dx_ref, dgate_ref, sums_ref) -> None:
-        weight = plgpu.load(weight_ref)
+        weight = plgpu.load(weight_ref).astype(jnp.float32)
 
         def one(index: jax.Array, total: jax.Array) -> jax.Array:
             rows = pl.ds(index * tokens, tokens)
@@ -84,7 +84,7 @@ def gradients(
     like = jax.ShapeDtypeStruct((T, F), operands.x.dtype)
     sums = jax.ShapeDtypeStruct((T // (tokens * repeats), F), jnp.float32)
     dx, dgate, sums = _call(kernel, operands, [dy], repeats, [like, like, sums], interpret, "gated_norm_backward")
-    return dx, dgate, jnp.sum(sums, axis=0).reshape(G, w)
+    return dx, dgate, jnp.sum(sums.reshape(-1, own, w), axis=0)
 
 
 def _tokens(count: int, width: int) -> int:
@@ -106,7 +106,7 @@ def _call(
     name: str,
 ) -> Sequence[jax.Array]:
     """The outputs of a kernel whose programs have `repeats` tiles of one group."""
-    (T, _), (G, w) = operands.x.shape, operands.weight.shape
+    (T, F), (own, w) = operands.x.shape, operands.weight.shape
     rows = _tokens(T, w) * repeats
     assert operands.first % w == 0
 
@@ -116,11 +116,11 @@ def _call(
 
     return pl.pallas_call(
         kernel,
-        grid=(G, T // rows),
+        grid=(F // w, T // rows),
         in_specs=[
             spec(operands.x),
             spec(operands.gate, operands.first),
-            pl.BlockSpec((1, w), lambda group, row: (group, 0)),
+            pl.BlockSpec((1, w), lambda group, row: (group % own, 0)),
             *map(spec, others),
         ],
         out_specs=list(map(spec, outputs)),

@@ -25,7 +25,8 @@ def fits(key_width: int, value_width: int) -> bool:
 def few_tokens(
     token: Token, inputs: Sequence[jax.Array], initial: jax.Array, count: jax.Array | None, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Of `inputs [B, S, heads, ...]`, queries first, and states `[B, N, d, w]` → (outputs `[B, S, N, w]`, states).
+    """Of `inputs [B, S, heads, ...]`, queries, keys, values and others, and states `[B, N, d, w]` → (outputs
+    `[B, S, N, w]` in the values' dtype, states).
 
     Fewer heads than N are shared by consecutive ones. The states are those after the first `count [B]` tokens (None:
     after all); they take the memory of `initial`.
@@ -38,7 +39,8 @@ def few_tokens(
         *inputs, state_ref, out_ref, final_ref = refs
         state = kept = state_ref[...]
         for t in range(S):
-            state, out_ref[t] = token(state, *(ref[t] for ref in inputs))
+            state, out = token(state, *(ref[t] for ref in inputs))
+            out_ref[t] = out.astype(out_ref.dtype)
             kept = state if count is None else jnp.where(t < count_ref[0], state, kept)
         final_ref[...] = kept
 
@@ -51,7 +53,7 @@ def few_tokens(
         return pl.BlockSpec((None, S, None, width), lambda i, n, b: (b, 0, n // group, i if split else 0))
 
     state = pl.BlockSpec((None, None, d, columns), lambda i, n, b: (b, n, 0, i))
-    out = jax.ShapeDtypeStruct((B, S, N, w), initial.dtype)
+    out = jax.ShapeDtypeStruct((B, S, N, w), inputs[2].dtype)
     counts = jnp.zeros(B, jnp.int32) if count is None else count
     return pl.pallas_call(
         kernel,

@@ -22,9 +22,57 @@ PRIORITY_BITS = 10
 
 
 def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x [T, D]` times `weight [D, E]`, in float32 on GPUs too."""
+    """`x [T, D]` times `weight [D, E]`, in float32 on GPUs too; x in BF16 is not made wider."""
     dtype = wide(x.dtype)
+    if x.dtype == jnp.bfloat16:
+        return _narrow_times_wide(x, weight.astype(dtype))
     return jnp.dot(x.astype(dtype), weight.astype(dtype), precision=lax.Precision.HIGHEST)
+
+
+@jax.custom_vjp
+def _narrow_times_wide(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """BF16 `x [T, D]` times FP32 `weight [D, E]` with BF16 matrix units: FP32 products, FP32 sums.
+
+    The sum of three BF16 matrices is the weight, and a product of two BF16 numbers is exact in FP32. On an H100 this
+    takes a quarter of the time of a product of FP32 matrices, which has no matrix units.
+    """
+    return _sum_of_parts(_matmul(x, jnp.concatenate(_parts(weight), axis=1)))
+
+
+def _narrow_forward(x, weight):
+    return _narrow_times_wide(x, weight), (x, weight)
+
+
+def _narrow_backward(kept, d):
+    x, weight = kept
+    of_weight = _sum_of_parts(_matmul(x.T, jnp.concatenate(_parts(d), axis=1)))
+    # x's gradient is BF16: products below 2^-16 of the largest do not count.
+    (d, less), (w, small) = _parts(d)[:2], _parts(weight)[:2]
+    of_x = _matmul(jnp.concatenate((less, d, d), axis=1), jnp.concatenate((w, small, w), axis=1).T)
+    return of_x.astype(x.dtype), of_weight
+
+
+_narrow_times_wide.defvjp(_narrow_forward, _narrow_backward)
+
+
+def _parts(x: jax.Array) -> list[jax.Array]:
+    """Three BF16 arrays whose sum is the FP32 array x, the largest first."""
+    parts = []
+    for _ in range(3):
+        rounded = lax.reduce_precision(x, 8, 7)  # XLA would leave out a conversion there and back
+        parts.append(rounded.astype(jnp.bfloat16))
+        x = x - rounded
+    return parts
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _sum_of_parts(x: jax.Array) -> jax.Array:
+    """`[·, 3 E]` → `[·, E]`, the smallest first."""
+    large, middle, small = jnp.split(x, 3, axis=1)
+    return large + (middle + small)
 
 
 def jitter(x: jax.Array, amount: float, key: jax.Array, token_ids: jax.Array) -> jax.Array:

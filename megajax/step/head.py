@@ -18,6 +18,7 @@ NORMS = ("final_norm", "final_norm_bias")
 BEFORE = (*NORMS, "head_dense", "head_norm", "head_norm_bias")  # the weights before the output matrix
 BIAS = "head_bias"
 Fields = Mapping[str, jax.Array]
+ROWS, MANY_ROWS = 8, 512  # of a chunk; fewer cost nothing
 # (this shard's logits [c, V / tensor], targets, mask, fields) of a chunk → (sums of losses, gradient of the logits)
 ChunkLoss = Callable[[jax.Array, jax.Array, jax.Array, Fields], tuple[dict[str, jax.Array], jax.Array]]
 # (log-probabilities of the targets [c] or FP32 logits [c, V], mask, fields) of a chunk's tokens → (losses, derivatives)
@@ -196,11 +197,12 @@ class LossHead:
         """Chunks of x, targets, mask and fields.
 
         Chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `all_gather_tokens`.
-        Padding of the last chunk is masked.
+        Padding of the last chunk is masked. A large chunk has a multiple of 8 rows, else XLA copies its logits into such a
+        matrix and back for the matmuls of GPUs.
         """
         tensor, own = self.comm.tensor_size, x.shape[0]
         n = self.plan.chunks_of(targets.size)
-        padding = -own % n
+        padding = -own % (n * ROWS if own > MANY_ROWS * n else n)
 
         def arrange(a: jax.Array) -> jax.Array:
             more = a.shape[1:]

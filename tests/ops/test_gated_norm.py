@@ -10,7 +10,7 @@ from megajax.ops.gated_norm import GatedNorm, gated_norm
 def numpy_gated_norm(x, gate, weight, norm):
     """Group by group."""
     y = np.zeros_like(x)
-    for group, factor in enumerate(weight):
+    for group, factor in enumerate(np.broadcast_to(weight, (x.shape[1] // weight.shape[1], weight.shape[1]))):
         columns = slice(group * len(factor), (group + 1) * len(factor))
         opened = gate[:, columns] / (1 + np.exp(-gate[:, columns]))
         values = x[:, columns] * opened if norm.gate_first else x[:, columns]
@@ -24,7 +24,7 @@ def numpy_gated_norm(x, gate, weight, norm):
 def test_the_gated_norm_and_its_kernel(tokens, gate_first):
     rng, norm, (G, w), first = np.random.default_rng(tokens), GatedNorm(1e-3, gate_first), (3, 16), 16
     x, dy = rng.normal(size=(2, tokens, G * w))
-    gate, weight = rng.normal(size=(tokens, 5 * w)), rng.normal(size=(G, w))
+    gate, weight = rng.normal(size=(tokens, 5 * w)), rng.normal(size=(G if gate_first else 1, w))
     expected = numpy_gated_norm(x, gate[:, first:], weight, norm)
     x, dy, gate, weight = (jnp.asarray(a, jnp.float32) for a in (x, dy, gate, weight))
     y, pull = jax.vjp(lambda *args: gated_norm(*args, norm, first), x, gate, weight)

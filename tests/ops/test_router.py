@@ -31,6 +31,20 @@ def test_the_best_experts_are_chosen_in_their_order(logits, k):
     assert np.array_equal(router.choose(logits, k), np.argsort(-logits, axis=-1, kind="stable")[:, :k])
 
 
+def test_logits_of_bf16_tokens_are_those_of_fp32():
+    """The weight has all 24 bits of FP32: with BF16 weights the error would be 2e-3."""
+    random = np.random.default_rng(5)
+    x = jnp.asarray(random.standard_normal((TOKENS, 64)), jnp.bfloat16)
+    weight, d = (random.standard_normal(shape).astype(np.float32) for shape in ((64, EXPERTS), (TOKENS, EXPERTS)))
+    logits, pull = jax.vjp(jax.jit(router.router_logits), x, weight)
+    of_x, of_weight = pull(d)
+    exact, *wide = np.asarray(x, np.float64), *(np.asarray(a, np.float64) for a in (weight, d))
+    np.testing.assert_allclose(logits, exact @ wide[0], rtol=1e-6, atol=1e-6 * 64**0.5)
+    np.testing.assert_allclose(of_weight, exact.T @ wide[1], rtol=1e-6, atol=1e-6 * TOKENS**0.5)
+    assert of_x.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(of_x, np.float64), wide[1] @ wide[0].T, rtol=2**-8, atol=2**-14)
+
+
 def test_equal_scores_choose_the_lower_index():
     assert router.choose(jnp.zeros((1, 4)), 2).tolist() == [[0, 1]]
 
