@@ -3,9 +3,10 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, import rules, all tests and beside them types, on two cores 16 to 35 minutes the first time and
-about half of that later. With arguments: only pytest with these arguments, for example -m smoke for the fastest tests, or
-tests/config. Installs their packages into .venv."
+Without arguments: lint, import rules, all tests and beside them types, on two cores about 20 minutes the first time and
+about half of that later. With arguments: only pytest with these arguments, for example tests/config, -m smoke for the
+fastest tests, or -m long for those of tests/long_tests.txt, which take another 8 minutes. Installs their packages into
+.venv."
 
 case "${1:-}" in -h | --help) echo "$help" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
