@@ -197,8 +197,8 @@ class LossHead:
         """Chunks of x, targets, mask and fields.
 
         Chunk j has the j-th part of every `tensor` rank's own tokens, in the order of `all_gather_tokens`.
-        Padding of the last chunk is masked. A large chunk has a multiple of 8 rows, else XLA copies its logits into such
-        a matrix and back for the matmuls of GPUs.
+        Padding of the last chunk is masked. A large chunk has a multiple of 8 rows, else XLA copies its logits into
+        such a matrix and back for the matmuls of GPUs.
         """
         tensor, own = self.comm.tensor_size, x.shape[0]
         n = self.plan.chunks_of(targets.size)
