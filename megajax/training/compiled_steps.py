@@ -19,12 +19,11 @@ import jax
 from megajax import cluster, threads
 from megajax.config import Config
 from megajax.config.sentences import counted
-from megajax.errors import InputError
 from megajax.jax_internals import cache_key, compilation_cache
-from megajax.runtime import keep_autotuning, memory_of
+from megajax.runtime import keep_autotuning
+from megajax.training.memory_check import check_memory, out_of_memory
 from megajax.training.step import TrainProgram
 
-GIB = 2**30
 # By default XLA distributes the measurements of kernels over all processes, and each waits for the others' results.
 ALONE: dict[str, Any] = {"xla_gpu_shard_autotuning": False}
 
@@ -55,7 +54,7 @@ class CompiledSteps:
     def start(self, sizes: Sequence[int], also: Callable[[], object]) -> ThreadPoolExecutor:
         """Compile the steps of `sizes` sequences, then call `also`, in the thread that is returned.
 
-        The first step raises InputError if a later size needs more memory than the devices have.
+        The first step raises InputError if one of them needs more memory than the devices have.
         """
         # The reader's library, now: it replaces Python's __import__ while it is loaded, and a trace imports too.
         import grain  # noqa: F401
@@ -75,8 +74,7 @@ class CompiledSteps:
             lowered = of_size.train_step.lower(program.abstract_state, of_size.abstract_batch)
             steps[microbatches] = compiler.compile(lowered, f"step of {size}")
             self._note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
-            if size != sizes[0]:
-                check_memory(steps[microbatches], size, program)
+            check_memory(steps[microbatches], size, of_size)
         return steps
 
     def wait(self) -> None:
@@ -90,7 +88,12 @@ class CompiledSteps:
     def run(self, state: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """A step: (new state, metrics)."""
         self._running = self._steps[len(batch["tokens"])]
-        return self._running(state, batch)
+        try:
+            return self._running(state, batch)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise out_of_memory(error, self._running, self._program) from error
 
     def text(self) -> str:
         """The compiled module of the last step, in XLA's text form; empty before the first step."""
@@ -107,18 +110,6 @@ def remove_damaged_programs(config: Config) -> None:
             compilation_cache.decompress_executable(path.read_bytes())
         except Exception:  # of the library that compresses
             path.unlink(missing_ok=True)
-
-
-def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:
-    """Raise InputError if the step for global batches of `size` sequences does not fit into the devices' memory."""
-    limit = (program.mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit is not None and (needed := memory_of(step)["whole"]) > limit:
-        config = program.config
-        raise InputError(
-            f"batch.schedule={config.batch.schedule} ({config.where('batch.schedule')}): a step of "
-            f"{counted(size, 'sequence')} needs {needed / GIB:.1f} GiB of memory per device, but there are "
-            f"{limit / GIB:.1f}: raise batch.num_microbatches, or choose another remat.policy."
-        )
 
 
 class SharedCompiler:

@@ -1,0 +1,93 @@
+"""A step that the devices have no memory for is a sentence, before it runs and when it runs."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from megajax.config.checks import check_mesh
+from megajax.errors import InputError
+from megajax.estimate.memory import estimate_memory
+from megajax.mesh import build_mesh
+from megajax.step_plan import StepPlan
+from megajax.training.compiled_steps import CompiledSteps
+from megajax.training.memory_check import check_memory
+from megajax.training.step import TrainProgram
+
+GIB = 2**30
+# Deep and wide enough for weights and activations to count: nothing is compiled.
+MODEL = ("model.num_layers=16", "model.hidden_size=512", "model.num_heads=8", "model.ffn_hidden_size=2048")
+BATCH = ("batch.global_size=8", "batch.num_microbatches=1", "batch.sequence_length=256", "mesh.data=2")
+
+
+def of_gib(**sizes: int) -> Any:
+    """A compiled step with this memory."""
+    found = {f"{name}_size_in_bytes": gib * GIB for name, gib in sizes.items()}
+    return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**found))
+
+
+STEP = of_gib(argument=3, output=3, alias=2, temp=4)  # 8 GiB: an output of 2 takes the memory of an argument
+
+
+@pytest.fixture
+def program(make_config) -> Any:
+    """(GiB of each device, overrides...) → a program on two devices."""
+
+    def of(limit: float | None, *overrides: str) -> TrainProgram:
+        config = make_config(*MODEL, *BATCH, *overrides)
+        built = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+        stats = limit and {"bytes_limit": limit * GIB, "bytes_in_use": GIB}
+        device = SimpleNamespace(memory_stats=lambda: stats)
+        return replace(built, mesh=SimpleNamespace(size=2, local_devices=[device]))  # type: ignore[arg-type]
+
+    return of
+
+
+def gib_of(built: TrainProgram, **batch: int) -> float:
+    """The estimate with another batch, where that of the program itself counts 8 GiB."""
+    config = built.config.model_copy(update={"batch": built.config.batch.model_copy(update=batch)})
+    plan = StepPlan.make(config, built.plan.sizes, built.plan.hardware)
+    return 8 * estimate_memory(plan).total / estimate_memory(built.plan).total
+
+
+@pytest.mark.parametrize("limit", [8, None])  # CPUs tell no limit
+def test_a_step_that_fits_runs(program, limit):
+    check_memory(STEP, 8, program(limit))
+
+
+def test_a_step_that_does_not_fit_names_what_would(program):
+    built = program(7.9)
+    half, quarter = (gib_of(built, num_microbatches=count) for count in (2, 4))
+    assert quarter < half < 7.9
+    with pytest.raises(InputError) as error:
+        check_memory(STEP, 8, built)
+    assert str(error.value).startswith("a step of 8 sequences needs 8.0 GiB of memory on each device, as compiled, but")
+    ways = f"batch.num_microbatches=2 (about {half:.1f} GiB) or batch.num_microbatches=4 (about {quarter:.1f} GiB); "
+    assert "there are 7.9: set mesh.data=1 mesh.fsdp=2 (about " in str(error.value) and ways in str(error.value)
+    assert str(error.value).endswith("`megajax plan CONFIG --gpus 2` finds the fastest settings that fit.")
+
+
+def test_recomputation_is_named_where_the_batch_cannot_be_divided(program):
+    with pytest.raises(InputError) as error:
+        check_memory(STEP, 2, program(7.5, "batch.global_size=2", "mesh.data=1", "mesh.fsdp=2"))
+    found = [word for word in str(error.value).split() if "=" in word]
+    assert found and all(word.startswith("remat.policy=") for word in found) and "remat.policy=full" in found
+
+
+def test_more_devices_are_the_cure_where_nothing_fits(program):
+    with pytest.raises(InputError, match="but there are 0.1: use more devices; `megajax plan"):
+        check_memory(STEP, 8, program(0.1))
+
+
+def test_too_little_memory_when_a_step_runs_is_the_same_sentence(program):
+    def run(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5.0GiB.\nbuffer 1")
+
+    steps = CompiledSteps(program(9), print)
+    steps._steps = {1: type("Step", (), {"__call__": run, "memory_analysis": lambda _: STEP.memory_analysis()})()}
+    with pytest.raises(InputError) as error:
+        steps.run(None, {"tokens": [0]})
+    assert "it needs 8.0 GiB as compiled, and 1.0 GiB are in use (RESOURCE_EXHAUSTED" in str(error.value)
+    assert "buffer 1" not in str(error.value) and "set mesh.data=1 mesh.fsdp=2" in str(error.value)
