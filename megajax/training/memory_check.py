@@ -1,6 +1,5 @@
 """Whether the devices have the memory that a compiled step needs, and which settings would need less."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from megajax.runtime import memory_of
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
-GIB, WAYS, REMAT = 2**30, 3, "remat.policy="
+GIB, WAYS = 2**30, 3
 
 
 def check_memory(step: jax.stages.Compiled, size: int, program: TrainProgram) -> None:
@@ -44,34 +43,39 @@ def out_of_memory(error: Exception, step: jax.stages.Compiled, program: TrainPro
 
 
 def _cure(program: TrainProgram, needed: int, limit: int) -> str:
-    """The first settings with which a step fits, by an estimate that is scaled to what this one needs."""
-    plan, devices, found = program.plan, program.mesh.size, []
-    scale = needed / estimate_memory(plan).total
-    for settings, config in _cheaper(plan.config, plan.sizes):
-        if (estimate := _estimate(config, program)) is not None and scale * estimate <= limit:
-            found.append((settings, f"{settings} (about {scale * estimate / GIB:.1f} GiB)", estimate))
-    # The more is kept for the backward pass, the less is computed again.
-    found.sort(key=lambda each: -each[2] if each[0].startswith(REMAT) else -math.inf)
+    """Settings with which a step fits, by an estimate that is scaled to what this one needs."""
+    devices, found = program.mesh.size, []
+    scale = needed / estimate_memory(program.plan).total
+    for ways in _cheaper(program.config, program.plan.sizes):
+        estimates = [(scale * estimate, text) for text, config in ways if (estimate := _estimate(config, program))]
+        if fitting := [each for each in estimates if each[0] <= limit]:
+            # The more memory is used, the less is computed again, and the fewer microbatches are there.
+            found.append(f"{max(fitting)[1]} (about {max(fitting)[0] / GIB:.1f} GiB)")
     fastest = f"`megajax plan CONFIG --gpus {devices}` finds the fastest settings that fit"
-    return (
-        f"set {listed([text for _, text, _ in found[:WAYS]])}; {fastest}" if found else f"use more devices; {fastest}"
-    )
+    return f"set {listed(found[:WAYS])}; {fastest}" if found else f"use more devices; {fastest}"
 
 
-def _cheaper(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[str, Config]]:
-    """Settings that need less memory, as text and as a config; recomputation, which costs most time, last."""
+def _cheaper(config: Config, sizes: Mapping[str, int]) -> Iterator[list[tuple[str, Config]]]:
+    """Settings that need less memory, as text and as a config, by kind; what costs most time last."""
 
-    def changed(section: str, **values: Any) -> Config:
-        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+    def changed(before: Config, section: str, **values: Any) -> Config:
+        return before.model_copy(update={section: getattr(before, section).model_copy(update=values)})
 
+    shards, rows = sizes["data"] * sizes["fsdp"], config.batch.global_size
     if sizes["data"] > 1:
-        shards = sizes["data"] * sizes["fsdp"]
-        yield f"mesh.data=1 mesh.fsdp={shards}", changed("mesh", data=1, fsdp=shards)
-    for count in (2, 4):
-        count *= config.batch.num_microbatches
-        yield f"batch.num_microbatches={count}", changed("batch", num_microbatches=count)
-    for policy in POLICIES:
-        yield f"{REMAT}{policy}", changed("remat", policy=policy, layers=None)
+        yield [(f"mesh.data=1 mesh.fsdp={shards}", changed(config, "mesh", data=1, fsdp=shards))]
+    counts = [2**k * config.batch.num_microbatches for k in range(1, rows.bit_length())]
+    divided = [
+        (f"batch.num_microbatches={n}", changed(config, "batch", num_microbatches=n)) for n in counts if n <= rows
+    ]
+    yield divided
+    recomputing = [(f"remat.policy={name}", {"policy": name, "layers": None}) for name in POLICIES]
+    yield [(text, changed(config, "remat", **values)) for text, values in recomputing]
+    yield [
+        (f"{text} {also}", changed(smaller, "remat", **values))
+        for text, smaller in divided
+        for also, values in recomputing
+    ]
 
 
 def _estimate(config: Config, program: TrainProgram) -> int | None:
