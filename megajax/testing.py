@@ -18,7 +18,7 @@ from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
 from megajax.layout.kinds import KINDS
 from megajax.mesh import AXES, build_mesh
-from megajax.model import Sublayer, Transformer, init_parameters, register
+from megajax.model import Sublayer, Transformer, init_parameters, register_block
 from megajax.model.block import layer_state
 from megajax.options.remat import NONE
 from megajax.tools.verify.differences import compare
@@ -40,7 +40,7 @@ def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = N
     """
     kind = _kind(sublayer)
     KINDS.pop(kind, None)
-    register(kind, sublayer)
+    register_block(kind, sublayer)
     try:
         return [*_checks(sublayer, {"block_pattern": ["dense", kind], **(model or {})})]
     finally:

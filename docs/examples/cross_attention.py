@@ -6,7 +6,7 @@ run: {extensions: [docs/examples/encoder.py, docs/examples/cross_attention.py]}
 
 from encoder import attention
 
-from megajax.model import Sublayer, declare, register
+from megajax.model import Sublayer, declare, register_block
 from megajax.model.attention import Attention
 from megajax.model.mlp import MLP
 from megajax.model.sublayer import declare_norm, normalise
@@ -37,4 +37,4 @@ class CrossAttention(Sublayer):
         return comm.row_linear(attention(q, k, v, mask).reshape(B * S, -1), w["output"]), {}
 
 
-register("reads_source", Attention, CrossAttention, MLP)
+register_block("reads_source", Attention, CrossAttention, MLP)

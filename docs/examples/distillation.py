@@ -8,10 +8,10 @@ teacher: {model: {num_layers: 32, hidden_size: 4096, ...}, source: models/teache
 import jax
 
 from megajax.schema.fields import Positive, Section
-from megajax.step.objective import Logits, register
+from megajax.step.objective import Logits, register_objective
 
 
-@register("distillation")
+@register_objective("distillation")
 class Distillation(Logits):
     """-Σ p log q of each token: p the teacher's probabilities, q the model's, at a temperature (Hinton et al. 2015)."""
 

@@ -8,7 +8,7 @@ A channel of a token is h_t = a · h_{t-1} + v_t, with a decay a and v = norm(x)
 import jax
 import jax.numpy as jnp
 
-from megajax.model import Sublayer, declare, register
+from megajax.model import Sublayer, declare, register_block
 from megajax.model.mlp import MLP
 from megajax.model.sublayer import declare_norm, normalise
 
@@ -52,4 +52,4 @@ class Recurrence(Sublayer):
         return comm.row_linear(y.reshape(B * S, -1), w["output"]), {}
 
 
-register("recurrent", Recurrence, MLP)
+register_block("recurrent", Recurrence, MLP)

@@ -13,10 +13,10 @@ from pydantic import PositiveInt
 
 from megajax.model import declare
 from megajax.schema.fields import Section
-from megajax.step.objective import Hidden, register
+from megajax.step.objective import Hidden, register_objective
 
 
-@register("value_head")
+@register_objective("value_head")
 class ValueHead(Hidden):
     """Squared error of one output, or cross-entropy of several, at each token with a label."""
 

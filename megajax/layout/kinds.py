@@ -61,7 +61,7 @@ PARALLEL = {"attention_mamba2": {MAMBA2: ATTENTION}}
 # Sublayers without the norm before them
 WITHOUT_NORM = {FIRST: (ATTENTION,)}
 KIND_OF = {sublayers: kind for kind, sublayers in BUILT_IN.items() if kind not in WITHOUT_NORM}
-# The sublayers' classes of each kind by name, in order; `model.block.register` fills it.
+# The sublayers' classes of each kind by name, in order; `model.block.register_block` fills it.
 KINDS: dict[str, dict[str, type[Any]]] = {}
 
 

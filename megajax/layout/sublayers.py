@@ -1,7 +1,7 @@
 """What the sublayers of a kind of block can do.
 
-It does not import the sublayers, which need jax: those of built-in kinds are in `DECLARED`, and `model.block.register`
-puts the classes of the others into `KINDS`.
+It does not import the sublayers, which need jax: those of built-in kinds are in `DECLARED`, and
+`model.block.register_block` puts the classes of the others into `KINDS`.
 """
 
 from typing import Any, NamedTuple

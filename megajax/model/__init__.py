@@ -2,7 +2,7 @@
 
 import megajax.model.mtp_block  # noqa: F401  # its blocks are registered there
 from megajax.layout.sublayers import EVERYTHING
-from megajax.model.block import Block, register
+from megajax.model.block import Block, register_block
 from megajax.model.encoder import Encoder, register_encoder
 from megajax.model.parameters import bind, declare, init_parameters, parameters
 from megajax.model.sublayer import LayerContext, Sublayer
@@ -19,6 +19,6 @@ __all__ = [
     "declare",
     "init_parameters",
     "parameters",
-    "register",
+    "register_block",
     "register_encoder",
 ]

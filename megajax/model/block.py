@@ -33,10 +33,10 @@ BLOCK_CLASSES: dict[str, type[Any]] = {}  # of the kinds that are more than a li
 REQUIRED = ("NAME", "LINEAR", "apply")
 
 
-def register(kind: str, *parts: type[Sublayer], **named: type[Sublayer]) -> None:
+def register_block(kind: str, *parts: type[Sublayer], **named: type[Sublayer]) -> None:
     """Register blocks of these sublayers as `kind`, for `model.block_pattern`; before the config is loaded.
 
-    `named` ones follow and have other names than their class's NAME: `register("pair", Attention, second=Attention)`.
+    `named` ones follow and have other names than their class's NAME: `register_block("pair", MLP, second=MLP)`.
     Raises ConfigError for a kind that has other sublayers already, for a name or a metric that two of them have, and
     for one that lacks a member.
     """
@@ -44,10 +44,12 @@ def register(kind: str, *parts: type[Sublayer], **named: type[Sublayer]) -> None
         _check_part(part)
     own = [*((part.NAME, part) for part in parts), *named.items()]
     if not own or not kind.isidentifier() or kind in BLOCK_CLASSES:
-        raise ConfigError(f"register({kind!r}) is no kind of block: give a name, such as my_block, and its sublayers.")
+        raise ConfigError(
+            f"register_block({kind!r}) is no kind of block: give a name, such as my_block, and its sublayers."
+        )
     for values in ([name for name, _ in own], [metric for _, part in own for metric in part.METRICS]):
         if again := sorted({value for value in values if values.count(value) > 1}):
-            cure = "name one of them, register(..., second=TheClass)" if again[0] in dict(own) else "rename one"
+            cure = "name one of them, register_block(..., second=TheClass)" if again[0] in dict(own) else "rename one"
             raise ConfigError(f"two sublayers of the block {kind} have the name or the metric {again[0]}: {cure}.")
     names, known = _described(dict(own)), _described(KINDS.get(kind, {}))
     if known and names != known:
@@ -70,7 +72,7 @@ def _check_part(part: type[Sublayer]) -> None:
 OWN = (Attention, CrossAttention, GatedDeltaNet, KimiDeltaAttention, Mamba2, MLP, MoE)
 SUBLAYERS: dict[str, type[Sublayer]] = {part.NAME: part for part in OWN}
 for _kind, _names in BUILT_IN.items():
-    register(_kind, *(SUBLAYERS[name] for name in _names))
+    register_block(_kind, *(SUBLAYERS[name] for name in _names))
 
 
 class Block(nnx.Module):

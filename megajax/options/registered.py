@@ -1,7 +1,7 @@
 """What modules of `run.extensions` register by the name that a key of the config has.
 
-The classes of objectives and encoders need jax, so that this module does not import them: their `register` functions
-put them here.
+The classes of objectives and encoders need jax, so that this module does not import them: `register_objective` and
+`register_encoder` put them here.
 """
 
 from collections.abc import Callable

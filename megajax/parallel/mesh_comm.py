@@ -19,7 +19,7 @@ from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Ranges, Scores
 from megajax.parallel import collectives
 from megajax.parallel.context import ContextAttention, context_attention
-from megajax.parallel.context.token_order import to_consecutive, to_stored
+from megajax.parallel.context.token_order import from_consecutive, to_consecutive
 from megajax.parallel.experts import expert_parallel
 from megajax.parallel.tensor import linear
 from megajax.parallel.tensor.ring import TensorRing
@@ -162,7 +162,7 @@ class MeshComm(Comm):
     def in_order[Arrays](self, x: Arrays, back: bool = False) -> Arrays:
         if self.context_size == 1 or self.collectives.consecutive:
             return x
-        return jax.tree.map(lambda a: (to_stored if back else to_consecutive)(a, self.context_size), x)
+        return jax.tree.map(lambda a: (from_consecutive if back else to_consecutive)(a, self.context_size), x)
 
     def _named(self, axes: str | Iterable[str]) -> Iterable[str]:
         return (axes,) if isinstance(axes, str) else axes

@@ -79,7 +79,7 @@ def _batches(value: Any) -> Any:
     return value
 
 
-def _in_order(axes: tuple[str, ...]) -> tuple[str, ...]:
+def _sorted_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(axes)) < len(axes):
         raise ValueError("names an axis twice: name each once")
     return tuple(axis for axis in AXES if axis in axes)
@@ -172,7 +172,7 @@ def _number(value: Any) -> bool:
 
 AxisSize = Annotated[int, Field(le=INT32), AfterValidator(_axis_size)]
 ExpertAxis = Literal["data", "fsdp", "expert", "context", "tensor"]
-ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1), AfterValidator(_in_order)]
+ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1), AfterValidator(_sorted_axes)]
 Split = Annotated[str, AfterValidator(_split_weights)]
 BatchSchedule = Annotated[
     str,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.step.graph import Graph
-from megajax.step.nodes import Arrays, Results, StepArrays, Table, backward_in_reverse, forward_in_order
+from megajax.step.nodes import Arrays, Results, StepArrays, Table, run_backward_nodes, run_forward_nodes
 from megajax.step.stack.vjp import replayed
 
 
@@ -19,9 +19,9 @@ def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Resul
 
     def microbatch(table: Table, index: Any, fields: Arrays) -> tuple[Table, Results]:
         at = graph.microbatch(fields, index, arrays)
-        streams, saved = forward_in_order(graph.inner, arrays, at, save=True)
+        streams, saved = run_forward_nodes(graph.inner, arrays, at, save=True)
         gradients, table, results = graph.turn(arrays, streams, at, table)
-        _, table, found = backward_in_reverse(graph.inner, arrays, saved, gradients, at, table)
+        _, table, found = run_backward_nodes(graph.inner, arrays, saved, gradients, at, table)
         return table, results.joined(found)
 
     zeros = graph.table.zero_gradients(arrays.table)
@@ -46,7 +46,7 @@ def evaluate(graph: Graph, arrays: StepArrays, batch: Arrays) -> dict[str, jax.A
 
     def microbatch(losses, fields: Arrays):
         at = graph.microbatch(fields, 0)
-        streams, _ = forward_in_order(graph.inner, arrays, at, save=False)
+        streams, _ = run_forward_nodes(graph.inner, arrays, at, save=False)
         return jax.tree.map(jnp.add, losses, graph.evaluate(arrays, streams, at)), None
 
     return lax.scan(microbatch, graph.zero_losses(), dict(batch))[0]

@@ -1,8 +1,9 @@
 """Multi-token prediction: modules after the last layer, each predicts a token further ahead (DeepSeek-AI 2024, 2.2).
 
-Module k computes h_k = Block(W [RMSNorm(Emb(t_{i+k})); RMSNorm(h_{k-1})]) for each token i, where h_0 is the model's
-output after its final norm, and h_k is after the module's own. The model's head predicts t_{i+k+1} from h_k. A module
-runs forward and backward between the two passes of the layers, so its activations do not outlive the head's.
+Module k, counted from 1, computes h_k = Block(W [RMSNorm(Emb(t_{i+k})); RMSNorm(h_{k-1})]) for each token i, where h_0
+is the model's output after its final norm, and h_k is after the module's own. The model's head predicts t_{i+k+1} from
+h_k. A module runs forward and backward between the two passes of the layers, so its activations do not outlive the
+head's. The code counts modules from 0.
 """
 
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ class MultiTokenPrediction:
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        x, dx = self._in_order((streams[HIDDEN], gradients[HIDDEN]))
+        x, dx = self._not_overlapped((streams[HIDDEN], gradients[HIDDEN]))
         weights, scales = arrays.stacks[MTP], arrays.scales[MTP]
         norms = {name: arrays.table[name] for name in NORMS if name in arrays.table}
         h, pull = jax.vjp(self._final_norm, norms, x)
@@ -106,7 +107,7 @@ class MultiTokenPrediction:
             gradient = self.stack.weights.reduce_per_layer(
                 gradient, self.stack.segments[k], 0, self.stack.only_microbatch
             )
-            dh, table, gradient = self._in_order((dh, table, gradient))
+            dh, table, gradient = self._not_overlapped((dh, table, gradient))
             found.insert(0, (gradient,))
             amax.insert(0, (largest,))
         dnorms, dx_of_modules = pull(dh)
@@ -143,7 +144,7 @@ class MultiTokenPrediction:
     def _final_norm(self, norms: Arrays, x: jax.Array) -> jax.Array:
         return normalise(self.model, x, norms["final_norm"], norms.get("final_norm_bias"))
 
-    def _in_order[Values](self, values: Values) -> Values:
+    def _not_overlapped[Values](self, values: Values) -> Values:
         """`values`, none available before all are: collectives must not overlap those of the layers (`LayerStack`)."""
         return not_before(values) if max(self.comm.sizes.values()) > 1 else values
 

@@ -112,7 +112,7 @@ class InnerNode(Protocol):
         ...
 
 
-def forward_in_order(
+def run_forward_nodes(
     nodes: Sequence[InnerNode], arrays: StepArrays, batch: Microbatch, save: bool, given: Arrays | None = None
 ) -> tuple[Streams, list[Any]]:
     """The nodes in order → (all their streams, what each one's `backward` needs); `given` are streams before them."""
@@ -127,7 +127,7 @@ def forward_in_order(
     return streams, saved
 
 
-def backward_in_reverse(
+def run_backward_nodes(
     nodes: Sequence[InnerNode],
     arrays: StepArrays,
     saved: Sequence[Any],

@@ -1,4 +1,4 @@
-"""The objective of training: a terminal node. `objective.kind` names it; `register` adds one.
+"""The objective of training: a terminal node. `objective.kind` names it; `register_objective` adds one.
 
 A class of your own derives from `Elementwise`, `Logits`, `Segment` or `Hidden`. It declares its settings (`Settings`,
 the keys of `objective.settings`) and the batch fields that it reads besides the usual ones (`FIELDS`).
@@ -297,7 +297,7 @@ class Segment(Objective):
 BUILT_IN: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
 
 
-def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
+def register_objective(name: str) -> Callable[[type[Objective]], type[Objective]]:
     """A decorator that registers an objective for `objective.kind`; in a module of `run.extensions`."""
 
     def add(objective: type[Objective]) -> type[Objective]:

@@ -9,7 +9,7 @@
        |        frozen weights in the compute dtype
        |
        |        fuse, cast or quantise, all-gather                 Weight.gather_per_step
-       |        split, sum, reduce-scatter of the gradient         Weight.reduce_per_step, Weight.split
+       |        reduce-scatter of the gradient, sum over copies    Weight.reduce_per_step, complete, split
     per step    sharded over `fsdp` and `tensor`, in the compute dtype or in FP8
        |        all-gather, transpose in FP8                       Weight.gather_per_layer
        |        reduce-scatter of the gradient                     Weight.reduce_per_layer

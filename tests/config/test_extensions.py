@@ -26,10 +26,10 @@ data: {kind: synthetic}
 """
 MISSING = "run.extensions=[no_such_blocks]"
 REGISTERING = """\
-from megajax.model import register
+from megajax.model import register_block
 from megajax.model.attention import Attention
 from megajax.model.mlp import MLP
-register("{0}", Attention, MLP)
+register_block("{0}", Attention, MLP)
 """
 
 

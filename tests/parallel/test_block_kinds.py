@@ -18,7 +18,7 @@ from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
 from megajax.layout.kinds import KINDS, expert_layers
 from megajax.mesh import build_mesh
-from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, register
+from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, register_block
 from megajax.model.attention import Attention
 from megajax.model.block import dropout_key
 from megajax.model.mlp import MLP
@@ -357,7 +357,7 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
         ((), "mine", "give a name, such as my_block, and its sublayers"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            register(kind, *parts)
+            register_block(kind, *parts)
     assert "mine" not in KINDS
-    register("mean", Mean, MLP)  # again, as in a notebook
+    register_block("mean", Mean, MLP)  # again, as in a notebook
     assert KINDS["mean"] == {"mean": Mean, "mlp": MLP}

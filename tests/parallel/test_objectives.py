@@ -13,7 +13,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.schema.fields import Section
-from megajax.step.objective import Elementwise, Logits, NextToken, Segment, register
+from megajax.step.objective import Elementwise, Logits, NextToken, Segment, register_objective
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram
@@ -22,7 +22,7 @@ TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "i
 ROWS, LENGTH = 8, 12
 
 
-@register("test_focal")
+@register_objective("test_focal")
 class Focal(Elementwise):
     FIELDS = {"importance": jnp.float32}
 
@@ -37,7 +37,7 @@ class Focal(Elementwise):
         return fields["importance"] * fields["loss_mask"]
 
 
-@register("test_pairs")
+@register_objective("test_pairs")
 class Pairs(Segment):
     """The first of two sequences is preferred."""
 
@@ -51,7 +51,7 @@ class Pairs(Segment):
         return (fields["loss_mask"] > 0).reshape(-1, 2).all(1)
 
 
-@register("test_distilled")
+@register_objective("test_distilled")
 class Distilled(Logits):
     """The cross-entropy to the most probable tokens of a teacher at a temperature of 2, and half the usual loss."""
 
@@ -178,8 +178,8 @@ def test_wrong_settings_and_batches_are_sentences(table):
         with pytest.raises(ConfigError, match=sentence):
             of(**objective)
     with pytest.raises(ConfigError, match="objective next_token is .*NextToken already"):
-        register("next_token")(Focal)
-    assert register("next_token")(NextToken) is NextToken
+        register_objective("next_token")(Focal)
+    assert register_objective("next_token")(NextToken) is NextToken
     config, batch = make(table, "test_pairs", {}), fields_of("test_pairs")
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
     with pytest.raises(InputError, match="holds 7 in segments: give numbers below 4"):
@@ -192,9 +192,9 @@ def test_wrong_settings_and_batches_are_sentences(table):
 
 
 EXTENSION = """
-from megajax.step.objective import Elementwise, register
+from megajax.step.objective import Elementwise, register_objective
 
-@register("ext_square")
+@register_objective("ext_square")
 class Square(Elementwise):
     def loss(self, log_probs, fields):
         return log_probs**2

@@ -60,8 +60,8 @@ class OneByOne(ExpertParallel):
 
 @pytest.fixture
 def registered():
-    context.register(ContextStrategy("everything"), Everything)
-    experts.register(Dispatch("one_by_one", room=None), OneByOne)
+    context.register_context(ContextStrategy("everything"), Everything)
+    experts.register_dispatch(Dispatch("one_by_one", room=None), OneByOne)
     yield
     for options in (STRATEGIES, ATTENTION):
         options.pop("everything")
@@ -98,8 +98,8 @@ def test_a_name_that_is_not_registered_is_a_sentence(key, choices):
 @pytest.mark.parametrize(
     ("register", "option", "problem"),
     [
-        (context.register, ContextStrategy("ring"), "the context strategy ring exists already"),
-        (experts.register, Dispatch("auto", None), "the dispatch auto exists already"),
+        (context.register_context, ContextStrategy("ring"), "the context strategy ring exists already"),
+        (experts.register_dispatch, Dispatch("auto", None), "the dispatch auto exists already"),
     ],
 )
 def test_a_name_that_is_taken_is_a_sentence(register, option, problem):

@@ -14,7 +14,7 @@ IMPLEMENTATIONS: dict[str, type[ContextAttention]] = {
 }
 
 
-def register(strategy: ContextStrategy, attention: type[ContextAttention]) -> None:
+def register_context(strategy: ContextStrategy, attention: type[ContextAttention]) -> None:
     """Register an extension's strategy for `communication.context`. Raises ConfigError for a name that is taken."""
     STRATEGIES.add(strategy)
     IMPLEMENTATIONS[strategy.name] = attention

@@ -160,7 +160,7 @@ def to_consecutive(a: jax.Array, context: int) -> jax.Array:
     return jnp.concatenate(sent, axis=1)
 
 
-def to_stored(a: jax.Array, context: int) -> jax.Array:
+def from_consecutive(a: jax.Array, context: int) -> jax.Array:
     """Inverse of `to_consecutive`."""
 
     def send(piece: jax.Array, odd: int) -> jax.Array:

@@ -11,7 +11,7 @@ from megajax.step_plan import Collectives
 IMPLEMENTATIONS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, ALL_GATHER.name: GatheredExperts}
 
 
-def register(dispatch: Dispatch, experts: type[ExpertParallel]) -> None:
+def register_dispatch(dispatch: Dispatch, experts: type[ExpertParallel]) -> None:
     """Register an extension's choice for `communication.experts`. Raises ConfigError for a name that is taken."""
     DISPATCHES.add(dispatch)
     IMPLEMENTATIONS[dispatch.name] = experts

@@ -30,9 +30,9 @@ from megajax.step.nodes import (
     Microbatch,
     Results,
     StepArrays,
-    backward_in_reverse,
-    forward_in_order,
     plus,
+    run_backward_nodes,
+    run_forward_nodes,
 )
 from megajax.step.pipeline.buffers import (
     BackwardBuffers,
@@ -278,7 +278,7 @@ class ScheduleRunner:
         dx, index = dy.x, jnp.maximum(self.of_stage(self.schedule.backward.microbatch, tick), 0)
         first = {HIDDEN: jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)}
         batch, nothing = batch._replace(inputs=inputs), [None] * len(self.first)
-        of_first, table, _ = backward_in_reverse(self.first, self.arrays, nothing, first, batch, carry.table)
+        of_first, table, _ = run_backward_nodes(self.first, self.arrays, nothing, first, batch, carry.table)
         gradients = plus(dy.streams, {name: dx for name, dx in of_first.items() if name != HIDDEN})
         streams = {name: carry.streams[name].at[index].add(dx) for name, dx in gradients.items()}
         carry = carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
@@ -363,7 +363,7 @@ class ScheduleRunner:
 
     def first_stream(self, batch: Microbatch) -> jax.Array:
         """The residual stream that enters the first virtual stage."""
-        return forward_in_order(self.first, self.arrays, batch, save=False, given=batch.streams)[0][HIDDEN]
+        return run_forward_nodes(self.first, self.arrays, batch, save=False, given=batch.streams)[0][HIDDEN]
 
     def empty_stream(self) -> jax.Array:
         """Zeros with the shape of a microbatch's residual stream."""

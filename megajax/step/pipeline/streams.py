@@ -21,8 +21,8 @@ from megajax.step.nodes import (
     StepArrays,
     Streams,
     Table,
-    backward_in_reverse,
-    forward_in_order,
+    run_backward_nodes,
+    run_forward_nodes,
 )
 from megajax.step.stack.vjp import replayed
 
@@ -43,7 +43,7 @@ class SharedStreams:
             return {}, None, batch
 
         def one(_: None, k: jax.Array) -> tuple[None, tuple[Streams, list[Any]]]:
-            return None, forward_in_order(self.nodes, self.arrays, self.microbatch(self._index(k)), save)
+            return None, run_forward_nodes(self.nodes, self.arrays, self.microbatch(self._index(k)), save)
 
         _, (own, saved) = lax.scan(one, None, jnp.arange(self.each))
         gathered = jax.tree.map(lambda x: collectives.all_gather(x, "pipeline", axis=1), own)  # [each, P, ...]
@@ -64,7 +64,7 @@ class SharedStreams:
 
         def one(table: Table, k: jax.Array, saved: Any, own: Streams) -> tuple[Table, Results]:
             batch = self.microbatch(self._index(k))
-            return backward_in_reverse(self.nodes, self.arrays, saved, own, batch, table)[1:]
+            return run_backward_nodes(self.nodes, self.arrays, saved, own, batch, table)[1:]
 
         loops = jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}
         traced = jax.make_jaxpr(one, return_shape=True)(table, *jax.tree.map(lambda a: a[0], loops))
