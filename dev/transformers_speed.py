@@ -11,8 +11,8 @@ import argparse
 import statistics
 import time
 
-import torch
-from transformers import ModernBertConfig, ModernBertForMaskedLM, T5Config, T5ForConditionalGeneration
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 
 def t5_large() -> torch.nn.Module:
@@ -25,12 +25,12 @@ def t5_large() -> torch.nn.Module:
         "decoder_start_token_id": 0,
         "pad_token_id": 0,
     }
-    return T5ForConditionalGeneration(T5Config(vocab_size=32128, **widths, **how))
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=32128, **widths, **how))
 
 
 def modernbert_large() -> torch.nn.Module:
     widths = {"hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 28, "num_attention_heads": 16}
-    return ModernBertForMaskedLM(ModernBertConfig(**widths))
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**widths))
 
 
 def main() -> None:
