@@ -92,7 +92,7 @@ class MoE(Sublayer):
         tokens = h.shape[0] * comm.token_shards if real is None else real.num_tokens
         if inputs.jitter_key is not None:
             h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, ctx.layer), inputs.token_ids)
-        logits = add_bias(ops.router.router_logits(h, w["router"]), w.get("router_bias"))
+        logits = add_bias(ops.router.router_logits(h, w["router"], comm.elementwise), w.get("router_bias"))
         logits = checkpoint_name(logits, "routing")
         if r.force_balance:
             experts = ops.router.balanced_choice(inputs.token_ids, k, c.num_experts)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops.barriers import not_repeated
+from megajax.ops.mlp_activation import ElementwiseImplementation
 from megajax.ops.numerics import wide
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -21,10 +22,12 @@ GroupScore = Literal["sum", "max"]
 PRIORITY_BITS = 10
 
 
-def router_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x [T, D]` times `weight [D, E]`, in float32 on GPUs too; x in BF16 is not made wider."""
+def router_logits(
+    x: jax.Array, weight: jax.Array, implementation: ElementwiseImplementation = "reference"
+) -> jax.Array:
+    """`x [T, D]` times `weight [D, E]`, in float32 on GPUs too; with "pallas" x in BF16 is not made wider."""
     dtype = wide(x.dtype)
-    if x.dtype == jnp.bfloat16:
+    if x.dtype == jnp.bfloat16 and implementation == "pallas":
         return _narrow_times_wide(x, weight.astype(dtype))
     return jnp.dot(x.astype(dtype), weight.astype(dtype), precision=lax.Precision.HIGHEST)
 
