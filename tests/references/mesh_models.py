@@ -149,7 +149,8 @@ HYBRID_VARIANTS: dict[str, dict[str, tuple[dict[str, Any], bool, str, dict[str, 
     "KDA": {
         "": (KIMI, False, "none", {}),
         ", full": (KIMI, True, "full", {}),
-        ", LoRA": (KIMI, True, "none", LORA),
+        # Adapters freeze the routers, whose bias then must not change.
+        ", LoRA": (KIMI | {"router": KIMI["router"] | {"bias_update_rate": 0.0}}, True, "none", LORA),
         ", Muon": (KIMI, True, "none", {"optimizer": "muon"}),
     },
     "Mamba-2": {
