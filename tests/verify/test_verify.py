@@ -156,7 +156,7 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     del KINDS["squared"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    code = "from test_block_kinds import Attention, Squared, register_block\nregister_block('squared', Attention, Squared)\n"
+    code = "from test_block_kinds import Attention, Squared, register_block as a\na('squared', Attention, Squared)\n"
     (tmp_path / "toy_blocks.py").write_text(code)
     model = {name: value for name, value in LARGE["model"].items() if name not in ("num_experts", "router")}
     settings = LARGE | {"model": model | {"block_pattern": ["dense", "squared"]}}
