@@ -278,6 +278,7 @@ def test_the_ring_visits_every_device_that_a_query_can_see_and_returns(window, z
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
     ring = Ring(size, Scores(1.0, None, "reference"), window, zigzag)
+    positions = SimpleNamespace(index=np.zeros((1, 2 * chunk)), image_ends=None)
 
     def local(codes):
         work = RingWork(
@@ -286,7 +287,7 @@ def test_the_ring_visits_every_device_that_a_query_can_see_and_returns(window, z
             compute=lambda other, codes: (other, codes),
             combine=lambda other, results, added, seen: (added + codes, seen + 100.0 * results[1]),
         )
-        return ring.go_round(2 * chunk, codes, work)
+        return ring.go_round(ring._sweeps(positions), codes, work)
 
     codes = 2.0 ** np.arange(size)  # a sum identifies its devices
     specs = {"in_specs": P("context"), "out_specs": P("context")}
