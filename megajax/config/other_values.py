@@ -32,7 +32,20 @@ gelu_new, gelu_tanh, gelu_pytorch_tanh, openai-gelu, gelu_fast, gelu_python, app
     approximation
 gelu_erf, erf_gelu, gelu_none | gelu_exact | which is that with erf
 squared_relu, relu_squared, sqrelu, relu_square | relu2
-quick_gelu, tanh, reglu, mish, leaky_relu, elu, sigmoid | | MLPs do not have it
+tanh, reglu, mish, leaky_relu, elu, sigmoid | | MLPs do not have it
+""",
+        "model.vision.activation": """
+silu, swish, silu-glu | swiglu | which is gated by SiLU
+gelu_new, gelu_pytorch_tanh, gelu_tanh | gelu | which is its tanh approximation
+gelu_erf, gelu_none | gelu_exact | which is that with erf
+""",
+        "model.vision.norm": """
+rms | rmsnorm
+ln, torch.nn.LayerNorm | layernorm
+""",
+        "model.vision.projector": """
+mlp2x_gelu, patch_merger | mlp
+average_pooling, avg_pool | average
 """,
         "model.norm": """
 rms, zero_centered_rmsnorm, t5norm | rmsnorm

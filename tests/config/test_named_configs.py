@@ -199,7 +199,7 @@ def test_a_model_file_has_only_a_model_section_and_few_lines(name: str):
     text = (ROOT / f"configs/models/{name}.yaml").read_text()
     sections = [line for line in text.splitlines() if line[0] not in " #"]
     assert [line.partition(":")[0] for line in sections if not line.startswith("include")] == ["model"]
-    assert len(text.splitlines()) <= 22
+    assert len(text.splitlines()) <= (32 if "vision:" in text else 22)
 
 
 def test_quickstart_runs_on_every_mesh_of_up_to_8_devices_and_4_microbatches():
