@@ -231,6 +231,8 @@ OWN_TEXT = {
     "data/journal.py": "its own settings, written a line before",
     "data/json_array.py": "items of data, as lines of data are",
     "data/json_lines.py": "lines of data: the fast path, with the same limits",
+    "data/images.py": "of this run: what the reader of lines found",
+    "data/shards.py": "members of a shard and its index, with sentences of their own",
     "data/tokenizer_trial.py": "a step of a tokenizer, written by its library",
     "tools/plan/answers.py": "the last line of its own child process",
     "tools/preflight/rates.py": "messages of this run's processes",
