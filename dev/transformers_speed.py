@@ -10,12 +10,10 @@ transformers, not megajax.
 import argparse
 import statistics
 import time
-
-import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
+from typing import Any
 
 
-def t5_large() -> torch.nn.Module:
+def t5_large(transformers: Any) -> Any:
     widths = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_heads": 16, "num_layers": 24, "num_decoder_layers": 24}
     how = {
         "feed_forward_proj": "gated-gelu",
@@ -28,7 +26,7 @@ def t5_large() -> torch.nn.Module:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=32128, **widths, **how))
 
 
-def modernbert_large() -> torch.nn.Module:
+def modernbert_large(transformers: Any) -> Any:
     widths = {"hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 28, "num_attention_heads": 16}
     return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**widths))
 
@@ -42,7 +40,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
-    model = (t5_large() if options.model == "t5" else modernbert_large()).cuda().train()
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    model = (t5_large if options.model == "t5" else modernbert_large)(transformers).cuda().train()
     vocabulary = model.config.vocab_size
     tokens = torch.randint(10, vocabulary, (options.batch, options.length), device="cuda")
     labels = tokens
