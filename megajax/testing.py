@@ -3,6 +3,7 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest test_my_sublayer.py
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,11 @@ def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = N
     The planner must find its cost. `model` has other settings of the section model. Raises AssertionError with what
     differs.
     """
+    needed = max(math.prod(mesh.values()) for _, runs in _runs(sublayer) for mesh, _ in runs)
+    assert needed <= jax.device_count(), (
+        f"{sublayer.__name__}: its meshes need {needed} devices, and here are {jax.device_count()}: set "
+        f"JAX_PLATFORMS=cpu and XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts"
+    )
     kind = _kind(sublayer)
     KINDS.pop(kind, None)
     register_block(kind, sublayer)

@@ -13,7 +13,7 @@ type StopReason = int | Rollback  # the run's exit status, or the checkpoint at 
 
 
 class RunView:
-    """A run as its hooks see it: they read it, and act on it only by `log`, `note` and `stop`.
+    """A run as its hooks see it: they read it, and act on it only by `log`, `note`, `stop` and `end_with`.
 
     config, program: its settings, mesh and compiled functions; metrics: those of the newest step, still on the devices;
     sizes: the sequences of each step; stopping: a stop was requested, so the run saves and ends after this step; end:
