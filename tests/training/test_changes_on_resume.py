@@ -82,7 +82,14 @@ def changed(section: Any, key: str) -> Any:
 
 # Compared by the stages that began, where SGD has no momentum (both in test_saving.py), and by the keys within it.
 # Settings of an extension's optimizer: test_registered_optimizers.py.
-ELSEWHERE = ("data.stages", "model.vision", "model.rope_sections", "optimizer.beta1", "optimizer.settings", "model.rope_scaling")
+ELSEWHERE = (
+    "data.stages",
+    "model.vision",
+    "model.rope_sections",
+    "optimizer.beta1",
+    "optimizer.settings",
+    "model.rope_scaling",
+)
 LATENT = (
     "model.num_experts=4",
     "model.kv_lora_rank=8",
