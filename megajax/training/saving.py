@@ -63,11 +63,13 @@ def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) ->
     beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
     more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}
     more |= {"frozen_by_groups": list(frozen)} if (frozen := frozen_parts(config)) else {}  # they have no moments
-    # The network does not depend on it, but the spans of a sample do.
-    spans = {"encoder.sequence_length": config.model.encoder.sequence_length} if config.span_lengths else {}
+    # The network does not depend on these, but the spans of a sample do, and what fits into a row.
+    rows = {"encoder.sequence_length": config.model.encoder.sequence_length} if config.span_lengths else {}
+    if config.model.vision is not None and data.kind != "synthetic":
+        rows["vision.patches_per_row"] = config.model.vision.patches_per_row
     return {
         "run": {"seed": config.run.seed},  # another seed is another data order
-        "model": {**describe_model(config.model), **spans},
+        "model": {**describe_model(config.model), **rows},
         "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1, **more},
         "batch": {"sequence_length": config.batch.sequence_length},
         "lora": describe_lora(config),

@@ -19,6 +19,7 @@ from megajax.errors import InputError
 from megajax.mesh import build_mesh
 from megajax.options.registry import Registry
 from megajax.schema.fields import Section
+from megajax.schema.optimizer import OptimizerGroup
 from megajax.training.saving import MUST_AGREE, compared_settings
 from megajax.training.step import TrainProgram
 
@@ -66,6 +67,8 @@ def another(value: Any, choices: tuple[Any, ...]) -> Any:
         return not value
     if isinstance(value, int | float):
         return value + 1
+    if choices[:1] == (OptimizerGroup,):
+        return (OptimizerGroup(parameters=("*",), learning_rate=2.0),)
     if "tuple" in str(choices):
         return value[1:] if value else (2.0,)
     return value[1:] if value else 7
@@ -82,14 +85,7 @@ def changed(section: Any, key: str) -> Any:
 
 # Compared by the stages that began, where SGD has no momentum (both in test_saving.py), and by the keys within it.
 # Settings of an extension's optimizer: test_registered_optimizers.py.
-ELSEWHERE = (
-    "data.stages",
-    "model.vision",
-    "model.rope_sections",
-    "optimizer.beta1",
-    "optimizer.settings",
-    "model.rope_scaling",
-)
+ELSEWHERE = ("data.stages", "model.vision", "optimizer.beta1", "optimizer.settings", "model.rope_scaling")
 LATENT = (
     "model.num_experts=4",
     "model.kv_lora_rank=8",
@@ -99,6 +95,7 @@ LATENT = (
 )
 LORA = ("lora.rank=2", "lora.targets=[query]", "checkpoint.init_from=elsewhere")
 TEXT = ("data.tokenizer=byte", "model.vocab_size=300")
+VISION = ("model.vision={image_token: 9, num_layers: 1, hidden_size: 16, num_heads: 2, patches_per_row: 16}",)
 ENCODER = ("model.encoder={kind: layers, num_layers: 1, sequence_length: 16}",)
 # Settings with which keys are read, and the section that is walked with them: "" all.
 BASES = (
@@ -111,6 +108,7 @@ BASES = (
     ("model.kda", ("model.block_pattern=[kda]",)),
     ("model.mamba2", ("model.block_pattern=[mamba2]",)),
     ("model.encoder", ("data.kind=synthetic", *ENCODER)),
+    ("model.vision", ("data.kind=chat", *TEXT, *VISION)),
 )
 
 
