@@ -20,7 +20,7 @@ from megajax.data.journal import RECORD_SECONDS, Journal
 from megajax.data.json_lines import LIMITS, Limits, check_inputs, read_blocks
 from megajax.data.progress import data_size, show_progress
 from megajax.data.special_tokens import begin_of_document, end_of_document
-from megajax.data.tokenizers import load_tokenizer, tokenizer_files
+from megajax.data.tokenizers import deciding_files, load_tokenizer
 from megajax.errors import InputError
 from megajax.files import is_number
 
@@ -84,7 +84,7 @@ def _settings(inputs: Sequence[str], encoder: TextEncoder) -> dict[str, Any]:
     settings: dict[str, Any] = {"--input": list(inputs), "--json-key": encoder.json_key, "--strict": encoder.strict}
     settings |= {"--tokenizer": encoder.spec, "the appended token": encoder.end_of_document}
     settings |= {"the prepended token": encoder.begin_of_document}
-    settings |= {f"the hash of {path}": file_digest(path) for path in tokenizer_files(encoder.spec)}
+    settings |= {f"the hash of {path}": file_digest(path) for path in deciding_files(encoder.spec)}
     for path in inputs:
         status = os.stat(path)
         settings[f"[size, time of change] of {path}"] = [status.st_size, status.st_mtime_ns]

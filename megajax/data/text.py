@@ -31,7 +31,7 @@ from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, open_che
 from megajax.data.json_lines import LineBlock, check_inputs, matching_files, read_blocks
 from megajax.data.progress import Progress, show_progress
 from megajax.data.special_tokens import document_tokens
-from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer, tokenizer_files
+from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -100,11 +100,12 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
         """Each file with the folder of its tokens, or if it has none, the folder's key."""
         paths = matching_files(pattern)
         check_inputs(paths)
+        digests = [*map(file_digest, deciding_files(spec))]
         same = {
             "kind": "text",
             "version": VERSION,
-            "tokenizer": [file_digest(path) for path in tokenizer_files(spec)] or spec,
-            "around_documents": document_tokens(data, _loaded(spec, tuple(map(file_digest, deciding_files(spec))))),
+            "tokenizer": digests or spec,
+            "around_documents": document_tokens(data, _loaded(spec, tuple(digests))),
             "text_key": data.text_key,
         }
         keys = {path: same | file_identity(path) for path in paths}

@@ -43,7 +43,7 @@ class Evaluation(Hook):
         if not self._splits:
             return
         losses = {split: self._evaluate(split, averaged) for split in self._splits}
-        found = {split.replace("valid", name): loss for split, loss in losses.items()}
+        found = {name + split.removeprefix("valid"): loss for split, loss in losses.items()}
         for hook in run.hooks:
             hook.on_evaluate(run, found)
         self._log.write_line(run.step, found)

@@ -13,10 +13,13 @@ import pytest
 
 import megajax
 from megajax.config import DataConfig
+from megajax.data.encoding import TextEncoder
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import make_loader
 from megajax.data.megatron import MegatronBlend
+from megajax.data.preprocess import _settings as preprocess_settings
 from megajax.data.text import open_text
+from megajax.data.tokenizers import load_tokenizer
 
 REFERENCE = Path(__file__).parents[1] / "data_files/chat.json"
 CHANGED = {  # by kind of data: settings, each with a second value; FOLDER is the test's
@@ -155,6 +158,18 @@ def test_every_file_of_a_glob_is_in_the_name_of_what_is_stored(folder):
         found = samples(config("shared"))
         assert equal(found, samples(config(f"own-{name}"))) and not equal(found, before), name
         before = found
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_a_token_that_a_file_beside_the_tokenizer_adds_is_in_the_name(folder, kind):
+    spec, path = str(folder / "first/tokenizer.json"), folder / "first/tokenizer_config.json"
+    encoder, size = TextEncoder(spec, None, None, "text"), load_tokenizer(spec).vocab_size
+    before, settings = samples(config_of(folder, kind, "shared")), preprocess_settings([], encoder)
+    added = {str(size): {"content": "ab"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": added}))
+    found = samples(config_of(folder, kind, "shared"))
+    assert equal(found, samples(config_of(folder, kind, "own"))) and not equal(found, before)
+    assert preprocess_settings([], encoder) != settings  # --resume does not go on with other tokens either
 
 
 def test_a_text_that_changes_in_its_middle_is_read_again(folder):

@@ -7,6 +7,7 @@ import pytest
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
+from megajax.tools.plan import explain
 from megajax.tools.plan.__main__ import main
 from megajax.tools.plan.explain import mesh_overrides
 from megajax.tools.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
@@ -188,8 +189,14 @@ def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(eight_layer
     assert [float(row[0].replace(",", "")) for row in changes] == sorted(float(r[0].replace(",", "")) for r in changes)
 
 
-def test_more_gpus_are_named_if_fewer_than_three_changes_of_the_mesh_fit(eight_layers, capsys):
-    config, pinned = eight_layers(8), ["model.num_layers=200", "batch.num_microbatches=1"]
+def test_more_gpus_are_named_if_fewer_than_three_changes_of_the_mesh_fit(eight_layers, capsys, monkeypatch):
+    config, pinned, tried = eight_layers(8), ["model.num_layers=250", "batch.num_microbatches=1"], set[str]()
+
+    def noted(path, overrides, *more):
+        tried.update(overrides)
+        return explained(path, overrides, *more)
+
+    monkeypatch.setattr(explain, "explained", noted)
     assert main([str(config), "--gpus", "8", "--device", "h200", "--explain", "fsdp=8", *pinned]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("Does not fit")
@@ -207,6 +214,10 @@ def test_more_gpus_are_named_if_fewer_than_three_changes_of_the_mesh_fit(eight_l
         rest = [each for each in change if not each.startswith("--gpus=")]
         found = explained(config, ["mesh.fsdp=8", *pinned, *rest], gpus, H200)
         assert found.gib <= H200.memory_gib and gib == f"{found.gib:.1f}"
+    assert {"remat.policy=full", "optimizer.offload=1"} <= tried
+    for override in tried:  # one that cannot be read would be left out in silence
+        if not override.startswith("mesh.pipeline="):  # which needs more microbatches
+            load_config(config, [override])
 
 
 def test_a_mesh_is_explained_without_data_batch_or_microbatches(tmp_path, capsys):

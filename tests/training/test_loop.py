@@ -109,13 +109,13 @@ def test_flops_of_a_plain_tied_model_are_worked_out_by_hand(make_config):
 
 
 def test_evaluations_stand_at_their_interval_and_at_the_end(run, text):
-    named = f"data.valid_sets=[{{name: all, prefix: {text}}}]"
+    named = f"data.valid_sets=[{{name: valid, prefix: {text}}}]"  # the name of the first split too
     trainer = run("data.split='8,2,0'", named, "run.steps=5", "run.eval_interval=2", "run.eval_steps=1")
     evaluations = [line for line in lines(trainer) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [2, 4, 5]
-    assert all(set(line) == {"step", "time", "eval_loss", "eval_loss/all"} for line in evaluations)
+    assert all(set(line) == {"step", "time", "eval_loss", "eval_loss/valid"} for line in evaluations)
     assert trainer.evaluate() == evaluations[-1]["eval_loss"]  # always the same batches
-    assert trainer.evaluate("valid/all") == evaluations[-1]["eval_loss/all"] != evaluations[-1]["eval_loss"]
+    assert trainer.evaluate("valid/valid") == evaluations[-1]["eval_loss/valid"] != evaluations[-1]["eval_loss"]
 
 
 def test_a_packed_run_trains_and_evaluates_on_packed_batches(run, capsys):

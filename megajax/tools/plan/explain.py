@@ -47,7 +47,7 @@ def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rate
     shards = config.batch_shards(sizes)
     batches = [f"{MICROBATCHES}={n}" for n in divisors(config.batch.global_size // shards)]
     remats = ["remat.policy=selective", "remat.policy=full"]
-    singles = [[each] for each in [*batches, *remats, "optimizer.offload=true"]]
+    singles = [[each] for each in [*batches, *remats, "optimizer.offload=1"]]
     if sizes["data"] > 1:
         singles.append([f"mesh.fsdp={sizes['data'] * sizes['fsdp']}", "mesh.data=1"])
         for axis in ("tensor", "pipeline"):
