@@ -21,13 +21,14 @@ from megajax.kernel_choice import Hardware, Kernels
 from megajax.layout.kinds import (
     LayerKind,
     block_layers,
+    deepstack_count,
     extra_kind,
     extra_layers,
     layer_windows,
     may_have_attention,
 )
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
-from megajax.layout.stages import gathered_slots, slot_kinds
+from megajax.layout.stages import gathered_slots, image_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
 from megajax.mesh import mesh_sizes
 from megajax.model.parameters import parameters
@@ -84,18 +85,27 @@ class StepPlan:
     layer_slots: tuple[LayerKind, ...]  # the kind of each slot, the same on every virtual stage of the pipeline
     unrolling: Unrolling
     segments: tuple[LayerSegment, ...]  # of the layer slots
+    edges: tuple[int, ...] = ()  # ends of segments, besides those that follow from the slots
 
     @classmethod
-    def make(cls, config: Config, sizes: Mapping[str, int], hardware: Hardware, kernels: Kernels | None = None) -> Self:
+    def make(
+        cls,
+        config: Config,
+        sizes: Mapping[str, int],
+        hardware: Hardware,
+        kernels: Kernels | None = None,
+        edges: tuple[int, ...] = (),
+    ) -> Self:
         """The plan of a config that `check_mesh` accepts on these sizes.
 
         Raises ConfigError for a kernel that cannot run.
         """
         kernels = kernels or Kernels.choose(config, sizes, hardware)
-        slots = slot_kinds(config, sizes["pipeline"])
+        slots, images = slot_kinds(config, sizes["pipeline"]), image_slots(config, sizes["pipeline"])
         unrolling = choose_unrolling(config, hardware.platform, slots, sizes)
-        segments = plan_segments(config, hardware.platform, slots, sizes)
-        return cls(config, dict(sizes), hardware, kernels, slots, unrolling, segments)
+        every = (*edges, images.start, images.stop)
+        segments = plan_segments(config, hardware.platform, slots, sizes, every)
+        return cls(config, dict(sizes), hardware, kernels, slots, unrolling, segments, edges)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "StepPlan":
@@ -104,7 +114,8 @@ class StepPlan:
 
     def on_gpus(self) -> "StepPlan":
         """The same plan on GPUs, where more layers are unrolled."""
-        return StepPlan.make(self.config, self.sizes, replace(self.hardware, platform="gpu"), self.kernels)
+        hardware = replace(self.hardware, platform="gpu")
+        return StepPlan.make(self.config, self.sizes, hardware, self.kernels, self.edges)
 
     # What the step computes, as plain data: nodes, weights and optimizers read no other keys of the config.
 
@@ -315,12 +326,20 @@ class StepPlan:
         """The layer index of each virtual stage's first slot, `[P, R]`; for an empty slot the index that it would have.
 
         If a stage's layers are not consecutive in its slots, the layers of all slots, `[P, R, slots]`. This happens if
-        layers of two kinds leave empty slots between them.
+        layers of two kinds leave empty slots between them. And if an empty slot had the index of a layer that adds
+        image features.
         """
-        table = self.layer_table
-        first = np.where(table == EMPTY, EMPTY - table.size, table - np.arange(len(self.layer_slots)))
-        follow = (first == first.max(axis=2, keepdims=True)) | (table == EMPTY)
+        table, slots = self.layer_table, np.arange(len(self.layer_slots))
+        first = np.where(table == EMPTY, EMPTY - table.size, table - slots)
+        index = first.max(axis=2, keepdims=True) + slots
+        adds_images = (index >= 0) & (index < deepstack_count(self.model))
+        follow = (index == table) | (table == EMPTY) & ~adds_images
         return first.max(axis=2) if follow.all() else table
+
+    @cached_property
+    def image_slots(self) -> range:
+        """The slots whose layers may add image features (DeepStack), on one of the virtual stages."""
+        return image_slots(self.config, self.sizes["pipeline"])
 
     @property
     def is_pipelined(self) -> bool:
@@ -379,8 +398,11 @@ class StepPlan:
     @cached_property
     def second_stack(self) -> "SecondPlan | None":
         """The plan of an encoder's or a vision tower's layers, all of which each stage of a pipeline has."""
-        config = second_stack(self.config)
-        return None if config is None else SecondPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
+        if (config := second_stack(self.config)) is None:
+            return None
+        read = () if self.model.vision is None else self.model.vision.deepstack_layers
+        edges = tuple(layer + 1 for layer in read)
+        return SecondPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware, edges=edges)
 
     # Collectives
 

@@ -1,5 +1,6 @@
 """Checks of the section `model.vision`."""
 
+from megajax.config.rule_checks import default_of
 from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed
 from megajax.options.context import STRATEGIES
 from megajax.schema.config import Config
@@ -14,20 +15,35 @@ def check_vision(config: Config) -> None:
         key = "model.rope_sections"
         problem = f"{format_keys(config, key)} has {sum(sections)} pairs"
         fail(config, problem, f"make their sum {model.rotary_dim // 2}, half of {model.rotary_dim}", key)
+    if sections is not None and model.rope_interleaved and sections[0] < max(sections[1:]):
+        keys = "model.rope_interleaved", "model.rope_sections"
+        problem = f"{format_keys(config, keys[0])} gives row and column no more pairs than time, but"
+        fail(config, f"{problem} {format_keys(config, keys[1])}", "make the first number the largest", *keys)
     if vision is None:
         return
     if vision.patches_per_row % vision.block:
         keys = f"{AT}.patches_per_row", f"{AT}.merge"
         problem = f"{format_keys(config, keys[0])} is not a multiple of the {vision.block} patches of an embedding"
         fail(config, f"{problem} ({format_keys(config, keys[1])})", f"make {keys[0]} one", *keys)
-    if vision.grid is None and vision.hidden_size // vision.num_heads % 4:
+    if vision.fixed_grid is None and vision.hidden_size // vision.num_heads % 4:
         keys = f"{AT}.hidden_size", f"{AT}.num_heads"
         problem = f"{format_keys(config, keys[0])} / {format_keys(config, keys[1])} is not a multiple of 4"
         fail(config, f"{problem}, as rotary positions by row and column need", f"change it, or set {AT}.grid", *keys)
-    if any(layer >= vision.num_layers for layer in vision.global_layers):
-        key = f"{AT}.global_layers"
-        problem = f"{format_keys(config, key)} names a layer that the tower does not have"
-        fail(config, problem, f"use 0 to {vision.num_layers - 1}", key, f"{AT}.num_layers")
+    for key, layers in {"global_layers": vision.global_layers, "deepstack_layers": vision.deepstack_layers}.items():
+        if any(layer >= vision.num_layers for layer in layers):
+            problem = f"{format_keys(config, f'{AT}.{key}')} names a layer that the tower does not have"
+            fail(config, problem, f"use 0 to {vision.num_layers - 1}", f"{AT}.{key}", f"{AT}.num_layers")
+    key, layers = f"{AT}.deepstack_layers", vision.deepstack_layers
+    if [*layers] != sorted({*layers}):
+        fail(config, f"{format_keys(config, key)} is not in increasing order", "sort it, each layer once", key)
+    if len(layers) > model.num_layers:
+        keys = key, "model.num_layers"
+        problem = f"{format_keys(config, key)} has {len(layers)} layers, one for each of the model's first ones, but"
+        fail(config, f"{problem} {format_keys(config, keys[1])}", "remove some", *keys)
+    theta = f"{AT}.rope_theta"
+    if vision.fixed_grid is not None and vision.rope_theta != default_of(theta):
+        problem = f"{format_keys(config, theta)} has no effect with {format_keys(config, f'{AT}.grid')}"
+        fail(config, problem, f"remove it, or set {AT}.interpolate", theta, f"{AT}.grid")
 
 
 def check_vision_on_mesh(config: Config, sizes: dict[str, int]) -> None:

@@ -192,13 +192,14 @@ def cut_patches(pixels: np.ndarray, patch: int, times: int) -> np.ndarray:
 
 
 def default_processor(vision: "VisionConfig") -> ImageProcessor:
-    """SigLIP's processor for a fixed grid, else Qwen2-VL's, with as many patches at most as a row has."""
-    if vision.grid is not None:
-        side = vision.grid * vision.patch_size
+    """SigLIP's processor for a fixed grid, else Qwen2-VL's or Qwen3-VL's, with as many patches at most as a row has."""
+    if vision.fixed_grid is not None:
+        side = vision.fixed_grid * vision.patch_size
         return ImageProcessor(exact=(side, side))
     block = (vision.patch_size * vision.merge) ** 2
     most = vision.patches_per_row * vision.patch_size**2
-    return ImageProcessor(pixels=(min(4 * block, most), most), mean=CLIP_MEAN, std=CLIP_STD)
+    mean, std = (HALF, HALF) if vision.interpolate else (CLIP_MEAN, CLIP_STD)
+    return ImageProcessor(pixels=(min(4 * block, most), most), mean=mean, std=std)
 
 
 def default_file(vision: "VisionConfig") -> dict[str, Any]:
@@ -290,12 +291,13 @@ def _check_fits(
             if (found := given.get(key) or usual) != wanted:
                 name = {"merge_size": "merge"}.get(key, key)
                 raise InputError(f"{location} has {key}={found}, but model.vision.{name}={wanted}: make them equal.")
-    if vision.grid is not None and processor.fixed_size != (vision.grid * vision.patch_size,) * 2:
-        side, found = vision.grid * vision.patch_size, processor.fixed_size
+    grid, found = vision.fixed_grid, processor.fixed_size
+    if grid is not None and found != (grid * vision.patch_size,) * 2:
+        side = grid * vision.patch_size
         made = "pictures of unlike sizes" if found is None else f"pictures of {found[1]} x {found[0]} pixels"
         raise InputError(
-            f"{location} makes {made}, but model.vision.grid={vision.grid} with patches of {vision.patch_size} needs "
+            f"{location} makes {made}, but model.vision.grid={grid} with patches of {vision.patch_size} needs "
             f"{side} x {side}: correct the one or the other."
         )
-    if vision.grid is None and processor.pixels is None and processor.fixed_size is None:
+    if grid is None and processor.pixels is None and found is None:
         raise InputError(f"{location} makes pictures of any number of pixels: give it a crop_size, or a fixed size.")

@@ -35,7 +35,8 @@ class SyntheticSamples(Samples):
         self.vocab_size, self.sequence_length, self.key = vocab_size, sequence_length, (seed, stream)
         self.documents, self.vision, self._firsts, self._side, tokens = documents, vision, [], 0, 0
         if vision is not None:
-            side = vision.grid or max(1, math.isqrt(vision.patches_per_row // A_ROW) // vision.merge) * vision.merge
+            free = max(1, math.isqrt(vision.patches_per_row // A_ROW) // vision.merge) * vision.merge
+            side = vision.fixed_grid or free
             tokens = side**2 // vision.merge**2
             room = min(vision.patches_per_row // (side**2 + vision.class_token), sequence_length // (tokens + 1))
             self._side, self._firsts = side, [i * (sequence_length // room) for i in range(room)]

@@ -140,6 +140,10 @@ DEFAULTS: dict[str, Json] = {
     "qwen2_5_vl_text": QWEN2
     | _sizes(80, 8192, 64, 29_568, 152_064, 32_768)
     | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+    "qwen3_vl": {"image_token_id": 151_655},
+    "qwen3_vl_text": QWEN2
+    | _sizes(32, 4096, 32, 22_016, 151_936, 128_000)
+    | {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500_000.0, "attention_bias": False},
     # Of vision_config
     "clip_vision_model": _tower(12, 768, 12, 3072)
     | {"image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu"}
@@ -149,6 +153,9 @@ DEFAULTS: dict[str, Json] = {
     "qwen2_5_vl_vision": {"depth": 32, "hidden_size": 3584, "num_heads": 16, "intermediate_size": 3420}
     | {"hidden_act": "silu", "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112}
     | {"fullatt_block_indexes": [7, 15, 23, 31], "in_channels": 3},
+    "qwen3_vl_vision": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304}
+    | {"hidden_act": "gelu_pytorch_tanh", "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    | {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24], "in_channels": 3},
     "phi3": LLAMA
     | _sizes(32, 3072, 32, 8192, 32_064, 4096)
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},

@@ -1,4 +1,4 @@
-"""Models that read images: LLaVA (CLIP or SigLIP, and Llama), Gemma 3 and Qwen2.5-VL: config.json and tensors.
+"""Models that read images: LLaVA (CLIP or SigLIP, and Llama), Gemma 3, Qwen2.5-VL and Qwen3-VL: config.json, tensors.
 
 Their config.json has the text model's in `text_config` and the tower's in `vision_config`.
 """
@@ -30,6 +30,11 @@ ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu", "gelu": 
 def both(ours: str, theirs: str) -> list[Tensor]:
     """The entries of a vector's weight and bias."""
     return [Tensor(ours, f"{theirs}.weight"), Tensor(f"{ours}_bias", f"{theirs}.bias")]
+
+
+def linear(ours: str, theirs: str) -> list[Tensor]:
+    """The entries of a linear layer's weight and bias."""
+    return [Tensor(ours, f"{theirs}.weight", LINEAR), Tensor(f"{ours}_bias", f"{theirs}.bias")]
 
 
 class VisionLanguage(EachTensorOnce):
@@ -166,19 +171,13 @@ def vit_tensors(vision: VisionConfig, prefix: str) -> list[Tensor]:
         out.append(Tensor(f"{LAYER}attention.{name}", f"{layer}self_attn.{name[0]}_proj.weight", HEADS))
         out.append(Tensor(f"{LAYER}attention.{name}_bias", f"{layer}self_attn.{name[0]}_proj.bias", BIAS))
     for name, theirs in (("up", "fc1"), ("down", "fc2")):
-        out.append(Tensor(f"{LAYER}mlp.{name}", f"{layer}mlp.{theirs}.weight", LINEAR))
-        out.append(Tensor(f"{LAYER}mlp.{name}_bias", f"{layer}mlp.{theirs}.bias"))
+        out += linear(f"{LAYER}mlp.{name}", f"{layer}mlp.{theirs}")
     return out
 
 
-def mlp_projector(first: str, second: str) -> list[Tensor]:
+def mlp_projector(first: str, second: str, ours: str = "vision.projector.") -> list[Tensor]:
     """The projector `mlp` as two linear layers."""
-    return [
-        Tensor("vision.projector.up", f"{first}.weight", LINEAR),
-        Tensor("vision.projector.up_bias", f"{first}.bias"),
-        Tensor("vision.projector.down", f"{second}.weight", LINEAR),
-        Tensor("vision.projector.down_bias", f"{second}.bias"),
-    ]
+    return linear(f"{ours}up", first) + linear(f"{ours}down", second)
 
 
 class Llava(VisionLanguage):
@@ -264,6 +263,7 @@ class Qwen25VlText(Qwen2):
     """The text model of Qwen2.5-VL: positions of time, row and column."""
 
     model_type, architecture = "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration"
+    sections = 16, 24, 24  # by default
 
     def read_rope(self, config: Json) -> Json:
         config, sections = dict(config), None
@@ -271,7 +271,7 @@ class Qwen25VlText(Qwen2):
             own = dict(config.get(key) or {})
             sections = own.pop("mrope_section", None) or sections
             config[key] = {n: "default" if v == "mrope" else v for n, v in own.items()}
-        return super().read_rope(config) | {"rope_sections": sections or [16, 24, 24]}
+        return super().read_rope(config) | {"rope_sections": [*(sections or self.sections)]}
 
     def write_rope(self, model: ModelConfig) -> Json:
         if model.rope_sections is None:
@@ -280,6 +280,32 @@ class Qwen25VlText(Qwen2):
         out = super().write_rope(model)
         older = {"type": "mrope"} | sections if out["rope_scaling"] is None else out["rope_scaling"] | sections
         return out | {"rope_scaling": older, "rope_parameters": out["rope_parameters"] | sections}
+
+
+class Qwen3VlText(Qwen25VlText):
+    """The text model of Qwen3-VL: norms of queries and keys, and positions that take turns in the pairs."""
+
+    model_type, architecture = "qwen3_vl_text", "Qwen3VLForConditionalGeneration"
+    sections = 24, 20, 20
+
+    def read_rope(self, config: Json) -> Json:
+        config = dict(config)
+        for key in ("rope_scaling", "rope_parameters"):
+            own = dict(config.get(key) or {})
+            check_fixed(own, {"mrope_interleaved": True})
+            config[key] = {name: value for name, value in own.items() if name != "mrope_interleaved"}
+        return super().read_rope(config) | {"rope_interleaved": True}
+
+    def write_rope(self, model: ModelConfig) -> Json:
+        own = {key: part for key, part in super().write_rope(model).items() if isinstance(part, dict)}
+        return super().write_rope(model) | {key: part | {"mrope_interleaved": True} for key, part in own.items()}
+
+    def read_options(self, config: Json) -> Json:
+        check_fixed(config, {"attention_bias": False})
+        return {"qk_norm": True}
+
+    def write_options(self, model: ModelConfig) -> Json:
+        return {"attention_bias": False}
 
 
 class Qwen25Vl(VisionLanguage):
@@ -306,56 +332,105 @@ class Qwen25Vl(VisionLanguage):
     def read_tower(self, config: Json, tower: Json) -> Json:
         size, patch, merge = tower["window_size"], tower["patch_size"], tower["spatial_merge_size"]
         check_fixed(tower, {"in_chans": 3, "spatial_patch_size": patch})
+        if size % (patch * merge):
+            raise ValueError(f"vision_config.window_size={size} with patches of {patch} x {merge}")
+        own = {"norm": "rmsnorm", "patch_bias": False, "window": size // patch}
+        return self.read_sizes(config, tower) | own | {"global_layers": [*tower["fullatt_block_indexes"]]}
+
+    def read_sizes(self, config: Json, tower: Json) -> Json:
+        """The keys that all towers of Qwen have."""
         width = (DEFAULTS[self.text.model_type] | config["text_config"])["hidden_size"]
         if tower.get("out_hidden_size", width) != width:
             raise ValueError(f"vision_config.out_hidden_size={tower['out_hidden_size']} with hidden_size={width}")
-        if size % (patch * merge):
-            raise ValueError(f"vision_config.window_size={size} with patches of {patch} x {merge}")
         rope = tower.get("rope_parameters") or {}
         check_fixed(rope, {"rope_type": "axial"})
-        return {
-            "num_layers": tower["depth"],
-            "num_heads": tower["num_heads"],
-            "norm": "rmsnorm",
-            "patch_bias": False,
-            "temporal_patch_size": tower["temporal_patch_size"],
-            "merge": merge,
-            "window": size // patch,
-            "global_layers": [*tower["fullatt_block_indexes"]],
-            "rope_theta": rope.get("rope_theta", 10000.0),
-        }
+        sizes = {"num_layers": tower["depth"], "num_heads": tower["num_heads"], "merge": tower["spatial_merge_size"]}
+        times = {"temporal_patch_size": tower["temporal_patch_size"]}
+        return sizes | times | {"rope_theta": rope.get("rope_theta", 10000.0)}
 
     def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
-        return {}, {
+        return {}, self.write_sizes(model, vision) | {
+            "spatial_patch_size": vision.patch_size,
+            "window_size": (vision.window or 0) * vision.patch_size,
+            "fullatt_block_indexes": [*vision.global_layers],
+            "in_chans": 3,
+        }
+
+    def write_sizes(self, model: ModelConfig, vision: VisionConfig) -> Json:
+        """The inverse of `read_sizes`."""
+        return {
             "depth": vision.num_layers,
             "num_heads": vision.num_heads,
             "temporal_patch_size": vision.temporal_patch_size,
-            "spatial_patch_size": vision.patch_size,
             "spatial_merge_size": vision.merge,
-            "window_size": (vision.window or 0) * vision.patch_size,
-            "fullatt_block_indexes": [*vision.global_layers],
             "out_hidden_size": model.hidden_size,
             "in_channels": 3,
-            "in_chans": 3,
             "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
         }
 
     def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
-        block, width = f"{self.of_tower}blocks.{{layer}}.", vision.hidden_size
-        weights = {f"{LAYER}attention.{name}": (HEADS, width) for name in THREE}
-        biases = {f"{LAYER}attention.{name}_bias": (BIAS, width) for name in THREE}
+        block, merger = f"{self.of_tower}blocks.{{layer}}.", f"{self.of_tower}merger."
         out = [
-            Tensor("vision.patch", f"{self.of_tower}patch_embed.proj.weight", PATCH_IN_TIME + OURS),
-            Tensor("vision.final_norm", f"{self.of_tower}merger.ln_q.weight"),
-            *mlp_projector(f"{self.of_tower}merger.mlp.0", f"{self.of_tower}merger.mlp.2"),
+            *self.attention_tensors(vision, block),
+            Tensor("vision.final_norm", f"{merger}ln_q.weight"),
+            *mlp_projector(f"{merger}mlp.0", f"{merger}mlp.2"),
             Tensor(f"{LAYER}attention.norm", f"{block}norm1.weight"),
             Tensor(f"{LAYER}mlp.norm", f"{block}norm2.weight"),
+        ]
+        for name in ("gate", "up", "down"):
+            out += linear(f"{LAYER}mlp.{name}", f"{block}mlp.{name}_proj")
+        return out
+
+    def attention_tensors(self, vision: VisionConfig, block: str) -> list[Tensor]:
+        """The embedding of patches, and attention."""
+        width = vision.hidden_size
+        weights = {f"{LAYER}attention.{name}": (HEADS, width) for name in THREE}
+        biases = {f"{LAYER}attention.{name}_bias": (BIAS, width) for name in THREE}
+        return [
+            Tensor("vision.patch", f"{self.of_tower}patch_embed.proj.weight", PATCH_IN_TIME + OURS),
             *side_by_side(f"{block}attn.qkv.weight", 0, weights),
             *side_by_side(f"{block}attn.qkv.bias", 0, biases),
             Tensor(f"{LAYER}attention.output", f"{block}attn.proj.weight", INTO),
             Tensor(f"{LAYER}attention.output_bias", f"{block}attn.proj.bias"),
         ]
-        for name in ("gate", "up", "down"):
-            out.append(Tensor(f"{LAYER}mlp.{name}", f"{block}mlp.{name}_proj.weight", LINEAR))
-            out.append(Tensor(f"{LAYER}mlp.{name}_bias", f"{block}mlp.{name}_proj.bias"))
+
+
+class Qwen3Vl(Qwen25Vl):
+    """Qwen3-VL's dense models: a tower with stretched and rotary positions, and DeepStack."""
+
+    model_type, architecture = "qwen3_vl", "Qwen3VLForConditionalGeneration"
+    text, tower_type = Qwen3VlText(), "qwen3_vl_vision"
+
+    def read_tower(self, config: Json, tower: Json) -> Json:
+        rows, layers = tower["num_position_embeddings"], [*tower["deepstack_visual_indexes"]]
+        if (grid := round(rows**0.5)) ** 2 != rows or not grid:
+            raise ValueError(f"vision_config.num_position_embeddings={rows} is not the square of a number")
+        if layers != sorted({*layers}):
+            raise ValueError(f"vision_config.deepstack_visual_indexes={layers} is not in increasing order")
+        own = {"grid": grid, "interpolate": True, "deepstack_layers": layers}
+        return self.read_sizes(config, tower) | own
+
+    def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
+        if vision.grid is None:
+            raise ValueError("it has a table of positions")
+        layers = {"deepstack_visual_indexes": [*vision.deepstack_layers]}
+        return {}, self.write_sizes(model, vision) | layers | {"num_position_embeddings": vision.grid**2}
+
+    def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
+        tower, block = self.of_tower, f"{self.of_tower}blocks.{{layer}}."
+        out = [
+            *self.attention_tensors(vision, block),
+            Tensor("vision.patch_bias", f"{tower}patch_embed.proj.bias"),
+            Tensor("vision.positions", f"{tower}pos_embed.weight"),
+            *both(f"{LAYER}attention.norm", f"{block}norm1"),
+            *both(f"{LAYER}mlp.norm", f"{block}norm2"),
+            *linear(f"{LAYER}mlp.up", f"{block}mlp.linear_fc1"),
+            *linear(f"{LAYER}mlp.down", f"{block}mlp.linear_fc2"),
+            *both("vision.final_norm", f"{tower}merger.norm"),
+            *mlp_projector(f"{tower}merger.linear_fc1", f"{tower}merger.linear_fc2"),
+        ]
+        for i in range(len(vision.deepstack_layers)):
+            ours, merger = f"vision.projector.deepstack.{i}.", f"{tower}deepstack_merger_list.{i}."
+            out += both(f"{ours}norm", f"{merger}norm")
+            out += mlp_projector(f"{merger}linear_fc1", f"{merger}linear_fc2", ours)
         return out

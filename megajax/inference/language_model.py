@@ -30,7 +30,7 @@ from megajax.model.comm import TokenPositions
 from megajax.model.cross_attention import END_OF_KEYS, FIRST_KEY
 from megajax.model.encoder_layers import ENDS, STARTS, TOKENS, EncoderLayers, bias_stream
 from megajax.model.sublayer import BlockInputs, LayerContext, State
-from megajax.model.vision import INDEX
+from megajax.model.vision import INDEX, add_image_features
 from megajax.options.registered import NO_ENCODER
 from megajax.schema.model import LAYERS
 from megajax.sources import NO_TEXT, TextSettings
@@ -217,6 +217,7 @@ class LanguageModel:
             layer_weights, state = weights.layers[layer], weights.state[layer]
             ctx = LayerContext(comm, inputs, layer, kind, state=state)
             x, _ = self.model.blocks[kind.block].apply(layer_weights, x, ctx)
+            x = add_image_features(self.config, x, ctx)
         return self.model.output(weights.outer, x).reshape(*tokens.shape, -1)
 
 

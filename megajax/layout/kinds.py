@@ -153,6 +153,11 @@ def may_have_attention(model: ModelConfig) -> bool:
     return any(ATTENTION in BUILT_IN.get(block, (ATTENTION,)) for block in block_layers(model))
 
 
+def deepstack_count(model: ModelConfig) -> int:
+    """The number of the model's first layers after which image features are added (DeepStack)."""
+    return 0 if model.vision is None else len(model.vision.deepstack_layers)
+
+
 def is_gated(model: ModelConfig) -> bool:
     """Whether MLPs and experts have a gate."""
     return "glu" in model.activation

@@ -83,10 +83,11 @@ def plan_segments(
     platform: str,
     kinds: Sequence[LayerKind] | None = None,
     sizes: Mapping[str, int] | None = None,
+    ends: Sequence[int] = (),
 ) -> tuple[LayerSegment, ...]:
     """The segments of layers of these `kinds` (default: all layers) on a mesh of `sizes` (default: one device).
 
-    A body contains whole periods of the kinds and whole remat groups.
+    A body contains whole periods of the kinds and whole remat groups. Segments end at `ends` too.
     """
     kinds, remat = layer_kinds(config.model) if kinds is None else kinds, config.remat
     L, most = len(kinds), choose_unrolling(config, platform, kinds, sizes).most
@@ -97,7 +98,7 @@ def plan_segments(
     fp8_layers = config.fp8_layers
     if len(fp8_layers) == config.model.num_layers:
         fp8_layers = range(L)
-    edges = sorted({0, covered, L, fp8_layers.start, fp8_layers.stop})
+    edges = sorted({0, covered, L, fp8_layers.start, fp8_layers.stop, *ends})
     segments = []
     for start, end in itertools.pairwise(edges):
         policy, group = (remat.chosen, remat.group) if start < covered else (NONE, 1)

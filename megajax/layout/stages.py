@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megajax.layout.kinds import LayerKind, attention_kinds, is_mixed, layer_kinds
+from megajax.layout.kinds import LayerKind, attention_kinds, deepstack_count, is_mixed, layer_kinds
 from megajax.schema.config import Config
 from megajax.schema.fields import cached
 from megajax.schema.model import ModelConfig
@@ -31,6 +31,14 @@ def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
 def slot_kinds(config: Config, stages: int) -> tuple[LayerKind, ...]:
     """The kind of layer in each slot, the same on every virtual stage."""
     return _slot_kinds(config.model, virtual_stages(config, stages))
+
+
+def image_slots(config: Config, stages: int) -> range:
+    """The slots, on any virtual stage, of the layers that add image features (DeepStack), and those between them."""
+    count = deepstack_count(config.model)
+    layers = zip(virtual_stages(config, stages), layer_slots(config, stages), strict=True) if count else ()
+    slots = [slot for own, filled in layers for layer, slot in zip(own, filled, strict=True) if layer < count]
+    return range(min(slots), max(slots) + 1) if slots else range(0)
 
 
 def gathered_slots(config: Config, stages: int) -> tuple[int, ...]:

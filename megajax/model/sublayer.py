@@ -225,11 +225,12 @@ def rotate(
     factor, sections, positions = ops.rope_attention_factor(scaling), config.rope_sections, inputs.positions
     twice = 2 if sections and len(sections) == 2 else 1
     frequencies = ops.rope_frequencies(config.rotary_dim // twice, theta, config.rope_fraction, scaling, length)
+    axes = None if sections is None else ops.section_axes(sections, config.rope_interleaved)
     if sections is not None:  # without images a token has its position three times
         same = jnp.repeat(positions[..., None], len(sections), axis=-1)
         positions = same if inputs.rope_positions is None else inputs.rope_positions
     frequencies = np.tile(frequencies, twice)
-    return tuple(ops.apply_rope(a, positions, frequencies, factor, sections) for a in arrays)
+    return tuple(ops.apply_rope(a, positions, frequencies, factor, axes) for a in arrays)
 
 
 def declare_relative_bias(config: ModelConfig) -> nnx.Param | None:

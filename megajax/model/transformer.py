@@ -37,7 +37,7 @@ from megajax.model.sublayer import (
     scale_embeddings,
     scale_head,
 )
-from megajax.model.vision import INDEX, VisionTower, place_images
+from megajax.model.vision import INDEX, VisionTower, add_image_features, place_images
 from megajax.model.vision import with_document_fields as with_images
 from megajax.model.width import std_factor
 from megajax.options.registered import OBJECTIVES, replaces_head
@@ -159,14 +159,15 @@ class Transformer(nnx.Module):
         if inputs.dropout_key is not None:
             x = ops.dropout(x, self.config.dropout, jax.random.fold_in(inputs.dropout_key, 0), inputs.token_ids)
         own = _below(weights, ENCODER)
-        x = _through(encoder, own, x, inputs)
+        x, _ = _through(encoder, own, x, inputs)
         return normalise(encoder.config, x, own["final_norm"], own.get("final_norm_bias"))
 
     def embed_images(self, tower: VisionTower, weights: Weights, fields: State, sequences: jax.Array) -> jax.Array:
         """The image embeddings of a vision tower, on one device: fields `[B, patches, ...]` → `[embeddings, D]`."""
         own, fields = _below(weights, VISION), with_images(tower, fields)
-        x = _through(tower, own, tower.embed(own, fields, Comm()), tower.inputs(fields, sequences, Comm()))
-        return tower.project(own, x, Comm())
+        inputs = tower.inputs(fields, sequences, Comm())
+        x, outputs = _through(tower, own, tower.embed(own, fields, Comm()), inputs)
+        return tower.project(own, x, [outputs[layer] for layer in tower.vision.deepstack_layers], Comm())
 
     def layer(
         self, weights: Weights, layer: int, x: jax.Array, inputs: BlockInputs, states: Mapping[str, State]
@@ -175,7 +176,9 @@ class Transformer(nnx.Module):
 
         Layers after the model's continue its numbers; theirs is `x [T, 2D]`. `states` are as `state` above.
         """
-        return apply_layer(self.config, self.blocks, weights, layer, x, inputs, states)
+        x, metrics = apply_layer(self.config, self.blocks, weights, layer, x, inputs, states)
+        kind = kind_of_layer(self.config, layer)
+        return add_image_features(self.config, x, LayerContext(Comm(), inputs, layer, kind)), metrics
 
     def embed(
         self, weights: Weights, tokens: jax.Array, positions: jax.Array, inputs: BlockInputs | None = None
@@ -214,11 +217,15 @@ def _below(weights: Weights, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
 
 
-def _through(second: SecondLayers, weights: Weights, x: jax.Array, inputs: BlockInputs) -> jax.Array:
-    """The residual stream through all layers of a second stack, on one device."""
+def _through(
+    second: SecondLayers, weights: Weights, x: jax.Array, inputs: BlockInputs
+) -> tuple[jax.Array, list[jax.Array]]:
+    """(the residual stream after all layers of a second stack, after each one), on one device."""
+    outputs = []
     for layer in range(second.config.num_layers):
         x, _ = apply_layer(second.config, second.blocks, weights, layer, x, inputs, {})
-    return x
+        outputs.append(x)
+    return x, outputs
 
 
 def apply_layer(

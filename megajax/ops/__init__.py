@@ -25,7 +25,7 @@ from megajax.ops.mlp_activation import ElementwiseImplementation, activate
 from megajax.ops.norms import layer_norm, rms_norm
 from megajax.ops.partial_attention import Implementation
 from megajax.ops.relative_bias import bias_of_pairs, relative_bias
-from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor
+from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies, rope_score_factor, section_axes
 from megajax.ops.short_convolution import short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
 
@@ -69,6 +69,7 @@ __all__ = [
     "relative_bias",
     "router",
     "same_documents",
+    "section_axes",
     "short_convolution",
     "state_space",
     "visible_ranges",

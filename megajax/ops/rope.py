@@ -1,7 +1,7 @@
 """Rotary position embedding in Hugging Face's half-split convention: element i is paired with i + R/2."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -107,24 +107,35 @@ def apply_rope(
     positions: jax.Array,
     frequencies: np.ndarray,
     factor: float = 1.0,
-    sections: tuple[int, ...] | None = None,
+    axes: tuple[int, ...] | None = None,
 ) -> jax.Array:
     """Rotates the first R elements of every head by position · frequency, times `factor`: [B, S, N, H] -> as x.
 
     positions [B, S] (integers), frequencies [R/2]; angles and rotation in float32 (float64 for float64 x). With
-    `sections`, positions are [B, S, A], and each section of the frequencies, of these lengths, turns with its own
-    (Wang et al. 2024, Qwen2-VL).
+    `axes`, positions are [B, S, A], and each frequency turns with that of its axis, `section_axes`.
     """
-    return _rotate((tuple(map(float, frequencies)), factor, sections), x_bsnh, positions)
+    return _rotate((tuple(map(float, frequencies)), factor, axes), x_bsnh, positions)
 
 
-Rotation = tuple[tuple[float, ...], float, tuple[int, ...] | None]  # frequencies, factor and sections
+def section_axes(sections: Sequence[int], interleaved: bool = False) -> tuple[int, ...]:
+    """The axis of each rotated pair, for the number of pairs of each axis.
+
+    One section after the other (Wang et al. 2024, Qwen2-VL). Interleaved (Qwen3-VL): the pairs take turns, those of an
+    axis with none left are of the first one.
+    """
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    turns = ((i % len(sections), i // len(sections)) for i in range(sum(sections)))
+    return tuple(axis if turn < sections[axis] else 0 for axis, turn in turns)
+
+
+Rotation = tuple[tuple[float, ...], float, tuple[int, ...] | None]  # frequencies, factor and axes
 
 
 def _angles(rotation: Rotation, positions: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[B, S, 1, R/2]`; the backward pass recomputes them, because each layer would save its own."""
-    frequencies, factor, sections = rotation
-    own = positions[..., None] if sections is None else positions[..., np.repeat(np.arange(len(sections)), sections)]
+    frequencies, factor, axes = rotation
+    own = positions[..., None] if axes is None else positions[..., np.array(axes)]
     angles = own.astype(dtype)[:, :, None] * np.asarray(frequencies, dtype)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)

@@ -405,6 +405,11 @@ class ModelConfig(Section):
         description="Numbers of rotated pairs that turn with a token's time, with its row and with its column, in this"
         " order (M-RoPE, Qwen2.5-VL); null: all turn with its position.",
     )
+    rope_interleaved: Annotated[bool, ROTARY, Needs("rope_sections", what="positions of images")] = Field(
+        default=False,
+        description="The pairs of rope_sections take turns, time, row, column, as long as there are some of row and of"
+        " column; the others are of time (Qwen3-VL).",
+    )
     rope_local_theta: Annotated[Positive | None, ROTARY, IN_LOCAL_LAYERS, ReadIf("sliding_window")] = Field(
         default=None,
         description="Base of the rotary wavelengths in local layers, without rope_scaling; null: as in global layers.",
@@ -656,7 +661,7 @@ def _tower(vision: VisionConfig, init_std: float, depth_scaled_init: bool) -> Mo
     if vision.window is not None:
         kinds = ["global" if i in vision.global_layers else "local" for i in range(vision.num_layers)]
         model |= {"layer_pattern": kinds, "sliding_window": max(vision.window**2 // 2, 1)}
-    if vision.grid is not None:
+    if vision.fixed_grid is not None:
         return ModelConfig.model_validate(model | {"position": "none", "max_positions": vision.entries_of_grid})
     tower = ModelConfig.model_validate(model | {"rope_theta": vision.rope_theta})
     return tower.model_copy(update={"rope_sections": (tower.head_dim // 4,) * 2})  # of a row and a column

@@ -35,19 +35,25 @@ class VisionConfig(Section):
         description="Rows and columns of the table of learned positions, in patches; null: rotary positions by row"
         " and column.",
     )
-    rope_theta: Annotated[Positive, ReadIf("grid", None)] = Field(
-        default=10000.0, description="Base of the rotary wavelengths of the tower."
+    interpolate: Annotated[bool, Needs("grid", what="learned positions")] = Field(
+        default=False,
+        description="Stretch the table over the rows and columns of each image, of any size, and have rotary positions"
+        " too (Qwen3-VL).",
+    )
+    rope_theta: Positive = Field(
+        default=10000.0, description="Base of the rotary wavelengths of the tower, where it has rotary positions."
     )
     class_token: Annotated[
         bool,
         Needs("grid", what="learned positions"),
         Excludes("merge", more_than_one, because="a class entry is in no block"),
+        Excludes("interpolate", because="only images of one size have a class entry"),
     ] = Field(
         default=False, description="Each image has one entry more than its patches, the first, with a learned vector."
     )
     patches_per_row: Tokens = derived(
-        lambda vision: (vision["grid"] or 64) ** 2 + vision["class_token"],
-        "grid^2 + class_token: one image; or 4096",
+        lambda vision: (64 if vision["interpolate"] else vision["grid"] or 64) ** 2 + vision["class_token"],
+        "grid^2 + class_token: one image; or 4096 where sizes differ",
         "Number of patches, and of class entries, of the images of a sequence; the rest is padding.",
     )
     embedding_norm: bool = Field(default=False, description="Normalise the patches' embeddings (CLIP).")
@@ -73,7 +79,17 @@ class VisionConfig(Section):
         "merge^2 * hidden_size",
         "Width of the projector's MLP.",
     )
-
+    deepstack_layers: Annotated[
+        tuple[CountOrZero, ...],
+        Needs("projector", "mlp", what="MLPs of blocks of patches"),
+        Excludes("remat.group", more_than_one, because="features are read and added after single layers"),
+    ] = Field(
+        default=(),
+        strict=False,
+        description="Layers of the tower whose output is projected too, in increasing order. The first is added to the"
+        " residual stream after the model's first layer, at the images' tokens, the second after its second (DeepStack,"
+        " Qwen3-VL).",
+    )
     bidirectional: bool = Field(
         default=False,
         description="In the model's layers a token of an image attends to all of its image (Gemma 3); false: to the"
@@ -86,8 +102,18 @@ class VisionConfig(Section):
         return self.merge**2
 
     @property
+    def fixed_grid(self) -> int | None:
+        """Rows and columns of all images, in patches; None: they differ, and patches have rotary positions."""
+        return None if self.interpolate else self.grid
+
+    @property
+    def stream_parts(self) -> int:
+        """Number of arrays of image embeddings: those of the tokens, and those of DeepStack."""
+        return 1 + len(self.deepstack_layers)
+
+    @property
     def entries_of_grid(self) -> int:
-        """Number of entries of an image that has all places of the table of positions; 0 without one."""
+        """Number of rows of the table of positions; 0 without one."""
         return self.grid**2 + self.class_token if self.grid else 0
 
     @property

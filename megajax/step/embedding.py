@@ -20,7 +20,7 @@ from megajax.model.vision import INDEX, place_images
 from megajax.ops.barriers import not_repeated
 from megajax.parallel import collectives
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import added, after_microbatch, of_microbatch
 from megajax.weights.weight import row_major
@@ -57,7 +57,10 @@ class Embedding:
     ) -> tuple[Streams, Table, Results]:
         dx = gradients[HIDDEN]
         table = self.add_gradients(table, arrays.table, batch.fields, batch.inputs, dx)
-        return self._image_gradients(batch, dx) if self.reads else {}, table, Results()
+        if not self.reads:
+            return {}, table, Results()
+        of_layers = {name: gradients[name] for name in self.reads if name in gradients}  # DeepStack
+        return plus(of_layers, self._image_gradients(batch, dx)), table, Results()
 
     @jax.named_scope("embedding")
     def embed(self, weights: Arrays, batch: Arrays, inputs: BlockInputs, images: jax.Array | None = None) -> jax.Array:
@@ -70,8 +73,9 @@ class Embedding:
         """The gradient of the stream of image embeddings from that of the residual stream."""
         (dx,), index = self._dropout_gradients(dx, batch.inputs), batch.fields[INDEX]
         assert self.model.vision is not None
-        each = self.model.vision.embeddings_per_row // self.comm.size("context")
-        zeros = jnp.zeros((len(index) * each // self.comm.size("tensor"), dx.shape[1]), dx.dtype)
+        vision, width = self.model.vision, self.model.vision.stream_parts * dx.shape[1]
+        each = vision.embeddings_per_row // self.comm.size("context")
+        zeros = jnp.zeros((len(index) * each // self.comm.size("tensor"), width), dx.dtype)
         _, pull = jax.vjp(lambda images: place_images(dx, images, index, self.comm), zeros)  # linear: zeros will do
         return {IMAGES: pull(dx)[0]}
 

@@ -66,7 +66,7 @@ class EncoderStack(SecondStack):
         of_bias = {ENCODER + name: added(sums[ENCODER + name], gradient) for name, gradient in dx.streams.items()}
         return sums | of_bias
 
-    def after(self, weights: Arrays, x: jax.Array) -> jax.Array:
+    def after(self, weights: Arrays, x: jax.Array, *between: jax.Array) -> jax.Array:
         return normalise(self.encoder.config, x, weights["final_norm"], weights.get("final_norm_bias"))
 
 

@@ -99,10 +99,9 @@ class MultiTokenPrediction:
             if module is not passes[-1]:  # else XLA would keep the weights of the forward pass
                 group, _ = self.stack.weights.tie_gather((group, dy))
             dy = StreamGradients(dy, of_streams)
-            (dpair, of_streams), gradient, largest = self.stack.groups.backward(
-                self._at(k), group, module.saved, dy, module.inputs
-            )
-            de, dh = jnp.split(dpair, 2, axis=1)
+            dpair, gradient, largest = self.stack.groups.backward(self._at(k), group, module.saved, dy, module.inputs)
+            of_streams = dpair.streams
+            de, dh = jnp.split(dpair.x, 2, axis=1)
             table = self.embedding.add_gradients(table, _table(arrays.table), module.tokens, module.inputs, de)
             gradient = self.stack.weights.reduce_per_layer(
                 gradient, self.stack.segments[k], 0, self.stack.only_microbatch

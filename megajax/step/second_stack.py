@@ -37,6 +37,7 @@ class SecondStack:
         self.comm, of_layers = MeshComm(*settings), MeshComm(*settings, frozen=not self.is_trained)
         weights = block_weights(step, blocks, dtypes, self.prefix)
         self.stack = LayerStack(self.NAME, plan, of_layers, blocks, weights, not step.sums_gradients, self.prefix)
+        self.read = [s for s, each in enumerate(plan.segments) if each.start + each.count in plan.edges]
 
     # A subclass has these
 
@@ -62,8 +63,11 @@ class SecondStack:
         """`sums` plus the gradients of the weights that `before` and `inputs` read."""
         raise NotImplementedError
 
-    def after(self, weights: Arrays, x: jax.Array) -> jax.Array:
-        """The output of its layers → its stream; `weights` by the names within the stack."""
+    def after(self, weights: Arrays, x: jax.Array, *between: jax.Array) -> jax.Array:
+        """The output of its layers, and those after the segments of `read` → its stream.
+
+        `weights` by the names within the stack.
+        """
         raise NotImplementedError
 
     # The node
@@ -72,21 +76,22 @@ class SecondStack:
         inputs = self.inputs(arrays.table, batch)
         x = self.before(arrays.table, batch, inputs)
         x, results = self.stack.run_forward(arrays.stacks[self.NAME], x, inputs, save=save and self.is_trained)
-        saved = (x, [values for _, values in results]) if save else None
-        return {self.NAME: self.after(self.weights(arrays.table, after=True), x)}, saved
+        outputs = x, *(results[s].x for s in self.read)
+        saved = (outputs, [each.saved for each in results]) if save else None
+        return {self.NAME: self.after(self.weights(arrays.table, after=True), *outputs)}, saved
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        (x, values), inputs = saved, self.inputs(arrays.table, batch)
-        table, dx = self.add_gradients(self.after, arrays.table, gradients[self.NAME].astype(x.dtype), table, x)
+        (outputs, values), inputs = saved, self.inputs(arrays.table, batch)
+        dy = gradients[self.NAME].astype(outputs[0].dtype)
+        table, dx, *between = self.add_gradients(self.after, arrays.table, dy, table, *outputs)
         if not self.is_trained:
             return {}, table, Results()
         residuals, metrics = zip(*values, strict=True)
         of_streams = {name: jnp.zeros(a.shape, jnp.float32) for name, a in inputs.streams.items()}
-        dx, found = self.stack.run_backward(
-            arrays.stacks[self.NAME], StreamGradients(dx, of_streams), inputs, residuals
-        )
+        given = StreamGradients(dx, of_streams, dict(zip(self.read, between, strict=True)))
+        dx, found = self.stack.run_backward(arrays.stacks[self.NAME], given, inputs, residuals)
         of_weights, amax = zip(*(values for _, values in found), strict=True)
         table = self.before_gradients(arrays.table, batch, inputs, dx, table)
         return {}, table, Results({self.NAME: [*of_weights]}, {}, {self.NAME: [*metrics]}, {self.NAME: [*amax]})

@@ -29,7 +29,7 @@ class VisionStack(SecondStack):
         fields = {
             PATCHES: Field(jnp.float32, SETTING, (vision.patch_dim,)),
             SEGMENTS: Field(jnp.int32, SETTING),
-            POSITIONS: Field(jnp.int32, SETTING, (2,), limit=vision.grid),
+            POSITIONS: Field(jnp.int32, SETTING, (2,), limit=vision.fixed_grid),
         }
         return {name: field._replace(length=self.tower.length) for name, field in fields.items()}
 
@@ -53,5 +53,5 @@ class VisionStack(SecondStack):
 
         return self.add_gradients(embed, table, dx.x, sums)[0]
 
-    def after(self, weights: Arrays, x: jax.Array) -> jax.Array:
-        return self.tower.project(weights, x, self.comm)
+    def after(self, weights: Arrays, x: jax.Array, *between: jax.Array) -> jax.Array:
+        return self.tower.project(weights, x, between, self.comm)

@@ -35,6 +35,7 @@ ProcessorMixin.check_argument_for_proper_class = lambda *_: None  # a processor 
 
 SIDE = {"height": 12, "width": 12}
 SIZES = [(17, 30), (30, 17), (9, 9)]  # width, height
+STATISTICS = "image_mean", "image_std"
 CASES = {
     "clip": (CLIPImageProcessorPil, {"size": {"shortest_edge": 12}, "crop_size": SIDE}, SIZES),
     "clip_pads": (CLIPImageProcessorPil, {"size": {"shortest_edge": 9}, "crop_size": SIDE}, SIZES),
@@ -46,12 +47,18 @@ CASES = {
         {"patch_size": 4, "size": {"shortest_edge": 128, "longest_edge": 640}},
         [*SIZES, (70, 13), (5, 60)],
     ),
+    "qwen3": (
+        Qwen2VLImageProcessorPil,
+        {"patch_size": 4, "size": {"shortest_edge": 128, "longest_edge": 640}} | {n: [0.5] * 3 for n in STATISTICS},
+        SIZES[:2],
+    ),
 }
 IMAGE = 90  # token of the tiny models
 TINY = {
     "llava": (CLIPImageProcessorPil, {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}),
     "gemma3": (Gemma3ImageProcessorPil, {"size": {"height": 16, "width": 16}}),
     "qwen2_5_vl": (Qwen2VLImageProcessorPil, {"patch_size": 2, "size": {"shortest_edge": 16, "longest_edge": 96}}),
+    "qwen3_vl": (Qwen2VLImageProcessorPil, {"patch_size": 2, "size": {"shortest_edge": 16, "longest_edge": 96}}),
 }
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -155,7 +162,7 @@ def generations(name: str, kind: type, values: dict) -> dict:
     for words, sizes in (([3, IMAGE, 5, 88, IMAGE, 89, 7], [(17, 30), (30, 17)]), ([2, 4, IMAGE, 6], [(9, 9)])):
         inputs = processor([picture(*size) for size in sizes], return_tensors="pt")
         counts = [4] * len(sizes)
-        if name == "qwen2_5_vl":
+        if "qwen" in name:
             counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
         inputs, numbers = {k: v for k, v in inputs.items() if k != "num_crops"}, iter(counts)
         ids = torch.tensor([[id for word in words for id in [word] * (next(numbers) if word == IMAGE else 1)]])
@@ -184,7 +191,7 @@ def main() -> None:
         cases[name] = {"values": processor.to_dict(), "sizes": sizes}
         for i, size in enumerate(sizes):
             pixels = processor(picture(*size))["pixel_values"]
-            arrays[f"pixels:{name}:{i}"] = np.asarray(pixels if name == "qwen" else pixels[0])
+            arrays[f"pixels:{name}:{i}"] = np.asarray(pixels if "qwen" in name else pixels[0])
     chats = {name: family(name, processors) for name in FAMILIES}
     windows, _ = get_vision_window_index(torch.tensor([[1, 24, 20]]), 2, 32, 4)
     arrays |= {"windows": windows.numpy(), "rope": rope(chats["qwen"]).astype(np.int32)}

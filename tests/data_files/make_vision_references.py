@@ -30,6 +30,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
@@ -116,10 +118,31 @@ def qwen2_5_vl(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, A
     return Qwen2_5_VLForConditionalGeneration(config), text | {"vision": tower}, images, 24
 
 
+def qwen3_vl(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any], list[list[Image]], int]:
+    vision = {"hidden_size": 16, "intermediate_size": 24, "depth": 3, "num_heads": 2, "patch_size": 2}
+    vision |= {"num_position_embeddings": 9, "deepstack_visual_indexes": [0, 1], "out_hidden_size": 24}
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+    config = Qwen3VLConfig(
+        text_config=TEXT | {"num_hidden_layers": 3, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=91,
+        vision_start_token_id=88,
+        vision_end_token_id=89,
+    )
+    tower = {"num_layers": 3, "patch_size": 2, "temporal_patch_size": 2, "merge": 2, "grid": 3, "interpolate": True}
+    tower |= {"deepstack_layers": [0, 1], "ffn_hidden_size": 24}
+    text = {"num_layers": 3, "head_dim": 8, "norm_epsilon": 1e-6, "rope_theta": 5e6, "qk_norm": True}
+    text |= {"rope_sections": [2, 1, 1], "rope_interleaved": True}
+    images = [[(6, 4), (2, 6)], [(4, 6)]]
+    return Qwen3VLForConditionalGeneration(config), text | {"vision": tower}, images, 24
+
+
 TEXT = {"vocab_size": 99, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2}
 SAME = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 40, "vocab_size": 99}
-PATCHES = {"llava": 12, "llava_siglip": 12, "gemma3": 40, "qwen2_5_vl": 48}  # of a row
+PATCHES = {"llava": 12, "llava_siglip": 12, "gemma3": 40, "qwen2_5_vl": 48, "qwen3_vl": 48}  # of a row
+QWEN = "qwen2_5_vl", "qwen3_vl"
 
 
 def inputs_of(name: str, vision: dict[str, Any], images: list[list[Image]], generator: torch.Generator):
@@ -133,7 +156,7 @@ def inputs_of(name: str, vision: dict[str, Any], images: list[list[Image]], gene
             picture = torch.randn(3, height, width, generator=generator, dtype=torch.float64).numpy()
             where = places(image, vision.get("window"), merge)
             patches = patches_of(picture, where, size)
-            if name == "qwen2_5_vl":  # flattened as (channel, frame, row, column), in the order of blocks
+            if name in QWEN:  # flattened as (channel, frame, row, column), in the order of blocks
                 patches = patches.reshape(len(patches), 3, 1, -1).repeat(frames, axis=2).reshape(len(patches), -1)
                 blocks = places(image, None, merge)
                 by_place = {tuple(at): patch for at, patch in zip(where.tolist(), patches, strict=True)}
@@ -141,7 +164,7 @@ def inputs_of(name: str, vision: dict[str, Any], images: list[list[Image]], gene
             pixels.append(picture)
             found.append((patches, where))
         rows.append(row_of(found, vision))
-    if name == "qwen2_5_vl":
+    if name in QWEN:
         grids = torch.tensor([[1, *image] for row in images for image in row])
         return {"pixel_values": torch.from_numpy(np.concatenate(flat)), "image_grid_thw": grids}, rows
     return {"pixel_values": torch.from_numpy(np.stack(pixels))}, rows
@@ -167,7 +190,7 @@ def make(build: Callable[..., Any], seed: int) -> None:
     fields: dict[str, np.ndarray] = {}
     if name == "gemma3":
         given["token_type_ids"] = is_image
-    if name == "qwen2_5_vl":
+    if name in QWEN:
         positions, _ = network.model.get_rope_index(tokens, is_image, image_grid_thw=given["image_grid_thw"])
         given["position_ids"] = positions
         fields["rope_positions"] = positions.permute(1, 2, 0).numpy()
@@ -191,6 +214,6 @@ def make(build: Callable[..., Any], seed: int) -> None:
 
 
 if __name__ == "__main__":
-    for seed, build in enumerate((llava, gemma3, qwen2_5_vl, llava_siglip)):
+    for seed, build in enumerate((llava, gemma3, qwen2_5_vl, llava_siglip, qwen3_vl)):
         if build.__name__ in (sys.argv[1:] or [build.__name__]):
             make(build, 30 + seed)

@@ -19,7 +19,7 @@ from megajax.hf.vision_language import VisionLanguage
 from megajax.model import Transformer, bind, parameters
 
 FILES = Path(__file__).parents[1] / "data_files"
-NAMES = ["llava", "llava_siglip", "gemma3", "qwen2_5_vl"]
+NAMES = ["llava", "llava_siglip", "gemma3", "qwen2_5_vl", "qwen3_vl"]
 FIELDS = ("patches", "patch_segments", "patch_positions", "image_index", "rope_positions")
 TOLERANCE = 1e-5
 
@@ -151,7 +151,20 @@ LLAVA |= {"text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_si
 LLAVA |= {"vision_config": LLAVA_TOWER}
 
 
-@pytest.mark.parametrize(("name", "config"), [("qwen2_5_vl_7b", QWEN), ("llava_1_5_7b", LLAVA)])
+QWEN3_TOWER = {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh"}
+QWEN3_TOWER |= {"hidden_size": 1152, "in_channels": 3, "intermediate_size": 4304, "model_type": "qwen3_vl"}
+QWEN3_TOWER |= {"num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16}
+QWEN3_TEXT = {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096}
+QWEN3_TEXT |= {"intermediate_size": 12288, "model_type": "qwen3_vl_text", "num_attention_heads": 32}
+QWEN3_TEXT |= {"num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 5000000}
+QWEN3_TEXT |= {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}
+QWEN3 = {"model_type": "qwen3_vl", "image_token_id": 151655, "video_token_id": 151656, "tie_word_embeddings": False}
+QWEN3 |= {"text_config": QWEN3_TEXT | {"vocab_size": 151936}}
+QWEN3 |= {"vision_config": QWEN3_TOWER | {"spatial_merge_size": 2, "temporal_patch_size": 2}}
+PUBLISHED = [("qwen2_5_vl_7b", QWEN), ("llava_1_5_7b", LLAVA), ("qwen3_vl_8b", QWEN3)]
+
+
+@pytest.mark.parametrize(("name", "config"), PUBLISHED)
 def test_a_published_config_is_the_named_config(tmp_path, name, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     run = ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]

@@ -36,7 +36,7 @@ def picture(path: Path, width: int, height: int) -> str:
     return f"{width}_{height}.png"
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_greedy_tokens_are_those_of_transformers(name, references, tmp_path, capsys):
     shutil.unpack_archive(FILES / f"images_{name}.zip", tmp_path)
     given, model = references[name], megajax.from_hf(tmp_path, dtype="float32")

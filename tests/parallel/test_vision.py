@@ -28,12 +28,15 @@ TEXT = {
 }
 TOWER = {"image_token": IMAGE, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 24}
 TOWER |= {"patch_size": 2, "merge": 2}
-# As Qwen2.5-VL's: windows, images of several sizes, positions of time, row and column
+# As Qwen2.5-VL's: windows, images of several sizes, positions of time, row and column. As Qwen3-VL's: a table stretched
+# over images, features that are added after two of three layers, positions that take turns
 WINDOWS = {"window": 4, "global_layers": [1], "norm": "rmsnorm", "patches_per_row": 48, "temporal_patch_size": 2}
+WINDOWS |= {"grid": 3, "interpolate": True, "deepstack_layers": [0, 1]}
+SECTIONS = {"rope_sections": [1, 1, 1], "rope_interleaved": True, "head_dim": 6, "num_layers": 3}
 # As Gemma 3's: learned positions, averages, attention to both sides within an image, also in windows
 AVERAGE = {"grid": 4, "projector": "average", "bidirectional": True, "patches_per_row": 48}
 MODELS = {
-    "windows": TEXT | {"rope_sections": [1, 1, 1], "head_dim": 6, "vision": TOWER | WINDOWS},
+    "windows": TEXT | SECTIONS | {"vision": TOWER | WINDOWS},
     "average": TEXT | {"sliding_window": 5, "layer_pattern": ["local", "global"], "vision": TOWER | AVERAGE},
 }
 SIZES = {"windows": [[(6, 4), (2, 4)], [(2, 6)], [], [(4, 2), (2, 2), (2, 2)]], "average": [[(4, 4)] * 2, [(4, 4)]] * 2}
@@ -128,6 +131,9 @@ def test_flops_are_those_of_the_tower_too(table):
         ("windows", {}, {"patches_per_row": 50}, {}, "is not a multiple of the 4 patches of an embedding"),
         ("windows", {}, {"window": 3}, {}, "model.vision.window=3 is not a multiple of model.vision.merge=2"),
         ("windows", {}, {"global_layers": [2]}, {}, "names a layer that the tower does not have .*: use 0 to 1"),
+        ("windows", {}, {"deepstack_layers": [1, 0]}, {}, "is not in increasing order"),
+        ("windows", {}, {"grid": None}, {}, "model.vision.interpolate=true needs learned positions"),
+        ("windows", {}, {}, {"remat": {"group": 3}}, "features are read and added after single layers"),
         ("windows", {}, {"image_token": 50}, {}, "image_token=50 is not below model.vocab_size=50"),
         ("windows", {}, {"num_heads": 8}, {}, "is not a multiple of 4, as rotary positions by row and column need"),
         ("average", {}, {"class_token": True}, {}, "because a class entry is in no block"),

@@ -233,7 +233,7 @@ class ScheduleRunner:
 
         states = [*zip(activations[bank], metrics[r], strict=True)]
         x, results = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], make_store, states)
-        new, sums = zip(*(state for state, _ in results), strict=True)
+        new, sums = zip(*(each.state for each in results), strict=True)
         return x, replaced(activations, bank, list(new)), replaced(metrics, r, list(sums))
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:

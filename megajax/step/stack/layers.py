@@ -8,12 +8,13 @@ two passes at different ticks. The loops over groups are here; stores (`stores.p
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.layout.kinds import IMAGES
 from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, is_maximum
@@ -35,6 +36,14 @@ from megajax.step.stack.stores import BackwardStore, BackwardValues, ForwardStor
 from megajax.step.stack.vjp import replayed
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
+
+
+class OfSegment(NamedTuple):
+    """What a segment's forward pass gives."""
+
+    state: Any  # its stores' last one
+    saved: Any  # its stores' outputs, stacked over its iterations
+    x: jax.Array  # the residual stream after it
 
 
 class LayerStack:
@@ -62,7 +71,8 @@ class LayerStack:
         """
         self.NAME, self.only_microbatch = name, only_microbatch
         self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(blocks), plan.segments
-        self.reads = tuple(dict.fromkeys(name for block in self.blocks.values() for name in block.streams))
+        own = (IMAGES,) if plan.image_slots else ()
+        self.reads = tuple(dict.fromkeys((*(name for b in self.blocks.values() for name in b.streams), *own)))
         self.weights = StackWeights(plan, comm, self.blocks, weights, prefix)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 
@@ -119,7 +129,7 @@ class LayerStack:
         """All layers once; keeps residuals and metrics of each group, None for residuals if not `save`."""
         inputs = self.with_streams(batch, streams)
         x, results = self.run_forward(arrays.stacks[self.NAME], streams[HIDDEN], inputs, save=save)
-        return {HIDDEN: x}, (inputs, [values for _, values in results])
+        return {HIDDEN: x}, (inputs, [each.saved for each in results])
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
@@ -152,8 +162,8 @@ class LayerStack:
         make_store: Callable[[int, Any, Any], ForwardStore] | None = None,
         states: Sequence[Any] | None = None,
         save: bool = True,
-    ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
-        """The residual stream through all layers → (x, by segment (the stores' last state, their stacked outputs)).
+    ) -> tuple[jax.Array, list[OfSegment]]:
+        """The residual stream through all layers → (x, by segment what it gives).
 
         `first` is the layer index of the first slot, or of every slot if the layers are not consecutive.
         `make_store(segment's index, loop, state)` makes the store of an iteration, by default of values; `states` holds
@@ -174,7 +184,7 @@ class LayerStack:
                 return (x, state), out
 
             (x, state), out = loop_over_layers(body, (x, states[s]), (), segment)
-            results.append((state, out))
+            results.append(OfSegment(state, out, x))
         return x, results
 
     def run_backward(
@@ -187,7 +197,7 @@ class LayerStack:
         make_store: Callable[[int, Any, Any, Any], BackwardStore] | None = None,
         states: Sequence[Any] | None = None,
     ) -> tuple[StreamGradients, list[tuple[Any, Any]]]:
-        """Gradient of the stack's output → (gradient of its input, by segment as `run_forward` returns it).
+        """Gradient of the stack's output → (gradient of its input, by segment (the stores' last state, their outputs)).
 
         `saved` holds residuals by segment, stacked over its loops, if the store does not: each store gets those of its
         iteration. `first`, `make_store` and `states` are as in `run_forward`. Collectives are tied to the layer that
@@ -196,11 +206,14 @@ class LayerStack:
         of the group below: untied, XLA merges the reductions of distant layers and runs them last.
         """
         results: list[tuple[Any, Any]] = []
+        between, dx = dx.between, dx._replace(between={})
         nothing = [()] * len(self.segments)
         saved, states = saved or nothing, states or nothing
         make_store = make_store or (lambda s, loop, state, saved: BackwardValues(self.groups, saved))
         for s, (segment, groups) in reversed([*enumerate(zip(self.segments, weights, strict=True))]):
             at_once = reduced_at_once(segment, self.only_microbatch)
+            if s in between:
+                dx = dx._replace(x=dx.x + between[s])
 
             def body(carry, loop, s=s, segment=segment, groups=groups, at_once=at_once):
                 (dx, state), (index, saved) = carry, loop

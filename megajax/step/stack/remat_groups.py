@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, LayerContext
+from megajax.model.vision import add_image_features
 from megajax.ops.barriers import not_merged
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.mesh_comm import MeshComm
@@ -27,6 +28,8 @@ class StreamGradients(NamedTuple):
 
     x: jax.Array  # of the residual stream, [T / tensor, D]
     streams: dict[str, jax.Array] = {}  # of the other streams: sums over the layers so far, in FP32
+    # By segment: of the residual stream after it, from others than the next layer
+    between: Mapping[int, jax.Array] = {}
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["program"])
@@ -66,6 +69,7 @@ class RematGroups:
             segment.fp8,
             segment.iterations > 1 or self.plan.is_pipelined,
             segment.iterations > 1,
+            start in self.plan.image_slots,
         )
         return Group(program, first[offset : offset + count] if jnp.ndim(first) else first + offset)
 
@@ -168,6 +172,7 @@ class RematGroups:
                     linear = self.blocks[kind.block].linear_layers
                     weights = {n: Rounded(w, self.rounded) if n in linear else w for n, w in weights.items()}
                 x, of_layer = self.blocks[kind.block].apply(weights, x, ctx)
+                x = add_image_features(self.plan.model, x, ctx) if program.adds_images else x
                 metrics.append(of_layer)
             found = zip(program.kinds, metrics, strict=True)
             losses = [own[n] for kind, own in found for n in self.blocks[kind.block].losses if n in own]

@@ -54,6 +54,7 @@ class GroupProgram:
     fp8: bool
     stacked: bool  # whether its residuals are copied into the stacked array of a loop, or a pipeline's buffer
     looped: bool
+    adds_images: bool = False  # `StepPlan.image_slots`
 
 
 class StackWeights:
