@@ -26,6 +26,7 @@ COMPARED_ON_RESUME = (
     *(f"data.{name}" for name in ("tokenizer", "text_key", "end_of_document", "begin_of_document")),
     *(f"data.{name}" for name in ("chat_template", "chat_template_args", "packing", "too_long")),
     *(f"data.{name}" for name in ("fim_rate", "fim_spm_rate", "fim_tokens", "noise_density", "mean_span_length")),
+    "data.denoisers",
 )
 
 
@@ -71,7 +72,9 @@ def _of_several_keys(config: Config) -> list[Unread]:
     one_microbatch = config.batch.num_microbatches == 1 and config.mesh.pipeline == 1
     router = "model.router.expert_bias"
     ungrouped = not model.router.expert_bias and model.router.num_groups == 1
+    fixed = model.vision is not None and model.vision.fixed_grid is not None
     return [
+        Unread(fixed, "model.vision.grid", ("model.vision.rope_theta",)),
         Unread(undivided, f"mesh.{config.mesh.experts_over[0]}", ("communication.experts", "mesh.experts_over")),
         Unread(True, "model.block_pattern", recurrent),
         Unread(not recurrent_heads(model), "model.block_pattern", ("kernels.linear_attention",)),

@@ -1,6 +1,5 @@
 """Checks of the section `model.vision`."""
 
-from megajax.config.rule_checks import default_of
 from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed
 from megajax.options.context import STRATEGIES
 from megajax.schema.config import Config
@@ -40,10 +39,6 @@ def check_vision(config: Config) -> None:
         keys = key, "model.num_layers"
         problem = f"{format_keys(config, key)} has {len(layers)} layers, one for each of the model's first ones, but"
         fail(config, f"{problem} {format_keys(config, keys[1])}", "remove some", *keys)
-    theta = f"{AT}.rope_theta"
-    if vision.fixed_grid is not None and vision.rope_theta != default_of(theta):
-        problem = f"{format_keys(config, theta)} has no effect with {format_keys(config, f'{AT}.grid')}"
-        fail(config, problem, f"remove it, or set {AT}.interpolate", theta, f"{AT}.grid")
 
 
 def check_vision_on_mesh(config: Config, sizes: dict[str, int]) -> None:

@@ -129,13 +129,13 @@ def _open_source(
     whole = config.reads_whole(split)
     order, packing = ("sequential", SEQUENTIAL) if whole else (config.data.order, RowPacking.of(config))
     source = DocumentSamples(dataset, documents, config.sample_length, config.run.seed, order, packing)
-    if config.span_lengths is not None and source.num_tokens < source.sequence_length:
+    if config.span_lengths and source.num_tokens < source.sequence_length:
         problem = (
             f"{dataset.token_file} has {counted(source.num_tokens, 'token')} for {split}, but a sample of corrupted"
         )
         cure = "shorten model.encoder.sequence_length, or give more text"
         raise InputError(f"{problem} spans takes {source.sequence_length}: {cure}.")
-    if config.span_lengths is None and (not whole or source.num_tokens < 2):
+    if not config.span_lengths and (not whole or source.num_tokens < 2):
         _check_size(split, source)
     return source
 

@@ -450,16 +450,20 @@ class Config(Section):
         return min(self.batch.sequence_length, self.model.max_positions or self.batch.sequence_length)
 
     @property
-    def span_lengths(self) -> SpanLengths | None:
-        """Numbers of tokens of a sample of span corruption, which an encoder of layers trains on; None without one."""
+    def span_lengths(self) -> tuple[SpanLengths, ...]:
+        """Numbers of tokens of a sample of span corruption, which an encoder of layers trains on, by denoiser.
+
+        Empty without an encoder of layers. A denoiser's own token is not counted.
+        """
         if (length := self.model.encoder.sequence_length) is None:
-            return None
-        return span_lengths(length, self.data.noise_density, self.data.mean_span_length)
+            return ()
+        own = ((length - (d.token is not None), d.noise_density, d.mean_span_length) for d in self.data.mixture)
+        return tuple(span_lengths(*each) for each in own)
 
     @property
     def sample_length(self) -> int:
         """The number of tokens of the text from one sample to the next."""
-        return self.batch.sequence_length if self.span_lengths is None else self.span_lengths.tokens
+        return max((each.tokens for each in self.span_lengths), default=self.batch.sequence_length)
 
     @property
     def fp8_layers(self) -> range:

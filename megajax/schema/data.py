@@ -19,7 +19,8 @@ from megajax.schema.fields import (
 )
 from megajax.schema.rules import AtMost, Excludes, Needs, ReadIf
 
-OF_SPANS = ReadIf("model.encoder.kind", "layers")
+OF_SPANS, WITHOUT_DENOISERS = ReadIf("model.encoder.kind", "layers"), ReadIf("denoisers", lambda given: not given)
+NoiseDensity, SpanLength = Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(ge=1, le=10**6)]
 OF_FILES = ReadIf("kind", ("indexed", "text", "chat"))
 WITHOUT_DATA = "or data.kind=synthetic to try without data"
 
@@ -112,6 +113,17 @@ class FimTokens(Section):
     prefix: Text = Field(default="<|fim_prefix|>", description="Token before the prefix.")
     middle: Text = Field(default="<|fim_middle|>", description="Token before the middle.")
     suffix: Text = Field(default="<|fim_suffix|>", description="Token before the suffix.")
+
+
+class Denoiser(Section):
+    """One way to corrupt a text (UL2, Tay et al. 2205.05131)."""
+
+    noise_density: NoiseDensity = Field(default=0.15, description="Share of the tokens that are replaced.")
+    mean_span_length: SpanLength | None = Field(
+        default=3.0, description="Mean number of tokens of a span; null: one span, the end of the text (prefix-LM)."
+    )
+    token: Text | None = Field(default=None, description="Name of the token before the encoder's sequence; null: none.")
+    weight: Positive = Field(default=1.0, description="Share of the samples, relative to the other denoisers.")
 
 
 class DataConfig(Section):
@@ -276,11 +288,16 @@ class DataConfig(Section):
     fim_tokens: Annotated[FimTokens, ReadIf("fim_rate")] = Field(
         default_factory=FimTokens, description="Special tokens of fill-in-the-middle."
     )
-    noise_density: Annotated[float, Field(gt=0, lt=1), OF_SPANS] = Field(
+    noise_density: Annotated[NoiseDensity, OF_SPANS, WITHOUT_DENOISERS] = Field(
         default=0.15, description="Span corruption: share of the tokens that are replaced by sentinels."
     )
-    mean_span_length: Annotated[float, Field(ge=1, le=10**6), OF_SPANS] = Field(
+    mean_span_length: Annotated[SpanLength, OF_SPANS, WITHOUT_DENOISERS] = Field(
         default=3.0, description="Span corruption: mean number of tokens of a span that is replaced by one sentinel."
+    )
+    denoisers: Annotated[tuple[Denoiser, ...], Field(strict=False), OF_SPANS] = Field(
+        default=(),
+        description="Span corruption: a mixture, a list of {noise_density, mean_span_length, token, weight} instead of"
+        " these two keys (UL2).",
     )
     synthetic_documents: Annotated[
         Count | None,
@@ -291,6 +308,12 @@ class DataConfig(Section):
     )
     workers: Workers = Field(default=0, description="Loader processes; 0: threads of the trainer.")
     prefetch: Workers = Field(default=2, description="Number of batches read ahead, and of threads that read them.")
+
+    @property
+    def mixture(self) -> tuple[Denoiser, ...]:
+        """The denoisers of span corruption: those given, or the one of both keys."""
+        one = Denoiser(noise_density=self.noise_density, mean_span_length=self.mean_span_length)
+        return self.denoisers or (one,)
 
     @property
     def template_arguments(self) -> dict[str, Any]:

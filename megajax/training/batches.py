@@ -98,7 +98,7 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
 def check_own_fields(program: TrainProgram) -> None:
     """Raise ConfigError if the objective or the encoder reads batch fields that the loader does not make."""
     for name, field in sorted(program.graph.fields.items()):
-        if (key := field.setting) in ("objective.kind", ENCODER_KIND) and program.config.span_lengths is None:
+        if (key := field.setting) in ("objective.kind", ENCODER_KIND) and not program.config.span_lengths:
             problem = f"{format_keys(program.config, key)} reads the batch field {name}, which data.train does not give"
             fail(program.config, problem, "train from your own loop (docs/custom_loop.md)", key)
 

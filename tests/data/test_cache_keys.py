@@ -61,7 +61,8 @@ CHANGED = {  # by kind of data: settings, each with a second value; FOLDER is th
 # Settings that decide no stored tokens or order: other data, how a batch is made of samples, and how they are read.
 ELSEWHERE = """
     kind stages valid valid_sets test index_cache reset_attention reset_positions mask_end_of_document_loss
-    fim_rate fim_spm_rate fim_tokens noise_density mean_span_length synthetic_documents workers prefetch""".split()
+    fim_rate fim_spm_rate fim_tokens noise_density mean_span_length denoisers synthetic_documents workers
+    prefetch""".split()
 TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + (word or 'x') + m.content }}{% generation %}{{ '<|end|>' }}"
     "{% endgeneration %}{% endfor %}"

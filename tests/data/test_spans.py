@@ -32,9 +32,8 @@ def segments(generator, items, count):
     return lengths
 
 
-def corrupted(tokens, index, noise, spans, seed):
+def corrupted(tokens, generator, noise, spans):
     """T5's format, token by token."""
-    generator = np.random.Generator(np.random.PCG64((seed, 3, index)))
     replaced, kept = segments(generator, noise, spans), segments(generator, len(tokens) - noise, spans)
     inputs, targets, position = [], [], 0
     for span in range(spans):
@@ -47,6 +46,10 @@ def corrupted(tokens, index, noise, spans, seed):
             targets.append(int(tokens[position]))
             position += 1
     return [*inputs, END], [*targets, END]
+
+
+def numbers_of(index):
+    return np.random.Generator(np.random.PCG64((5, 3, index)))
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def test_batches_are_corrupted_text_as_a_function_of_seed_and_index(config_of):
         assert batch.keys() == {"encoder_tokens", "tokens", "targets", "loss_mask", "positions"}
         for row in range(4):
             index = 4 * step + row
-            inputs, targets = corrupted(samples[index][:tokens], index, noise, spans, seed=5)
+            inputs, targets = corrupted(samples[index][:tokens], numbers_of(index), noise, spans)
             padding = [0] * (12 - len(targets))
             assert batch["encoder_tokens"][row].tolist() == inputs and len(inputs) == 32
             assert batch["targets"][row].tolist() == [*targets, *padding]
@@ -97,12 +100,48 @@ def test_batches_are_corrupted_text_as_a_function_of_seed_and_index(config_of):
     assert sequential[1][0] == sequential[0][tokens]
 
 
+# UL2's: regular spans, extreme ones (long, or half of the tokens), and the end of the text after its beginning
+UL2 = [
+    {"mean_span_length": 3.0, "token": "100"},
+    {"mean_span_length": 3.0, "noise_density": 0.5, "token": "101", "weight": 2.0},
+    {"mean_span_length": 9.0, "token": "101"},
+    {"mean_span_length": None, "noise_density": 0.25, "token": "102"},
+]
+
+
+def test_a_mixture_gives_each_sample_one_denoiser_as_a_function_of_seed_and_index(config_of):
+    config = config_of(batch={"sequence_length": 40}, denoisers=UL2)
+    samples, loader = datasets(config)["train"], make_loader(config, split="train", rows=np.arange(4))
+    assert config.sample_length == 45  # that of half of the tokens in spans of three: 45 - 22 + 7 + 1 = 31
+    seen = [0] * 4
+    for step in range(40):
+        batch = next(loader)
+        for row in range(4):
+            index = 4 * step + row
+            generator, total, which = numbers_of(index), 0.0, 0
+            draw = generator.random()
+            while total + UL2[which].get("weight", 1.0) / 5 <= draw:
+                total += UL2[which].get("weight", 1.0) / 5
+                which += 1
+            density, mean = UL2[which].get("noise_density", 0.15), UL2[which]["mean_span_length"]
+            tokens, noise, spans, length, _ = span_lengths(31, density, mean)
+            assert length == 31 and (spans == 1 or mean is not None)
+            inputs, targets = corrupted(samples[index][:tokens], generator, noise, spans)
+            assert batch["encoder_tokens"][row].tolist() == [int(UL2[which]["token"]), *inputs]
+            assert batch["targets"][row].tolist() == [*targets, *[0] * (40 - len(targets))]
+            assert batch["loss_mask"][row].tolist() == [1] * len(targets) + [0] * (40 - len(targets))
+            seen[which] += 1
+    assert sum(seen) == 160 and min(seen) > 20 and seen[1] == max(seen)
+
+
 @pytest.mark.smoke
 def test_settings_that_do_not_fit_are_sentences(config_of):
     for data, sentence in (
         ({"reset_attention": True}, "trains on corrupted spans, which data.reset_attention=true does not have"),
         ({"fim_rate": 0.5}, "data.fim_rate=0.5 does not have"),
         ({"mean_span_length": 1.0, "noise_density": 0.5}, "batch.sequence_length=12 is too short"),
+        ({"denoisers": [{"token": "[NLU]"}]}, r"has no token \[NLU\], which data.denoisers names"),
+        ({"denoisers": [{}, {"noise_density": 0.5}]}, "batch.sequence_length=12 is too short"),
         ({"tokenizer": None, "kind": "indexed"}, "data.tokenizer, which is not set"),
         ({"batch": {"sequence_length": 200}, "mean_span_length": 1.0, "noise_density": 0.4}, "has no <extra_id_10>"),
     ):
