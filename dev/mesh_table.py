@@ -18,6 +18,8 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
 - `hybrid`: gated DeltaNet beside gated attention, and Mamba-2 beside attention, with experts: on the meshes of `latent`
   that their two groups of heads allow, with and without documents and MTP modules, under remat policies in turn; every
   schedule with one and two virtual stages; LoRA and Muon on a few meshes.
+- `encoders`: models with an encoder (T5) or a vision tower (LLaVA, Gemma 3, Qwen2.5-VL, Qwen3-VL), ModernBERT and
+  prefix-LM on axes, pairs, triples and stages, with packed documents, adapters and frozen parts.
 """
 
 import argparse
@@ -38,6 +40,7 @@ import numpy as np
 from mesh_models import (
     DEEP_MODELS,
     DEEP_OPTIMIZERS,
+    ENCODER_VARIANTS,
     EXPERT_MODELS,
     HYBRID_VARIANTS,
     LATENT_VARIANTS,
@@ -45,6 +48,7 @@ from mesh_models import (
     MODELS,
     all_meshes,
     context_meshes,
+    encoder_rows,
     expert_meshes,
     hybrid_rows,
     latent_meshes,
@@ -76,11 +80,12 @@ SETTINGS = {
     "experts": ("model", "optimizer", "mesh", "dispatch", "M"),
     "latent": ("model", "mesh", "context", "documents", "remat", "M"),
     "hybrid": ("model", "optimizer", "mesh", "schedule", "R", "context", "documents", "remat", "M"),
+    "encoders": ("model", "mesh", "schedule", "R", "context", "documents", "remat", "M"),
 }
 HYBRIDS = [mixer + variant for mixer, variants in HYBRID_VARIANTS.items() for variant in variants]
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
-STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10, "hybrid": 5}
+STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10, "hybrid": 5, "encoders": 3}
 
 
 def mesh_name(mesh: Mapping[str, int]) -> str:
@@ -163,6 +168,12 @@ def introduction(table: str, steps: int) -> str:
             " --table hybrid",
             f"{steps} steps in FP32",
             "(M: microbatches, the reference's too)",
+        ),
+        "encoders": (
+            "Mesh table of encoders, towers and prefixes",
+            " --table encoders",
+            f"{steps} steps in FP32",
+            "(R: virtual stages, M: microbatches)",
         ),
     }[table]
     return f"""# {title}
@@ -288,6 +299,22 @@ def hybrid_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]
         yield mixer + variant, settings["optimizer"], config
 
 
+def encoder_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for models with an encoder, with pictures or with a prefix."""
+    for i, (variant, mesh, pipeline) in enumerate(encoder_rows()):
+        if args.model and variant not in args.model:
+            continue
+        model, packed, policy, more = ENCODER_VARIANTS[variant]
+        strategy = "auto" if "encoder" in model else ("ring", "all_gather", "all_to_all")[i % 3]
+        settings = {"steps": args.steps, "communication": {"context": strategy}, "pipeline": pipeline, **more}
+        settings |= {"batch": {"global_size": 8, "sequence_length": 32}, "remat": {"policy": policy}}
+        settings |= {"data": DOCUMENTS} if packed else {}
+        count = max(2, 2 * mesh.get("pipeline", 1))
+        settings |= {"optimizer": OPTIMIZERS["sgd"]["optimizer"] | more.get("optimizer", {})}
+        settings |= {"schedule": OPTIMIZERS["sgd"]["schedule"]}
+        yield variant, "sgd", make_config(model, mesh, microbatches=count, **settings)
+
+
 def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
     """Initial weights, if those of the seed give too even a load, or adapters that are zero."""
     if config.lora.rank is not None:
@@ -307,6 +334,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         "experts": expert_configs,
         "latent": latent_configs,
         "hybrid": hybrid_configs,
+        "encoders": encoder_configs,
     }[args.table](args)
 
     def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int]:
@@ -329,7 +357,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument(
         "--model",
-        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS, *HYBRIDS],
+        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS, *HYBRIDS, *ENCODER_VARIANTS],
         action="append",
         help="only this; may be repeated",
     )

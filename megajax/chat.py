@@ -8,9 +8,10 @@ from megajax.console import add_model_arguments, add_sampling_arguments, user_er
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
-EXIT, RESET = "/exit", "/reset"
+EXIT, RESET, PICTURE = "/exit", "/reset", "/image "
 HELP = (
-    f"{RESET} begins a new conversation, {EXIT} or Ctrl-D ends; Ctrl-C stops an answer; \\ at a line's end continues it"
+    f"{RESET} begins a new conversation, {PICTURE}FILE adds a picture to the next message, {EXIT} or Ctrl-D ends;"
+    " Ctrl-C stops an answer; \\ at a line's end continues it"
 )
 
 
@@ -30,6 +31,9 @@ def chat(options) -> None:
         if message == RESET:
             conversation.reset()
             continue
+        if message.startswith(PICTURE):
+            conversation.pictures.append(message.removeprefix(PICTURE).strip())
+            continue
         try:
             conversation.ask(message)
         except InputError as error:
@@ -44,14 +48,18 @@ class Conversation:
     def __init__(self, model, sampling, options):
         from megajax.inference.prompts import chosen_arguments
 
+        model.check_has_no_prefix("a conversation")
         self._model, self._sampling, self._options = model, sampling, options
-        self._template, self._arguments, self._count = model.chat_template, chosen_arguments(options), 0
+        self._arguments, self._count = chosen_arguments(options), 0
+        self.pictures: list[str] = list(options.image)  # of the next message
         self.reset()
 
     def reset(self) -> None:
         """Forget all messages but the system's."""
+        from megajax.data.rendering import Chat
+
         system = self._options.system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.chat = Chat([] if system is None else [{"role": "system", "content": system}], {})
 
     def ask(self, message: str) -> None:
         """Print the answer to a message. Ctrl-C stops it: its text so far is the answer.
@@ -59,15 +67,19 @@ class Conversation:
         Raises InputError for what the model cannot answer, which is no part of the conversation then.
         """
         from megajax.inference.generation import continue_texts
+        from megajax.inference.prompts import Located, as_chat, encode_prompt, with_images
 
-        model, options = self._model, self._options
-        asked, pieces = [*self.messages, {"role": "user", "content": message}], []
+        model, options, pieces = self._model, self._options, []
+        new, self.pictures = self.pictures, []
+        added = as_chat(with_images(message, new), None)
+        messages, pictures = [*self.chat.messages, *added.messages], (*self.chat.pictures, *added.pictures)
+        asked = self.chat._replace(messages=messages, pictures=pictures)
 
         def show(text: str) -> None:
             pieces.append(text)
             print(text, end="", flush=True)
 
-        tokens = model.encode(self._template.render(asked, True, **self._arguments), special_tokens=False)
+        _, tokens = encode_prompt(model, Located(asked), self._arguments)
         settings = {"stop": options.stop, "seed": options.seed + self._count, "on_text": show, "growing": True}
         try:
             continue_texts(model, [tokens], options.tokens, self._sampling, **settings)
@@ -76,7 +88,8 @@ class Conversation:
         print()
         self._count += 1  # another seed for the next answer
         if any(pieces):
-            self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+            answer = {"role": "assistant", "content": "".join(pieces)}
+            self.chat = asked._replace(messages=[*asked.messages, answer])
 
 
 def _messages(terminal: bool) -> Iterator[str]:
@@ -115,6 +128,9 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser("megajax.chat", description=f"Chat with a model: each line is a message. {HELP}.")
     add_model_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="the conversation's system message")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="picture of the first message; may be repeated"
+    )
     add_sampling_arguments(parser, tokens=1024)
     with user_errors():
         options = parser.parse_args(argv)

@@ -127,7 +127,7 @@ class AttentionShape:
     # Where attention runs over parts of the keys: the settings that cuDNN does not support for a part
     parts_with: tuple[str, ...] = ()
     has_bias: bool = False  # model.position=relative
-    images: bool = False  # model.vision.bidirectional
+    two_sided: str = ""  # the setting by which some tokens see later ones, and the others do not
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> "AttentionShape":
@@ -144,7 +144,7 @@ class AttentionShape:
             not model.causal and any(map(config.is_padded, ("train", "valid"))),
             _unsupported_by_parts(config, sizes),
             has_bias=model.position == "relative",
-            images=model.vision is not None and model.vision.bidirectional,
+            two_sided=_two_sided(config),
         )
 
     @classmethod
@@ -250,8 +250,8 @@ def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShap
     if attention.packed:
         problem = "cuDNN has no document mask and the batch has packed documents"
         return problem, f"unset data.reset_attention, {instead}"
-    if attention.images:
-        problem = "cuDNN has no mask of images and model.vision.bidirectional=true"
+    if attention.two_sided:
+        problem = f"cuDNN has no mask for some tokens that see later ones and {attention.two_sided}=true"
         return problem, f"set it to false, {instead}"
     if attention.two_sided_window is not None:
         window = f"model.sliding_window={attention.two_sided_window}"
@@ -263,6 +263,13 @@ def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShap
         problem = f"cuDNN does not support {' and '.join(attention.parts_with)} for a part of the keys"
         return problem, f"set communication.context=all_to_all, {instead}"
     return None
+
+
+def _two_sided(config: Config) -> str:
+    model = config.model
+    if model.prefix_lm:
+        return "model.prefix_lm"
+    return "model.vision.bidirectional" if model.vision is not None and model.vision.bidirectional else ""
 
 
 def _unsupported_by_parts(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -56,10 +56,11 @@ def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
     packed, alone = "data.reset_attention", "set it to false"
     if config.data.kind == "chat":
         packed, alone = "data.packing", "set it to none"
+    both_sides = "model.prefix_lm" if model.prefix_lm else "model.causal"
     chosen = {
         "documents": (packed, config.data.reset_attention, alone),
         "lora": ("lora.rank", config.lora.rank is not None, "train all weights, without lora"),
-        "bidirectional": ("model.causal", not model.causal, "set it to true"),
+        "bidirectional": (both_sides, model.prefix_lm or not model.causal, "let tokens see those before them only"),
         "qk_clip": ("model.qk_clip", model.qk_clip is not None, "remove it"),
     }
     for ability, (key, applies, cure) in chosen.items():

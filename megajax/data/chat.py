@@ -40,9 +40,7 @@ NO_ANSWER = ValueError(
     "has no answer of the assistant that counts, or the chat template does not write it: remove the line, or correct "
     "data.chat_template"
 )
-NO_TOWER = ValueError(
-    "has pictures, which only training and `generate` read, of a model with model.vision: leave the line out"
-)
+NO_TOWER = ValueError("has pictures, but the model reads text only (it has no model.vision): leave the line out")
 
 
 class Text(NamedTuple):

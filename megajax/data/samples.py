@@ -20,6 +20,7 @@ from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset, check_integers, id_range
 from megajax.data.masking import Masking
 from megajax.data.packing import LOOK_AHEAD, SEQUENTIAL, RowPacking, fill_rows
+from megajax.data.prefixes import Prefixes
 from megajax.data.remote import RemoteTokens
 from megajax.data.spans import SpanCorruption
 from megajax.errors import InputError
@@ -82,17 +83,22 @@ class SampleOrder(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """Separation of the documents of a sequence: the keys with these names in the config's section `data`."""
+    """Separation of the documents of a sequence: the keys with these names in the config's section `data`.
+
+    And the prefixes in them, of `model.prefix_lm`.
+    """
 
     reset_attention: bool = False
     reset_positions: bool = False
     mask_end_of_document_loss: bool = False
+    prefixes: Prefixes | None = None
 
     @classmethod
     def of(cls, config: "Config") -> "Packing":
         """The separation that a config sets."""
         data = config.data
-        return cls(data.reset_attention, data.reset_positions, data.mask_end_of_document_loss)
+        separation = data.reset_attention, data.reset_positions, data.mask_end_of_document_loss
+        return cls(*separation, Prefixes.of(config))
 
 
 def make_batch(
@@ -109,8 +115,8 @@ def make_batch(
 
     Targets are the next tokens, or with `masking` the tokens themselves, of which some are hidden in `tokens`. With
     `reset_attention` there are also `segment_ids`: 0, 1, ... by document of the sequence. If samples may be padded,
-    `is_real` bool: False for padding. With `spans` they are the fields of an encoder and a decoder, with `images` also
-    those of the pictures.
+    `is_real` bool: False for padding; with prefixes `is_prefix` bool. With `spans` the fields are those of an encoder
+    and a decoder, with `images` also those of the pictures.
     """
     if samples.is_remote():
         for coming in samples.fetch([int(index) for index in indices]):
@@ -151,6 +157,11 @@ def make_batch(
         fields["positions"] -= starts[:, :-1].astype(np.int32)
     if packing.mask_end_of_document_loss:
         fields["loss_mask"] *= documents[:, :-1] == documents[:, 1:]
+    if packing.prefixes is not None:
+        of_rows = zip(lengths, counted, indices, strict=True)
+        is_prefix = np.stack([packing.prefixes(each, mask, int(index)) for each, mask, index in of_rows])
+        fields["is_prefix"] = np.ascontiguousarray(is_prefix[:, :-1])
+        fields["loss_mask"] *= ~is_prefix[:, 1:]
     return fields
 
 

@@ -46,21 +46,21 @@ class WholeSequences(Comm):
     def keep(self, state: Any) -> None:
         self.caches.append(state)
 
-    def token_positions(self, positions: jax.Array, image_ends: jax.Array | None = None) -> TokenPositions:
+    def token_positions(self, positions: jax.Array, two_sided_ends: jax.Array | None = None) -> TokenPositions:
         """The tokens at these positions `[B, S]`."""
-        return TokenPositions(positions, image_ends=image_ends)
+        return TokenPositions(positions, two_sided_ends=two_sided_ends)
 
     def sequence_length(self, local: int) -> int:
         return self.max_length  # new tokens have the rotary positions of those in the cache
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
-        def attention(q, k, v, sinks, bias_table, image_ends):
+        def attention(q, k, v, sinks, bias_table, two_sided_ends):
             how = replace(settings, sinks=sinks, wants_largest=False, bias_table=bias_table)
-            return ops.attention(q, k, v, how, implementation=self.kernels.attention, image_ends=image_ends)[0]
+            return ops.attention(q, k, v, how, implementation=self.kernels.attention, two_sided_ends=two_sided_ends)[0]
 
         rows, heads = self.sequences(len(q)), P(self.heads(k.shape[2]))
         whole = P(rows, None, *heads)
-        others = settings.sinks, settings.bias_table, positions.image_ends
+        others = settings.sinks, settings.bias_table, positions.two_sided_ends
         return self.divided(attention, (whole, whole, whole, heads, heads, P(rows)), whole)(q, k, v, *others), None
 
     def attend_to(self, q, k, v, ranges, scale) -> jax.Array:
@@ -121,8 +121,8 @@ class Prefill(WholeSequences):
         self.lengths, self.slots, self.new = lengths, slots, new
         self.replaceable = new if new > 1 else 0
 
-    def token_positions(self, positions: jax.Array, image_ends: jax.Array | None = None) -> TokenPositions:
-        return TokenPositions(positions, is_real=positions < self.lengths[:, None], image_ends=image_ends)
+    def token_positions(self, positions: jax.Array, two_sided_ends: jax.Array | None = None) -> TokenPositions:
+        return TokenPositions(positions, is_real=positions < self.lengths[:, None], two_sided_ends=two_sided_ends)
 
     def attend(self, q, k, v, positions, settings: AttentionSettings):
         self.keep(LayerCache(self.cached(k, settings.window), self.cached(v, settings.window)))

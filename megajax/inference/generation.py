@@ -144,7 +144,8 @@ class Generator:
         """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
         B, written = len(tokens), self.drafter.written if self.drafter else 1
         comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, written)
-        source = Source(images=images) if sources is None else self.model.encoded(weights, *sources)
+        prefix = lengths if self.model.config.prefix_lm else None
+        source = Source(images=images, prefix=prefix) if sources is None else self.model.encoded(weights, *sources)
         h = self.model.whole_sequences(weights, tokens, comm, source)
         newest = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))

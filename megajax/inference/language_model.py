@@ -89,6 +89,7 @@ class LanguageModel:
         """
         tokens = np.asarray(tokens_bs, np.int32)
         self.check_has_no_encoder("logits of tokens")
+        self.check_has_no_prefix("logits of tokens")
         self.check_tokens(tokens)
         return self._logits(self.weights, tokens)
 
@@ -138,6 +139,12 @@ class LanguageModel:
         """Raises InputError if the model reads its prompts with an encoder, which `what` does not have."""
         if self.config.of_encoder is not None:
             raise InputError(f"{what} need a text before them, and this model has an encoder: generate from prompts.")
+
+    def check_has_no_prefix(self, what: str) -> None:
+        """Raises InputError if the tokens of a prefix attend to those after them, and `what` has no prefix."""
+        if self.config.prefix_lm:
+            problem = f"{what} would have no prefix, in which this model (model.prefix_lm=true) attends to both sides"
+            raise InputError(f"{problem}: generate from prompts.")
 
     def check_is_causal(self, what: str) -> None:
         """Raises InputError, with `what` needs it, if a token attends to those after it too."""
@@ -206,9 +213,11 @@ class LanguageModel:
             streams |= {} if source.stream is None else {ENCODER: source.stream}
         if fields and self.model.vision is not None and vision is not None:
             streams[IMAGES] = self.model.embed_images(self.model.vision, weights.outer, fields, jnp.arange(len(tokens)))
-            ends, rope = ops.image_ends(fields[INDEX] >= 0) if vision.bidirectional else None, fields.get(ROPE)
+            ends, rope = ops.two_sided_ends(fields[INDEX] >= 0) if vision.bidirectional else None, fields.get(ROPE)
         elif source.rope_shift is not None:
             rope = jnp.repeat((positions + source.rope_shift[:, None])[..., None], 3, axis=-1)
+        if source.prefix is not None:
+            ends = ops.two_sided_ends(positions < source.prefix[:, None])
         inputs = block_inputs(positions, comm.token_positions(positions, ends))
         inputs = replace(inputs, streams=streams, fields=fields, rope_positions=rope)
         x = self.model.embed(weights.outer, tokens.reshape(-1), positions.reshape(-1), inputs)
@@ -226,13 +235,14 @@ class Source(NamedTuple):
 
     With an encoder, the prompts' `lengths` [B] and its `stream` [B · T, D], None for new tokens, whose layers kept what
     they need of it. With a vision tower, the fields of whole prompts' `images`, and of new tokens `rope_shift` [B], by
-    which their rotary positions are before the others.
+    which their rotary positions are before the others. With `model.prefix_lm` the lengths [B] of each `prefix`.
     """
 
     lengths: jax.Array | None = None
     stream: jax.Array | None = None
     images: Mapping[str, jax.Array] | None = None
     rope_shift: jax.Array | None = None
+    prefix: jax.Array | None = None
 
 
 def positions_from(first_b: jax.Array, count: int) -> jax.Array:

@@ -38,7 +38,7 @@ def with_images(prompt: str, images: Sequence[str]) -> str | Completion:
         return prompt
     given = prompt if IMAGE in prompt else "\n".join([IMAGE] * len(images) + [prompt] * bool(prompt))
     if given.count(IMAGE) != len(images):
-        raise InputError(f"--prompt has {given.count(IMAGE)} times {IMAGE}, but {len(images)} pictures are given.")
+        raise InputError(f"the text has {given.count(IMAGE)} times {IMAGE}, but {len(images)} pictures are given.")
     return Completion(given, "", tuple(images))
 
 
@@ -51,6 +51,9 @@ def encode_prompt(model: LanguageModel, located: Located, arguments: Mapping[str
     image = model.images.text if pictures else None
     if isinstance(prompt, Chat):
         template = model.chat_template if image is None else model.chat_template.with_image(image.template)
+        if model.config.prefix_lm and any(message["role"] == "assistant" for message in prompt.messages):
+            problem = f"{located.location} has an answer, and this model (model.prefix_lm=true) was trained on prefixes"
+            raise InputError(f"{problem} that end before the first one: leave it out.")
         text = template.render(prompt.messages, True, **{**arguments, **prompt.arguments})
     else:
         text = prompt if isinstance(prompt, str) else prompt.prompt

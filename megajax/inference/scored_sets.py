@@ -8,15 +8,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megajax.data.chat import Rendering, encode, read_chats
 from megajax.data.chat_template import load_chat_template
 from megajax.data.conversation import is_chat
+from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset
 from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse, read_blocks, texts
+from megajax.data.picture_checks import BadPictures, with_pictures
+from megajax.data.shards import is_shard
 from megajax.data.special_tokens import CONFIG, end_of_document
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
-from megajax.inference.scoring import ScoredWindow, answer_windows, windows
+from megajax.inference.scoring import PictureTokens, ScoredWindow, answer_windows, windows
 
 
 class Document(NamedTuple):
@@ -50,7 +55,7 @@ def open_set(path: str, model: LanguageModel, reading: SetFormat) -> DataSet:
     if not files and not path.endswith(SUFFIXES) and not has_magic(path):
         return DataSet(_token_documents(path, model), "all tokens")
     check_inputs(files := files or [path])
-    if reading.json_key is None and is_chat(_first_record(files)):
+    if reading.json_key is None and (is_shard(files[0]) or is_chat(_first_record(files))):
         return DataSet(_chats(files, model, reading), "answers")
     return DataSet(_texts(files, model, reading.json_key or "text"), "all tokens")
 
@@ -75,10 +80,26 @@ def _chats(files: Sequence[str], model: LanguageModel, reading: SetFormat) -> It
         known = model.end_token
         return end_of_document(tokenizer, str(folder), setting=f"eos_token in {CONFIG}") if known is None else known
 
-    for chat in read_chats(files, Rendering(template)):
-        parts = [answer_windows(*each, model.max_length) for each in encode(chat.texts, tokenizer, end)]
+    images, bad = None if model.config.vision is None else model.images, BadPictures()
+    for chat, pictures in with_pictures(read_chats(files, Rendering(template, images=images)), images, bad):
+        parts = [_answers(model, *each, pictures, chat.location) for each in encode(chat.texts, tokenizer, end)]
         size = sum(len(each.text[start:stop].encode()) for each in chat.texts for start, stop in each.spans)
         yield Document(list(chain.from_iterable(parts)), size)
+    bad.warn(files)
+
+
+def _answers(
+    model: LanguageModel, ids: list[int], counted: np.ndarray, pictures: Sequence[SizedPicture], location: str
+) -> list[ScoredWindow]:
+    """The windows of a text's answers, with its pictures."""
+    if not pictures:
+        return answer_windows(ids, counted, model.max_length)
+    try:
+        ids, counted, placed = model.images.expanded(ids, counted, pictures, 0)
+    except ValueError as error:
+        raise InputError(f"{location} {error}.") from None
+    shown = [PictureTokens(first, first + model.images.tokens(sized), sized) for sized, first in placed]
+    return answer_windows(ids, counted, model.max_length, shown)
 
 
 def _texts(files: Sequence[str], model: LanguageModel, json_key: str) -> Iterator[Document]:

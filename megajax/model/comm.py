@@ -23,7 +23,7 @@ class TokenPositions:
     documents: PackedDocuments | None = None  # [B, S], those of packed sequences; None: each sequence is one
     chunks: jax.Array | None = None  # first index of each chunk of each device of `context`, if they vary
     is_real: jax.Array | None = None  # [B, S], False for padding; None: there is none
-    image_ends: jax.Array | None = None  # [B, S] int32, `ops.image_ends`; None: no token sees one after it
+    two_sided_ends: jax.Array | None = None  # [B, S] int32, `ops.two_sided_ends`; None: no token sees one after it
 
     @property
     def document_starts(self) -> jax.Array | None:
@@ -158,7 +158,8 @@ class Comm:
         The second result bounds the largest score of each head over this device's real tokens, if it is wanted
         (`ops.partial_attention.largest_score`): `[N]` FP32, 0 for heads that another device has.
         """
-        masks = {"documents": positions.documents, "is_real": positions.is_real, "image_ends": positions.image_ends}
+        masks = {"documents": positions.documents, "is_real": positions.is_real}
+        masks["two_sided_ends"] = positions.two_sided_ends
         return ops.attention(q, k, v, settings, implementation="reference", **masks)
 
     @jax.named_scope("core_attention")

@@ -139,9 +139,9 @@ class Transformer(nnx.Module):
             streams[self.encoder.NAME] = self.encoder.apply(_below(weights, ENCODER), fields, Comm())
         if self.vision is not None and INDEX in fields:
             streams[self.vision.NAME] = self.embed_images(self.vision, weights, fields, sequences)
-            if self.vision.vision.bidirectional:
-                tokens = replace(inputs.token_positions, image_ends=ops.image_ends(fields[INDEX] >= 0))
-                inputs = replace(inputs, token_positions=tokens)
+        if (flags := two_sided_tokens(self.config, fields)) is not None:
+            tokens = replace(inputs.token_positions, two_sided_ends=ops.two_sided_ends(flags))
+            inputs = replace(inputs, token_positions=tokens)
         inputs = replace(inputs, rope_positions=fields.get("rope_positions"))
         return replace(inputs, streams=streams, fields=fields) if streams else inputs
 
@@ -210,6 +210,17 @@ class Transformer(nnx.Module):
         logits = jnp.dot(predict(c, weights, h), head, preferred_element_type=jnp.float32)
         logits = add_bias(logits, weights.get("head_bias"))[..., : c.vocab_size]
         return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+
+
+def two_sided_tokens(config: ModelConfig, fields: State) -> jax.Array | None:
+    """Whether each token attends to all consecutive such tokens around it `[..., S]`: an image's, a prefix's.
+
+    None: no token does.
+    """
+    if config.prefix_lm:
+        return fields.get("is_prefix")
+    is_of_images = config.vision is not None and config.vision.bidirectional and INDEX in fields
+    return fields[INDEX] >= 0 if is_of_images else None
 
 
 def _below(weights: Weights, prefix: str) -> dict[str, Any]:

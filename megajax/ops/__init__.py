@@ -8,8 +8,8 @@ from megajax.ops.attention import (
     attention_of_rows,
     cross_attention,
     documents_of,
-    image_ends,
     same_documents,
+    two_sided_ends,
     visible_ranges,
 )
 from megajax.ops.cached_attention import cached_attention
@@ -58,7 +58,7 @@ __all__ = [
     "dropout",
     "gated_delta_rule",
     "gated_norm",
-    "image_ends",
+    "two_sided_ends",
     "layer_norm",
     "recurrent_gated_delta_rule",
     "recurrent_state_space",

@@ -68,14 +68,14 @@ def attention(
     implementation: Implementation,
     documents: PackedDocuments | None = None,
     is_real: jax.Array | None = None,
-    image_ends: jax.Array | None = None,
+    two_sided_ends: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
     K divides N; query head n reads KV head n // (N/K). "pallas" supports widths (H, W) up to those of
     `ranged_attention.WIDTHS`. Position i sees the positions up to i, those after it too unless `settings.causal`; with
     a window w only i-w+1 … i+w-1; with `documents` [B,S] (see `documents_of`) only those of its document; with
-    `image_ends` [B,S] (see `image_ends`) also those of its image, whatever the window.
+    `two_sided_ends` [B,S] (see `two_sided_ends`) also those of its run, whatever the window.
     The second result is `largest_score` without the sinks, of the queries that are no padding by `is_real [B,S]`; None
     if it is not wanted.
     Raises ValueError for arguments that the implementation does not support.
@@ -89,7 +89,7 @@ def attention(
     scores = Scores(scale, softcap, implementation, settings.wants_largest)
     kind: Kind = "causal" if causal else "full"
     if implementation == "cudnn":
-        if documents is not None or image_ends is not None:
+        if documents is not None or two_sided_ends is not None:
             raise ValueError('implementation="cudnn" has no document mask: use "pallas" or "reference".')
         if window is not None and not causal:
             raise ValueError('implementation="cudnn" has no window on both sides: use "pallas" or "reference".')
@@ -115,9 +115,9 @@ def attention(
         if settings.bias_table is not None:
             raise ValueError('implementation="pallas" has no bias by distance: use "cudnn" or "reference".')
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
-        ranges = visible_ranges(index, documents, window, None if causal else q_bsnh.shape[1], image_ends)
+        ranges = visible_ranges(index, documents, window, None if causal else q_bsnh.shape[1], two_sided_ends)
         return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), ranges, sinks, is_real)
-    visible = _visible(q_bsnh.shape[1], window, documents, causal, image_ends)
+    visible = _visible(q_bsnh.shape[1], window, documents, causal, two_sided_ends)
     return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks, is_real, settings.bias_of(q_bsnh.shape[1]))
 
 
@@ -165,14 +165,14 @@ def same_documents(query_ids_bs: jax.Array, key_ids_bt: jax.Array) -> Ranges:
     return before.sum(-1, dtype=jnp.int32), until.sum(-1, dtype=jnp.int32)
 
 
-def image_ends(is_image_bs: jax.Array) -> jax.Array:
-    """For each token of an image the position after its image's last token, 0 for others, `[B, S]` int32.
+def two_sided_ends(is_two_sided_bs: jax.Array) -> jax.Array:
+    """For each token that attends to later ones the position after the last of its run, 0 for others, `[B, S]` int32.
 
-    Tokens of an image are consecutive, and other tokens are between two images (Gemma 3).
+    A run are the consecutive tokens of an image (Gemma 3) or a prefix. Other tokens are between two of them.
     """
-    ends = documents_of(is_image_bs).ends
+    ends = documents_of(is_two_sided_bs).ends
     assert ends is not None
-    return jnp.where(is_image_bs, ends, 0)
+    return jnp.where(is_two_sided_bs, ends, 0)
 
 
 def visible_ranges(
@@ -180,16 +180,16 @@ def visible_ranges(
     documents: PackedDocuments | None,
     window: int | None,
     length: int | None,
-    image_ends: jax.Array | None = None,
+    two_sided_ends: jax.Array | None = None,
 ) -> Ranges:
     """For queries at positions `index_bs` of the sequence: the first visible key and the end of the range; `[B, S]`.
 
-    `length` is that of a sequence; None: causal attention, but for `image_ends` of the queries.
+    `length` is that of a sequence; None: causal attention, but for `two_sided_ends` of the queries.
     """
     first = jnp.zeros_like(index_bs) if documents is None else documents.starts
     first = first if window is None else jnp.maximum(first, index_bs - window + 1)
     if length is None:
-        return first, index_bs + 1 if image_ends is None else jnp.maximum(index_bs + 1, image_ends)
+        return first, index_bs + 1 if two_sided_ends is None else jnp.maximum(index_bs + 1, two_sided_ends)
     end = jnp.full_like(index_bs, length) if documents is None else documents.ends
     assert end is not None
     return first, end if window is None else jnp.minimum(end, index_bs + window)
@@ -272,15 +272,15 @@ def _reference(
 
 
 def _visible(
-    S: int, window: int | None, documents: PackedDocuments | None, causal: bool, image_ends: jax.Array | None
+    S: int, window: int | None, documents: PackedDocuments | None, causal: bool, two_sided_ends: jax.Array | None
 ) -> jax.Array:
     """Whether a query sees a key, broadcastable to [B, K, N/K, S, S]. Each query sees its own position."""
     behind = jnp.arange(S)[:, None] - jnp.arange(S)[None, :]
     visible = behind >= 0 if causal else jnp.full((S, S), True)
     if window is not None:
         visible &= jnp.abs(behind) < window
-    if image_ends is not None:
-        visible = (visible | ((behind < 0) & (jnp.arange(S) < image_ends[..., None])))[:, None, None]
+    if two_sided_ends is not None:
+        visible = (visible | ((behind < 0) & (jnp.arange(S) < two_sided_ends[..., None])))[:, None, None]
     if documents is not None:
         visible &= (documents.starts[:, :, None] == documents.starts[:, None, :])[:, None, None]
     return visible

@@ -20,7 +20,8 @@ from megajax.schema.fields import (
 from megajax.schema.rules import AtMost, Excludes, Needs, ReadIf
 
 OF_SPANS, WITHOUT_DENOISERS = ReadIf("model.encoder.kind", "layers"), ReadIf("denoisers", lambda given: not given)
-NoiseDensity, SpanLength = Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(ge=1, le=10**6)]
+NoiseDensity = Annotated[float, Field(gt=0, lt=1)]
+SpanLength = Annotated[float, Field(ge=1, le=10**6)]
 OF_FILES = ReadIf("kind", ("indexed", "text", "chat"))
 WITHOUT_DATA = "or data.kind=synthetic to try without data"
 

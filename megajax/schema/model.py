@@ -486,6 +486,19 @@ class ModelConfig(Section):
         default=True,
         description="A token attends to the tokens before it only; false: also to those after it, as in encoders.",
     )
+    prefix_lm: Annotated[
+        bool,
+        Excludes("causal", False, because="a token then sees all others anyway"),
+        Excludes("sliding_window", because="a prefix is seen whole"),
+        Excludes("position", RELATIVE, because="its biases are those of tokens before"),
+        Excludes("model.encoder.kind", because="the encoder is for what comes first"),
+        Excludes("mtp_layers", because="the modules would predict tokens that a prefix shows"),
+        Excludes("teacher.model", because="a teacher has no prefix"),
+    ] = Field(
+        default=False,
+        description="The tokens of a prefix attend to all of it, and the loss does not count them (prefix-LM): of a"
+        " chat those before the first answer, of other data as many as a random number says.",
+    )
     sliding_window: Annotated[Count | None, IN_LOCAL_LAYERS] = Field(
         default=None,
         description="Number of tokens that a local layer attends to, the query's own token included; with causal=false"

@@ -90,7 +90,7 @@ class VisionConfig(Section):
         " residual stream after the model's first layer, at the images' tokens, the second after its second (DeepStack,"
         " Qwen3-VL).",
     )
-    bidirectional: bool = Field(
+    bidirectional: Annotated[bool, Excludes("model.prefix_lm", because="tokens see one kind of later ones")] = Field(
         default=False,
         description="In the model's layers a token of an image attends to all of its image (Gemma 3); false: to the"
         " tokens before it.",

@@ -13,9 +13,9 @@ import numpy as np
 from megajax.model.encoder import Encoder
 from megajax.model.encoder_layers import EncoderLayers
 from megajax.model.sublayer import BlockInputs, RealTokens
-from megajax.model.vision import INDEX
+from megajax.model.transformer import two_sided_tokens
 from megajax.parallel.collectives import sum_over_all
-from megajax.parallel.context.token_order import IMAGE_ENDS, add_token_positions, image_ends, token_positions_of
+from megajax.parallel.context.token_order import TWO_SIDED_ENDS, add_token_positions, token_positions_of, two_sided_ends
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES
 from megajax.step.embedding import Embedding
@@ -131,9 +131,9 @@ class Graph:
         fields, imbalance = add_token_positions(batch, self.sizes["context"], *order)
         for node in (node for node in self.inner if isinstance(node, SecondStack)):
             fields |= node.add_derived_fields(batch)
-        if (vision := self.plan.model.vision) is not None and vision.bidirectional:
+        if (flags := two_sided_tokens(self.plan.model, batch)) is not None:
             context = self.sizes["context"], self.plan.keeps_order
-            fields[IMAGE_ENDS] = image_ends(batch[INDEX] >= 0, batch.get("order"), *context)
+            fields[TWO_SIDED_ENDS] = two_sided_ends(flags, batch.get("order"), *context)
         if "is_real" in batch:
             lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)

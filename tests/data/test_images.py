@@ -84,7 +84,7 @@ def named(messages: list) -> list:
 def test_pixels_are_those_of_transformers(reference):
     for name, case in reference["processors"].items():
         merge = 2 if "qwen" in name else 1
-        vision = SimpleNamespace(patch_size=4, temporal_patch_size=2, merge=merge, grid=3 if merge == 1 else None)
+        vision = SimpleNamespace(patch_size=4, temporal_patch_size=2, merge=merge, fixed_grid=3 if merge == 1 else None)
         processor = read_processor(case["values"], name, vision)  # type: ignore[arg-type]
         for i, size in enumerate(case["sizes"]):
             pixels, expected = processor(picture(*size), 8), reference[f"pixels:{name}:{i}"]

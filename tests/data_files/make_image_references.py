@@ -6,7 +6,7 @@ pictures, which `picture` of this file draws; `pixels:CASE:NUMBER` are theirs, [
 `windows` is the order of the merged patches of 12 x 10 in windows of 4. `chats` is JSON: of each family the folder's
 files, the messages and the tokens; `rope` [3, tokens] are Qwen's positions of them. `generations` is JSON: of each tiny
 model, its processor's values, and prompts with an image token for each picture, their sizes, and the tokens
-that the model generates greedily.
+that the model generates greedily, with the sum of their log-probabilities.
 """
 
 import json
@@ -177,7 +177,11 @@ def generations(name: str, kind: type, values: dict) -> dict:
             eos_token_id=None,
             **inputs,
         )
-        cases.append({"prompt": words, "sizes": sizes, "generated": new[0, ids.shape[1] :].tolist()})
+        inputs |= {n: torch.nn.functional.pad(inputs[n], (0, 12)) for n in inputs if n.endswith("type_ids")}
+        found = network(input_ids=new, **inputs).logits[0, ids.shape[1] - 1 : -1].double().log_softmax(-1)
+        likelihood = float(found.max(-1).values.sum().detach())  # of the likeliest tokens
+        generated = new[0, ids.shape[1] :].tolist()
+        cases.append({"prompt": words, "sizes": sizes, "generated": generated, "log_likelihood": likelihood})
     return {"values": processor.to_dict(), "cases": cases}
 
 

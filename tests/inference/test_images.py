@@ -1,7 +1,9 @@
 """Generation with pictures: greedy tokens are transformers' (data_files/make_image_references.py)."""
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +12,14 @@ import tokenizers
 from PIL import Image
 
 import megajax
-from megajax import generate
+from megajax import chat, evaluate, generate
 from megajax.data.image_processing import read_processor
 from megajax.data.images import Images, ImageText
 from megajax.data.pictures import Picture, PictureFiles
 from megajax.inference.generation import generator
 from megajax.inference.prompts import PicturePrompt
 from megajax.inference.sampling import Sampling
+from megajax.inference.scoring import ScoredWindow, Scorer
 
 FILES = Path(__file__).parents[1] / "data_files"
 IMAGE = 90
@@ -37,7 +40,7 @@ def picture(path: Path, width: int, height: int) -> str:
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"])
-def test_greedy_tokens_are_those_of_transformers(name, references, tmp_path, capsys):
+def test_greedy_tokens_and_their_scores_are_those_of_transformers(name, references, tmp_path, capsys, monkeypatch):
     shutil.unpack_archive(FILES / f"images_{name}.zip", tmp_path)
     given, model = references[name], megajax.from_hf(tmp_path, dtype="float32")
     vision = model.config.vision
@@ -55,11 +58,16 @@ def test_greedy_tokens_are_those_of_transformers(name, references, tmp_path, cap
     [found] = generator(model, Sampling(temperature=0)).tokens(prompts, 12)
     assert found == [case["generated"] for case in given["cases"]]
     if name == "llava":
-        _check_command(tmp_path, given, capsys)
+        _check_commands(tmp_path, given, capsys, monkeypatch)
+    if name == "qwen3_vl":
+        rows = zip(prompts, given["cases"], strict=True)
+        windows = [ScoredWindow([*p.tokens, *c["generated"]], len(p.tokens), None, p.pictures) for p, c in rows]
+        scores = [score.log_likelihood for score in Scorer(model).scores(windows)]
+        assert scores == pytest.approx([case["log_likelihood"] for case in given["cases"]], rel=1e-5)
 
 
-def _check_command(folder: Path, given: dict, capsys) -> None:
-    """`megajax generate --image`, with a tokenizer whose words are numbers."""
+def _check_commands(folder: Path, given: dict, capsys, monkeypatch) -> None:
+    """`generate --image`, and pictures in `chat` and `evaluate`, with a tokenizer whose words are numbers."""
     words = {"<image>" if i == IMAGE else str(i): i for i in range(99)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -77,3 +85,20 @@ def _check_command(folder: Path, given: dict, capsys) -> None:
     with pytest.raises(SystemExit):
         generate.main([str(folder), "--prompt", prompt, *files[:-1], str(folder / "none.png"), *how])
     assert f"the picture {folder / 'none.png'} does not exist" in capsys.readouterr().err
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %} {% endfor %}"
+    )
+    said = "".join(f"/image {name}\n" for name in files[3::2]) + f"{prompt}\n/reset\n/image none.png\n5\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
+    with pytest.raises(SystemExit):  # the last picture; the first one is that of an option
+        chat.main([str(folder), *files[:2], *how])
+    out, err = capsys.readouterr()
+    assert out.split() == expected.split() and "the picture none.png does not exist" in err
+    asked = {"role": "user", "content": prompt}
+    answer = {"role": "assistant", "content": expected}
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": [asked, answer], "images": files[1::2]}))
+    assert evaluate.main([str(folder), "--data", str(folder / "chats.jsonl"), "--dtype", "float32"]) == 0
+    found = capsys.readouterr().out.split("\n")[1].split()
+    assert found[1:4] == ["1", "12", "answers"]
+    assert float(found[4]) == pytest.approx(-case["log_likelihood"] / 12, abs=1e-4)

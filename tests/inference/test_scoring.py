@@ -34,7 +34,7 @@ def test_scores_are_those_of_transformers_on_a_mesh(references, folder_of, name)
 def test_windows_predict_each_token_once_with_all_the_context_there_is(count, length):
     tokens = list(range(100, 100 + count))
     predicted = []
-    for part, start, _ in windows(tokens, length):
+    for part, start, *_ in windows(tokens, length):
         assert len(part) == min(length + 1, count)
         assert part == tokens[part[0] - 100 :][: len(part)]
         predicted += part[start:]
@@ -103,7 +103,7 @@ def test_windows_of_answers_predict_each_once_after_all_that_fits():
     tokens, counted = list(range(100, 130)), np.zeros(30, bool)
     counted[[2, 3, 6, 12, 13, *range(17, 29)]] = True
     found = answer_windows(tokens, counted, 8)
-    assert [(part[0] - 100, part[-1] - 99, start) for part, start, _ in found] == [
+    assert [(part[0] - 100, part[-1] - 99, start) for part, start, *_ in found] == [
         (0, 7, 2),  # both answers that end in the first nine tokens
         (5, 14, 7),
         (16, 25, 1),  # an answer that is longer than the context, in two windows
@@ -111,7 +111,7 @@ def test_windows_of_answers_predict_each_once_after_all_that_fits():
     ]
     scored = [
         token
-        for part, start, of in found
+        for part, start, of, _ in found
         for token, is_scored in zip(part[start:], np.ones(9, bool) if of is None else of, strict=False)
         if is_scored
     ]
@@ -125,7 +125,7 @@ def test_an_answer_shares_the_first_window_if_it_ends_in_it(stop, expected):
     counted = np.zeros(12, bool)
     counted[[2, 3, *range(8, stop)]] = True
     found = answer_windows(list(range(12)), counted, 8)
-    assert [(part[0], part[-1] + 1, start) for part, start, _ in found] == expected
+    assert [(part[0], part[-1] + 1, start) for part, start, *_ in found] == expected
 
 
 def test_a_window_longer_than_the_context_keeps_the_flags_of_its_tokens(letters_folder):

@@ -278,7 +278,7 @@ def test_the_ring_visits_every_device_that_a_query_can_see_and_returns(window, z
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
     ring = Ring(size, Scores(1.0, None, "reference"), window, zigzag)
-    positions = SimpleNamespace(index=np.zeros((1, 2 * chunk)), image_ends=None)
+    positions = SimpleNamespace(index=np.zeros((1, 2 * chunk)), two_sided_ends=None)
 
     def local(codes):
         work = RingWork(

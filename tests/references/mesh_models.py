@@ -162,6 +162,58 @@ HYBRID_VARIANTS: dict[str, dict[str, tuple[dict[str, Any], bool, str, dict[str, 
 }
 
 
+# Models that read another sequence or pictures, and those whose tokens see later ones
+TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 24, "init_std": 0.2}
+TINY |= {"vocab_size": 60, "vocab_multiple": 4}
+TOWER = {"image_token": 59, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 24, "patch_size": 2}
+OF_IMAGES = {"rope_sections": [1, 1, 1], "head_dim": 6}
+QWEN = TOWER | {"merge": 2, "temporal_patch_size": 2, "patches_per_row": 64}
+QWEN25 = QWEN | {"window": 2, "global_layers": [1], "norm": "rmsnorm", "activation": "swiglu", "patch_bias": False}
+QWEN3 = QWEN | {"grid": 3, "interpolate": True, "deepstack_layers": [0, 1]}
+QWEN3_VL = TINY | OF_IMAGES | {"num_layers": 3, "qk_norm": True, "rope_interleaved": True, "vision": QWEN3}
+QWEN25_VL = TINY | OF_IMAGES | {"attention_bias": "qkv", "vision": QWEN25}
+GEMMA = TINY | {"num_layers": 4, "sliding_window": 5, "layer_pattern": ["local", "global"], "activation": "geglu"}
+GEMMA |= {"vision": TOWER | {"grid": 4, "merge": 2, "projector": "average", "bidirectional": True}}
+GEMMA["vision"]["patches_per_row"] = 64
+CLIP = {"grid": 2, "class_token": True, "embedding_norm": True, "final_norm": False, "activation": "quick_gelu"}
+LLAVA = TINY | {"vision": TOWER | CLIP | {"patch_bias": False, "patches_per_row": 16}}
+T5 = TINY | {"num_kv_heads": 4, "activation": "geglu", "position": "relative", "attention_scale": 1.0}
+T5 |= {"relative_buckets": 8, "relative_max_distance": 16}
+T5 |= {"encoder": {"kind": "layers", "num_layers": 2, "sequence_length": 32}}
+MODERN_BERT = TINY | {"norm": "layernorm", "activation": "geglu_exact", "causal": False, "tie_embeddings": True}
+MODERN_BERT |= {"num_kv_heads": 4, "num_layers": 4, "sliding_window": 4, "rope_local_theta": 20.0}
+MODERN_BERT |= {"layer_pattern": ["global", "local", "local"], "embedding_norm": True, "prediction_head": True}
+MASKED = {"objective": {"kind": "masked_tokens", "masking": {"rate": 0.3}}}
+UL2 = [{"token": "a"}, {"noise_density": 0.5, "token": "b"}, {"mean_span_length": None, "noise_density": 0.25}]
+
+
+def only(*parameters: str) -> dict[str, Any]:
+    """Settings with which these parameters are trained, and no others."""
+    groups = [{"parameters": [*parameters]}, {"parameters": ["*"], "learning_rate": 0.0}]
+    return {"optimizer": {"groups": groups}}
+
+
+# Variants of the table: the model, documents in its sequences, what is recomputed, and other settings.
+ENCODER_VARIANTS: dict[str, tuple[dict[str, Any], bool, str, dict[str, Any]]] = {
+    "Qwen3-VL": (QWEN3_VL, False, "none", {}),
+    "Qwen3-VL, packed": (QWEN3_VL, True, "full", {}),
+    "Qwen3-VL, LoRA": (QWEN3_VL, True, "none", LORA),
+    "Qwen3-VL, projector": (QWEN3_VL, False, "none", only("vision.projector.*")),
+    "Qwen2.5-VL": (QWEN25_VL, False, "selective", {}),
+    "Qwen2.5-VL, packed": (QWEN25_VL, True, "none", {}),
+    "Qwen2.5-VL, tower": (QWEN25_VL, True, "none", only("vision.*")),
+    "Gemma 3": (GEMMA, False, "none", {}),
+    "Gemma 3, packed": (GEMMA, True, "save_matmuls", {}),
+    "LLaVA": (LLAVA, True, "none", {}),
+    "LLaVA, LoRA": (LLAVA, True, "none", LORA),
+    "T5": (T5, False, "none", {}),
+    "T5, UL2": (T5 | {"dropout": 0.1}, False, "full", {"data": {"denoisers": UL2}}),
+    "ModernBERT": (MODERN_BERT, True, "none", MASKED),
+    "prefix-LM": (TINY | {"prefix_lm": True}, False, "none", {}),
+    "prefix-LM, packed": (TINY | {"prefix_lm": True}, True, "none", {}),
+}
+
+
 def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Weights of UNEVEN with which every token chooses the first expert, and none the last three."""
     router, bias = "blocks.moe.moe.router", "blocks.moe.moe.norm_bias"
@@ -227,6 +279,35 @@ def hybrid_rows() -> list[tuple[str, str, dict[str, int], dict[str, Any]]]:
         rows += [(mixer, plain[i % len(plain)], *case) for i, case in enumerate(meshes)]
         rows += [(mixer, variant, mesh, {}) for variant in special for mesh in few]
     return sorted(rows, key=lambda row: row[:2])  # a reference serves neighbours
+
+
+def encoder_rows() -> list[tuple[str, dict[str, int], dict[str, Any]]]:
+    """(variant, mesh, settings of `pipeline`): axes, pairs and triples in turn, pipelines with each schedule."""
+
+    def of(*groups: str, **pipeline: Any) -> list[tuple[dict[str, int], dict[str, Any]]]:
+        return [(dict.fromkeys(group.split(), 2), pipeline if "pipeline" in group else {}) for group in groups]
+
+    split, staged = "fsdp tensor", "pipeline data"
+    meshes = {
+        "Qwen3-VL": of(split, "context", staged, "pipeline tensor context", "fsdp context"),
+        "Qwen3-VL, packed": of("context tensor", "pipeline context", schedule="zero_bubble")
+        + of("pipeline fsdp", virtual_stages=2),
+        "Qwen3-VL, LoRA": of(split, staged),
+        "Qwen3-VL, projector": of("context", staged),
+        "Qwen2.5-VL": of("data", "tensor", "pipeline"),
+        "Qwen2.5-VL, packed": of("context", split, "pipeline tensor", schedule="gpipe"),
+        "Qwen2.5-VL, tower": of("context tensor", staged),
+        "Gemma 3": of("fsdp", "context", "pipeline context"),
+        "Gemma 3, packed": of("context tensor", "fsdp context tensor", "pipeline data"),
+        "LLaVA": of(split, "context", "pipeline tensor", "data context"),
+        "LLaVA, LoRA": of("data tensor"),
+        "T5": of(split, "context", "pipeline data", "context tensor", "pipeline context"),
+        "T5, UL2": of("fsdp context", "pipeline tensor", schedule="zero_bubble"),
+        "ModernBERT": of("context fsdp", "tensor", "pipeline tensor"),
+        "prefix-LM": of("context", "pipeline tensor"),
+        "prefix-LM, packed": of("context tensor", "data fsdp", "pipeline context"),
+    }
+    return [(variant, *case) for variant, cases in meshes.items() for case in cases]
 
 
 def mixed_meshes() -> list[tuple[dict[str, int], int]]:

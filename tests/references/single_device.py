@@ -8,6 +8,7 @@ these comparisons; the tests of parallelism make them too.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -15,12 +16,14 @@ import numpy as np
 import optax
 from mesh_models import MODELS
 
-from megajax.config import Config
+from megajax.config import Config, ModelConfig
 from megajax.config.checks import check, check_mesh
+from megajax.data.loader import make_loader
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.moe import MoE
 from megajax.optim import make_schedule
+from megajax.options.registered import MASKED_TOKENS
 from megajax.reference import Reference, adamw
 from megajax.schema.fields import BATCH_AXES
 from megajax.sharding import Placement
@@ -124,8 +127,11 @@ def reference_config(config: Config) -> Config:
 
 
 def make_batches(config: Config) -> Iterator[dict[str, np.ndarray]]:
-    """The same batches for every seed of the weights."""
-    return batches(config, seed=7)
+    """The same batches for every seed of the weights; with an encoder, pictures or hidden tokens the loader's."""
+    if not (config.span_lengths or config.model.vision or config.objective.kind == MASKED_TOKENS):
+        return batches(config, seed=7)
+    loader = make_loader(config, split="train", rows=np.arange(config.batch.global_size))
+    return islice(loader, config.run.steps)
 
 
 def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Trace:
@@ -246,7 +252,12 @@ def zero_gradients(config: Config) -> set[str]:
     A key's bias, or that of its LayerNorm, adds the same to all scores of a query, which the softmax cancels, unless
     the keys are turned, their scores squashed, or a sink has a score too. A norm after the bias does not cancel it.
     """
-    model = config.model
+    model, vision = config.model, config.model.vision
+    towers = {"vision.blocks.dense.attention.key_bias"} if vision is not None and vision.fixed_grid else set()
+    return towers | _zero_gradients_of_layers(model)
+
+
+def _zero_gradients_of_layers(model: ModelConfig) -> set[str]:
     if model.position == "rope" or model.attention_softcap is not None or model.attention_sinks:
         return set()
     name = {False: "key_bias", "layernorm": "key_norm_bias"}.get(model.qk_norm)

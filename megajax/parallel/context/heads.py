@@ -20,7 +20,7 @@ class OverHeads(ContextAttention):
         heads, copies = q.shape[2], self.devices // np.gcd(self.devices, k.shape[2])
         if copies > 1:  # fewer KV heads than devices: some devices have the same head
             k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
-        documents, ends = jax.tree.map(self._of_sequence, (positions.documents, positions.image_ends))
+        documents, ends = jax.tree.map(self._of_sequence, (positions.documents, positions.two_sided_ends))
         is_real = positions.is_real if self.scores.wants_largest else None
         is_real = jax.tree.map(self._of_sequence, is_real)
         q, k, v = (self._to_heads(a) for a in (q, k, v))
@@ -28,7 +28,7 @@ class OverHeads(ContextAttention):
         sinks, bias_table = (
             a if a is None else lax.dynamic_slice_in_dim(a, first, q.shape[2]) for a in (sinks, bias_table)
         )
-        positions = replace(positions, documents=documents, is_real=is_real, image_ends=ends)
+        positions = replace(positions, documents=documents, is_real=is_real, two_sided_ends=ends)
         out, largest = super().attend(q, k, v, positions, sinks, bias_table, bias_distance)
         if self.zigzag:
             out = as_stored(out, self.devices)

@@ -235,7 +235,7 @@ class Ring(ToParts):
     def _sweeps(self, positions: TokenPositions) -> list[tuple[int, int]]:
         """(direction, steps) of the keys around the ring: all the way, or a few both ways for a window."""
         C, window, length = self.devices, self.window, positions.index.shape[1]
-        if window is None or not self.zigzag or positions.image_ends is not None:
+        if window is None or not self.zigzag or positions.two_sided_ends is not None:
             return [(1, C - 1)]
         near = -(-(window - 1) // (length // 2))  # number of chunks beside a query's own chunk that it may see
         return [(1, C - 1)] if 2 * near >= C - 1 else [(direction, near) for direction in (1, -1) if near]

@@ -51,7 +51,7 @@ class ContextAttention:
         `ops.AttentionSettings` are the same on all devices; each device returns its share of their gradients.
         """
         scores, masks = self.scores, {"documents": positions.documents, "is_real": positions.is_real}
-        masks["image_ends"] = positions.image_ends
+        masks["two_sided_ends"] = positions.two_sided_ends
         of_scores = scores.softcap, scores.scale, sinks, scores.wants_largest
         settings = ops.AttentionSettings(self.window, *of_scores, self.causal, bias_table, bias_distance)
         return ops.attention(q, k, v, settings, implementation=scores.implementation, **masks)

@@ -19,7 +19,7 @@ from megajax.ops import PackedDocuments
 from megajax.ops.partial_attention import Ranges
 from megajax.parallel import collectives
 
-IMAGE_ENDS = "text_image_ends"  # a field that is made once a step: `image_ends`
+TWO_SIDED_ENDS = "two_sided_ends"  # a field that is made once a step: the function of that name
 MOST_CHUNKS = 8  # per device, if chunks are distributed by work
 
 
@@ -114,22 +114,24 @@ def add_token_positions(
     return fields, imbalance(seen.reshape(M, B, context, length).sum(axis=(1, 3)))
 
 
-def image_ends(is_image: jax.Array, order: jax.Array | None, context: int, consecutive: bool = False) -> jax.Array:
-    """`ops.image_ends` of this device's tokens, `[M, B, S / context]`; `order` is the field of that name.
+def two_sided_ends(
+    is_two_sided: jax.Array, order: jax.Array | None, context: int, consecutive: bool = False
+) -> jax.Array:
+    """`ops.two_sided_ends` of this device's tokens, `[M, B, S / context]`; `order` is the field of that name.
 
     Runs once per step, before the layers.
     """
-    M, B, length = is_image.shape
-    flags = is_image.reshape(M * B, length)
+    M, B, length = is_two_sided.shape
+    flags = is_two_sided.reshape(M * B, length)
     if context == 1:
-        return ops.image_ends(flags).reshape(is_image.shape)
+        return ops.two_sided_ends(flags).reshape(is_two_sided.shape)
     own = jnp.broadcast_to(own_index(length, context, consecutive), flags.shape)
     own = own if order is None else order.reshape(M * B, -1)
     both = collectives.all_gather(jnp.stack([own, flags.astype(own.dtype)]), "context", axis=2, tiled=True)
     indices, flags = both  # [M·B, S] as stored
     rows = jnp.arange(M * B)[:, None]
     of_sequence = jnp.zeros(flags.shape, bool).at[rows, indices].set(flags > 0, unique_indices=True)
-    return ops.image_ends(of_sequence)[rows, own].reshape(is_image.shape)
+    return ops.two_sided_ends(of_sequence)[rows, own].reshape(is_two_sided.shape)
 
 
 def imbalance(work: jax.Array) -> jax.Array:
@@ -145,7 +147,7 @@ def token_positions_of(fields: Mapping[str, jax.Array], context: int, consecutiv
     if consecutive and context > 1:
         chunks = jnp.broadcast_to(jnp.arange(context, dtype=jnp.int32)[:, None, None] * length, (context, B, 1))
     documents = None if starts is None else PackedDocuments(starts, ends)
-    return TokenPositions(own, documents, chunks, is_real, fields.get(IMAGE_ENDS))
+    return TokenPositions(own, documents, chunks, is_real, fields.get(TWO_SIDED_ENDS))
 
 
 def to_consecutive(a: jax.Array, context: int) -> jax.Array:
@@ -195,7 +197,7 @@ def _take_chunks(a: jax.Array, chunks: np.ndarray) -> jax.Array:
 def sequence_ranges(positions: TokenPositions, window: int | None, context: int, causal: bool) -> Ranges:
     """The keys that this device's queries see, among the keys of the whole sequence in order."""
     length = None if causal else positions.index.shape[1] * context
-    return ops.visible_ranges(positions.index, positions.documents, window, length, positions.image_ends)
+    return ops.visible_ranges(positions.index, positions.documents, window, length, positions.two_sided_ends)
 
 
 def key_ranges(positions: TokenPositions, window: int | None, context: int, causal: bool, rank: jax.Array) -> Ranges:

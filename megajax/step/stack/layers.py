@@ -119,6 +119,7 @@ class LayerStack:
             "positions": Field(jnp.int32),
             **({"rope_positions": Field(jnp.int32, sections, (3,))} if self.plan.model.rope_sections else {}),
             **({"segment_ids": Field(jnp.int32, key)} if self.plan.is_packed else {}),
+            **({"is_prefix": Field(jnp.bool_, "model.prefix_lm")} if self.plan.model.prefix_lm else {}),
             # False for padding
             "is_real": Field(jnp.bool_, "data.kind", optional=not self.plan.is_padded),
             # The index of each token in its sequence

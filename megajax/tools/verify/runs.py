@@ -12,6 +12,7 @@ import numpy as np
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.data.prefixes import Prefixes
 from megajax.layout.kinds import EXTRA
 from megajax.mesh import build_mesh
 from megajax.sharding import to_canonical
@@ -145,6 +146,10 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
         if config.data.reset_attention:
             documents = np.sort(rng.integers(0, 4, (rows, length)), axis=1)
             fields["segment_ids"] = documents
+        if (prefixes := Prefixes.of(config)) is not None:
+            ids = fields.get("segment_ids", np.zeros((rows, length), int))
+            lengths = [np.unique(own, return_counts=True)[1] for own in ids]
+            fields["is_prefix"] = np.stack([prefixes(own, fields["loss_mask"][i], i) for i, own in enumerate(lengths)])
         if config.data.reset_attention and config.data.reset_positions:
             fields["positions"] = np.arange(length) - [np.searchsorted(row, row) for row in fields["segment_ids"]]
         yield fields
