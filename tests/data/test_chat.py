@@ -273,7 +273,7 @@ MISTAKES = {
     '{"messages": [{"role": "user", "content": 5}]}': "line 1 has content that is not text (5) in message 0 (user)",
     '{"messages": [{"role": "user", "content": {"a": 1}}]}': "content that is not text ({'a': 1}) in message 0 (user)",
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "no path or URL for the picture in part 0",
-    '{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}': "has pictures, which only",
+    '{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}': "has pictures, but the",
     '{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}': "a part of content of type 'audio' in",
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}': "{'type': 'text', 'text': 1} in mess",
     '{"messages": [{"role": "tool", "content": ["a"]}]}': "has a part of content 'a' in message 0 (tool)",
