@@ -74,13 +74,18 @@ def second_activations(step: StepPlan, plan: StepPlan) -> int:
     In a pipeline a stage keeps those of its share of the microbatches, and the streams of all.
     """
     numbers, microbatches, stages = Activations(plan), step.num_microbatches, step.sizes["pipeline"]
-    if not plan.trains_layers:  # a tower keeps its output, before and after its projector
-        return (1 + (microbatches if step.is_pipelined else 1)) * numbers.stream
+    vision, given = step.model.vision, numbers.stream
+    if vision is not None:  # image embeddings, and with DeepStack features beside them
+        tokens = plan.tokens // vision.block // step.sizes["tensor"]
+        given = numbers.compute * tokens * vision.stream_parts * step.model.hidden_size
+    kept = numbers.stream * (1 + len(plan.edges))  # before the norm or the projectors
+    if not plan.trains_layers:
+        return kept + (microbatches if step.is_pipelined else 1) * given
     slots = [(s, s.start + i) for s in plan.segments for i in range(s.count)]
     saved = sum(numbers.saved(plan.layer_slots[slot].block, s, s.iterations > 1) for s, slot in slots)
     if not step.is_pipelined:
-        return saved + 2 * numbers.stream  # before its norm and after it
-    return -(-microbatches // stages) * (saved + numbers.stream) + microbatches * numbers.stream
+        return saved + kept + given
+    return -(-microbatches // stages) * (saved + kept) + microbatches * given
 
 
 class _Step:
