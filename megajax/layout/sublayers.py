@@ -15,7 +15,7 @@ ABILITIES = {
     "tensor": "its tokens and weights are divided over mesh.tensor, by the communication points",
     "context": "a device has some chunks of each sequence only, in any order; or it takes them by comm.in_order",
     "documents": "no token depends on another document of its sequence (inputs.token_positions)",
-    "bidirectional": "with model.causal=false a token depends on those after it too",
+    "bidirectional": "with model.causal=false, or in a prefix, a token depends on those after it too",
     "layer_pattern": "it follows the window and the positions of its layer (kind)",
     "empty_slots": "with weights of zero its output, its losses and their gradients are zero",
     "fp8": "all its matmuls are in LINEAR and run through the communication points, also in FP8",

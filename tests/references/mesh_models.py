@@ -196,21 +196,21 @@ def only(*parameters: str) -> dict[str, Any]:
 # Variants of the table: the model, documents in its sequences, what is recomputed, and other settings.
 ENCODER_VARIANTS: dict[str, tuple[dict[str, Any], bool, str, dict[str, Any]]] = {
     "Qwen3-VL": (QWEN3_VL, False, "none", {}),
-    "Qwen3-VL, packed": (QWEN3_VL, True, "full", {}),
+    "Qwen3-VL packed": (QWEN3_VL, True, "full", {}),
     "Qwen3-VL, LoRA": (QWEN3_VL, True, "none", LORA),
     "Qwen3-VL, projector": (QWEN3_VL, False, "none", only("vision.projector.*")),
     "Qwen2.5-VL": (QWEN25_VL, False, "selective", {}),
-    "Qwen2.5-VL, packed": (QWEN25_VL, True, "none", {}),
+    "Qwen2.5-VL packed": (QWEN25_VL, True, "none", {}),
     "Qwen2.5-VL, tower": (QWEN25_VL, True, "none", only("vision.*")),
     "Gemma 3": (GEMMA, False, "none", {}),
-    "Gemma 3, packed": (GEMMA, True, "save_matmuls", {}),
+    "Gemma 3 packed": (GEMMA, True, "save_matmuls", {}),
     "LLaVA": (LLAVA, True, "none", {}),
     "LLaVA, LoRA": (LLAVA, True, "none", LORA),
     "T5": (T5, False, "none", {}),
     "T5, UL2": (T5 | {"dropout": 0.1}, False, "full", {"data": {"denoisers": UL2}}),
     "ModernBERT": (MODERN_BERT, True, "none", MASKED),
     "prefix-LM": (TINY | {"prefix_lm": True}, False, "none", {}),
-    "prefix-LM, packed": (TINY | {"prefix_lm": True}, True, "none", {}),
+    "prefix-LM packed": (TINY | {"prefix_lm": True}, True, "none", {}),
 }
 
 
@@ -290,22 +290,22 @@ def encoder_rows() -> list[tuple[str, dict[str, int], dict[str, Any]]]:
     split, staged = "fsdp tensor", "pipeline data"
     meshes = {
         "Qwen3-VL": of(split, "context", staged, "pipeline tensor context", "fsdp context"),
-        "Qwen3-VL, packed": of("context tensor", "pipeline context", schedule="zero_bubble")
+        "Qwen3-VL packed": of("context tensor", "pipeline context", schedule="zero_bubble")
         + of("pipeline fsdp", virtual_stages=2),
         "Qwen3-VL, LoRA": of(split, staged),
         "Qwen3-VL, projector": of("context", staged),
         "Qwen2.5-VL": of("data", "tensor", "pipeline"),
-        "Qwen2.5-VL, packed": of("context", split, "pipeline tensor", schedule="gpipe"),
+        "Qwen2.5-VL packed": of("context", split, "pipeline tensor", schedule="gpipe"),
         "Qwen2.5-VL, tower": of("context tensor", staged),
         "Gemma 3": of("fsdp", "context", "pipeline context"),
-        "Gemma 3, packed": of("context tensor", "fsdp context tensor", "pipeline data"),
+        "Gemma 3 packed": of("context tensor", "fsdp context tensor", "pipeline data"),
         "LLaVA": of(split, "context", "pipeline tensor", "data context"),
         "LLaVA, LoRA": of("data tensor"),
         "T5": of(split, "context", "pipeline data", "context tensor", "pipeline context"),
         "T5, UL2": of("fsdp context", "pipeline tensor", schedule="zero_bubble"),
         "ModernBERT": of("context fsdp", "tensor", "pipeline tensor"),
         "prefix-LM": of("context", "pipeline tensor"),
-        "prefix-LM, packed": of("context tensor", "data fsdp", "pipeline context"),
+        "prefix-LM packed": of("context tensor", "data fsdp", "pipeline context"),
     }
     return [(variant, *case) for variant, cases in meshes.items() for case in cases]
 
