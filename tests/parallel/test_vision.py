@@ -11,6 +11,7 @@ from megajax.errors import ConfigError
 from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
 from megajax.model.trained import part_of
+from megajax.step_plan import StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -104,6 +105,16 @@ def test_loss_and_gradients_are_those_of_the_reference(table, expected, name, me
     trained = {name: gradient for name, gradient in gradients.items() if part_of(name) in parts}
     after = table.check_first_step(program, state, batch, float(loss), trained)
     assert all((before[name] == np.asarray(w)).all() == (name not in trained) for name, w in after.params.items())
+
+
+def test_an_empty_slot_has_no_number_of_a_layer_that_adds_features(table):
+    """Of five layers four add features. The second of four stages has one, beside the slot of the third's second."""
+    tower = MODELS["windows"]["vision"] | {"num_layers": 4, "deepstack_layers": [0, 1, 2, 3]}
+    model, stages = MODELS["windows"] | {"num_layers": 5, "vision": tower}, {"layout": [1, 1, 2, 1]}
+    config = table.make_config(model, {"pipeline": 4}, microbatches=4, pipeline=stages)
+    plan = StepPlan.of(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
+    assert plan.image_slots == range(2)
+    assert plan.first_layers.tolist() == [[[-1, 0]], [[1, -1]], [[2, 3]], [[4, -1]]]
 
 
 def test_flops_are_those_of_the_tower_too(table):
