@@ -1,7 +1,7 @@
 """The counts of operations that a test compares: `python dev/hlo_counts.py [--write]`.
 
-Compiles CASES for H200s (`megajax compile`) and writes them to tests/data/h200_hlo_counts.txt; without --write they are
-printed.
+Compiles CASES (`megajax compile`), for H200s and the last for a B200, and writes them to
+tests/data/h200_hlo_counts.txt; without --write they are printed.
 """
 
 import argparse
@@ -21,6 +21,7 @@ CASES = (
     "configs/llama3_8b_l16_pipeline.yaml mesh.pipeline=2 model.num_layers=2 pipeline.schedule=zero_bubble --gpus 2",
     "configs/llama3_8b_l8_context.yaml mesh.context=2 model.num_layers=1 communication.context=ring --gpus 2",
     "configs/mixtral_l2.yaml mesh.data=1 mesh.expert=2 mesh.fsdp=2 remat.policy=full kernels.scan_unroll=1 --gpus 4",
+    "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=1 precision.fp8.recipe=nvfp4 --device b200",
 )
 
 

@@ -63,7 +63,7 @@ class Kernels:
     grouped_matmul_reason: str = "no experts"
     linear_attention: ops.LinearAttentionImplementation = "reference"  # unused without linear recurrences
     linear_attention_reason: str = "no linear recurrences"
-    fp8: Fp8Implementation = "reference"  # unused without FP8
+    fp8: Fp8Implementation = "reference"  # unused without FP8 and FP4
     loss: ops.LossImplementation = "reference"
     elementwise: ops.ElementwiseImplementation = "reference"
 
@@ -105,8 +105,10 @@ class Kernels:
                 recurrent_widths(model),
                 channels_with_decays(model) // sizes["tensor"],
             )
-        quantised = settings.chosen.has_kernels
-        of_fp8 = fp8.choose(settings.backend, hardware.platform, hardware.capability) if quantised else "reference"
+        of_fp8: Fp8Implementation = "reference"
+        if settings.chosen.is_on:
+            here = hardware.platform, hardware.capability
+            of_fp8 = fp8.choose(settings.chosen, settings.backend, *here, experts=bool(model.num_experts))
         fastest = "pallas" if hardware.platform == "gpu" else "reference"
         return cls(*attention, *crossed, *grouped, *recurrent, of_fp8, fastest, fastest)
 

@@ -155,7 +155,8 @@ main-params-dtype str=fp32 | optimizer.master | split or float32 for fp32; maste
 exp-avg-dtype str=fp32, exp-avg-sq-dtype str=fp32 | optimizer.state | float32 for fp32, bfloat16 for bf16; int8 for
     fp8
 fp8-format str->fp8 | precision.fp8.format | together with precision.fp8.recipe
-fp8-recipe str=delayed | precision.fp8.recipe | current for tensorwise, or delayed
+fp8-recipe str=delayed | precision.fp8.recipe | current for tensorwise, or delayed, blockwise, mxfp8
+fp4-format str->fp4, fp4-recipe str=nvfp4 | precision.fp8.recipe | nvfp4
 fp8-margin int=0 | precision.fp8.margin
 fp8-amax-history-len int=1 | precision.fp8.amax_history_length
 fp8-amax-compute-algo str=most_recent | precision.fp8.amax_algorithm

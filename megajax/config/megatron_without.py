@@ -215,8 +215,8 @@ use-cpu-initialization, init-model-with-meta-device, lazy-mpu-init | | weights a
     shards
 no-create-attention-mask-in-dataloader off->create_attention_mask_in_dataloader | | attention masks are made from the
     ends of documents, not in the loader
-fp8-interval int=1, reuse-grad-buf-for-mxfp8-param-ag, keep-fp8-transpose-cache, fp8-param-gather | | weights travel
-    in FP8 where matmuls are in FP8
+fp8-interval int=1, reuse-grad-buf-for-mxfp8-param-ag, keep-fp8-transpose-cache, fp8-param-gather,
+    fp4-param-gather | | weights travel in FP8 with the recipes current and delayed, in BF16 with those in blocks
 mtp-standalone | | the stages share the tokens of prediction modules, the head and the loss
 lr-warmup-init float=0.0 | | the warm-up begins at learning_rate / warmup_steps
 attention-dropout float=0.1 | | there is no dropout of attention weights; model.dropout is hidden dropout
@@ -253,9 +253,8 @@ no-initialization off->perform_initialization, embedding-init-method-std float, 
 mup-width-mult float=1.0, mup-embedding-mult float=1.0, mup-output-mult float=1.0, mup-base-head-dim float | | µP
     scales init_std and learning rates only (model.mup_base_width)
 fp8-quantizer-factory str, no-fp8-wgrad off->fp8_wgrad, disable-fp8-wgrad off->fp8_wgrad, fp8-output-proj,
-    use-kitchen-attention, kitchen-attention-backend str=sdpa, fp4-format str->fp4, fp4-recipe str=nvfp4,
-    fp4-quantizer-factory str, fp4-param-gather, te-precision-config-file str | | there is no FP4, and FP8 has the
-    recipes current and delayed
+    use-kitchen-attention, kitchen-attention-backend str=sdpa, fp4-quantizer-factory str,
+    te-precision-config-file str | | one recipe is for all linear layers and their three matmuls
 mtp-use-repeated-layer, mtp-detach-heads, mtp-hsm | | prediction modules are as in DeepSeek-V3, with weights of their
     own
 moe-enable-routing-replay, moe-router-quantile-balancing-ema float=0.0, moe-router-force-biased float,

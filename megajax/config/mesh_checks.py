@@ -126,8 +126,9 @@ def _check_windows(config: Config, sizes: dict[str, int]) -> None:
 
 
 def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
-    """cuBLAS needs multiples of 16 in every dimension of an FP8 matmul."""
-    if not config.precision.fp8.chosen.has_kernels:
+    """A recipe may need multiples in every dimension of a matmul: cuBLAS of 16 in FP8, formats in blocks of a block."""
+    chosen = config.precision.fp8.chosen
+    if chosen.multiple == 1:
         return
     model, batch, tensor = config.model, config.batch, sizes["tensor"]
     shards = config.batch_shards(sizes)
@@ -147,10 +148,12 @@ def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
         shape = format_keys(config, f"model.{key}")
         widths[shape if whole else f"{shape} / {mesh}"] = getattr(model, key) // (1 if whole else tensor)
     for shape, width in widths.items():
-        if width % 16:
+        if width % chosen.multiple:
             found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
-            problem = f"{format_keys(config, recipe)} needs multiples of 16, but {shape} {found}"
+            problem = f"{format_keys(config, recipe)} needs multiples of {chosen.multiple}, but {shape} {found}"
             fail(config, problem, f"change it, or set {recipe}=none", recipe)
+    if chosen.in_blocks:
+        return
     gated = 1 + is_gated(model)
     attention = model.num_heads * model.head_dim + model.num_kv_heads * (model.head_dim + model.value_dim)
     # The kernels of experts do not have this limit.

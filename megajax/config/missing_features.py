@@ -29,7 +29,7 @@ FEATURES = {
     "zero_stage zero_optimization": (
         "there is no stage to set; mesh.data shards optimizer state and stored weights (ZeRO-1), mesh.fsdp is ZeRO-3"
     ),
-    "fp4 mxfp4 nvfp4 fp4_format fp4_recipe": "training in FP4 does not exist yet; precision.fp8.recipe is the lowest",
+    "mxfp4 fp4_format fp4_recipe": "precision.fp8.recipe=nvfp4 is FP4; MXFP4 is a format of exports only",
     "multimodal vision_model image_size": "model.vision adds a tower for images (docs/vision.md)",
     "encoder_decoder is_encoder_decoder seq2seq": (
         "model.encoder.kind=layers makes the model a decoder that reads an encoder (docs/encoder_decoder.md)"

@@ -73,7 +73,7 @@ grad_dtype | precision.gradients
 weight_dtype | | master weights are always FP32 numbers; optimizer.state is the form of the moments
 mu_dtype | optimizer.state | of both moments
 optimizer_memory_host_offload | optimizer.offload | 1.0 for true
-quantization | precision.fp8.recipe | none, current or delayed
+quantization | precision.fp8.recipe | none, current, delayed, blockwise, mxfp8 or nvfp4
 remat_policy | remat.policy | none by default, in MaxText full
 scan_layers | | compile time decides whether layers run in loops; kernels.scan_unroll sets the layers of an iteration
 dataset_type | data.kind | indexed (Megatron's .bin/.idx files), text, chat or synthetic
@@ -291,7 +291,7 @@ val_data, data.val, data.validation, data.eval | data.valid
 tokenizer_name, tokenizer_file | data.tokenizer
 dtype, precision.dtype, mixed_precision, amp | precision.compute
 precision.params | | master weights are always FP32 numbers; optimizer.state is the form of the moments
-fp8 | precision.fp8.recipe | current or delayed
+fp8 | precision.fp8.recipe | current, delayed, blockwise or mxfp8
 activation_checkpointing, recompute, checkpoint_activations, remat | remat.policy
 flash_attention, use_flash_attention, attn_implementation | kernels.attention
 tensorboard | logging.tensorboard

@@ -116,9 +116,16 @@ dualpipe, dualpipev | | zero_bubble is the nearest schedule
 tensorwise, dynamic, per_tensor, current_scaling, float8_current_scaling, fp8, true, on, amax | current
 delayed_scaling, static, te | delayed
 off, no, false, null, bf16 | none
-rowwise, blockwise, mxfp8, block, custom, float8_block_scaling, deepseek | | a scale belongs to a whole tensor
+block, float8_block_scaling, deepseek, block_scaling | blockwise
+mx, mxfp8_block_scaling | mxfp8
+fp4, e2m1, nvfp4_block_scaling | nvfp4
+rowwise, custom | | run.extensions registers a recipe of your own
 """,
-        "precision.fp8.backend": "te | transformer_engine\njax, local, native | xla\n",
+        "precision.fp8.backend": """
+te | transformer_engine
+jax, local, native | xla
+emulation, reference, simulated | emulated
+""",
         "precision.fp8.format": "e4m3fn, float8_e4m3fn | e4m3\nhybrid_e4m3_e5m2, e5m2, both, true | hybrid\n",
         "precision.fp8.amax_algorithm": "maximum, amax | max\nrecent, latest, last | most_recent\n",
         "optimizer.kind": """
@@ -182,6 +189,14 @@ no_load_optim, step | position | which is the step and the position in the data,
 full, everything, optimizer, full_state, resume, true, load | all
 """,
         "checkpoint.export_hf.dtype": FLOATS + HALF,
+        "checkpoint.export_hf.quantization": """
+fp8, deepseek, finegrained_fp8, block, blockwise | fp8_block
+compressed_tensors, channel, per_channel, fp8_dynamic | fp8_channel
+static, per_tensor, fp8_static | fp8_tensor
+fp4, gpt_oss | mxfp4
+off, no, false, null, bf16 | none
+nvfp4, awq, gptq, int4, int8, bitsandbytes, modelopt, gguf | | other tools quantise an exported folder so
+""",
         "remat.policy": """
 no, false, off, null, disable | none
 all, true, yes, block, uniform, blocks, everything, nothing_saveable, gradient_checkpointing, recompute | full

@@ -23,6 +23,7 @@ from megajax.hf.exporting import export_step
 from megajax.hf.folder import folder_bytes
 from megajax.hf.importing import import_folder
 from megajax.hf.plan import plan, report
+from megajax.options.quantisations import NONE, QUANTISATIONS
 from megajax.runtime import use_cpu
 from megajax.schema.tree import Dumper
 
@@ -53,8 +54,10 @@ def _import(parser: CommandParser, argv: Sequence[str]) -> int:
 def _export(parser: CommandParser, argv: Sequence[str]) -> int:
     """write a run's weights as a folder"""
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the tensors (default: float32)")
+    help_of_quantization = "format of the linear layers (default: none, that of --dtype)"
+    parser.add_argument("--quantization", choices=[*QUANTISATIONS], default=NONE.name, help=help_of_quantization)
     options, run_dir, step = _checkpoint(parser, argv, "HF_FOLDER")
-    export_step(run_dir, step, run_config(run_dir, "RUN"), options.folder, options.dtype)
+    export_step(run_dir, step, run_config(run_dir, "RUN"), options.folder, options.dtype, options.quantization)
     print(f"wrote step {step} of {run_dir} to {options.folder}")
     return 0
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.mamba_hybrids import Bamba, FalconH1, GraniteMoeHybrid, Mamba2Only
 from megajax.hf.modernbert import ModernBert
 from megajax.hf.nemotron_h import NemotronH
+from megajax.hf.quantising import StoredForm, quantised_weights
 from megajax.hf.qwen3_5 import Qwen35MoeText, Qwen35Text
 from megajax.hf.qwen3_next import Qwen3Next
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded
@@ -253,7 +254,7 @@ def export(
     weights: Mapping[str, Any],
     model: ModelConfig,
     folder: Path,
-    dtype: str,
+    form: StoredForm,
     extra: Mapping[str, Any],
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
@@ -263,28 +264,57 @@ def export(
     `extra` are further keys of config.json, `files` the contents of further files; `origin` as in `family_for`. Raises
     InputError if no family fits, or if the folder cannot be written.
     """
-    config = {"pad_token_id": None, **extra, **family_for(model, origin).write(model)}
+    family, dtype = family_for(model, origin), form.dtype
+    config = {"pad_token_id": None, **extra, **family.write(model)}
     if "text_config" in config:
         config["text_config"] = {"pad_token_id": None, **extra, **config["text_config"]}
     config |= {"dtype": dtype, "torch_dtype": dtype}
-    write_folder(folder, config, stream(weights, model, dtype, origin), files)
+    quantised = quantised_weights(form, tensors_by_name(_entries(family, model), model), model, family.model_type)
+    config |= quantised.settings
+    write_folder(folder, config, quantised.stored(stream(weights, model, dtype, origin, quantised.names)), files)
+
+
+def check_quantisation(model: ModelConfig, quantisation: str, origin: str | None = None) -> None:
+    """Raise InputError if the folder of this model cannot be quantised so."""
+    family = family_for(model, origin)
+    quantised_weights(
+        StoredForm("float32", quantisation), tensors_by_name(_entries(family, model), model), model, family.model_type
+    )
+
+
+def _entries(family: Family, model: ModelConfig) -> list[Tensor]:
+    return [*family.tensors(model), *family.copies(model)]
 
 
 def stream(
-    weights: Mapping[str, Any], model: ModelConfig, dtype: str, origin: str | None = None
+    weights: Mapping[str, Any],
+    model: ModelConfig,
+    dtype: str,
+    origin: str | None = None,
+    in_fp32: Collection[str] = (),
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of `export` one by one with their names, in the order of the layers.
 
-    The layers' state keeps its dtype. Raises InputError if no family fits, or if the weights lack a tensor of it.
+    The layers' state keeps its dtype, and the tensors `in_fp32` are FP32. Raises InputError if no family fits, or
+    if the weights lack a tensor of it.
     """
     family, number, states = family_for(model, origin), np.dtype(dtype), state_by_name(layer_state(model))
-    tensors = [*family.tensors(model), *family.copies(model)]
+    tensors = _entries(family, model)
     if absent := next((tensor.ours for tensor in tensors if tensor.ours not in weights), None):
         raise InputError(
             f"the model has no {absent}, but model_type {family.model_type} does: train it with an objective that "
             "reads logits (objective.kind)."
         )
-    return their_tensors(weights, tensors, model, number, states)
+    return their_tensors(weights, tensors, model, number, states, in_fp32)
+
+
+def tensors_by_name(entries: Sequence[Tensor], model: ModelConfig) -> dict[str, list[tuple[Tensor, tuple[int, ...]]]]:
+    """By the name of a tensor its parts, each with its stacked indices in the parameter."""
+    parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
+    for tensor in entries:
+        for at, name in tensor_names(tensor, model).items():
+            parts.setdefault(name, []).append((tensor, at))
+    return parts
 
 
 def their_tensors(
@@ -293,21 +323,19 @@ def their_tensors(
     model: ModelConfig,
     dtype: np.dtype,
     states: Mapping[str, jax.ShapeDtypeStruct],
+    in_fp32: Collection[str] = (),
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of the `entries` one by one with their names, in the order of the layers, without padding.
 
-    Those of the layers' state have the dtypes in `states`, the others have `dtype`.
+    Those of the layers' state have the dtypes in `states`, the tensors `in_fp32` are FP32, the others have `dtype`.
     """
-    parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
-    for tensor in entries:
-        for at, name in tensor_names(tensor, model).items():
-            parts.setdefault(name, []).append((tensor, at))
+    parts = tensors_by_name(entries, model)
     for name in sorted(parts, key=in_order):
         arrays = []
         for tensor, at in parts[name]:
             array = np.asarray(weights[tensor.ours][at])
             array = array[tuple(map(slice, unpadded(tensor.ours, weights[tensor.ours].shape, model)[len(at) :]))]
-            wanted = states[tensor.ours].dtype if tensor.ours in states else dtype
+            wanted = states[tensor.ours].dtype if tensor.ours in states else np.float32 if name in in_fp32 else dtype
             arrays.append((tensor, tensor.divided(array).astype(wanted, copy=False)))
         yield name, assembled(arrays)
 

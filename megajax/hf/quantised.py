@@ -15,8 +15,9 @@ import numpy as np
 from megajax.errors import InputError
 
 Slices = tuple[slice, ...]
-METHODS = ("fp8", "mxfp4")
-FP8_SCALE = "_scale_inv"
+METHODS = ("fp8", "mxfp4", "compressed-tensors")
+FP8_SCALE, COMPRESSED_SCALE = "_scale_inv", "_scale"  # after the name of a weight
+INPUT_SCALE = "input_scale"  # beside a weight; megajax has no use for it
 GROUP = 32  # numbers of MXFP4 that share a scale
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
@@ -49,38 +50,47 @@ class Quantised(Protocol):
 
 @dataclass(frozen=True)
 class Fp8:
-    """`[out, in]` in FP8 times the scale of its block, or of the whole tensor (the layout of DeepSeek-V3)."""
+    """`[out, in]` in FP8 times the scale of its block, or of the whole tensor (DeepSeek-V3, compressed-tensors)."""
 
     name: str
-    block: tuple[int, int] | None  # None: one scale
+    block: tuple[int, int | None] | None  # None: one scale; (1, None): one for each row
+    suffix: str = FP8_SCALE  # of the scales' name
+    beside: str | None = None  # the tensor with the scale of the layer's input, if there is one
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:
-        return {self.name: ("F8_E4M3",), self.scales: ("F32", "BF16", "F8_E8M0")}
+        found: dict[str, tuple[str, ...]] = {self.name: ("F8_E4M3",), self.scales: ("F32", "BF16", "F8_E8M0")}
+        return found | ({} if self.beside is None else {self.beside: ("F32", "BF16")})
 
     @property
     def scales(self) -> str:
-        return self.name + FP8_SCALE
+        return self.name + self.suffix
+
+    def _block(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return None if self.block is None else tuple(b or size for b, size in zip(self.block, shape, strict=False))
 
     def shape(self, stored: StoredTensors) -> tuple[int, ...]:
         """The shape of the weight; InputError if the scales do not fit it."""
-        shape, found = (stored.stored_shape(part) for part in self.parts)
-        expected = [] if self.block is None else [-(-size // b) for size, b in zip(shape, self.block, strict=False)]
-        if [*found] != expected and not (self.block is None and found == (1,)):
+        shape, found = stored.stored_shape(self.name), stored.stored_shape(self.scales)
+        block = self._block(shape)
+        expected = [] if block is None else [-(-size // b) for size, b in zip(shape, block, strict=False)]
+        if [*found] != expected and not (block is None and found == (1,)):
+            key = "weight_block_size" if self.suffix == FP8_SCALE else "config_groups"
             raise InputError(
                 f"{stored.folder}: {self.scales} has the shape {list(found)}, but by "
-                f"quantization_config.weight_block_size in config.json it has {expected}: copy the whole model."
+                f"quantization_config.{key} in config.json it has {expected}: copy the whole model."
             )
         return shape
 
     def read(self, stored: StoredTensors, slices: Slices) -> np.ndarray:
         values = _numbers(E4M3, stored.read_stored(self.name, slices).view(np.uint8))
-        if self.block is None:
+        block = self._block(stored.stored_shape(self.name))
+        if block is None:
             values *= stored.read_stored(self.scales, ()).astype(np.float32)
             return values
-        blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(slices, self.block, strict=True))
+        blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(slices, block, strict=True))
         scales = stored.read_stored(self.scales, blocks).astype(np.float32)
-        block_of = [np.arange(s.start, s.stop) // b - s.start // b for s, b in zip(slices, self.block, strict=True)]
+        block_of = [np.arange(s.start, s.stop) // b - s.start // b for s, b in zip(slices, block, strict=True)]
         values *= scales[np.ix_(*block_of)]
         return values
 
@@ -142,12 +152,14 @@ def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: st
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if method not in METHODS:
         raise InputError(
-            f"{where}: quantization_config.quant_method={method} is not known: megajax reads {' and '.join(METHODS)}; "
+            f"{where}: quantization_config.quant_method={method} is not known: megajax reads {', '.join(METHODS)}; "
             "save the model in bfloat16 with transformers and give that folder."
         )
     if method == "mxfp4":
         whole = [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
         return {name: Mxfp4(name) for name in whole if f"{name}_scales" in names}
+    if method == "compressed-tensors":
+        return _compressed(names, settings, where)
     sizes = settings.get("weight_block_size")
     if sizes is not None and not (
         isinstance(sizes, list) and [type(n) for n in sizes] == [int, int] and min(sizes) > 0
@@ -157,6 +169,30 @@ def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: st
         )
     block = None if sizes is None else (sizes[0], sizes[1])
     return {name: Fp8(name, block) for name in names if name + FP8_SCALE in names}
+
+
+def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> dict[str, Quantised]:
+    """The matrices of compressed-tensors' FP8: with one scale, or one for each row."""
+    groups = settings.get("config_groups")
+    forms = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    strategies = {form.get("strategy") if isinstance(form, dict) else None for form in forms}
+    if settings.get("format") != "float-quantized" or not strategies or not strategies <= {"channel", "tensor"}:
+        raise InputError(
+            f"{where}: quantization_config has format={settings.get('format')} with strategies "
+            f"{', '.join(sorted(map(str, strategies)))} of weights: megajax reads float-quantized with channel or "
+            "tensor; save the model in bfloat16 with transformers and give that folder."
+        )
+    block = None if strategies == {"tensor"} else (1, None)
+    found: dict[str, Quantised] = {}
+    for name in names:
+        if name + COMPRESSED_SCALE in names:
+            beside = name.removesuffix("weight") + INPUT_SCALE
+            found[name] = Fp8(name, block, COMPRESSED_SCALE, beside if beside in names else None)
+    return found
 
 
 def _numbers(table: np.ndarray, codes: np.ndarray) -> np.ndarray:

@@ -50,6 +50,7 @@ class BlockInputs:
     dropout_key: jax.Array | None  # None: no dropout
     jitter_key: jax.Array | None = None  # None: no jitter of the routers' inputs
     adapter_key: jax.Array | None = None  # None: no dropout of the adapters' inputs
+    rounding_key: jax.Array | None = None  # None: no gradient is rounded at random
     layer_loss_scale: jax.Array | None = None  # factor of the layers' own losses; None: no metrics
     real: RealTokens | None = None  # None: all tokens are real, none is padding
     rope_positions: jax.Array | None = None  # [B, S, A] int32, one for each of model.rope_sections; None: `positions`

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference
+from megajax.ops.block_matmul import BlockWeight, grouped_product, grouped_weight_gradient
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.grouped_matmul import (
     GroupedImplementation,
@@ -32,7 +33,7 @@ from megajax.ops.mlp_activation import (
 )
 from megajax.ops.numerics import wide
 
-Weight = jax.Array | Fp8Weight
+Weight = jax.Array | Fp8Weight | BlockWeight
 MaxOverDevices = Callable[[jax.Array], jax.Array]
 
 
@@ -44,7 +45,7 @@ class Biases(NamedTuple):
 
 
 class ExpertMatrices(NamedTuple):
-    """The matrices of E experts, both in FP8 or neither: `values [E, in, out]`, `transposed [E, out, in]`."""
+    """The matrices of E experts, both of one form; in FP8 `values [E, in, out]`, `transposed [E, out, in]`."""
 
     up: Weight  # [E, D, 2F], without a gate [E, D, F]
     down: Weight  # [E, F, D]
@@ -52,7 +53,17 @@ class ExpertMatrices(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        return (self.up.values if isinstance(self.up, Fp8Weight) else self.up).shape[0]
+        return (self.up if isinstance(self.up, jax.Array) else self.up.values).shape[0]
+
+    @property
+    def token_ids(self) -> jax.Array | None:
+        """The ids `[T]` of the tokens, which the gradients' random rounding needs; None: there is none."""
+        return self.up.noise.token_ids if isinstance(self.up, BlockWeight) and self.up.noise is not None else None
+
+    def with_ids(self, ids: jax.Array) -> "ExpertMatrices":
+        """With other ids: of the tokens of all devices, or of rows."""
+        up, down = (w.with_rows(ids) if isinstance(w, BlockWeight) else w for w in (self.up, self.down))
+        return ExpertMatrices(up, down, self.biases)
 
 
 class ExpertKernels(NamedTuple):
@@ -91,7 +102,7 @@ def _mlp(mlp, rows, weights, matrices, group_sizes):
 
 
 def _mlp_forward(mlp, rows, weights, matrices, group_sizes):
-    multiply = partial(rows_times_weights, group_sizes_e=group_sizes, implementation=mlp.kernels.grouped_matmul)
+    multiply = partial(_product, mlp, group_sizes, "input")
     up = checkpoint_name(_plus_up(multiply(rows, matrices.up), matrices.biases, group_sizes), "gate_up")
     act = activate_weighted(mlp.activation, up, weights, group_sizes.sum(), mlp.kernels.elementwise)
     y = _plus_down(multiply(act, matrices.down), matrices.biases, weights, group_sizes)
@@ -100,19 +111,35 @@ def _mlp_forward(mlp, rows, weights, matrices, group_sizes):
 
 def _mlp_backward(mlp, residuals, dy):
     rows, weights, up, (w_up, w_down, biases), group_sizes = residuals
-    how = {"group_sizes_e": group_sizes, "implementation": mlp.kernels.grouped_matmul}
-    dact = rows_times_weights(dy, w_down, transpose_w=True, **how)
+    multiply, gradient = partial(_product, mlp, group_sizes, "gradient"), partial(_weight_gradient, mlp, group_sizes)
+    dact = multiply(dy, w_down)
     act, dup, dweights = activate_weighted_and_gradient(
         mlp.activation, up, weights, dact, group_sizes.sum(), mlp.kernels.elementwise
     )
-    dw_down = weight_gradient(act, dy, dtype=w_down.dtype, **how)
-    drows = rows_times_weights(dup, w_up, transpose_w=True, **how)
-    dw_up = weight_gradient(rows, dup, dtype=w_up.dtype, **how)
+    dw_down = gradient(act, dy, w_down)
+    drows = multiply(dup, w_up)
+    dw_up = gradient(rows, dup, w_up)
     dweights, dbiases = _bias_gradients(biases, weights, dweights, dup, dy, group_sizes)
     return drows, dweights, ExpertMatrices(dw_up, dw_down, dbiases), None
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _product(mlp: ExpertMlp, group_sizes: jax.Array, which: str, x: jax.Array, w: jax.Array | BlockWeight) -> jax.Array:
+    """`x @ w` of each expert for an "input", `dy @ w.T` for a "gradient"."""
+    implementation = mlp.kernels.grouped_matmul
+    if isinstance(w, BlockWeight):
+        return grouped_product(x, w, group_sizes, which, mlp.max_over_devices, implementation)
+    return rows_times_weights(x, w, group_sizes, transpose_w=which == "gradient", implementation=implementation)
+
+
+def _weight_gradient(mlp: ExpertMlp, group_sizes: jax.Array, x: jax.Array, dy: jax.Array, w: jax.Array | BlockWeight):
+    """`x.T @ dy` of each expert."""
+    implementation = mlp.kernels.grouped_matmul
+    if isinstance(w, BlockWeight):
+        return grouped_weight_gradient(x, dy, w, group_sizes, mlp.max_over_devices, implementation)
+    return weight_gradient(x, dy, group_sizes, w.dtype, implementation=implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

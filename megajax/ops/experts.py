@@ -64,8 +64,15 @@ def apply_experts(
     permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), permutation)
     rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
     row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
+    if matrices.token_ids is not None:
+        matrices = matrices.with_ids(assignment_ids(matrices.token_ids, k)[permutation.order])
     y = expert_mlp(mlp, rows, row_weights, matrices, permutation.group_sizes)
     return combine(y, permutation, k)
+
+
+def assignment_ids(token_ids: jax.Array, k: int) -> jax.Array:
+    """The id of each of a token's k assignments, `[T·k]` uint32."""
+    return (token_ids[:, None] * jnp.uint32(k) + jnp.arange(k, dtype=jnp.uint32)).reshape(-1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

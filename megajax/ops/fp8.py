@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from megajax.errors import ConfigError
 from megajax.ops import fp8_kernels, fp8_reference, transformer_engine
 from megajax.ops.fp8_reference import amax, quantize
+from megajax.options.fp8_recipes import Fp8Recipe
 
 __all__ = [
     "E4M3",
@@ -32,7 +33,9 @@ __all__ = [
     "scale_for",
 ]
 
-Implementation = Literal["reference", "pallas", "transformer_engine"]
+Implementation = Literal["reference", "pallas", "transformer_engine", "emulated", "cudnn"]
+# The least compute capabilities with FP8 matmuls as these kernels need them, and with block-scaled ones
+HOPPER, BLACKWELL = 9.0, 10.0
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -82,13 +85,18 @@ def scale_for(amax: jax.Array, dtype: Any, margin: float = 0) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), usable, jnp.nan).astype(jnp.float32)
 
 
-def choose(backend: str, platform: str, compute_capability: str | None) -> Implementation:
-    """The implementation of quantisation and matmuls for `precision.fp8.backend` (xla, transformer_engine).
+def choose(
+    recipe: Fp8Recipe, backend: str, platform: str, compute_capability: str | None, experts: bool = False
+) -> Implementation:
+    """The implementation of a recipe's quantisation and matmuls for `precision.fp8.backend`; `experts`: of some.
 
-    Raises ConfigError if it cannot run: on GPUs before Hopper, or without Transformer Engine.
+    Raises ConfigError if it cannot run: on GPUs without its kernels, or without Transformer Engine.
     """
     on_gpu = platform in ("gpu", "cuda")
-    if on_gpu and compute_capability is not None and float(compute_capability) < 9.0:
+    capability = None if compute_capability is None or not on_gpu else float(compute_capability)
+    if recipe.in_blocks:
+        return _choose_for_blocks(recipe, backend, on_gpu, capability, experts)
+    if capability is not None and capability < HOPPER:
         raise ConfigError(
             f"precision.fp8.recipe needs Hopper GPUs or newer, and this one has compute capability "
             f"{compute_capability}: set it to none."
@@ -101,6 +109,27 @@ def choose(backend: str, platform: str, compute_capability: str | None) -> Imple
     return "transformer_engine"
 
 
+def _choose_for_blocks(
+    recipe: Fp8Recipe, backend: str, on_gpu: bool, capability: float | None, experts: bool
+) -> Implementation:
+    """On GPUs nothing is emulated that is not asked for, because it is slower than BF16."""
+    if not on_gpu or backend == "emulated":
+        return "emulated"
+    if not recipe.has_block_scaled_dot:
+        problem = "has no kernels for GPUs"
+    elif capability is not None and capability < BLACKWELL:
+        problem = f"needs Blackwell GPUs or newer, and this one has compute capability {capability}"
+    elif experts:
+        problem = "has no grouped kernels for experts"
+    else:
+        return "cudnn"
+    other = "none" if capability is not None and capability < HOPPER else "current"
+    raise ConfigError(
+        f"precision.fp8.recipe={recipe.name} {problem}: set precision.fp8.backend=emulated, which computes its numbers "
+        f"and multiplies them in precision.compute, slower than without FP8; or precision.fp8.recipe={other}."
+    )
+
+
 def kernels(implementation: Implementation) -> ModuleType:
     """The module of an implementation; all have the functions of `fp8_reference`."""
-    return {"pallas": fp8_kernels, "transformer_engine": transformer_engine, "reference": fp8_reference}[implementation]
+    return {"pallas": fp8_kernels, "transformer_engine": transformer_engine}.get(implementation, fp8_reference)

@@ -1,4 +1,4 @@
-"""Shared by the ops: the dtype of computations, and gradients that keep only the inputs."""
+"""Shared by the ops: the dtype of computations, gradients that keep only the inputs, a hash for random bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,3 +24,10 @@ def keep_inputs_only(function: Callable[..., jax.Array]) -> Callable[..., jax.Ar
         lambda inputs, cotangent: jax.vjp(function, *inputs)[1](cotangent),
     )
     return wrapped
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 whose output bits look random (the finaliser of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.numerics import mix
 from megajax.sharding import LOGICAL_TO_MESH, Placement
 
 Kind = Literal["float32", "bfloat16", "int8"]
@@ -63,10 +64,3 @@ def random_bits(placement: Placement, seed: jax.Array) -> jax.Array:
     for dim in range(lead, len(shape)):
         index = index * jnp.uint32(placement.shape[dim]) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
     return mix(index ^ seed)
-
-
-def mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 whose output bits look random (the finaliser of MurmurHash3)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.optim.blocks import block_of, mix, scales_of
+from megajax.ops.numerics import mix
+from megajax.optim.blocks import block_of, scales_of
 from megajax.sharding import Placement
 
 STEPS_PER_OCTAVE = 12  # of the code of second moments

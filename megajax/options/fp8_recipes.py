@@ -1,14 +1,14 @@
-"""FP8 recipes: what quantised linear layers need, declared once; all others ask these objects."""
+"""FP8 and FP4 recipes: what quantised linear layers need, declared once; all others ask these objects."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megajax.errors import ConfigError
 from megajax.options.registry import Registry
 
-# (numbers, the axis that is summed over, "input", "weight" or "gradient") → the numbers that a format can represent
-Rounding = Callable[[Any, int, str], Any]
+# (FP32 numbers [rows, K] of a matmul that sums over K, "input", "weight" or "gradient") → the numbers that a format has
+Rounding = Callable[[Any, str], Any]
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,26 @@ class Fp8Recipe:
     name: str  # for `precision.fp8.recipe`
     is_on: bool = True
     keeps_history: bool = False  # scales follow from the amaxes of earlier steps, which are part of the train state
-    # Reference arithmetic: matmuls in `precision.compute` of rounded operands, instead of FP8 kernels
-    rounded: Rounding | None = None
+    in_blocks: bool = (
+        False  # operands are quantised in blocks (`ops/block_recipes.py`), and not with one scale a tensor
+    )
+    has_block_scaled_dot: bool = False  # Blackwell multiplies its blocks
+    multiple: int = 1  # of the widths and the tokens on a device
+    rounded: Rounding | None = None  # of an extension: the numbers that its format has, of any operand
 
     @property
     def has_kernels(self) -> bool:
         """Whether FP8 matmuls with one scale a tensor run."""
-        return self.is_on and self.rounded is None
+        return self.is_on and not self.in_blocks
 
 
-NONE, CURRENT = Fp8Recipe("none", is_on=False), Fp8Recipe("current")
-RECIPES = Registry("FP8 recipe", NONE, CURRENT, Fp8Recipe("delayed", keeps_history=True))
+NONE, CURRENT = Fp8Recipe("none", is_on=False), Fp8Recipe("current", multiple=16)
+BLOCKWISE = Fp8Recipe("blockwise", in_blocks=True)
+MXFP8 = Fp8Recipe("mxfp8", in_blocks=True, has_block_scaled_dot=True, multiple=32)
+NVFP4 = Fp8Recipe("nvfp4", in_blocks=True, has_block_scaled_dot=True, multiple=16)
+RECIPES = Registry(
+    "FP8 recipe", NONE, CURRENT, Fp8Recipe("delayed", keeps_history=True, multiple=16), BLOCKWISE, MXFP8, NVFP4
+)
 
 
 def register_fp8(recipe: Fp8Recipe) -> None:
@@ -38,4 +47,4 @@ def register_fp8(recipe: Fp8Recipe) -> None:
     """
     if recipe.rounded is None:
         raise ConfigError(f"the FP8 recipe {recipe.name} has no function `rounded`: give one.")
-    RECIPES.add(recipe)
+    RECIPES.add(replace(recipe, in_blocks=True))

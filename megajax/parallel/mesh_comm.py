@@ -103,6 +103,8 @@ class MeshComm(Comm):
         if "tensor" in self.collectives.experts_over:  # experts are whole, so each device sends its own tokens
             return apply(activation, x, experts, weights, matrices, capacity)
         x, experts, weights = (self.all_gather_tokens(a) for a in (x, experts, weights))
+        if matrices.token_ids is not None:
+            matrices = matrices.with_ids(self.all_gather_tokens(matrices.token_ids))
         if biases is not None and self.tensor_size > 1:  # the sum over `tensor` has the output's bias once
             first = jnp.where(lax.axis_index("tensor") == 0, biases.down, 0)
             matrices = matrices._replace(biases=biases._replace(down=first))

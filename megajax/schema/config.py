@@ -12,6 +12,8 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
+from megajax.options.fp8_recipes import RECIPES
+from megajax.options.quantisations import QUANTISATIONS
 from megajax.options.registered import BUILT_IN, MASKED_TOKENS, replaces_head
 from megajax.options.registry import AUTO
 from megajax.options.remat import NONE, POLICIES, RematPolicy
@@ -119,6 +121,23 @@ class ExportConfig(Section):
     )
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], ReadIf("dir")] = Field(
         default="float32", description="Format of the tensors."
+    )
+    quantization: Annotated[
+        str,
+        QUANTISATIONS,
+        ReadIf("dir"),
+        Needs(
+            "precision.fp8.recipe",
+            lambda recipe: RECIPES[recipe].keeps_history,
+            of=lambda name: QUANTISATIONS[name].needs_history,
+            what="the inputs' largest magnitudes",
+            cure="set precision.fp8.recipe=delayed, or checkpoint.export_hf.quantization=fp8_channel",
+        ),
+    ] = Field(
+        default="none",
+        description="Format of the linear layers' matrices. fp8_block: DeepSeek's, scales of 128 x 128; fp8_channel:"
+        " compressed-tensors', a scale for each row; fp8_tensor: one, with the inputs' scales of delayed FP8; mxfp4:"
+        " GPT-OSS's experts.",
     )
 
 

@@ -9,34 +9,42 @@ from megajax.options.fp8_recipes import RECIPES, Fp8Recipe
 from megajax.schema.fields import CountOrZero, HistoryLength, PowerOfTwo, Section
 from megajax.schema.rules import Excludes, ReadIf
 
+TE, XLA = "transformer_engine", "set precision.fp8.backend=xla"
+
 ON = ReadIf("recipe", lambda recipe: RECIPES[recipe].is_on)
 WITH_KERNELS = ReadIf("recipe", lambda recipe: RECIPES[recipe].has_kernels)
 DELAYED = ReadIf("recipe", lambda recipe: RECIPES[recipe].keeps_history)
 
 
 class Fp8Config(Section):
-    """FP8 matmuls of the linear layers; embedding, head and attention stay in precision.compute."""
+    """FP8 and FP4 matmuls of the linear layers; embedding, head and attention stay in precision.compute."""
 
-    recipe: Annotated[
-        str,
-        RECIPES,
-        Excludes(
-            "model.num_experts",
-            of=lambda recipe: RECIPES[recipe].rounded is not None,
-            because="experts have no reference arithmetic",
-            cure="set precision.fp8.recipe=current or delayed",
-        ),
-    ] = Field(
+    recipe: Annotated[str, RECIPES] = Field(
         default=NO_FP8.name,
         description="none: no FP8; current: scale a tensor by its own largest magnitude; delayed: by the largest"
-        " magnitudes of earlier steps; or a recipe in reference arithmetic, registered by run.extensions.",
+        " magnitudes of earlier steps; blockwise: E4M3 in blocks of 1 x 128, weights of 128 x 128; mxfp8: E4M3 in"
+        " blocks of 32; nvfp4: FP4 in blocks of 16; or a recipe of run.extensions.",
     )
     backend: Annotated[
-        Literal["xla", "transformer_engine"],
-        WITH_KERNELS,
-        Excludes("model.num_experts", cure="set precision.fp8.backend=xla"),
-        Excludes("model.activation", ("clamped_swiglu", "geglu_exact"), cure="set precision.fp8.backend=xla"),
-    ] = Field(default="xla", description="Library of the FP8 kernels.")
+        Literal["xla", "transformer_engine", "emulated"],
+        ON,
+        Excludes(
+            "recipe",
+            lambda recipe: RECIPES[recipe].in_blocks,
+            of=TE,
+            because="only current and delayed use it",
+            cure=XLA,
+        ),
+        Excludes(
+            "recipe", lambda recipe: RECIPES[recipe].has_kernels, of="emulated", because="its own kernels run", cure=XLA
+        ),
+        Excludes("model.num_experts", of=TE, cure=XLA),
+        Excludes("model.activation", ("clamped_swiglu", "geglu_exact"), of=TE, cure=XLA),
+    ] = Field(
+        default="xla",
+        description="Library of the FP8 kernels; emulated: of a recipe in blocks the numbers, multiplied in"
+        " precision.compute (CPUs emulate anyway).",
+    )
     format: Annotated[Literal["hybrid", "e4m3"], WITH_KERNELS] = Field(
         default="hybrid", description="hybrid: E4M3 forward and E5M2 for gradients; e4m3: E4M3 for both."
     )

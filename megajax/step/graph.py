@@ -14,6 +14,7 @@ from megajax.model.encoder import Encoder
 from megajax.model.encoder_layers import EncoderLayers
 from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.model.transformer import two_sided_tokens
+from megajax.ops.block_recipes import block_recipe
 from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.context.token_order import TWO_SIDED_ENDS, add_token_positions, token_positions_of, two_sided_ends
 from megajax.parallel.mesh_comm import MeshComm
@@ -33,8 +34,8 @@ from megajax.step_plan import StepPlan
 from megajax.weights.table import WeightTable, block_weights, table_weights
 from megajax.weights.weight import WeightDtypes
 
-# Folded into the step's key for jitter and for adapters; dropout of layers and branches uses smaller numbers.
-JITTER, ADAPTERS = 2**31, 2**31 + 1
+# Folded into the step's key for jitter, adapters and FP4's rounding; dropout of layers uses smaller numbers.
+JITTER, ADAPTERS, ROUNDING = 2**31, 2**31 + 1, 2**32 - 1
 WITH_BLOCKS = (MultiTokenPrediction,)  # terminal nodes for which a model may have blocks of the kind NAME
 FACTOR = "factor of "  # and a terminal node's name: a field `[M, ...]`
 # Fields of a batch with padding, for `RealTokens`: `[M, B]`, `[M]`, `[M]`.
@@ -118,6 +119,7 @@ class Graph:
             dropout_key=key if model.dropout > 0 else None,
             jitter_key=None if key is None or not model.router.jitter else jax.random.fold_in(key, JITTER),
             adapter_key=None if key is None or not self.plan.lora.dropout else jax.random.fold_in(key, ADAPTERS),
+            rounding_key=jax.random.fold_in(key, ROUNDING) if key is not None and self.rounds_at_random else None,
             layer_loss_scale=layer_loss_scale,
             real=real,
             rope_positions=fields.get("rope_positions"),
@@ -150,11 +152,17 @@ class Graph:
         return loss_scale / self.plan.num_microbatches if has_metrics else None
 
     def random_key(self, step: jax.Array) -> jax.Array | None:
-        """The key of a step's dropout and jitter, if there are any."""
+        """The key of a step's dropout, jitter and random rounding, if there are any."""
         model, lora = self.plan.model, self.plan.lora
-        if not any((model.dropout, model.router.jitter, lora.rank and lora.dropout)):
+        if not any((model.dropout, model.router.jitter, lora.rank and lora.dropout, self.rounds_at_random)):
             return None
         return jax.random.fold_in(jax.random.key(self.plan.seed + 1), step)
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether the gradients of linear layers are rounded at random."""
+        recipe = block_recipe(self.plan.fp8.chosen)
+        return recipe is not None and recipe.is_stochastic
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
         """By loss the number that its sum is divided by, over all devices and microbatches, at least 1."""

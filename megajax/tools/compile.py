@@ -28,6 +28,7 @@ LIBRARY_CALLS = {
     "__cublas$lt$matmul": "cuBLASLt matmul",
     "__cublas$lt$matmul$f8": "cuBLASLt FP8 matmul",
     "__cublas$gemm": "cuBLAS matmul",
+    "__cudnn$blockScaledDot": "cuDNN block-scaled matmul",
     "__cudnn$fmhaSoftmax": "cuDNN attention, forward",
     "__cudnn$fmhaSoftmaxBackward": "cuDNN attention, backward",
 }

@@ -23,15 +23,15 @@ class Exports(Hook):
     def __init__(self, config: Config, say: Callable[[str, bool], None]):
         """`say(line, whether it is a warning)` tells the user.
 
-        Raises InputError if no family of models has the config's model.
+        Raises InputError if no family of models has the config's model, or if it cannot be quantised so.
         """
-        from megajax.hf.convert import family_for  # here, because it needs safetensors
+        from megajax.hf.convert import check_quantisation  # here, because it needs safetensors
 
         self.config, self._say = config, say
         self._settings = config.checkpoint.export_hf
         self._key = f"checkpoint.export_hf.dir={self._directory} ({config.where('checkpoint.export_hf.dir')})"
         try:
-            family_for(config.model)
+            check_quantisation(config.model, self._settings.quantization)
         except InputError as error:
             raise InputError(f"{self._key}: {error}") from None
         self._thread: Thread | None = None
@@ -85,7 +85,9 @@ class Exports(Hook):
 
         folder, start = Path(self._directory) / f"step-{step}", time.perf_counter()
         try:
-            export_step(Path(self.config.run.dir), step, self.config, folder, self._settings.dtype)
+            export_step(
+                Path(self.config.run.dir), step, self.config, folder, self._settings.dtype, self._settings.quantization
+            )
         except UserError as error:
             self._result = str(error).rstrip("."), True
         except Exception as error:  # such as a lack of memory: the checkpoint is complete, so it must not end the run

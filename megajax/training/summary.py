@@ -194,6 +194,9 @@ def _fp8(program: TrainProgram) -> str:
     if not layers:
         return "no FP8"
     which = "all layers" if len(layers) == config.model.num_layers else f"layers {layers.start} to {layers.stop - 1}"
-    if config.precision.fp8.chosen.rounded is not None:
-        return f"matmuls of operands rounded by {config.precision.fp8.recipe} in {which}: reference arithmetic, slow"
-    return f"FP8 matmuls in {which}: {config.precision.fp8.recipe} scaling, kernels of {program.plan.kernels.fp8}"
+    recipe, implementation = config.precision.fp8.recipe, program.plan.kernels.fp8
+    if implementation == "emulated":
+        return f"{recipe} emulated in {which}: its numbers are multiplied in {config.precision.compute}, which is slow"
+    if implementation == "cudnn":
+        return f"{recipe} in {which}: block-scaled matmuls of cuDNN"
+    return f"FP8 matmuls in {which}: {recipe} scaling, kernels of {implementation}"

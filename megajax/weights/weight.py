@@ -172,6 +172,23 @@ class Weight:
             start += width
         return out
 
+    def column_ids(self) -> jax.Array:
+        """The index of each column of this device's share in the whole weight, uint32."""
+        start, out = 0, []
+        for placement in self.members.values():
+            is_head = placement.axes[-1] == "head"
+            width, devices = math.prod(placement.shape[-2:]) if is_head else placement.shape[-1], self.sizes["tensor"]
+            if placement.kv_groups > 1:
+                count = placement.shape[-1]
+                first = kv_head(placement) * count
+            else:
+                divided = devices > 1 and placement.spec[-2 if is_head else -1] == "tensor"
+                count = width // devices if divided else width
+                first = lax.axis_index("tensor") * count if divided else 0
+            out.append(start + first + jnp.arange(count))
+            start += width
+        return jnp.concatenate(out).astype(jnp.uint32)
+
     @property
     def _per_step(self) -> tuple[str, ...]:
         """The axes over which the weight is gathered once per step, in the order of its shards."""

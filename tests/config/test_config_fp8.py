@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import fp8_table
 import pytest
 from config_errors import first_place
 
@@ -165,3 +166,9 @@ def test_a_setting_that_the_recipe_does_not_read_is_warned_about(name: str, reci
 def test_a_value_that_is_none_of_the_choices_is_refused(setting: str):
     with pytest.raises(ConfigError, match=re.escape(f"{FP8}{setting.split('=')[0]}")):
         load_config("x.yaml", [f"{FP8}{setting}"])
+
+
+@pytest.mark.smoke
+def test_the_table_of_gpus_in_the_docs_is_that_of_the_code():
+    text = fp8_table.DOCS.read_text(encoding="utf-8")
+    assert text.partition(fp8_table.START)[2].partition(fp8_table.END)[0].strip() == fp8_table.table()

@@ -169,7 +169,9 @@ def training(a: Parsed, world: int) -> dict:
         if a["params_dtype"] != "torch.float16" and a["params_dtype"] != "torch.half"
         else "float16",
         "precision.gradients": "bfloat16" if a["grad_reduce_in_bf16"] else "float32",
-        "precision.fp8.recipe": {None: "none"}.get(a["fp8"], {"tensorwise": "current"}.get(a["fp8_recipe"], "delayed")),
+        "precision.fp8.recipe": {None: "none"}.get(
+            a["fp8"], {"tensorwise": "current"}.get(a["fp8_recipe"], a["fp8_recipe"])
+        ),
         "optimizer.kind": optimizers.get(a["optimizer"], a["optimizer"]),
         "optimizer.state": moments if a["use_precision_aware_optimizer"] else "float32",
         "optimizer.master": "split" if a["use_precision_aware_optimizer"] else "float32",

@@ -16,6 +16,7 @@ from megajax.hf.__main__ import main
 from megajax.hf.convert import export, family_for, read_model
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors, text_names, write_folder
 from megajax.hf.gpt_oss import GptOss
+from megajax.hf.quantising import StoredForm
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
@@ -133,7 +134,7 @@ def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, na
     }
     theirs, ours = (where / "config.json" for where in (folder, tmp_path / "out"))
     theirs = json.loads(theirs.read_text())
-    export(padded, model, tmp_path / "out", "float32", {}, origin=theirs["model_type"])
+    export(padded, model, tmp_path / "out", StoredForm("float32"), {}, origin=theirs["model_type"])
     written = load_file(folder / SINGLE)  # Kimi Linear's MLPs under another name than the published one
     expected = {name: written[theirs] for name, theirs in text_names(written, folder).items()}
     assert not (tmp_path / "out" / INDEX).exists()  # one file, as in transformers

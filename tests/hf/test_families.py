@@ -18,6 +18,7 @@ from megajax.errors import InputError
 from megajax.hf.convert import export, family_for, load, read_folder, read_model
 from megajax.hf.folder import SINGLE
 from megajax.hf.kimi_linear import KimiLinear
+from megajax.hf.quantising import StoredForm
 from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import layer_kinds
 from megajax.model import Transformer, parameters
@@ -350,7 +351,7 @@ def test_the_module_of_qwen3_next_and_5_is_under_its_published_names(tmp_path, f
     model, rng = ModelConfig.model_validate(section), np.random.default_rng(0)
     shapes = {name: p.shape for name, p in parameters(Transformer(model)).items()}
     weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    export(weights, model, tmp_path / "out", "float32", {}, origin=family)
+    export(weights, model, tmp_path / "out", StoredForm("float32"), {}, origin=family)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
     tensors, D = load_file(tmp_path / "out" / SINGLE), model.hidden_size
     own = {name: array for name, array in tensors.items() if name.startswith("mtp.")}

@@ -165,7 +165,7 @@ MISTAKES = {
     "another method": (
         {"quant_method": "gptq"},
         {},
-        "quantization_config.quant_method=gptq is not known: megajax reads fp8 and mxfp4",
+        "quantization_config.quant_method=gptq is not known: megajax reads fp8, mxfp4, compressed-tensors",
     ),
     "no block": (
         FP8 | {"weight_block_size": [16]},

@@ -15,6 +15,7 @@ from megajax.config import Config, ModelConfig
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.hf.convert import export, family_for, read_model, their_tensors
+from megajax.hf.quantising import StoredForm
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
@@ -67,7 +68,7 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, weights, tmp_path, name)
     expected = json.loads(str(np.load(FILES / f"{name}.npz")["model"])) | {"vocab_multiple": 2}
     expected["encoder"]["sequence_length"] = 512  # transformers' file does not have it
     assert model == ModelConfig.model_validate(expected)
-    export(own, model, tmp_path / "out", "float32", {})
+    export(own, model, tmp_path / "out", StoredForm("float32"), {})
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (unpack(name), tmp_path / "out"))
     assert theirs.keys() == ours.keys() and all((theirs[n] == ours[n]).all() for n in theirs)
     assert read_model(tmp_path / "out") == read_model(unpack(name))

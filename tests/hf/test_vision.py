@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.hf.convert import FAMILIES, export, family_for, open_readers, read_model, their_tensors
+from megajax.hf.quantising import StoredForm
 from megajax.hf.reader import on_devices
 from megajax.hf.vision_language import VisionLanguage
 from megajax.model import Transformer, bind, parameters
@@ -96,7 +97,7 @@ def test_logits_and_all_gradients_are_those_of_transformers(unpack, stored, name
 def test_a_folder_is_read_and_written_as_it_was(unpack, tmp_path, name):
     model = model_of(unpack(name))
     weights = read(unpack(name), model)
-    export(weights, model, tmp_path, "float32", {})
+    export(weights, model, tmp_path, StoredForm("float32"), {})
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (unpack(name), tmp_path))
     named = {published(name, tensor): array for tensor, array in theirs.items()}
     assert ours.keys() <= named.keys() and all((named[tensor] == ours[tensor]).all() for tensor in ours)

@@ -40,8 +40,15 @@ class Exchanged(ExpertParallel):
 
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
         rows: jax.Array = ops.dispatch(x, permutation, k)
-        received, row_weights = send(routes.sent, routes.arrived, rows, own_weights[:, None])
+        sent = [rows, own_weights[:, None]]
+        if matrices.token_ids is not None:  # as numbers that can be differentiated
+            ids = ops.assignment_ids(matrices.token_ids, k)[permutation.order]
+            sent.append(jnp.stack([ids >> 16, ids & 0xFFFF], axis=1).astype(jnp.float32))
+        received, row_weights, *halves = send(routes.sent, routes.arrived, *sent)
         received, row_weights = checkpoint_name(received, "dispatched"), checkpoint_name(row_weights, "routing")[:, 0]
+        if halves:
+            halves = checkpoint_name(lax.stop_gradient(halves[0]), "routing").astype(jnp.uint32)
+            matrices = matrices.with_ids(halves[:, 0] << 16 | halves[:, 1])
         y: jax.Array = ops.expert_mlp(self.mlp(activation), received, row_weights, matrices, routes.group_sizes)
         (y,) = send(routes.arrived, routes.sent, y)
         return ops.combine(y, permutation, k)

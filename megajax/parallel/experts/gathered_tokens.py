@@ -16,6 +16,8 @@ class GatheredExperts(ExpertParallel):
     def apply(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
         local = matrices.num_experts
         x, experts, weights = (gather_tiles(a, self.axes, 0) for a in (x, experts, weights))
+        if matrices.token_ids is not None:
+            matrices = matrices.with_ids(gather_tiles(matrices.token_ids, self.axes, 0))
         own = experts - lax.axis_index(self.axes) * local
         own = jnp.where((own >= 0) & (own < local), own, local)  # `local`: an expert of another device
         y = super().apply(activation, x, own, weights, matrices, capacity)

@@ -7,11 +7,12 @@ are cut into one piece per device of `tensor` (Wang et al. 2023, "Overlap Commun
 Decomposition"): the product of one device's tokens is computed while the next device's tokens arrive, and is sent while
 the next product is computed.
 
-In FP8 the quantised tensor is sent, and its transpose is saved for the backward pass.
+In FP8 the quantised tensor is sent, and its transpose is saved for the backward pass. With a recipe in blocks tensors
+are sent and saved in the compute dtype, because each matmul quantises them along another dimension.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 from types import ModuleType
 from typing import Any
@@ -20,25 +21,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.ops import fp8
+from megajax.ops import block_matmul, fp8
 from megajax.ops.barriers import not_before
+from megajax.ops.block_matmul import BlockWeight, TokenPiece
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.mlp_activation import GATED, ElementwiseImplementation, activate, activate_and_gradient
-from megajax.options.fp8_recipes import Rounding
 from megajax.parallel.tensor.ring import TensorRing
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rounded:
-    """A weight of a layer whose matmuls round their operands (`options.fp8_recipes`): reference arithmetic."""
-
-    values: jax.Array
-    rounded: Rounding = field(metadata={"static": True})
-
-
-Weight = jax.Array | Fp8Weight | Rounded
-Pieces = Sequence[Any]  # a tensor of all tokens, in the order of TensorRing: arrays [T / tensor, F], in FP8 Operands
+Weight = jax.Array | Fp8Weight | BlockWeight
+# A tensor of all tokens, in the order of TensorRing: arrays [T / tensor, F], in FP8 Operands, with blocks TokenPieces
+Pieces = Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,8 @@ def _activation_row_backward(tp: TensorParallel, activation: str, residuals, dy:
     if acts is None:
         pairs = zip(ups, dacts, strict=True)
         both = [activate_and_gradient(activation, up, dact, tp.elementwise) for up, dact in pairs]
-        acts, dups = [act for act, _ in both], [dup for _, dup in both]
+        acts, dups = _operands(tp, [act for act, _ in both], w_down, "input"), [dup for _, dup in both]
+        dups = _operands(tp, dups, w_up, "gradient")
     else:
         dups = _activation_gradients(tp, activation, ups, dacts, w_up)
     dx = tp.ring.reduce_scatter_pieces(_products(tp, dups, w_up, "gradient", dy.dtype))
@@ -165,6 +158,9 @@ column_activation_row.defvjp(_activation_row_forward, _activation_row_backward)
 
 def _operands(tp: TensorParallel, pieces: Sequence[jax.Array], w: Weight, which: str) -> Pieces:
     """Pieces of a layer's "input" or output "gradient", quantised if its weight is quantised."""
+    if isinstance(w, BlockWeight):
+        makers = _in_blocks(tp, pieces, w, which, len(pieces), sum(map(len, pieces)))
+        return [make(piece) for make, piece in zip(makers, pieces, strict=True)]
     if not isinstance(w, Fp8Weight):
         return pieces
     scale, dtype = _scale(tp, w, which, lambda: [fp8.amax(piece) for piece in pieces])
@@ -181,8 +177,12 @@ def _gathered_products(tp: TensorParallel, x: jax.Array, w: Weight, which: str, 
         xs = _operands(tp, [x], w, which)
         return xs, _products(tp, xs, w, which, x.dtype)
     scale, dtype = _scale(tp, w, which, lambda: [fp8.amax(x)]) if isinstance(w, Fp8Weight) else (None, None)
+    size, count = tp.ring.size, tp.ring.size if overlap else 1
+    in_blocks = _in_blocks(tp, [x], w, which, count, size * len(x)) if isinstance(w, BlockWeight) else None
 
-    def operand(piece: jax.Array) -> Any:
+    def operand(piece: jax.Array, step: int = 0) -> Any:
+        if in_blocks is not None:
+            return in_blocks[step](piece)
         return piece if scale is None else Operand(piece, piece.T, 1 / scale, fp8.amax(x))
 
     piece = x if scale is None else fp8.quantize(x, scale, dtype)
@@ -191,7 +191,7 @@ def _gathered_products(tp: TensorParallel, x: jax.Array, w: Weight, which: str, 
         return xs, _products(tp, xs, w, which, x.dtype)
     xs, ys = [], []
     for step in range(tp.ring.size):
-        xs.append(operand(piece))
+        xs.append(operand(piece, step))
         [y] = _products(tp, xs[-1:], w, which, x.dtype)
         if step < tp.ring.size - 1:
             piece, y = not_before((tp.ring.receive(piece), y))
@@ -218,6 +218,17 @@ def _activation_gradients(tp: TensorParallel, kind: str, ups, dacts: Sequence[ja
     return [Operand(q, t, 1 / scale, amax) for q, t, amax in quantized]
 
 
+def _in_blocks(
+    tp: TensorParallel, here: Sequence[jax.Array], w: BlockWeight, which: str, count: int, tokens: int
+) -> list[Callable[[jax.Array], TokenPiece]]:
+    """What makes `count` pieces, of so many `tokens`, of a tensor that this device has `here`, or the own part of."""
+    amax, ids = w.amax_of(here, tp.max_over_devices), [None] * count
+    if which == "gradient" and w.noise is not None:
+        own = w.noise.token_ids
+        ids = tp.ring.split(own if len(own) == tokens else tp.ring.all_gather_tokens(own), count)
+    return [partial(TokenPiece, amax=amax, token_ids=of_piece) for of_piece in ids]
+
+
 def _scale(tp: TensorParallel, w: Fp8Weight, which: str, amaxes) -> tuple[jax.Array, Any]:
     """(scale, FP8 dtype) of a layer's input or output gradient; `amaxes()` is called with current scaling only."""
     return fp8.operand_scale(w, which, lambda: reduce(jnp.maximum, amaxes()), tp.max_over_devices)
@@ -235,9 +246,8 @@ def _kept(tp: TensorParallel, pieces: Pieces) -> Pieces:
 
 def _products(tp: TensorParallel, xs: Pieces, w: Weight, which: str, dtype) -> list[jax.Array]:
     """For each piece `x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
-    if isinstance(w, Rounded):
-        xs = [w.rounded(x, 1, which) for x in xs]
-        w = w.rounded(w.values, 0 if which == "input" else 1, "weight")
+    if isinstance(w, BlockWeight):
+        return [block_matmul.product(x, w, which, dtype) for x in xs]
     if not isinstance(w, Fp8Weight):
         return [jnp.einsum("ti,io->to" if which == "input" else "to,io->ti", x, w) for x in xs]
     other = w.transposed if which == "input" else w.values
@@ -248,9 +258,8 @@ def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: Weight, dty
     """`x.T @ dy`, summed over the pieces; for FP8 in `Fp8Weight.gradient`, with the amaxes. None if frozen."""
     if tp.frozen:
         return None
-    if isinstance(w, Rounded):
-        xs, dys = [w.rounded(x, 0, "input") for x in xs], [w.rounded(dy, 0, "gradient") for dy in dys]
-        return replace(w, values=_weight_gradient(tp, xs, dys, w.values, dtype))
+    if isinstance(w, BlockWeight):
+        return block_matmul.weight_gradient(xs, dys, w, dtype, tp.max_over_devices)
     pairs = list(zip(xs, dys, strict=True))
     if not isinstance(w, Fp8Weight):
         return reduce(jnp.add, [jnp.einsum("td,tf->df", x, dy) for x, dy in pairs])

@@ -15,7 +15,6 @@ from megajax.model.vision import add_image_features
 from megajax.ops.barriers import not_merged
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.parallel.tensor.linear import Rounded
 from megajax.step.stack.stack_weights import GroupProgram, GroupWeights, Metrics, StackWeights
 from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
 from megajax.step_plan import StepPlan
@@ -50,7 +49,6 @@ class RematGroups:
         # With sinks, cuDNN's call is one step of an operation, and the operation's result has a checkpoint name.
         model = plan.model
         self.attention_is_fused = comm.attention_is_fused and not model.attention_sinks and model.qk_clip is None
-        self.rounded = plan.fp8.chosen.rounded
         # All equal groups share one function: jax traces and lowers it once, XLA inlines its calls. Not if every call
         # of attention must be different (`AttentionScales`).
         shared = (lambda f, **_: f) if comm.deterministic else jax.jit
@@ -168,9 +166,10 @@ class RematGroups:
                 state = {name: a for name, a in fixed.items() if name in names}
                 ctx = LayerContext(self.comm, own_inputs, layer, kind, self._recomputed(program), state)
                 weights = adapted(weights, self.weights.weights[kind.block], self.plan.lora, inputs, layer)
-                if program.fp8 and self.rounded is not None:
+                if program.fp8:
                     linear = self.blocks[kind.block].linear_layers
-                    weights = {n: Rounded(w, self.rounded) if n in linear else w for n, w in weights.items()}
+                    declared, used = self.weights.weights[kind.block], {n: weights[n] for n in linear}
+                    weights |= self.weights.block_weights.of(used, declared, inputs, layer)
                 x, of_layer = self.blocks[kind.block].apply(weights, x, ctx)
                 x = add_image_features(self.plan.model, x, ctx) if program.adds_images else x
                 metrics.append(of_layer)

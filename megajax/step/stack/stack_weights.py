@@ -17,6 +17,7 @@ from megajax.options.remat import RematPolicy
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.stack.layer_index import LayerIndex
 from megajax.step_plan import StepPlan
+from megajax.weights.block_weights import BlockWeights
 from megajax.weights.scaling import Scales, Scaling
 from megajax.weights.table import block_scope, in_scope
 from megajax.weights.weight import Weight, fuse, in_turn, row_major
@@ -76,6 +77,7 @@ class StackWeights:
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
         self.slots, self.segments, table = plan.layer_slots, plan.segments, plan.layer_table
         self.scaling, self.gathered = Scaling(plan), plan.gathered_slots
+        self.block_weights = BlockWeights(plan, comm.max_over_devices)
         self.scopes = {kind: block_scope(kind, prefix) for kind in blocks}
         self.all = LayerIndex(table, range(len(self.slots)))
         slots = {kind: [j for j, slot in enumerate(self.slots) if slot.block == kind] for kind in blocks}

@@ -35,6 +35,8 @@ _CHOICES = {  # values that Megatron-LM accepts, of flags with few
     "recompute_method": ("uniform", "block"),
     "fp8": ("e4m3", "hybrid"),
     "fp8_recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
+    "fp4": ("e2m1",),
+    "fp4_recipe": ("nvfp4", "custom"),
     "rope_type": ("rope", "yarn"),
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
 }

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megajax.megatron import METADATA, is_megatron_folder
+from megajax.options.fp8_recipes import CURRENT, RECIPES
 from megajax.tools.from_megatron.translation import Translation
 
 SCHEDULES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
@@ -198,20 +199,23 @@ def translate_precision(t: Translation) -> None:
         t.put(f"precision.{key}", "bfloat16" if in_bf16 else "float32", *names)
     if t["fp16"] and not t["accumulate_allreduce_grads_in_fp32"]:
         t.differs("fp16-gradients", "fp16")
-    if t["fp8"]:
+    if t["fp8"] and t["fp4"]:
+        raise t.arguments.fail("--fp8-format excludes --fp4-format", "remove one of them")
+    if t["fp8"] or t["fp4"]:
         _fp8(t)
 
 
 def _fp8(t: Translation) -> None:
-    recipes = {"tensorwise": "current", "delayed": "delayed"}
-    t.use("fp8", "transformer_impl")
-    if t["fp8_recipe"] not in recipes:
-        t.refuse("FP8 has the recipes tensorwise and delayed: a scale belongs to a whole tensor", "fp8_recipe")
+    prefix, name = "precision.fp8.", "fp8_recipe" if t["fp8"] else "fp4_recipe"
+    t.use("fp8" if t["fp8"] else "fp4", "transformer_impl")
+    if t[name] == "custom":
+        t.refuse("run.extensions registers a recipe of your own, in megajax's form", name)
         return
-    prefix = "precision.fp8."
-    t.put(f"{prefix}recipe", recipes[t["fp8_recipe"]], "fp8_recipe")
-    t.put(f"{prefix}format", t["fp8"], "fp8")
-    if t["fp8_recipe"] == "delayed":
+    recipe = CURRENT.name if t[name] == "tensorwise" else t[name]
+    t.put(f"{prefix}recipe", recipe, name)
+    if RECIPES[recipe].has_kernels:
+        t.put(f"{prefix}format", t["fp8"], "fp8")
+    if RECIPES[recipe].keeps_history:
         t.put(f"{prefix}amax_history_length", t["fp8_amax_history_len"], "fp8_amax_history_len")
         t.put(f"{prefix}amax_algorithm", t["fp8_amax_compute_algo"], "fp8_amax_compute_algo")
         t.put(f"{prefix}margin", t["fp8_margin"], "fp8_margin")

@@ -38,6 +38,7 @@ from megajax.tools.plan.rates import GIB, H200, rates_of
 
 HOST = 8  # GPUs
 HOPPER = 9.0  # the compute capability of H200s
+BLACKWELL = ("B200",)  # of compute capability 10.0
 CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
 JLA_KERNELS = ("scalar_gate", "scalar_gate_kb", "vector_gate_ops")  # modules that ask whether the GPU is a Hopper
 HOST_MEMORY = "pinned_host"
@@ -238,4 +239,6 @@ def target(device: str) -> str:
     bandwidth = re.search(r"memory_bandwidth: (\d+)", text)
     assert bandwidth
     text = text.replace(bandwidth[0], f"memory_bandwidth: {int(int(bandwidth[1]) * share)}")
+    if rates.name in BLACKWELL:
+        text = re.sub(r"(cuda_compute_capability \{\s*major: )9", r"\g<1>10", text)
     return re.sub(r"device_memory_size: \d+", f"device_memory_size: {size}", text)

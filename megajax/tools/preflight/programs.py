@@ -11,6 +11,7 @@ from megajax import ops
 from megajax.errors import ConfigError
 from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
 from megajax.ops import fp8
+from megajax.options.fp8_recipes import CURRENT
 
 MATMUL = {False: "matmul BF16", True: "matmul FP8"}
 COPY = "copy"
@@ -57,7 +58,7 @@ def programs(sizes: Sizes, hardware: Hardware) -> Iterator[TimedProgram]:
     for n in sizes.smallest:
         yield _bf16_matmuls(sizes.tokens, n)
     try:
-        implementation = fp8.choose("xla", hardware.platform, hardware.capability)
+        implementation = fp8.choose(CURRENT, "xla", hardware.platform, hardware.capability)
     except ConfigError:  # before Hopper
         pass
     else:

@@ -13,8 +13,8 @@ from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_layers
 from megajax.options.fp8_recipes import NONE
 
-VOCABULARY, WIDTH, HEAD, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 16, 32, 8, 0.1, 1e-3
-FP8_MULTIPLE = 16  # of the widths of FP8's matmuls on a device
+VOCABULARY, WIDTH, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 32, 8, 0.1, 1e-3
+FP8_MULTIPLE = 16  # of the widths of matmuls on a device, for every recipe; some need more
 Sizes = Mapping[str, int]
 Precision = Literal[
     "float32", "bfloat16", "fp8"
@@ -31,9 +31,9 @@ def shrink(
     """
     units = _Units.of(config, meshes)
     rounds, layout = config.pipeline.virtual_stages, config.pipeline.layout
-    # FP8 needs multiples of 16 tokens on a device, which has two sequences of a microbatch.
+    # A recipe needs multiples of this many tokens on a device, which has two sequences of a microbatch.
     stages = units.pipeline if extra_layers(config.model) else 1
-    length = _multiple((8 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
+    length = _multiple((units.width // 2 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
     packed, is_chat = config.data.reset_attention, config.data.kind == "chat"
     small: dict[str, dict[str, Any]] = {
@@ -113,6 +113,7 @@ class _Units:
     def __init__(self, sizes: dict[str, int]):
         self.pipeline, self.batch, self.context = sizes["pipeline"], sizes["batch"], sizes["context"]
         self.tensor, self.heads, self.experts = sizes["tensor"], sizes["heads"], sizes["experts"]
+        self.width = sizes["width"]
 
     @classmethod
     def of(cls, config: Config, meshes: Sequence[Sizes]) -> "_Units":
@@ -123,6 +124,7 @@ class _Units:
             "tensor": [m["tensor"] for m in meshes],
             "heads": [m["tensor"] * config.context_strategy(m).head_shards(m["context"]) for m in meshes],
             "experts": [config.expert_shards(m) for m in meshes],
+            "width": [FP8_MULTIPLE, config.precision.fp8.chosen.multiple],
         }
         return cls({name: math.lcm(*numbers) for name, numbers in each.items()})
 
@@ -131,22 +133,23 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
     model = config.model
     kv_heads = 1 if model.num_kv_heads == 1 else min(model.num_kv_heads, max(2, units.heads))
     heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2 if kv_heads > 1 else max(4, units.heads))
-    width = _multiple(FP8_MULTIPLE * units.tensor, WIDTH)
+    width = _multiple(units.width * units.tensor, WIDTH)
     small: dict[str, Any] = {
         "num_layers": _layers(config, units),
         "first_dense_layers": min(model.first_dense_layers, 1),
         "hidden_size": min(model.hidden_size, WIDTH),
         "num_heads": math.lcm(heads, units.heads),
         "num_kv_heads": math.lcm(heads, units.heads) if model.num_kv_heads == model.num_heads else kv_heads,
-        "head_dim": HEAD,
+        "head_dim": units.width,
         "ffn_hidden_size": width,
         "vocab_size": min(model.vocab_size, VOCABULARY),
         "vocab_multiple": min(model.vocab_multiple, 128),
         "init_std": INIT_STD,
     }
     if model.is_latent:
-        small |= {"kv_lora_rank": 16, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD, "v_head_dim": HEAD}
-        small |= {"q_lora_rank": 32 if model.q_lora_rank else None, "head_dim": 2 * HEAD}
+        small |= {"kv_lora_rank": units.width, "v_head_dim": units.width}
+        small |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), units.width)
+        small |= {"q_lora_rank": 2 * units.width if model.q_lora_rank else None, "head_dim": 2 * units.width}
     if model.sliding_window:
         small["sliding_window"] = min(model.sliding_window, WINDOW)
     if model.max_positions is not None:
@@ -159,8 +162,8 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
         small |= {
             "num_experts": _multiple(math.lcm(groups, units.experts), min(model.num_experts, max(4, 2 * groups))),
             "experts_per_token": chosen,
-            "expert_ffn_hidden_size": _multiple(FP8_MULTIPLE * units.tensor, WIDTH // 2),
-            "shared_expert_ffn_hidden_size": _multiple(FP8_MULTIPLE * units.tensor, WIDTH // 2)
+            "expert_ffn_hidden_size": _multiple(units.width * units.tensor, WIDTH // 2),
+            "shared_expert_ffn_hidden_size": _multiple(units.width * units.tensor, WIDTH // 2)
             if model.shared_expert_ffn_hidden_size
             else 0,
             "router": {"num_groups": groups, "groups_per_token": min(model.router.groups_per_token, chosen)},

@@ -1,0 +1,170 @@
+"""The three matmuls of a linear layer with operands that are quantised in blocks along the summed dimension of each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from megajax.ops import fp8_reference, grouped_fp8_reference
+from megajax.ops.block_formats import BlockOperand, Implementation, multiply, operand_dtype, random_bits
+from megajax.ops.block_recipe import BlockRecipe
+from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights
+from megajax.ops.grouped_matmul import weight_gradient as grouped_gradient
+from megajax.ops.grouped_rows import STEP, padded_rows, steps
+
+MaxOverDevices = Callable[[jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Noise:
+    """What random bits of a layer's output gradient depend on: the step, the layer, and each number's indices."""
+
+    seeds: jax.Array  # [2] uint32: for the input's gradient, for the weight's
+    token_ids: jax.Array  # [T / tensor] uint32, in the global batch; of experts [R], of their rows
+    columns: jax.Array  # [out] uint32: the columns of the whole weight that this device has
+
+    def bits(self, token_ids: jax.Array, use: int) -> jax.Array:
+        """`[tokens, out]`."""
+        return random_bits(self.seeds[use], token_ids, self.columns)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockWeight:
+    """The weight `[in, out]` of such a layer, in the compute dtype; experts' are stacked, `[E, in, out]`."""
+
+    values: jax.Array
+    amax: jax.Array | None  # over all devices, if the recipe has a factor
+    noise: Noise | None  # if the recipe is stochastic, in training
+    recipe: BlockRecipe = field(metadata={"static": True})
+    implementation: Implementation = field(metadata={"static": True})
+
+    def quantised(self, which: str) -> BlockOperand:
+        """`[out, in]` for the product with a layer's "input", `[in, out]` for that with its output "gradient"."""
+        return self.quantise(self.values.T if which == "input" else self.values, "weight", self.amax)
+
+    def quantise(
+        self, x: jax.Array, tensor: str, amax: jax.Array | None, bits: jax.Array | None = None
+    ) -> BlockOperand:
+        return self.recipe.quantised(x.astype(jnp.float32), tensor, amax, bits)
+
+    def transformed(self, x: jax.Array) -> jax.Array:
+        """An operand `[tokens, F]` of the weight's gradient → `[F, tokens]` FP32, before it is quantised."""
+        return self.recipe.transformed(x.astype(jnp.float32).T)
+
+    def amax_of(self, tensors: Sequence[jax.Array], max_over_devices: MaxOverDevices) -> jax.Array | None:
+        """The amax of a tensor in pieces over all devices, if the recipe has a factor."""
+        if not self.recipe.has_factor:
+            return None
+        return max_over_devices(reduce(jnp.maximum, map(fp8_reference.amax, tensors)))
+
+    def with_amax(self, values: jax.Array, max_over_devices: MaxOverDevices) -> "BlockWeight":
+        """This weight with the amax of its `values`."""
+        return replace(self, amax=self.amax_of([values], max_over_devices))
+
+    def with_rows(self, ids: jax.Array) -> "BlockWeight":
+        """This weight of experts with the ids `[R]` of their rows."""
+        return self if self.noise is None else replace(self, noise=replace(self.noise, token_ids=ids))
+
+    def with_gradient(self, gradient: jax.Array) -> "BlockWeight":
+        """The cotangent of this weight."""
+        return BlockWeight(gradient, None, None, self.recipe, self.implementation)
+
+
+class TokenPiece(NamedTuple):
+    """Some tokens of a layer's input or output gradient, in the compute dtype."""
+
+    values: jax.Array  # [T, F]
+    amax: jax.Array | None  # of the whole tensor, as `BlockWeight.amax_of`
+    token_ids: jax.Array | None = None  # [T] uint32, of a gradient that is rounded at random
+
+
+def product(x: TokenPiece, w: BlockWeight, which: str, dtype: Any) -> jax.Array:
+    """`x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
+    bits = None if w.noise is None or x.token_ids is None else w.noise.bits(x.token_ids, 0)
+    return multiply(w.quantise(x.values, which, x.amax, bits), w.quantised(which), dtype, w.implementation)
+
+
+def weight_gradient(
+    xs: Sequence[TokenPiece], dys: Sequence[TokenPiece], w: BlockWeight, dtype: Any, max_over_devices: MaxOverDevices
+) -> BlockWeight:
+    """`x.T @ dy`, summed over the pieces."""
+    inputs, gradients = ([w.transformed(piece.values) for piece in pieces] for pieces in (xs, dys))
+    amaxes = [w.amax_of(operands, max_over_devices) for operands in (inputs, gradients)]
+    total = None
+    for x, dy, piece in zip(inputs, gradients, dys, strict=True):
+        bits = None if w.noise is None or piece.token_ids is None else w.noise.bits(piece.token_ids, 1).T
+        operands = w.quantise(x, "input", amaxes[0]), w.quantise(dy, "gradient", amaxes[1], bits)
+        found = multiply(*operands, dtype, w.implementation)
+        total = found if total is None else total + found
+    assert total is not None
+    return w.with_gradient(total)
+
+
+# Experts: rows [R, F] sorted by expert, and the rows of a group are summed over in the gradient of its matrix
+
+
+def grouped_product(
+    x_rf: jax.Array,
+    w: BlockWeight,
+    group_sizes_e: jax.Array,
+    which: str,
+    max_over_devices: MaxOverDevices,
+    implementation: GroupedImplementation,
+) -> jax.Array:
+    """`product` of the rows of each group with the matrix of its expert, emulated."""
+    dtype = operand_dtype(x_rf.dtype)
+    has_factor, gradient = w.recipe.has_factor, which == "gradient"
+    amax = max_over_devices(grouped_fp8_reference.amax(x_rf, group_sizes_e)) if has_factor else None
+    bits = w.noise.bits(w.noise.token_ids, 0) if gradient and w.noise is not None else None
+    x = w.quantise(x_rf, which, amax, bits)
+
+    def quantised(matrix: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        found = w.quantise(matrix, "weight", w.amax)
+        return found.numbers(dtype), found.factor
+
+    matrices, factors = jax.vmap(quantised)(w.values if gradient else w.values.swapaxes(1, 2))
+    how = {"transpose_w": True, "implementation": _in_dtype(implementation, dtype)}
+    product = rows_times_weights(x.numbers(dtype), matrices, group_sizes_e, **how)
+    if x.factor is not None and factors is not None:
+        product = product * (x.factor * factors[0])
+    return product.astype(x_rf.dtype)
+
+
+def grouped_weight_gradient(
+    x_rf: jax.Array,
+    dy_rf: jax.Array,
+    w: BlockWeight,
+    group_sizes_e: jax.Array,
+    max_over_devices: MaxOverDevices,
+    implementation: GroupedImplementation,
+) -> BlockWeight:
+    """`weight_gradient` of the rows of each group: its blocks begin with its first row, and zeros fill the last."""
+    E, R = w.values.shape[0], len(x_rf)
+    first, count = jnp.split(steps(group_sizes_e, padded_rows(R, E)), 2, axis=1)
+    column = jnp.arange(STEP)
+    rows, held = (first + column).reshape(-1), (column < count).reshape(-1)
+    dtype, factor, operands = operand_dtype(x_rf.dtype), None, list[jax.Array]()
+    for tensor, values in (("input", x_rf), ("gradient", dy_rf)):
+        aligned = w.transformed(jnp.where(held[:, None], values.at[rows].get(mode="clip"), 0))
+        bits = None
+        if tensor == "gradient" and w.noise is not None:
+            filled = jnp.broadcast_to(~column.astype(jnp.uint32), first.shape[:1] + column.shape).reshape(-1)
+            ids = jnp.where(held, w.noise.token_ids.at[rows].get(mode="clip"), filled)
+            bits = w.noise.bits(ids, 1).T
+        found = w.quantise(aligned, tensor, w.amax_of([aligned], max_over_devices), bits)
+        operands.append(found.numbers(dtype).T)
+        factor = found.factor if factor is None or found.factor is None else factor * found.factor
+    sizes = -(-group_sizes_e // STEP) * STEP
+    x, dy = operands
+    gradient = grouped_gradient(x, dy, sizes, jnp.float32, implementation=_in_dtype(implementation, dtype))
+    return w.with_gradient((gradient if factor is None else gradient * factor).astype(x_rf.dtype))
+
+
+def _in_dtype(implementation: GroupedImplementation, dtype: Any) -> GroupedImplementation:
+    """The kernel has no FP32."""
+    return "reference" if dtype == jnp.float32 else implementation
