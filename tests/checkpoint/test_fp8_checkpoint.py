@@ -3,8 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from megajax.config import load_config
+from megajax.errors import ConfigError
 from megajax.training.loop import Trainer
 
 TINY = """
@@ -89,3 +91,19 @@ def test_a_bf16_run_goes_on_in_fp8_and_back(make_trainer):
     again = make_trainer(6, delayed(4))
     assert again.step == 5
     assert not any(h.any() for h in histories(again).values())
+
+
+def test_a_run_with_delayed_scaling_exports_its_inputs_scales(make_trainer, tmp_path):
+    """No calibration: the scales are those of the largest magnitudes of the history."""
+    export = [f"checkpoint.export_hf.dir={tmp_path / 'hf'}", "checkpoint.export_hf.quantization=fp8_tensor"]
+    history = histories(run_to_the_end(make_trainer(2, [*delayed(4), *export])))
+    with safe_open(tmp_path / "hf/step-2/model.safetensors", framework="np") as file:
+        for theirs, ours in (("self_attn.q_proj", "attention.qkv"), ("mlp.down_proj", "mlp.down")):
+            for layer in range(2):
+                scale = file.get_tensor(f"model.layers.{layer}.{theirs}.input_scale")
+                assert scale.dtype == np.float32 and scale.shape == (1,)
+                np.testing.assert_array_equal(scale, history[f"{ours}.input"][layer].max() / np.float32(448))
+    with pytest.raises(
+        ConfigError, match="quantization=fp8_tensor .*recipe=current.*: set precision.fp8.recipe=delayed"
+    ):
+        make_trainer(2, [*CURRENT, *export])
