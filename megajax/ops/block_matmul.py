@@ -20,7 +20,7 @@ MaxOverDevices = Callable[[jax.Array], jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Noise:
+class RoundingNoise:
     """What random bits of a layer's output gradient depend on: the step, the layer, and each number's indices."""
 
     seeds: jax.Array  # [2] uint32: for the input's gradient, for the weight's
@@ -39,7 +39,7 @@ class BlockWeight:
 
     values: jax.Array
     amax: jax.Array | None  # over all devices, if the recipe has a factor
-    noise: Noise | None  # if the recipe is stochastic, in training
+    noise: RoundingNoise | None  # if the recipe is stochastic, in training
     recipe: BlockRecipe = field(metadata={"static": True})
     implementation: Implementation = field(metadata={"static": True})
 

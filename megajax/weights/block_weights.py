@@ -9,7 +9,7 @@ from jax import lax
 
 from megajax.model.sublayer import BlockInputs
 from megajax.ops.block_formats import Implementation
-from megajax.ops.block_matmul import BlockWeight, MaxOverDevices, Noise
+from megajax.ops.block_matmul import BlockWeight, MaxOverDevices, RoundingNoise
 from megajax.ops.block_recipes import block_recipe
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
@@ -32,6 +32,6 @@ class BlockWeights:
         noise = None
         if self.recipe.is_stochastic and inputs.rounding_key is not None:
             key = jax.random.fold_in(jax.random.fold_in(inputs.rounding_key, layer), zlib.crc32(name.encode()))
-            noise = Noise(jax.random.bits(key, (2,)), inputs.token_ids, weight.column_ids())
+            noise = RoundingNoise(jax.random.bits(key, (2,)), inputs.token_ids, weight.column_ids())
         used = BlockWeight(w, None, noise, self.recipe, self.implementation)
         return used.with_amax(lax.stop_gradient(w), self.max_over_devices)
