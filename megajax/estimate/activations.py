@@ -39,7 +39,8 @@ class Activations:
 
     def trace(self, block: str, fp8: bool = False, recompute: tuple[str, ...] = ()) -> BlockTrace:
         """The trace of a kind of block on a device of this plan."""
-        return self.traces.of(block, LayerForm(self.shards[block], fp8, recompute))
+        quantised = fp8 and self.config.precision.fp8.chosen.has_kernels  # in blocks what is kept is not
+        return self.traces.of(block, LayerForm(self.shards[block], quantised, recompute))
 
     def saved(self, block: str, segment: LayerSegment, stacked: bool) -> int:
         """Bytes that a layer's forward pass saves under the segment's policy; see `values` for `stacked`."""
@@ -151,8 +152,9 @@ class Activations:
 
     @property
     def in_fp8(self) -> float:
-        """The part of the layers that is in FP8."""
-        return len(self.config.fp8_layers) / self.config.model.num_layers
+        """The part of the layers whose operands are kept in FP8."""
+        layers = self.config.fp8_layers if self.config.precision.fp8.chosen.has_kernels else ()
+        return len(layers) / self.config.model.num_layers
 
 
 def shards_of(plan: StepPlan, block: Block) -> Shards:

@@ -46,7 +46,8 @@ class StepWeights:
         self.plan, self.config, self.sizes, self.placements = plan, plan.config, plan.sizes, plan.placements
         self.blocks, self.compute = blocks, compute
         self.repeats = plan.config.batch.num_microbatches > 1 or plan.is_pipelined
-        self.linear = frozenset(linear_layers(plan.config.model)) if plan.config.fp8_layers else frozenset[str]()
+        quantised = plan.config.fp8_layers and plan.config.precision.fp8.chosen.has_kernels
+        self.linear = frozenset(linear_layers(plan.config.model)) if quantised else frozenset[str]()
         self._layers = dict[tuple[str, bool, bool], Elements]()
         self.fp8_slots = {j for s in plan.segments if s.fp8 for j in range(s.start, s.start + s.count)}
 

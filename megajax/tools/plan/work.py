@@ -109,6 +109,7 @@ class Device:
 
     def layer(self, kind: LayerKind, fp8: bool) -> PassSeconds:
         """The forward and backward pass of a layer for one microbatch."""
+        fp8 = fp8 and self.plan.kernels.fp8 != "emulated"
         if (kind, fp8) not in self._layers:
             parts = [self.part(kind, name, fp8) for name in self.blocks[kind.block].names]
             self._layers[kind, fp8] = sum(parts, PassSeconds())
