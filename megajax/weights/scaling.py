@@ -29,10 +29,14 @@ class Scaling:
     def __init__(self, plan: StepPlan):
         self.settings, model = plan.fp8, plan.model
         self.num_layers = sum(map(len, stacked_layers(model).values()))
-        self.layers = linear_layers(model) if self.settings.chosen.has_kernels else ()
+        self.layers = linear_layers(model)
         self.gradient_dtype = fp8.E5M2 if self.settings.format == "hybrid" else fp8.E4M3
         # Guesses for empty histories, too large rather than too small: saturation is worse than small values.
         self.first_amax = {"input": 16.0, "weight": 8 * model.init_std, "gradient": 64 / math.prod(plan.batch_shape)}
+
+    def quantises(self, name: str) -> bool:
+        """Whether the weight of this name is quantised with one scale in layers that are in FP8."""
+        return self.settings.chosen.has_kernels and name in self.layers
 
     @property
     def names(self) -> list[str]:

@@ -19,7 +19,7 @@ schedule: {kind: constant, learning_rate: 1.0e-3}
 data: {kind: synthetic}
 logging: {tensorboard: false}
 """
-BF16, CURRENT = ["precision.fp8.recipe=none"], ["precision.fp8.recipe=current"]
+BF16, CURRENT, NVFP4 = ([f"precision.fp8.recipe={recipe}"] for recipe in ("none", "current", "nvfp4"))
 
 
 def delayed(length: int) -> list[str]:
@@ -80,7 +80,7 @@ def test_a_bf16_run_goes_on_in_fp8_and_back(make_trainer):
     for name, history in histories(first).items():
         np.testing.assert_array_equal(histories(shorter)[name], history[:, :1])
         np.testing.assert_array_equal(histories(longer)[name], np.pad(history, ((0, 0), (0, 2))))
-    for overrides in (CURRENT, BF16):
+    for overrides in (CURRENT, NVFP4, BF16):
         trainer = make_trainer(6, overrides)
         assert_goes_on_from(trainer, first)
         assert histories(trainer) == {}

@@ -117,7 +117,7 @@ class StackWeights:
         slot = segment.start + j
         kind = self.slots[slot].block
         weights, rows, out = self.weights[kind], self.kinds[kind], dict[str, Any]()
-        in_fp8 = {name for name in weights if segment.fp8 and name in self.scaling.layers}
+        in_fp8 = {name for name in weights if segment.fp8 and self.scaling.quantises(name)}
         for name, weight in weights.items():
             if name not in in_fp8 and self.stays_in_stack(weight, segment, slot):
                 parts = {member: stored[kind][member] for member in weight.members}
