@@ -122,7 +122,7 @@ def describe_objective(config: Config) -> dict[str, Any]:
 
 def describe_data(data: DataConfig) -> dict[str, Any]:
     """The settings that decide which tokens the n-th sample has."""
-    others = (("fim_spm_rate", "fim_tokens") if data.fim_rate else ()) + (("denoisers",) if data.denoisers else ())
+    infilling = ("fim_spm_rate", "fim_tokens") if data.fim_rate else ()
     keys = {
         "kind",
         "train",
@@ -131,8 +131,9 @@ def describe_data(data: DataConfig) -> dict[str, Any]:
         "fim_rate",
         "noise_density",
         "mean_span_length",
+        "denoisers",
         *OF_SAMPLES[data.kind],
-        *others,
+        *infilling,
     }
     packing = {"packing": data.row_packing} if "packing" in keys else {}
     return data.model_dump(mode="json", include=keys) | packing
