@@ -1,5 +1,6 @@
 """Which checkpoints `checkpoint.keep_best` keeps, from their evaluation losses."""
 
+import math
 from types import SimpleNamespace
 
 from megajax.checkpoint.best import BestByLoss
@@ -18,5 +19,6 @@ def test_a_checkpoint_that_is_written_again_has_no_loss_until_it_is_evaluated(tm
     best.forget(2)
     after_a_restart = BestByLoss(tmp_path, 1)  # of a run that was killed before the evaluation
     assert kept(best, 2, 4, 6) == [4] == kept(after_a_restart, 2, 4, 6)
-    best.set(2, 5.0)
-    assert kept(best, 2, 4, 6) == [4] == kept(BestByLoss(tmp_path, 1), 2, 4, 6)
+    for worse in (5.0, math.nan):
+        best.set(2, worse)
+        assert kept(best, 2, 4, 6) == [4] == kept(BestByLoss(tmp_path, 1), 2, 4, 6)

@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,20 @@ import pytest
 from PIL import Image
 
 import megajax
+from megajax.data.chat_samples import ChatSamples
 from megajax.data.describe import describe_data
-from megajax.data.image_processing import cut_patches, default_file, default_processor, patch_order, read_processor
+from megajax.data.image_processing import (
+    ImageProcessor,
+    cut_patches,
+    default_file,
+    default_processor,
+    patch_order,
+    read_processor,
+    smart_size,
+)
 from megajax.data.inspect import write_pictures
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import datasets, find_images, make_loader
+from megajax.data.pictures import decode
 from megajax.errors import InputError
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.schema.vision import VisionConfig
@@ -29,6 +40,7 @@ VISION = {
 }
 ROPE = {"qwen": {"rope_sections": [1, 1, 2]}}
 NAMES = ["first.png", "second.png"]
+ENDINGS = ["png", "jpg", "jpeg", "webp", "gif", "bmp", "JPG", "PNG", "1.png"]  # of the members of a shard
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +106,63 @@ def test_pixels_are_those_of_transformers(reference):
                 pixels = cut_patches(pixels, 4, 2)[patch_order(rows, columns, 2)]
             np.testing.assert_array_equal(pixels, expected, err_msg=f"{name} {size}")
     np.testing.assert_array_equal(patch_order(12, 10, 1, 4), reference["windows"])
-    stretched = VISION["qwen"] | {"grid": 3, "interpolate": True}
-    for given in (*VISION.values(), stretched):  # what an export writes of a run that had no file
-        vision = VisionConfig.model_validate(given)
+    stretched, wide = VISION["qwen"] | {"grid": 3, "interpolate": True}, {"temporal_patch_size": 3, "merge": 4}
+    for given in (*VISION.values(), stretched, VISION["qwen"] | wide):
+        vision = VisionConfig.model_validate(given)  # what an export writes of a run that had no file
         assert read_processor(default_file(vision), "a", vision) == default_processor(vision)
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Llava", "Gemma3", "Qwen2VL"])
+def test_a_processor_that_only_has_its_name_has_the_values_of_transformers(kind):
+    """As printed by transformers 5."""
+    clip = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+    half = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+    expected = {
+        "CLIP": clip | {"shortest": 224, "crop": (224, 224)},
+        "Siglip": half | {"exact": (224, 224)},
+        "Llava": clip | {"shortest": 224, "crop": (224, 224)},
+        "Gemma3": half | {"exact": (224, 224), "resample": Image.Resampling.BILINEAR},
+        "Qwen2VL": clip | {"pixels": (3136, 1003520)},
+    }[kind]
+    sizes = {"patch_size": 14, "temporal_patch_size": 2, "merge": 2}
+    own = VisionConfig.model_validate(TOWER | sizes | ({} if kind == "Qwen2VL" else {"merge": 1, "grid": 16}))
+    values = {"image_processor_type": f"{kind}ImageProcessor"}
+    assert read_processor(values, "a", own) == ImageProcessor(**{"resample": 3, "scale": 1 / 255} | expected)
+    for key, other in {"patch_size": 7, "temporal_patch_size": 1, "merge": 1}.items() if kind == "Qwen2VL" else ():
+        with pytest.raises(InputError, match=f"but model.vision.{key}={other}"):
+            read_processor(values, "a", own.model_copy(update={key: other}))
+
+
+def test_a_picture_is_turned_as_its_camera_was_and_has_a_size_within_the_limits():
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # its right side is the top
+    picture(17, 30).save(file, "png", exif=exif)
+    np.testing.assert_array_equal(np.asarray(decode(file.getvalue())), np.rot90(np.asarray(picture(17, 30)), -1))
+    # 144 pixels are below the limit, but not the 256 of the nearest multiples of 8.
+    assert smart_size(12, 12, 8, 64, 200) == (8, 8)
+
+
+@pytest.mark.parametrize(("class_token", "expected"), [(True, [3, 1]), (False, [4])])
+def test_patches_of_a_row_count_class_entries_and_other_towers_have_other_rows(
+    reference, tmp_path, class_token, expected
+):
+    """38 patches have room for four pictures of 9, but only three with a class entry each."""
+    write_folder(tmp_path, reference["chats"]["llava"])
+    chat = [
+        {"role": "user", "content": [{"type": "image", "path": "first.png"}]},
+        {"role": "assistant", "content": "A"},
+    ]
+    config = config_of(tmp_path, "llava", write_lines(tmp_path, [{"messages": chat}] * 4), packing="first_fit")
+
+    def rows(class_token: bool) -> list[int]:
+        vision = config.model.vision.model_copy(update={"patches_per_row": 38, "class_token": class_token})
+        own = config.model_copy(update={"model": config.model.model_copy(update={"vision": vision})})
+        samples = datasets(own)["train"]
+        assert isinstance(samples, ChatSamples)
+        return [len(samples.pictures(i)) for i in range(len(samples))]
+
+    rows(not class_token)  # stored in the same directory
+    assert rows(class_token) == expected
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -189,11 +254,16 @@ def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path
             encoded = io.BytesIO()
             picture(17 + 3 * i, 30).save(encoded, "png")
             (tmp_path / f"{i}.png").write_bytes(encoded.getvalue())
-            add(f"a/{i}.png", encoded.getvalue())
+            add(f"a/{i}.{ENDINGS[i]}", encoded.getvalue())
             answer = {"role": "assistant", "content": f"Number {i}"}
             asked = {"type": "image", "path": f"{i}.png"}
             records.append({"messages": [{"role": "user", "content": [asked]}, answer]})
-            if i % 2:
+            if i == 4:  # in LLaVA's form, with another picture of the same key
+                turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": answer["content"]}]
+                name = f"a/{i}.{ENDINGS[i]}"
+                add(f"a/{i}.json", json.dumps({"image": name, "conversations": turns}).encode())
+                add(f"a/{i}.mask.png", encoded.getvalue())
+            elif i % 2:
                 add(f"a/{i}.txt", answer["content"].encode())
             else:
                 asked = {"role": "user", "content": "<image>"}
@@ -210,9 +280,13 @@ def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path
     assert write_pictures(configs[0], datasets(configs[0])["train"], 0, tmp_path / "shown")
     [(sized, _), *_] = datasets(configs[0])["train"].pictures(0)
     seen = np.asarray(Image.open(tmp_path / "shown/sample_0_picture_0.png"))  # only resized
-    whole = Image.open(tmp_path / Path(sized.picture.name).name)
+    whole = Image.open(tmp_path / f"{Path(sized.picture.name).name.split('.')[0]}.png")
     resized = whole.resize((sized.columns * 4, sized.rows * 4), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(seen, np.asarray(resized))
+    for scale in (1 / 127.5, None):  # of other processors
+        images = find_images(configs[0])
+        other = replace(images, processor=replace(images.processor, scale=scale))
+        np.testing.assert_array_equal(np.asarray(other.shown(*other.entries_of(sized))), np.asarray(resized))
     sizes, values = BatchSizes.constant(2), {"tokens_per_second_per_device": 256.0}  # as many as a batch has
     run = SimpleNamespace(config=configs[0], sizes=sizes)
     Modalities(datasets(configs[0])["train"]).on_log(run, 3, values)  # type: ignore[arg-type]

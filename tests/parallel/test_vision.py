@@ -155,6 +155,7 @@ def test_flops_are_those_of_the_tower_too(table):
             {},
             "mesh.context=4 x .* into parts of whole image embeddings",
         ),
+        ("average", {"tensor": 2}, {"patches_per_row": 36}, {}, "mesh.tensor=2 does not divide .* whole image embeddings"),
         ("average", {"tensor": 2}, {"ffn_hidden_size": 21}, {}, "does not divide model.vision.ffn_hidden_size=21"),
         ("average", {}, {}, {"precision": {"fp8": {"recipe": "current"}}}, "the tower's layers are not quantised"),
     ],
