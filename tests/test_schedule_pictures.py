@@ -67,6 +67,8 @@ def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, co
         assert spans[-1][1] <= float(picture.get("width", ""))
     backward = costs.backward + (0 if kind == "zero_bubble" else costs.weight)
     whole = {"forward": costs.forward, "backward": backward, "weight": costs.weight}
+    named_costs = ", ".join(f"{name} {whole[name]:g} ms" for name in operations)
+    assert f"costs: {named_costs}" in svg(schedule, costs, "ms")
     widths = {name: {float(box.get("width", "")) for box in boxes if box.get("class") == name} for name in operations}
     (unit,) = widths["forward"]
     for name in operations:

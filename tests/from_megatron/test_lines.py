@@ -189,6 +189,8 @@ def training(a: Parsed, world: int) -> dict:
         "data.reset_positions": a["reset_position_ids"],
         "data.mask_end_of_document_loss": a["eod_mask_loss"],
     }
+    if "distributed_timeout_minutes" in a:
+        found["run.hang_min_seconds"] = 60 * a["distributed_timeout_minutes"]
     if a["lr_decay_style"] != "constant":
         found["schedule.min_learning_rate"] = a["min_lr"]
     if a["optimizer"] in ("adam", "muon"):

@@ -50,6 +50,17 @@ OF_FAMILY = {  # what other keys of the file decide
     "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
 }
 
+ABSENT = {  # keys of published files that these lack, with values that their models do not have
+    "tiny_deepseek_v3": {"moe_layer_freq": 2, "scoring_func": "softmax", "topk_method": "greedy"},
+    "tiny_kimi_linear": {
+        "mla_use_nope": False,
+        "moe_layer_freq": 2,
+        "moe_router_activation_func": "softmax",
+        "num_nextn_predict_layers": 1,
+        "use_grouped_topk": False,
+    },
+}
+
 
 def other(value: Any) -> Any:
     """A value of the same type that is not equal."""
@@ -81,6 +92,16 @@ def test_every_key_of_a_config_counts(path, tmp_path):
             continue
     free = " ".join([*MAY_CHANGE.values(), OF_FAMILY.get(path.stem, "")]).split()
     assert silent - {*free} == set()
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in ABSENT.items() for key in keys])
+def test_an_option_of_published_files_that_the_model_lacks_is_a_sentence(name, key, tmp_path):
+    with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
+        config = json.loads(archive.read("config.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: ABSENT[name][key]}))
+    assert key not in config
+    with pytest.raises(InputError, match=key):
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.stem)

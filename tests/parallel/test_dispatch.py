@@ -14,7 +14,7 @@ from megajax.mesh import AXES as MESH_AXES
 from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import Biases, ExpertMatrices
-from megajax.options.dispatch import DISPATCHES
+from megajax.options.dispatch import DISPATCHES, choose_dispatch
 from megajax.parallel.experts.exchanged import exchange, plan
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import Collectives
@@ -64,6 +64,11 @@ def on_devices(room: int):
         return there[0][None], routes.group_sizes[None], back[permutation.inverse][None], routes.rounds[None]
 
     return run
+
+
+@pytest.mark.parametrize(("devices", "k", "name"), [(8, 2, "all_gather"), (9, 2, "all_to_all"), (16, 16, "all_gather")])
+def test_auto_gathers_up_to_eight_devices_or_as_many_as_a_token_has_experts(devices, k, name):
+    assert choose_dispatch("auto", devices, k).name == name
 
 
 @pytest.mark.smoke

@@ -150,6 +150,18 @@ def test_every_key_is_compared_or_may_change_for_a_reason(bases):
     assert [key for key in refused if not is_named(key, COMPARED_ON_RESUME)] == []
 
 
+def test_parts_that_are_frozen_by_groups_are_compared_since_they_have_no_moments(tiny):
+    """Other changes of groups are allowed (MAY_CHANGE)."""
+
+    def of(rate: float):
+        groups = f"optimizer.groups=[{{parameters: ['vision.*'], learning_rate: {rate}}}]"
+        return settings(load_config(tiny, ["data.kind=synthetic", *VISION, groups]))
+
+    assert not differences(of(1.0), of(0.5), MUST_AGREE)
+    (found,) = differences(of(0.5), of(0.0), MUST_AGREE)
+    assert (found.key, found.saved, found.mine) == ("optimizer.frozen_by_groups", None, ["vision tower", "projector"])
+
+
 def changed_packing(config, packing):
     return settings(config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})}))
 

@@ -92,3 +92,13 @@ def test_each_part_of_the_memory_stands_under_its_name():
     assert len(set(parts.values())) == 7, "else two could change places"
     shown = ", ".join(f"{name} {memory_size(size)}" for name, size in parts.items())
     assert lines(model, mesh, 2)["memory"] == f"estimate per device: {shown}"
+
+
+def test_an_encoder_and_a_tower_have_their_layers_and_the_length_of_their_rows():
+    tower = {"image_token": 1, "num_layers": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 2, "grid": 5}
+    found = lines(DENSE | {"vision": tower}, {"fsdp": 8}, 2)
+    assert found["vision"].startswith("2 layers over 25 patches of a row; attention: ")
+    encoder = {"kind": "layers", "num_layers": 3, "sequence_length": 24}
+    found = lines(DENSE | {"encoder": encoder}, {"fsdp": 8}, 2)
+    assert found["encoder"].startswith("3 layers over sequences of 24 tokens; attention: ")
+    assert "; cross-attention: " in found["encoder"]
