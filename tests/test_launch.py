@@ -282,6 +282,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_launcher(run, number, s
     with contextlib.redirect_stderr(Signalling()) as errors:
         errors.number = number
         assert run(4, waits=launch.Waits())[:2] == (status, 1)
+    assert "restart in 1 s on 2 devices" in errors.getvalue()
 
 
 def test_the_workers_of_a_process_end_with_it_though_a_signal_was_forwarded_after_its_end(run, tmp_path):

@@ -58,7 +58,7 @@ MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 110, 
 @pytest.fixture
 def config_of(tmp_path):
     special = {"[MASK]": 100, "[CLS]": 101, "<|endoftext|>": 102}
-    vocabulary = {"?": 0} | {str(i): i for i in range(1, 100)} | special
+    vocabulary = {"?": 0} | {str(i): i for i in range(1, 100)} | special | {"<s>": 103}  # it begins a text
     added = [{"id": i, "content": name, "special": True} for name, i in special.items()]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}}
@@ -88,8 +88,8 @@ def test_batches_hide_tokens_of_the_samples_and_their_targets_are_these(config_o
     datasets(config)
     loader, unmasked = (make_loader(each, split="train", rows=np.arange(4)) for each in (config, plain))
     masking = open_masking(config)
-    assert masking is not None and (masking.mask_token, masking.vocab_size) == (100, 103)
-    assert {100, 101, 102} <= {*masking.kept}
+    assert masking is not None and (masking.mask_token, masking.vocab_size) == (100, 104)
+    assert masking.kept == (100, 101, 102, 103)
     whole = [next(loader) for _ in range(3)]
     for step, (batch, other) in enumerate(zip(whole, unmasked, strict=False)):
         assert {name: a.dtype for name, a in batch.items()} == {name: a.dtype for name, a in other.items()}

@@ -31,12 +31,12 @@ def folder(letters_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answer(folder):
-    """Text → its likeliest continuation, without the tokenizer's first token."""
+    """Text → its continuation, the likeliest by default, without the tokenizer's first token."""
     model = megajax.from_hf(folder)
 
-    def answer(text: str) -> str:
+    def answer(text: str, temperature: float = 0, seed: int = 0) -> str:
         tokens = model.encode(text, special_tokens=False)
-        return continue_texts(model, [tokens], 6, Sampling(temperature=0))[0]
+        return continue_texts(model, [tokens], 6, Sampling(temperature), seed=seed)[0]
 
     return answer
 
@@ -64,6 +64,9 @@ def test_each_answer_follows_the_conversation_before_it(talk, answer):
     said = "\ufeffhello\\\nyou\n\ngo\n/reset\ngo\n/exit\nmore\n".encode()
     assert talk(said, "--system", "be nice") == (0, f"{first}\n{second}\n{again}\n", "")
     assert talk(b"go\n", "--chat-template-args", "{tone: x}") == (0, answer("xu goéa ") + "\n", "")
+    drawn = [answer("u goéa ", 2.0, seed) for seed in (7, 8)]  # each answer has a seed of its own
+    assert drawn[0] != drawn[1]
+    assert talk(b"go\n/reset\ngo\n", "--temperature", "2", "--seed", "7") == (0, "{}\n{}\n".format(*drawn), "")
 
 
 def test_what_cannot_be_answered_is_a_sentence(talk, folder):
