@@ -261,6 +261,10 @@ def test_modules_that_predict_tokens_in_sight_are_refused():
         check_rules(config.model_copy(update={"model": model, "objective": objective}))
 
 
+def test_a_value_beyond_a_key_that_is_not_read_is_no_error():
+    load_config("x.yaml", ["schedule.kind=constant", "schedule.warmup_steps=50", "schedule.decay_steps=20"])
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_an_impossible_combination_is_refused(overrides: str):

@@ -240,6 +240,15 @@ def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, 
     assert f"20 conversations, {long} left out" in line and "the loss counts" in line
     (line,) = [line for line in describe_data(cut, opened) if line.startswith("train:")]
     assert f", {long} cut after 65 tokens, " in line
+    masks, rows = [each["mask"][:65] for each in reference["conversations"]], len(opened["train"])
+    tokens, read = sum(map(len, masks)), cut.run.steps * cut.batch.global_size
+    assert f"{tokens:,} tokens in {rows} sequences ({tokens / (65 * rows):.0%} full)" in line
+    assert line.endswith(f"counts {sum(map(sum, masks)) / tokens:.0%} of the tokens; {read / rows:.3g} epochs")
+    twice = [{"prefix": str(folder / "chats.jsonl"), "weight": weight} for weight in (3, 1)]
+    blend = config_of(folder, {"train": twice}, length=64)
+    found = [line for line in describe_data(blend, datasets(blend)) if line.startswith("train:")]
+    for line, share in zip(found, (0.75, 0.25), strict=True):
+        assert line.endswith(f"; {share * read / rows:.3g} epochs")
     with pytest.raises(InputError, match="within 4 tokens: raise batch.sequence_length, or give other data"):
         datasets(config_of(folder, length=4))
 

@@ -6,7 +6,7 @@ import pytest
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
 from megajax.training.batches import to_global
@@ -87,6 +87,14 @@ def test_loss_and_gradients_are_those_of_the_reference(table, expected, packed, 
         assert float(total / number) == pytest.approx(evaluated, rel=table.PLAIN_VALUE)
     assert {"relative_bias", "encoder.relative_bias", "encoder.final_norm"} < {*gradients}
     table.check_first_step(program, state, batch, float(loss), gradients)
+
+
+def test_tokens_of_the_encoder_beyond_the_vocabulary_are_refused(table):
+    program = TrainProgram.build(config := make(table, {}), build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    batch = fields(False)
+    batch["encoder_tokens"] = batch["encoder_tokens"] + (batch["encoder_tokens"] == 49)
+    with pytest.raises(InputError, match="holds 50 in encoder_tokens: give numbers below 50"):
+        to_global(program, batch)
 
 
 def test_flops_are_those_of_both_stacks(table):

@@ -7,7 +7,7 @@ from image_rows import random_rows, with_images
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
 from megajax.model.trained import part_of
@@ -117,6 +117,20 @@ def test_an_empty_slot_has_no_number_of_a_layer_that_adds_features(table):
     assert plan.first_layers.tolist() == [[[-1, 0]], [[1, -1]], [[2, 3]], [[4, -1]]]
 
 
+@pytest.mark.parametrize(
+    ("name", "limits"), [("windows", {"image_index": 12}), ("average", {"image_index": 12, "patch_positions": 4})]
+)
+def test_numbers_beyond_a_row_of_images_or_a_table_are_refused(table, name, limits):
+    """48 patches are 12 embeddings; the table of positions has 4 rows and columns."""
+    config = make(table, name, {}, **PACKED)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    for field, limit in limits.items():
+        batch = fields(name)
+        batch[field] = np.full_like(batch[field], limit)
+        with pytest.raises(InputError, match=f"holds {limit} in {field}: give numbers below {limit}"):
+            to_global(program, batch)
+
+
 def test_flops_are_those_of_the_tower_too(table):
     """By hand, per token: a patch of 12 numbers attends to the 16 of its image; a block becomes one embedding."""
     D, F, S, V, rows, pair = 16, 24, LENGTH, 52, 48, 2 * 16
@@ -134,6 +148,11 @@ def test_flops_are_those_of_the_tower_too(table):
     attended = 2 * (local + whole) * pair  # as of adapters' bases, attention counts whole
     text_frozen = of(["vision.*"], ["*"])
     assert text_frozen == pytest.approx(6 * (layers + patches + projector) / S + 4 * text + attended)
+    whole = flops_per_token(make(table, "windows", {}, vision={"window": None, "global_layers": []}))
+    in_windows = 2 * (8 - 8**2 / (2 * rows))  # a window of 4 x 4 patches counts as 8 on both sides
+    assert whole - flops_per_token(make(table, "windows", {})) == pytest.approx(
+        6 * rows / S * (rows - in_windows) * pair
+    )
 
 
 @pytest.mark.parametrize(

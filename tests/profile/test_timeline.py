@@ -16,7 +16,7 @@ from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
 from megajax.tools.profile import hlo, parts, timeline, trace
 from megajax.tools.profile.prediction import joined, predict
-from megajax.tools.profile.report import device_lines, largest_gap, table
+from megajax.tools.profile.report import CURES, device_lines, largest_gap, table
 
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
 STEP, STEPS = "jit__train_step", 2
@@ -89,6 +89,9 @@ def test_the_table_has_each_rows_share_of_the_step_and_difference_from_the_predi
         ["exposed collectives over tensor", "2.00", "25.0%", "0.00", "+2.00"],
         ["step", "8.00", "100.0%", "6.50", "+1.50"],
     ]
+    every = timeline.Measured(dict.fromkeys([*CURES, "collectives over fsdp"], 1.0), {})
+    shown = [line.split("|")[1].strip() for line in table(every, None, None)[2:]]
+    assert {*shown} == {*CURES, "exposed collectives over fsdp", "step"}
 
 
 def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_own(reading):

@@ -43,6 +43,9 @@ def test_every_token_but_the_first_of_a_source_is_predicted_once(make_config, te
         expected += [*zip(tokens[:-1], tokens[1:], strict=True)]
     found = [*zip(rows["tokens"][counted], rows["targets"][counted], strict=True)]
     assert found == expected
+    sets = make_config(f"data={{valid_sets: [{{name: a, prefix: {texts}/a}}], test: {texts}/a}}", "run.eval_steps=all")
+    assert [len(open_split(sets, split)) for split in ("valid/a", "test")] == [-(-(sum(LENGTHS) - 1) // 32)] * 2
+    assert [sets.is_padded(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 3 + [False]
 
 
 CHATS = [
