@@ -260,6 +260,10 @@ def test_epochs_have_different_orders_and_a_run_resumes_in_them(folder):
     epochs = [rows[len(samples) * e : len(samples) * (e + 1)] for e in range(3)]
     assert len(set(epochs[0])) == len(samples) and all(set(epoch) == set(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
+    in_order = datasets(config_of(folder, {"order": "sequential"}, length=160))["train"]
+    for epoch, found in enumerate(epochs):  # of the seed 5; other seeds have other epochs
+        order = np.random.Generator(np.random.PCG64((5, epoch))).permutation(len(samples))
+        assert found == [in_order[i].tobytes() for i in order]
     batches = make_loader(config, split="train", rows=np.arange(2))
     whole = [next(batches)["tokens"] for _ in range(5)]
     resumed = make_loader(config, split="train", rows=np.arange(1, 2), start_step=3)

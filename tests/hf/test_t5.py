@@ -72,6 +72,8 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, weights, tmp_path, name)
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (unpack(name), tmp_path / "out"))
     assert theirs.keys() == ours.keys() and all((theirs[n] == ours[n]).all() for n in theirs)
     assert read_model(tmp_path / "out") == read_model(unpack(name))
+    shorter = model.model_copy(update={"encoder": model.encoder.model_copy(update={"sequence_length": 24})})
+    assert family_for(model).read(family_for(model).write(shorter))["encoder"]["sequence_length"] == 24
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -104,6 +104,13 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, tmp_path, name):
     unused = FAMILIES[name.removesuffix("_siglip")].unused(json.loads((unpack(name) / "config.json").read_text()))
     assert all(tensor.startswith(unused) for tensor in named.keys() - ours.keys())
     assert model_of(tmp_path) == model
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (unpack(name), tmp_path))
+    assert ours.get("image_seq_length") == ((model.vision.grid or 0) ** 2 if "llava" in name else None)
+    parts = [(theirs, ours), *((theirs[part], ours[part]) for part in ("text_config", "vision_config"))]
+    differ = {key for their, own in parts for key, value in their.items() if own.get(key, "none") != value}
+    differ -= {"text_config", "vision_config"}
+    layers = {"vision_feature_layer", "num_hidden_layers"}  # of the tower, without those that are not read
+    assert differ <= {*MAY_CHANGE.split(), *layers, "num_channels", "use_bidirectional_attention"}
 
 
 # Of training, of the stored weights and of programs, read with the tokenizer, of videos, or of a window that is null

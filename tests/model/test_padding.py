@@ -151,6 +151,17 @@ def test_a_batch_with_padding_may_follow_one_without():
     assert steps[0] == steps[1]
 
 
+def test_a_row_of_padding_is_no_sequence():
+    """Neither of a microbatch's mean loss of sequences nor of its tokens; by hand."""
+    config = make_config(MODEL, batch={"global_size": 8}, data=UNPACKED)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    [fields] = make_batches(make_config(MODEL, steps=1, batch={"global_size": 8}))
+    fields["is_real"] = np.arange(fields["tokens"].shape[1]) < np.array([[3], [0], [0], [1], [0], [2], [4], [0]])
+    found, _ = program.graph.add_derived_fields(to_global(program, fields))
+    counts = [np.asarray(found[name]).ravel().tolist() for name in ("real_lengths", "real_tokens", "real_sequences")]
+    assert counts == [[3, 1, 1, 1, 1, 2, 4, 1], [10], [4]]
+
+
 def test_a_batch_that_does_not_say_what_is_padding_is_refused():
     config = make_config(MODEL, batch={"global_size": 8}, data=UNPACKED)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))

@@ -85,6 +85,12 @@ def receiver():
         *((name, f"moe/{name}") for name in ("dropped_tokens_max", "dropped_tokens_mean")),
         *((name, f"throughput/{name}") for name in ("step_seconds", "slowest_process", "work_imbalance")),
         *((name, f"throughput/{name}") for name in ("slowest_own_seconds", "others_own_seconds")),
+        *((name, f"throughput/{name}") for name in ("work_imbalance_sequential", "attention_imbalance")),
+        *(
+            (name, f"throughput/{name}")
+            for name in ("image_tokens_per_second_per_device", "tokens_per_second_per_device")
+        ),
+        *((name, f"moe/{name}") for name in ("global_loss", "sequence_loss")),
     ],
 )
 def test_tags_have_a_group(name, expected):

@@ -159,6 +159,7 @@ def test_process_0_logs_the_slowest_process_and_notes_it_once(make_config, proce
     watch.peers, first.signs = first, signs
     for _ in range(2):
         found = watch.slowest({"data": 0.02, "host": 0.03}, 0.6, said.append)
+    assert first.own_seconds == {"data": 0.02, "host": 0.03}  # for its next sign
     assert found.pop("slowest_own_seconds") == pytest.approx(0.5)
     assert found.pop("others_own_seconds") == pytest.approx((0.05 + 0.03) / 2)
     assert found == {"slowest_process": 1, "slowest_host": "h1"}
