@@ -106,6 +106,8 @@ class Wrong(NamedTuple):
     named: str
 
 
+READ = """time tokens loss eval_loss learning_rate grad_norm step_seconds tokens_per_second_per_device checkpoint_step
+    rollback expert_load expert_load_max"""  # by plot, status and the watch of a run
 WRONG = [
     Wrong("metrics", '{"loss": 1}\n', "line 1 is damaged .step is missing"),
     Wrong("metrics", '{"step": 1}\n{"step": "x"}\n', "line 2 is damaged .step=x"),
@@ -114,6 +116,7 @@ WRONG = [
     Wrong("metrics", '{"step": 1, "expert_load": [1e300]}\n', "expert_load.0=1e.300"),
     Wrong("metrics", '{"step": 1, "loss": NaN}\n', "loss=nan"),
     Wrong("metrics", "[1]\n", "line 1 is damaged"),
+    *(Wrong("metrics", f'{{"step": 1, "{key}": "x"}}\n', f"{key}=x") for key in READ.split()),
     Wrong("rollbacks", "[4]", "0=4"),
     Wrong("rollbacks", [ROLLBACK[0] | {"left_out_samples": 1, "samples": {}}], "0.samples={}"),
     Wrong("rollbacks", ROLLBACK, "0.left_out_samples is missing"),

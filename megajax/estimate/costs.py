@@ -41,7 +41,7 @@ def flops_per_token(config: Config) -> float:
     model, S, total = config.model, config.batch.sequence_length, _layers_flops(config, each)
     if (second := second_stack(config)) is not None:
         of_layers = _layers_flops(second, 6) * second.batch.sequence_length / (1 if trains_layers(second) else 3)
-        total += (of_layers + _around_layers_flops(config)) / S
+        total += (of_layers + _around_layers_flops(config, 4 if trains_layers(second) else 2)) / S
     whole = declared_model(model, config.lora, objective=config.objective)
     of_head = 6 if whole.objective else each  # an objective's own parameters are always trained
     total += of_head * head_parameter_count(whole) * (1 + len(extra_layers(model)))
@@ -50,15 +50,18 @@ def flops_per_token(config: Config) -> float:
     return total + 6 * adapter_parameter_count(whole)
 
 
-def _around_layers_flops(config: Config) -> float:
-    """FLOPs of a row of patches before and after the tower's layers; 0 without one."""
+def _around_layers_flops(config: Config, frozen: int) -> float:
+    """FLOPs of a row of patches before and after the tower's layers; 0 without one.
+
+    `frozen` are those of each parameter of a projector that is not trained.
+    """
     if (vision := config.model.vision) is None:
         return 0.0
     own = {name: math.prod(p.shape) for name, p in parameters(VisionTower(config.model)).items() if p.role == "matrix"}
     projector = sum(size for name, size in own.items() if name.startswith("projector."))
-    of_patches, of_projector = (6 if is_trained(config, f"{VISION}{name}") else 2 for name in ("patch", "projector."))
-    of_embeddings = max(of_patches, of_projector) * projector * vision.embeddings_per_row
-    return of_patches * own["patch"] * vision.patches_per_row + of_embeddings
+    of_patches = 6 if is_trained(config, f"{VISION}patch") else 2
+    of_projector = 6 if is_trained(config, f"{VISION}projector.") else frozen
+    return of_patches * own["patch"] * vision.patches_per_row + of_projector * projector * vision.embeddings_per_row
 
 
 def _layers_flops(config: Config, each: int) -> float:

@@ -1,14 +1,18 @@
 """T5: an encoder of layers, cross-attention and a bias of scores, on meshes against megajax/reference.py."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax import ops
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
+from megajax.model.comm import Comm
+from megajax.model.encoder_layers import EncoderLayers
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -97,6 +101,16 @@ def test_tokens_of_the_encoder_beyond_the_vocabulary_are_refused(table):
         to_global(program, batch)
 
 
+def test_the_encoders_dropout_has_masks_of_its_own(table):
+    """Tokens of the decoder have the same numbers, and the step's key."""
+    key, encoder = jax.random.key(3), EncoderLayers(make(table, {}).model)
+    tokens = {"encoder_tokens": jnp.zeros((2, SOURCE), jnp.int32)}
+    inputs = encoder.inputs(tokens, jnp.array([4, 5]), Comm(), key, {})
+    assert inputs.token_ids.tolist() == [*range(4 * SOURCE, 6 * SOURCE)]
+    masks = [ops.dropout(jnp.ones((2 * SOURCE, 8)), 0.5, k, inputs.token_ids) for k in (key, inputs.dropout_key)]
+    assert 0.3 < float((masks[0] == masks[1]).mean()) < 0.7
+
+
 def test_flops_are_those_of_both_stacks(table):
     """By hand, per token of the decoder: matrices, attention to both sides or before, cross-attention, head."""
     D, F, S, T, V = 16, 24, LENGTH, SOURCE, 52
@@ -121,3 +135,8 @@ def test_flops_are_those_of_both_stacks(table):
 def test_what_cannot_run_is_a_sentence(table, model, sections, sentence):
     with pytest.raises(ConfigError, match=sentence):
         make(table, sections.pop("mesh", {}), model, **sections)
+
+
+def test_tensor_need_not_divide_the_encoders_length(table):
+    model = {"encoder": T5["encoder"] | {"sequence_length": 12}}
+    check_mesh(make(table, {"context": 2, "tensor": 4}, model), 8)

@@ -145,6 +145,8 @@ def test_flops_are_those_of_the_tower_too(table):
     assert of() == pytest.approx(6 * (layers + patches + projector) / S + 6 * text)
     tower_frozen = of(["vision.projector.*"], ["vision.*"])
     assert tower_frozen == pytest.approx((2 * (layers + patches) + 6 * projector) / S + 6 * text)
+    projector_frozen = of(["vision.projector.*"])  # gradients pass through it
+    assert projector_frozen == pytest.approx((6 * (layers + patches) + 4 * projector) / S + 6 * text)
     attended = 2 * (local + whole) * pair  # as of adapters' bases, attention counts whole
     text_frozen = of(["vision.*"], ["*"])
     assert text_frozen == pytest.approx(6 * (layers + patches + projector) / S + 4 * text + attended)

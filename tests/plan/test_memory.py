@@ -153,6 +153,14 @@ def test_attention_over_context_keeps_what_both_passes_use(strategy, more):
     assert memory.activations == 2 * (2 * 128 // 4) * 9 * (saved + more)
 
 
+def test_a_tower_keeps_what_its_layers_save_and_its_output_before_and_after_its_norm():
+    tower = "model.vision={{image_token: 9, hidden_size: 64, num_heads: 4, ffn_hidden_size: 256, num_layers: {layers},"
+    tower += " patch_size: 2, grid: 4, projector: average, patches_per_row: 192}}"
+    none, one, two = small(), *(small(tower.format(layers=layers)) for layers in (1, 2))
+    layer = two.activations - one.activations
+    assert layer > 0 and one.activations - none.activations == layer + 2 * (2 * 192 * 64)
+
+
 def test_the_parts_add_up_to_the_total():
     memory = small()
     parts = (memory.parameters, memory.optimizer, memory.gradients, memory.weights, memory.activations, memory.working)

@@ -88,6 +88,12 @@ def test_epochs_are_counted_in_samples_of_all_sources(tmp_path, with_epochs):
     assert steps_of(with_epochs(2, *both, *ramp)) == 12
     one = (f"data.train={prefixes[0]}", "batch.global_size=1")
     assert [steps_of(with_epochs(epochs, *one)) for epochs in (0.16, 0.48, 0.49)] == [1, 3, 4]  # 0.48 is rounded up
+    packed = (
+        *one,
+        "data.packing=first_fit",
+        "data.reset_attention=true",
+    )  # their rows have the token after the last too
+    assert steps_of(with_epochs(1.7, *packed)) == 10
     with pytest.raises(InputError, match=r"run.epochs=1e\+12 .* steps"):
         steps_of(with_epochs(1.0e12, *both))
 
