@@ -231,6 +231,27 @@ def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, n
         assert abs(np.sum(gradient * direction) - slope) < 1e-5 * magnitude
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_logged_imbalance_is_the_busiest_devices_keys_over_those_of_a_mean_one(causal):
+    """Both summed over two microbatches of one sequence; in NumPy."""
+    order = np.broadcast_to(token_order.stored_order(S, 2), DOCUMENTS.shape)
+    fields = {"tokens": 0 * order, "segment_ids": np.take_along_axis(DOCUMENTS, order, axis=1), "order": order}
+
+    def found(batch):
+        return token_order.add_token_positions(batch, 2, causal=causal)[1]
+
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("context",)), P(None, None, "context")
+    run = jax.jit(jax.shard_map(found, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False))
+    starts, ends = (np.array([np.searchsorted(row, row, side) for row in DOCUMENTS]) for side in ("left", "right"))
+    seen = (np.arange(1, S + 1) if causal else ends) - starts
+    work = np.take_along_axis(seen, order, axis=1).reshape(2, 2, -1).sum(-1)
+    expected = work.max(1).sum() / work.mean(1).sum()
+    assert expected > 1.05
+    assert float(run({name: jnp.asarray(a[:, None], jnp.int32) for name, a in fields.items()})) == pytest.approx(
+        expected
+    )
+
+
 def test_each_device_has_an_early_and_a_late_chunk():
     assert token_order.chunk_order(4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
     assert token_order.stored_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
