@@ -5,6 +5,7 @@ temporary files in memory.
 import gc
 import os
 import shutil
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,10 @@ FREE_BYTES = 4 * 2**30
 # Else each process, children too, would compile megajax's sources again: a second of four until it has imported all.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell that starts the tests in the background makes them, and their children, ignore a Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's older emitters of fused loops compile a train step in about half the time of its new ones.
