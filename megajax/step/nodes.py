@@ -6,7 +6,7 @@ and gradients in one pass, so that their activations do not outlive them. `micro
 `pipeline/pipeline.py` schedules the same list.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -55,12 +55,14 @@ class StepArrays(NamedTuple):
     layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
     # By terminal node the factor of its summed loss before differentiation; empty: forward pass only
     scales: Arrays = {}
+    # By stack the gradients of earlier microbatches, to which its backward pass adds those of each layer in place
+    sums: Mapping[str, ByGroup[GroupWeights]] = {}
 
 
 class Results(NamedTuple):
     """The results of nodes for one microbatch or for several, besides gradients of the table."""
 
-    gradients: Mapping[str, ByGroup[GroupWeights]] = {}  # of each stack
+    gradients: Mapping[str, ByGroup[GroupWeights]] = {}  # of each stack, plus those of `StepArrays.sums`
     losses: dict[str, jax.Array] = {}  # this device's shares of the summed losses
     metrics: Mapping[str, ByGroup[Metrics]] = {}  # of each stack
     amax: Mapping[str, ByGroup[tuple[Amax, ...]]] = {}  # of each stack
@@ -70,9 +72,13 @@ class Results(NamedTuple):
         pairs: Any = zip(self, other, strict=True)
         return Results(*({**mine, **theirs} for mine, theirs in pairs))
 
-    def plus(self, new: "Results") -> "Results":
-        """Those of one more microbatch added: gradients in the dtype of these sums, maxima of the amaxes."""
-        gradients = jax.tree.map(added, self.gradients, new.gradients)
+    def plus(self, new: "Results", in_place: Collection[str] = ()) -> "Results":
+        """Those of one more microbatch added: gradients in the dtype of these sums, maxima of the amaxes.
+
+        The stacks `in_place` have added their gradients to these.
+        """
+        pairs = ((name, own, new.gradients[name]) for name, own in self.gradients.items())
+        gradients = {name: one if name in in_place else jax.tree.map(added, own, one) for name, own, one in pairs}
         losses, metrics = add_metrics((self.losses, self.metrics), (new.losses, new.metrics))
         return Results(gradients, losses, metrics, jax.tree.map(jnp.maximum, self.amax, new.amax))
 

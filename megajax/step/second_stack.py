@@ -88,13 +88,10 @@ class SecondStack:
         table, dx, *between = self.add_gradients(self.after, arrays.table, dy, table, *outputs)
         if not self.is_trained:
             return {}, table, Results()
-        residuals, metrics = zip(*values, strict=True)
         of_streams = {name: jnp.zeros(a.shape, jnp.float32) for name, a in inputs.streams.items()}
         given = StreamGradients(dx, of_streams, dict(zip(self.read, between, strict=True)))
-        dx, found = self.stack.run_backward(arrays.stacks[self.NAME], given, inputs, residuals)
-        of_weights, amax = zip(*(values for _, values in found), strict=True)
-        table = self.before_gradients(arrays.table, batch, inputs, dx, table)
-        return {}, table, Results({self.NAME: [*of_weights]}, {}, {self.NAME: [*metrics]}, {self.NAME: [*amax]})
+        dx, results = self.stack.results_of_backward(arrays, given, inputs, values)
+        return {}, self.before_gradients(arrays.table, batch, inputs, dx, table), results
 
     # For subclasses
 

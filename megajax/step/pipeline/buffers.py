@@ -13,8 +13,8 @@ from megajax.step.nodes import Results
 from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stores import accumulate, combine
 from megajax.step_plan import StepPlan
-from megajax.weights.sums import added
 
 # Largest number of programs, and of layers in all of them, for which each slot gets its own program: XLA compiles each
 # program separately.
@@ -138,27 +138,3 @@ def read(buffers: Arrays, at: jax.Array) -> Arrays:
 def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
     pairs = zip(buffers, values, strict=True)
     return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]
-
-
-def accumulate(
-    totals: GroupWeights, gradient: GroupWeights, segment: LayerSegment, loop: jax.Array | int
-) -> GroupWeights:
-    """Sums of gradients, with one more microbatch's added in a loop's rows."""
-    return combine(lambda _, *two: added(*two), totals, gradient, segment, loop)
-
-
-def combine(
-    operation: Callable, totals: GroupWeights, values: GroupWeights, segment: LayerSegment, loop: jax.Array | int
-) -> GroupWeights:
-    """Totals after `operation(name, total, value)` at iteration `loop`; totals without a value are unchanged."""
-
-    def one(name: str, total: jax.Array, value: jax.Array) -> jax.Array:
-        if segment.iterations == 1:
-            return operation(name, total, value)
-        new = operation(name, lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
-        return lax.dynamic_update_index_in_dim(total, new, loop, 0)
-
-    return tuple(
-        {name: one(name, total, value[name]) if name in value else total for name, total in layer.items()}
-        for layer, value in zip(totals, values, strict=True)
-    )

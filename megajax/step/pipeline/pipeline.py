@@ -40,7 +40,6 @@ from megajax.step.pipeline.buffers import (
     Buffers,
     Carry,
     ForwardBuffers,
-    accumulate,
     choose_buffer_slots,
     position,
     read,
@@ -52,6 +51,7 @@ from megajax.step.pipeline.shared_tokens import TokenShares
 from megajax.step.pipeline.streams import SharedStreams
 from megajax.step.stack.layers import layers_of, loop_over_layers
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stores import accumulate
 from megajax.step.stack.vjp import SplitBackward
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from megajax.ops.barriers import not_before
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
+from megajax.step.microbatches import sum_over
 from megajax.step.nodes import (
     Arrays,
     Microbatch,
@@ -24,7 +25,6 @@ from megajax.step.nodes import (
     run_backward_nodes,
     run_forward_nodes,
 )
-from megajax.step.stack.vjp import replayed
 
 
 class SharedStreams:
@@ -62,19 +62,11 @@ class SharedStreams:
             dx = dx.reshape(self.each, self.stages, *dx.shape[1:])
             return collectives.psum_scatter(dx, "pipeline", scatter_dimension=1)
 
-        def one(table: Table, k: jax.Array, saved: Any, own: Streams) -> tuple[Table, Results]:
-            batch = self.microbatch(self._index(k))
-            return run_backward_nodes(self.nodes, self.arrays, saved, own, batch, table)[1:]
+        def one(arrays: StepArrays, table: Table, k: jax.Array, saved: Any, own: Streams) -> tuple[Table, Results]:
+            return run_backward_nodes(self.nodes, arrays, saved, own, self.microbatch(self._index(k)), table)[1:]
 
         loops = jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}
-        traced = jax.make_jaxpr(one, return_shape=True)(table, *jax.tree.map(lambda a: a[0], loops))
-        run, (_, shapes) = replayed(*traced), traced[1]
-
-        def body(carry: tuple[Table, Results], loop: Any) -> tuple[tuple[Table, Results], None]:
-            table, results = run(carry[0], *loop)
-            return (table, carry[1].plus(results)), None
-
-        return lax.scan(body, (table, self.graph.zero_results(shapes)), loops)[0]
+        return sum_over(self.graph, self.arrays, self.graph.before, one, table, loops)
 
     def _index(self, k: jax.Array) -> jax.Array:
         return jnp.minimum(k * self.stages + lax.axis_index("pipeline"), self.count - 1)

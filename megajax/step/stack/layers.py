@@ -8,6 +8,7 @@ two passes at different ticks. The loops over groups are here; stores (`stores.p
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from megajax.step.stack.stack_weights import (
     reduced_at_once,
     tie_stacked,
 )
-from megajax.step.stack.stores import BackwardStore, BackwardValues, ForwardStore, ForwardValues
+from megajax.step.stack.stores import BackwardStore, BackwardSums, BackwardValues, ForwardStore, ForwardValues
 from megajax.step.stack.vjp import replayed
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
@@ -136,12 +137,47 @@ class LayerStack:
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         inputs, values = saved
-        residuals, metrics = zip(*values, strict=True)
-        dx, name = self.first_gradients(gradients, inputs), self.NAME
-        dx, found = self.run_backward(arrays.stacks[name], dx, inputs, residuals)
-        of_weights, amax = zip(*(values for _, values in found), strict=True)
-        results = Results({name: [*of_weights]}, {}, {name: [*metrics]}, {name: [*amax]})
+        dx, results = self.results_of_backward(arrays, self.first_gradients(gradients, inputs), inputs, values)
         return {HIDDEN: dx.x, **dx.streams}, table, results
+
+    def results_of_backward(
+        self, arrays: StepArrays, dx: StreamGradients, inputs: BlockInputs, values: Sequence[tuple[Any, Any]]
+    ) -> tuple[StreamGradients, Results]:
+        """Gradient of the stack's output → (gradient of its input, results); `values` are the outputs of `run_forward`.
+
+        With `arrays.sums` the gradients are added to these, layer by layer.
+        """
+        (residuals, metrics), name = zip(*values, strict=True), self.NAME
+        weights, sums = arrays.stacks[name], arrays.sums.get(name)
+        if sums is None:
+            dx, found = self.run_backward(weights, dx, inputs, residuals)
+            of_weights, amax = zip(*(out for _, out in found), strict=True)
+        else:
+
+            def make_store(s: int, loop: Any, state: Any, saved: Any) -> BackwardSums:
+                return BackwardSums(self.groups, saved, self.segments[s], loop, state)
+
+            dx, found = self.run_backward(weights, dx, inputs, residuals, 0, make_store, sums)
+            of_weights, amax = zip(*found, strict=True)
+        return dx, Results({name: [*of_weights]}, {}, {name: [*metrics]}, {name: [*amax]})
+
+    def zero_sums(self, weights: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
+        """Zeros for `StepArrays.sums`; `weights` are those of `StackWeights.gather_per_step`."""
+
+        def gradient(groups: Sequence[GroupWeights], s: int) -> list[GroupWeights]:
+            segment, found = self.segments[s], list[GroupWeights]()
+            for u, stored in enumerate(groups):
+                group, program = self.weights.select_group(stored, segment, 0), self.groups.at(segment, u, 0).program
+                used = self.weights.gather_per_layer(group, program, backward=True)
+                found.append(self.weights.reduce_per_layer(self.groups.like_gradients(used, program), segment, u))
+            return found
+
+        sums = []
+        for s, segment in enumerate(self.segments):
+            shapes = jax.eval_shape(partial(gradient, s=s), weights[s])
+            lead = (segment.iterations,) if segment.iterations > 1 else ()
+            sums.append(tuple(self.weights.zeros_of(group, segment, u, lead) for u, group in enumerate(shapes)))
+        return sums
 
     def with_streams(self, batch: Microbatch, streams: Streams) -> BlockInputs:
         """The inputs of the layers with the streams that they read besides the residual stream, if they read any."""

@@ -144,6 +144,12 @@ class RematGroups:
         )
         return StreamGradients(dx, jax.tree.map(added, dy.streams, of_streams)), gradient, amax
 
+    def like_gradients(self, gathered: GroupWeights, program: GroupProgram) -> GroupWeights:
+        """Arrays with the shapes of the gradients of gathered weights, which `backward` returns."""
+        trained, _ = self._divided(gathered, program)
+        gradient = [{n: w.gradient if isinstance(w, Fp8Weight) else w for n, w in layer.items()} for layer in trained]
+        return tuple(gradient)
+
     def _divided(self, group: GroupWeights, program: GroupProgram) -> tuple[GroupWeights, GroupWeights]:
         """(the weights that have gradients, frozen weights and layer state) of a group."""
         weights = [self.weights.weights[kind.block] for kind in program.kinds]

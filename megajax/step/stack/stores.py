@@ -4,14 +4,18 @@
 `pipeline/buffers.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import jax
+from jax import lax
 
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.ops.barriers import not_repeated
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, GroupWeights, Metrics
+from megajax.weights.sums import added
 
 
 class ForwardStore(Protocol):
@@ -83,3 +87,44 @@ class BackwardValues:
 
     def close(self):
         return (), tuple(tuple(each[u] for u in range(len(each))) for each in (self.gradients, self.amax))
+
+
+class BackwardSums(BackwardValues):
+    """Adds the gradients of each group to sums over microbatches."""
+
+    def __init__(self, groups: RematGroups, saved: Sequence[Any], segment: LayerSegment, loop: Any, sums: Any):
+        super().__init__(groups, saved)
+        self.segment, self.loop, self.sums = segment, loop, list[GroupWeights](sums)
+
+    def add(self, u: int, gradient: GroupWeights) -> GroupWeights:
+        return accumulate(self.sums[u], gradient, self.segment, self.loop)
+
+    def put(self, u: int, gradient: GroupWeights) -> None:
+        self.sums[u] = gradient
+
+    def close(self):
+        return tuple(self.sums), tuple(self.amax[u] for u in range(len(self.amax)))
+
+
+def accumulate(
+    totals: GroupWeights, gradient: GroupWeights, segment: LayerSegment, loop: jax.Array | int
+) -> GroupWeights:
+    """Sums of gradients, with one more microbatch's added in a loop's rows."""
+    return combine(lambda _, *two: added(*two), totals, gradient, segment, loop)
+
+
+def combine(
+    operation: Callable, totals: GroupWeights, values: GroupWeights, segment: LayerSegment, loop: jax.Array | int
+) -> GroupWeights:
+    """Totals after `operation(name, total, value)` at iteration `loop`; totals without a value are unchanged."""
+
+    def one(name: str, total: jax.Array, value: jax.Array) -> jax.Array:
+        if segment.iterations == 1:
+            return operation(name, total, value)
+        new = operation(name, lax.dynamic_index_in_dim(total, loop, keepdims=False), value)
+        return lax.dynamic_update_index_in_dim(total, new, loop, 0)
+
+    return tuple(
+        {name: one(name, total, value[name]) if name in value else total for name, total in layer.items()}
+        for layer, value in zip(totals, values, strict=True)
+    )
