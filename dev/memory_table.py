@@ -145,8 +145,7 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
 - *Backward pass of a layer*: its weights, its recomputed activations and their gradients, the gradients of the layers
   that are done, and those of the layer above: in the compute dtype, then in FP32 while they are reduced, together up to
   512 MiB of results. Over `fsdp` with one microbatch the two phases are compared. The last layer's weight gradients may
-  wait for the layer below, with their operands. With several microbatches reduced gradients wait for the end of the
-  microbatch, beside the sums.
+  wait for the layer below, with their operands. With several microbatches they are added to the sums layer by layer.
 - *Weight gradients that nothing ties to their layer* (several microbatches without `fsdp`, `tensor` and `expert`; in a
   pipeline with `context`): XLA computes those of all layers last and keeps their operands.
 - *Loops over layers*: weights that are gathered once a step or in FP8, of the others those of one layer; the stacked

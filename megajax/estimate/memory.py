@@ -223,7 +223,6 @@ class _Step:
         more = self.layer_working(segment, slots, reduced) - self.layer_working(segment, slots)
         peak = replace(
             peak,
-            gradients=peak.gradients + self.waiting(done, gradients),
             weights=peak.weights + before.gathered_bytes,  # gathered at the same time
             working=peak.working + more + self.pending(gradients),
         )
@@ -312,13 +311,6 @@ class _Step:
             return False
         return self.sizes["context"] > 1 if self.plan.is_pipelined else self.repeats
 
-    def waiting(self, done: Elements, above: Elements) -> int:
-        """Bytes of a microbatch's reduced gradients, which XLA adds to the sums at its end.
-
-        Those of the layer above are allocated when its reduction starts. A pipeline adds the gradients of each layer.
-        """
-        return max(done.stack_bytes - self.pending(above), 0) if self.repeats else 0
-
     def pending(self, above: Elements) -> int:
         """Bytes of the layer above's gradients that are not reduced and not yet added to the sums."""
         return self.compute * (above.whole - above.reduced) if self.repeats else 0
@@ -350,10 +342,12 @@ class _Step:
 
     @cached_property
     def gradient_stacks(self) -> int:
-        """Bytes of the arrays in which the loops stack the gradients of a microbatch.
+        """Bytes of the arrays in which the loops stack the gradients of a single microbatch; several are added to sums.
 
         They depend on nothing, so XLA allocates those of all loops but the last before the first one runs.
         """
+        if self.repeats:
+            return 0
         loops = [segment for segment in self.segments if segment.iterations > 1]
         slots = [j for segment in loops[len(loops) > 1 :] for j in self.slots_of(segment)]
         return self.weights.layers(slots, trained=True).stack_bytes
@@ -484,7 +478,3 @@ class _Pipelined(_Step):
 
     def is_stacked(self, segment: LayerSegment) -> bool:
         return True
-
-    @property
-    def gradient_stacks(self) -> int:
-        return 0  # loops add to the sums

@@ -31,7 +31,9 @@ class RunView:
         """`step` and `state` give the newest ones; `note` prints a line; `log` takes numbers of a step."""
         self.program, self.config, self.note = program, program.config, note
         self._step, self._state, self._log = step, state, log
-        self.stop: Callable[[], None] = lambda: None  # requests a stop with a checkpoint, as a signal does
+        # Requests a stop with a checkpoint, as a signal does; with `done=True`, on all processes, the run is complete
+        # then, as after its last step.
+        self.stop: Callable[..., None] = lambda done=False: None
         self.hooks, self.is_running, self.sizes = list[Hook](), False, BatchSizes.of(program.config)
         self.metrics, self.stopping, self.end = dict[str, jax.Array](), False, cast("StopReason | None", None)
 

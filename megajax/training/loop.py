@@ -293,7 +293,7 @@ class Trainer:
 
     def _report_last_step(self, stop: StopSignals) -> int:
         """The run ends in order after this step; its exit status."""
-        if not self.view.is_last:
+        if not (self.view.is_last or stop.is_done):
             self.console.note(logs.stopped_line(self.config, self.step, stop.at_deadline))
             return STOPPED
         samples, seconds = self.sizes.samples_before(self.step), time.time() - self.start_time

@@ -29,6 +29,7 @@ class StopSignals:
         """`step`: number of steps so far; `deadline`: as of time.monotonic()."""
         self._step, self._deadline = step, deadline
         self._asked = False
+        self.is_done = False  # the request said that the run has reached its goal
         self.at_deadline = False  # it was reached before any other request
         self._agreement: Agreement | None = None
 
@@ -52,9 +53,9 @@ class StopSignals:
         if self._agreement is not None:
             self._agreement.close()
 
-    def ask(self) -> None:
-        """Request a stop, as a signal does."""
-        self._asked = True
+    def ask(self, done: bool = False) -> None:
+        """Request a stop, as a signal does; `done`, on all processes: the run has reached its goal."""
+        self._asked, self.is_done = True, self.is_done or done
 
     def _handle(self, number: int, _: object) -> None:
         self.ask()

@@ -57,6 +57,18 @@ def test_each_microbatch_is_added_in_fp32_and_rounded_once():
         assert (np.abs(found - np.sum(own, axis=0, dtype=np.float64)) <= limit + 1e-7).all(), name
 
 
+def test_gradients_of_a_microbatch_never_exist_for_all_layers_at_once():
+    """XLA's temporary memory, beside the sums, which are the result, is less than one more set of them."""
+    model = {**COMMON, "num_layers": 16, "hidden_size": 128, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 512}
+    config = make_config(model, batch={"global_size": 2, "sequence_length": 8, "num_microbatches": 2})
+    program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    state, scalars = program.abstract_state, (jnp.int32(0), jnp.float32(1))
+    run = jax.jit(gradient_function(program.graph, program.mesh))
+    memory = run.lower(state.weights, state.layer_state, program.abstract_batch, *scalars).compile().memory_analysis()
+    layers = 4 * 16 * (3 * 128 * 128 + 3 * 128 * 512)  # bytes
+    assert memory.output_size_in_bytes > layers > 1.2 * memory.temp_size_in_bytes
+
+
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [

@@ -168,16 +168,23 @@ def test_what_a_hook_logs_is_read_while_the_next_step_runs(build, tmp_path):
 class Stopping(megajax.Hook):
     every = 3
 
+    def __init__(self, **how):
+        self.how = how
+
     def on_step(self, run):
         run.note("that is enough")
-        run.stop()
+        run.stop(**self.how)
 
 
-def test_a_hook_stops_a_run_with_a_checkpoint(build, tmp_path, capsys):
-    trainer = build("run.steps=9", "run.eval_steps=0", hooks=[Stopping()])
-    assert trainer.run() == STOPPED and trainer.step == 4  # the step that was asked for ends, and one more
+@pytest.mark.parametrize(
+    ("how", "status", "line"), [({}, STOPPED, "stopped on request at step 4"), ({"done": True}, 0, "done: at step 4 ")]
+)
+def test_a_hook_stops_a_run_with_a_checkpoint(build, tmp_path, capsys, how, status, line):
+    trainer = build("run.steps=9", "run.eval_steps=0", hooks=[Stopping(**how)])
+    assert trainer.run() == status and trainer.step == 4  # the step that was asked for ends, and one more
     assert complete_steps(tmp_path / "run") == [4]
-    assert "that is enough" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "that is enough" in printed and line in printed
 
 
 class Taken(megajax.Hook):
