@@ -139,16 +139,11 @@ class RematGroups:
         has_losses = any(self.blocks[kind.block].losses for kind in program.kinds)
         gradient, dx, of_streams = pull((dy.x, inputs.layer_loss_scale if has_losses else None))
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
-        gradient = tuple(
-            {n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient
-        )
-        return StreamGradients(dx, jax.tree.map(added, dy.streams, of_streams)), gradient, amax
+        return StreamGradients(dx, jax.tree.map(added, dy.streams, of_streams)), _of_weights(gradient), amax
 
     def like_gradients(self, gathered: GroupWeights, program: GroupProgram) -> GroupWeights:
         """Arrays with the shapes of the gradients of gathered weights, which `backward` returns."""
-        trained, _ = self._divided(gathered, program)
-        gradient = [{n: w.gradient if isinstance(w, Fp8Weight) else w for n, w in layer.items()} for layer in trained]
-        return tuple(gradient)
+        return _of_weights(self._divided(gathered, program)[0])
 
     def _divided(self, group: GroupWeights, program: GroupProgram) -> tuple[GroupWeights, GroupWeights]:
         """(the weights that have gradients, frozen weights and layer state) of a group."""
@@ -194,3 +189,8 @@ class RematGroups:
         policy = program.policy
         norms = policy.keeps_all and program.stacked and self.comm.tensor_size == 1 and not program.fp8
         return (*policy.recomputed_by_blocks, "norms") if norms else policy.recomputed_by_blocks
+
+
+def _of_weights(gradient: GroupWeights) -> GroupWeights:
+    """The gradients of weights from those of `jax.vjp`, or what has their shapes from the weights themselves."""
+    return tuple({n: g.gradient if isinstance(g, Fp8Weight) else g for n, g in layer.items()} for layer in gradient)
