@@ -7,7 +7,6 @@ import shutil
 import struct
 import sys
 import threading
-import time
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,18 +128,18 @@ def test_files_of_one_size_and_version_are_not_each_others(upload, tmp_path, mon
 
 
 def test_a_batch_waits_for_all_its_blocks_at_once(upload, make_remote):
-    """20 rows of several documents each take little longer than one read."""
+    """20 rows of several documents each: the reads wait until 16 of them run."""
     _, url = upload([[i] * 40 for i in range(100)])
     config = make_remote(train=url, global_size=20, sequence_length=100)
     samples = open_split(config, "train")  # without a look at the token ids
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, changed = 0, 0, threading.Condition()
 
     def wait(_):
         nonlocal running, most
-        with lock:
+        with changed:
             running, most = running + 1, max(most, running + 1)
-        time.sleep(0.02)
-        with lock:
+            changed.notify_all()
+            changed.wait_for(lambda: most >= 16, timeout=5)
             running -= 1
 
     Store.problem = staticmethod(wait)

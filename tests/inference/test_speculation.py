@@ -12,6 +12,7 @@ from models_in_use import build, greedy_tokens
 import megajax
 from megajax.config import ModelConfig
 from megajax.hf.convert import export, load, read_model
+from megajax.hf.quantising import StoredForm
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
@@ -166,7 +167,7 @@ def test_qwen3_next_drafts_with_its_module(references, folder_of, tmp_path):
     published = {n: w for n, w in weights.items() if not n.startswith("blocks.mtp.")}
     wanted = {n: jax.ShapeDtypeStruct(w.shape, np.float32, sharding=device) for n, w in published.items()}
     own, _ = load(folder, wanted, {}, model.model_copy(update={"mtp_layers": 0}), "folder")
-    export({n: np.asarray(w) for n, w in (weights | own).items()}, model, tmp_path, "float32", {})
+    export({n: np.asarray(w) for n, w in (weights | own).items()}, model, tmp_path, StoredForm("float32"), {})
     generator = Generator(megajax.from_hf(tmp_path, speculate=2), Sampling(temperature=0))
     assert [*generator.tokens(expected["prompts"], 50)][-1] == expected["tokens"]
     steps, accepted = generator.verified
