@@ -243,10 +243,10 @@ def choice_cure(key: str, value: object, choices: Sequence[str], registered: boo
 
     `registered`: extensions may add choices.
     """
-    if feature := missing_feature("", value):
-        return feature
     given = plain(value)
     other = next((row for row in OTHER_VALUES.get(key, ()) if given in map(plain, row.names)), None)
+    if other is None and (feature := missing_feature("", value)):
+        return feature
     if other is None:
         spelled = {plain(choice): choice for choice in choices}
         near = [spelled[name] for name in difflib.get_close_matches(given, spelled, 1, 0.75)]

@@ -359,7 +359,7 @@ PACKED_LATENT = HOPPER_LATENT | {"packed": True}
         {"softcap": 50.0},
         {"packed": True},
         {"packed": True, "head_dim": 80, "value_dim": 80},  # padded
-        {"images": True},
+        {"two_sided": "model.vision"},
         PACKED_LATENT,
         {"parts_with": ("run.deterministic",)},
     ],

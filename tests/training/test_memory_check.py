@@ -77,7 +77,7 @@ def test_as_many_microbatches_as_it_takes_and_recomputation_beside_them(program)
     least = gib_of(built, num_microbatches=4)
     with pytest.raises(InputError, match=re.escape(f"batch.num_microbatches=4 (about {least:.1f} GiB)")):
         check_memory(STEP, 8, program(least + 0.01))
-    with pytest.raises(InputError, match=": set mesh.data=1 mesh.fsdp=2 .*batch.num_microbatches=4 remat.policy="):
+    with pytest.raises(InputError, match=": set .*batch.num_microbatches=4 remat.policy="):
         check_memory(STEP, 8, program(least - 0.01))
 
 

@@ -44,7 +44,8 @@ def test_every_token_but_the_first_of_a_source_is_predicted_once(make_config, te
     found = [*zip(rows["tokens"][counted], rows["targets"][counted], strict=True)]
     assert found == expected
     sets = make_config(f"data={{valid_sets: [{{name: a, prefix: {texts}/a}}], test: {texts}/a}}", "run.eval_steps=all")
-    assert [len(open_split(sets, split)) for split in ("valid/a", "test")] == [-(-(sum(LENGTHS) - 1) // 32)] * 2
+    rows = -(-(sum(LENGTHS) - 1) // sets.batch.sequence_length)
+    assert [len(open_split(sets, split)) for split in ("valid/a", "test")] == [rows] * 2
     assert [sets.is_padded(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 3 + [False]
 
 
