@@ -190,7 +190,7 @@ class _Step:
             return replace(peak, gradients=self.accumulated(FP32 * non_block), working=working)
         if self.sizes["fsdp"] > 1 and not self.repeats:
             return self.while_reducing(peak, slots, above)
-        return self.with_layer_above(peak, segment, slots, above, done)
+        return self.with_layer_above(peak, segment, slots, above)
 
     def while_reducing(self, peak: MemoryEstimate, slots: Sequence[int], above: range) -> MemoryEstimate:
         """A group's backward pass: the larger of its start and its end, which reduces the gradients of the group above.
@@ -212,7 +212,7 @@ class _Step:
         return max(start, end, key=lambda each: each.total)
 
     def with_layer_above(
-        self, peak: MemoryEstimate, segment: LayerSegment, slots: Sequence[int], above: range, done: Elements
+        self, peak: MemoryEstimate, segment: LayerSegment, slots: Sequence[int], above: range
     ) -> MemoryEstimate:
         """A group's backward pass with the gradients of the group above, which are reduced, or added to the sums.
 

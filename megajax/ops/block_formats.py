@@ -1,4 +1,4 @@
-"""Numbers in blocks with one scale each: the element and scale formats, and the product of two operands in blocks.
+"""Numbers in blocks with one scale each: the element and scale formats, their products, and the contract of a recipe.
 
 An operand is a matrix `[rows, K]` whose K is summed over. A block is `height` rows by `width` of K. Rounding is written
 in FP32 arithmetic that is exact on every device: the unit of a number's binade, a power of two, divides it, and the
@@ -7,7 +7,7 @@ OCP Microscaling Formats, 2023).
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,3 +136,23 @@ def multiply(a_mk: BlockOperand, b_nk: BlockOperand, dtype: Any, implementation:
 def operand_dtype(dtype: Any) -> Any:
     """The dtype of emulated operands: the compute dtype, but FP32 for FP16, whose exponents do not reach far enough."""
     return jnp.float32 if dtype == jnp.float16 else dtype
+
+
+@dataclass(frozen=True)
+class BlockRecipe:
+    """How operands `[rows, K]` are quantised, where K is summed over. Each recipe is one class in one module."""
+
+    has_factor: ClassVar[bool] = False  # one FP32 factor for a tensor, from its amax
+    is_stochastic: ClassVar[bool] = False  # gradients are rounded at random
+
+    def transformed(self, x: jax.Array) -> jax.Array:
+        """Both operands `[rows, tokens]` of a weight's gradient, before they are quantised; FP32."""
+        return x
+
+    def quantised(self, x: jax.Array, tensor: str, amax: jax.Array | None, bits: jax.Array | None) -> BlockOperand:
+        """FP32 `x` of a layer's "input", "weight" or output "gradient" in blocks.
+
+        `amax` is the tensor's over all devices, with `has_factor`. `bits` are 32 random ones of each number of a
+        gradient if the recipe is stochastic; None: to nearest.
+        """
+        raise NotImplementedError

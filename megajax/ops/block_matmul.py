@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.ops import fp8_reference, grouped_fp8_reference
-from megajax.ops.block_formats import BlockOperand, Implementation, multiply, operand_dtype, random_bits
-from megajax.ops.block_recipe import BlockRecipe
+from megajax.ops.block_formats import BlockOperand, BlockRecipe, Implementation, multiply, operand_dtype, random_bits
 from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights
 from megajax.ops.grouped_matmul import weight_gradient as grouped_gradient
 from megajax.ops.grouped_rows import STEP, padded_rows, steps

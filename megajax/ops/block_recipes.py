@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from megajax.ops.block_formats import E4M3, BlockOperand
-from megajax.ops.block_recipe import BlockRecipe
+from megajax.ops.block_formats import E4M3, BlockOperand, BlockRecipe
 from megajax.ops.blockwise_fp8 import Blockwise
 from megajax.ops.mxfp8 import MxFp8
 from megajax.ops.nvfp4 import NvFp4

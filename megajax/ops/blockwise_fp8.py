@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from megajax.ops.block_formats import BlockOperand, with_powers_of_two
-from megajax.ops.block_recipe import BlockRecipe
+from megajax.ops.block_formats import BlockOperand, BlockRecipe, with_powers_of_two
 
 BLOCK = 128
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from megajax.ops.block_formats import E2M1, E4M3, BlockOperand, amax_of_blocks, rounded, spread
-from megajax.ops.block_recipe import BlockRecipe
+from megajax.ops.block_formats import E2M1, E4M3, BlockOperand, BlockRecipe, amax_of_blocks, rounded, spread
 
 BLOCK = 16
 LEAST = 2.0**-100  # a tensor without a larger magnitude is zero

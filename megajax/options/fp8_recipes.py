@@ -18,9 +18,8 @@ class Fp8Recipe:
     name: str  # for `precision.fp8.recipe`
     is_on: bool = True
     keeps_history: bool = False  # scales follow from the amaxes of earlier steps, which are part of the train state
-    in_blocks: bool = (
-        False  # operands are quantised in blocks (`ops/block_recipes.py`), and not with one scale a tensor
-    )
+    # Operands are quantised in blocks (`ops/block_recipes.py`), and not with one scale a tensor
+    in_blocks: bool = False
     has_block_scaled_dot: bool = False  # Blackwell multiplies its blocks
     multiple: int = 1  # of the widths and the tokens on a device
     rounded: Rounding | None = None  # of an extension: the numbers that its format has, of any operand
