@@ -136,8 +136,9 @@ def _layers(plan: StepPlan) -> str:
     for (unroll, policy), segments in itertools.groupby(
         plan.segments, key=lambda s: (s.layers_per_iteration, s.policy)
     ):
+        segments = list(segments)
         loops = [segment.iterations for segment in segments if segment.iterations > 1]
-        text = f"{sum(loops) or 1} × {unroll} ({policy.name})"
+        text = f"{sum(segment.iterations for segment in segments)} × {unroll} ({policy.name})"
         parts.append(f"{text} in {len(loops)} loops" if len(loops) > 1 else text)
     return f"{', '.join(parts)}; {plan.unrolling.reason}"
 

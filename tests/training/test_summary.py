@@ -83,6 +83,32 @@ def test_recomputed_layers_halves_of_weights_and_padding():
     assert "embedding.tokens" in found["stored"] and "final_norm" not in found["stored"]
 
 
+def test_slots_of_a_stage_layers_in_fp8_and_in_several_loops_by_hand():
+    """Of three slots for d m | m m the first stage leaves one MoE slot empty, the second one the dense one."""
+    mixed = DENSE | EXPERTS | {"moe_layer_interval": 1, "first_dense_layers": 1}
+    found = lines(mixed, {"pipeline": 2, "expert": 4}, 4, precision={"gradients": "bfloat16"})
+    assert found["slots"].startswith("3 per virtual stage (1 dense, 2 MoE), 1 of them empty;")
+    assert "layers: 3 × 1 (none)" in found["kernels"]
+    assert "gradients summed over microbatches in float32, reduced in bfloat16" in found["precision"]
+    fp8 = {"recipe": "current", "first_bf16_layers": 1, "last_bf16_layers": 2}
+    found = lines(DENSE | {"num_kv_heads": 2}, {"fsdp": 8}, 1, precision={"fp8": fp8}, kernels={"scan_unroll": 1})
+    assert "FP8 matmuls in layers 1 to 5: current scaling" in found["precision"]
+    assert "layers: 8 × 1 (none) in 2 loops; kernels.scan_unroll=1" in found["kernels"]  # 1, and loops of 5 and 2
+
+
+def test_several_modules_a_teacher_adapters_and_consecutive_tokens():
+    small = {"num_layers": 1, "num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
+    heads = {"block_pattern": ["gated_deltanet"], "linear_attention": small | {"conv_kernel": 2}, "mtp_layers": 2}
+    del small["num_layers"]
+    found = lines(DENSE | {"num_layers": 1} | heads, {"fsdp": 4, "context": 2}, 2)
+    assert found["modules"].startswith("2 for ") and "; 0.3 × the mean of their losses" in found["modules"]
+    assert found["context"].endswith("; per sequence and device 32 consecutive tokens")  # of 64 on 2 devices
+    lora = {"rank": 2, "targets": ["query", "output"]}
+    found = lines(DENSE, {"fsdp": 8}, 1, lora=lora, checkpoint={"init_from": "base"})
+    count = 8 * (2 * (D + 4 * H) + 2 * (4 * H + D))  # of 8 layers: D → 2 → 4 heads, and back
+    assert found["lora"].startswith(f"rank 2, alpha 16, {count:,} trained parameters in adapters of query, output;")
+
+
 def test_each_part_of_the_memory_stands_under_its_name():
     mesh, model = {"fsdp": 4, "tensor": 2}, DENSE | {"num_kv_heads": 2, "vocab_size": 4096}
     program = make(model, mesh, 2)
