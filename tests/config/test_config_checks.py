@@ -12,6 +12,7 @@ from config_errors import first_place
 from megajax.config import load_config
 from megajax.config.rule_checks import check_rules
 from megajax.errors import ConfigError
+from megajax.schema import rules
 from megajax.schema.model import ModelConfig, RouterConfig
 from megajax.schema.tree import read_override
 
@@ -29,6 +30,8 @@ schedule: {decay_steps: 100}
 """
 
 
+EXPERTS = "model.num_experts=8 model.experts_per_token=4"
+MASKED = "objective.kind=masked_tokens model.causal=false"
 REFUSED = {
     "logging.norms_interval=25": (
         "logging.norms_interval=25 is not a multiple of run.log_interval=10 (@): choose one, since norms are part of"
@@ -321,6 +324,41 @@ def test_a_sound_combination_passes_without_a_warning(overrides: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_config("x.yaml", overrides.split())
+
+
+# The last legal value of each limit, and the first one beyond it
+LIMITS = [
+    ("objective.masking.masked=0.9 objective.masking.random=0.1", "objective.masking.random=0.2", MASKED),
+    ("model.router.num_groups=4 model.router.groups_per_token=2", "model.experts_per_token=5", EXPERTS),
+    ("model.router.num_groups=8 model.router.groups_per_token=8", "model.router.groups_per_token=9", EXPERTS),
+    ("model.first_dense_layers=11", "model.first_dense_layers=12", EXPERTS),
+    ("checkpoint.dir=s3://bucket/runs", "checkpoint.dir=s3://bucket", ""),
+    ("checkpoint.dir=gs://bucket/of/many/folders/", "checkpoint.dir=gs:///runs", ""),
+    ("run.eval_interval=25", "run.eval_interval=100", "run.checkpoint_interval=50 checkpoint.keep_best=3"),
+    ("model.num_kv_heads=8", "model.num_kv_heads=16", ""),
+    ("model.sliding_window=32", "model.sliding_window=0", ""),
+    ("data.synthetic_documents=32", "data.synthetic_documents=33", "data.reset_attention=true"),
+    ("batch.num_microbatches=8", "batch.num_microbatches=16", ""),
+    ("remat.layers=12", "remat.layers=13", "remat.policy=full"),
+]
+
+
+@pytest.mark.parametrize(("legal", "beyond", "others"), LIMITS)
+def test_the_last_value_of_a_limit_passes_and_the_next_is_refused(legal: str, beyond: str, others: str):
+    load_config("x.yaml", [*others.split(), *legal.split()])
+    with pytest.raises(ConfigError):
+        load_config("x.yaml", [*others.split(), *legal.split(), beyond])
+
+
+def test_each_relation_of_two_numbers_holds_up_to_its_border():
+    pairs = {"AtMost": [(3, 3), (4, 3)], "Below": [(2, 3), (3, 3)], "Divides": [(2, 6), (4, 6)]}
+    pairs |= {"MultipleOf": [(6, 2), (6, 4)]}
+    for name, (holds, fails) in pairs.items():
+        rule = getattr(rules, name)("other")
+        assert rule.holds(*holds, None, None) and not rule.holds(*fails, None, None), name
+        assert rule.holds(None, 3, None, None) and rule.holds(3, None, None, None)
+    assert rules.Below("other").holds(3, 0, None, None)  # 0: no limit
+    assert rules.MultipleOf("other").holds(0, 0, None, None) and not rules.MultipleOf("other").holds(2, 0, None, None)
 
 
 WARNED = {

@@ -135,6 +135,15 @@ def test_a_sound_choice_passes_without_a_warning(fp8, others, devices):
         check_mesh(config, devices)
 
 
+def test_a_microbatch_has_fewer_than_two_to_the_31_numbers_of_a_width():
+    """2^17 tokens of a gated MLP: gate and up of 8176 each are below it, of 8192 they are it."""
+    big = ["batch={global_size: 1, num_microbatches: 1, sequence_length: 131072}", f"{FP8}recipe=current"]
+    check_mesh(load_config("x.yaml", [*big, "model.ffn_hidden_size=8176"]), 1)
+    with pytest.raises(ConfigError, match="fewer than 2\\^31 numbers at once, but .* 131072 tokens of 16384 numbers"):
+        check_mesh(load_config("x.yaml", [*big, "model.ffn_hidden_size=8192"]), 1)
+    check_mesh(load_config("x.yaml", [*big, "model.ffn_hidden_size=8192", "mesh.tensor=2"]), 2)  # a half on a device
+
+
 # For each setting another value than its default; delayed scaling reads them all.
 OTHER_VALUES = {
     "backend": "transformer_engine",

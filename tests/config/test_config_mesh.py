@@ -51,6 +51,27 @@ SIZES = [
     ("mesh.tensor=4", 4, (1, 1, 1, 1, 1, 4)),
 ]
 
+CONTEXT = "batch.global_size=2 batch.num_microbatches=1 batch.sequence_length=16 mesh.context=4"
+DELTA = f"{CONTEXT} model.block_pattern=[gated_deltanet]"
+# overrides at the last legal value, the first one beyond it, devices
+LIMITS = [
+    # 4 of 16 tokens on a device: a convolution sees 4 before a token, but not 5.
+    (f"{DELTA} model.linear_attention.conv_kernel=5", "model.linear_attention.conv_kernel=6", 4),
+    (CONTEXT, "batch.sequence_length=12", 4),  # two chunks on each device
+    (f"{CONTEXT} communication.context=all_to_all", "model.num_heads=6 model.num_kv_heads=6 model.head_dim=8", 4),
+    ("mesh.tensor=8 batch.sequence_length=30", "batch.sequence_length=31", 8),  # 12 sequences: 360 and 372 tokens
+    ("mesh.tensor=8 batch.sequence_length=32 model.ffn_hidden_size=96", "model.ffn_hidden_size=100", 8),
+    ("mesh.tensor=8 batch.sequence_length=32", "model.vocab_size=1001 model.vocab_multiple=1", 8),
+    ("model.num_experts=4 mesh.expert=4", "model.num_experts=6", 4),
+]
+
+
+@pytest.mark.parametrize(("legal", "beyond", "devices"), LIMITS)
+def test_the_last_value_that_a_mesh_divides_passes_and_the_next_is_refused(tmp_path, legal, beyond, devices):
+    check_mesh(config(tmp_path, legal), devices)
+    with pytest.raises(ConfigError):
+        check_mesh(config(tmp_path, f"{legal} {beyond}"), devices)
+
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("overrides", "devices", "sizes"), SIZES)

@@ -1,5 +1,6 @@
 """Other frameworks' names for values: every choice has a table, whose values are its choices, and errors use it."""
 
+import re
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -69,6 +70,97 @@ def test_a_value_of_another_framework_is_answered_with_ours(override: str, answe
     problem, _, cure = str(error.value).partition(f"({'the command line'}: {override}): ")
     assert cure.startswith(answer) and problem.startswith(key) and " is not a choice " in problem
     assert problem.partition("=")[2].startswith(value) or value.startswith("[")
+
+
+# Whole lists of choices of other frameworks, each with its meaning here; None: megajax does not have it.
+OF_FRAMEWORKS: dict[str, dict[str, dict[str, str | None]]] = {
+    "transformers' SchedulerType": {
+        "schedule.kind": dict.fromkeys(("cosine_with_restarts", "reduce_lr_on_plateau"))
+        | dict.fromkeys(("linear", "polynomial"), "linear")
+        | dict.fromkeys(("cosine", "cosine_with_min_lr"), "cosine")
+        | dict.fromkeys(("constant", "constant_with_warmup"), "constant")
+        | {"inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "wsd"}
+    },
+    "transformers' OptimizerNames": {
+        "optimizer.kind": dict.fromkeys(("adafactor", "adagrad", "rmsprop", "galore_adamw"))
+        | dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "adamw")
+        | dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "paged_adamw"), "adamw")
+        | dict.fromkeys(("lion_8bit", "lion_32bit", "paged_lion"), "lion")
+        | {"sgd": "sgd"}
+    },
+    "transformers' ACT2FN": {
+        "model.activation": {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "silu": "swiglu"}
+        | {"swish": "swiglu", "relu2": "relu2", "tanh": None, "mish": None, "leaky_relu": None, "sigmoid": None}
+    },
+    "transformers' layer_types and rope_type": {
+        "model.layer_pattern.N": {
+            "full_attention": "global",
+            "sliding_attention": "local",
+            "chunked_attention": "local",
+        },
+        "model.rope_scaling.kind": {"linear": "linear", "dynamic": "dynamic", "yarn": "yarn", "longrope": "longrope"}
+        | {"llama3": "llama3", "default": None},
+    },
+    "torchtitan's pipeline_parallel_schedule": {
+        "pipeline.schedule": dict.fromkeys(("1F1B", "Interleaved1F1B"), "1f1b")
+        | dict.fromkeys(("GPipe", "LoopedBFS"), "gpipe")
+        | dict.fromkeys(("InterleavedZeroBubble", "ZBVZeroBubble"), "zero_bubble")
+        | {"DualPipeV": None}
+    },
+    "torchtitan's activation_checkpoint": {
+        "remat.policy": {"none": "none", "full": "full", "selective": "selective", "memory_budget": "save_matmuls"}
+    },
+    "MaxText's remat_policy": {
+        "remat.policy": {"full": "full", "minimal": "save_matmuls", "save_qkv_proj": "save_matmuls"}
+        | {"minimal_offloaded": "offload", "save_dot_with_context_except_mlp": "offload"}
+    },
+    "MaxText's attention": {
+        "kernels.attention": {"autoselected": "auto", "dot_product": "reference", "flash": "auto"}
+        | {"cudnn_flash_te": "cudnn", "cudnn_flash_jax": "cudnn"}
+    },
+    "Megatron-LM's choices": {
+        "schedule.kind": {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+        | {"inverse-square-root": "inverse_sqrt"},
+        "schedule.wsd_decay_style": {n: n for n in ("exponential", "linear", "cosine", "minus_sqrt")},
+        "model.position": {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
+        | {"relative": "relative", "mrope": "rope"},
+        "communication.context": {"p2p": "ring", "a2a": "all_to_all", "all_gather": "all_gather"},
+        "communication.experts": {"alltoall": "all_to_all", "allgather": "all_gather", "flex": "all_to_all"},
+        "model.router.drop_policy": {"probs": "probability", "position": "position"},
+        "precision.fp8.recipe": {"delayed": "delayed", "tensorwise": "current", "mxfp8": "mxfp8", "custom": None}
+        | {"blockwise": "blockwise", "nvfp4": "nvfp4"},
+        "precision.fp8.format": {"e4m3": "e4m3", "hybrid": "hybrid"},
+        "precision.fp8.amax_algorithm": {"most_recent": "most_recent", "max": "max"},
+        "optimizer.kind": {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
+        | {"soap": "soap"},
+        "model.norm": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
+    },
+    "NumPy's and PyTorch's dtypes": {
+        key: dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16")
+        | dict.fromkeys(("fp32", "torch.float32", "tf32"), "float32")
+        | dict.fromkeys(("fp64", "float64"))
+        for key in ("precision.compute", "precision.gradients", "precision.accumulation", "checkpoint.export_hf.dtype")
+    },
+    "TRL's and torchtune's data": {
+        "data.kind": dict.fromkeys(("sft", "instruct", "conversation", "alpaca", "sharegpt"), "chat")
+        | {"json": "text", "parquet": "text", "mmap": "indexed"},
+        "data.packing": {"bfd": "first_fit", "wrapped": "sequential"},
+    },
+}
+
+
+@pytest.mark.parametrize("framework", OF_FRAMEWORKS)
+def test_every_choice_of_another_framework_has_its_meaning(framework):
+    for key, meanings in OF_FRAMEWORKS[framework].items():
+        own = {plain(choice): choice for choice in CHOICES[key]}
+        for name, ours in meanings.items():
+            if plain(name) in own:  # the same name
+                assert own[plain(name)] == ours, (key, name)
+                continue
+            cure = choice_cure(key, name, CHOICES[key])
+            chosen = re.match(r"did you mean (\w+)\?|use (\w+), .*; the choices are", cure)
+            assert (chosen and (chosen[1] or chosen[2])) == ours, (key, name, cure)
+    assert "optimizer.state=int8" in choice_cure("optimizer.kind", "adamw_bnb_8bit", CHOICES["optimizer.kind"])
 
 
 @pytest.mark.parametrize("value", ["-1", "whole", "null", "0.5"])

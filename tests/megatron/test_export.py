@@ -183,6 +183,27 @@ def test_settings_of_training_come_back_from_the_arguments(key):
     assert back.settings[f"model.{key}"].value == TRAINING[key]
 
 
+# Megatron's flags of its activations (transformer_config): GELU is exact unless --openai-gelu, or fused with a bias.
+FLAGS = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_each_activation_has_the_flags_that_mean_it_or_is_refused(bias):
+    flags = {"swiglu": ["swiglu"], "relu2": ["squared_relu"], "clamped_swiglu": ["quick_geglu"], "gelu_exact": []}
+    flags["gelu"] = [] if bias else ["openai_gelu"]
+    for activation in ("swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"):
+        model = SMALL | {"activation": activation, "mlp_bias": bias, "attention_bias": bias, "num_kv_heads": 4}
+        config = make_config(model, batch={"global_size": 8, "sequence_length": 32})
+        if activation not in flags:
+            with pytest.raises(InputError, match=f"model.activation={activation} "):
+                arguments_for(config, STEP, 40, (1, 1, 1))
+            continue
+        found = arguments_for(config, STEP, 40, (1, 1, 1))
+        assert [name for name in FLAGS if found[name]] == flags[activation], activation
+        if not found["swiglu"] and not found["squared_relu"] and not found["quick_geglu"]:
+            assert (found["openai_gelu"] or found["bias_gelu_fusion"] and bias) == (activation == "gelu")
+
+
 def test_a_bfloat16_checkpoint_has_rounded_weights_and_exact_biases_of_the_choice(make_run, tmp_path):
     make_run("v3")
     assert export(tmp_path, "--dtype", "bfloat16") == 0

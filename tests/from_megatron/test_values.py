@@ -1,0 +1,190 @@
+"""Values that follow from flags, and those of absent ones, worked by hand from Megatron-LM's arguments.py.
+
+test_lines.py has whole lines, whose values Megatron's own parser made; these are cases that no such line has.
+"""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from megajax.errors import InputError
+from megajax.tools.from_megatron.__main__ import read, translate
+
+DENSE = """--num-layers 4 --hidden-size 400 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+    --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 --vocab-size 1000
+    --position-embedding-type rope --mock-data --swiglu --disable-bias-linear"""
+EXPERTS = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss"
+FILES = DENSE.replace("--mock-data", "")
+
+
+def translated(line: str, world: int) -> dict[str, Any]:
+    """The keys of a line's config with their values."""
+    text, _ = translate(read(line.split())[0], world)
+
+    def leaves(tree: dict, at: str):
+        for key, value in tree.items():
+            nested = isinstance(value, dict) and at + key not in ("model.rope_scaling", "data.fim_tokens")
+            yield from leaves(value, f"{at}{key}.") if nested else [(at + key, value)]
+
+    return dict(leaves(yaml.safe_load(text), ""))
+
+
+LLAMA3 = {"kind": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# (line, devices, the keys with their values; None: absent)
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "int(4 h · 2/3 / 64) · 64 is the width of SwiGLU": (DENSE, 1, {"model.ffn_hidden_size": 1024}),  # 16.67 · 64
+    "4 h is the width without a gate": (DENSE.replace("--swiglu", ""), 1, {"model.ffn_hidden_size": 1600}),
+    "heads divide the hidden size": (DENSE, 1, {"model.head_dim": 100, "model.num_kv_heads": 4}),
+    "Llama 3's scaling of 8192 positions": (
+        f"{DENSE} --use-rope-scaling --rope-scaling-factor 4",
+        1,
+        {"model.rope_scaling": LLAMA3 | {"original_max_positions": 8192}},
+    ),
+    "YaRN's betas are 32 and 1, of 4096 positions": (
+        f"{DENSE.replace('rope ', 'yarn ')} --rotary-scaling-factor 2 --mscale-all-dim 0",
+        1,
+        {"model.rope_scaling.beta_fast": 32.0, "model.rope_scaling.beta_slow": 1.0},
+    ),
+    "a batch without its size is one microbatch of each replica": (
+        DENSE.replace("--global-batch-size 16", ""),
+        4,
+        {"batch.global_size": 8, "batch.num_microbatches": 1, "mesh.data": 4},
+    ),
+    "every n-th layer without rotary positions": (
+        f"{DENSE} --no-rope-freq 2",
+        1,
+        {"model.rope_pattern": ["rope", "none"]},
+    ),
+    "every n-th layer without a window, of 128 keys": (
+        f"{DENSE} --window-size 127,0 --window-attn-skip-freq 4",
+        1,
+        {"model.sliding_window": 128, "model.layer_pattern": ["local", "local", "local", "global"]},
+    ),
+    # Of 24 samples half an increment each: 8 from 0 samples on, 12 from 12 and 16 from 24 on, of 128 tokens.
+    "a ramp-up of two increments": (
+        f"{DENSE.replace('size 2', 'size 4')} --rampup-batch-size 8 4 24",
+        1,
+        {"batch.schedule": "0: 8, 1536: 12, 3072: 16", "batch.global_size": 16},
+    ),
+    # 25 samples: an increment applies from 12.5 samples on, so from sample 13
+    "a ramp-up whose samples are odd": (
+        f"{DENSE.replace('size 2', 'size 4')} --rampup-batch-size 8 4 25",
+        1,
+        {"batch.schedule": f"0: 8, {13 * 128}: 12, {25 * 128}: 16"},
+    ),
+    # 2 steps of 8 read the first 16 samples, 2 of 12 reach 40 of 32, and 11 of 16 the 216.
+    "samples are steps of a ramp-up": (
+        f"{DENSE.replace('size 2', 'size 4').replace('--train-iters 100', '--train-samples 216')}"
+        " --rampup-batch-size 8 4 32",
+        1,
+        {"run.steps": 2 + 2 + 11},
+    ),
+    "the embedding takes the place of a layer": (
+        f"{DENSE.replace('layers 4', 'layers 7')} --account-for-embedding-in-pipeline-split",
+        4,
+        {"pipeline.layout": [1, 2, 2, 2]},
+    ),
+    "the loss takes the place of a layer": (
+        f"{DENSE.replace('layers 4', 'layers 7')} --account-for-loss-in-pipeline-split",
+        4,
+        {"pipeline.layout": [2, 2, 2, 1]},
+    ),
+    "a profile ends before its last step": (
+        f"{DENSE} --profile --profile-step-start 10 --profile-step-end 12",
+        1,
+        {"logging.profile_start": 10, "logging.profile_steps": 2},
+    ),
+    "minutes of a distributed timeout": (
+        f"{DENSE} --distributed-timeout-minutes 7",
+        1,
+        {"run.hang_min_seconds": 420.0},
+    ),
+    "no split is 969, 30, 1": (f"{FILES} --data-path x", 1, {"data.split": "969,30,1", "data.order": "megatron"}),
+    "a split of two": (f"{FILES} --data-path x --split 99,1", 1, {"data.split": "99,1,0"}),
+    "experts are as wide as an MLP": (EXPERTS, 1, {"model.expert_ffn_hidden_size": 1024}),
+    "experts in every second layer": (f"{EXPERTS} --moe-layer-freq 2", 1, {"model.block_pattern": ["moe", "dense"]}),
+    "a weight for each balancing loss": (
+        f"{EXPERTS} seq_aux_loss --moe-aux-loss-coeff 0.01 0.02",
+        1,
+        {"model.router.global_loss": 0.01, "model.router.sequence_loss": 0.02},
+    ),
+    "one weight is that of all": (
+        f"{EXPERTS} seq_aux_loss --moe-aux-loss-coeff 0.01",
+        1,
+        {"model.router.global_loss": 0.01, "model.router.sequence_loss": 0.01},
+    ),
+    "tokens beyond the capacity by probability": (
+        f"{EXPERTS} --moe-expert-capacity-factor 1.5",
+        1,
+        {"model.router.capacity_factor": 1.5, "model.router.drop_policy": "probability"},
+    ),
+    "tokens beyond the capacity by position": (
+        f"{EXPERTS} --moe-expert-capacity-factor 1.5 --moe-token-drop-policy position",
+        1,
+        {"model.router.drop_policy": "position"},
+    ),
+    "no capacity": (EXPERTS, 1, {"model.router.capacity_factor": None}),
+    "a checkpoint of each interval is kept": (
+        f"{DENSE} --save x --save-interval 10",
+        1,
+        {"run.checkpoint_interval": 10, "checkpoint.keep_every": 10},
+    ),
+    "the newest, and some": (
+        f"{DENSE} --save x --save-interval 10 --save-retain-interval 50",
+        1,
+        {"checkpoint.keep": 1, "checkpoint.keep_every": 50},
+    ),
+    "Lion's own betas": (
+        f"{DENSE} --optimizer lion --lion-beta1 0.8 --lion-beta2 0.7",
+        1,
+        {"optimizer.kind": "lion", "optimizer.beta1": 0.8, "optimizer.beta2": 0.7},
+    ),
+    "SGD's momentum": (f"{DENSE} --optimizer sgd --sgd-momentum 0.6", 1, {"optimizer.beta1": 0.6}),
+    "embeddings have a multiple of the rate": (
+        f"{DENSE} --min-lr 1e-4 --decoupled-lr 5e-3 --decoupled-min-lr 5e-4",
+        1,
+        {"optimizer.groups": [{"parameters": ["embedding.*", "head"], "learning_rate": 5.0}]},
+    ),
+    "a group of layers is computed again": (
+        f"{DENSE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        1,
+        {"remat.policy": "full", "remat.group": 2},
+    ),
+    "the first layers are computed again": (
+        f"{DENSE} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        1,
+        {"remat.policy": "full", "remat.layers": 2},
+    ),
+    "attention is computed again": (f"{DENSE} --recompute-activations", 1, {"remat.policy": "selective"}),
+}
+COMMUNICATION = {"p2p": "ring", "a2a": "all_to_all", "all_gather": "all_gather", "allgather": "all_gather"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_value_is_that_of_megatrons_rules(name):
+    line, world, expected = CASES[name]
+    if "layout" in str(expected):
+        line += " --pipeline-model-parallel-size 4"
+    found = translated(line, world)
+    found |= {f"model.rope_scaling.{key}": value for key, value in (found.get("model.rope_scaling") or {}).items()}
+    assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("kind", COMMUNICATION)
+def test_each_kind_of_context_parallelism_has_a_strategy(kind):
+    found = translated(f"{DENSE} --context-parallel-size 2 --cp-comm-type {kind}", 2)
+    assert found["communication.context"] == COMMUNICATION[kind]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-dtype fp64",
+        "--moe-router-score-function sqrtsoftplus",
+        "--moe-router-topk 1",  # the softmax of one score
+    ],
+)
+def test_a_router_that_does_not_exist_here_is_refused_with_its_flag(flags):
+    with pytest.raises(InputError, match=flags):
+        translated(f"{EXPERTS} {flags}", 1)
