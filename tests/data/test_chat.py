@@ -59,6 +59,35 @@ def without_marks(template: str) -> str:
     return template.replace("{% generation %}", "").replace("{% endgeneration %}\n", "")
 
 
+# Who speaks in ShareGPT's turns, as their published files have it, and the roles that messages may have.
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+SPEAKERS |= {"function_response": "tool"}
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+
+
+@pytest.mark.parametrize("key", ["from", "role"])
+def test_each_speaker_has_a_role_and_each_role_may_be_written(key):
+    first = {key: "human", "value": "hi"}
+    for speaker, role in (SPEAKERS | {role: role for role in ROLES}).items():
+        found = read_record({"conversations": [first, {key: speaker, "value": "x"}]})
+        assert isinstance(found, Chat) and [each["role"] for each in found.messages] == ["user", role], speaker
+    for unknown in ("bing", "Human"):
+        with pytest.raises(ValueError, match=f"has the role .*{unknown}.* in message 1: use {', '.join(ROLES)}"):
+            read_record({"conversations": [first, {key: unknown, "value": "x"}]})
+
+
+def test_a_picture_is_named_under_each_key_that_templates_know():
+    parts = {"image": "a.png", "path": "a.png", "url": "a.png", "image_url": {"url": "a.png"}}
+    written = [{"type": "image", key: value} for key, value in parts.items()]
+    written += [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "image": {"url": "a.png"}}]
+    for part in written:
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
+        found = read_record({"messages": [*messages, {"role": "assistant", "content": "a"}]})
+        assert isinstance(found, Chat) and found.pictures == ("a.png",), part
+    with pytest.raises(ValueError, match="has no path or URL for the picture in part 0 of message 0"):
+        read_record({"messages": [{"role": "user", "content": [{"type": "image", "file": "a.png"}]}]})
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_tokens_and_mask_are_those_of_transformers(folder, reference, marked):
     if not marked:  # the same text without marks: an answer is what its message adds

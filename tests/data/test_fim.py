@@ -50,6 +50,17 @@ def test_documents_keep_their_place_and_their_tokens():
     assert 340 < chosen < 460 and 0.15 < suffix_first / chosen < 0.45  # empty prefixes are among them
 
 
+def test_both_cuts_fall_on_every_border_with_the_same_probability():
+    """Five tokens have six borders, both ends among them; two of 3,000 documents a border: 1,000, by three sigma."""
+    counts = np.zeros(6, int)
+    for index in range(3000):
+        out = Infilling(1.0, 0.0, (PRE, MID, SUF), END, 7)(np.arange(8, dtype=np.int32), [8], index).tolist()
+        first, last = out.index(SUF), out.index(MID)
+        counts[[first - 1]] += 1
+        counts[5 - (last - first - 1)] += 1  # what is left of the suffix
+    assert counts.sum() == 6000 and np.abs(counts - 1000).max() < 3.5 * np.sqrt(6000 * 5 / 36)
+
+
 def test_the_token_that_begins_a_document_stays_first():
     document = np.array([7, *range(10, 20), END], np.int32)
     out = Infilling(1.0, 0.0, (PRE, MID, SUF), END, 7, begin=7)(document, [12], 0)

@@ -25,7 +25,7 @@ from megajax.data.image_processing import (
 )
 from megajax.data.inspect import write_pictures
 from megajax.data.loader import datasets, find_images, make_loader
-from megajax.data.pictures import decode
+from megajax.data.pictures import PictureError, decode
 from megajax.errors import InputError
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.schema.vision import VisionConfig
@@ -127,10 +127,25 @@ def test_a_processor_that_only_has_its_name_has_the_values_of_transformers(kind)
     sizes = {"patch_size": 14, "temporal_patch_size": 2, "merge": 2}
     own = VisionConfig.model_validate(TOWER | sizes | ({} if kind == "Qwen2VL" else {"merge": 1, "grid": 16}))
     values = {"image_processor_type": f"{kind}ImageProcessor"}
-    assert read_processor(values, "a", own) == ImageProcessor(**{"resample": 3, "scale": 1 / 255} | expected)
+    older = ({"feature_extractor_type": f"{kind}FeatureExtractor"}, {"image_processor_type": f"{kind}FeatureExtractor"})
+    for names in (values, {"image_processor_type": f"{kind}ImageProcessorFast"}, *older):
+        assert read_processor(names, "a", own) == ImageProcessor(**{"resample": 3, "scale": 1 / 255} | expected), names
     for key, other in {"patch_size": 7, "temporal_patch_size": 1, "merge": 1}.items() if kind == "Qwen2VL" else ():
         with pytest.raises(InputError, match=f"but model.vision.{key}={other}"):
             read_processor(values, "a", own.model_copy(update={key: other}))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_each_format_is_read_as_pillow_reads_it(kind):
+    file = io.BytesIO()
+    picture(17, 30).save(file, kind)
+    np.testing.assert_array_equal(np.asarray(decode(file.getvalue())), np.asarray(Image.open(file).convert("RGB")))
+
+
+def test_a_format_whose_files_may_hold_anything_is_a_sentence():
+    picture(17, 30).save(file := io.BytesIO(), "TIFF")
+    with pytest.raises(PictureError, match="is no picture of the formats JPEG, PNG, WEBP, GIF, BMP"):
+        decode(file.getvalue())
 
 
 def test_a_picture_is_turned_as_its_camera_was_and_has_a_size_within_the_limits():
@@ -140,6 +155,9 @@ def test_a_picture_is_turned_as_its_camera_was_and_has_a_size_within_the_limits(
     np.testing.assert_array_equal(np.asarray(decode(file.getvalue())), np.rot90(np.asarray(picture(17, 30)), -1))
     # 144 pixels are below the limit, but not the 256 of the nearest multiples of 8.
     assert smart_size(12, 12, 8, 64, 200) == (8, 8)
+    assert smart_size(1600, 8, 8, 64, 1 << 20) == (1600, 8)  # 200 times as long as wide, as in transformers
+    with pytest.raises(PictureError, match="more than 200 times as long as wide"):
+        smart_size(8, 1601, 8, 64, 1 << 20)
 
 
 @pytest.mark.parametrize(("class_token", "expected"), [(True, [3, 1]), (False, [4])])

@@ -19,7 +19,7 @@ from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import datasets
 from megajax.data.preprocess import preprocess
 from megajax.data.special_tokens import first_token, framed, stop_tokens, stored_ids, turn_end, usual_first_token
-from megajax.data.tokenizers import keep_tokenizer, load_tokenizer
+from megajax.data.tokenizers import deciding_files, keep_tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import beside
 from megajax.training.loop import Trainer
@@ -197,6 +197,41 @@ def test_an_id_of_minus_one_is_none(tmp_path):
         stored.write_text(json.dumps({f"{name}_id": -1}))
         tokenizer = load_tokenizer(str(folder))
         assert (tokenizer.begin_of_text, tokenizer.end_of_document) == (1, 2)  # the tokenizer's own
+
+
+def test_ids_are_those_of_the_first_file_that_has_any_the_whole_model_before_its_text_model(tmp_path):
+    """As transformers generates: by generation_config.json, where config.json may have another end."""
+    files = ("generation_config.json", "config.json", "hf_config.json")
+    for token, name in enumerate(files):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": token, "text_config": {"eos_token_id": 10 + token}}))
+    for token, name in enumerate(files):
+        assert stored_ids(tmp_path, "eos_token") == [token]
+        (tmp_path / name).write_text(json.dumps({"text_config": {"eos_token_id": 10 + token}}))
+        assert stored_ids(tmp_path, "eos_token") == [10 + token]
+        (tmp_path / name).unlink()
+    assert stored_ids(tmp_path, "eos_token") == []
+
+
+OF_TOKENIZERS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+OF_MODELS = {"chat_template.jinja", "preprocessor_config.json", "processor_config.json"}
+
+
+def test_every_file_beside_a_tokenizer_is_kept_exported_and_decides_what_is_read_again(tmp_path):
+    source, run = tmp_path / "source", tmp_path / "run"
+    write_family("qwen3", source, MODEL)
+    own, of_ids = {"tokenizer.json"}, {"generation_config.json", "config.json", "hf_config.json"}
+    for name in OF_TOKENIZERS | OF_MODELS | of_ids:
+        if not (source / name).is_file():
+            (source / name).write_text("{}")
+    assert {path.name for path in deciding_files(str(source))} == own | OF_TOKENIZERS | of_ids
+    run.mkdir()
+    keep_tokenizer(str(source), run)
+    assert {path.name for path in run.iterdir()} == own | OF_TOKENIZERS | OF_MODELS
+    beside.keep(source, run)
+    found = own | OF_TOKENIZERS | OF_MODELS | {"generation_config.json", "hf_config.json"}
+    assert {path.name for path in run.iterdir()} == found
+    files, _ = beside.collect(run, config_of(source, [], kind="text"))
+    assert files.keys() == found - {"hf_config.json"}
 
 
 def test_data_of_a_base_model_need_no_template(tmp_path):

@@ -282,7 +282,11 @@ def test_tiktoken_files_give_the_tokens_of_their_ranks(tmp_path):
     ((ids, offsets),) = tokenizer.encode_with_offsets(["xé"])
     assert ids == [ranks[b"x"], ranks[b"\xc3"], ranks[b"\xa9"]] and offsets == [(0, 1), (1, 2), (1, 2)]
     assert tokenizer.vocab_size == 330 + 256 and tokenizer.end_of_document == 331  # Llama 3's special tokens
-    assert [tokenizer.token_id(f"<|{name}|>") for name in ("reserved_special_token_4", "eot_id")] == [338, 339]
+    # Meta's tokenizer.py: 256 special tokens behind the ranks, those without a name in the order of their numbers
+    named = {"begin_of_text": 0, "end_of_text": 1, "start_header_id": 6, "end_header_id": 7, "eot_id": 9}
+    named |= {f"reserved_special_token_{i}": number for i, number in enumerate((2, 3, 4, 5, 8, *range(10, 256)))}
+    first = 339 - 9
+    assert {name: tokenizer.token_id(f"<|{name}|>") - first for name in named} == named
 
     keep_tokenizer(str(tmp_path / "llama3.tiktoken"), tmp_path)
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).encode("xyzzy xyz") == tokenizer.encode("xyzzy xyz")

@@ -31,9 +31,8 @@ def model_of(folder: Path, config: dict) -> ModelConfig | None:
 
 
 def test_all_families_are_compared():
-    # transformers does not have Kimi-K2 under its name; T5's are in test_t5.py, the others' in test_vision.py
-    others = {"kimi_k2", "t5", "llava", "gemma3", "qwen2_5_vl", "qwen3_vl"}
-    assert GOLDEN.keys() == FAMILIES.keys() - others
+    # transformers does not have Kimi-K2 under its name
+    assert GOLDEN.keys() == FAMILIES.keys() - {"kimi_k2", *WHOLE}
 
 
 @pytest.mark.smoke
@@ -79,3 +78,92 @@ def test_of_two_keys_for_one_thing_that_of_transformers_counts_or_both_are_refus
         found = model_of(tmp_path, {name: value for name, value in config.items() if name not in absent} | given)
         expected = None if changes is None else model_of(tmp_path, config | changes)
         assert found == expected or (not absent and found is None), given
+
+
+# As transformers 5.24 prints them, of T5 and of each part of models that read images; what it needs besides is given:
+# a size of pictures that mm_tokens_per_image divides, SigLIP's strategy, and a tower's output of the model's width.
+def sizes(layers: int, width: int, heads: int, ffn: int) -> dict:
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    return dict(zip(keys, (layers, width, heads, ffn), strict=True))
+
+
+CLIP = sizes(12, 768, 12, 3072) | {"image_size": 224, "patch_size": 32, "num_channels": 3, "layer_norm_eps": 1e-5}
+CLIP |= {"hidden_act": "quick_gelu", "attention_dropout": 0.0}
+SIGLIP = CLIP | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+LLAVA = {"image_token_index": 32_000, "projector_hidden_act": "gelu", "vision_feature_layer": -2}
+LLAVA |= {"vision_feature_select_strategy": "default", "multimodal_projector_bias": True}
+QWEN_TOWER = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16}
+QWEN_TOWER |= {"in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN3_TOWER = {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304}
+QWEN3_TOWER |= {"num_heads": 16, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN3_TOWER |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
+QWEN = {"vocab_size": 152_064, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+QWEN |= {"use_sliding_window": False, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+QWEN3 = {"vocab_size": 151_936, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+QWEN3 |= {"attention_bias": False, "rope_parameters": {"rope_theta": 5e5, "mrope_section": [24, 20, 20]}}
+T5 = {"vocab_size": 32_128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": 6}
+T5 |= {"num_heads": 8, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+T5 |= {"layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "tie_word_embeddings": True}
+# family: (keys that are given, the defaults of the whole, of text_config and of vision_config)
+WHOLE: dict[str, list[tuple[dict, dict, dict, dict]]] = {
+    "t5": [({}, T5, {}, {})],
+    "llava": [
+        ({}, LLAVA, {}, CLIP),
+        (
+            {"vision_feature_select_strategy": "full", "vision_config": {"model_type": "siglip_vision_model"}},
+            LLAVA | {"vision_feature_select_strategy": "full"},
+            {},
+            SIGLIP,
+        ),
+    ],
+    "gemma3": [
+        (
+            {"vision_config": {"image_size": 896, "patch_size": 14, "vision_use_head": False}},
+            {"image_token_index": 262_144, "mm_tokens_per_image": 256},
+            {},
+            SIGLIP | {"image_size": 896, "patch_size": 14},
+        )
+    ],
+    "qwen2_5_vl": [
+        (
+            {"vision_config": {"out_hidden_size": 8192}},
+            {"image_token_id": 151_655},
+            sizes(80, 8192, 64, 29_568) | QWEN,
+            QWEN_TOWER | {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+        )
+    ],
+    "qwen3_vl": [
+        (
+            {"vision_config": {"out_hidden_size": 4096}},
+            {"image_token_id": 151_655},
+            sizes(32, 4096, 32, 22_016) | QWEN3,
+            QWEN3_TOWER,
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(("family", "case"), [(family, case) for family, cases in WHOLE.items() for case in cases])
+def test_absent_keys_of_models_with_two_stacks_have_the_values_of_transformers(tmp_path, family, case):
+    given, whole, text, tower = case
+    absent = {"model_type": family} | ({} if family == "t5" else {"text_config": {}, "vision_config": {}}) | given
+    written = absent | whole
+    if family != "t5":
+        written |= {"text_config": text, "vision_config": tower | absent["vision_config"]}
+    expected = model_of(tmp_path, written)
+    assert expected is not None and model_of(tmp_path, absent) == expected
+    for part in (written, written.get("text_config", {}), written.get("vision_config", {})):
+        for key in [key for key in part if key not in ("model_type", "text_config", "vision_config")]:
+            if key not in absent and key not in absent.get("vision_config", {}):
+                value = part.pop(key)
+                assert model_of(tmp_path, written) == expected, key
+                part[key] = value
+
+
+def test_qwen3_moe_with_a_window_has_it_from_the_28th_layer_on_unless_the_file_says_otherwise(tmp_path):
+    """transformers 4 reads max_window_layers=28 where there is none, which no tiny model can have."""
+    window = tiny("qwen3_moe") | {"use_sliding_window": True, "sliding_window": 8}
+    window.pop("max_window_layers", None)
+    assert model_of(tmp_path, window) is None
+    everywhere = model_of(tmp_path, window | {"max_window_layers": 0})
+    assert everywhere is not None and everywhere.sliding_window == 8

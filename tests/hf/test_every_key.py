@@ -94,6 +94,36 @@ def test_every_key_of_a_config_counts(path, tmp_path):
     assert silent - {*free} == set()
 
 
+# transformers' functions by name (ACT2FN): GELU by erf or by tanh, SiLU, and so on
+FUNCTIONS = {"gelu": "erf", "gelu_python": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
+FUNCTIONS |= {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick"}
+GATED = {"erf": "geglu_exact", "tanh": "geglu", "silu": "swiglu"}
+PLAIN = {"erf": "gelu_exact", "tanh": "gelu", "relu": "relu", "relu2": "relu2", "quick": "quick_gelu"}
+
+
+@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.stem)
+def test_each_name_of_an_activation_is_read_as_transformers_function_or_refused(path, tmp_path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+
+    def read(changed) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        try:
+            return ModelConfig.model_validate(read_model(tmp_path)).activation
+        except InputError:
+            return None
+
+    keys = config.keys() & {"hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act"}
+    own = read(config)
+    if own == "clamped_swiglu":  # GPT-OSS has one only
+        keys = set()
+    ours = GATED if own in GATED.values() else PLAIN
+    for key in keys:
+        assert own == ours[FUNCTIONS[config[key]]]
+        for name, function in FUNCTIONS.items():
+            assert read(config | {key: name}) in (None, ours.get(function)), (key, name)
+
+
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in ABSENT.items() for key in keys])
 def test_an_option_of_published_files_that_the_model_lacks_is_a_sentence(name, key, tmp_path):
     with zipfile.ZipFile(FILES / f"{name}.zip") as archive:

@@ -120,6 +120,21 @@ def test_every_other_key_of_a_config_counts(unpack, tmp_path):
     assert silent == {*MAY_CHANGE.split()}
 
 
+# feed_forward_proj as T5's config has it: ACT2FN's name, behind "gated-" with a gate; gated-gelu is the one by tanh.
+PROJECTIONS = {"relu": "relu", "gated-gelu": "geglu", "gated-gelu_new": "geglu", "gated-silu": "swiglu"}
+
+
+def test_each_activation_is_read_and_another_is_a_sentence(unpack, tmp_path):
+    config = json.loads((unpack("t5_tied") / "config.json").read_text())
+    for name in (*PROJECTIONS, "gelu", "gated-relu", "silu"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"feed_forward_proj": name}))
+        if name in PROJECTIONS:
+            assert ModelConfig.model_validate(read_model(tmp_path)).activation == PROJECTIONS[name]
+        else:
+            with pytest.raises(InputError, match="feed_forward_proj"):
+                read_model(tmp_path)
+
+
 def test_absent_keys_have_the_values_of_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "num_layers": 3}))
     model = ModelConfig.model_validate(read_model(tmp_path))

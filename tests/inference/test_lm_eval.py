@@ -70,6 +70,12 @@ def test_requests_are_answered_as_by_the_reference(references, adapter):
     for count in (0, 64, 300):  # lm-eval's hf asserts that a token of the context remains
         with pytest.raises(InputError, match=f"max_gen_toks={count} leaves no room .*: give 1 to 63"):
             adapter.generate_until([Request(("c", {"max_gen_toks": count}))])
+    with pytest.raises(InputError, match="max_gen_toks=256 leaves no room"):  # lm-eval's default
+        adapter.generate_until([Request(("c", {}))])
+    absent = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # as transformers without them
+    assert adapter._settings({"do_sample": True, "max_gen_toks": 9, "until": None}) == ((), absent, 9)
+    given = {"do_sample": True, "temperature": 0.5, "top_k": None, "top_p": 0.7, "min_p": None, "until": "x"}
+    assert adapter._settings(given | {"max_gen_toks": "9"}) == (("x",), absent._replace(temperature=0.5, top_p=0.7), 9)
     long = [Request(("abcdefgh" * 20, {"max_gen_toks": 60})), Request(("xefgh", {"max_gen_toks": 60}))]
     assert adapter.generate_until(long[:1]) == adapter.generate_until(long[1:]), "the last tokens that leave room"
     (adapter.model.folder / "chat_template.jinja").write_text("{{ [thinking, enable_thinking, messages[0].content] }}")
