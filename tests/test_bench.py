@@ -1,8 +1,14 @@
 """Arguments of the benchmark: configs by path and by name, and mistakes."""
 
+import subprocess
+import time
+from types import SimpleNamespace
+
+import jax
 import pytest
 
 from dev import gpu_rows
+from megajax import jax_internals
 from megajax.tools import bench
 
 
@@ -50,14 +56,17 @@ def test_the_rows_for_four_gpus_are_legal_and_have_names_of_their_own():
             assert 0 < gpu_rows.prediction(row)["gib"] < gpu_rows.rates_of("h100").memory_gib, row
 
 
-def test_figures_are_of_one_device_and_belong_together(tmp_path):
+def test_figures_are_of_one_device_and_belong_together(tmp_path, monkeypatch):
     """8 sequences of 16 tokens on eight virtual devices."""
     path = tmp_path / "small.yaml"
     path.write_text(
         "model: {num_layers: 1, hidden_size: 8, num_heads: 2, ffn_hidden_size: 8, vocab_size: 50, vocab_multiple: 1}\n"
         "batch: {global_size: 8, sequence_length: 16}\n"
     )
-    found = bench.bench(str(path), ["mesh.fsdp=-1"], warmup=1, timed=3)
+    timed, start = 3, time.time()
+    monkeypatch.setattr(bench, "process_start_time", lambda: start)
+    found = bench.bench(str(path), ["mesh.fsdp=-1"], warmup=1, timed=timed)
+    assert 0 < found["first_step_seconds"] < time.time() - start - timed * found["step_ms"][1] / 1e3
     assert found["devices"] == "8 × cpu" and found["mesh"] == "fsdp 8"
     median, least, most = found["step_ms"]
     assert 0 < least <= median <= most
@@ -71,3 +80,18 @@ def test_figures_are_of_one_device_and_belong_together(tmp_path):
 def test_all_steps_after_the_warm_up_are_timed():
     finished = [10.0, 11.0, 13.0, 16.0, 20.0]
     assert bench.step_seconds(finished, 1) == [1, 2, 3, 4] and bench.step_seconds(finished, 3) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "cudnn", "shown"),
+    [(13000, 91400, ("13.0", "9.14.0")), (12060, 90501, ("12.6", "9.5.1"))],
+)
+def test_versions_are_written_as_nvidia_writes_them(cuda, cudnn, shown, monkeypatch):
+    """CUDA's number is 1000 x major + 10 x minor, cuDNN 9's 10000 x major + 100 x minor + patch."""
+    numbers = SimpleNamespace(cuda_runtime_get_version=lambda: cuda, cudnn_get_version=lambda: cudnn)
+    monkeypatch.setattr(jax_internals, "cuda_versions", numbers)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    smi = SimpleNamespace(stdout="580.95.05\n580.95.05\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: smi)
+    found = bench.versions()
+    assert (found["cuda"], found["cudnn"], found["driver"]) == (*shown, "580.95.05")

@@ -111,6 +111,26 @@ def known_links(group: DeviceGroup, sizes) -> list[Timing]:
     return found
 
 
+def test_the_report_shows_rates_at_the_sizes_that_it_names():
+    """By hand: rate · size / (size + half)."""
+    own = replace(KNOWN, attention_flops=((64, 3e14), (128, 4e14), (192, 5e14), (256, 6e14)), fp8_flops=1.5e15)
+    found = {figure.what: str(figure) for figure in rates.figures(replace(own, network_bytes=4e10))}
+    matmuls = {
+        (n, name): r * n / (n + h) for n in (1024, 8192) for name, r, h in (("BF16", 6e14, 200), ("FP8", 1.5e15, 500))
+    }
+    expected = {f"matmul {name}, smallest dimension {n}": rate for (n, name), rate in matmuls.items()}
+    attention = {width: rate * 8192 / (8192 + 700) for width, rate in own.attention_flops}
+    expected |= {f"attention over 8192 tokens, heads of {width}": rate for width, rate in attention.items()}
+    others = {
+        "copy in memory": "4000",
+        "copies between GPUs of a host": "300",
+        "gathers and reductions in a host": "200",
+    }
+    others |= {"gathers and reductions between hosts": "40"}
+    shown = {what: f"{rate / 1e12:.0f} TFLOP/s" for what, rate in expected.items()}
+    assert found == shown | {what: f"{rate} GB/s" for what, rate in others.items()}
+
+
 def test_the_plan_reads_the_file_of_the_command(tmp_path, capsys):
     file = tmp_path / "rates.json"
     timings = [known_timing(program, ON_CPUS) for program in programs(ON_CPUS, Hardware("cpu"))]

@@ -4,12 +4,14 @@ A compiled step's memory, worked by hand: tests/parallel/test_pipeline_memory.py
 """
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megajax.errors import InputError
+from megajax.tools.compile import figures, verdict
 from megajax.tools.plan import compile
 
 
@@ -73,3 +75,23 @@ def test_the_description_of_another_device_is_an_h200s_with_its_memory():
     assert changed == {"device_memory_size", "memory_bandwidth"}
     assert int(a100["device_memory_size"]) * 0.92 / 2**30 == pytest.approx(73.6)
     assert int(a100["memory_bandwidth"]) / int(h200["memory_bandwidth"]) == pytest.approx(2.039 / 4.8)
+
+
+def test_the_figures_of_a_compiled_step_are_its_own():
+    segments = [
+        SimpleNamespace(iterations=3, layers_per_iteration=2),
+        SimpleNamespace(iterations=1, layers_per_iteration=1),
+    ]
+    graph = SimpleNamespace(layers=SimpleNamespace(segments=segments))
+    memory, program = {"whole": 7}, SimpleNamespace(graph=graph)
+    step: Any = SimpleNamespace(
+        program=program, trace_seconds=1.0, lower_seconds=2.0, compile_seconds=4.0, memory=memory
+    )
+    found = figures(step)
+    [kib] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found.pop("compiler_memory") == pytest.approx(int(kib) * 1024, rel=0.01)
+    seconds = {"lower_seconds": 3.0, "xla_seconds": 4.0}
+    assert found == seconds | {"segments": [(3, 2), (1, 1)], "device_memory": {"whole": 7}}
+    usable = 0.92 * 150_109_880_320
+    assert verdict(int(usable)) == "it fits: 128.6 GiB of the 128.6 GiB of an H200 that a run can use"
+    assert verdict(int(usable) + 1).startswith("it does not fit: it needs 128.6 GiB of")

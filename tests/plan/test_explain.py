@@ -12,6 +12,7 @@ from megajax.tools.plan.__main__ import main
 from megajax.tools.plan.explain import mesh_overrides
 from megajax.tools.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
 from megajax.tools.plan.rates import rates_of
+from megajax.tools.plan.report import more_time
 from megajax.tools.plan.search import explained
 
 H200 = rates_of("h200")
@@ -45,6 +46,20 @@ def test_the_parts_of_time_and_memory_add_up_to_the_whole(config, capsys):
     # Each figure is rounded.
     assert sum(times) == pytest.approx(float(whole["ms a step"]), abs=0.5 + 0.05 * len(times))
     assert sum(memory) == pytest.approx(float(whole["GiB"].rstrip("~")), abs=0.05 * (1 + len(memory)))
+
+
+def test_the_largest_microbatch_and_longer_sequences_are_other_meshes_of_the_same_gpus(config, capsys):
+    mesh, pinned = ["mesh.fsdp=2", "mesh.tensor=8"], "batch.num_microbatches=8"
+    assert main([str(config), "--gpus", "16", "--explain", "fsdp=2,tensor=8", "--device", "h200", pinned]) == 0
+    printed = capsys.readouterr().out
+    # 16 sequences on 2 devices: 8 microbatches of one to one of eight
+    sizes = {n: explained(config, [*mesh, f"batch.num_microbatches={8 // n}"], 16, H200).gib for n in (1, 2, 4, 8)}
+    largest = max(n for n, gib in sizes.items() if gib <= H200.memory_gib)
+    assert f"Largest microbatch that fits: {largest} sequences on a GPU" in printed and largest > 4
+    # Eight sequences of twice the length: two microbatches less do not fit 2 devices, so four of one sequence each
+    twice = ["batch.sequence_length=8192", "batch.global_size=8", "batch.num_microbatches=4"]
+    now, other = (explained(config, [*mesh, *each], 16, H200) for each in ([pinned], twice))
+    assert other.gib != now.gib and f": {more_time(other, now)}, {other.gib:.1f} GiB" in printed
 
 
 def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):

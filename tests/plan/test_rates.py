@@ -11,7 +11,7 @@ from megajax.errors import InputError
 from megajax.estimate.costs import peak_flops
 from megajax.tools.plan import DEVICE_NAMES
 from megajax.tools.plan import __main__ as command
-from megajax.tools.plan.rates import DEVICES, H200, rates_of, read_rates, write_rates
+from megajax.tools.plan.rates import DEVICES, H200, SCALED, rates_of, read_rates, write_rates
 
 
 def test_a_file_replaces_the_rates_that_it_names(tmp_path):
@@ -45,14 +45,23 @@ def test_a_bad_file_is_a_sentence(tmp_path, content, words):
 
 
 def test_rates_say_whether_they_were_measured(tmp_path):
-    """A100 by its data sheet: 312 TFLOP/s BF16, 2.039 TB/s, NVLink of 600 GB/s; an H200 has 989, 4.8 and 900."""
+    """By data sheets: TFLOP/s in BF16 and in FP8, TB/s of memory, GB/s of NVLink; an H200 has 989, 1979, 4.8 and 900.
+
+    An A100 multiplies in BF16 what other GPUs multiply in FP8.
+    """
     file = tmp_path / "rates.json"
     write_rates(file, H200, {"device": "H200"})
     assert "measured" in json.loads(file.read_text()) and read_rates(file, H200).origin == f"those of {file}"
-    a100 = rates_of("A100")
-    assert "scaled" in a100.origin and H200.origin == "measured"
-    ratios = [a100.bf16_flops / H200.bf16_flops, a100.memory_bytes / H200.memory_bytes]
-    assert [*ratios, a100.link_bytes / H200.link_bytes] == pytest.approx([312 / 989, 2.039 / 4.8, 600 / 900])
+    sheets = {"h100": (989, 1979, 3.35, 900), "a100": (312, None, 2.039, 600), "b200": (2250, 4500, 8.0, 1800)}
+    assert {*sheets} == {*SCALED} - {"h200"} and rates_of("A100").origin == "an H200's, scaled by data sheets"
+    for name, (bf16, fp8, memory, links) in sheets.items():
+        rates = SCALED[name]
+        assert rates.bf16_flops / H200.bf16_flops == pytest.approx(bf16 / 989), name
+        assert rates.fp8_flops == pytest.approx(H200.fp8_flops * fp8 / 1979 if fp8 else rates.bf16_flops, rel=1e-3)
+        assert rates.memory_bytes / H200.memory_bytes == pytest.approx(memory / 4.8), name
+        for link in ("link_bytes", "nccl_bytes"):
+            assert getattr(rates, link) / getattr(H200, link) == pytest.approx(links / 900), name
+        assert rates.with_links(None, 200).network_bytes == 0.8 * 25e9  # of 200 Gbit/s of a card
 
 
 @pytest.mark.parametrize("device", DEVICES)

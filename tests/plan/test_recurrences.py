@@ -30,6 +30,8 @@ def test_devices_of_tensor_share_a_recurrence_and_without_kernels_it_is_slow():
 
     whole, shared = (step("mesh.data=1", f"mesh.tensor={n}", gpus=n) for n in (1, 2))
     assert shared.attention == pytest.approx(whole.attention / 2) and whole.attention > 0
+    sequence = step("mesh.data=1", "mesh.context=2", gpus=2)  # the map of the state over the tokens comes first
+    assert sequence.attention == pytest.approx(1.67 * whole.attention / 2)
     in_chunks = step("kernels.linear_attention=reference")
     assert in_chunks.attention > 5 * whole.attention and in_chunks.matmuls == whole.matmuls
 

@@ -10,6 +10,7 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
+from megajax.tools.plan.step_time import StepTime
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,59 @@ def test_traffic_is_the_bytes_that_collectives_send():
     # Four microbatches of 8192 tokens, whose streams and gradients go one stage on in each of 4 + 2 · 2 - 2 ticks
     step = parts_of("mesh.fsdp=1", "mesh.pipeline=2", "batch.num_microbatches=4", gpus=2)
     assert step.traffic["pipeline"].sent == 2 * 6 * 8192 * 4096 * 2
+
+
+# Four layers of D = 256, 4 heads of 64, 2 KV heads, F = 1024, V = 1024; 4 sequences of 512
+D, V, T = 256, 1024, 2048
+SMALL = {"num_layers": 4, "hidden_size": D, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 1024}
+SMALL |= {"vocab_size": V, "vocab_multiple": 1}
+MATRICES = D * 64 * (4 + 2 * 2) + 4 * 64 * D + 3 * D * 1024  # of a layer
+LAYER = MATRICES + 2 * D
+
+
+def small(gpus: int = 1, **sections: dict) -> StepTime:
+    model, batch = SMALL | sections.pop("model", {}), {"global_size": 4, "sequence_length": 512}
+    batch |= sections.pop("batch", {})
+    config = Config.model_validate({"model": model, "batch": batch, "data": {"kind": "synthetic"}, **sections})
+    return Candidate.of(config, check_mesh(config, gpus)).time(H200)
+
+
+def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
+    """Rows of a table that differ by a few per cent do not tell their constants, so each has a case by hand."""
+    plain, number, memory = small(), 4 * LAYER + 2 * V * D + D, H200.memory_bytes
+    assert plain.optimizer == pytest.approx(31.5 * number / memory)
+    assert plain.conversions == pytest.approx(16 * number / memory)
+    # A loop copies each layer's input, which is saved, and casts its weights in both passes.
+    unrolled, looped = (small(kernels={"scan_unroll": n}, remat={"policy": "full"}) for n in (4, 1))
+    assert (unrolled.loops, looped.loops) == (0, pytest.approx((1.9 * 4 * 2 * T * D + 2 * 6 * 4 * LAYER) / memory))
+    assert looped.losses["copies of saved activations"] == looped.loops
+    fp8 = small(precision={"fp8": {"recipe": "current"}})
+    assert fp8.conversions - plain.conversions == pytest.approx(4.8 * 4 * LAYER / memory)
+    offloaded = small(optimizer={"offload": 1})  # two moments of each matrix, in FP32
+    assert offloaded.optimizer - plain.optimizer == pytest.approx(8 * (4 * MATRICES + 2 * V * D) / 33e9)
+    two = small(2, mesh={"data": 2})
+    assert plain.waiting == 0 and two.waiting == pytest.approx(0.0108 * (two.computation + two.head))
+    # Six ticks, each with the stream of a microbatch of 512 tokens
+    staged = small(2, mesh={"pipeline": 2}, batch={"num_microbatches": 4})
+    assert staged.ticks == pytest.approx(6 * (150e-6 + 2 * 512 * D / H200.link_bytes))
+
+
+def test_collectives_of_activations_and_uneven_experts_by_hand():
+    """Of half of the tokens on each of two devices: keys and values are sent and gathered in both passes."""
+    context = small(2, mesh={"context": 2}).activations["context"]
+    assert context.sent == 4 * (4 * 2 * T / 2 * 2 * (64 + 64) * 2) / 2
+    assert context.seconds == pytest.approx(context.sent / min(H200.link_bytes, H200.nccl_bytes))
+    assert context.exposed == pytest.approx(0.29 * context.seconds)
+    tensor = small(2, mesh={"tensor": 2}).activations["tensor"]
+    assert tensor.exposed == pytest.approx(0.40 * tensor.seconds)
+    # As many rows for each expert: four on each device, or four on one.
+    experts = {"block_pattern": ["experts"], "experts_per_token": 2, "expert_ffn_hidden_size": 1024}
+    divided = small(2, mesh={"expert": 2}, model=experts | {"num_experts": 8})
+    whole = small(2, mesh={"data": 2}, model=experts | {"num_experts": 4})
+    assert divided.matmuls / whole.matmuls == pytest.approx(1.124, rel=1e-3)  # but for the router
+    # All tokens to both devices, a half of them from the other
+    sent = divided.activations["expert"]
+    assert sent.sent == 4 * 4.5 * 2 * T / 2 * D * 2 / 2 and sent.exposed == sent.seconds == sent.sent / H200.link_bytes
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

@@ -134,19 +134,39 @@ def test_a_collective_is_one_of_the_axes_along_which_its_groups_differ(groups, a
     assert op.axes_of(AXES) == axes
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("ncclDevKernel_AllGather_RING_LL", "collectives"),
-        ("nvjet_sm90_tst_128x160_v_bz_NNT", "matmuls"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
-        ("cross_entropy_backward", "head and loss"),
-        ("MemcpyD2D", "copies"),
-        ("loop_add_fusion", "norms and elementwise"),
-    ],
-)
-def test_a_kernel_without_an_operation_has_the_group_of_its_name(name, group):
-    assert operations.group_of_kernel(name) == group
+# Names in traces of H100s and H200s, each with one part of KERNELS only
+OF_KERNELS = {
+    "collectives": ("ncclDevKernel_AllGather_RING_LL", "MemcpyP2P"),
+    "attention": (
+        *("cudnn_generated_fort_native_sdpa_sm90_fprop_f16", "cudnn_generated_fort_native_sdpa_sm80_bprop_f16"),
+        *("fmha_v2_bf16_128_S_40_sm90", "flash_fwd_splitkv_kernel", "ranged_attention_keys"),
+    ),
+    "head and loss": ("cross_entropy_backward",),
+    "matmuls": (
+        *("nvjet_sm90_tst_128x160_v_bz_NNT", "sm80_xmma_gemm_bf16bf16_bf16f32_f32_nn_n"),
+        *("cutlass_80_wmma_tensorop_bf16_s161616", "grouped_down"),
+    ),
+    "copies": ("MemcpyD2D", "MemsetD", "input_transpose_fusion", "wrapped_copy"),
+    "norms and elementwise": ("loop_add_fusion",),
+}
+
+
+def test_a_kernel_without_an_operation_has_the_group_of_its_name():
+    found = {name: operations.group_of_kernel(name) for names in OF_KERNELS.values() for name in names}
+    assert found == {name: group for group, names in OF_KERNELS.items() for name in names}
+    names = [name.lower() for name in found]
+    for group, parts in operations.KERNELS:
+        for part in parts:
+            others = [other for _, members in operations.KERNELS for other in members if other not in part]
+            only = [name for name in names if part in name and not any(other in name for other in others)]
+            assert only, f"{group}: no name above has {part} alone"
+
+
+def test_the_roofline_of_a_window_counts_the_pairs_within_it(ops):
+    """Of 1000 queries the first 100 see 1 to 100 keys, the others 100: 95,050 pairs, by the integral 95,000."""
+    window = ops["attend"].attributes.replace('"sliding_window_length": 0', '"sliding_window_length": 100')
+    flops = 2 * 5 * 989 * 95_000 * (150 + 50) * 2  # keys and values, backward
+    assert operations.roofline_ms(replace(ops["attend"], attributes=window)) == pytest.approx(1e3 * flops / 989e12)
 
 
 def test_attention_without_a_library_is_what_is_in_its_scope():

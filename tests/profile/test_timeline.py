@@ -192,6 +192,22 @@ def test_the_largest_gap_is_the_one_above_the_prediction_or_without_it_the_large
     assert largest_gap(measured, measured.mean).startswith("No gap: ")
 
 
+def test_of_many_devices_those_that_compute_longest_and_shortest_have_lines():
+    """Device n of twelve computes n ms, communicates 2 ms, and is idle for 1 ms, half of it because of the host."""
+    gaps = {"host gaps": 0.5, "idle between kernels": 0.5}
+    devices = {
+        f"GPU {n}": {"matmuls": n - 0.5, "other programs": 0.5, "collectives over data": 2.0} | gaps
+        for n in (5, 3, 12, 1, 7, 9, 2, 11, 4, 6, 8, 10)
+    }
+    first, *lines = device_lines(timeline.Measured({}, devices))
+    assert first == "Of 12 devices, those that compute longest and shortest:"
+    assert [line.partition(":")[0] for line in lines] == [f"GPU {n}" for n in (12, 11, 10, 9, 4, 3, 2, 1)]
+    rest = "exposed collectives 2.00, idle 1.00 (host gaps 0.50)"
+    assert lines[0] == f"GPU 12: 15.00 ms a step: computing 12.00, {rest}"
+    few = dict(list(devices.items())[:8])
+    assert [line.partition(":")[0] for line in device_lines(timeline.Measured({}, few))] == [*few]
+
+
 def test_a_prediction_for_one_axis_counts_in_a_row_of_several_axes_if_it_has_none_of_its_own():
     predicted = {
         "matmuls": 1.0,
