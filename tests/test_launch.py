@@ -235,13 +235,22 @@ def test_processes_that_cannot_share_the_devices_are_refused(config, devices, gp
         launch.Launcher(config, [], 1, 1)
 
 
-@pytest.mark.parametrize("value, problem", [("2", ": this command starts"), ("two", " is not a whole number")])
-@pytest.mark.parametrize("variable", ["JAX_NUM_PROCESSES", "SLURM_NTASKS"])
-def test_a_process_of_a_cluster_is_refused(variable, value, problem, monkeypatch, capsys):
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(SystemExit) as stopped:
-        launch.main(["--", "none.yaml"])
-    assert stopped.value.code == 2 and f"{variable}={value}{problem}" in capsys.readouterr().err
+# The largest number with which a process is alone: jax's own variables are set for processes of a cluster only.
+ALONE = {"JAX_NUM_PROCESSES": 0, "SLURM_NTASKS": 1, "OMPI_COMM_WORLD_SIZE": 1}
+
+
+@pytest.mark.parametrize("variable", ALONE)
+def test_a_process_of_a_cluster_is_refused_and_one_that_is_alone_is_not(variable, monkeypatch, capsys):
+    def answer(value) -> str:
+        monkeypatch.setenv(variable, str(value))
+        with pytest.raises(SystemExit) as stopped:
+            launch.main(["--", "none.yaml"])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    assert "config file none.yaml does not exist" in answer(ALONE[variable])
+    assert f"{variable}={ALONE[variable] + 1}: this command starts" in answer(ALONE[variable] + 1)
+    assert f"{variable}=two is not a whole number" in answer("two")
 
 
 def test_lines_of_several_processes_begin_with_their_number(run, capfd):

@@ -20,7 +20,7 @@ from fsspec.registry import _registry
 from orbax.checkpoint._src.path import gcs_utils
 
 import megajax
-from megajax.checkpoint import arrays, complete_steps, elsewhere, inspect, s3
+from megajax.checkpoint import arrays, complete_steps, elsewhere, inspect, s3, storage
 from megajax.config import load_config
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
@@ -185,6 +185,33 @@ def test_damage_in_a_bucket_is_not_confused_with_a_store_that_does_not_answer(bu
     assert again.step == 2
     path.unlink()
     assert inspect.main([str(tmp_path / "run"), "--verify"]) == inspect.DAMAGED
+
+
+# The codes of tensorstore's statuses (absl::StatusCode), of a store that does not answer, or not to this user
+NO_ANSWER = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL"}
+NO_ANSWER |= {"PERMISSION_DENIED", "UNAUTHENTICATED"}
+OF_THE_OBJECT = {"NOT_FOUND", "INVALID_ARGUMENT", "DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE", "ALREADY_EXISTS"}
+
+
+def test_each_error_is_that_of_the_store_or_of_an_object():
+    def outcome(error: Exception, folder="gs://b/x/3") -> type:
+        try:
+            with storage.store_errors(folder):
+                raise error
+        except Exception as found:
+            return type(found)
+
+    found = {code: outcome(ValueError(f"{code}: Error reading x")) for code in NO_ANSWER | OF_THE_OBJECT}
+    assert {code for code, kind in found.items() if kind is InputError} == NO_ANSWER
+    for package in ("gcsfs", "s3fs", "botocore", "aiobotocore", "fsspec", "aiohttp", "google", "requests", "asyncio"):
+        raised = type("OfClient", (Exception,), {"__module__": f"{package}.exceptions"})
+        assert outcome(raised("x")) is InputError and outcome(raised("x"), "/a/directory") is raised
+    for denied in ("Forbidden", "Anonymous caller", "no credentials", "x, 401", "Unauthorized", "Access Denied"):
+        assert outcome(ValueError(denied)) is InputError
+    for denied in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"):
+        assert outcome(ValueError(denied), "s3://b/x/3") is InputError
+    assert outcome(ConnectionResetError()) is InputError and outcome(FileNotFoundError()) is FileNotFoundError
+    assert outcome(ValueError("UNAVAILABLE: x"), "/a/directory") is ValueError
 
 
 def test_of_two_runs_that_take_a_folder_of_a_bucket_at_once_one_is_refused(build, bucket, tmp_path, monkeypatch):

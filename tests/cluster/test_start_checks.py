@@ -85,6 +85,16 @@ def test_the_packages_that_a_step_and_its_checkpoint_depend_on_are_compared(name
     assert own_facts(config).versions[name] == metadata.version(name)
 
 
+def test_flags_of_xla_are_compared_but_for_those_with_files_and_numbers_of_devices(monkeypatch):
+    """A deterministic run gives each process files of its own (runtime.xla_flags)."""
+    own = ("--xla_gpu_dump_autotune_results_to=autotune-1.new", "--xla_gpu_load_autotune_results_from=autotune-1.txt")
+    own += ("--xla_dump_to=x1", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("XLA_FLAGS", " ".join(["--xla_gpu_b=1", *own, "--xla_gpu_a=2"]))
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
+    config = Config.model_validate({"model": model, "batch": {"global_size": 1, "sequence_length": 8}})
+    assert own_facts(config).flags == ["--xla_gpu_a=2", "--xla_gpu_b=1"]
+
+
 def test_gpus_that_no_process_uses_are_a_warning():
     assert "host one has 4 GPUs and the run uses 1" in unused_gpus(processes(FOUR[:1], hosts=("one",), visible=FOUR))
     assert not unused_gpus(processes(FOUR[:2], FOUR[2:], hosts=("one",), visible=FOUR))

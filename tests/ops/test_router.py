@@ -1,5 +1,9 @@
 """The router against plain NumPy: choice, weights, balancing losses, Sinkhorn's iteration, the bias."""
 
+import itertools
+import math
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +124,20 @@ def test_an_expert_takes_its_capacity_of_all_devices_tokens(logits, policy):
         for token, i in sorted(places.tolist(), key=lambda place: (-weights[*place], ids[place[0]]))[:capacity]:
             expected[token, i] = True
     assert np.array_equal(np.concatenate(found), expected) and not expected.all()
+
+
+def test_the_capacity_is_the_exact_share_rounded_up():
+    """Also where the product is an integer that floating-point numbers miss by a little."""
+    cases = itertools.product(("0.1", "0.7", "1.0", "1.1", "1.25", "1.3", "2.3"), (10, 30, 100, 4096), (1, 2, 3, 6))
+    missed = 0
+    for factor, tokens, k in cases:
+        for experts in (4, 6, 10, 60):
+            exact = Fraction(factor) * tokens * k / experts
+            missed += exact.denominator == 1 and math.ceil(tokens * (float(factor) * k / experts)) != exact
+            assert router.expert_capacity(float(factor), tokens, k, experts) == math.ceil(exact), (factor, tokens, k)
+    assert missed > 10
+    counted = router.expert_capacity(1.1, jnp.array([10, 30, 100]), 3, 6)  # as of tokens without padding
+    assert counted.tolist() == [6, 17, 55] and counted.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])

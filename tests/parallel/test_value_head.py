@@ -134,6 +134,10 @@ def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tm
     plain = make(table, {}, **PLAIN)
     assert parameter_count(Transformer(plain.model)) - parameter_count(program.model) == D * V - (D + 1)
     assert flops_per_token(plain) - flops_per_token(config) == 6 * (D * V - D)
+    # Beside adapters the model's head has no gradient, an objective's own has.
+    adapters = {"lora": {"rank": 2, "targets": ["query"]}, "checkpoint": {"init_from": "base"}}
+    frozen, own = (make(table, {}, **adapters, **changes) for changes in (PLAIN, {}))
+    assert flops_per_token(frozen) - flops_per_token(own) == 4 * D * V - 6 * D
     ours, theirs = (estimate_memory(p.plan.on_gpus()) for p in (built(make(table, {})), built(plain)))
     assert theirs.parameters - ours.parameters == 4 * (D * V - (D + 1))
     assert theirs.optimizer - ours.optimizer == 4 * (D * V - (D + 1)) * (theirs.optimizer // theirs.parameters)

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -64,10 +65,20 @@ def receiver():
     server.server_close()
 
 
+TAGS = {name: f"{group}/{name}" for group, names in trackers.GROUPS.items() for name in names if group != "norms"}
+
+
+def test_each_named_number_of_a_line_is_in_a_group_by_hand():
+    marks = test_tags_have_a_group.pytestmark[0].args[1]
+    assert {name: tag(name) for name in TAGS} == TAGS and not TAGS.keys() - {name for name, _ in marks}
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("loss", "train/loss"),
+        ("tflops_per_second_per_device", "throughput/tflops_per_second_per_device"),
+        ("text_tokens_per_second_per_device", "throughput/text_tokens_per_second_per_device"),
         ("grad_norm", "train/grad_norm"),
         ("grad_norm/layers/0", "norms/grad_norm/layers/0"),
         ("mtp_loss/module", "train/mtp_loss/module"),
@@ -118,6 +129,47 @@ def test_the_services_get_each_number_of_a_line_by_its_tag(tmp_path, make_config
     assert step == 3 and np.isnan(numbers.pop(f"{layers}/1"))
     expected = {"train/loss": 2.5, "train/skipped": 1, "train/grad_norm": inf, f"{layers}/0": 0.5}
     assert numbers == expected | {"norms/weight_norm/head": 4.0}
+
+
+def test_mlflow_gets_all_numbers_and_settings_in_requests_of_its_limits(make_config, tmp_path, monkeypatch):
+    """1000 metrics and 100 parameters in a request; a stand-in for the package, of which nothing else is used."""
+    requests, ended = [], []
+
+    def log_batch(run, metrics=(), params=()):
+        assert run == "r1" and len(metrics) <= 1000 and len(params) <= 100
+        requests.append((metrics, params))
+
+    run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+    client = SimpleNamespace(
+        log_batch=log_batch,
+        get_experiment_by_name=lambda name: None,
+        create_experiment=lambda name: name,
+        create_run=lambda experiment, run_name: run,
+        set_terminated=lambda run, status: ended.append(status),
+    )
+    entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
+    module = SimpleNamespace(MlflowClient=lambda tracking_uri: client, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    config = make_config(f"run.dir={tmp_path}", "logging.mlflow=http://x")
+    tracker, numbers = trackers.MlflowRun(config, lambda text: None), {f"n{i}": i / 2 for i in range(2500)}
+    settings = dict(trackers.flat(config.model_dump(mode="json")))
+    assert dict(each for _, params in requests for each in params).keys() == settings.keys() and len(settings) > 200
+    requests.clear()
+    tracker.write(7, numbers)
+    found = [metric for metrics, _ in requests for metric in metrics]
+    assert {name: number for name, number, _, _ in found} == numbers and len(found) == 2500
+    assert all(abs(at / 1000 - time.time()) < 60 and step == 7 for _, _, at, step in found)
+    tracker.close(False), tracker.close(True)
+    assert ended == ["FINISHED", "FAILED"]
+
+
+def test_the_event_of_an_end_has_each_status_also_that_of_a_good_one(make_config, tmp_path):
+    config = make_config(f"run.dir={tmp_path}")
+    for status in (DONE, STOPPED, MISTAKE, BAD_NUMBERS, LOST, INTERRUPTED):
+        assert events.event(config, "end", 3, "text", status)["status"] == status
+    found = events.event(config, "spike", 3, "text")
+    assert found.keys() == {"event", "run", "run_dir", "host", "step", "time", "text"}
+    assert abs(found["time"] - time.time()) < 60
 
 
 @pytest.mark.parametrize("status", [DONE, STOPPED, MISTAKE, BAD_NUMBERS, LOST, INTERRUPTED])

@@ -11,6 +11,7 @@ from trainers import QuickTrainer
 
 from megajax.checkpoint import SaveOutcome, checksums
 from megajax.errors import ConfigError, InputError
+from megajax.training.logs import saved_line
 from megajax.training.loop import Trainer
 from megajax.training.run_directory import SaveReports
 
@@ -65,6 +66,12 @@ def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_
         "checkpoint_stall_seconds": 0.3,
     }
     assert not reports.take()
+
+
+def test_the_line_of_a_save_has_the_speed_of_the_whole_save():
+    """2 GB in 4 s, of which training waited 0.3 s."""
+    found = saved_line(SaveOutcome(5, 2 * 10**9, waited=0.3, seconds=4.0))
+    assert found == "saved step 5 (2 GB in 4.0 s, 500 MB/s, training waited 0.3 s)"
 
 
 def test_an_early_last_save_does_not_make_the_interval_too_short(make_config):
