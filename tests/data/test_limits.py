@@ -13,9 +13,11 @@ import pyarrow as pa
 import pytest
 import zstandard
 from pyarrow import parquet
+from tokenizers import normalizers
 
 from megajax.data.json_array import ArrayReader
 from megajax.data.json_lines import Limits, read_blocks, texts
+from megajax.data.text_growth import growth
 from megajax.errors import InputError
 
 MOST = 1 << 20
@@ -280,3 +282,21 @@ def test_a_long_row_is_a_sentence_and_a_repeated_value_is_not_multiplied(tmp_pat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 256 and peak < 16 * MOST
+
+
+# Characters of a character at most, by Unicode: U+FB2C, U+1F82, U+FDFA. BERT's normalizer writes spaces around each
+# Chinese one, and three for a letter in lower case; a byte is a letter, and a space comes before each of both.
+GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 3 * 3, "ByteLevel": 2 * 4}
+GROWTH |= {"Metaspace": 2, "Strip": 1}
+
+
+def test_the_growth_of_each_step_is_a_bound_of_what_the_library_writes():
+    for kind, bound in GROWTH.items():
+        assert growth({"type": kind}) == bound, kind
+    letters = "".join(map(chr, (*range(0x20, 0x3000), *range(0xF900, 0xFE00), 0x4E00, 0x10FFFF)))
+    for kind in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer"):
+        normalizer = getattr(normalizers, kind)()
+        longest = max(len(normalizer.normalize_str(letter)) for letter in letters)
+        assert longest == GROWTH[kind] if kind.startswith("NF") else longest <= GROWTH[kind], kind
+    steps = [{"type": "NFKD"}, {"type": "Prepend", "prepend": "ab"}]
+    assert growth({"type": "Sequence", "normalizers": steps}) == 18 * 3

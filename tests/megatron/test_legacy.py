@@ -18,7 +18,7 @@ from single_device import make_config
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
-from megajax.megatron import NEWEST, is_megatron_folder
+from megajax.megatron import NEWEST, is_megatron_folder, pickled
 from megajax.megatron.convert import load
 from megajax.megatron.distributed import saved_arguments
 from megajax.megatron.gpt import tensor_shapes
@@ -259,3 +259,16 @@ def test_an_archive_with_another_pickle_is_not_trusted(tmp_path):
     path.write_bytes(pickle.dumps({"model": {}}))
     with pytest.raises(InputError, match="is damaged"):
         read(tmp_path, ModelConfig.model_validate(SMALL))
+
+
+# The typed storages of torch 2, with NumPy's name of their numbers, and its dtypes of before and of now
+STORAGES = {"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "LongStorage": "int64"}
+STORAGES |= {"BFloat16Storage": "bfloat16", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"}
+STORAGES |= {"ByteStorage": "uint8", "BoolStorage": "bool"}
+
+
+def test_every_kind_of_numbers_of_a_torch_file_has_its_numpy_dtype():
+    assert {name: dtype.name for name, dtype in pickled.STORAGES.items()} == STORAGES
+    assert {name: dtype.name for name, dtype in pickled.DTYPES.items()} == {name: name for name in STORAGES.values()}
+    assert {name: pickled.ALLOWED["torch", name] for name in STORAGES} == {name: name for name in STORAGES}
+    assert all(pickled.ALLOWED["torch", name].name == name for name in STORAGES.values())

@@ -1,15 +1,18 @@
 """The planner's tables on a terminal of 80 columns."""
 
 import contextlib
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
+from megajax.estimate.costs import flops_per_token
 from megajax.tools.plan.__main__ import parser
 from megajax.tools.plan.rates import rates_of
-from megajax.tools.plan.report import cells, fit, table
+from megajax.tools.plan.report import cells, fit, limit_line, memory_text, table
 from megajax.tools.plan.search import Found, explained
 
 H200, WIDTH = rates_of("h200"), 80
@@ -34,6 +37,24 @@ def test_a_table_fits_the_terminal_and_keeps_axes_and_figures(path):
         assert size == 1 or f"{axis} {size}{'^' * (axis in found.time.between_hosts)}" in text
     assert f"{1e3 * found.time.total:,.0f}" in text and load_config(path).remat.policy in text
     assert "ms: of a step" in lines[-1]
+
+
+def test_a_row_has_shares_of_the_step_and_marks_of_the_memory():
+    found = own_mesh(next(path for path in CONFIGS if path.stem == "llama3_8b_l16_pipeline"))
+    plan, seconds = found.candidate.plan, found.time.total
+    *_, speed, mfu, lost = cells(found, H200, 0.1)
+    batch, gpus = plan.config.batch, math.prod(plan.sizes.values())
+    tokens = batch.global_size * batch.sequence_length / seconds / gpus
+    assert speed == f"{tokens:,.0f}" and mfu == f"{tokens * flops_per_token(plan.config) / 989e12:.1%}"
+    largest = sorted(found.time.losses.values(), reverse=True)[:3]
+    assert [part.rsplit(" ", 1)[1] for part in lost.split(", ")] == [f"{each / seconds:.0%}" for each in largest]
+    # Of 100 GiB a tenth is the margin: more than 90 is marked.
+    rates = replace(H200, memory_gib=100.0)
+    assert [memory_text(gib, rates, 0.1) for gib in (89.9, 90.0, 90.1, 101.0)] == ["89.9", "90.0", "90.1~", "101.0~"]
+    line = "Limit: 100.0 GiB of a GPU"
+    assert limit_line(rates, [("",) * 4 + ("90.0",)], 0.1) == f"{line}."
+    marked = limit_line(rates, [("",) * 4 + ("90.1~*",)], 0.1)
+    assert marked == f"{line}; ~: above it, or less than 10% below; * is XLA's figure, the others are estimates."
 
 
 def test_long_cells_are_cut_and_wide_terminals_have_the_whole_table():

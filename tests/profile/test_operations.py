@@ -112,6 +112,21 @@ def test_counts_of_a_module_are_one_line_a_kind(ops):
     ]
 
 
+# XLA's names of calls: in its sources, cublas_cudnn.cc
+LIBRARY_CALLS = {"__cublas$lt$matmul": "cuBLASLt matmul", "__cublas$lt$matmul$f8": "cuBLASLt FP8 matmul"}
+LIBRARY_CALLS |= {"__cublas$gemm": "cuBLAS matmul", "__cudnn$blockScaledDot": "cuDNN block-scaled matmul"}
+LIBRARY_CALLS |= {"__cudnn$fmhaSoftmax": "cuDNN attention, forward"}
+LIBRARY_CALLS |= {"__cudnn$fmhaSoftmaxBackward": "cuDNN attention, backward"}
+
+
+def test_each_call_of_a_library_is_counted_by_its_name(ops):
+    calls = [
+        replace(ops["matmul"], attributes=f'custom_call_target="{target}"') for target in (*LIBRARY_CALLS, "__other")
+    ]
+    found = [" ".join(line.split()) for line in describe(calls, {})]
+    assert sorted(found) == sorted([*(f"{name} 1" for name in LIBRARY_CALLS.values()), "__other 1"])
+
+
 AXES = {"pipeline": 1, "data": 2, "fsdp": 1, "expert": 1, "context": 2, "tensor": 2}
 
 
