@@ -4,7 +4,14 @@ import memory_table
 import pytest
 from memory_table import GIB, Row
 
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
+from megajax.estimate.memory import estimate_memory, second_activations
+from megajax.options.context import ALL_GATHER, RING
 from megajax.step.pipeline.schedules import assign_buffer_slots, make_schedule
+from megajax.step_plan import StepPlan
+from megajax.tools.plan.candidates import Candidate
 
 # Nine layers of one shape on two devices: D = 64, 4 heads of 16, 2 KV heads, F = 256, V = 4096; 2 sequences of 128.
 SMALL = (
@@ -159,6 +166,62 @@ def test_a_tower_keeps_what_its_layers_save_and_its_output_before_and_after_its_
     none, one, two = small(), *(small(tower.format(layers=layers)) for layers in (1, 2))
     layer = two.activations - one.activations
     assert layer > 0 and one.activations - none.activations == layer + 2 * (2 * 192 * 64)
+
+
+def plan_of(gpus: int = 1, **sections: dict) -> StepPlan:
+    """Of a small model on GPUs: 4 sequences of 32 tokens, D = 64."""
+    model = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": 512}
+    batch = {"global_size": 4, "sequence_length": 32} | sections.pop("batch", {})
+    sections |= {"model": model | sections.pop("model", {}), "batch": batch, "data": {"kind": "synthetic"}}
+    config = Config.model_validate(sections)
+    return Candidate.of(config, check_mesh(config, gpus)).plan
+
+
+def kept_before(plan: StepPlan) -> int:
+    assert plan.second_stack is not None
+    return second_activations(plan, plan.second_stack)
+
+
+def test_a_tower_with_features_of_its_layers_keeps_their_inputs_and_gives_more_streams():
+    tower = {"image_token": 9, "num_layers": 3, "hidden_size": 32, "num_heads": 2, "ffn_hidden_size": 32}
+    tower |= {"patch_size": 2, "patches_per_row": 64, "merge": 2}
+    of_layers = [kept_before(plan_of(model={"vision": tower | {"deepstack_layers": n}})) for n in ([], [0], [0, 1])]
+    rows = 4
+    # In BF16 the stream after a layer, of the width of the tower, and image embeddings of the width of the model
+    more = 2 * rows * (64 * 32 + 64 // 4 * 64)
+    assert of_layers[1] - of_layers[0] == of_layers[2] - of_layers[1] == more
+
+
+def test_stages_keep_their_share_of_an_encoders_microbatches_rounded_up_and_the_streams_of_all():
+    encoder = {"encoder": {"kind": "layers", "num_layers": 2, "sequence_length": 16}}
+    one = kept_before(plan_of(model=encoder, batch={"global_size": 1}))
+    stream = 2 * 16 * 64
+    for microbatches, share in ((4, 2), (5, 3), (6, 3)):
+        batch = {"global_size": microbatches, "num_microbatches": microbatches}
+        staged = kept_before(plan_of(2, model=encoder, batch=batch, mesh={"pipeline": 2}))
+        assert staged == share * (one - stream) + microbatches * stream
+
+
+def test_a_teachers_output_is_kept_of_a_microbatch_and_by_stages_of_all():
+    import_extensions(["docs/examples/distillation.py"])
+    own = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 512}
+    learning = {"objective": {"kind": "distillation", "settings": {}}, "teacher": {"model": own}}
+    for gpus, mesh, held in ((1, {}, 1), (2, {"pipeline": 2}, 4)):
+        batch, none = {"num_microbatches": 4}, {"objective": {"kind": "next_token"}}
+        taught, alone = (
+            estimate_memory(plan_of(gpus, mesh=mesh, batch=dict(batch), **each)) for each in (learning, none)
+        )
+        assert taught.activations - alone.activations == 2 * held * 32 * 32
+
+
+@pytest.mark.parametrize("by_chunk", [True, False])
+def test_what_a_strategy_keeps_of_each_token(by_chunk):
+    """Of four devices, 10 numbers in attention's output and 3 in its keys and values."""
+    ring = (4 / 2 if by_chunk else 2) * 10 + 3
+    gathered = 2 * 4 * 3 + 10 if by_chunk else 4 * 3
+    assert (RING.kept(4, 10, 3, by_chunk), ALL_GATHER.kept(4, 10, 3, by_chunk)) == (ring, gathered)
+    assert RING.kept(6, 10, 3, by_chunk) == (3 if by_chunk else 2) * 10 + 3
+    assert RING.kept(16, 10, 3, by_chunk) == 3 * 10 + 3  # 15 steps are a loop
 
 
 def test_the_parts_add_up_to_the_total():
