@@ -13,9 +13,8 @@ from megajax.options.registered import ENCODER_KIND
 from megajax.sharding import ENCODER
 from megajax.step.embedding import TOKENS as TABLE
 from megajax.step.embedding import Embedding
-from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.second_stack import SecondStack
-from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import added
 from megajax.weights.weight import WeightDtypes
@@ -59,12 +58,12 @@ class EncoderStack(SecondStack):
         return self.embedding.embed(_rows(table), _tokens(batch), inputs)
 
     def before_gradients(
-        self, table: Arrays, batch: Microbatch, inputs: BlockInputs, dx: StreamGradients, sums: Table
+        self, table: Arrays, batch: Microbatch, inputs: BlockInputs, dx: Streams, sums: Table
     ) -> Table:
         rows = _rows(sums)
-        sums = sums | self.embedding.add_gradients(rows, _rows(table), _tokens(batch), inputs, dx.x)
-        of_bias = {ENCODER + name: added(sums[ENCODER + name], gradient) for name, gradient in dx.streams.items()}
-        return sums | of_bias
+        sums = sums | self.embedding.add_gradients(rows, _rows(table), _tokens(batch), inputs, dx[HIDDEN])
+        of_bias = {ENCODER + name: gradient for name, gradient in dx.items() if name != HIDDEN}
+        return sums | {name: added(sums[name], gradient) for name, gradient in of_bias.items()}
 
     def after(self, weights: Arrays, x: jax.Array, *between: jax.Array) -> jax.Array:
         return normalise(self.encoder.config, x, weights["final_norm"], weights.get("final_norm_bias"))

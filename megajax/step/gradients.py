@@ -65,7 +65,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 
         gradients = graph.table.reduce_per_step(table_gradients)
         for stack in stacks:
-            gradients |= stack.weights.reduce_per_step(results.gradients[stack.NAME], stack.only_microbatch)
+            gradients |= stack.weights.reduce_per_step(results.gradients[stack.NAME])
         gradients = {name: gradients[name] / loss_scale for name in graph.trained}
         sums = results.losses
         if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided

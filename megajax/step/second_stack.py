@@ -9,14 +9,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from megajax.model.second_layers import SecondLayers
 from megajax.model.sublayer import BlockInputs
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.layers import LayerStack
-from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import added
 from megajax.weights.table import block_weights
@@ -37,7 +35,6 @@ class SecondStack:
         self.comm, of_layers = MeshComm(*settings), MeshComm(*settings, frozen=not self.is_trained)
         weights = block_weights(step, blocks, dtypes, self.prefix)
         self.stack = LayerStack(self.NAME, plan, of_layers, blocks, weights, not step.sums_gradients, self.prefix)
-        self.read = [s for s, each in enumerate(plan.segments) if each.start + each.count in plan.edges]
 
     # A subclass has these
 
@@ -58,7 +55,7 @@ class SecondStack:
         raise NotImplementedError
 
     def before_gradients(
-        self, table: Arrays, batch: Microbatch, inputs: BlockInputs, dx: StreamGradients, sums: Table
+        self, table: Arrays, batch: Microbatch, inputs: BlockInputs, dx: Streams, sums: Table
     ) -> Table:
         """`sums` plus the gradients of the weights that `before` and `inputs` read."""
         raise NotImplementedError
@@ -75,23 +72,22 @@ class SecondStack:
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
         inputs = self.inputs(arrays.table, batch)
         x = self.before(arrays.table, batch, inputs)
-        x, results = self.stack.run_forward(arrays.stacks[self.NAME], x, inputs, save=save and self.is_trained)
-        outputs = x, *(results[s].x for s in self.read)
-        saved = (outputs, [each.saved for each in results]) if save else None
-        return {self.NAME: self.after(self.weights(arrays.table, after=True), *outputs)}, saved
+        given, own = {HIDDEN: x, **inputs.streams}, Microbatch(inputs.fields, inputs)
+        outputs, (_, values) = self.stack.forward(arrays, given, own, save=save and self.is_trained)
+        stream = self.after(self.weights(arrays.table, after=True), *outputs.values())
+        return {self.NAME: stream}, (outputs, values) if save else None
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         (outputs, values), inputs = saved, self.inputs(arrays.table, batch)
-        dy = gradients[self.NAME].astype(outputs[0].dtype)
-        table, dx, *between = self.add_gradients(self.after, arrays.table, dy, table, *outputs)
+        dy = gradients[self.NAME].astype(outputs[HIDDEN].dtype)
+        table, *dx = self.add_gradients(self.after, arrays.table, dy, table, *outputs.values())
         if not self.is_trained:
             return {}, table, Results()
-        of_streams = {name: jnp.zeros(a.shape, jnp.float32) for name, a in inputs.streams.items()}
-        given = StreamGradients(dx, of_streams, dict(zip(self.read, between, strict=True)))
-        dx, results = self.stack.results_of_backward(arrays, given, inputs, values)
-        return {}, self.before_gradients(arrays.table, batch, inputs, dx, table), results
+        given, own = dict(zip(outputs, dx, strict=True)), Microbatch(inputs.fields, inputs)
+        of_streams, _, results = self.stack.backward(arrays, (inputs, values), given, own, {})
+        return {}, self.before_gradients(arrays.table, batch, inputs, of_streams, table), results
 
     # For subclasses
 

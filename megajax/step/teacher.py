@@ -11,7 +11,7 @@ from megajax.parallel.mesh_comm import MeshComm
 from megajax.sharding import TEACHER, is_in_layer
 from megajax.step.embedding import Embedding
 from megajax.step.head import LossHead
-from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.layers import LayerStack
 from megajax.step_plan import StepPlan
 from megajax.weights.table import block_weights
@@ -41,8 +41,8 @@ class Teacher:
         table, nothing = of_teacher(arrays.table), dict.fromkeys(("dropout_key", "jitter_key", "adapter_key"))
         inputs = replace(batch.inputs, **nothing, layer_loss_scale=None)
         x = self.embedding.embed(table, batch.fields, inputs)
-        x, _ = self.stack.run_forward(arrays.stacks[STREAM], x, inputs, save=False)
-        h = normalise(self.model, x, table.get("final_norm"), table.get("final_norm_bias"))
+        own, _ = self.stack.forward(arrays, {HIDDEN: x}, batch._replace(inputs=inputs), save=False)
+        h = normalise(self.model, own[HIDDEN], table.get("final_norm"), table.get("final_norm_bias"))
         return {STREAM: scale_head(self.model, h)}, None
 
     def backward(

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 
 from megajax.model.sublayer import BlockInputs
 from megajax.model.vision import PATCHES, POSITIONS, SEGMENTS, VisionTower
-from megajax.step.nodes import Arrays, Field, Microbatch, Table
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Streams, Table
 from megajax.step.second_stack import SecondStack
-from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import WeightDtypes
 
@@ -46,12 +45,12 @@ class VisionStack(SecondStack):
         return self.tower.embed(self.weights(table, after=False), batch.fields, self.comm)
 
     def before_gradients(
-        self, table: Arrays, batch: Microbatch, inputs: BlockInputs, dx: StreamGradients, sums: Table
+        self, table: Arrays, batch: Microbatch, inputs: BlockInputs, dx: Streams, sums: Table
     ) -> Table:
         def embed(weights: Arrays) -> jax.Array:
             return self.tower.embed(weights, batch.fields, self.comm)
 
-        return self.add_gradients(embed, table, dx.x, sums)[0]
+        return self.add_gradients(embed, table, dx[HIDDEN], sums)[0]
 
     def after(self, weights: Arrays, x: jax.Array, *between: jax.Array) -> jax.Array:
         return self.tower.project(weights, x, between, self.comm)

@@ -53,7 +53,7 @@ class ForwardBuffers:
     """Stores the residuals of a microbatch in its slot of a bank, and its metrics in the sums of the virtual stage."""
 
     def __init__(
-        self, segment: LayerSegment, slot: jax.Array, loop: Any, state: tuple[Any, Any], active: jax.Array | None
+        self, segment: LayerSegment, slot: jax.Array, active: jax.Array | None, loop: Any, state: tuple[Any, Any]
     ):
         """`active` is False for an idle operation, and None if there are no metrics."""
         self.segment, self.loop, self.active = segment, loop, active
@@ -67,7 +67,7 @@ class ForwardBuffers:
         self.metrics[u] = combine(add_metric, self.metrics[u], metrics, self.segment, self.loop)
 
     def close(self):
-        return (self.buffers, self.metrics), ()
+        return (self.buffers, self.metrics), ((), ())
 
 
 class BackwardBuffers:
@@ -102,7 +102,7 @@ class BackwardBuffers:
         self.gradients[u] = gradient
 
     def close(self):
-        return (self.gradients, self.deferred, self.amax), ()
+        return (self.gradients, self.deferred, self.amax), ((), ())
 
 
 class BackwardOperation(NamedTuple):

@@ -51,7 +51,7 @@ from megajax.step.pipeline.shared_tokens import TokenShares
 from megajax.step.pipeline.streams import SharedStreams
 from megajax.step.stack.layers import layers_of, loop_over_layers
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
-from megajax.step.stack.stores import accumulate
+from megajax.step.stack.stores import ForwardValues, Storage, accumulate
 from megajax.step.stack.vjp import SplitBackward
 
 
@@ -223,18 +223,17 @@ class ScheduleRunner:
 
         `x` is (whether this is the first virtual stage, its embedded tokens, the previous stage's output).
         """
-        x, (activations, metrics) = jnp.where(*x), buffers
+        (activations, metrics), segments = buffers, self.stack.segments
+        streams, batch = {HIDDEN: jnp.where(*x), **inputs.streams}, Microbatch(inputs.fields, inputs)
+        arrays, first_layer = self.arrays_of(r), self.first_layers[r]
         if not self.training:
-            x, _ = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], save=False)
-            return x, activations, metrics
-
-        def make_store(s: int, loop: Any, state: Any) -> ForwardBuffers:
-            return ForwardBuffers(self.stack.segments[s], slot, loop, state, active)
-
+            storage = Storage(lambda s, *_: ForwardValues(segments[s]), [()] * len(segments), first_layer)
+            return self.stack.forward(arrays, streams, batch, False, storage)[0][HIDDEN], activations, metrics
         states = [*zip(activations[bank], metrics[r], strict=True)]
-        x, results = self.stack.run_forward(self.weights[r], x, inputs, self.first_layers[r], make_store, states)
-        new, sums = zip(*(each.state for each in results), strict=True)
-        return x, replaced(activations, bank, list(new)), replaced(metrics, r, list(sums))
+        storage = Storage(lambda s, *own: ForwardBuffers(segments[s], slot, active, *own), states, first_layer)
+        streams, _ = self.stack.forward(arrays, streams, batch, True, storage)
+        new, sums = zip(*storage.states, strict=True)
+        return streams[HIDDEN], replaced(activations, bank, list(new)), replaced(metrics, r, list(sums))
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
         """Head and loss of the microbatch that leaves the last virtual stage; each stage computes 1/P of its tokens.
@@ -275,11 +274,11 @@ class ScheduleRunner:
         slot, to = (self.of_stage(t, tick) for t in (self.buffer_slots.backward, self.buffer_slots.deferred))
         operation = partial(self.stage_backward, split=split)
         dy, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
-        dx, index = dy.x, jnp.maximum(self.of_stage(self.schedule.backward.microbatch, tick), 0)
+        dx, index = dy[HIDDEN], jnp.maximum(self.of_stage(self.schedule.backward.microbatch, tick), 0)
         first = {HIDDEN: jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)}
         batch, nothing = batch._replace(inputs=inputs), [None] * len(self.first)
         of_first, table, _ = run_backward_nodes(self.first, self.arrays, nothing, first, batch, carry.table)
-        gradients = plus(dy.streams, {name: dx for name, dx in of_first.items() if name != HIDDEN})
+        gradients = {name: dx for name, dx in plus(dy, of_first).items() if name != HIDDEN}
         streams = {name: carry.streams[name].at[index].add(dx) for name, dx in gradients.items()}
         carry = carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
         return carry._replace(streams=streams)
@@ -291,13 +290,14 @@ class ScheduleRunner:
         layer_gradients, deferred, amax, activations = buffers
         operation = BackwardOperation(self.stack.groups, activations[bank], slot, deferred_slot, active, split)
 
-        def make_store(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
+        def open_store(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
             return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
 
         states = [*zip(layer_gradients[r], deferred, amax[r], strict=True)]
-        dy, weights = self.stack.first_gradients({HIDDEN: dx}, inputs), self.weights[r]
-        dy, results = self.stack.run_backward(weights, dy, inputs, None, self.first_layers[r], make_store, states)
-        gradients, deferred, largest = map(list, zip(*(state for state, _ in results), strict=True))
+        storage, saved = Storage(open_store, states, self.first_layers[r]), (inputs, [((), ())] * len(states))
+        batch = Microbatch(inputs.fields, inputs)
+        dy, _, _ = self.stack.backward(self.arrays_of(r), saved, {HIDDEN: dx}, batch, {}, storage)
+        gradients, deferred, largest = map(list, zip(*storage.states, strict=True))
         return dy, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:
@@ -336,6 +336,10 @@ class ScheduleRunner:
             programs = [partial(operation, k, bank) for bank, k in enumerate(self.buffer_slots.virtual_stages)]
             return switch(slot, programs, 0, *arguments)
         return switch(r, [partial(operation, k, 0) for k in range(self.schedule.virtual_stages)], slot, *arguments)
+
+    def arrays_of(self, r: int) -> StepArrays:
+        """The step's arrays with the layers of virtual stage `r` alone."""
+        return self.arrays._replace(stacks={self.stack.NAME: self.weights[r]})
 
     def by_virtual_stage(self, layers: ByGroup[GroupWeights]) -> list[ByGroup[GroupWeights]]:
         """Weights in the form of the layer stack → the same by virtual stage."""

@@ -9,7 +9,7 @@ two passes at different ticks. The loops over groups are here; stores (`stores.p
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,21 +30,11 @@ from megajax.step.stack.stack_weights import (
     LayerState,
     Metrics,
     StackWeights,
-    reduced_at_once,
-    tie_stacked,
 )
-from megajax.step.stack.stores import BackwardStore, BackwardSums, BackwardValues, ForwardStore, ForwardValues
+from megajax.step.stack.stores import BackwardSums, BackwardValues, ForwardValues, Storage
 from megajax.step.stack.vjp import replayed
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
-
-
-class OfSegment(NamedTuple):
-    """What a segment's forward pass gives."""
-
-    state: Any  # its stores' last one
-    saved: Any  # its stores' outputs, stacked over its iterations
-    x: jax.Array  # the residual stream after it
 
 
 class LayerStack:
@@ -66,15 +56,14 @@ class LayerStack:
         only_microbatch: bool,
         prefix: str = "",
     ):
-        """`only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once.
-
-        `weights` and `prefix` as in `StackWeights`.
-        """
-        self.NAME, self.only_microbatch = name, only_microbatch
-        self.plan, self.comm, self.blocks, self.segments = plan, comm, dict(blocks), plan.segments
+        """`weights`, `only_microbatch` and `prefix` as in `StackWeights`."""
+        self.NAME, self.plan, self.comm, self.blocks, self.segments = name, plan, comm, dict(blocks), plan.segments
+        # By segment the stream that others read after it, besides that after the last layer.
+        ends = [segment.start + segment.count for segment in self.segments]
+        self.between = {s: f"{HIDDEN}.{s}" for s, end in enumerate(ends) if end in plan.edges}
         own = (IMAGES,) if plan.image_slots else ()
         self.reads = tuple(dict.fromkeys((*(name for b in self.blocks.values() for name in b.streams), *own)))
-        self.weights = StackWeights(plan, comm, self.blocks, weights, prefix)
+        self.weights = StackWeights(plan, comm, self.blocks, weights, only_microbatch, prefix)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
@@ -127,39 +116,82 @@ class LayerStack:
             **({"order": Field(jnp.int32, key, derived=True)} if self.plan.balances_context else {}),
         }
 
-    def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:
-        """All layers once; keeps residuals and metrics of each group, None for residuals if not `save`."""
-        inputs = self.with_streams(batch, streams)
-        x, results = self.run_forward(arrays.stacks[self.NAME], streams[HIDDEN], inputs, save=save)
-        return {HIDDEN: x}, (inputs, [each.saved for each in results])
+    def forward(
+        self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool, storage: Storage | None = None
+    ) -> tuple[Streams, Any]:
+        """All layers once. Gives the residual stream, and those of `between`.
+
+        `backward` needs the inputs, and by segment (residuals, metrics) of its groups; residuals are None if not
+        `save`. A `storage` of a pipeline keeps them itself.
+        """
+        storage = storage or Storage(lambda s, *_: ForwardValues(self.segments[s]), [()] * len(self.segments))
+        inputs, x, given, values = self.with_streams(batch, streams), streams[HIDDEN], Streams(), []
+        for s, (segment, groups) in enumerate(zip(self.segments, arrays.stacks[self.NAME], strict=True)):
+
+            def body(carry, loop, s=s, segment=segment, groups=groups):
+                (x, state), (index,) = carry, loop
+                store, layers = storage.open(s, index, state), layers_of(storage.first_layer, segment, index)
+                for u, group in enumerate(groups):
+                    group, at = self.weights.select_group(group, segment, index), self.groups.at(segment, u, layers)
+                    x, saved, metrics = self.groups.forward(at, group, x, inputs, save)
+                    store.save(u, saved, metrics)
+                state, out = store.close()
+                return (x, state), out
+
+            (x, storage.states[s]), out = loop_over_layers(body, (x, storage.states[s]), (), segment)
+            values.append(out)
+            if s in self.between:
+                given[self.between[s]] = x
+        return {HIDDEN: x, **given}, (inputs, values)
 
     def backward(
-        self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
+        self,
+        arrays: StepArrays,
+        saved: Any,
+        gradients: Streams,
+        batch: Microbatch,
+        table: Table,
+        storage: Storage | None = None,
     ) -> tuple[Streams, Table, Results]:
-        inputs, values = saved
-        dx, results = self.results_of_backward(arrays, self.first_gradients(gradients, inputs), inputs, values)
-        return {HIDDEN: dx.x, **dx.streams}, table, results
+        """Gradients are added to `arrays.sums`, if there are any, layer by layer; a pipeline's only to its `storage`.
 
-    def results_of_backward(
-        self, arrays: StepArrays, dx: StreamGradients, inputs: BlockInputs, values: Sequence[tuple[Any, Any]]
-    ) -> tuple[StreamGradients, Results]:
-        """Gradient of the stack's output → (gradient of its input, results); `values` are the outputs of `run_forward`.
-
-        With `arrays.sums` the gradients are added to these, layer by layer.
+        Collectives are tied to the layer that hides them. A group's weights are gathered during the backward pass of
+        the group above: untied, XLA merges this gather with the forward pass's and keeps the weights. A group's
+        gradients are reduced during the backward pass of the group below: untied, XLA merges the reductions of distant
+        layers and runs them last.
         """
-        (residuals, metrics), name = zip(*values, strict=True), self.NAME
-        weights, sums = arrays.stacks[name], arrays.sums.get(name)
-        if sums is None:
-            dx, found = self.run_backward(weights, dx, inputs, residuals)
-            of_weights, amax = zip(*(out for _, out in found), strict=True)
-        else:
+        (inputs, values), found, name = saved, list[Any](), self.NAME
+        storage, dx = storage or self._storage_of_gradients(arrays), self.first_gradients(gradients, inputs)
+        for s, (segment, groups) in reversed([*enumerate(zip(self.segments, arrays.stacks[name], strict=True))]):
+            if s in self.between:
+                dx = dx._replace(x=dx.x + gradients[self.between[s]])
 
-            def make_store(s: int, loop: Any, state: Any, saved: Any) -> BackwardSums:
-                return BackwardSums(self.groups, saved, self.segments[s], loop, state)
+            def body(carry, loop, s=s, segment=segment, groups=groups):
+                (dx, state), (index, residuals) = carry, loop
+                store, layers = storage.open(s, index, state, residuals), layers_of(storage.first_layer, segment, index)
+                entered, above = dx, None
+                for u in reversed(range(len(groups))):
+                    after = None if self.kept_for_backward(s, u) else entered
+                    group = self.weights.select_group(groups[u], segment, index, after)
+                    at, entered = self.groups.at(segment, u, layers), dx
+                    dx, gradient = store.backward(u, at, group, dx, inputs)
+                    if above is not None:
+                        above = store.add(u + 1, self.weights.reduce_per_layer(above, segment, u + 1))
+                        dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above))
+                        store.put(u + 1, above)
+                    above = gradient
+                assert above is not None
+                store.put(0, store.add(0, self.weights.reduce_per_layer(above, segment, 0)))
+                state, out = store.close()
+                return (dx, state), out
 
-            dx, found = self.run_backward(weights, dx, inputs, residuals, 0, make_store, sums)
-            of_weights, amax = zip(*found, strict=True)
-        return dx, Results({name: [*of_weights]}, {}, {name: [*metrics]}, {name: [*amax]})
+            carry, residuals = (dx, storage.states[s]), values[s][0]
+            (dx, storage.states[s]), out = loop_over_layers(body, carry, (residuals,), segment, reverse=True)
+            found.insert(0, out)
+        of_weights, amax = zip(*found, strict=True)
+        of_weights, metrics = storage.states if name in arrays.sums else of_weights, [own for _, own in values]
+        results = Results({name: [*of_weights]}, {}, {name: metrics}, {name: [*amax]})
+        return {HIDDEN: dx.x, **dx.streams}, table, results
 
     def zero_sums(self, weights: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
         """Zeros for `StepArrays.sums`; `weights` are those of `StackWeights.gather_per_step`."""
@@ -190,112 +222,33 @@ class LayerStack:
         zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in inputs.streams.items()}
         return StreamGradients(gradients[HIDDEN], {name: gradients.get(name, zero) for name, zero in zeros.items()})
 
-    def run_forward(
-        self,
-        weights: ByGroup[GroupWeights],
-        x: jax.Array,
-        inputs: BlockInputs,
-        first: Any = 0,
-        make_store: Callable[[int, Any, Any], ForwardStore] | None = None,
-        states: Sequence[Any] | None = None,
-        save: bool = True,
-    ) -> tuple[jax.Array, list[OfSegment]]:
-        """The residual stream through all layers → (x, by segment what it gives).
+    def _storage_of_gradients(self, arrays: StepArrays) -> Storage:
+        """Without a pipeline: values, or sums over the microbatches."""
+        if self.NAME not in arrays.sums:
+            return Storage(lambda s, index, state, saved: BackwardValues(self.groups, saved), [()] * len(self.segments))
 
-        `first` is the layer index of the first slot, or of every slot if the layers are not consecutive.
-        `make_store(segment's index, loop, state)` makes the store of an iteration, by default of values; `states` holds
-        each segment's first state.
-        """
-        results, states = [], states or [()] * len(self.segments)
-        make_store = make_store or (lambda s, loop, state: ForwardValues(self.segments[s]))
-        for s, (segment, groups) in enumerate(zip(self.segments, weights, strict=True)):
+        def open_sums(s: int, index: Any, state: Any, saved: Any) -> BackwardSums:
+            return BackwardSums(self.groups, saved, self.segments[s], index, state)
 
-            def body(carry, loop, s=s, segment=segment, groups=groups):
-                (x, state), (index,) = carry, loop
-                store, layers = make_store(s, index, state), layers_of(first, segment, index)
-                for u, group in enumerate(groups):
-                    group, at = self.weights.select_group(group, segment, index), self.groups.at(segment, u, layers)
-                    x, saved, metrics = self.groups.forward(at, group, x, inputs, save)
-                    store.save(u, saved, metrics)
-                state, out = store.close()
-                return (x, state), out
+        return Storage(open_sums, [*arrays.sums[self.NAME]])
 
-            (x, state), out = loop_over_layers(body, (x, states[s]), (), segment)
-            results.append(OfSegment(state, out, x))
-        return x, results
+    def kept_for_backward(self, s: int, u: int) -> bool:
+        """Whether a group's gathered weights are kept for its backward pass, which else gathers them again.
 
-    def run_backward(
-        self,
-        weights: ByGroup[GroupWeights],
-        dx: StreamGradients,
-        inputs: BlockInputs,
-        saved: Sequence[Any] | None = None,
-        first: Any = 0,
-        make_store: Callable[[int, Any, Any, Any], BackwardStore] | None = None,
-        states: Sequence[Any] | None = None,
-    ) -> tuple[StreamGradients, list[tuple[Any, Any]]]:
-        """Gradient of the stack's output → (gradient of its input, by segment (the stores' last state, their outputs)).
-
-        `saved` holds residuals by segment, stacked over its loops, if the store does not: each store gets those of its
-        iteration. `first`, `make_store` and `states` are as in `run_forward`. Collectives are tied to the layer that
-        hides them. A group's weights are gathered during the backward pass of the group above: untied, XLA merges this
-        gather with the forward pass's and keeps the weights. A group's gradients are reduced during the backward pass
-        of the group below: untied, XLA merges the reductions of distant layers and runs them last.
-        """
-        results: list[tuple[Any, Any]] = []
-        between, dx = dx.between, dx._replace(between={})
-        nothing = [()] * len(self.segments)
-        saved, states = saved or nothing, states or nothing
-        make_store = make_store or (lambda s, loop, state, saved: BackwardValues(self.groups, saved))
-        for s, (segment, groups) in reversed([*enumerate(zip(self.segments, weights, strict=True))]):
-            at_once = reduced_at_once(segment, self.only_microbatch)
-            if s in between:
-                dx = dx._replace(x=dx.x + between[s])
-
-            def body(carry, loop, s=s, segment=segment, groups=groups, at_once=at_once):
-                (dx, state), (index, saved) = carry, loop
-                store, layers = make_store(s, index, state, saved), layers_of(first, segment, index)
-                entered, above = dx, None
-                for u in reversed(range(len(groups))):
-                    stored, at = groups[u], self.groups.at(segment, u, layers)
-                    if segment.iterations == 1 and self.gathers_again(s, u):
-                        stored = tie_stacked(stored, entered)
-                    group = self.weights.select_group(stored, segment, index)
-                    if self.gathers_again(s, u):
-                        group, _ = self.weights.tie_gather((group, entered))
-                    entered = dx
-                    dx, gradient = store.backward(u, at, group, dx, inputs)
-                    if above is not None:
-                        above = store.add(u + 1, self.weights.reduce_per_layer(above, segment, u + 1, at_once))
-                        dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above), at_once)
-                        store.put(u + 1, above)
-                    above = gradient
-                assert above is not None
-                store.put(0, store.add(0, self.weights.reduce_per_layer(above, segment, 0, at_once)))
-                state, out = store.close()
-                return (dx, state), out
-
-            (dx, state), out = loop_over_layers(body, (dx, states[s]), (saved[s],), segment, reverse=True)
-            results.insert(0, (state, out))
-        return dx, results
-
-    def gathers_again(self, s: int, u: int) -> bool:
-        """Whether a group's backward pass gathers its weights again.
-
-        Without loops and pipeline, the last group keeps its weights from the forward pass, because nothing would hide
-        their gather. It does not keep them if the backward pass starts with the forward pass.
+        Without loops and pipeline those of the last group are, because nothing would hide their gather; not if the
+        backward pass starts with the forward pass.
         """
         segment, count = self.segments[s], self.segments[s].layers_per_iteration // self.segments[s].group_size
         is_last = (s, u) == (len(self.segments) - 1, count - 1)
         keeps = is_last and segment.iterations == 1 and not self.plan.is_pipelined and not segment.policy.keeps_input
-        return not keeps and not all(self.weights.stay_gathered(segment, u))
+        return keeps or all(self.weights.kept_for_step(segment, u))
 
-    def _tie_reduction(self, s: int, u: int, values: tuple[StreamGradients, Any, Any], at_once: bool):
+    def _tie_reduction(self, s: int, u: int, values: tuple[StreamGradients, Any, Any]):
         """(dx, gradients) of a group and the reduced gradients of the group above; none is available before all are.
 
         Without loops and pipeline, dx of the first group waits for no weight gradient.
         """
-        if not self.plan.ties_reductions(at_once):
+        if not self.plan.ties_reductions(self.weights.reduced_at_once(self.segments[s])):
             return values
         if (s, u) == (0, 0) and self.segments[0].iterations == 1 and not self.plan.is_pipelined:
             return values[0], *not_before(values[1:])

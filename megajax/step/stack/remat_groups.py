@@ -27,8 +27,6 @@ class StreamGradients(NamedTuple):
 
     x: jax.Array  # of the residual stream, [T / tensor, D]
     streams: dict[str, jax.Array] = {}  # of the other streams: sums over the layers so far, in FP32
-    # By segment: of the residual stream after it, from others than the next layer
-    between: Mapping[int, jax.Array] = {}
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["program"])
@@ -62,7 +60,7 @@ class RematGroups:
         start = segment.start + offset
         program = GroupProgram(
             self.plan.layer_slots[start : start + count],
-            tuple(self.weights.stay_gathered(segment, u)),
+            tuple(self.weights.kept_for_step(segment, u)),
             segment.policy,
             segment.fp8,
             segment.iterations > 1 or self.plan.is_pipelined,

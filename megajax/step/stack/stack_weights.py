@@ -71,12 +71,16 @@ class StackWeights:
         comm: MeshComm,
         blocks: Mapping[str, Block],
         weights: Mapping[str, Mapping[str, Weight]],
+        only_microbatch: bool,
         prefix: str = "",
     ):
-        """`weights` by kind of block and name; `prefix` is that of the names of the model's parameters."""
+        """`weights` by kind of block and name; `prefix` is that of the names of the model's parameters.
+
+        `only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once.
+        """
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
         self.slots, self.segments, table = plan.layer_slots, plan.segments, plan.layer_table
-        self.scaling, self.gathered = Scaling(plan), plan.gathered_slots
+        self.scaling, self.gathered, self.only_microbatch = Scaling(plan), plan.gathered_slots, only_microbatch
         self.block_weights = BlockWeights(plan, comm.max_over_devices)
         self.scopes = {kind: block_scope(kind, prefix) for kind in blocks}
         self.all = LayerIndex(table, range(len(self.slots)))
@@ -119,7 +123,7 @@ class StackWeights:
         weights, rows, out = self.weights[kind], self.kinds[kind], dict[str, Any]()
         in_fp8 = {name for name in weights if segment.fp8 and self.scaling.quantises(name)}
         for name, weight in weights.items():
-            if name not in in_fp8 and self.stays_in_stack(weight, segment, slot):
+            if name not in in_fp8 and self.kept_in_stack(weight, segment, slot):
                 parts = {member: stored[kind][member] for member in weight.members}
                 out[name] = StackedWeight(parts, kind, *rows.first_row(segment, j))
         in_stack = {member for name in out for member in weights[name].members}
@@ -134,8 +138,8 @@ class StackWeights:
             out = {name: weights[name].gather_per_layer(w) for name, w in out.items()}
         return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
 
-    def stays_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
-        """Whether each pass of a layer takes its weight from the stack, and casts and fuses it (`StackedWeight`)."""
+    def kept_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
+        """Whether a weight is kept in its stack, and each pass of the layer casts and fuses it (`StackedWeight`)."""
         in_each_pass = segment.iterations > 1 or (weight.is_stored_for_use and slot not in self.gathered)
         return len(self.all.table) == 1 and in_each_pass and not weight.is_gathered_per_step
 
@@ -145,11 +149,17 @@ class StackWeights:
 
     # Per step -> used
 
-    def select_group(self, group: GroupWeights, segment: LayerSegment, index: Any) -> GroupWeights:
-        """The weights of a group in iteration `index` of its segment's loop, which is 0 without a loop."""
-        return tuple(
+    def select_group(self, group: GroupWeights, segment: LayerSegment, index: Any, after: Any = None) -> GroupWeights:
+        """The weights of a group in iteration `index` of its segment's loop, which is 0 without a loop.
+
+        If `after` is not None, none is available before it: for a backward pass that gathers them again.
+        """
+        if after is not None and segment.iterations == 1:
+            group = tie_stacked(group, after)
+        selected = tuple(
             {name: self._select_weight(name, w, segment, index) for name, w in layer.items()} for layer in group
         )
+        return selected if after is None else self.tie_gather((selected, after))[0]
 
     def _select_weight(self, name: str, w: Any, segment: LayerSegment, index: Any) -> Any:
         if isinstance(w, StackedWeight):
@@ -188,8 +198,11 @@ class StackWeights:
         weight = self.weights[kind][name]
         return weight.with_gradient(w if gathered else weight.gather_per_layer(w))
 
-    def stay_gathered(self, segment: LayerSegment, u: int) -> list[bool]:
-        """For each layer of group `u` whether `fsdp` gathers its weights and reduces its gradients once a step."""
+    def kept_for_step(self, segment: LayerSegment, u: int) -> list[bool]:
+        """For each layer of group `u` whether its gathered weights are kept for the step.
+
+        `fsdp` then reduces its gradients once a step too.
+        """
         return [slot in self.gathered for slot in self._slots_of(segment, u)]
 
     def tie_gather(self, values: Any) -> Any:
@@ -199,26 +212,24 @@ class StackWeights:
     # The way back
 
     @jax.named_scope("gradients")
-    def reduce_per_layer(
-        self, gradient: GroupWeights, segment: LayerSegment, u: int, at_once: bool = False
-    ) -> GroupWeights:
-        """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `at_once`.
+    def reduce_per_layer(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
+        """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `reduced_at_once`.
 
         Gradients of layers that stay gathered are not summed over `fsdp` here, but in `reduce_per_step`.
         """
         reduce_layer = self._reduce_in_turn if segment.iterations > 1 else self._reduce_layer
-        layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
+        layers = zip(self._kinds_of(segment, u), gradient, self.kept_for_step(segment, u), strict=True)
         reduced = tuple(own if stays else reduce_layer(kind, own) for kind, own, stays in layers)
-        reduced = self._reduce_group_per_step(reduced, segment, u) if at_once else reduced
+        reduced = self._reduce_group_per_step(reduced, segment, u) if self.reduced_at_once(segment) else reduced
         # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.iterations > 1 else reduced
 
     @jax.named_scope("gradients")
-    def reduce_per_step(self, gradients: ByGroup[GroupWeights], only_microbatch: bool) -> dict[str, jax.Array]:
+    def reduce_per_step(self, gradients: ByGroup[GroupWeights]) -> dict[str, jax.Array]:
         """Gradients from `reduce_per_layer`, summed over microbatches → complete FP32 gradients of stored shards."""
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, groups in zip(self.segments, gradients, strict=True):
-            if not reduced_at_once(segment, only_microbatch):
+            if not self.reduced_at_once(segment):
                 reduced = [self._reduce_gathered(group, segment, u) for u, group in enumerate(groups)]
                 groups = [self._reduce_group_per_step(group, segment, u) for u, group in enumerate(reduced)]
             for kind, layers in self.by_kind(segment, groups):
@@ -229,6 +240,10 @@ class StackWeights:
                         parts.setdefault((kind, member), []).append(gradient)
         joined = {(kind, member): self.kinds[kind].join(found) for (kind, member), found in parts.items()}
         return {self.scopes[kind] + member: self.kinds[kind].without_empty(g) for (kind, member), g in joined.items()}
+
+    def reduced_at_once(self, segment: LayerSegment) -> bool:
+        """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""
+        return self.only_microbatch and segment.iterations == 1
 
     def zero_gradients(self, gradients: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
         """Zeros in the shapes of gradients from `reduce_per_layer` of all groups, in the dtype of their sums."""
@@ -258,7 +273,7 @@ class StackWeights:
 
     def _reduce_gathered(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
         """Accumulated gradients of group `u` with those of layers that stay gathered summed over `fsdp`."""
-        layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
+        layers = zip(self._kinds_of(segment, u), gradient, self.kept_for_step(segment, u), strict=True)
         return tuple(self._reduce_layer(kind, own) if stays else own for kind, own, stays in layers)
 
     def _reduce_group_per_step(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
@@ -326,11 +341,6 @@ class StackWeights:
                 is_real_layer = jnp.asarray(rows.is_real_layer)[lax.axis_index("pipeline")]
                 out[kind] |= {name: is_real_layer for name in self.blocks[kind].is_real_layer_names}
         return out
-
-
-def reduced_at_once(segment: LayerSegment, only_microbatch: bool) -> bool:
-    """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""
-    return only_microbatch and segment.iterations == 1
 
 
 def tie_stacked[Weights](weights: Weights, until: Any) -> Weights:

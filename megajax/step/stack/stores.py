@@ -1,10 +1,11 @@
 """Stores: they store the results of a layer stack's groups, as values or in a pipeline's buffers.
 
-`LayerStack` makes a store for each iteration of a loop over layers. The pipeline's stores are in
+`LayerStack` opens a store for each iteration of a loop over layers. The pipeline's stores are in
 `pipeline/buffers.py`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +19,16 @@ from megajax.step.stack.stack_weights import Amax, GroupWeights, Metrics
 from megajax.weights.sums import added
 
 
+@dataclass
+class Storage:
+    """Where one pass of a stack stores the results of its groups."""
+
+    # (the segment's index, the iteration, its state; in a backward pass its residuals) -> the store of an iteration
+    open: Callable[..., Any]
+    states: list[Any]  # by segment that of the first iteration; after the pass that of the last one
+    first_layer: Any = 0  # the layer index of the first slot, or of every slot if the layers are not consecutive
+
+
 class ForwardStore(Protocol):
     """Stores the results of the groups in one iteration of a forward pass."""
 
@@ -26,7 +37,7 @@ class ForwardStore(Protocol):
         ...
 
     def close(self) -> tuple[Any, Any]:
-        """(state for the next iteration, this iteration's output, which the loop stacks)."""
+        """(state for the next iteration, a pair of outputs, which the loop stacks: residuals and metrics)."""
         ...
 
 
@@ -46,7 +57,7 @@ class BackwardStore(Protocol):
         ...
 
     def close(self) -> tuple[Any, Any]:
-        """As in `ForwardStore`."""
+        """As in `ForwardStore`, with gradients and amaxes."""
         ...
 
 
@@ -103,7 +114,7 @@ class BackwardSums(BackwardValues):
         self.sums[u] = gradient
 
     def close(self):
-        return tuple(self.sums), tuple(self.amax[u] for u in range(len(self.amax)))
+        return tuple(self.sums), ((), tuple(self.amax[u] for u in range(len(self.amax))))
 
 
 def accumulate(
