@@ -51,7 +51,7 @@ from megajax.step.pipeline.shared_tokens import TokenShares
 from megajax.step.pipeline.streams import SharedStreams
 from megajax.step.stack.layers import layers_of, loop_over_layers
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
-from megajax.step.stack.stores import ForwardValues, Storage, accumulate
+from megajax.step.stack.stores import ForwardValues, Stores, accumulate
 from megajax.step.stack.vjp import SplitBackward
 
 
@@ -227,12 +227,12 @@ class ScheduleRunner:
         streams, batch = {HIDDEN: jnp.where(*x), **inputs.streams}, Microbatch(inputs.fields, inputs)
         arrays, first_layer = self.arrays_of(r), self.first_layers[r]
         if not self.training:
-            storage = Storage(lambda s, *_: ForwardValues(segments[s]), [()] * len(segments), first_layer)
-            return self.stack.forward(arrays, streams, batch, False, storage)[0][HIDDEN], activations, metrics
+            stores = Stores(lambda s, *_: ForwardValues(segments[s]), [()] * len(segments), first_layer)
+            return self.stack.forward(arrays, streams, batch, False, stores)[0][HIDDEN], activations, metrics
         states = [*zip(activations[bank], metrics[r], strict=True)]
-        storage = Storage(lambda s, *own: ForwardBuffers(segments[s], slot, active, *own), states, first_layer)
-        streams, _ = self.stack.forward(arrays, streams, batch, True, storage)
-        new, sums = zip(*storage.states, strict=True)
+        stores = Stores(lambda s, *own: ForwardBuffers(segments[s], slot, active, *own), states, first_layer)
+        streams, _ = self.stack.forward(arrays, streams, batch, True, stores)
+        new, sums = zip(*stores.states, strict=True)
         return streams[HIDDEN], replaced(activations, bank, list(new)), replaced(metrics, r, list(sums))
 
     def head(self, tick: jax.Array, carry: Carry, y: jax.Array) -> tuple[Carry, jax.Array | None]:
@@ -294,10 +294,10 @@ class ScheduleRunner:
             return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
 
         states = [*zip(layer_gradients[r], deferred, amax[r], strict=True)]
-        storage, saved = Storage(open_store, states, self.first_layers[r]), (inputs, [((), ())] * len(states))
+        stores, saved = Stores(open_store, states, self.first_layers[r]), (inputs, [((), ())] * len(states))
         batch = Microbatch(inputs.fields, inputs)
-        dy, _, _ = self.stack.backward(self.arrays_of(r), saved, {HIDDEN: dx}, batch, {}, storage)
-        gradients, deferred, largest = map(list, zip(*storage.states, strict=True))
+        dy, _, _ = self.stack.backward(self.arrays_of(r), saved, {HIDDEN: dx}, batch, {}, stores)
+        gradients, deferred, largest = map(list, zip(*stores.states, strict=True))
         return dy, replaced(layer_gradients, r, gradients), deferred, replaced(amax, r, largest)
 
     def weight(self, tick: jax.Array, carry: Carry) -> Carry:

@@ -31,7 +31,7 @@ from megajax.step.stack.stack_weights import (
     Metrics,
     StackWeights,
 )
-from megajax.step.stack.stores import BackwardSums, BackwardValues, ForwardValues, Storage
+from megajax.step.stack.stores import BackwardSums, BackwardValues, ForwardValues, Stores
 from megajax.step.stack.vjp import replayed
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
@@ -117,20 +117,20 @@ class LayerStack:
         }
 
     def forward(
-        self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool, storage: Storage | None = None
+        self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool, stores: Stores | None = None
     ) -> tuple[Streams, Any]:
         """All layers once. Gives the residual stream, and those of `between`.
 
         `backward` needs the inputs, and by segment (residuals, metrics) of its groups; residuals are None if not
-        `save`. A `storage` of a pipeline keeps them itself.
+        `save`. The `stores` of a pipeline keep them themselves.
         """
-        storage = storage or Storage(lambda s, *_: ForwardValues(self.segments[s]), [()] * len(self.segments))
+        stores = stores or Stores(lambda s, *_: ForwardValues(self.segments[s]), [()] * len(self.segments))
         inputs, x, given, values = self.with_streams(batch, streams), streams[HIDDEN], Streams(), []
         for s, (segment, groups) in enumerate(zip(self.segments, arrays.stacks[self.NAME], strict=True)):
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (x, state), (index,) = carry, loop
-                store, layers = storage.open(s, index, state), layers_of(storage.first_layer, segment, index)
+                store, layers = stores.open(s, index, state), layers_of(stores.first_layer, segment, index)
                 for u, group in enumerate(groups):
                     group, at = self.weights.select_group(group, segment, index), self.groups.at(segment, u, layers)
                     x, saved, metrics = self.groups.forward(at, group, x, inputs, save)
@@ -138,7 +138,7 @@ class LayerStack:
                 state, out = store.close()
                 return (x, state), out
 
-            (x, storage.states[s]), out = loop_over_layers(body, (x, storage.states[s]), (), segment)
+            (x, stores.states[s]), out = loop_over_layers(body, (x, stores.states[s]), (), segment)
             values.append(out)
             if s in self.between:
                 given[self.between[s]] = x
@@ -151,9 +151,9 @@ class LayerStack:
         gradients: Streams,
         batch: Microbatch,
         table: Table,
-        storage: Storage | None = None,
+        stores: Stores | None = None,
     ) -> tuple[Streams, Table, Results]:
-        """Gradients are added to `arrays.sums`, if there are any, layer by layer; a pipeline's only to its `storage`.
+        """Gradients are added to `arrays.sums`, if there are any, layer by layer; a pipeline's only to its `stores`.
 
         Collectives are tied to the layer that hides them. A group's weights are gathered during the backward pass of
         the group above: untied, XLA merges this gather with the forward pass's and keeps the weights. A group's
@@ -161,14 +161,14 @@ class LayerStack:
         layers and runs them last.
         """
         (inputs, values), found, name = saved, list[Any](), self.NAME
-        storage, dx = storage or self._storage_of_gradients(arrays), self.first_gradients(gradients, inputs)
+        stores, dx = stores or self._stores_of_gradients(arrays), self.first_gradients(gradients, inputs)
         for s, (segment, groups) in reversed([*enumerate(zip(self.segments, arrays.stacks[name], strict=True))]):
             if s in self.between:
                 dx = dx._replace(x=dx.x + gradients[self.between[s]])
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (dx, state), (index, residuals) = carry, loop
-                store, layers = storage.open(s, index, state, residuals), layers_of(storage.first_layer, segment, index)
+                store, layers = stores.open(s, index, state, residuals), layers_of(stores.first_layer, segment, index)
                 entered, above = dx, None
                 for u in reversed(range(len(groups))):
                     after = None if self.kept_for_backward(s, u) else entered
@@ -185,11 +185,11 @@ class LayerStack:
                 state, out = store.close()
                 return (dx, state), out
 
-            carry, residuals = (dx, storage.states[s]), values[s][0]
-            (dx, storage.states[s]), out = loop_over_layers(body, carry, (residuals,), segment, reverse=True)
+            carry, residuals = (dx, stores.states[s]), values[s][0]
+            (dx, stores.states[s]), out = loop_over_layers(body, carry, (residuals,), segment, reverse=True)
             found.insert(0, out)
         of_weights, amax = zip(*found, strict=True)
-        of_weights, metrics = storage.states if name in arrays.sums else of_weights, [own for _, own in values]
+        of_weights, metrics = stores.states if name in arrays.sums else of_weights, [own for _, own in values]
         results = Results({name: [*of_weights]}, {}, {name: metrics}, {name: [*amax]})
         return {HIDDEN: dx.x, **dx.streams}, table, results
 
@@ -222,15 +222,15 @@ class LayerStack:
         zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in inputs.streams.items()}
         return StreamGradients(gradients[HIDDEN], {name: gradients.get(name, zero) for name, zero in zeros.items()})
 
-    def _storage_of_gradients(self, arrays: StepArrays) -> Storage:
+    def _stores_of_gradients(self, arrays: StepArrays) -> Stores:
         """Without a pipeline: values, or sums over the microbatches."""
         if self.NAME not in arrays.sums:
-            return Storage(lambda s, index, state, saved: BackwardValues(self.groups, saved), [()] * len(self.segments))
+            return Stores(lambda s, index, state, saved: BackwardValues(self.groups, saved), [()] * len(self.segments))
 
         def open_sums(s: int, index: Any, state: Any, saved: Any) -> BackwardSums:
             return BackwardSums(self.groups, saved, self.segments[s], index, state)
 
-        return Storage(open_sums, [*arrays.sums[self.NAME]])
+        return Stores(open_sums, [*arrays.sums[self.NAME]])
 
     def kept_for_backward(self, s: int, u: int) -> bool:
         """Whether a group's gathered weights are kept for its backward pass, which else gathers them again.

@@ -20,7 +20,7 @@ from megajax.weights.sums import added
 
 
 @dataclass
-class Storage:
+class Stores:
     """Where one pass of a stack stores the results of its groups."""
 
     # (the segment's index, the iteration, its state; in a backward pass its residuals) -> the store of an iteration
