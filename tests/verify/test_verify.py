@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megajax import ops
-from megajax.config import AXES, Config
+from megajax.config import AXES, Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.layout.kinds import KINDS
 from megajax.mesh import build_mesh
@@ -296,3 +296,38 @@ def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
 def test_the_worst_array_is_the_one_furthest_beyond_its_own_limit():
     found = RunDifference({"gradient": {"a": 1e-5, "b": 2e-5}}, {"gradient": {"a": 1e-6, "b": 1e-3}}, ())
     assert found.worst("gradient") == "a" and found.first.startswith("the gradient of a differs by 1.0e-05")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("flan_t5_large", ["batch.sequence_length=128", 'data.denoisers=[{"token": "a"}, {"noise_density": 0.5}]']),
+        ("llava_1_5_7b", []),
+        ("gemma3_4b", ["data.kind=chat", "data.train=chats.jsonl", "data.tokenizer=byte"]),
+        ("qwen2_5_vl_7b", []),
+        ("qwen3_vl_8b", ["data.reset_attention=true", "data.synthetic_documents=4"]),
+        ("modernbert_large", ["objective.kind=masked_tokens", "objective.masking.mask_token=50284"]),
+    ],
+)
+def test_a_second_stack_stays_in_the_small_config_and_its_fields_in_the_batches(name, overrides):
+    config = load_config(
+        f"configs/models/{name}.yaml",
+        ["batch.global_size=8", "batch.sequence_length=4096", "data.kind=synthetic", *overrides],
+    )
+    small, _ = shrink(config, [SIZES], 2)
+    run = Run(small, SIZES)
+    [first, second] = batches(small, 0)
+    assert to_global(run.program, first).keys() == {*run.program.graph.fields} - {"is_real"}
+    # Each sequence has another share of targets, so that a mean over devices is not one over tokens.
+    assert not first["loss_mask"][0].any() and first["loss_mask"][-1].any()
+    assert (first["tokens"] != second["tokens"]).any()
+    assert small.model.encoder.kind == config.model.encoder.kind
+    assert len(small.span_lengths) == len(config.span_lengths)
+    before, after = config.model.vision, small.model.vision
+    assert (after is None) == (before is None)
+    if before is not None and after is not None:
+        told = "merge", "class_token", "interpolate", "projector", "bidirectional", "norm", "activation", "final_norm"
+        assert [getattr(after, key) for key in told] == [getattr(before, key) for key in told]
+        sized = "window", "global_layers", "deepstack_layers", "grid"
+        assert [bool(getattr(after, key)) for key in sized] == [bool(getattr(before, key)) for key in sized]
+        assert first["patches"].any()

@@ -20,7 +20,9 @@ from megajax.config.checks import check_mesh
 from megajax.config.mesh_checks import read_mesh
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
+from megajax.options.registered import ENCODER_KIND, NO_ENCODER
 from megajax.runtime import accept_missing_cuda
+from megajax.schema.model import LAYERS
 
 DEVICES = 16
 
@@ -47,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.steps < 1:
             raise InputError(f"--steps={options.steps} is below 1.")
         config = load_config(options.config, options.overrides)
-        if config.model.vision is not None:
-            problem = f"verify has no batches with images, and model.vision is set ({config.where('model.vision')})"
-            raise ConfigError(f"{problem}: add model.vision=null to verify the language model.")
+        if config.model.encoder.kind not in (NO_ENCODER, LAYERS):
+            problem = f"verify has no batches for a registered encoder ({config.where(ENCODER_KIND)})"
+            raise ConfigError(f"{problem}: compare its meshes in a test of your own, as docs/examples does.")
         if options.checkpoint:
             check_checkpoint(config, options.steps)
         precision = options.precision or ("fp8" if config.precision.fp8.chosen.is_on else "float32")

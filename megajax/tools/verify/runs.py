@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 from megajax.checkpoint import Checkpoints
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.data.loader import make_loader
 from megajax.data.prefixes import Prefixes
 from megajax.layout.kinds import EXTRA
 from megajax.mesh import build_mesh
+from megajax.options.registered import MASKED_TOKENS
 from megajax.sharding import to_canonical
 from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
@@ -126,16 +129,21 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
 
     So a mean over devices or microbatches in place of one over tokens gives another loss. With `data.reset_attention`
     sequences hold up to four documents. If the config's data may be padded, the first sequence is whole and of the
-    others up to seven eighths are padding.
+    others up to seven eighths are padding. Corrupted spans, pictures and hidden tokens are the loader's, of synthetic
+    data.
     """
     rows, length = config.batch.global_size, config.batch.sequence_length
-    rng = np.random.default_rng(seed)
+    rng, shares = np.random.default_rng(seed), np.linspace(0, 1, rows)[:, None]
+    if config.span_lengths or config.model.vision or config.objective.kind == MASKED_TOKENS:
+        for fields in islice(make_loader(config, split="train", rows=np.arange(rows)), config.run.steps):
+            yield fields | {"loss_mask": fields["loss_mask"] * (rng.random((rows, length)) < shares)}
+        return
     for _ in range(config.run.steps):
         tokens = rng.integers(0, config.model.vocab_size, (rows, length + 1))
         fields = {
             "tokens": tokens[:, :-1],
             "targets": tokens[:, 1:],
-            "loss_mask": rng.random((rows, length)) < np.linspace(0, 1, rows)[:, None],
+            "loss_mask": rng.random((rows, length)) < shares,
             "positions": np.broadcast_to(np.arange(length), (rows, length)),
         }
         if config.is_padded("train"):

@@ -12,6 +12,9 @@ from megajax.config.checks import check
 from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_layers
 from megajax.options.fp8_recipes import NONE
+from megajax.options.registered import MASKED_TOKENS
+from megajax.schema.model import LAYERS
+from megajax.schema.vision import VisionConfig
 
 VOCABULARY, WIDTH, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 32, 8, 0.1, 1e-3
 FP8_MULTIPLE = 16  # of the widths of matmuls on a device, for every recipe; some need more
@@ -35,7 +38,8 @@ def shrink(
     stages = units.pipeline if extra_layers(config.model) else 1
     length = _multiple((units.width // 2 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
-    packed, is_chat = config.data.reset_attention, config.data.kind == "chat"
+    # Chats remain chats, because their batches have padding; nothing reads them. Pictures are random ones.
+    packed, is_chat = config.data.reset_attention, config.data.kind == "chat" and config.model.vision is None
     small: dict[str, dict[str, Any]] = {
         "run": {"steps": steps, "epochs": None} | ({"eval_steps": 1} if config.run.eval_steps == "all" else {}),
         "model": _small_model(config, units, length),
@@ -44,11 +48,11 @@ def shrink(
         "batch": {
             "global_size": 2 * microbatches * units.batch,
             "num_microbatches": microbatches,
-            "sequence_length": length,
+            # The targets of some denoisers are longer than the encoder's sequence.
+            "sequence_length": (2 if config.span_lengths else 1) * length,
             "schedule": None,
         },
         "schedule": {"kind": "constant", "learning_rate": LEARNING_RATE, "min_learning_rate": 0.0, "warmup_steps": 0},
-        # Chats remain chats, because their batches have padding; nothing reads them.
         "data": {} if is_chat else {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
         "logging": {"norms_interval": 0},
         "optimizer": {"state": "float32", "master": "float32"},  # the first step's gradients are read from the moments
@@ -61,8 +65,11 @@ def shrink(
         small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
+    if config.objective.kind == MASKED_TOKENS:
+        small["objective"] = {"masking": {"mask_token": None}}
     settings, lines = config.model_dump(), []
     of_data = ("kind", "train", "tokenizer", "packing") if is_chat else ("kind", "reset_attention", "reset_positions")
+    of_data += ("noise_density", "mean_span_length", "denoisers") if config.span_lengths else ()
     settings["data"] = {key: settings["data"][key] for key in of_data}
     before = config.model_dump()
     for section, changes in small.items():
@@ -156,6 +163,15 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
         small["max_positions"] = length
     if model.rope_scaling:
         small["rope_scaling"] = _rope_scaling(model, small, length / config.batch.sequence_length)
+    if model.encoder.kind == LAYERS:
+        small["encoder"] = {"num_layers": min(model.encoder.num_layers or 1, 2), "sequence_length": length}
+    if sections := model.rope_sections:
+        pairs = int(small["head_dim"] * model.rope_fraction) // 2
+        others = [max(1, pairs * each // sum(sections)) for each in sections[1:]]
+        small["rope_sections"] = [pairs - sum(others), *others]
+    if model.vision:
+        small["vision"] = _small_vision(model.vision, units)
+        small["num_layers"] = max(small["num_layers"], len(small["vision"]["deepstack_layers"]))
     if model.num_experts:
         groups = min(model.router.num_groups, 4)
         chosen = min(model.experts_per_token, 2)
@@ -169,6 +185,28 @@ def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
             "router": {"num_groups": groups, "groups_per_token": min(model.router.groups_per_token, chosen)},
         }
     return small
+
+
+def _small_vision(vision: VisionConfig, units: _Units) -> dict[str, Any]:
+    """Two layers, of which the last one is global or projected if one was, and a few pictures of few patches a row."""
+    last, heads = min(vision.num_layers, 2) - 1, math.lcm(2, units.heads)
+    width = _multiple(units.width * units.tensor, WIDTH)
+    grid = None if vision.grid is None else 2 * vision.merge
+    pictures = 2 * (grid**2 + vision.class_token) if grid else 1
+    return {
+        "image_token": VOCABULARY - 1,
+        "num_layers": last + 1,
+        "hidden_size": 8 * heads,
+        "num_heads": heads,
+        "ffn_hidden_size": width,
+        "projector_ffn_hidden_size": width,
+        "patch_size": 2,
+        "grid": grid,
+        "window": vision.window and vision.merge,
+        "global_layers": [last] if vision.global_layers else [],
+        "deepstack_layers": [*range(min(len(vision.deepstack_layers), last + 1))],
+        "patches_per_row": _multiple(vision.block * units.context * units.tensor, max(pictures, 16 * vision.block)),
+    }
 
 
 def _layers(config: Config, units: _Units) -> int:
