@@ -185,16 +185,17 @@ def test_the_extensions_of_the_docs_train(workplace):
     run([*shlex.split(command), *small])
     lines = (workplace / "runs/my/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["loss"] == pytest.approx(math.log(257), rel=0.02)  # before any update
-    shape = load_weights(workplace / "runs/my")["blocks.squared.mlp.up"].shape
+    shape = load_weights(workplace / "runs/my")["blocks.power.mlp.up"].shape
     assert shape == (1, 32, 128)  # one of two layers; the default width of swiglu is 4 times the model's
-    hooked = ["run.extensions=[my_objectives.py,my_hooks.py]", shlex.split(hook)[-1], "run.steps=10"]  # in one run
+    hooked = ["run.extensions=[my_objectives.py,my_hooks.py]", *shlex.split(hook)[-2:], "run.steps=10"]  # in one run
     run([*shlex.split(focal), *small, "model.num_layers=1", "run.name=focal", *hooked])
     lines = (workplace / "runs/focal/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["loss"] == pytest.approx((256 / 257) ** 1.5 * math.log(257), rel=0.02)
 
     norms = {line["step"]: line["all_weights_norm"] for line in map(json.loads, lines) if "all_weights_norm" in line}
+    assert [*norms] == [5, 10]
     squares = sum(np.sum(np.square(w, dtype=np.float64)) for w in load_weights(workplace / "runs/focal").values())
-    assert norms == {10: pytest.approx(np.sqrt(squares), rel=1e-5)}
+    assert norms[10] == pytest.approx(np.sqrt(squares), rel=1e-5)
     HOOKS.pop("weight_norm")
 
     np.savez("weights.npz", **load_weights(workplace / "runs/focal"))

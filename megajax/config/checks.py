@@ -8,7 +8,7 @@ from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_
 from megajax.config.effects import warn_without_effect
 from megajax.config.encoder_checks import check_encoder, check_encoder_on_mesh
 from megajax.config.expert_checks import check_experts
-from megajax.config.extensions import settings_of
+from megajax.config.extensions import check_hook_settings, settings_of
 from megajax.config.fitting import axis_sizes, microbatch_numbers, microbatches_cure
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
 from megajax.config.model_checks import check_lora, check_model
@@ -46,6 +46,7 @@ def check_combinations(config: Config) -> None:
         settings_of(config, optimizer, "optimizer")
     if config.mesh.pipeline != -1:
         check_stages(config, sizes)
+    check_hook_settings(config)
     _check_fp8_layers(config)
     with_teacher(config, sizes, check_parts)
     check_objective(config)

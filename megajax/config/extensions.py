@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,10 @@ from pydantic import ValidationError
 
 from megajax.config.sentences import fail, listed
 from megajax.errors import ConfigError, UserError
+from megajax.layout.sublayers import registered_parts
+from megajax.options.registered import HOOKS
 from megajax.schema.config import Config
+from megajax.schema.fields import Section
 from megajax.schema.tree import show
 
 SUFFIX = ".py"
@@ -110,17 +113,54 @@ def settings_of(config: Config, registered: type[Any], section: str) -> Any:
     chosen: Any = config
     for name in section.split("."):
         chosen = getattr(chosen, name)
-    key = f"{section}.settings"
+    return _validated(config, registered, f"{section}.settings", chosen.settings, f"{section}.kind")
+
+
+def settings_of_hook(config: Config, name: str) -> Any | None:
+    """`run.hook_settings` of a hook as its `Settings`; None if it has none. Raises ConfigError for a wrong one."""
+    values = config.run.hook_settings.get(name, {})
+    return _validated(config, HOOKS[name].make, f"run.hook_settings.{name}", values, "run.hooks")
+
+
+def check_hook_settings(config: Config) -> None:
+    """Raise ConfigError for wrong settings, and for those of a hook that `run.hooks` does not name."""
+    for name in config.run.hooks:
+        settings_of_hook(config, name)
+    _check_names(config, "run.hook_settings", config.run.hook_settings, config.run.hooks, "run.hooks", "hook")
+
+
+def check_sublayer_settings(config: Config) -> None:
+    """The same for `model.sublayer_settings` and the sublayers of the model's blocks."""
+    key, given, parts = "model.sublayer_settings", config.model.sublayer_settings, registered_parts(config.model)
+    for name, part in parts.items():
+        _validated(config, part, f"{key}.{name}", given.get(name, {}), "model.block_pattern")
+    _check_names(config, key, given, parts, "model.block_pattern", "block with a registered sublayer")
+
+
+def _check_names(
+    config: Config, key: str, given: Mapping[str, Any], known: Collection[str], chosen: str, what: str
+) -> None:
+    for name in given:
+        if name not in known:
+            cure = f"add it there, or remove {key}.{name}"
+            problem = f"{key}.{name} is not read: {chosen} names no {what} {name}"
+            fail(config, problem, cure, *(f"{key}.{name}.{each}" for each in given[name]), f"{key}.{name}", key)
+
+
+def _validated(config: Config, registered: Any, key: str, values: Mapping[str, Any], chosen: str) -> Any | None:
+    """The `values` of `key` as the `Settings` of what the key `chosen` names; None if it has none."""
+    settings = getattr(registered, "Settings", None) or Section
     try:
-        return registered.Settings.model_validate(dict(chosen.settings))
+        valid = settings.model_validate(dict(values))
+        return None if settings is Section else valid
     except ValidationError as error:
         mistake = error.errors(include_url=False)[0]
     name = ".".join(map(str, mistake["loc"]))
-    known = [*registered.Settings.model_fields]
+    known = [*settings.model_fields]
     own = f"it has {listed(known, 'and')}" if known else "it has none"
     if mistake["type"] == "extra_forbidden":
         fail(config, f"{key}.{name} is no setting of {registered.__name__}", own, f"{key}.{name}", key)
     if mistake["type"] == "missing":
-        fail(config, f"{key}.{name} is not set", "add it", f"{section}.kind")
+        fail(config, f"{key}.{name} is not set", "add it", chosen)
     problem = f"{key}.{name}={show(mistake['input'])} is wrong: {mistake['msg'][:1].lower()}{mistake['msg'][1:]}"
     fail(config, problem, "correct it", f"{key}.{name}", key)

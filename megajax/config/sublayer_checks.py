@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from megajax.config.extensions import check_sublayer_settings
 from megajax.config.sentences import fail, format_axis, format_keys
 from megajax.layout.kinds import BUILT_IN, block_layers, extra_of, layer_kinds
 from megajax.layout.stages import layer_slots, slot_kinds
@@ -25,6 +26,7 @@ def check_parts(config: Config, sizes: dict[str, int]) -> None:
     kinds = block_layers(config.model)
     for kind in (kind for kind in kinds if kind not in BUILT_IN):
         parts_of(kind)
+    check_sublayer_settings(config)
     limited = [kind for kind in kinds if any(lacking(kind, ability) for ability in ABILITIES)]
     for need in _needs(config, sizes) if limited else ():
         for kind in (kind for kind in limited if kind in need.kinds):

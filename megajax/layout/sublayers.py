@@ -7,7 +7,8 @@ It does not import the sublayers, which need jax: those of built-in kinds are in
 from typing import Any, NamedTuple
 
 from megajax.errors import ConfigError
-from megajax.layout.kinds import BUILT_IN, DECLARED, KINDS
+from megajax.layout.kinds import BUILT_IN, DECLARED, KINDS, block_layers
+from megajax.schema.model import ModelConfig
 
 DECODING, DRAFTS = "decoding", "drafts"
 # What a part can do, in the words of `Sublayer.SUPPORTS`: none of it by default.
@@ -41,6 +42,12 @@ def parts_of(kind: str) -> dict[str, type[Any]]:
             "registers it in run.extensions."
         )
     return KINDS[kind]
+
+
+def registered_parts(model: ModelConfig) -> dict[str, type[Any]]:
+    """The sublayers by name of the model's kinds of block that are not built in."""
+    kinds = [kind for kind in block_layers(model) if kind not in BUILT_IN]
+    return {name: part for kind in kinds for name, part in parts_of(kind).items()}
 
 
 def takes_order(kind: str) -> bool:

@@ -88,7 +88,9 @@ class Block(nnx.Module):
         self.names = tuple(parts_of(kind))
         self.parallel = PARALLEL.get(kind, {})
         for name, part in parts_of(kind).items():
-            module = (LatentAttention if part is Attention and config.is_latent else part)(config)
+            own, values = part.Settings, config.sublayer_settings.get(name, {})
+            settings = [] if own is None else [own.model_validate(values)]
+            module = (LatentAttention if part is Attention and config.is_latent else part)(config, *settings)
             module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
             if name in self.parallel or name in WITHOUT_NORM.get(kind, ()):
                 module.norm = module.norm_bias = None

@@ -20,6 +20,7 @@ from megajax.config import ModelConfig
 from megajax.layout.kinds import LayerKind
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.parameters import declare
+from megajax.schema.fields import Section
 
 Weights = Mapping[str, Any]  # by name within the part: arrays, or Fp8Weights for the communication points
 State = Mapping[str, jax.Array]
@@ -98,6 +99,8 @@ class Sublayer(nnx.Module):
     # Whether its state has `is_real_layer`, which is False in an empty layer slot
     READS_IS_REAL_LAYER: ClassVar[bool] = False
     IN_ORDER: ClassVar[bool] = False  # whether it uses `comm.in_order`
+    # Its keys of `model.sublayer_settings.NAME`; `__init__(config, settings)` gets them. None: it has none.
+    Settings: ClassVar[type[Section] | None] = None
     STREAMS: ClassVar[tuple[str, ...]] = ()  # the streams besides the residual stream that it reads (`inputs.streams`)
     # The norm of its output, which the block declares and applies.
     post_norm: nnx.Param | None

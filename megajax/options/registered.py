@@ -27,12 +27,14 @@ class HookOption:
     """A hook by its name in `run.hooks`."""
 
     name: str
-    make: Callable[[], Any]  # for each Trainer one: a subclass of `megajax.Hook`, or a function that makes one
+    # For each Trainer: a subclass of `megajax.Hook`, or a function that makes one. If it has a class `Settings`, it is
+    # given those of `run.hook_settings`.
+    make: Callable[..., Any]
 
 
 HOOKS = Registry[HookOption]("hook")
 
 
-def register_hook(name: str, make: Callable[[], Any]) -> None:
+def register_hook(name: str, make: Callable[..., Any]) -> None:
     """Register a hook for `run.hooks`, before the config is loaded. Raises ConfigError for a name that is taken."""
     HOOKS.add(HookOption(name, make))

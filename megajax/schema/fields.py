@@ -206,6 +206,17 @@ class Section(BaseModel):
         return {key: value for key, value in values.items() if value is not None or not extras.get(key)}
 
 
+class HashableSettings(dict[str, Any]):
+    """Settings with a hash, as sections have."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+# Settings of the classes of extensions, by the name of each
+SettingsByName = Annotated[dict[str, dict[str, Any]], AfterValidator(HashableSettings)]
+
+
 class Registered(Section):
     """A section that names a class of an extension (`kind`) and has the `settings` of it."""
 

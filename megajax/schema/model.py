@@ -24,6 +24,7 @@ from megajax.schema.fields import (
     RopeFactors,
     RopePattern,
     Section,
+    SettingsByName,
     Text,
     Tokens,
     Vocabulary,
@@ -515,6 +516,11 @@ class ModelConfig(Section):
     ] = Field(
         default=None,
         description="Kinds of attention layers, repeated over the depth; null: all local if sliding_window is set.",
+    )
+    sublayer_settings: SettingsByName = Field(
+        default={},
+        validate_default=True,
+        description="Settings of registered sublayers, by the sublayer's name in its block.",
     )
     block_pattern: Annotated[BlockPattern, Excludes("first_dense_layers"), Excludes("moe_layer_interval")] = Field(
         default=None,

@@ -15,6 +15,7 @@ from megajax.schema.fields import (
     Seconds,
     Section,
     Seed,
+    SettingsByName,
     Steps,
     Text,
     derived,
@@ -145,6 +146,9 @@ class RunConfig(Section):
         default=(),
         strict=False,
         description="Hooks, by the names under which run.extensions register them: what else happens beside the steps.",
+    )
+    hook_settings: SettingsByName = Field(
+        default={}, validate_default=True, description="Settings of registered hooks, by the hook's name."
     )
     replica_check_interval: CountOrZero = Field(
         default=0,

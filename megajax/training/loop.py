@@ -16,6 +16,7 @@ from megajax import cluster
 from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.config import Config
 from megajax.config.checks import check_mesh
+from megajax.config.extensions import settings_of_hook
 from megajax.console import DONE, STOPPED
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
@@ -102,9 +103,14 @@ class Trainer:
         self._train_batches: Generator | None = None
         self._compiled = CompiledSteps(self.program, self.console.note)
         self._ahead: deque[jax.Array] = deque()
-        self._make_hooks([*(HOOKS[name].make() for name in config.run.hooks), *hooks])
+        self._make_hooks([*map(self._hook, config.run.hooks), *hooks])
         self._start = ResumePoint(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self._begin()
+
+    def _hook(self, name: str) -> Any:
+        """The hook of a name of `run.hooks`."""
+        settings = settings_of_hook(self.config, name)
+        return HOOKS[name].make(*([] if settings is None else [settings]))
 
     def _make_hooks(self, given: Sequence[Hook]) -> None:
         """All hooks, with the user's, in the order in which they are called; their `on_end` in reverse order."""

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from mesh_models import MIXTRAL, MODELS
 
 from megajax.checkpoint import Checkpoints
+from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import active_parameter_count, flops_per_token
@@ -23,6 +25,7 @@ from megajax.model.attention import Attention
 from megajax.model.block import dropout_key
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
+from megajax.schema.fields import Count, Section
 from megajax.step.graph import ADAPTERS, JITTER
 from megajax.step.nodes import Field, Results
 from megajax.training.batches import to_global
@@ -206,6 +209,40 @@ def test_an_unknown_kind_is_a_sentence(table):
     model = MODELS["llama"] | {"block_pattern": ["dense", "cubed"]}
     with pytest.raises(ConfigError, match=r"block_pattern has 'cubed'.*: use .*squared.*run.extensions"):
         Transformer(table.make_config(model).model)
+
+
+class Wide(Mean):
+    """`Mean` with a width of its own."""
+
+    class Settings(Section):
+        width: Count
+        name: str = "plain"
+
+    def __init__(self, config, settings):
+        super().__init__(config.model_copy(update={"ffn_hidden_size": settings.width}))
+
+
+def test_settings_of_a_sublayer_are_keys(table, monkeypatch):
+    monkeypatch.setitem(KINDS, "wide", {"wide": Wide, "mlp": MLP})
+
+    def checked(values):
+        config = make(table, {}, model={"block_pattern": ["dense", "wide"], "sublayer_settings": values})
+        check_mesh(config, 1)
+        return config
+
+    config = checked({"wide": {"width": 6}})
+    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config  # as a run directory has it
+    assert dict(Transformer(config.model).blocks)["wide"].wide.value.shape[-1] == 6
+    assert config.model != checked({"wide": {"width": 8}}).model
+    for values, sentence in (
+        ({"wide": {"width": 0}}, "model.sublayer_settings.wide.width=0 is wrong: .*: correct it"),
+        ({"wide": {"width": 6, "widht": 8}}, "wide.widht is no setting of Wide .*: it has width and name"),
+        ({}, "model.sublayer_settings.wide.width is not set .*: add it"),
+        ({"wide": {"width": 6}, "mlp": {"width": 8}}, "mlp.width is no setting of MLP .*: it has none"),
+        ({"wide": {"width": 6}, "wider": {}}, "wider is not read: model.block_pattern names no block .*remove"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            checked(values)
 
 
 PACKED = {"reset_attention": True, "synthetic_documents": 2}

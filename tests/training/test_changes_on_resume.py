@@ -44,6 +44,7 @@ MAY_CHANGE = {
         run.name run.dir run.log_interval run.eval_interval run.checkpoint_interval run.deterministic
         run.compilation_cache run.max_minutes run.peer_timeout_seconds run.hang_factor run.hang_min_seconds
         run.max_nonfinite_steps run.spike_factor run.spike_window run.max_rollbacks run.replica_check_interval run.hooks
+        run.hook_settings
         data.index_cache data.workers data.prefetch""",
     "evaluation": "run.eval_steps data.valid data.valid_sets data.test data.drop_last_validation_sample",
     "the sources' code is compared when processes join": "run.extensions",

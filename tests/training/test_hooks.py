@@ -197,6 +197,11 @@ def test_mistakes_are_sentences(build, make_config, extension):
     with pytest.raises(ConfigError, match="run.hooks.0=no_hook is not a .*: .*run.extensions"):
         make_config("run.hooks=[no_hook]")
     make_config(extension, "run.hooks=[head_norm]")
+    own = "run.hooks=[head_norm]", extension
+    with pytest.raises(ConfigError, match="run.hook_settings.head_norm.evry is no setting of HeadNorm .*: it has none"):
+        make_config(*own, "run.hook_settings.head_norm.evry=3")
+    with pytest.raises(ConfigError, match="run.hook_settings.norm is not read: .* names no hook norm .*: add it"):
+        make_config(*own, "run.hook_settings.norm.every=3")
     with pytest.raises(ConfigError, match="the hook head_norm exists already: choose another name"):
         megajax.config.register_hook("head_norm", Taken)
     with pytest.raises(InputError, match="the hook Recorder has every=0: .* set every to 1 or more"):
