@@ -62,7 +62,7 @@ class MeshComm(Comm):
         """`frozen`: the linear layers' weights have no gradients, except adapters."""
         self.sizes, self.kernels, self.collectives, self.deterministic = sizes, kernels, collectives, deterministic
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
-        self.scales = AttentionScales(distinct=deterministic and kernels.attention == "cudnn")
+        self.attention_scales = AttentionScales(distinct=deterministic and kernels.attention == "cudnn")
         ring = TensorRing(self.tensor_size, collectives.copied)
         self.all_gather_tokens, self.reduce_scatter_tokens = ring.all_gather_tokens, ring.reduce_scatter_tokens
         self.tensor_parallel = linear.TensorParallel(
@@ -119,7 +119,7 @@ class MeshComm(Comm):
 
     @jax.named_scope("core_attention")
     def attend_to(self, q, k, v, ranges: Ranges | None, scale: float | None) -> jax.Array:
-        scores = Scores(self.scales.next(scale or q.shape[-1] ** -0.5), None, self.kernels.cross_attention)
+        scores = Scores(self.attention_scales.next(scale or q.shape[-1] ** -0.5), None, self.kernels.cross_attention)
         return ops.cross_attention(q, *self.gather((k, v), "context", dim=1), ranges, scores)
 
     def attend_latent(self, q, keys: LatentKeys, positions: TokenPositions, settings: AttentionSettings):
@@ -129,7 +129,7 @@ class MeshComm(Comm):
 
     def _over_context(self, q, positions: TokenPositions, settings: AttentionSettings) -> ContextAttention:
         """Attention of these queries over `context`."""
-        scale, window = self.scales.next(settings.scale or q.shape[-1] ** -0.5), settings.window
+        scale, window = self.attention_scales.next(settings.scale or q.shape[-1] ** -0.5), settings.window
         scores = Scores(scale, settings.softcap, self.kernels.attention, settings.wants_largest)
         if window is not None and window >= q.shape[1] * self.context_size:
             window = None  # it includes every token

@@ -57,8 +57,8 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         batch = graph.add_factors(batch, counts)
         tokens, layer_loss_scale = counts["loss"], graph.layer_loss_scale(loss_scale)
         key = graph.random_key(step)
-        scales = {node.NAME: node.scale(loss_scale, counts) for node in graph.terminal}
-        arrays = StepArrays(table, weights, key, layer_loss_scale, scales)
+        factors = {node.NAME: node.loss_factor(loss_scale, counts) for node in graph.terminal}
+        arrays = StepArrays(table, weights, key, layer_loss_scale, factors)
 
         run = pipeline.gradients if pipeline is not None else partial(train, graph)
         table_gradients, results = run(arrays, batch)

@@ -193,8 +193,8 @@ class Graph:
         """The terminal nodes of a microbatch: (gradients of the streams, `table` plus their weights', results)."""
         gradients, results = Streams(), Results()
         if batch.factors:
-            scales = {name: scale * batch.factors[name] for name, scale in arrays.scales.items()}
-            arrays = arrays._replace(scales=scales)
+            factors = {name: factor * batch.factors[name] for name, factor in arrays.loss_factors.items()}
+            arrays = arrays._replace(loss_factors=factors)
         for node in self.terminal:
             gradients, table, of_node = node.turn(arrays, streams, gradients, batch, table)
             results = results.joined(of_node)

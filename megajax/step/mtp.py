@@ -70,7 +70,7 @@ class MultiTokenPrediction:
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
         return {"mtp_loss": batch["mtp_mask"].astype(jnp.float32).sum((0, 1, 2))}
 
-    def scale(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
+    def loss_factor(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
         """`[depth]`."""
         return self.weight * loss_scale / counts["mtp_loss"]
 
@@ -78,7 +78,7 @@ class MultiTokenPrediction:
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         x, dx = self._not_overlapped((streams[HIDDEN], gradients[HIDDEN]))
-        weights, scales = arrays.stacks[MTP], arrays.scales[MTP]
+        weights, factors = arrays.stacks[MTP], arrays.loss_factors[MTP]
         norms = {name: arrays.table[name] for name in NORMS if name in arrays.table}
         h, pull = jax.vjp(self._final_norm, norms, x)
         batch = batch._replace(inputs=self.stack.with_streams(batch, streams))
@@ -91,7 +91,7 @@ class MultiTokenPrediction:
         for k, module in reversed([*enumerate(passes)]):
             target, mask = (batch.fields[name][..., k].reshape(-1) for name in ("mtp_targets", "mtp_mask"))
             sums, dy, table = self.head.losses_and_gradients(
-                arrays.table, module.y, target, mask, table, self.head.cross_entropy(scales[k])
+                arrays.table, module.y, target, mask, table, self.head.cross_entropy(factors[k])
             )
             losses.insert(0, sums["loss"])
             dy = dy if dh is None else dy + dh

@@ -42,7 +42,7 @@ class Microbatch(NamedTuple):
     fields: Arrays  # [B, S, ...]; in a terminal node those that it declares, [T, ...] of the tokens that it computes
     inputs: BlockInputs
     sequences: jax.Array | None = None  # [B], the index of each in the global batch
-    factors: Arrays = {}  # by terminal node that of `StepArrays.scales`, where microbatches differ
+    factors: Arrays = {}  # by terminal node that of `StepArrays.loss_factors`, where microbatches differ
     streams: Mapping[str, jax.Array] = {}  # in a pipeline those of the nodes that run before the ticks
 
 
@@ -54,7 +54,7 @@ class StepArrays(NamedTuple):
     key: jax.Array | None = None  # for dropout and jitter
     layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
     # By terminal node the factor of its summed loss before differentiation; empty: forward pass only
-    scales: Arrays = {}
+    loss_factors: Arrays = {}
     # By stack the gradients of earlier microbatches, to which its backward pass adds those of each layer in place
     sums: Mapping[str, ByGroup[GroupWeights]] = {}
 
@@ -191,8 +191,8 @@ class TerminalNode(Protocol):
         """By loss the number that its sum is divided by: this device's share, from the fields `[M, B, S]` alone."""
         ...
 
-    def scale(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
-        """Its entry of `StepArrays.scales`; `counts` are those of all devices and microbatches."""
+    def loss_factor(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
+        """Its entry of `StepArrays.loss_factors`; `counts` are those of all devices and microbatches."""
         ...
 
     def turn(

@@ -56,7 +56,7 @@ class Objective:
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
         return {"loss": batch["loss_mask"].astype(jnp.float32).sum()}
 
-    def scale(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
+    def loss_factor(self, loss_scale: jax.Array, counts: Arrays) -> jax.Array:
         return loss_scale / counts["loss"]
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
@@ -87,7 +87,7 @@ class NextToken(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        loss = self.head.cross_entropy(arrays.scales[self.NAME], self.smoothing)
+        loss = self.head.cross_entropy(arrays.loss_factors[self.NAME], self.smoothing)
         return self.one_pass(loss, arrays, streams, gradients, batch, table)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
@@ -125,7 +125,7 @@ class Elementwise(Objective):
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        loss = self.chunk_loss(arrays.scales[self.NAME], arrays.table)
+        loss = self.chunk_loss(arrays.loss_factors[self.NAME], arrays.table)
         return self.one_pass(loss, arrays, streams, gradients, batch, table)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
@@ -201,7 +201,7 @@ class Hidden(Elementwise):
         own, fields = self._weights(arrays.table), self._local_fields(batch, streams)
         trained = {name: w for name, w in own.items() if name in table}
         loss, pull = jax.vjp(lambda w, x: self._sum(own | w, x, fields), trained, streams[HIDDEN])
-        of_weights, dx = pull(arrays.scales[self.NAME])
+        of_weights, dx = pull(arrays.loss_factors[self.NAME])
         table = table | {name: added(table[name], gradient) for name, gradient in of_weights.items()}
         return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": loss})
 
@@ -263,7 +263,7 @@ class Segment(Objective):
         (slopes,) = pull(jnp.ones_like(losses))
         ids = fields["segments"]
         factors = jnp.where(ids >= 0, -fields["loss_mask"] * slopes[jnp.maximum(ids, 0)], 0)
-        loss = self.head.cross_entropy(arrays.scales[self.NAME])
+        loss = self.head.cross_entropy(arrays.loss_factors[self.NAME])
         _, dx, table = self.head.losses_and_gradients(arrays.table, x, fields["targets"], factors, table, loss)
         return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": self._share(losses)})
 

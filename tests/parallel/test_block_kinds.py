@@ -358,7 +358,7 @@ def test_every_loss_reaches_the_metrics(table):
         def counts(self, batch):
             return {}
 
-        def scale(self, loss_scale, counts):
+        def loss_factor(self, loss_scale, counts):
             return loss_scale
 
         def turn(self, arrays, streams, gradients, batch, table):

@@ -102,7 +102,7 @@ class ScheduleRunner:
 
     def __init__(self, pipeline: Pipeline, schedule: Schedule, arrays: StepArrays, batch: Arrays):
         self.pipeline, self.graph, self.schedule = pipeline, pipeline.graph, schedule
-        self.stack, self.training = pipeline.layers, bool(arrays.scales)
+        self.stack, self.training = pipeline.layers, bool(arrays.loss_factors)
         self.arrays, self.batch = arrays, batch
         self.first = [node for node in self.graph.inner if node.PLACE == "first"]
         of_first = (name for node in self.first if isinstance(node, Embedding) for name in node.reads)

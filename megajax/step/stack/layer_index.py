@@ -15,17 +15,17 @@ from megajax.sharding import EMPTY
 class LayerIndex:
     """The layers of one kind of block, or all, in arrays `[R·n, ...]` of a stage with R virtual stages of n rows each.
 
-    `table [P, R, slots]` holds the layer in each slot (`sharding.stored_layers`); `slots` are the n slots of these
+    `layer_table [P, R, slots]` has the layer in each slot (`sharding.stored_layers`); `slots` are the n slots of these
     layers. A layer's array is `[R·loops, ...]`; with one loop and one virtual stage it has no leading dimension.
     """
 
-    def __init__(self, table: np.ndarray, slots: Sequence[int]):
-        self.slots, self.virtual_stages = list(slots), table.shape[1]
-        own = table[:, :, self.slots]
+    def __init__(self, layer_table: np.ndarray, slots: Sequence[int]):
+        self.slots, (self.stages, self.virtual_stages) = list(slots), layer_table.shape[:2]
+        own = layer_table[:, :, self.slots]
         self.layers = np.unique(own[own != EMPTY])
         # For each slot the index of its layer in `self.layers`; [P, R, n]
-        self.table = np.where(own == EMPTY, EMPTY, np.searchsorted(self.layers, own))
-        self.is_real_layer = (self.table != EMPTY).reshape(len(table), -1)  # [P, R·n]
+        self.indices = np.where(own == EMPTY, EMPTY, np.searchsorted(self.layers, own))
+        self.is_real_layer = (self.indices != EMPTY).reshape(self.stages, -1)  # [P, R·n]
 
     def indices_in_body(self, segment: LayerSegment) -> list[int]:
         """The indices of these layers in a segment's body."""
@@ -67,16 +67,16 @@ class LayerIndex:
 
     def of_stage[Arrays](self, arrays: Arrays) -> Arrays:
         """Arrays `[L, ...]` of all these layers → `[R·n, ...]` of this stage's rows."""
-        if len(self.table) == 1:
+        if self.stages == 1:
             return arrays
-        rows = jnp.asarray(np.maximum(self.table, 0).reshape(len(self.table), -1))[lax.axis_index("pipeline")]
+        rows = jnp.asarray(np.maximum(self.indices, 0).reshape(self.stages, -1))[lax.axis_index("pipeline")]
         return jax.tree.map(lambda a: a[rows], arrays)
 
     def of_all_layers[Arrays](self, arrays: Arrays) -> Arrays:
         """Arrays `[R·n, ...]` of this stage's rows, without negative values → `[L, ...]` of all these layers."""
-        if len(self.table) == 1:
+        if self.stages == 1:
             return arrays
-        rows = jnp.asarray(self.table.reshape(len(self.table), -1))[lax.axis_index("pipeline")]
+        rows = jnp.asarray(self.indices.reshape(self.stages, -1))[lax.axis_index("pipeline")]
         L = len(self.layers)
         rows = jnp.where(rows == EMPTY, L, rows)  # out of bounds: dropped
         placed = jax.tree.map(lambda a: jnp.zeros((L, *a.shape[1:]), a.dtype).at[rows].set(a, mode="drop"), arrays)

@@ -141,7 +141,7 @@ class StackWeights:
     def kept_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
         """Whether a weight is kept in its stack, and each pass of the layer casts and fuses it (`StackedWeight`)."""
         in_each_pass = segment.iterations > 1 or (weight.is_stored_for_use and slot not in self.gathered)
-        return len(self.all.table) == 1 and in_each_pass and not weight.is_gathered_per_step
+        return self.all.stages == 1 and in_each_pass and not weight.is_gathered_per_step
 
     def _by_kind(self, params: Mapping[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         """Stored parameters by kind of block and name within it."""
