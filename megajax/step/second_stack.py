@@ -35,6 +35,7 @@ class SecondStack:
         self.comm, of_layers = MeshComm(*settings), MeshComm(*settings, frozen=not self.is_trained)
         weights = block_weights(step, blocks, dtypes, self.prefix)
         self.stack = LayerStack(self.NAME, plan, of_layers, blocks, weights, not step.sums_gradients, self.prefix)
+        self.outputs = (HIDDEN, *self.stack.between.values())  # the streams that `after` reads, in order
 
     # A subclass has these
 
@@ -61,7 +62,7 @@ class SecondStack:
         raise NotImplementedError
 
     def after(self, weights: Arrays, x: jax.Array, *between: jax.Array) -> jax.Array:
-        """The output of its layers, and those after the segments of `read` → its stream.
+        """The output of its layers, and those of `LayerStack.between` → its stream.
 
         `weights` by the names within the stack.
         """
@@ -73,19 +74,20 @@ class SecondStack:
         inputs = self.inputs(arrays.table, batch)
         x = self.before(arrays.table, batch, inputs)
         given, own = {HIDDEN: x, **inputs.streams}, Microbatch(inputs.fields, inputs)
-        outputs, (_, values) = self.stack.forward(arrays, given, own, save=save and self.is_trained)
-        stream = self.after(self.weights(arrays.table, after=True), *outputs.values())
+        found, (_, values) = self.stack.forward(arrays, given, own, save=save and self.is_trained)
+        outputs = [found[name] for name in self.outputs]
+        stream = self.after(self.weights(arrays.table, after=True), *outputs)
         return {self.NAME: stream}, (outputs, values) if save else None
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         (outputs, values), inputs = saved, self.inputs(arrays.table, batch)
-        dy = gradients[self.NAME].astype(outputs[HIDDEN].dtype)
-        table, *dx = self.add_gradients(self.after, arrays.table, dy, table, *outputs.values())
+        dy = gradients[self.NAME].astype(outputs[0].dtype)
+        table, *dx = self.add_gradients(self.after, arrays.table, dy, table, *outputs)
         if not self.is_trained:
             return {}, table, Results()
-        given, own = dict(zip(outputs, dx, strict=True)), Microbatch(inputs.fields, inputs)
+        given, own = dict(zip(self.outputs, dx, strict=True)), Microbatch(inputs.fields, inputs)
         of_streams, _, results = self.stack.backward(arrays, (inputs, values), given, own, {})
         return {}, self.before_gradients(arrays.table, batch, inputs, of_streams, table), results
 

@@ -1,6 +1,6 @@
 """The pipeline's buffers and sums, the operations' access to them, and the carry between ticks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,15 +76,24 @@ class BackwardBuffers:
     If `split`, gradients of weight matrices are deferred, and their operands are stored.
     """
 
-    def __init__(self, operation: "BackwardOperation", s: int, segment: LayerSegment, loop: Any, state: Any):
+    def __init__(
+        self,
+        operation: "BackwardOperation",
+        activations: Sequence[Arrays],
+        slot: jax.Array,
+        segment: LayerSegment,
+        loop: Any,
+        state: Any,
+    ):
+        """`activations` are those of the segment in a bank, `slot` is the residuals' slot there."""
         self.operation, self.segment, self.loop = operation, segment, loop
-        self.activations = operation.activations[s]
+        self.activations, self.slot = activations, slot
         self.gradients, self.deferred, self.amax = map(list, state)
 
     def backward(self, u: int, at: Group, weights: GroupWeights, dx: StreamGradients, inputs: BlockInputs):
         """(dx, gradients of the weights; if split, without those of matrices) of group `u`."""
         own, groups = self.operation, self.operation.groups
-        saved = read(self.activations[u], position(self.segment, own.slot, self.loop))
+        saved = read(self.activations[u], position(self.segment, self.slot, self.loop))
         if own.split:
             parts = groups.split(at, weights, saved, dx, inputs)
             dx, gradient, amax, deferred = parts.inputs(weights, saved, dx, inputs, at.layers)
@@ -106,11 +115,10 @@ class BackwardBuffers:
 
 
 class BackwardOperation(NamedTuple):
-    """One backward operation, shared by its stores."""
+    """One backward operation: what does not depend on the virtual stage and the bank."""
 
     groups: RematGroups
-    activations: Buffers  # of its bank
-    slot: jax.Array  # the residuals' slot in the bank
+    inputs: BlockInputs
     deferred_slot: jax.Array
     active: jax.Array  # False for an idle operation
     split: bool

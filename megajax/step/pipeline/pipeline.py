@@ -272,8 +272,9 @@ class ScheduleRunner:
             inputs = replace(inputs, layer_loss_scale=jnp.where(active, inputs.layer_loss_scale, 0))
         buffers = (carry.layer_gradients, carry.deferred, carry.amax, carry.activations)
         slot, to = (self.of_stage(t, tick) for t in (self.buffer_slots.backward, self.buffer_slots.deferred))
-        operation = partial(self.stage_backward, split=split)
-        dy, layer_gradients, deferred, amax = self.in_program(r, slot, operation, dx, buffers, inputs, to, active)
+        operation = BackwardOperation(self.stack.groups, inputs, to, active, split)
+        program = partial(self.stage_backward, operation)
+        dy, layer_gradients, deferred, amax = self.in_program(r, slot, program, dx, buffers)
         dx, index = dy[HIDDEN], jnp.maximum(self.of_stage(self.schedule.backward.microbatch, tick), 0)
         first = {HIDDEN: jnp.where(active & (self.stage == 0) & (r == 0), dx, 0)}
         batch, nothing = batch._replace(inputs=inputs), [None] * len(self.first)
@@ -283,15 +284,13 @@ class ScheduleRunner:
         carry = carry._replace(dx=dx, table=table, layer_gradients=layer_gradients, deferred=deferred, amax=amax)
         return carry._replace(streams=streams)
 
-    def stage_backward(
-        self, r: int, bank: int, slot, dx: jax.Array, buffers, inputs, deferred_slot, active, *, split: bool
-    ):
+    def stage_backward(self, operation: BackwardOperation, r: int, bank: int, slot, dx: jax.Array, buffers: Any):
         """(gradients of the streams, updated gradients, deferred arrays and amaxes) of virtual stage `r`."""
         layer_gradients, deferred, amax, activations = buffers
-        operation = BackwardOperation(self.stack.groups, activations[bank], slot, deferred_slot, active, split)
+        inputs, segments = operation.inputs, self.stack.segments
 
         def open_store(s: int, loop: Any, state: Any, _: Any) -> BackwardBuffers:
-            return BackwardBuffers(operation, s, self.stack.segments[s], loop, state)
+            return BackwardBuffers(operation, activations[bank][s], slot, segments[s], loop, state)
 
         states = [*zip(layer_gradients[r], deferred, amax[r], strict=True)]
         stores, saved = Stores(open_store, states, self.first_layers[r]), (inputs, [((), ())] * len(states))
