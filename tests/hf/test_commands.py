@@ -229,6 +229,18 @@ def test_logits_are_compared_with_those_of_transformers(imported, monkeypatch):
     assert float(line.split("= ")[1].split(",")[0]) < 1e-5
 
 
+def test_the_difference_of_logits_is_relative_to_the_folders(imported, monkeypatch):
+    """Two tokens: of (3, 4, 0) and (0, 0, 12) the run has (3, 0, 0) and (0, 13, 12): norms √(16 + 169) and 13."""
+    folder, run_dir = imported
+    theirs, ours = np.array([[[3.0, 4, 0], [0, 0, 12]]]), np.array([[[3.0, 0, 0], [0, 13, 12]]])
+    monkeypatch.setattr(comparison, "_their_logits", lambda *_: theirs)
+    monkeypatch.setattr(comparison, "run_logits", lambda *_: ours)
+    line = comparison.compare_logits(folder, str(run_dir), 2)
+    apart = f"{185**0.5 / 13:.3g}"
+    assert line.startswith(f"logits of 2 tokens: ||run - folder|| / ||folder|| = {apart}, largest difference 13, ")
+    assert line.endswith("the same likeliest token for 0 of 2")
+
+
 # The plan
 
 

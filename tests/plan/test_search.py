@@ -277,6 +277,12 @@ def test_a_table_is_aligned_and_marks_what_is_near_the_limit(config, capsys):
     near = [0.1 * H200.memory_gib < float(each.rstrip("~")) for each in figures]
     assert [each.endswith("~") for each in figures] == near and any(near)
     assert f"Limit: {H200.memory_gib} GiB" in lines[lines.index(rows[3]) + 1]
+    column = head.index("ms a step") + len("ms a step")
+    fastest, usual = (float(row[:column].split()[-1].replace(",", "")) for row in (rows[0], rows[3]))
+    [more] = [line.split()[4:7] for line in lines if line.startswith("The usual recipe takes ")]
+    assert more[1:] == ["more", "time."] and float(more[0].rstrip("%")) == pytest.approx(
+        100 * (usual / fastest - 1), abs=1
+    )
 
 
 def test_a_config_that_the_usual_recipe_does_not_fit_gets_the_reason(config, capsys):
