@@ -51,14 +51,14 @@ SIZES = [
     ("mesh.tensor=4", 4, (1, 1, 1, 1, 1, 4)),
 ]
 
-CONTEXT = "batch.global_size=2 batch.num_microbatches=1 batch.sequence_length=16 mesh.context=4"
-DELTA = f"{CONTEXT} model.block_pattern=[gated_deltanet]"
+DIVIDED = "batch.global_size=2 batch.num_microbatches=1 batch.sequence_length=16 mesh.context=4"
+DELTA = f"{DIVIDED} model.block_pattern=[gated_deltanet]"
 # overrides at the last legal value, the first one beyond it, devices
 LIMITS = [
     # 4 of 16 tokens on a device: a convolution sees 4 before a token, but not 5.
     (f"{DELTA} model.linear_attention.conv_kernel=5", "model.linear_attention.conv_kernel=6", 4),
-    (CONTEXT, "batch.sequence_length=12", 4),  # two chunks on each device
-    (f"{CONTEXT} communication.context=all_to_all", "model.num_heads=6 model.num_kv_heads=6 model.head_dim=8", 4),
+    (DIVIDED, "batch.sequence_length=12", 4),  # two chunks on each device
+    (f"{DIVIDED} communication.context=all_to_all", "model.num_heads=6 model.num_kv_heads=6 model.head_dim=8", 4),
     ("mesh.tensor=8 batch.sequence_length=30", "batch.sequence_length=31", 8),  # 12 sequences: 360 and 372 tokens
     ("mesh.tensor=8 batch.sequence_length=32 model.ffn_hidden_size=96", "model.ffn_hidden_size=100", 8),
     ("mesh.tensor=8 batch.sequence_length=32", "model.vocab_size=1001 model.vocab_multiple=1", 8),
@@ -194,6 +194,9 @@ CONTEXT = [  # GPUs, the strategy, and words of the reason
     (DENSE, "mesh.context=4 communication.context=ring", 4, "ring", "communication.context=ring"),
     (LATENT, "mesh.context=2", 2, "ring", "latents"),
     (LATENT, "mesh.context=2 precision.fp8.recipe=current", 2, "all_to_all", "heads"),  # no up-projection of others'
+    # A ring takes no bias of the scores
+    (DENSE, "mesh.context=4 mesh.tensor=4 model.position=relative", 16, "all_gather", "the KV heads of a device, 2"),
+    (DENSE, "mesh.context=4 model.position=relative", 4, "all_to_all", "divides the query heads and the KV heads"),
 ]
 
 
