@@ -182,3 +182,51 @@ def test_a_published_config_is_the_named_config(tmp_path, name, config):
     run = ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]
     expected = load_config(Path(__file__).parents[2] / f"configs/models/{name}.yaml", run).model
     assert ModelConfig.model_validate(read_model(tmp_path)) == expected
+
+
+# Tensors of published files that transformers does not read, or not in these models
+NOT_READ = {
+    "llava": [
+        *(f"vision_tower.vision_model.encoder.layers.23.{name}" for name in ("layer_norm1.bias", "mlp.fc2.weight")),
+        *("vision_tower.vision_model.post_layernorm.weight", "vision_tower.vision_model.embeddings.position_ids"),
+        "vision_tower.vision_model.head.probe",
+    ],
+}
+
+
+def test_tensors_of_published_files_that_the_model_has_not_are_left_out():
+    family = FAMILIES["llava"]
+    unused = family.unused(family.with_text_config(LLAVA))
+    assert all(name.startswith(unused) for name in NOT_READ["llava"])
+    others = [f"vision_tower.vision_model.{name}" for name in ("encoder.layers.22.mlp.fc2.weight", "pre_layrnorm.bias")]
+    assert not any(name.startswith(unused) for name in (*others, "language_model.lm_head.weight"))
+
+
+# Beginnings of names in files of LLaVA and of Gemma 3: as published, of transformers from 4.52 on, and of a bare model
+LAYOUTS = {
+    "vision_tower.vision_model.post_layernorm.weight": (
+        "vision_tower.vision_model.post_layernorm.weight",
+        "model.vision_tower.vision_model.post_layernorm.weight",
+        "vision_tower.post_layernorm.weight",
+        "model.vision_tower.post_layernorm.weight",
+    ),
+    "multi_modal_projector.linear_1.weight": (
+        "multi_modal_projector.linear_1.weight",
+        "model.multi_modal_projector.linear_1.weight",
+    ),
+    "language_model.model.norm.weight": (
+        "language_model.model.norm.weight",
+        "model.language_model.norm.weight",
+        "language_model.norm.weight",
+    ),
+    "language_model.lm_head.weight": ("language_model.lm_head.weight", "lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_each_layout_of_names_is_the_published_one(family, tmp_path):
+    for published_name, names in LAYOUTS.items():
+        for name in names:
+            assert FAMILIES[family].stored_names([name], tmp_path) == {published_name: name}
+        with pytest.raises(InputError, match="which are the same"):
+            FAMILIES[family].stored_names(names[:2], tmp_path)

@@ -112,6 +112,21 @@ def test_counts_of_a_module_are_one_line_a_kind(ops):
     ]
 
 
+# Opcodes of XLA: those that launch nothing, those that only move data, and others
+SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
+MOVING = ("copy", "transpose", "reshape", "slice", "dynamic-slice", "concatenate", "pad", "reverse")
+OTHERS = ("add", "convert", "reduce", "dot", "gather", "sort", "broadcast", "all-reduce", "custom-call")
+
+
+@pytest.mark.parametrize("kind", [*SILENT, *MOVING, *OTHERS])
+def test_each_instruction_moves_computes_or_launches_nothing(kind):
+    lines = ["  %p = f32[8,8]{1,0} parameter(0)", f"  ROOT %x = f32[8,8]{{1,0}} {kind}(%p)"]
+    found = {op.name: op for op in hlo.parse("\n".join(["ENTRY %main (p: f32[8,8]) -> f32[8,8] {", *lines, "}"]))}
+    assert ("x" in found) == (kind not in SILENT)
+    if found:
+        assert (found["x"].only_moves, found["x"].only_converts) == (kind in MOVING, kind == "convert")
+
+
 # XLA's names of calls: in its sources, cublas_cudnn.cc
 LIBRARY_CALLS = {"__cublas$lt$matmul": "cuBLASLt matmul", "__cublas$lt$matmul$f8": "cuBLASLt FP8 matmul"}
 LIBRARY_CALLS |= {"__cublas$gemm": "cuBLAS matmul", "__cudnn$blockScaledDot": "cuDNN block-scaled matmul"}
