@@ -21,6 +21,7 @@ from megajax.tools.verify import __main__ as command
 from megajax.tools.verify.differences import RunDifference, compare
 from megajax.tools.verify.runs import (
     Run,
+    RunTrace,
     batches,
     computed_gradients,
     first_gradients,
@@ -331,3 +332,26 @@ def test_a_second_stack_stays_in_the_small_config_and_its_fields_in_the_batches(
         sized = "window", "global_layers", "deepstack_layers", "grid"
         assert [bool(getattr(after, key)) for key in sized] == [bool(getattr(before, key)) for key in sized]
         assert first["patches"].any()
+
+
+def made_up(**numbers: float) -> RunTrace:
+    """Two steps: the gradients (3, 4) and (tiny, 0), losses, norms, and one weight that moves by 0.5."""
+    given = {"big": 0.0, "tiny": 0.0, "loss": 2.0, "norm": 5.0, "moved": 0.5} | numbers
+    gradients = {"big": np.array([3.0, 4.0 + given["big"]]), "tiny": np.array([given["tiny"], 0.0])}
+    before, after = ({name: np.full(2, value) for name in gradients} for value in (1.0, 1.0 + given["moved"]))
+    return RunTrace(
+        1, np.array([2.0, given["loss"]]), np.array([given["norm"], 5.0]), ({}, {}), gradients, (before, after), ()
+    )
+
+
+# By docs/verify.md: relative 1e-4 of a gradient, whose norm is 5; a gradient below a millionth of the whole norm may be
+# wrong by that much; 1e-5 of losses and norms; 1e-2 of an update of 0.5.
+BORDERS = [("big", 5e-4, "gradient of big"), ("tiny", 5e-6, "gradient of tiny"), ("moved", 5e-3, "update of")]
+BORDERS += [("loss", 2e-5, "loss of step 2"), ("norm", 5e-5, "gradient norm of step 1")]
+
+
+@pytest.mark.parametrize(("name", "border", "words"), BORDERS)
+def test_a_number_differs_beyond_its_tolerance_and_not_before(name, border, words):
+    base = {"loss": 2.0, "norm": 5.0, "moved": 0.5}.get(name, 0.0)
+    assert compare(made_up(**{name: base + 0.97 * border}), made_up()).first is None
+    assert words in (compare(made_up(**{name: base + 1.03 * border}), made_up()).first or "")
