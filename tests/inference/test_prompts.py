@@ -1,8 +1,14 @@
 """Prompt files, and the command's output for them."""
 
+import bz2
+import gzip
 import json
+import lzma
 
+import pyarrow
 import pytest
+import zstandard
+from pyarrow import parquet
 
 from megajax import generate
 from megajax.data.rendering import Chat
@@ -40,6 +46,19 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
             read_prompts(str(path))
     with pytest.raises(InputError, match="cannot be read .No such file.*: give a text file"):
         read_prompts(str(tmp_path / "missing"))
+
+
+COMPRESSED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", *(f"jsonl.{name}" for name in COMPRESSED), "parquet"])
+def test_prompts_are_objects_in_files_of_each_ending_that_training_reads(tmp_path, ending):
+    path, line = tmp_path / f"a.{ending}", b'{"prompt": "one"}\n'
+    if ending == "parquet":
+        parquet.write_table(pyarrow.table({"prompt": ["one"]}), path)
+    else:
+        path.write_bytes(COMPRESSED.get(ending.partition(".")[2], bytes)(line))
+    assert prompts_of(path) == ["one"]
 
 
 ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
