@@ -32,6 +32,7 @@ from megajax.megatron.distributed import Chunk, StoredTensor, in_model_space
 from megajax.megatron.resume_point import saved_training
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
+from megajax.training import continuing
 from megajax.training.continuing import ContinuedTraining
 from megajax.training.loop import Trainer
 from megajax.training.saving import StateSaver
@@ -303,6 +304,12 @@ def test_a_position_that_is_none_is_a_sentence(configure, tmp_path, values, sent
     with pytest.raises(InputError, match=sentence) as caught:
         continued(config)
     assert len(str(caught.value)) < 600
+
+
+def test_the_arrays_of_each_optimizer_have_the_names_of_torch_and_of_megatron():
+    """torch.optim.Adam and SGD, and Megatron-LM's Lion, by our names of their slots."""
+    adam, sgd, lion = {"mu": "exp_avg", "nu": "exp_avg_sq"}, {"trace": "momentum_buffer"}, {"mu": "exp_avg"}
+    assert continuing.STATES == {"adamw": adam, "sgd": sgd, "lion": lion}
 
 
 def test_the_format_of_one_mesh_is_named_with_the_flag_of_another(configure, tmp_path):

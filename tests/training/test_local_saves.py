@@ -6,6 +6,7 @@ import resource
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -235,8 +236,8 @@ def stored_steps(tmp_path):
     ]
 
 
-def newest(tier: LocalTier, _: int):
-    found, why = tier.newest(0, {"w": jax.numpy.zeros(4, int)})
+def newest(tier: LocalTier, _: int, after: int = 0):
+    found, why = tier.newest(after, {"w": jax.numpy.zeros(4, int)})
     return found and found.step, why
 
 
@@ -255,6 +256,8 @@ def test_a_step_that_not_every_process_has_is_not_chosen(tiers, tmp_path):
     for step in (1, 2, 3):
         tiers(lambda tier, _, step=step: save_step(step, tier))
     assert stored_steps(tmp_path) == [["2", "3"]] * 3 and tiers(newest) == [(3, "")] * 3
+    for after, expected in {2: (3, ""), 3: (None, "")}.items():  # above the durable one only
+        assert tiers(partial(newest, after=after)) == [expected] * 3
     shutil.rmtree(tmp_path / "run/process-2/3")
     assert tiers(newest) == [(2, "")] * 3
     flip(tmp_path / "run/process-1/2/data")
