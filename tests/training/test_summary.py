@@ -4,6 +4,7 @@ import jax
 
 from megajax import Config
 from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
 from megajax.console import memory_size
 from megajax.estimate.memory import estimate_memory
 from megajax.mesh import build_mesh
@@ -97,16 +98,22 @@ def test_slots_of_a_stage_layers_in_fp8_and_in_several_loops_by_hand():
 
 
 def test_several_modules_a_teacher_adapters_and_consecutive_tokens():
-    small = {"num_layers": 1, "num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
+    small = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
     heads = {"block_pattern": ["gated_deltanet"], "linear_attention": small | {"conv_kernel": 2}, "mtp_layers": 2}
-    del small["num_layers"]
     found = lines(DENSE | {"num_layers": 1} | heads, {"fsdp": 4, "context": 2}, 2)
     assert found["modules"].startswith("2 for ") and "; 0.3 × the mean of their losses" in found["modules"]
     assert found["context"].endswith("; per sequence and device 32 consecutive tokens")  # of 64 on 2 devices
-    lora = {"rank": 2, "targets": ["query", "output"]}
+    lora = {"rank": 2, "alpha": 16, "targets": ["query", "output"]}
     found = lines(DENSE, {"fsdp": 8}, 1, lora=lora, checkpoint={"init_from": "base"})
     count = 8 * (2 * (D + 4 * H) + 2 * (4 * H + D))  # of 8 layers: D → 2 → 4 heads, and back
-    assert found["lora"].startswith(f"rank 2, alpha 16, {count:,} trained parameters in adapters of query, output;")
+    adapters = f"rank 2, alpha 16, {count:,} trained parameters in adapters of output, query"
+    assert found["lora"] == f"{adapters}; base: base"
+    import_extensions(["docs/examples/distillation.py"])
+    teacher = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 24, "vocab_size": V}
+    learning = {"objective": {"kind": "distillation"}, "teacher": {"model": teacher | {"vocab_multiple": 1}}}
+    found = lines(DENSE, {"fsdp": 8}, 1, **learning)
+    count = 16 * 16 * 4 + 3 * 16 * 24 + 2 * 16 + 2 * V * 16 + 16
+    assert found["teacher"] == f"{count:,} frozen parameters; weights: new weights"
 
 
 def test_each_part_of_the_memory_stands_under_its_name():
