@@ -55,6 +55,17 @@ def test_a_step_is_one_line_of_80_columns(steps, mfu):
     assert ("MFU 59%" in line) == (mfu is not None)
 
 
+# Minutes, hours and days from two of them on
+LEFT = {0.4: "0s", 59: "59s", 119: "119s", 120: "2m", 7199: "120m", 7200: "2h", 172_799: "48h", 172_800: "2d"}
+
+
+@pytest.mark.parametrize("seconds", LEFT)
+def test_the_time_left_has_the_longest_unit_of_which_there_are_two(seconds):
+    values = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "tokens_per_second_per_device": 1.0}
+    assert f" {LEFT[seconds]} left" in console_line(5, 10, values, seconds)
+    assert console_line(5, 10, values, None) == "step  5/10  loss 1.0000  norm 1.00  lr 1.0e-03  1 tok/s/dev"
+
+
 def test_a_summary_is_folded_with_an_indent_and_coloured_on_a_terminal_only(monkeypatch):
     text = f"kernels    {' '.join(['attention'] * 20)}"
     monkeypatch.setenv("COLUMNS", "80")

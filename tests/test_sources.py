@@ -76,3 +76,15 @@ def test_what_a_layout_lacks_is_said_with_its_path(toy):
         StateSaver(program).restore_weights(str(toy))
     with pytest.raises(InputError, match=r"path=.*toy\.npz.*no config"):
         load_model(toy)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(256, False), (257, True), (300, True)])
+def test_a_tokenizer_may_have_as_many_tokens_as_the_model(tmp_path, size, fits):
+    config = make_config(
+        MODELS["llama"] | {"vocab_size": size}, {}, data={"kind": "text", "tokenizer": "byte", "train": "a"}
+    )
+    if fits:
+        assert sources.find_tokenizer(config, tmp_path).vocab_size == 257
+        return
+    with pytest.raises(InputError, match="the tokenizer byte has 257 tokens, but the model has 256"):
+        sources.find_tokenizer(config, tmp_path)

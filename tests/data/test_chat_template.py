@@ -49,6 +49,33 @@ def template_of(source: str, **arguments) -> Template:
     return Template({"default": source}, arguments, "t")
 
 
+# As strict as published ones: a system's or developer's message is the first one, the user's follows it or an answer,
+# and a tool's follows a call. Texts in parts are written one by one.
+STRICT = """{% for m in messages %}{% set before = messages[loop.index0 - 1] if loop.index0 else {'role': ''} %}
+{% if m.role in ('system', 'developer') %}{% set fits = loop.first and not loop.last %}
+{% elif m.role == 'user' %}{% set fits = before.role in ('', 'system', 'developer', 'assistant') %}
+{% elif m.role == 'assistant' %}{% set fits = before.role in ('user', 'tool') %}
+{% else %}{% set fits = before.role == 'tool' or before.tool_calls %}{% endif %}
+{% if not fits %}{{ raise_exception('order') }}{% endif %}
+{% if m.content is string %}[{{ m.content }}]{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}
+{% endfor %}"""
+BEFORE = {"system": [], "developer": [], "user": [], "assistant": [{"role": "user", "content": "q"}]}
+BEFORE |= {"tool": [*BEFORE["assistant"], {"role": "assistant", "content": "", "tool_calls": [{}]}]}
+
+
+@pytest.mark.parametrize("role", BEFORE)
+def test_a_template_that_reads_parts_gets_them_in_a_message_of_each_role(role):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    chat = [
+        *BEFORE[role],
+        {"role": role, "content": parts},
+        *[{"role": "user", "content": "q"}] * (role in ("system", "developer")),
+    ]
+    assert "<one><two>" in template_of(STRICT).render(chat)
+    only_text = STRICT.replace("{% if m.content is string %}", "{% if true %}")
+    assert "[one\ntwo]" in template_of(only_text).render(chat)
+
+
 def long_chat(turns: int) -> Chat:
     turn = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": " so "}]
     return Chat([{"role": "system", "content": "be brief"}, *(m | {"n": i} for i in range(turns) for m in turn)], {})

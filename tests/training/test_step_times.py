@@ -37,6 +37,9 @@ def test_the_slowest_process_is_named_if_it_slows_down_the_others():
     assert slowest == Slowest(1, own[1], pytest.approx(0.03))
     assert slowest.stands_out(0.35) and not slowest.stands_out(0.7)  # the devices hide it
     assert not Slowest(1, {"data": 0.3}, 0.2).stands_out(0.35)
+    for least, median in ((0.4, 0.2), (0.25, 0.01)):  # twice the others' median, and half of the step
+        for seconds in (0.97 * least, 1.03 * least):
+            assert Slowest(1, {"data": seconds}, median).stands_out(0.5) == (seconds > least)
     assert slowest.explain("process 1 on host b", 0.35) == (
         "slowest: process 1 on host b needs 0.32 s of its own for a step of 0.35 s (data 0.3 s, host 0.02 s); the "
         "others need 0.03 s"
