@@ -36,12 +36,12 @@ STEP = of_gib(argument=3, output=3, alias=2, temp=4)  # 8 GiB: an output of 2 ta
 def program(make_config) -> Any:
     """(GiB of each device, overrides...) → a program on two devices."""
 
-    def of(limit: float | None, *overrides: str) -> TrainProgram:
+    def of(limit: float | None, *overrides: str, count: int = 2) -> TrainProgram:
         config = make_config(*MODEL, *BATCH, *overrides)
-        built = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+        built = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
         stats = limit and {"bytes_limit": limit * GIB, "bytes_in_use": GIB}
         device = SimpleNamespace(memory_stats=lambda: stats)
-        return replace(built, mesh=SimpleNamespace(size=2, local_devices=[device]))  # type: ignore[arg-type]
+        return replace(built, mesh=SimpleNamespace(size=count, local_devices=[device]))  # type: ignore[arg-type]
 
     return of
 
@@ -68,8 +68,13 @@ def test_a_step_that_does_not_fit_names_what_would(program):
     assert half < 7.9 and f"or batch.num_microbatches=2 (about {half:.1f} GiB)" in str(error.value).replace(
         ", ", " or "
     )
-    assert "there are 7.9: set mesh.data=1 mesh.fsdp=2" in found[0] and "remat.policy=" in found[2]
+    assert found[0].endswith("there are 7.9: set mesh.data=1 mesh.fsdp=2") and "remat.policy=" in found[2]
     assert str(error.value).endswith("`megajax plan CONFIG --gpus 2` finds the fastest settings that fit.")
+
+
+def test_weights_are_sharded_over_all_devices_that_divide_the_batch(program):
+    with pytest.raises(InputError, match=": set mesh.data=1 mesh.fsdp=8 .about .* --gpus 8` finds the fastest"):
+        check_memory(STEP, 8, program(7.9, "mesh.data=4", "mesh.fsdp=2", count=8))
 
 
 def test_as_many_microbatches_as_it_takes_and_recomputation_beside_them(program):
