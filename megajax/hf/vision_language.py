@@ -264,6 +264,7 @@ class Qwen25VlText(Qwen2):
 
     model_type, architecture = "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration"
     sections = 16, 24, 24  # by default
+    older_rope = "type", "mrope"  # in `rope_scaling`, where nothing else is scaled
 
     def read_rope(self, config: Json) -> Json:
         config, sections = dict(config), None
@@ -278,8 +279,9 @@ class Qwen25VlText(Qwen2):
             raise ValueError("it has positions of time, row and column")
         sections = {"mrope_section": [*model.rope_sections]}
         out = super().write_rope(model)
-        older = {"type": "mrope"} | sections if out["rope_scaling"] is None else out["rope_scaling"] | sections
-        return out | {"rope_scaling": older, "rope_parameters": out["rope_parameters"] | sections}
+        key, name = self.older_rope
+        older = {key: name} if out["rope_scaling"] is None else out["rope_scaling"]
+        return out | {"rope_scaling": older | sections, "rope_parameters": out["rope_parameters"] | sections}
 
 
 class Qwen3VlText(Qwen25VlText):
@@ -287,6 +289,7 @@ class Qwen3VlText(Qwen25VlText):
 
     model_type, architecture = "qwen3_vl_text", "Qwen3VLForConditionalGeneration"
     sections = 24, 20, 20
+    older_rope = "rope_type", "default"
 
     def read_rope(self, config: Json) -> Json:
         config = dict(config)
