@@ -26,6 +26,7 @@ from megajax.data.image_processing import (
 from megajax.data.inspect import write_pictures
 from megajax.data.loader import datasets, find_images, make_loader
 from megajax.data.pictures import PictureError, decode
+from megajax.data.shards import Shard
 from megajax.errors import InputError
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.schema.vision import VisionConfig
@@ -318,6 +319,17 @@ def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path
     resumed = make_loader(configs[0].model_copy(), split="train", rows=np.arange(1, 2), start_step=4)
     for name, values in next(resumed).items():
         np.testing.assert_array_equal(values[0], batches[4][name][1], err_msg=name)
+
+
+def test_a_member_of_a_shard_may_have_the_largest_size(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        member = tarfile.TarInfo("a.png")
+        member.size = 5
+        tar.addfile(member, io.BytesIO(b"12345"))
+    shard = Shard(str(tmp_path / "a.tar"))
+    assert shard.read("a.png", 5) == b"12345"
+    with pytest.raises(InputError, match="member a.png has 5 bytes, more than 4"):
+        shard.read("a.png", 4)
 
 
 def test_a_conversation_is_cut_before_a_picture_that_does_not_fit(reference, tmp_path):

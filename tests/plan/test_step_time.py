@@ -103,6 +103,17 @@ def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
     assert staged.ticks == pytest.approx(6 * (150e-6 + 2 * 512 * D / H200.link_bytes))
 
 
+def test_the_first_layers_gathers_and_a_share_of_the_others_are_exposed_where_layers_hide_them():
+    """Two microbatches of four layers: one of 8 layers' gathers is alone, 0.47 of the others takes from computation."""
+    batch = {"global_size": 1024, "num_microbatches": 2}
+    fsdp = small(2, model={"vocab_size": 128}, mesh={"fsdp": 2}, batch=batch).weights["fsdp"]
+    number = 4 * LAYER + 2 * 128 * D + D  # vectors are whole on both
+    sent = 2 * (2 + 2 + 4) * (number - 4 * 2 * D - D) / 2  # BF16 twice, gradients in FP32, in each microbatch
+    assert fsdp.sent == sent and fsdp.seconds == pytest.approx(sent / min(H200.link_bytes, H200.nccl_bytes))
+    first = fsdp.seconds / 4 / 2
+    assert fsdp.exposed == pytest.approx(first + 0.47 * (fsdp.seconds - first))
+
+
 def test_collectives_of_activations_and_uneven_experts_by_hand():
     """Of half of the tokens on each of two devices: keys and values are sent and gathered in both passes."""
     context = small(2, mesh={"context": 2}).activations["context"]
