@@ -17,6 +17,7 @@ from megajax.layout.recurrent import channels_with_decays, recurrent_heads, recu
 from megajax.mesh import within_processes
 from megajax.ops import fp8, jla
 from megajax.ops.fp8 import Implementation as Fp8Implementation
+from megajax.ops.ranged_attention_triton import WIDEST
 from megajax.runtime import permutations_are_copied
 
 Obstacle = tuple[str, str]  # why a kernel cannot run, the cure
@@ -25,6 +26,10 @@ CUDNN_WIDEST_ANYWHERE = 128
 CUDNN_WIDEST = 256
 # The reference stores the scores of all pairs of tokens. `auto` does not choose it on GPUs for longer sequences.
 REFERENCE_LONGEST_ON_GPUS = 8192
+AMPERE = 8.0  # the least compute capability with BF16, and the least of megajax's kernels
+INSTEAD_OF_OWN = "use kernels.attention=reference"
+ALL_EXPERTS = "use kernels.grouped_matmul=reference, which multiplies all rows by the weights of all experts"
+FP8_EXPERTS = "the kernel for GPUs other than Hopper has no FP8", f"set precision.fp8.recipe=none or {ALL_EXPERTS}"
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,8 @@ class Kernels:
     @property
     def experts(self) -> ops.ExpertKernels:
         # The reference of grouped matmuls reads rows that the activation's kernel does not write.
-        return ops.ExpertKernels(
-            self.grouped_matmul, self.elementwise if self.grouped_matmul == "pallas" else "reference"
-        )
+        elementwise = "reference" if self.grouped_matmul == "reference" else self.elementwise
+        return ops.ExpertKernels(self.grouped_matmul, elementwise)
 
     @classmethod
     def choose(cls, config: Config, sizes: Mapping[str, int], hardware: Hardware) -> "Kernels":
@@ -159,7 +163,7 @@ class AttentionShape:
 
 
 def choose_attention(requested: str, hardware: Hardware, attention: AttentionShape) -> tuple[ops.Implementation, str]:
-    """The implementation for `kernels.attention` (auto, cudnn, pallas, reference), and the reason, for the log.
+    """The implementation for `kernels.attention` (auto or an implementation), and the reason, for the log.
 
     Raises ConfigError if the requested kernel cannot run, and if auto finds no kernel on a GPU and the sequence is too
     long for the reference.
@@ -171,22 +175,30 @@ def choose_attention(requested: str, hardware: Hardware, attention: AttentionSha
             return "reference", f"a fused kernel needs a GPU and this is {hardware.platform}"
         problem = f"{requested} needs a GPU and this is {hardware.platform}"
         _fail(requested, (problem, "use kernels.attention=auto or reference"))
-    cudnn, pallas = _cudnn_obstacle(requested, hardware, attention), _pallas_obstacle(hardware, attention)
+    obstacles: dict[ops.Implementation, Obstacle | None] = {
+        "cudnn": _cudnn_obstacle(requested, hardware, attention),
+        "pallas": _pallas_obstacle(hardware, attention),
+        "triton": _triton_obstacle(hardware, attention),
+    }
     if requested != "auto":
-        obstacle = cudnn if requested == "cudnn" else pallas
-        if obstacle is not None:
+        name = cast(ops.Implementation, requested)
+        if (obstacle := obstacles[name]) is not None:
             _fail(requested, obstacle)
-        return cast(ops.Implementation, requested), f"kernels.attention={requested}"
+        return name, f"kernels.attention={requested}"
     head_dim, value_dim, length = attention.head_dim, attention.value_dim, attention.sequence_length
-    if head_dim != value_dim and pallas is None and not _is_padded(head_dim, value_dim):
+    if head_dim != value_dim and obstacles["pallas"] is None and not _is_padded(head_dim, value_dim):
         return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
-    if cudnn is None:
-        return "cudnn", "the fused kernel fits this model"
-    if pallas is None:
-        return "pallas", cudnn[0]
+    problems: list[str] = []
+    for name, obstacle in obstacles.items():  # the fastest first
+        if obstacle is None:
+            return name, ", and ".join(problems) or "the fused kernel fits this model"
+        problems.append(obstacle[0])
+    cudnn = obstacles["cudnn"]
+    assert cudnn is not None
     if length > REFERENCE_LONGEST_ON_GPUS:
+        found = ", and ".join(dict.fromkeys(problems))
         raise ConfigError(
-            f"kernels.attention=auto finds no fused kernel, {cudnn[0]}, and {pallas[0]}; the reference would store the "
+            f"kernels.attention=auto finds no fused kernel, {found}; the reference would store the "
             f"scores of all pairs of batch.sequence_length={length} tokens: {cudnn[1]}, or set "
             "kernels.attention=reference if they fit."
         )
@@ -198,27 +210,52 @@ def _fail(requested: str, obstacle: Obstacle) -> NoReturn:
 
 
 def _pallas_obstacle(hardware: Hardware, attention: AttentionShape) -> Obstacle | None:
-    """Why megajax's own kernel cannot run; None if it can."""
-    instead, dtype = "use kernels.attention=reference", jnp.dtype(attention.dtype)
-    head_dim, value_dim = attention.head_dim, attention.value_dim
-    if hardware.capability != "9.0":
+    """Why megajax's kernel for Hopper cannot run; None if it can."""
+    if hardware.capability != HOPPER.capability:
         problem = "megajax's own kernel is for GPUs of compute capability 9.0"
-        return f"{problem} and this is {hardware.capability}", instead
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        cure = f"set precision.compute to bfloat16 or float16, or {instead}"
-        return f"megajax's own kernel does not support {dtype}", cure
+        return f"{problem} and this is {hardware.capability}", "use kernels.attention=triton"
+    if (obstacle := _own_obstacle(attention)) is not None:
+        return obstacle
     from megajax.ops.ranged_attention import WIDTHS, padded_widths  # here: Mosaic takes half a second
 
-    if attention.has_bias:
-        return "megajax's own kernel has no bias of scores and model.position=relative", instead
-    if padded_widths(head_dim, value_dim) is None:
-        supported = "{}/{}".format(*WIDTHS[-1])
-        given = f"model.head_dim={head_dim}"
-        if head_dim != value_dim:
-            given = f"model.qk_nope_head_dim + model.qk_rope_head_dim={head_dim} with model.v_head_dim={value_dim}"
-        problem = f"megajax's own kernel is for keys/values of widths up to {supported} and the model has {given}"
-        return problem, f"change them, or {instead}"
+    if padded_widths(attention.head_dim, attention.value_dim) is None:
+        return _too_wide("{}/{}".format(*WIDTHS[-1]), attention, "use kernels.attention=triton")
     return None
+
+
+def _triton_obstacle(hardware: Hardware, attention: AttentionShape) -> Obstacle | None:
+    """Why megajax's kernel for any GPU cannot run; None if it can."""
+    if (obstacle := _before_ampere(hardware) or _own_obstacle(attention)) is not None:
+        return obstacle
+    if max(attention.head_dim, attention.value_dim) > WIDEST:
+        return _too_wide(f"{WIDEST}/{WIDEST}", attention, INSTEAD_OF_OWN)
+    return None
+
+
+def _before_ampere(hardware: Hardware, instead: str = INSTEAD_OF_OWN) -> Obstacle | None:
+    if float(hardware.capability or 0) >= AMPERE:
+        return None
+    return f"megajax's kernels need compute capability 8.0 or newer and this is {hardware.capability}", instead
+
+
+def _own_obstacle(attention: AttentionShape) -> Obstacle | None:
+    """Why none of megajax's own kernels can run on any GPU."""
+    dtype = jnp.dtype(attention.dtype)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        cure = f"set precision.compute to bfloat16 or float16, or {INSTEAD_OF_OWN}"
+        return f"megajax's own kernel does not support {dtype}", cure
+    if attention.has_bias:
+        return "megajax's own kernel has no bias of scores and model.position=relative", INSTEAD_OF_OWN
+    return None
+
+
+def _too_wide(supported: str, attention: AttentionShape, instead: str) -> Obstacle:
+    given = f"model.head_dim={attention.head_dim}"
+    if attention.head_dim != attention.value_dim:
+        widths = f"{attention.head_dim} with model.v_head_dim={attention.value_dim}"
+        given = f"model.qk_nope_head_dim + model.qk_rope_head_dim={widths}"
+    problem = f"megajax's own kernel is for keys/values of widths up to {supported} and the model has {given}"
+    return problem, f"change them, or {instead}"
 
 
 def _is_padded(head_dim: int, value_dim: int) -> bool:
@@ -237,7 +274,7 @@ def _cudnn_obstacle(requested: str, hardware: Hardware, attention: AttentionShap
     widest = CUDNN_WIDEST_ANYWHERE if requested == "auto" and not hopper else CUDNN_WIDEST
     if unequal and not hopper:
         problem = f"cuDNN needs a GPU of compute capability 9.0 for values of {value_dim} and keys of {head_dim}"
-        return problem, "use kernels.attention=reference"
+        return problem, "use kernels.attention=auto"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN does not support {dtype}", f"set precision.compute to bfloat16 or float16, {instead}"
     if width % 8 or width > widest:
@@ -296,44 +333,54 @@ def choose_grouped_matmul(
     fp8: bool = False,
     over_tensor: bool = False,
 ) -> tuple[ops.GroupedImplementation, str]:
-    """The implementation for `kernels.grouped_matmul` (auto, pallas, reference), and the reason, for the log.
+    """The implementation for `kernels.grouped_matmul` (auto or an implementation), and the reason, for the log.
 
     `widths` are all widths of operands and of results, `dtype` is that of results. With `fp8` operands are in FP8;
     `over_tensor` says whether `tensor` divides one of the widths.
-    Raises ConfigError if the kernel cannot run and `requested` is pallas, or auto on a GPU: the reference multiplies
-    all rows by the weights of all groups.
+    Raises ConfigError if the kernel cannot run, or none for auto on a GPU: the reference multiplies all rows by the
+    weights of all groups.
     """
     if requested == "reference":
         return "reference", "kernels.grouped_matmul=reference"
-    obstacle = _grouped_obstacle(hardware, jnp.dtype(dtype), widths, fp8, over_tensor)
-    if obstacle is None:
+    for_all = _grouped_obstacle(hardware, jnp.dtype(dtype))
+    hopper = for_all or _hopper_grouped_obstacle(hardware, widths, fp8, over_tensor)
+    triton = for_all or (FP8_EXPERTS if fp8 else None)
+    if hopper is None and requested != "triton":
         return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
+    if triton is None and requested != "pallas":
+        return "triton", hopper[0] if requested == "auto" and hopper else f"kernels.grouped_matmul={requested}"
+    by_hopper = requested == "pallas" or (requested == "auto" and hardware.capability == HOPPER.capability)
+    obstacle = hopper if by_hopper else triton
+    assert obstacle is not None
     if requested == "auto" and not hardware.is_gpu:
         return "reference", obstacle[0]
-    raise ConfigError(
-        f"kernels.grouped_matmul={requested} cannot run, {obstacle[0]}: {obstacle[1]}, which multiplies all rows by "
-        "the weights of all experts."
-    )
+    raise ConfigError(f"kernels.grouped_matmul={requested} cannot run, {obstacle[0]}: {obstacle[1]}.")
 
 
-def _grouped_obstacle(
-    hardware: Hardware, dtype: Any, widths: tuple[int, ...], fp8: bool, over_tensor: bool
+def _grouped_obstacle(hardware: Hardware, dtype: Any) -> Obstacle | None:
+    """Why no kernel for experts can run; None if one can."""
+    if not hardware.is_gpu:
+        return f"the kernel needs a GPU and this is {hardware.platform}", ALL_EXPERTS
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {ALL_EXPERTS}"
+    return _before_ampere(hardware, ALL_EXPERTS)
+
+
+def _hopper_grouped_obstacle(
+    hardware: Hardware, widths: tuple[int, ...], fp8: bool, over_tensor: bool
 ) -> Obstacle | None:
     """Why the Hopper kernel cannot run; None if it can."""
-    instead = "use kernels.grouped_matmul=reference"
-    if not hardware.is_gpu:
-        return f"the kernel needs a Hopper GPU and this is {hardware.platform}", instead
-    if hardware.capability != "9.0":
-        return f"the kernel needs a Hopper GPU and this one has compute capability {hardware.capability}", instead
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {instead}"
+    if hardware.capability != HOPPER.capability:
+        problem = f"the Hopper kernel needs compute capability 9.0 and this is {hardware.capability}"
+        return problem, "use kernels.grouped_matmul=triton"
     from megajax.ops.grouped_matmul_kernel import columns  # here: Mosaic takes half a second
 
     multiple = columns(fp8)
     if any(width % multiple for width in widths):
+        instead = f"set precision.fp8.recipe=none or {ALL_EXPERTS}" if fp8 else "use kernels.grouped_matmul=triton"
         instead = f"add tensor to mesh.experts_over, or {instead}" if over_tensor else instead
-        name, instead = ("FP8 kernel", f"set precision.fp8.recipe=none or {instead}") if fp8 else ("kernel", instead)
         given = ", ".join(str(width) for width in widths)
+        name = "FP8 kernel" if fp8 else "Hopper kernel"
         return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead
     return None
 

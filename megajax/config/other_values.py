@@ -209,7 +209,7 @@ cpu, cpu_offload, host, offloading, minimal_offloaded, activation_offload, save_
 flash, flash_attention, flash_attention_2, flash_attention_3, flash2, flash3, fa2, fa3, fused, sdpa, fused_attention,
     autoselected, te, flex_attention, flash_attn | auto | which is the fastest one
 cudnn_flash, cudnn_flash_te, cudnn_flash_jax, cudnn_sdpa | cudnn
-mosaic, splash, triton, tokamax, own | pallas
+mosaic, splash, tokamax, own | pallas
 eager, dot_product, xla, math, local, unfused, vanilla, naive, jax | reference
 """,
         "communication.context": """
@@ -226,7 +226,7 @@ mosaic_gpu, mosaic, pallas, fla, flash_linear_attention, triton, mamba_ssm, cuda
 chunked, chunk, torch, naive, xla, jax, recurrent | reference
 """,
         "kernels.grouped_matmul": """
-megablox, gmm, triton, grouped_gemm, cutlass, deepgemm, te, tokamax | auto | which is the fastest one
+megablox, gmm, grouped_gemm, cutlass, deepgemm, te, tokamax | auto | which is the fastest one
 ragged_dot, xla, loop, sequential, eager | reference
 """,
     }.items()

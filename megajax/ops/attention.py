@@ -73,9 +73,9 @@ def attention(
     """softmax(scale · q·k) v over the visible keys: q [B,S,N,H], k [B,S,K,H], v [B,S,K,W] -> [B,S,N,W] in q's dtype.
 
     K divides N; query head n reads KV head n // (N/K). "pallas" supports widths (H, W) up to those of
-    `ranged_attention.WIDTHS`. Position i sees the positions up to i, those after it too unless `settings.causal`; with
-    a window w only i-w+1 … i+w-1; with `documents` [B,S] (see `documents_of`) only those of its document; with
-    `two_sided_ends` [B,S] (see `two_sided_ends`) also those of its run, whatever the window.
+    `ranged_attention.WIDTHS`, "triton" up to 256. Position i sees the positions up to i, those after it too unless
+    `settings.causal`; with a window w only i-w+1 … i+w-1; with `documents` [B,S] (see `documents_of`) only those of its
+    document; with `two_sided_ends` [B,S] (see `two_sided_ends`) also those of its run, whatever the window.
     The second result is `largest_score` without the sinks, of the queries that are no padding by `is_real [B,S]`; None
     if it is not wanted.
     Raises ValueError for arguments that the implementation does not support.
@@ -90,11 +90,11 @@ def attention(
     kind: Kind = "causal" if causal else "full"
     if implementation == "cudnn":
         if documents is not None or two_sided_ends is not None:
-            raise ValueError('implementation="cudnn" has no document mask: use "pallas" or "reference".')
+            raise ValueError('implementation="cudnn" has no document mask: use another.')
         if window is not None and not causal:
-            raise ValueError('implementation="cudnn" has no window on both sides: use "pallas" or "reference".')
+            raise ValueError('implementation="cudnn" has no window on both sides: use another.')
         if softcap is not None:
-            raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use "pallas" or "reference".')
+            raise ValueError(f'implementation="cudnn" has no soft-cap, softcap={softcap}: use another.')
         bias = settings.bias_of(q_bsnh.shape[1])
         # jax.nn has none of these.
         if sinks is not None or settings.wants_largest or k_bskh.shape[-1] != v_bskh.shape[-1]:
@@ -111,9 +111,9 @@ def attention(
             implementation="cudnn",
         )
         return out, None
-    if implementation == "pallas":
+    if implementation != "reference":
         if settings.bias_table is not None:
-            raise ValueError('implementation="pallas" has no bias by distance: use "cudnn" or "reference".')
+            raise ValueError(f'implementation="{implementation}" has no bias by distance: use "cudnn" or "reference".')
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
         ranges = visible_ranges(index, documents, window, None if causal else q_bsnh.shape[1], two_sided_ends)
         return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), ranges, sinks, is_real)
@@ -131,7 +131,7 @@ def cross_attention(
     """
     if scores.implementation == "cudnn":
         if ranges is not None:
-            raise ValueError('implementation="cudnn" has no ranges of keys: use "pallas" or "reference".')
+            raise ValueError('implementation="cudnn" has no ranges of keys: use another.')
     elif ranges is None:
         B, S = q_bsnh.shape[:2]
         ranges = jnp.zeros((B, S), jnp.int32), jnp.full((B, S), k_btkh.shape[1], jnp.int32)

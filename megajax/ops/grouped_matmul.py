@@ -1,4 +1,4 @@
-"""Matmuls of groups of rows, each group with its own weights: a plain reference and a Hopper kernel, one signature.
+"""Matmuls of groups of rows, each group with its own weights: a plain reference and two kernels, one signature.
 
 They are the matmuls of experts, with or without a capacity. The group sizes are known only at run time.
 """
@@ -9,10 +9,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from megajax.ops import grouped_matmul_triton
 from megajax.ops.grouped_rows import step_bounds
 from megajax.ops.numerics import wide
 
-GroupedImplementation = Literal["reference", "pallas"]
+GroupedImplementation = Literal["reference", "pallas", "triton"]
 
 
 def rows_times_weights(
@@ -30,6 +31,8 @@ def rows_times_weights(
     """
     if implementation == "pallas":
         return _kernel().matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, blocks=_multiprocessors())
+    if implementation == "triton":
+        return grouped_matmul_triton.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w)
     dtype = wide(x_tk.dtype)
     w = w.astype(x_tk.dtype)
     parts = jnp.where(_members(group_sizes_e, x_tk.shape[0])[..., None], x_tk, 0)
@@ -51,6 +54,8 @@ def weight_gradient(
     """
     if implementation == "pallas":
         return _kernel().weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, blocks=_multiprocessors())
+    if implementation == "triton":
+        return grouped_matmul_triton.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype)
     parts = jnp.where(_members(group_sizes_e, x_tm.shape[0])[..., None], x_tm, 0)
     return jnp.einsum("etm,tn->emn", parts, dy_tn, preferred_element_type=wide(x_tm.dtype)).astype(dtype)
 

@@ -12,22 +12,22 @@ ALIGNMENT = 8  # a tile's first row is a multiple of this, the height of a swizz
 STEP = 128  # FP8 numbers: the width of a swizzled tile
 
 
-def row_tiles(group_sizes_e: jax.Array, T: int, height: int) -> jax.Array:
+def row_tiles(group_sizes_e: jax.Array, T: int, height: int, alignment: int = ALIGNMENT) -> jax.Array:
     """The tiles of T rows, each with rows of one group: int32 [tiles, 5].
 
-    The fields are the tile's first row, a multiple of ALIGNMENT; its group; the start and the end of the group's rows
+    The fields are the tile's first row, a multiple of `alignment`; its group; the start and the end of the group's rows
     in the tile; and the number of tiles in use. The rows after the last group are group E.
     """
     E, sizes = group_sizes_e.shape[0], group_sizes_e.astype(jnp.int32)
     ends = running_sum(sizes)
     # Enough tiles for any first row of a group; the last tile may have no rows.
-    last_tiles = running_sum(jnp.where(sizes > 0, pl.cdiv(sizes + (ALIGNMENT - 1), height), 0))
+    last_tiles = running_sum(jnp.where(sizes > 0, pl.cdiv(sizes + (alignment - 1), height), 0))
     starts, ends = jnp.append(0, ends), jnp.append(ends, T)
     first_tiles = jnp.append(0, last_tiles)
-    count = last_tiles[-1:] + pl.cdiv(T - starts[-1:] + (ALIGNMENT - 1), height)
-    tile = jnp.arange(T // height + 2 * (E + 1), dtype=jnp.int32)
+    count = last_tiles[-1:] + pl.cdiv(T - starts[-1:] + (alignment - 1), height)
+    tile = jnp.arange(T // height + (2 if alignment > 1 else 1) * (E + 1), dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= last_tiles[None, :], axis=1, dtype=jnp.int32)
-    start = starts[group] // ALIGNMENT * ALIGNMENT + (tile - first_tiles[group]) * height
+    start = starts[group] // alignment * alignment + (tile - first_tiles[group]) * height
     first, last = (jnp.clip(bound[group] - start, 0, height) for bound in (starts, ends))
     return jnp.stack([start, group, first, last, jnp.broadcast_to(count, tile.shape)], axis=1)
 

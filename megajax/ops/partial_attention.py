@@ -6,6 +6,8 @@ the log-sum-exp of all parts, and returns the part's share of dq, and dk and dv 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,10 +16,10 @@ from jax import lax
 
 from megajax.ops.barriers import not_before, not_merged
 from megajax.ops.numerics import wide
+from megajax.ops.query_ranges import Options, Ranges
 
-Implementation = Literal["reference", "cudnn", "pallas"]
+Implementation = Literal["reference", "cudnn", "pallas", "triton"]
 Kind = Literal["causal", "full", "prefix"]
-Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each: a query sees the keys [first, end)
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,15 @@ Part = tuple[jax.Array, jax.Array]  # output [B, Sq, N, W], log-sum-exp [B, N, S
 def attend(scores: Scores, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
     """Attention of `q [B, Sq, N, H]` to the keys that it sees: `k [B, Sk, K, H]`, `v [B, Sk, K, W]`.
 
-    "pallas" supports widths (H, W) up to those of `ranged_attention.WIDTHS`. A query without keys has an output of 0
-    and a log-sum-exp of -inf.
+    "pallas" supports widths (H, W) up to those of `ranged_attention.WIDTHS`, "triton" up to 256. A query without keys
+    has an output of 0 and a log-sum-exp of -inf.
     """
     if scores.implementation == "cudnn":
         return _cudnn(scores, mask, q, k, v)
     assert mask.ranges is not None
-    if scores.implementation == "pallas":
-        from megajax.ops import ranged_attention  # here: Mosaic takes half a second
-
-        return ranged_attention.attend(q, k, v, mask.ranges, ranged_attention.Options(scores.scale, scores.softcap))
+    if scores.implementation != "reference":
+        options = Options(scores.scale, scores.softcap)
+        return _kernels(scores.implementation).attend(q, k, v, mask.ranges, options)
     s, _ = _scores(scores, q, k, mask.ranges)
     largest = s.max(-1, keepdims=True)
     p = jnp.exp(s - jnp.where(jnp.isfinite(largest), largest, 0))
@@ -75,11 +76,9 @@ def attend_backward(
     if scores.implementation == "cudnn":
         return _cudnn_backward(scores, mask, q, k, v, whole, dout)
     assert mask.ranges is not None
-    if scores.implementation == "pallas":
-        from megajax.ops import ranged_attention
-
-        options, whole = ranged_attention.Options(scores.scale, scores.softcap), (whole[0].astype(q.dtype), whole[1])
-        return ranged_attention.attend_backward(q, k, v, mask.ranges, whole, dout, options)
+    if scores.implementation != "reference":
+        options, whole = Options(scores.scale, scores.softcap), (whole[0].astype(q.dtype), whole[1])
+        return _kernels(scores.implementation).attend_backward(q, k, v, mask.ranges, whole, dout, options)
     out, lse = whole
     s, slope = _scores(scores, q, k, mask.ranges)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a query without keys has p = exp(s - inf) = 0
@@ -91,6 +90,12 @@ def attend_backward(
     ds = p * (dp - jnp.einsum("bqkgh,bqkgh->bkgq", dout, out)[..., None]) * slope * scores.scale
     dq = jnp.einsum("bkgqs,bskh->bqkgh", ds, k.astype(s.dtype)).reshape(B, Sq, N, H)
     return dq, jnp.einsum("bkgqs,bqkgh->bskh", ds, q), dv
+
+
+def _kernels(implementation: Implementation) -> ModuleType:
+    """megajax's kernels for Hopper or for any GPU, imported where they are used: Mosaic takes half a second."""
+    name = {"pallas": "ranged_attention", "triton": "ranged_attention_triton"}[implementation]
+    return import_module(f"megajax.ops.{name}")
 
 
 def largest_score(scores: Scores, lse: jax.Array, is_real: jax.Array | None) -> jax.Array | None:

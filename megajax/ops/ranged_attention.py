@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops import ranged_attention_kernels as kernels
+from megajax.ops.query_ranges import Options, Ranges, padded_ranges, seen_by
 from megajax.ops.ranged_attention_gradients import KeyValueGradient, QueryGradient
-from megajax.ops.ranged_attention_kernels import Options
 
-Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each
 WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 
 
@@ -39,7 +38,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, options: Op
     B, Sq, N, H = q.shape
     W = v.shape[-1]
     kernel = kernels.Forward(options, N // k.shape[2], (H, W))
-    q, first, end = _pad_queries(kernels.BLOCK_ROWS, q, k, *ranges)
+    q, first, end = _pad_queries(kernels.BLOCK_ROWS, q, k, ranges)
     k, v = (_pad(a, kernel.columns) for a in (k, v))
     shape = (B, q.shape[1], N, W)
     out_shape = [jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
@@ -72,16 +71,16 @@ def attend_backward(
     dout = dout.astype(q.dtype)
 
     kernel, block = QueryGradient(options, N // K, (H, W)), kernels.BLOCK_ROWS
-    rows = _pad_queries(block, q, k, *ranges)
+    rows = _pad_queries(block, q, k, ranges)
     arrays = (rows[0], _pad(k, kernel.columns), _pad(v, kernel.columns), *rows[1:], _pad(dout, block))
     arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
     [dq] = _launch(kernel, "ranged_attention_dq", arrays, [rows[0]], rows[0].shape[1])
 
     kernel = KeyValueGradient(options, N // K, (H, W))
     block = kernel.columns
-    rows = _pad_queries(block, q, k, *ranges)
+    rows = _pad_queries(block, q, k, ranges)
     keys = tuple(_pad(a, kernels.BLOCK_ROWS) for a in (k, v))
-    arrays = (rows[0], *keys, *rows[1:], _seen_by(*rows[1:], keys[0].shape[1]), _pad(dout, block))
+    arrays = (rows[0], *keys, *rows[1:], seen_by(*rows[1:], keys[0].shape[1], kernels.ROWS), _pad(dout, block))
     arrays += (_pad(log2_sum, block, 2), _pad(delta, block, 2))
     dk, dv = _launch(kernel, "ranged_attention_dkv", arrays, keys, keys[0].shape[1])
     return dq[:, :Sq, :, : widths[0]], dk[:, :Sk, :, : widths[0]], dv[:, :Sk, :, : widths[1]]
@@ -114,31 +113,9 @@ def _pad(a: jax.Array, multiple: int, axis: int = 1) -> jax.Array:
     return jnp.pad(a, [(0, missing if i == axis else 0) for i in range(a.ndim)]) if missing else a
 
 
-def _pad_queries(multiple: int, q, k, first, end) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _pad_queries(multiple: int, q, k, ranges: Ranges) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q, first, end), padded to a multiple of queries with queries that see no key; ranges are clipped to the keys."""
-    B, Sq = q.shape[:2]
-    first, end = (jnp.broadcast_to(jnp.clip(a.astype(jnp.int32), 0, k.shape[1]), (B, Sq)) for a in (first, end))
-    if missing := -Sq % multiple:
-        last = jnp.maximum(first[:, -1:], end[:, -1:])
-        first, end = (jnp.concatenate([a, jnp.repeat(last, missing, axis=1)], axis=1) for a in (first, end))
-    return _pad(q, multiple), first, end
-
-
-def _seen_by(first: jax.Array, end: jax.Array, Sk: int) -> jax.Array:
-    """The queries that see each warpgroup's keys: `[B, Sk/ROWS, 4]` int32, the fields of `Bounds`.
-
-    Bounds never decrease, so the queries that see some of the keys are a range, and so are those that see all.
-    """
-    rows = kernels.ROWS
-    start = jnp.arange(0, Sk, rows, dtype=jnp.int32)[:, None]
-    first, end = first[:, None, :], end[:, None, :]
-
-    def count(queries: jax.Array) -> jax.Array:
-        return jnp.sum(queries, axis=-1, dtype=jnp.int32)
-
-    any_from, any_to = count(end <= start), count(first < start + rows)
-    all_from, all_to = count(end < start + rows), count(first <= start)
-    return jnp.stack([any_from, any_to, all_from, all_to], axis=-1)
+    return _pad(q, multiple), *padded_ranges(multiple, ranges, q.shape[1], k.shape[1])
 
 
 def _launch(kernel: Any, name: str, arrays: tuple, outputs: Sequence[Any], length: int) -> list[jax.Array]:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops.barriers import not_before
+from megajax.ops.query_ranges import Options
 
 Load = Callable[[jax.Array, jax.Array], None]  # (step, slot): loads the step's tile into the slot
 
@@ -31,15 +32,6 @@ WARPGROUPS = 2  # of a block that compute; the last one loads
 ROWS = 64  # of a warpgroup: Hopper multiplies 64 rows at a time
 BLOCK_ROWS = WARPGROUPS * ROWS
 COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24  # per thread: as many as fit
-
-
-@dataclass(frozen=True)
-class Options:
-    """The static settings of the kernels."""
-
-    scale: float
-    softcap: float | None = None
-    interpret: bool = False  # runs them on any device, slowly
 
 
 @dataclass(frozen=True)

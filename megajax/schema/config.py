@@ -245,12 +245,16 @@ class KernelsConfig(Section):
     """Which kernels compute the step."""
 
     attention: Annotated[
-        Literal["auto", "cudnn", "pallas", "reference"],
+        Literal["auto", "cudnn", "pallas", "triton", "reference"],
         Excludes("model.attention_softcap", of="cudnn", cure=AUTO_ATTENTION),
-        Excludes("precision.compute", "float32", of=("cudnn", "pallas"), cure=AUTO_ATTENTION),
-    ] = Field(default="auto", description="Attention kernel.")
-    grouped_matmul: Annotated[Literal["auto", "pallas", "reference"], ReadIf("model.num_experts")] = Field(
-        default="auto", description="Kernel of the experts' matmuls."
+        Excludes("precision.compute", "float32", of=("cudnn", "pallas", "triton"), cure=AUTO_ATTENTION),
+    ] = Field(
+        default="auto",
+        description="Attention kernel; pallas: megajax's for Hopper; triton: megajax's for any GPU since Ampere.",
+    )
+    grouped_matmul: Annotated[Literal["auto", "pallas", "triton", "reference"], ReadIf("model.num_experts")] = Field(
+        default="auto",
+        description="Kernel of the experts' matmuls; pallas: for Hopper; triton: for any GPU since Ampere.",
     )
     linear_attention: Literal["auto", "jla", "reference"] = Field(
         default="auto",

@@ -382,7 +382,7 @@ class ModelConfig(Section):
         Excludes("qk_clip", of=RELATIVE, because=NO_BIAS),
         Excludes("mtp_layers", of=RELATIVE, because="the modules read no bias of the scores"),
         Excludes("communication.context", _without_bias, of=RELATIVE, cure="use all_to_all or all_gather"),
-        Excludes("kernels.attention", "pallas", of=RELATIVE, cure="use kernels.attention=auto"),
+        Excludes("kernels.attention", ("pallas", "triton"), of=RELATIVE, cure="use kernels.attention=auto"),
     ] = Field(
         default="rope",
         description="Position encoding: rotary, a learned table, a learned bias of attention's scores by distance (T5),"

@@ -303,19 +303,25 @@ def choose(requested: str, platform: str, capability: str, **settings: Any):
     return choose_attention(requested, Hardware(platform, capability), shape)
 
 
+# What cuDNN cannot do, the reason, and what auto takes instead on an A100
 OBSTACLES = [
-    ({"platform": "cpu"}, "needs a GPU"),
-    ({"dtype": jnp.float32}, "float32"),
-    ({"head_dim": 100}, "model.head_dim=100"),
-    ({"head_dim": 264}, "model.head_dim=264"),
-    ({"head_dim": 192, "value_dim": 128}, "cuDNN needs a GPU of compute capability 9.0 for values of 128"),
-    ({"sequence_length": 37}, "batch.sequence_length=37"),
-    ({"softcap": 50.0}, "model.attention_softcap=50.0"),
-    ({"packed": True}, "packed documents"),
-    ({"two_sided_window": 64}, "model.causal=false with model.sliding_window=64"),
-    ({"parts_with": ("model.position=relative",)}, "does not support model.position=relative"),
-    ({"padded": True}, "model.causal=false with padded sequences"),
-    ({"parts_with": ("model.sliding_window=64",)}, "does not support model.sliding_window=64"),
+    ({"platform": "cpu"}, "needs a GPU", "reference"),
+    ({"dtype": jnp.float32}, "float32", "reference"),
+    ({"head_dim": 100}, "model.head_dim=100", "triton"),
+    ({"head_dim": 264}, "model.head_dim=264", "reference"),
+    ({"head_dim": 192, "value_dim": 128}, "cuDNN needs a GPU of compute capability 9.0 for values of 128", "triton"),
+    ({"sequence_length": 37}, "batch.sequence_length=37", "triton"),
+    ({"softcap": 50.0}, "model.attention_softcap=50.0", "triton"),
+    ({"packed": True}, "packed documents", "triton"),
+    ({"packed": True, "capability": "7.0"}, "packed documents", "reference"),
+    ({"two_sided_window": 64}, "model.causal=false with model.sliding_window=64", "triton"),
+    (
+        {"parts_with": ("model.position=relative",), "has_bias": True},
+        "does not support model.position=relative",
+        "reference",
+    ),
+    ({"padded": True}, "model.causal=false with padded sequences", "triton"),
+    ({"parts_with": ("model.sliding_window=64",)}, "does not support model.sliding_window=64", "triton"),
 ]
 
 
@@ -329,16 +335,16 @@ def test_auto_takes_cudnn_where_it_fits(change: dict[str, Any]):
     assert choose("cudnn", **FITS | change)[0] == "cudnn"
 
 
-@pytest.mark.parametrize(("change", "reason"), OBSTACLES)
-def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, reason):
+@pytest.mark.parametrize(("change", "reason", "instead"), OBSTACLES)
+def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, reason, instead):
     name, why = choose("auto", **FITS | change)
-    assert name == "reference" and reason in why
+    assert name == instead and reason in why
     with pytest.raises(ConfigError, match=reason) as refused:
         choose("cudnn", **FITS | change)
     assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"packed": True}, {"parts_with": ("run.deterministic",)}])
+@pytest.mark.parametrize("change", [{"head_dim": 264}, {"packed": True, "dtype": "float32"}])
 def test_long_sequences_are_not_left_to_the_reference(change):
     short: dict[str, Any] = FITS | change
     assert choose("auto", **short)[0] == "reference"
@@ -370,8 +376,10 @@ def test_what_cudnn_cannot_do_is_our_own_kernels_on_hopper(change):
     assert name == "pallas" and "cuDNN" in why
     assert choose("auto", **FITS | {"capability": "9.0"})[0] == "cudnn"
     assert choose("pallas", **hopper)[0] == "pallas"
-    with pytest.raises(ConfigError, match="scores of all pairs"):
-        choose("auto", **hopper | {"head_dim": 256})
+    assert (
+        choose("auto", **hopper | {"head_dim": 256, "value_dim": 256})[0] == "triton"
+    )  # wider than our own for Hopper
+    assert choose("triton", **hopper)[0] == "triton"
 
 
 @pytest.mark.parametrize(
@@ -390,6 +398,22 @@ def test_our_own_kernel_by_name_is_refused_where_it_cannot_run(change, reason):
     assert str(refused.value).startswith("kernels.attention=pallas cannot run") and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"capability": "7.5"}, "compute capability 8.0 or newer and this is 7.5"),
+        ({"head_dim": 264}, "up to 256/256 and the model has model.head_dim=264"),
+        ({"dtype": jnp.float32}, "float32"),
+        ({"has_bias": True}, "model.position=relative"),
+        ({"platform": "cpu"}, "needs a GPU"),
+    ],
+)
+def test_the_kernel_for_any_gpu_by_name_is_refused_where_it_cannot_run(change, reason):
+    with pytest.raises(ConfigError, match=reason) as refused:
+        choose("triton", **FITS | change)
+    assert str(refused.value).startswith("kernels.attention=triton cannot run") and "\n" not in str(refused.value)
+
+
 def test_latent_attention_takes_our_own_kernel_on_hopper():
     name, why = choose("auto", **FITS | HOPPER_LATENT)
     assert name == "pallas" and "faster than cuDNN for keys and values of widths 192 and 128" in why
@@ -398,7 +422,7 @@ def test_latent_attention_takes_our_own_kernel_on_hopper():
 
 def test_heads_up_to_256_need_cudnn_by_name_before_hopper():
     wide: dict[str, Any] = FITS | {"head_dim": 256}
-    assert choose("auto", **wide)[0] == "reference"
+    assert choose("auto", **wide)[0] == "triton"
     assert choose("cudnn", **wide)[0] == choose("auto", **wide | {"capability": "9.0"})[0] == "cudnn"
 
 

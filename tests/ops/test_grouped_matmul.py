@@ -10,6 +10,7 @@ from megajax.errors import ConfigError
 from megajax.kernel_choice import Hardware, choose_grouped_matmul
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_matmul_kernel as kernel
+from megajax.ops import grouped_matmul_triton as triton
 from megajax.ops import grouped_rows
 
 T, D, F = 149, 64, 192
@@ -67,66 +68,92 @@ def test_the_gradient_of_the_weights_may_be_wider(rng):
     check([dw], [in_float64(x, w, dy, SIZES["uneven"])[2]], 1e-6)
 
 
-@pytest.mark.parametrize("height", [64, 128])
+@pytest.mark.parametrize(("height", "alignment"), [(64, 8), (128, 8), (64, 1)])
 @pytest.mark.parametrize("seed", range(4))
-def test_tiles_hold_every_row_once(seed, height):
+def test_tiles_hold_every_row_once(seed, height, alignment):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 200, size=11) * rng.integers(0, 2, size=11)
     total = int(sizes.sum() + rng.integers(0, 300))
-    table = np.asarray(grouped_rows.row_tiles(jnp.asarray(sizes, jnp.int32), total, height))
+    table = np.asarray(grouped_rows.row_tiles(jnp.asarray(sizes, jnp.int32), total, height, alignment))
     assert table[0, 4] <= len(table)
     owners = np.full(total, -1)
     for start, group, first, last, _ in table[: table[0, 4]]:
-        assert start % grouped_rows.ALIGNMENT == 0 and 0 <= first <= last <= height
+        assert start % alignment == 0 and 0 <= first <= last <= height
         assert np.all(owners[start + first : start + last] == -1)
         owners[start + first : start + last] = group
     np.testing.assert_array_equal(owners, np.repeat(np.arange(12), [*sizes, total - sizes.sum()]))
 
 
 @functools.cache
-def compiled():
+def compiled(name):
     """The three kernels, interpreted; compiled once for all sizes."""
-    how = {"tiling": TILING, "blocks": 2, "interpret": plgpu.InterpretGPUParams(detect_races=False)}
+    if name == "pallas":
+        module, interpret = kernel, plgpu.InterpretGPUParams(detect_races=False)
+        how = {"tiling": TILING, "blocks": 2, "interpret": interpret}
+    else:  # neither width is whole tiles
+        module, how = triton, {"tiling": triton.Tiling(32, 128, 128, panel=2), "interpret": True}
 
     @jax.jit
     def run(x, w, dy, group_sizes):
-        out = kernel.matmul(x, w, group_sizes, **how)
-        dx = kernel.matmul(dy, w, group_sizes, transpose_w=True, **how)
-        return out, dx, kernel.weight_gradient(x, dy, group_sizes, jnp.float32, **how)
+        out = module.matmul(x, w, group_sizes, **how)
+        dx = module.matmul(dy, w, group_sizes, transpose_w=True, **how)
+        return out, dx, module.weight_gradient(x, dy, group_sizes, jnp.float32, **how)
 
     return run
 
 
 @pytest.mark.parametrize("sizes", ["uneven", "rows left over", "nothing"])
-def test_kernels_agree_with_float64(rng, sizes):
+@pytest.mark.parametrize("name", ["pallas", "triton"])
+def test_kernels_agree_with_float64(rng, sizes, name):
     sizes = SIZES[sizes]
     x, w, dy = tensors(rng, "bfloat16", sizes)
-    out, dx, dw = compiled()(x, w, dy, jnp.asarray(sizes, jnp.int32))
+    out, dx, dw = compiled(name)(x, w, dy, jnp.asarray(sizes, jnp.int32))
     expected = in_float64(x, w, dy, sizes)
     check((out, dx), expected[:2], 3e-3)
     check([dw], expected[2:], 1e-6)
+
+
+def test_triton_reads_no_row_after_the_last_group(rng):
+    """They are not written where many more rows fit than arrive."""
+    sizes = SIZES["rows left over"]
+    x, w, dy = tensors(rng, "bfloat16", sizes)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    unwritten = x.at[sum(sizes) :].set(jnp.nan), w, dy.at[sum(sizes) :].set(jnp.nan)
+    for found, expected in zip(compiled("triton")(*unwritten, group_sizes), in_float64(x, w, dy, sizes), strict=True):
+        check([found], [expected], 3e-3)
 
 
 def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768), **others):
     return choose_grouped_matmul(requested, Hardware(platform, capability), dtype, widths, **others)
 
 
-def test_the_kernel_is_chosen_on_hopper_alone():
+def test_hoppers_kernel_is_chosen_where_it_can_run_and_elsewhere_the_one_for_any_gpu():
     assert choose("auto")[0] == choose("pallas")[0] == "pallas"
     assert choose("reference")[0] == "reference"
     assert choose("auto", platform="cpu", capability=None)[0] == "reference"
-    for requested in ("auto", "pallas"):
-        for obstacle in ({"capability": "10.0"}, {"dtype": "float32"}, {"widths": (2048, 1000)}):
+    for capability in ("8.0", "8.9", "9.0", "10.0"):
+        assert choose("triton", capability=capability)[0] == "triton"
+    for obstacle, reason in (({"capability": "10.0"}, "this is 10.0"), ({"widths": (2048, 1000)}, "2048, 1000")):
+        name, why = choose("auto", **obstacle)
+        assert name == "triton" and reason in why
+        with pytest.raises(ConfigError, match=f"kernels.grouped_matmul=pallas cannot run, .*{reason}"):
+            choose("pallas", **obstacle)
+    for requested in ("auto", "pallas", "triton"):
+        for obstacle in ({"dtype": "float32"}, {"capability": "7.0"}):
             with pytest.raises(ConfigError, match=f"kernels.grouped_matmul={requested} cannot run, "):
                 choose(requested, **obstacle)
 
 
 def test_whole_experts_are_the_cure_for_a_width_that_tensor_divides():
-    with pytest.raises(ConfigError, match="2880, 1440: add tensor to mesh.experts_over, or use kernels.grouped_matmul"):
-        choose("auto", widths=(2880, 1440), over_tensor=True)
+    cure = "2880, 1440: add tensor to mesh.experts_over, or use kernels.grouped_matmul=triton"
+    with pytest.raises(ConfigError, match=cure):
+        choose("pallas", widths=(2880, 1440), over_tensor=True)
 
 
-def test_fp8_needs_whole_steps():
+def test_fp8_runs_on_hopper_alone_and_needs_whole_steps():
+    for requested in ("auto", "triton"):
+        with pytest.raises(ConfigError, match="other than Hopper has no FP8: set precision.fp8.recipe=none or "):
+            choose(requested, fp8=True, capability="8.9")
     assert choose("auto", fp8=True)[0] == choose("auto", widths=(2048, 192))[0] == "pallas"
     with pytest.raises(
         ConfigError, match="multiples of 128 and these are 2048, 192: set precision.fp8.recipe=none or "

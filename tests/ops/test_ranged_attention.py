@@ -1,4 +1,4 @@
-"""The kernels of attention to ranges of keys, interpreted, against plain NumPy in float64; and compiled for H200."""
+"""The kernels of attention to ranges of keys, for Hopper and for any GPU, interpreted, against NumPy in float64."""
 
 import functools
 
@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops import AttentionSettings, attention, ranged_attention
-from megajax.ops.ranged_attention import Options, attend, attend_backward
+from megajax.ops import AttentionSettings, attention, partial_attention, ranged_attention, ranged_attention_triton
+from megajax.ops.query_ranges import Options
+from megajax.ops.ranged_attention import attend
+from megajax.ops.ranged_attention_triton import Tiling, Tilings
 
 B, SQ, SK, H = 1, 150, 300, 64  # neither queries nor keys are whole tiles; these are more than a ring holds
 SCALE = 0.2
+# Neither whole tiles here, nor the same tiles in all kernels
+SMALL = Tilings(Tiling(32, 64, 4, 1), Tiling(64, 32, 4, 1), Tiling(64, 32, 4, 1))
+KERNELS = {"pallas": (ranged_attention, {}), "triton": (ranged_attention_triton, {"tilings": SMALL})}
+both_kernels = pytest.mark.parametrize("kernels", KERNELS)
 
 
 def ranges(kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -62,37 +68,41 @@ def tensors(rng, N=1, K=1, SK=SK, H=H, W=H) -> list[jax.Array]:
 
 
 @functools.cache
-def compiled(softcap) -> tuple:
+def compiled(softcap, kernels) -> tuple:
     """attend and attend_backward, interpreted; compiled once for all ranges."""
-    options = Options(SCALE, softcap, interpret=True)
-    return tuple(jax.jit(functools.partial(f, options=options)) for f in (attend, attend_backward))
+    module, how = KERNELS[kernels]
+    how = how | {"options": Options(SCALE, softcap, interpret=True)}
+    return tuple(jax.jit(functools.partial(f, **how)) for f in (module.attend, module.attend_backward))
 
 
 def as_arrays(first, end) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(first, jnp.int32)[None], jnp.asarray(end, jnp.int32)[None]
 
 
+@both_kernels
 @pytest.mark.parametrize("kind", ["prefix", "gaps"])  # windows and documents have tests below
-def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kind):
+def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kind, kernels):
     first, end = ranges(kind)
-    check(tensors(rng), error, first, end, softcap=None)
+    check(tensors(rng), error, first, end, None, kernels)
 
 
-def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error):
+@both_kernels
+def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error, kernels):
     q, k, v, dout = tensors(rng, N=4, K=2, H=40, W=24)  # padded to the widths of a kernel
     first, end = ranges("window")
     short = q[:, :90], k[:, :100], v[:, :100], dout[:, :90]  # a block, for four heads
-    check(short, error, first[:90], end[:90], softcap=1.5)
+    check(short, error, first[:90], end[:90], 1.5, kernels)
 
 
-def test_keys_may_be_wider_than_values_as_in_latent_attention(rng, error):
+@both_kernels
+def test_keys_may_be_wider_than_values_as_in_latent_attention(rng, error, kernels):
     first, end = (bound[60:] for bound in ranges("documents"))
     q, k, v, dout = tensors(rng, SK=SQ, H=192, W=128)
-    check((q[:, 60:], k, v, dout[:, 60:]), error, first, end, softcap=None)  # one block of queries
+    check((q[:, 60:], k, v, dout[:, 60:]), error, first, end, None, kernels)  # one block of queries
 
 
 def test_heads_may_have_sinks(rng, error, monkeypatch):
-    monkeypatch.setattr(ranged_attention, "Options", functools.partial(Options, interpret=True))
+    monkeypatch.setattr(partial_attention, "Options", functools.partial(Options, interpret=True))
     q, k, v, dout = (a[:, :50] for a in tensors(rng, N=2, K=1))
     sinks = jnp.array([-1.0, 2.0])
     found = gradients(q, k, v, sinks, dout, "pallas")
@@ -114,9 +124,9 @@ def gradients(q, k, v, sinks, dout, implementation) -> tuple[jax.Array, ...]:
     return out, *pull(dout)
 
 
-def check(tensors, error, first, end, softcap) -> None:
+def check(tensors, error, first, end, softcap, kernels) -> None:
     q, k, v, dout = tensors
-    forward, backward = compiled(softcap)
+    forward, backward = compiled(softcap, kernels)
     out, lse = forward(q, k, v, as_arrays(first, end))
     gradients = backward(q, k, v, as_arrays(first, end), (out, lse), dout)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (B, q.shape[2], q.shape[1])
@@ -131,10 +141,11 @@ def check(tensors, error, first, end, softcap) -> None:
             assert not found.any()
 
 
-def test_parts_of_the_keys_add_up_to_all(rng, error):
+@both_kernels
+def test_parts_of_the_keys_add_up_to_all(rng, error, kernels):
     q, k, v, dout = tensors(rng, SK=2 * SK)
     first, end = np.arange(SQ), np.arange(SQ) + 250  # over both parts for most queries
-    _, backward = compiled(None)
+    _, backward = compiled(None, kernels)
     out, lse, *right = expected(q, k, v, first, end, None, dout)
     whole = jnp.asarray(out, q.dtype), jnp.asarray(lse, jnp.float32)
     dq = 0.0

@@ -52,6 +52,14 @@ def test_each_operation_has_its_part_and_roofline(ops, name, part, ms):
     assert operations.roofline_ms(ops[name]) == pytest.approx(ms)
 
 
+def test_kernels_for_any_gpu_are_counted_as_those_for_hopper(ops):
+    others = {op.name: op for op in hlo.parse(MODULE.replace("mosaic_gpu_v2", "__gpu$xla.gpu.triton"))}
+    for name in ("experts", "latent"):
+        assert others[name].target != ops[name].target
+        assert operations.part_of(others[name]) == operations.part_of(ops[name])
+        assert operations.roofline_ms(others[name]) == operations.roofline_ms(ops[name])
+
+
 @pytest.mark.parametrize(
     ("kind", "operand", "result", "ms"),
     [

@@ -17,6 +17,7 @@ from megajax.layout.kinds import DECLARED
 from megajax.tools.profile import hlo
 
 BF16_FLOPS, FP8_FLOPS, MEMORY_BYTES, NVLINK_BYTES = 989e12, 1979e12, 4.8e12, 450e9  # a second
+PALLAS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # the beginnings of the targets of Pallas's kernels
 CORE = "core_attention"  # the scope of attention itself, without its projections and positions
 # Names of the step's parts (`jax.named_scope`); the innermost one counts.
 SCOPES = ("embedding", *DECLARED, CORE, "router", "norm", "head", "weights", "gradients", "optimizer")
@@ -90,8 +91,9 @@ def scope_of(op: hlo.Op) -> str:
 
 def ranged_attention(op: hlo.Op) -> str | None:
     """The name of megajax's attention kernel that an operation is."""
-    ours = op.target.startswith("mosaic_gpu")
-    return next((scope for scope in op.scopes if scope.startswith("ranged_attention")), None) if ours else None
+    if not op.target.startswith(PALLAS):
+        return None
+    return next((scope for scope in op.scopes if scope.startswith("ranged_attention")), None)
 
 
 def is_matmul(op: hlo.Op) -> bool:
@@ -101,7 +103,7 @@ def is_matmul(op: hlo.Op) -> bool:
 
 def is_grouped(op: hlo.Op) -> bool:
     """Whether it is one of megajax's kernels for the matmuls of experts."""
-    return op.target.startswith("mosaic_gpu") and any(scope.startswith("grouped_") for scope in op.scopes)
+    return op.target.startswith(PALLAS) and any(scope.startswith("grouped_") for scope in op.scopes)
 
 
 def is_plain_matmul(op: hlo.Op) -> bool:

@@ -1,0 +1,44 @@
+"""Ranges of visible keys, one per query, as the kernels of attention read them: padded, and seen from the keys."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each: a query sees the keys [first, end); never decreasing
+
+
+@dataclass(frozen=True)
+class Options:
+    """The static settings of the kernels."""
+
+    scale: float
+    softcap: float | None = None
+    interpret: bool = False  # runs them on any device, slowly
+
+
+def padded_ranges(multiple: int, ranges: Ranges, queries: int, keys: int) -> Ranges:
+    """Ranges clipped to the keys, and padded to a multiple of queries with queries that see no key."""
+    B = ranges[0].shape[0]
+    first, end = (jnp.broadcast_to(jnp.clip(a.astype(jnp.int32), 0, keys), (B, queries)) for a in ranges)
+    if missing := -queries % multiple:
+        last = jnp.maximum(first[:, -1:], end[:, -1:])
+        first, end = (jnp.concatenate([a, jnp.repeat(last, missing, axis=1)], axis=1) for a in (first, end))
+    return first, end
+
+
+def seen_by(first: jax.Array, end: jax.Array, keys: int, rows: int) -> jax.Array:
+    """The queries that see each tile of `rows` keys: `[B, tiles, 4]` int32.
+
+    Bounds never decrease, so the queries that see some of the keys are a range, and so are those that see all: the
+    fields are the bounds of both.
+    """
+    start = jnp.arange(0, keys, rows, dtype=jnp.int32)[:, None]
+    first, end = first[:, None, :], end[:, None, :]
+
+    def count(queries: jax.Array) -> jax.Array:
+        return jnp.sum(queries, axis=-1, dtype=jnp.int32)
+
+    any_from, any_to = count(end <= start), count(first < start + rows)
+    all_from, all_to = count(end < start + rows), count(first <= start)
+    return jnp.stack([any_from, any_to, all_from, all_to], axis=-1)
