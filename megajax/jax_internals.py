@@ -30,6 +30,9 @@ from jax._src.interpreters import pxla as pxla
 # The versions of CUDA and cuDNN that jax runs with, for the record of a measurement. [0.11.2]
 from jax._src.lib import cuda_versions as cuda_versions
 
+# The compute capability of the GPU that a kernel is compiled for, which may not exist. [0.11.2]
+from jax._src.pallas.triton import gpu_info as gpu_info
+
 # `jax.extend` may change without notice. A traced function's equations: weight gradients are deferred by them, and
 # costs are counted from them; a primitive stands for a kernel there. [0.11.2]
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr

@@ -163,8 +163,12 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
         ("generate", "runs/a --promt Once", "--promt is not an option: did you mean --prompt?"),
         ("plan", "llama3_8b --gpu 8", "did you mean --gpus?"),
         ("plan", "llama3_8b --gpus h100", "write --device h100, and --gpus with their number"),
-        ("plan", "llama3_8b --gpus 8 --device H100-SXM", "did you mean h100? The devices are h200, h100, a100, b200."),
-        ("plan", "llama3_8b --gpus 8 --device tpu", "--device=tpu is not known: use h200, h100, a100, b200."),
+        (
+            "plan",
+            "llama3_8b --gpus 8 --device H100-SXM",
+            "did you mean h100? The devices are h200, h100, a100, l40s, b200.",
+        ),
+        ("plan", "llama3_8b --gpus 8 --device tpu", "--device=tpu is not known: use h200, h100, a100, l40s, b200."),
         ("verify", "llama3_8b --mesh.tensor=2", "--mesh.tensor is not an option: write mesh.tensor=2;"),
         (
             "hf",

@@ -15,7 +15,13 @@ from megajax.model.transformer import declared_model
 from megajax.model.vision import VisionTower
 from megajax.sharding import VISION
 
-PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense, from NVIDIA
+PEAK_BF16_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}  # dense, from NVIDIA
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -31,7 +31,7 @@ SMALLEST = 16  # the smallest side of a tensor cores' operand
 Body = Callable[[jax.Array, bool, Any], Any]  # (tile, whether it is masked, carry) → carry
 
 
-class Tiling(NamedTuple):
+class AttentionTiling(NamedTuple):
     """The division of a kernel's work: rows and columns of a tile, warps of a program, copies in flight."""
 
     rows: int
@@ -40,21 +40,28 @@ class Tiling(NamedTuple):
     stages: int
 
 
-class Tilings(NamedTuple):
+class AttentionTilings(NamedTuple):
     """Of the three kernels."""
 
-    forward: Tiling
-    query_gradient: Tiling
-    key_gradient: Tiling
+    forward: AttentionTiling
+    query_gradient: AttentionTiling
+    key_gradient: AttentionTiling
 
 
-NARROW = Tilings(Tiling(128, 64, 4, 3), Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2))
-WIDE = Tilings(Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1), Tiling(64, 32, 4, 1))  # heads wider than 128
+# The fastest on an H100, by the widest head; they fit into the shared memory of every GPU since Ampere.
+TILINGS = {
+    64: AttentionTilings(AttentionTiling(128, 64, 8, 3), AttentionTiling(128, 64, 8, 2), AttentionTiling(64, 64, 4, 2)),
+    128: AttentionTilings(AttentionTiling(64, 64, 4, 3), AttentionTiling(64, 64, 4, 2), AttentionTiling(64, 64, 4, 2)),
+    192: AttentionTilings(AttentionTiling(64, 64, 4, 2), AttentionTiling(64, 32, 4, 2), AttentionTiling(64, 32, 4, 2)),
+    WIDEST: AttentionTilings(
+        AttentionTiling(64, 32, 4, 2), AttentionTiling(64, 32, 4, 1), AttentionTiling(32, 32, 4, 2)
+    ),
+}
 
 
 @partial(jax.jit, static_argnames=("options", "tilings"))  # it compiles the kernels of equal layers once
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, options: Options, tilings: Tilings | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, options: Options, tilings: AttentionTilings | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(softcap(scale · q·k)) v over the keys [first, end) → (out in q's dtype, log-sum-exp `[B, N, Sq]` FP32).
 
@@ -77,7 +84,7 @@ def attend_backward(
     whole: tuple[jax.Array, jax.Array],
     dout: jax.Array,
     options: Options,
-    tilings: Tilings | None = None,
+    tilings: AttentionTilings | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients (dq, dk, dv) of `attend`, as those of `ranged_attention.attend_backward`."""
     chosen = _tilings(tilings, q, v)
@@ -102,8 +109,9 @@ def attend_backward(
     return dq, dk, dv
 
 
-def _tilings(given: Tilings | None, q: jax.Array, v: jax.Array) -> Tilings:
-    return given or (NARROW if max(q.shape[-1], v.shape[-1]) <= 128 else WIDE)
+def _tilings(given: AttentionTilings | None, q: jax.Array, v: jax.Array) -> AttentionTilings:
+    width = max(q.shape[-1], v.shape[-1])
+    return given or next(tilings for widest, tilings in TILINGS.items() if width <= widest)
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ class _Kernel:
     """The kernels; profiles show their names. Refs hold whole arrays."""
 
     options: Options
-    tiling: Tiling
+    tiling: AttentionTiling
     q: Any  # arrays, of which only shapes and dtypes are read
     k: Any
     v: Any

@@ -1,4 +1,4 @@
-"""Compiles a config's train step for H200s on a machine without a GPU: does it fit, and what does it launch?
+"""Compiles a config's train step for GPUs that this machine does not have: does it fit, and what does it launch?
 
     megajax compile CONFIG [section.key=value ...] [--gpus N]
 
@@ -19,7 +19,9 @@ from megajax.config import load_config
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.estimate.memory import estimate_memory
-from megajax.tools.plan.compile import HOST, CompiledStep, compile_for_h200, usable_bytes
+from megajax.tools.plan import DEVICE_NAMES
+from megajax.tools.plan.compile import HOST, CompiledStep, compile_for_h200
+from megajax.tools.plan.targets import usable_bytes
 from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
 
@@ -62,10 +64,12 @@ def estimate_of(program: TrainProgram) -> int:
     return estimate_memory(program.plan).total
 
 
-def verdict(needed: int) -> str:
-    """Whether a step that needs this number of bytes per device fits an H200."""
-    usable = usable_bytes()
-    sizes = f"{needed / 2**30:,.1f} GiB of the {usable / 2**30:,.1f} GiB of an H200 that a run can use"
+def verdict(needed: int, device: str) -> str:
+    """Whether a step that needs this number of bytes per device fits it."""
+    usable, article = usable_bytes(device), "a" if device[0] in "bB" else "an"
+    sizes = (
+        f"{needed / 2**30:,.1f} GiB of the {usable / 2**30:,.1f} GiB of {article} {device.upper()} that a run can use"
+    )
     return f"it fits: {sizes}" if needed <= usable else f"it does not fit: it needs {sizes}"
 
 
@@ -107,7 +111,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", help="path of a config, or the name of one of configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the config")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: 1)")
-    parser.add_argument("--device", default="h200", help="device whose memory the compiler assumes (default: h200)")
+    parser.add_argument("--device", default="h200", help=f"{', '.join(DEVICE_NAMES)} (default: {DEVICE_NAMES[0]})")
     parser.add_argument("--text", type=Path, metavar="FILE", help="save the compiled text here")
     parser.add_argument("--json", action="store_true", help="print memory and times as one JSON object")
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)  # compiled steps, which are not compiled again
@@ -123,7 +127,7 @@ def main(arguments: list[str]) -> int:
             print(json.dumps(figures(step)))
             return 0
         seconds = step.trace_seconds + step.lower_seconds + step.compile_seconds
-        print(f"compiled in {seconds:.0f} s; {verdict(step.memory['whole'])}", file=sys.stderr)
+        print(f"compiled in {seconds:.0f} s; {verdict(step.memory['whole'], args.device)}", file=sys.stderr)
         print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
         memory = {**step.memory, "estimated": estimate_of(step.program)}
         print("\n".join(describe(hlo.parse(step.text), memory)))

@@ -91,7 +91,7 @@ def compiled(name):
         module, interpret = kernel, plgpu.InterpretGPUParams(detect_races=False)
         how = {"tiling": TILING, "blocks": 2, "interpret": interpret}
     else:  # neither width is whole tiles
-        module, how = triton, {"tiling": triton.Tiling(32, 128, 128, panel=2), "interpret": True}
+        module, how = triton, {"tiling": triton.GroupedTiling(32, 128, 128, 4, 1, panel=2), "interpret": True}
 
     @jax.jit
     def run(x, w, dy, group_sizes):

@@ -10,12 +10,12 @@ import pytest
 from megajax.ops import AttentionSettings, attention, partial_attention, ranged_attention, ranged_attention_triton
 from megajax.ops.query_ranges import Options
 from megajax.ops.ranged_attention import attend
-from megajax.ops.ranged_attention_triton import Tiling, Tilings
+from megajax.ops.ranged_attention_triton import AttentionTiling, AttentionTilings
 
 B, SQ, SK, H = 1, 150, 300, 64  # neither queries nor keys are whole tiles; these are more than a ring holds
 SCALE = 0.2
 # Neither whole tiles here, nor the same tiles in all kernels
-SMALL = Tilings(Tiling(32, 64, 4, 1), Tiling(64, 32, 4, 1), Tiling(64, 32, 4, 1))
+SMALL = AttentionTilings(AttentionTiling(32, 64, 4, 1), AttentionTiling(64, 32, 4, 1), AttentionTiling(64, 32, 4, 1))
 KERNELS = {"pallas": (ranged_attention, {}), "triton": (ranged_attention_triton, {"tilings": SMALL})}
 both_kernels = pytest.mark.parametrize("kernels", KERNELS)
 

@@ -24,5 +24,5 @@ def test_the_compiled_steps_launch_what_is_written_down(compiled_steps):
 
 
 def test_a_step_fits_if_its_memory_is_what_a_run_takes_of_an_h200_or_less():
-    assert verdict(100 * 2**30) == "it fits: 100.0 GiB of the 128.6 GiB of an H200 that a run can use"
-    assert verdict(129 * 2**30).startswith("it does not fit: it needs 129.0 GiB of the 128.6 GiB")
+    assert verdict(100 * 2**30, "h200") == "it fits: 100.0 GiB of the 128.6 GiB of an H200 that a run can use"
+    assert verdict(129 * 2**30, "h200").startswith("it does not fit: it needs 129.0 GiB of the 128.6 GiB")

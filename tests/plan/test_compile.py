@@ -1,4 +1,4 @@
-"""Compiling for H200s: GPUs are whole hosts, mistakes are sentences, and the parts of the memory.
+"""Compiling for GPUs that are not here: they are whole hosts, mistakes are sentences, and the parts of the memory.
 
 A compiled step's memory, worked by hand: tests/parallel/test_pipeline_memory.py.
 """
@@ -8,11 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from megajax.errors import InputError
+from megajax.ops.grouped_matmul_triton import chosen_tiling
+from megajax.ops.shared_memory import shared_memory
 from megajax.tools.compile import figures, verdict
-from megajax.tools.plan import compile
+from megajax.tools.plan import compile, targets
+from megajax.tools.plan.rates import DEVICES
 
 
 def test_gpus_to_compile_for_are_whole_hosts():
@@ -32,7 +37,7 @@ def test_without_the_cuda_plugin_a_sentence_says_how_to_install_it(monkeypatch):
 
 
 def test_a_run_takes_as_much_memory_as_the_description_of_an_h200_allows():
-    assert compile.usable_bytes() == 0.92 * 150_109_880_320
+    assert targets.usable_bytes("h200") == 0.92 * 150_109_880_320
 
 
 def test_an_output_in_a_donated_buffer_counts_once():
@@ -69,12 +74,37 @@ def test_a_stored_program_is_not_compiled_again(tmp_path):
     assert len(list((tmp_path / "store").iterdir())) == 4
 
 
-def test_the_description_of_another_device_is_an_h200s_with_its_memory():
-    h200, a100 = (dict(re.findall(r"(\w+): (\S+)", compile.target(name))) for name in ("h200", "a100"))
-    changed = {key for key in h200 if h200[key] != a100[key]}
-    assert changed == {"device_memory_size", "memory_bandwidth"}
-    assert int(a100["device_memory_size"]) * 0.92 / 2**30 == pytest.approx(73.6)
-    assert int(a100["memory_bandwidth"]) / int(h200["memory_bandwidth"]) == pytest.approx(2.039 / 4.8)
+def test_the_description_of_another_device_has_the_figures_of_its_chip():
+    """Shared memory, in KiB: what a block can have, and with what is reserved for the system, of its data sheet."""
+    h200 = targets.target("h200")
+    for device, number, memory, shared in (
+        ("a100", "8.0", 73.6, 163),
+        ("l40s", "8.9", 41.4, 99),
+        ("b200", "10.0", 164.0, 227),
+    ):
+        text = targets.target(device)
+        found = dict(re.findall(r"(\w+): (\S+)", text))
+        version = re.search(r"cuda_compute_capability \{\s*major: (\d+)\s*minor: (\d+)", text)
+        assert version and targets.capability(device) == number == ".".join(version.groups())
+        assert int(found["shared_memory_per_block_optin"]) == shared * 1024
+        assert targets.usable_bytes(device) / 2**30 == pytest.approx(memory)
+        assert ("ACCELERATED_FEATURES" in text) == (number == "10.0")
+        assert "H200" not in text and found.keys() - {"minor"} <= dict(re.findall(r"(\w+): (\S+)", h200)).keys()
+    a100, full = (dict(re.findall(r"(\w+): (\S+)", text)) for text in (targets.target("a100"), h200))
+    assert int(a100["memory_bandwidth"]) / int(full["memory_bandwidth"]) == pytest.approx(2.039 / 4.8)
+
+
+def test_every_device_with_rates_can_be_compiled_for():
+    assert set(targets.CHIPS) == {rates.name for rates in DEVICES.values()}
+
+
+def test_kernels_are_traced_for_the_shared_memory_of_a_gpu_that_does_not_exist():
+    """The largest tile of experts that fits, of 16-bit numbers: 192, 144 and 96 KiB in flight."""
+    for device, kib, stages in (("h200", 227, 4), ("a100", 163, 3), ("l40s", 99, 3)):
+        mesh = jax.sharding.Mesh(np.array(compile.h200_devices(1, device)), ("data",))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            assert shared_memory() == kib * 1024
+            assert chosen_tiling().stages == stages and chosen_tiling().shared_memory <= kib * 1024
 
 
 def test_the_figures_of_a_compiled_step_are_its_own():
@@ -93,5 +123,5 @@ def test_the_figures_of_a_compiled_step_are_its_own():
     seconds = {"lower_seconds": 3.0, "xla_seconds": 4.0}
     assert found == seconds | {"segments": [(3, 2), (1, 1)], "device_memory": {"whole": 7}}
     usable = 0.92 * 150_109_880_320
-    assert verdict(int(usable)) == "it fits: 128.6 GiB of the 128.6 GiB of an H200 that a run can use"
-    assert verdict(int(usable) + 1).startswith("it does not fit: it needs 128.6 GiB of")
+    assert verdict(int(usable), "h200") == "it fits: 128.6 GiB of the 128.6 GiB of an H200 that a run can use"
+    assert verdict(int(usable) + 1, "h200").startswith("it does not fit: it needs 128.6 GiB of")

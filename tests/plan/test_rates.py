@@ -67,7 +67,7 @@ def test_rates_say_whether_they_were_measured(tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_peak_is_that_of_the_data_sheet_for_mfu_and_for_the_planner(device):
     """Dense BF16, which NVIDIA's data sheets give beside twice as much with sparsity."""
-    sheets = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "b200": 2250e12}
+    sheets = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "l40s": 362e12, "b200": 2250e12}
     rates = rates_of(device)
     assert peak_flops(f"NVIDIA {rates.name} 80GB HBM3") == sheets[device] == pytest.approx(rates.peak_flops)
 
@@ -87,7 +87,9 @@ def test_the_names_of_devices_are_those_with_rates():
 def test_the_device_that_is_assumed_is_named_with_the_others(capsys, eight_layers):
     arguments = [str(eight_layers(8)), "--gpus=8", "--explain", "tensor=2"]
     assert command.main(arguments) == 0
-    assert capsys.readouterr().out.startswith("--device is not given: H200 is assumed. The others are h100, a100, b200")
+    assert capsys.readouterr().out.startswith(
+        "--device is not given: H200 is assumed. The others are h100, a100, l40s, b200"
+    )
     assert command.main([*arguments, "--device", "h100"]) == 0
     assert "--device" not in capsys.readouterr().out
 

@@ -1,9 +1,7 @@
 """A config's train step compiled for H200s on a machine without a GPU: its text, its memory, and XLA's compile time.
 
-XLA's GPU compiler needs no GPU, only a description of one (h200_target_config.pbtxt, dumped from an H200) and jax's
-CUDA plugin. For another device the description is an H200's with that device's size and bandwidth of memory: an H100
-is the same chip; for others XLA chooses an H200's kernels, so its memory is an approximation. The caller passes the
-function that builds the program, because this module may not import `training`.
+XLA's GPU compiler needs no GPU, only a description of one (`targets`), of an H200 or another device, and jax's CUDA
+plugin. The caller passes the function that builds the program, because this module may not import `training`.
 """
 
 import gzip
@@ -15,9 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import distributions
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -33,12 +29,10 @@ from megajax.errors import InputError, reading
 from megajax.files import read_gzip
 from megajax.json_files import parse
 from megajax.mesh import build_mesh
-from megajax.runtime import MEMORY_FRACTION, memory_of, prepare_environment
-from megajax.tools.plan.rates import GIB, H200, rates_of
+from megajax.runtime import memory_of, prepare_environment
+from megajax.tools.plan.targets import HOPPER, capability, target
 
 HOST = 8  # GPUs
-HOPPER = 9.0  # the compute capability of H200s
-BLACKWELL = ("B200",)  # of compute capability 10.0
 CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
 JLA_KERNELS = ("scalar_gate", "scalar_gate_kb", "vector_gate_ops")  # modules that ask whether the GPU is a Hopper
 HOST_MEMORY = "pinned_host"
@@ -97,7 +91,7 @@ def compile_for_h200[StoredProgram: StepProgram](
     sizes = check_mesh(config, gpus)
     jax.config.update("jax_platforms", "cpu")  # for computations here; the compiler is the GPU's
     prepare_environment(config)
-    with no_gpu_needed():
+    with no_gpu_needed(device):
         program = build(config, build_mesh(sizes, h200_devices(gpus, device)))
         start = time.perf_counter()
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
@@ -177,7 +171,7 @@ def h200_devices(gpus: int, device: str = "h200") -> list[Any]:
     """
     require_plugin()
     hosts, gpus_of_host = hosts_of(gpus)
-    with no_gpu_needed():
+    with no_gpu_needed(device):
         return topologies.get_topology_desc(
             platform="cuda",
             target_config=target(device),
@@ -186,8 +180,9 @@ def h200_devices(gpus: int, device: str = "h200") -> list[Any]:
 
 
 @contextmanager
-def no_gpu_needed() -> Iterator[None]:
+def no_gpu_needed(device: str = "h200") -> Iterator[None]:
     """Patches functions of jax (issue 23971), and of jax-linear-attention, that need a running GPU without reason."""
+    own = capability(device)
     from megajax.jax_internals import fused_attention_stablehlo, pxla, xla_bridge
 
     with (
@@ -196,10 +191,12 @@ def no_gpu_needed() -> Iterator[None]:
         mock.patch.object(pxla, "are_all_shardings_default_mem_kind", lambda _: False),
         mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
         mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: CUDNN_VERSION),
-        mock.patch.object(fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= HOPPER),
+        mock.patch.object(
+            fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= float(own)
+        ),
     ):
         for name in JLA_KERNELS if find_spec("jla") else ():
-            of_jla.enter_context(mock.patch(f"jla.ops.mosaic_gpu.{name}.is_hopper", lambda: True))
+            of_jla.enter_context(mock.patch(f"jla.ops.mosaic_gpu.{name}.is_hopper", lambda: own == HOPPER))
         yield
 
 
@@ -219,26 +216,3 @@ def require_plugin() -> None:
     """Raises InputError if jax's CUDA plugin, of CUDA 12 or 13, is not installed."""
     if not any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
         raise InputError(NO_PLUGIN)
-
-
-def usable_bytes() -> float:
-    """Bytes of an H200's memory that a run can use: a compiled step that needs more does not fit."""
-    match = re.search(r"device_memory_size: (\d+)", target("h200"))
-    assert match
-    return float(MEMORY_FRACTION) * int(match[1])
-
-
-@cache
-def target(device: str) -> str:
-    """The description of a device for XLA's compiler: an H200's, with the memory of another one."""
-    text = files("megajax.tools.plan").joinpath("h200_target_config.pbtxt").read_text(encoding="utf-8")
-    if device.lower() == "h200":
-        return text
-    rates = rates_of(device)
-    size, share = int(rates.memory_gib * GIB / float(MEMORY_FRACTION)), rates.memory_bytes / H200.memory_bytes
-    bandwidth = re.search(r"memory_bandwidth: (\d+)", text)
-    assert bandwidth
-    text = text.replace(bandwidth[0], f"memory_bandwidth: {int(int(bandwidth[1]) * share)}")
-    if rates.name in BLACKWELL:
-        text = re.sub(r"(cuda_compute_capability \{\s*major: )9", r"\g<1>10", text)
-    return re.sub(r"device_memory_size: \d+", f"device_memory_size: {size}", text)

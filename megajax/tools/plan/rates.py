@@ -109,6 +109,8 @@ SCALED = {  # by the names in DEVICE_NAMES
     "h200": H200,
     "h100": _scaled("H100", 73.2, 1.0, 3.35 / 4.8, 1.0),
     "a100": replace(_scaled("A100", 73.6, 312 / 989, 2.039 / 4.8, 600 / 900), fp8_flops=H200.bf16_flops * 312 / 989),
+    # Without NVLink: a collective has PCIe's 25 GB/s.
+    "l40s": _scaled("L40S", 41.4, 362 / 989, 0.864 / 4.8, 25 / 350),
     "b200": _scaled("B200", 164.0, 2250 / 989, 8.0 / 4.8, 2.0),
 }
 
