@@ -52,7 +52,7 @@ class AttentionTilings(NamedTuple):
 TILINGS = {
     64: AttentionTilings(AttentionTiling(128, 64, 8, 3), AttentionTiling(128, 64, 8, 2), AttentionTiling(64, 64, 4, 2)),
     128: AttentionTilings(AttentionTiling(64, 64, 4, 3), AttentionTiling(64, 64, 4, 2), AttentionTiling(64, 64, 4, 2)),
-    192: AttentionTilings(AttentionTiling(64, 64, 4, 2), AttentionTiling(64, 32, 4, 2), AttentionTiling(64, 32, 4, 2)),
+    192: AttentionTilings(AttentionTiling(64, 64, 4, 2), AttentionTiling(64, 32, 4, 3), AttentionTiling(64, 32, 4, 2)),
     WIDEST: AttentionTilings(
         AttentionTiling(64, 32, 4, 2), AttentionTiling(64, 32, 4, 1), AttentionTiling(32, 32, 4, 2)
     ),

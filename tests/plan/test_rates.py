@@ -47,12 +47,15 @@ def test_a_bad_file_is_a_sentence(tmp_path, content, words):
 def test_rates_say_whether_they_were_measured(tmp_path):
     """By data sheets: TFLOP/s in BF16 and in FP8, TB/s of memory, GB/s of NVLink; an H200 has 989, 1979, 4.8 and 900.
 
+    An L40S has PCIe alone: 25 GB/s where 350 of an H200's 900 were measured.
+
     An A100 multiplies in BF16 what other GPUs multiply in FP8.
     """
     file = tmp_path / "rates.json"
     write_rates(file, H200, {"device": "H200"})
     assert "measured" in json.loads(file.read_text()) and read_rates(file, H200).origin == f"those of {file}"
     sheets = {"h100": (989, 1979, 3.35, 900), "a100": (312, None, 2.039, 600), "b200": (2250, 4500, 8.0, 1800)}
+    sheets["l40s"] = (362, 724, 0.864, 900 * 25 / 350)
     assert {*sheets} == {*SCALED} - {"h200"} and rates_of("A100").origin == "an H200's, scaled by data sheets"
     for name, (bf16, fp8, memory, links) in sheets.items():
         rates = SCALED[name]
