@@ -92,7 +92,6 @@ class EmptyGroup(NamedTuple):
     split: SplitBackward | None  # its split backward pass, if the schedule needs one
     saved: list[jax.ShapeDtypeStruct]  # shapes of the residuals in a bank
     deferred: list[jax.Array]  # this and the following: zeros
-    gradients: GroupWeights
     amax: tuple[Amax, ...]
     metrics: Metrics
 
@@ -380,10 +379,10 @@ class ScheduleRunner:
             [self.empty_group(s, u, x, inputs) for u in range(len(groups))] for s, groups in enumerate(self.weights[0])
         ]
         self.splits = [[group.split for group in segment] for segment in groups]
-        gradients, amax, metrics = (
-            [[getattr(group, name) for group in segment] for segment in groups]
-            for name in ("gradients", "amax", "metrics")
+        amax, metrics = (
+            [[getattr(group, name) for group in segment] for segment in groups] for name in ("amax", "metrics")
         )
+        gradients = [list(sums) for sums in self.stack.zero_sums(self.weights[0])]
 
         def empty_bank() -> Buffers:
             # Not initialised: every slot is written before it is read, if only by an idle operation (`replay`).
@@ -419,8 +418,7 @@ class ScheduleRunner:
             return stack.groups.forward(at, group, x, inputs, True)[1:]
 
         def backward(group, saved, dy):
-            _, gradient, amax = stack.groups.backward(at, group, saved, dy, inputs)
-            return stack.weights.reduce_per_layer(gradient, segment, u), amax
+            return stack.groups.backward(at, group, saved, dy, inputs)[2]
 
         def zeros(shapes: Any, lead: int | None) -> Any:
             leading = () if lead is None else (lead,)
@@ -428,7 +426,7 @@ class ScheduleRunner:
 
         saved, metrics = jax.eval_shape(forward, group, x)
         dy = stack.first_gradients({HIDDEN: x}, inputs)
-        gradient, amax = jax.eval_shape(backward, group, saved, dy)
+        amax = jax.eval_shape(backward, group, saved, dy)
         split, deferred = None, []
         if self.buffer_slots.deferred_slots:
             split = stack.groups.split(at, group, saved, dy, inputs)
@@ -439,7 +437,6 @@ class ScheduleRunner:
             split,
             [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],
             zeros(deferred, self.buffer_slots.deferred_slots * segment.iterations),
-            stack.weights.zeros_of(gradient, segment, u, () if loops is None else (loops,)),
             zeros(amax, loops),
             zeros(metrics, loops),
         )
