@@ -30,6 +30,13 @@ MODELS = {
         num_experts: 8, expert_ffn_hidden_size: 64, first_dense_layers: 1, shared_expert_ffn_hidden_size: 64,
         mtp_layers: 1, router: {score_function: sigmoid, expert_bias: true, num_groups: 4, groups_per_token: 2,
         scaling_factor: 2.5, sequence_loss: 0.001}}""",
+    "t5": """{num_layers: 2, hidden_size: 64, num_heads: 4, ffn_hidden_size: 128, vocab_size: 250, activation: geglu,
+        position: relative, relative_buckets: 8, relative_max_distance: 10, attention_scale: 1.0, tie_embeddings: true,
+        encoder: {kind: layers, num_layers: 2, sequence_length: 16}}""",
+    "vision": """{num_layers: 3, hidden_size: 64, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 128, vocab_size: 250,
+        rope_sections: [2, 3, 3], vision: {image_token: 249, num_layers: 3, hidden_size: 32, num_heads: 4,
+        ffn_hidden_size: 64, patch_size: 2, merge: 2, norm: rmsnorm, patches_per_row: 48, grid: 3, interpolate: true,
+        deepstack_layers: [0, 1]}}""",
 }
 # On the GPU's kernels: their least widths.
 WIDE = "model.hidden_size=256 model.head_dim=64 model.ffn_hidden_size=512 batch.sequence_length=256"
@@ -130,6 +137,11 @@ ON_CPU = {
     "gemma-windows": "mesh.fsdp=2 mesh.tensor=2",
     "gemma-windows-ring": "mesh.context=2 mesh.fsdp=2 communication.context=ring",
     "llama-modules": "mesh.fsdp=2 mesh.tensor=2 model.mtp_layers=2",
+    # second stacks
+    "t5-tensor": "mesh.fsdp=2 mesh.tensor=2",
+    "t5-pipeline": "mesh.pipeline=2 mesh.tensor=2 pipeline.schedule=zero_bubble batch.num_microbatches=4",
+    "vision-tensor": "mesh.fsdp=2 mesh.tensor=2",
+    "vision-pipeline": "mesh.pipeline=2 mesh.fsdp=2 batch.num_microbatches=4",
     # experts
     "gpt_oss-one": "",
     "gpt_oss-context": "mesh.context=2 mesh.expert=2 communication.context=ring",

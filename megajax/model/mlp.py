@@ -1,5 +1,7 @@
 """The dense MLP."""
 
+from dataclasses import replace
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -42,13 +44,10 @@ class MLP(Sublayer):
 
     @jax.named_scope("mlp")
     def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        def compute(x, norm, norm_bias, gate_up, bias, down):
-            h = normalise(self.config, x, norm, norm_bias)
-            return ctx.comm.column_activation_row(self.config.activation, h, gate_up, bias, down)
-
         if "norms" in ctx.recompute:
             kept = jax.checkpoint_policies.save_only_these_names("gate_up")
-            compute = jax.checkpoint(compute, prevent_cse=False, policy=kept)
-        norms, weights = ("norm", "norm_bias"), ("gate_up", "gate_up_bias", "down")
-        y = compute(x, *(w.get(name) for name in (*norms, *weights)))
+            keeping = replace(ctx, recompute=())
+            return jax.checkpoint(lambda w, x: self.apply(w, x, keeping), prevent_cse=False, policy=kept)(w, x)
+        h = normalise(self.config, x, w.get("norm"), w.get("norm_bias"))
+        y = ctx.comm.column_activation_row(self.config.activation, h, w["gate_up"], w.get("gate_up_bias"), w["down"])
         return add_bias(checkpoint_name(y, "output"), w.get("down_bias")), {}

@@ -3,7 +3,7 @@
 Everything here runs inside the step's shard_map.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +28,7 @@ from megajax.step.objective import make_objective
 from megajax.step.pipeline.shared_tokens import SharedTokens
 from megajax.step.second_stack import SecondStack
 from megajax.step.stack.layers import LayerStack
+from megajax.step.stack.stack_weights import ByGroup, GroupWeights
 from megajax.step.teacher import Teacher
 from megajax.step.vision_stack import VisionStack
 from megajax.step_plan import StepPlan
@@ -207,6 +208,10 @@ class Graph:
     def zero_losses(self) -> dict[str, jax.Array]:
         """Zeros for the losses of `evaluate`."""
         return {name: jnp.zeros((), jnp.float32) for node in self.terminal for name in node.EVALUATED}
+
+    def zero_sums(self, arrays: StepArrays, stacks: Sequence[LayerStack]) -> dict[str, ByGroup[GroupWeights]]:
+        """Zeros for `StepArrays.sums` of these stacks."""
+        return {stack.NAME: stack.zero_sums(arrays.stacks[stack.NAME]) for stack in stacks}
 
     def zero_results(self, shapes: Results) -> Results:
         """Zeros to which results of these shapes are added, gradients in the dtype of their sums."""

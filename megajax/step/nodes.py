@@ -6,7 +6,7 @@ and gradients in one pass, so that their activations do not outlive them. `micro
 `pipeline/pipeline.py` schedules the same list.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.model.sublayer import BlockInputs, add_metrics
-from megajax.ops.barriers import not_before
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
 from megajax.weights.sums import added
 
@@ -116,42 +115,6 @@ class InnerNode(Protocol):
         its results).
         """
         ...
-
-
-def run_forward_nodes(
-    nodes: Sequence[InnerNode], arrays: StepArrays, batch: Microbatch, save: bool, given: Arrays | None = None
-) -> tuple[Streams, list[Any]]:
-    """The nodes in order → (all their streams, what each one's `backward` needs); `given` are streams before them."""
-    streams, saved = dict(given or {}), []
-    for node in nodes:
-        new, of_node = node.forward(arrays, streams, batch, save)
-        streams |= new
-        saved.append(of_node)
-        if node.PLACE == "before":  # the next node need not read its streams, but their collectives must not overlap
-            streams, table = not_before((streams, arrays.table))
-            arrays = arrays._replace(table=table)
-    return streams, saved
-
-
-def run_backward_nodes(
-    nodes: Sequence[InnerNode],
-    arrays: StepArrays,
-    saved: Sequence[Any],
-    gradients: Streams,
-    batch: Microbatch,
-    table: Table,
-) -> tuple[Streams, Table, Results]:
-    """The nodes in reverse order, from the gradients of their streams.
-
-    Returns (gradients of all streams, `table` plus their weights', results).
-    """
-    results = Results()
-    for node, of_node in reversed([*zip(nodes, saved, strict=True)]):
-        if node.PLACE == "before":
-            gradients, table = not_before((gradients, table))
-        own, table, found = node.backward(arrays, of_node, gradients, batch, table)
-        gradients, results = gradients | own, results.joined(found)
-    return gradients, table, results
 
 
 class TerminalNode(Protocol):

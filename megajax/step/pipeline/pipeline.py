@@ -24,16 +24,8 @@ from megajax.model.sublayer import BlockInputs
 from megajax.parallel import collectives
 from megajax.step.embedding import Embedding
 from megajax.step.graph import Graph
-from megajax.step.nodes import (
-    HIDDEN,
-    Arrays,
-    Microbatch,
-    Results,
-    StepArrays,
-    plus,
-    run_backward_nodes,
-    run_forward_nodes,
-)
+from megajax.step.microbatches import run_backward_nodes, run_forward_nodes
+from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays, plus
 from megajax.step.pipeline.buffers import (
     BackwardBuffers,
     BackwardOperation,

@@ -14,17 +14,8 @@ from jax import lax
 from megajax.ops.barriers import not_before
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
-from megajax.step.microbatches import sum_over
-from megajax.step.nodes import (
-    Arrays,
-    Microbatch,
-    Results,
-    StepArrays,
-    Streams,
-    Table,
-    run_backward_nodes,
-    run_forward_nodes,
-)
+from megajax.step.microbatches import Sums, run_backward_nodes, run_forward_nodes, sum_over
+from megajax.step.nodes import Arrays, Microbatch, Results, StepArrays, Streams, Table
 
 
 class SharedStreams:
@@ -62,11 +53,14 @@ class SharedStreams:
             dx = dx.reshape(self.each, self.stages, *dx.shape[1:])
             return collectives.psum_scatter(dx, "pipeline", scatter_dimension=1)
 
-        def one(arrays: StepArrays, table: Table, k: jax.Array, saved: Any, own: Streams) -> tuple[Table, Results]:
-            return run_backward_nodes(self.nodes, arrays, saved, own, self.microbatch(self._index(k)), table)[1:]
+        def one(table: Table, sums: Sums, k: jax.Array, saved: Any, own: Streams) -> tuple[Table, Results]:
+            arrays, batch = self.arrays._replace(sums=sums), self.microbatch(self._index(k))
+            return run_backward_nodes(self.nodes, arrays, saved, own, batch, table)[1:]
 
         loops = jnp.arange(self.each), saved, {n: of_stage(dx) for n, dx in gradients.items()}
-        return sum_over(self.graph, self.arrays, self.graph.before, one, table, loops)
+        first, sums = jax.tree.map(lambda a: a[0], loops), self.graph.zero_sums(self.arrays, self.graph.before)
+        traced = jax.make_jaxpr(one, return_shape=True)(table, sums, *first)
+        return sum_over(self.graph, traced, table, sums, loops)
 
     def _index(self, k: jax.Array) -> jax.Array:
         return jnp.minimum(k * self.stages + lax.axis_index("pipeline"), self.count - 1)
