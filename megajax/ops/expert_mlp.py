@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference
@@ -24,7 +23,7 @@ from megajax.ops.grouped_matmul import (
     rows_times_weights,
     weight_gradient,
 )
-from megajax.ops.grouped_rows import running_sum
+from megajax.ops.grouped_rows import bias_of_rows
 from megajax.ops.mlp_activation import (
     GATED,
     ElementwiseImplementation,
@@ -103,8 +102,8 @@ def _mlp(mlp, rows, weights, matrices, group_sizes):
 
 def _mlp_forward(mlp, rows, weights, matrices, group_sizes):
     multiply = partial(_product, mlp, group_sizes, "input")
-    up = checkpoint_name(_plus_up(multiply(rows, matrices.up), matrices.biases, group_sizes), "gate_up")
-    act = activate_weighted(mlp.activation, up, weights, group_sizes.sum(), mlp.kernels.elementwise)
+    up, bias = checkpoint_name(multiply(rows, matrices.up), "gate_up"), matrices.biases and matrices.biases.up
+    act = activate_weighted(mlp.activation, up, weights, group_sizes, mlp.kernels.elementwise, bias)
     y = _plus_down(multiply(act, matrices.down), matrices.biases, weights, group_sizes)
     return y, (rows, weights, up, matrices, group_sizes)
 
@@ -114,12 +113,12 @@ def _mlp_backward(mlp, residuals, dy):
     multiply, gradient = partial(_product, mlp, group_sizes, "gradient"), partial(_weight_gradient, mlp, group_sizes)
     dact = multiply(dy, w_down)
     act, dup, dweights = activate_weighted_and_gradient(
-        mlp.activation, up, weights, dact, group_sizes.sum(), mlp.kernels.elementwise
+        mlp.activation, up, weights, dact, group_sizes, mlp.kernels.elementwise, biases and biases.up
     )
     dw_down = gradient(act, dy, w_down)
     drows = multiply(dup, w_up)
     dw_up = gradient(rows, dup, w_up)
-    dweights, dbiases = _bias_gradients(biases, weights, dweights, dup, dy, group_sizes)
+    dweights, dbiases = _bias_gradients(mlp, biases, weights, dweights, dup, dy, group_sizes)
     return drows, dweights, ExpertMatrices(dw_up, dw_down, dbiases), None
 
 
@@ -166,9 +165,9 @@ def _fp8_mlp_backward(mlp, residuals, dy):
         dup, dweights = run.gated_gradient(up, dact, w_up)
         dbiases = None
     else:
-        how = group_sizes.sum(), mlp.kernels.elementwise
+        how = group_sizes, mlp.kernels.elementwise
         _, dup, dweights = activate_weighted_and_gradient(mlp.activation, up, weights, dact, *how)
-        dweights, dbiases = _bias_gradients(biases, weights, dweights, dup, dy, group_sizes)
+        dweights, dbiases = _bias_gradients(mlp, biases, weights, dweights, dup, dy, group_sizes)
         dup = run.quantised(dup, w_up, "gradient")
     drows = run.product(dup, w_up, "gradient")
     gradients = run.weight_gradient(x, dup, w_up), run.weight_gradient(act, dys, w_down)
@@ -202,8 +201,9 @@ class _Fp8:
     def activated(self, up: jax.Array, w: Fp8Weight) -> Operand:
         """The weighted activation."""
         if self.mlp.activation not in GATED:
-            count, implementation = self.group_sizes.sum(), self.mlp.kernels.elementwise
-            act = activate_weighted(self.mlp.activation, up, self.weights, count, implementation)
+            act = activate_weighted(
+                self.mlp.activation, up, self.weights, self.group_sizes, self.mlp.kernels.elementwise
+            )
             return self.quantised(act, w, "input")
         tensors = self.mlp.activation, up, self.weights
         scale, dtype = self.scale(w, "input", lambda: self.quantisers.gated_amax(*tensors, self.group_sizes))
@@ -240,46 +240,40 @@ class _Fp8:
         return Fp8Weight(*(None,) * 5, gradient=gradient, amax=amax, gradient_dtype=w.gradient_dtype)  # type: ignore[arg-type]
 
 
-# Biases. They add few operations; each is a pass over the rows that XLA joins to its neighbours.
+# Biases. That of `up` is added within the activation, except in FP8.
+
+ONES = 128  # equal columns of a gradient of biases, as wide as the kernels' narrowest tile
 
 
 def _plus_up(up: jax.Array, biases: Biases | None, group_sizes: jax.Array) -> jax.Array:
-    return up if biases is None else up + _of_rows(biases.up, up, group_sizes)
+    return up if biases is None else up + bias_of_rows(biases.up, up, group_sizes)
 
 
 def _plus_down(y: jax.Array, biases: Biases | None, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """The weights multiply the output's bias too."""
     if biases is None:
         return y
-    bias = _of_rows(biases.down, y, group_sizes).astype(wide(y.dtype))
+    bias = bias_of_rows(biases.down, y, group_sizes).astype(wide(y.dtype))
     return (y + bias * weights[:, None]).astype(y.dtype)
 
 
 def _bias_gradients(
-    biases: Biases | None, weights, dweights, dup: jax.Array, dy: jax.Array, group_sizes: jax.Array
+    mlp: ExpertMlp, biases: Biases | None, weights, dweights, dup: jax.Array, dy: jax.Array, group_sizes: jax.Array
 ) -> tuple[jax.Array, Biases | None]:
-    """(`dweights` with the share of the output's bias, the gradients of both biases)."""
+    """(`dweights` with the share of the output's bias, the gradients of both biases).
+
+    A bias is the matrix of an input that is 1, or here the routing weight, so its gradient is a weight's: the grouped
+    matmul reads the rows of groups only.
+    """
     if biases is None:
         return dweights, None
     exact = dy.astype(wide(dy.dtype))
-    dweights += jnp.sum(exact * _of_rows(biases.down, exact, group_sizes), axis=-1).astype(dweights.dtype)
-    down = _sum_by_group((exact * weights[:, None]).astype(dy.dtype), group_sizes).astype(biases.down.dtype)
-    return dweights, Biases(_sum_by_group(dup, group_sizes).astype(biases.up.dtype), down)
+    dweights += jnp.sum(exact * bias_of_rows(biases.down, exact, group_sizes), axis=-1).astype(dweights.dtype)
 
+    def gradient(inputs: jax.Array, of_outputs: jax.Array, bias: jax.Array) -> jax.Array:
+        columns = jnp.broadcast_to(inputs.astype(of_outputs.dtype)[:, None], (len(inputs), ONES))
+        how = {"dtype": bias.dtype, "implementation": mlp.kernels.grouped_matmul}
+        return weight_gradient(columns, of_outputs, group_sizes, **how)[:, 0]
 
-def _of_rows(bias: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The bias `[E, N]` of each row's group, `[R, N]` in the rows' dtype; zeros after the last group."""
-    group = jnp.sum(jnp.arange(len(rows))[:, None] >= running_sum(group_sizes), axis=1)
-    return bias.astype(rows.dtype).at[group].get(mode="fill", fill_value=0)
-
-
-def _sum_by_group(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The sum of each group's rows `[R, N]`, `[E, N]`, in float32; a matmul, because a scatter would add in any order.
-
-    Rows after the last group may hold anything.
-    """
-    index, ends = jnp.arange(len(rows)), running_sum(group_sizes)
-    rows = jnp.where((index < ends[-1])[:, None], rows, 0)
-    member = (index >= (ends - group_sizes)[:, None]) & (index < ends[:, None])
-    how: dict[str, Any] = {"precision": lax.Precision.HIGHEST, "preferred_element_type": wide(rows.dtype)}
-    return jnp.dot(member.astype(rows.dtype), rows, **how)
+    up = gradient(jnp.ones_like(weights), dup, biases.up)
+    return dweights, Biases(up, gradient(weights, dy, biases.down))

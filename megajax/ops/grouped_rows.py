@@ -63,3 +63,14 @@ def running_sum(sizes: jax.Array) -> jax.Array:
     """The cumulative sum of a few integers [E], in int32, as a masked sum, which XLA fuses; it does not fuse cumsum."""
     index = jnp.arange(sizes.shape[0])
     return jnp.sum(jnp.where(index[:, None] >= index[None, :], sizes[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def group_of_rows(group_sizes_e: jax.Array, R: int) -> jax.Array:
+    """The group of each of R rows: int32 [R], E after the last group."""
+    return jnp.sum(jnp.arange(R)[:, None] >= running_sum(group_sizes_e), axis=1, dtype=jnp.int32)
+
+
+def bias_of_rows(bias_en: jax.Array, rows_rn: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
+    """The bias of each row's group, `[R, N]` in the rows' dtype; zeros after the last group."""
+    group = group_of_rows(group_sizes_e, len(rows_rn))
+    return bias_en.astype(rows_rn.dtype).at[group].get(mode="fill", fill_value=0)

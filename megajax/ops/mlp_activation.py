@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from megajax.ops import expert_activation_kernel, mlp_kernel
 from megajax.ops.barriers import not_merged
+from megajax.ops.grouped_rows import bias_of_rows
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 from megajax.ops.numerics import keep_inputs_only, wide
 
@@ -88,14 +89,21 @@ _gated.defvjp(_gated_forward, _gated_backward)
 
 
 def activate_weighted(
-    kind: str, x: jax.Array, weights: jax.Array, rows: jax.Array, implementation: ElementwiseImplementation
+    kind: str,
+    x: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    implementation: ElementwiseImplementation,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """The activation `kind` of x `[R, 2F]` or `[R, F]`, each row times its weight `[R]` before it is rounded.
 
-    Only the first `rows` (known at run time) and some zeros after them are defined.
+    The bias `[E, 2F]` or `[E, F]` of a row's group is added to x. Only rows of groups, whose sizes are known at run
+    time, and some zeros after them are defined.
     """
     if _in_kernel(kind, implementation, x.shape[-1] // 2):
-        return expert_activation_kernel.activate(kind, x, weights, rows)
+        return expert_activation_kernel.activate(kind, x, weights, group_sizes, bias)
+    x = x if bias is None else x + bias_of_rows(bias, x, group_sizes)
     values = activate(kind, x.astype(wide(x.dtype)))
     return (values * weights[:, None].astype(values.dtype)).astype(x.dtype)
 
@@ -105,12 +113,14 @@ def activate_weighted_and_gradient(
     x: jax.Array,
     weights: jax.Array,
     dy: jax.Array,
-    rows: jax.Array,
+    group_sizes: jax.Array,
     implementation: ElementwiseImplementation,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(the result of `activate_weighted`, the gradients of x and of the weights), recomputed from x."""
     if _in_kernel(kind, implementation, dy.shape[-1]):
-        return expert_activation_kernel.activate_and_gradient(kind, x, weights, dy, rows)
+        return expert_activation_kernel.activate_and_gradient(kind, x, weights, dy, group_sizes, bias)
+    x = x if bias is None else x + bias_of_rows(bias, x, group_sizes)
     x, dy = not_merged((x, dy))  # else XLA keeps the forward pass's activation
     values, pull = jax.vjp(partial(activate, kind), x.astype(wide(x.dtype)))
     scale, dy = weights[:, None].astype(values.dtype), dy.astype(values.dtype)

@@ -15,13 +15,26 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-TOKENS, FEATURES, NUM_WARPS = 4, 1024, 4  # of a block; the features are the largest power of two that divides F
+TOKENS, FEATURES, NUM_WARPS = 4, 1024, 4  # of a block, of which there are at most so many features
+NARROWEST = 128  # features, from which on such a kernel is faster than XLA's
 CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702  # of the clamped SwiGLU
 
 
 def fits(width: int) -> bool:
-    """Whether blocks for this width are wide enough to be faster than XLA's kernels."""
-    return math.gcd(width, FEATURES) >= 128
+    """Whether a kernel for this number of features is faster than XLA's."""
+    return width >= NARROWEST
+
+
+def block_features(width: int) -> int:
+    """The features of a block, a power of two: one that divides the width, or, as for 2880, the last block is cut."""
+    divisor = math.gcd(width, FEATURES)
+    return divisor if divisor >= NARROWEST else min(FEATURES, pl.next_power_of_2(width))
+
+
+def inside(rows: jax.Array, limit: int | jax.Array, width: int, block_f: int, part: int | jax.Array) -> jax.Array:
+    """Whether rows `[r]` and the features of block `part` are below `limit` and `width`: `[r, block_f]`."""
+    features = part * block_f + jax.lax.iota(jnp.int32, block_f)
+    return (rows < limit)[:, None] & (features < width)[None, :]
 
 
 def activate_and_gradient(
@@ -32,11 +45,12 @@ def activate_and_gradient(
     The gradient of the next weight needs the activation: here it costs one write, elsewhere a kernel.
     """
     (T, F), dtype = dact_tf.shape, gate_up_tf.dtype
-    block_f = math.gcd(F, FEATURES)
+    block_f = block_features(F)
 
     def kernel(gate_up_ref, dact_ref, gradient_ref, act_ref) -> None:
-        rows = pl.program_id(1) * TOKENS + jax.lax.iota(jnp.int32, TOKENS) < T
-        mask = None if T % TOKENS == 0 else jnp.broadcast_to(rows[:, None], (TOKENS, block_f))
+        rows = pl.program_id(1) * TOKENS + jax.lax.iota(jnp.int32, TOKENS)
+        is_whole = T % TOKENS == 0 and F % block_f == 0
+        mask = None if is_whole else inside(rows, T, F, block_f, pl.program_id(0))
         other = None if mask is None else 0.0
 
         def load(ref) -> jax.Array:
@@ -52,7 +66,7 @@ def activate_and_gradient(
     single = pl.BlockSpec((TOKENS, block_f), lambda f, t: (t, f))
     gradient, act = pl.pallas_call(
         kernel,
-        grid=(F // block_f, pl.cdiv(T, TOKENS)),
+        grid=(pl.cdiv(F, block_f), pl.cdiv(T, TOKENS)),
         in_specs=[pairs, single],
         out_specs=[pairs, single],
         out_shape=[jax.ShapeDtypeStruct((T, 2, F), dtype), jax.ShapeDtypeStruct((T, F), dtype)],

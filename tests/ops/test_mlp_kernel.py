@@ -17,10 +17,11 @@ def plain(kind, x, dy):
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_exact", "clamped_swiglu"])
-@pytest.mark.parametrize("shape", [(8, 64), (10, 48)], ids=["whole blocks", "edges"])
+@pytest.mark.parametrize("shape", [(8, 64), (10, 48), (4, 1090)], ids=["whole blocks", "edges", "a cut last block"])
 def test_the_kernel_has_the_activation_and_its_gradient(rng, error, kind, shape):
     spread = 6.0 if kind == "clamped_swiglu" else 1.0
     x, dy = spread * rng.normal(size=(shape[0], 2 * shape[1])), rng.normal(size=shape)
+    x = np.float64(jnp.asarray(x, jnp.bfloat16))  # rounding must not move it over the clamp
     with jax.enable_x64(True):
         expected_act, expected = plain(kind, jnp.asarray(x), jnp.asarray(dy))
     gradient, act = kernel(kind, jnp.asarray(x, jnp.float32), jnp.asarray(dy, jnp.float32), interpret=True)
@@ -38,23 +39,27 @@ def test_the_plain_form_is_the_activation_and_its_vjp(rng, kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, plain(kind, x, dy))
 
 
-@pytest.mark.parametrize("rows", [0, 5, 10])
-def test_the_kernels_of_experts_have_the_rows_that_hold_something(rng, error, rows):
-    x, dy = rng.normal(size=(10, 96)), rng.normal(size=(10, 48))
-    weights = rng.random(10)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (2, 0, 3), (6, 4, 0)])
+@pytest.mark.parametrize("width", [48, 1090])
+def test_the_kernels_of_experts_have_the_rows_that_hold_something(rng, error, width, sizes, has_bias):
+    x, dy = rng.normal(size=(10, 2 * width)), rng.normal(size=(10, width))
+    weights, bias, rows = rng.random(10), rng.normal(size=(3, 2 * width)), sum(sizes)
 
     def plain(x, weights):
-        return activate("swiglu", x) * weights[:, None]
+        of_rows = np.repeat(bias, (*sizes[:2], 10 - sum(sizes[:2])), axis=0) if has_bias else 0
+        return activate("swiglu", x + of_rows) * weights[:, None]
 
     with jax.enable_x64(True):
         expected, pull = jax.vjp(plain, jnp.asarray(x), jnp.asarray(weights))
         dx, dweights = pull(jnp.asarray(dy))
     held = np.arange(10) < rows
-    x32, weights32, dy32 = (jnp.asarray(a, jnp.float32) for a in (x, weights, dy))
+    x32, weights32, dy32, bias32 = (jnp.asarray(a, jnp.float32) for a in (x, weights, dy, bias))
     # What no row was written to is not a number, and must not matter.
     garbage = jnp.where(held[:, None], x32, jnp.nan)
-    act = expert_kernel.activate("swiglu", garbage, weights32, jnp.int32(rows), interpret=True)
-    found = expert_kernel.activate_and_gradient("swiglu", garbage, weights32, dy32, jnp.int32(rows), interpret=True)
+    of_groups = jnp.asarray(sizes), bias32 if has_bias else None
+    act = expert_kernel.activate("swiglu", garbage, weights32, *of_groups, interpret=True)
+    found = expert_kernel.activate_and_gradient("swiglu", garbage, weights32, dy32, *of_groups, interpret=True)
     for one, other in zip((act, *found), (expected, expected, dx, dweights), strict=True):
         other = np.where(held.reshape(-1, *(1,) * (other.ndim - 1)), other, 0)
         assert error(one, other) < 1e-6 if rows else not np.any(one)
