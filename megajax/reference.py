@@ -30,7 +30,7 @@ from megajax.model.comm import TokenPositions
 from megajax.model.parameters import init_parameters, parameters
 from megajax.model.sublayer import BlockInputs, RealTokens, is_maximum
 from megajax.model.transformer import Transformer
-from megajax.options.registered import BUILT_IN
+from megajax.options.registered import OWN_OBJECTIVES
 
 Arrays = Mapping[str, jax.Array]
 ByKind = Mapping[str, Arrays]  # by kind of block and name, [L, ...]
@@ -52,7 +52,7 @@ class Reference:
 
     def __init__(self, config: Config, optimizer: optax.GradientTransformation):
         """Raises ConfigError for adapters (`lora`) and for an objective that is not built in."""
-        _refuse(config, {"lora.rank": config.lora.rank, "objective.kind": config.objective.kind not in BUILT_IN})
+        _refuse(config, {"lora.rank": config.lora.rank, "objective.kind": config.objective.kind not in OWN_OBJECTIVES})
         self.config, self.optimizer, self.model = config, optimizer, Transformer(config.model)
 
     def first_state(self, weights: Mapping[str, Any] | None = None) -> StepState:

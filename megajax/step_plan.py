@@ -28,7 +28,7 @@ from megajax.layout.kinds import (
     may_have_attention,
 )
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
-from megajax.layout.stages import gathered_slots, image_slots, slot_kinds
+from megajax.layout.stages import image_slots, kept_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
 from megajax.mesh import mesh_sizes
 from megajax.model.parameters import parameters
@@ -36,7 +36,7 @@ from megajax.model.trained import frozen_parts, is_trained, second_stack, trains
 from megajax.model.transformer import Transformer, declared_model
 from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
-from megajax.options.registered import BUILT_IN
+from megajax.options.registered import OWN_OBJECTIVES
 from megajax.options.remat import RematPolicy
 from megajax.schema.config import ObjectiveConfig, PipelineConfig
 from megajax.schema.fields import cached
@@ -172,7 +172,7 @@ class StepPlan:
 
     def objective_settings(self, objective: type[Any]) -> Any:
         """The settings of the class that `objective.kind` names, as its `Settings`."""
-        return None if self.objective.kind in BUILT_IN else settings_of(self.config, objective, "objective")
+        return None if self.objective.kind in OWN_OBJECTIVES else settings_of(self.config, objective, "objective")
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -304,7 +304,7 @@ class StepPlan:
         return self.config.data.reset_attention and shared and whole
 
     @property
-    def keeps_order(self) -> bool:
+    def has_consecutive_tokens(self) -> bool:
         """Whether each device of `context` has consecutive tokens of a sequence.
 
         That is what some sublayers take (`Comm.in_order`). Causal attention would have more work on later devices, so
@@ -362,9 +362,9 @@ class StepPlan:
         return chosen and all(segment.iterations == 1 for segment in self.segments)
 
     @cached_property
-    def gathered_slots(self) -> tuple[int, ...]:
+    def kept_slots(self) -> tuple[int, ...]:
         """The slots whose layers `fsdp` gathers and reduces once a step."""
-        return gathered_slots(self.config, self.sizes["pipeline"]) if self.is_unrolled else ()
+        return kept_slots(self.config, self.sizes["pipeline"]) if self.is_unrolled else ()
 
     @property
     def ties_gradients(self) -> bool:
@@ -410,7 +410,7 @@ class StepPlan:
     def collectives(self) -> Collectives:
         return Collectives(
             context=self.config.context_strategy(self.sizes),
-            consecutive=self.keeps_order,
+            consecutive=self.has_consecutive_tokens,
             latents=self.sends_latents,
             dispatch=self.config.dispatch(self.sizes),
             experts_over=self.config.mesh.experts_over,
@@ -450,7 +450,7 @@ class SecondPlan(StepPlan):
     """The plan of an encoder's or a vision tower's layers: tokens are consecutive over `context`."""
 
     @property
-    def keeps_order(self) -> bool:
+    def has_consecutive_tokens(self) -> bool:
         return True
 
     @property

@@ -7,7 +7,7 @@ from megajax.config.rule_checks import check_rules
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_of
-from megajax.options.registered import BUILT_IN, MASKED_TOKENS, NO_ENCODER, OBJECTIVES
+from megajax.options.registered import MASKED_TOKENS, NO_ENCODER, OBJECTIVES, OWN_OBJECTIVES
 from megajax.schema.config import Config
 
 OBJECTIVE, MODEL = "objective.kind", "teacher.model"
@@ -16,13 +16,13 @@ OBJECTIVE, MODEL = "objective.kind", "teacher.model"
 def check_objective(config: Config) -> None:
     """Raise ConfigError for an unknown objective and for wrong settings of it."""
     kind, key = config.objective.kind, OBJECTIVE
-    if kind in BUILT_IN:
+    if kind in OWN_OBJECTIVES:
         shares = ("objective.masking.masked", "objective.masking.random")
         if kind == MASKED_TOKENS and sum(value(config, share) for share in shares) > 1:
             fail(config, f"{format_keys(config, *shares)} are together more than 1", "lower one of them", *shares)
         return
     if kind not in OBJECTIVES:
-        known = listed([*BUILT_IN, *sorted(OBJECTIVES)])
+        known = listed([*OWN_OBJECTIVES, *sorted(OBJECTIVES)])
         cure = f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
     settings_of(config, OBJECTIVES[kind], "objective")

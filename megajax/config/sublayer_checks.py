@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from megajax.config.extensions import check_sublayer_settings
 from megajax.config.sentences import fail, format_axis, format_keys
-from megajax.layout.kinds import BUILT_IN, block_layers, extra_of, layer_kinds
+from megajax.layout.kinds import BUILT_IN_BLOCKS, block_layers, extra_of, layer_kinds
 from megajax.layout.stages import layer_slots, slot_kinds
 from megajax.layout.sublayers import ABILITIES, lacking, parts_of, takes_order
 from megajax.schema.config import Config
@@ -24,7 +24,7 @@ class Need(NamedTuple):
 def check_parts(config: Config, sizes: dict[str, int]) -> None:
     """Raise ConfigError for an unknown kind of block, and for a setting that a part of a block does not support."""
     kinds = block_layers(config.model)
-    for kind in (kind for kind in kinds if kind not in BUILT_IN):
+    for kind in (kind for kind in kinds if kind not in BUILT_IN_BLOCKS):
         parts_of(kind)
     check_sublayer_settings(config)
     limited = [kind for kind in kinds if any(lacking(kind, ability) for ability in ABILITIES)]

@@ -10,7 +10,7 @@ from megajax.config import ModelConfig
 from megajax.hf.deepseek import MATRICES, DeepseekV3
 from megajax.hf.llama import HEADS, LINEAR, WithoutPositions, check_fixed
 from megajax.hf.tensors import Tensor
-from megajax.layout.kinds import ATTENTION, BUILT_IN, KDA, KIND_OF, MLP, MOE, layer_kinds
+from megajax.layout.kinds import ATTENTION, BUILT_IN_BLOCKS, KDA, KIND_OF, MLP, MOE, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
 Json = dict[str, Any]
@@ -84,7 +84,7 @@ class KimiLinear(WithoutPositions, DeepseekV3):
         ]
 
     def write_options(self, model: ModelConfig) -> Json:
-        kinds = [BUILT_IN.get(kind.block, ("", "")) for kind in layer_kinds(model)]
+        kinds = [BUILT_IN_BLOCKS.get(kind.block, ("", "")) for kind in layer_kinds(model)]
         if wrong := [kind for kind in kinds if len(kind) != 2 or {kind[0]} - {*MIXERS} or {kind[1]} - {*FEED_FORWARDS}]:
             raise ValueError(f"it has no layers of {wrong[0]}")
         layers = {name: [i for i, kind in enumerate(kinds, 1) if kind[0] == own] for own, (name, _) in MIXERS.items()}

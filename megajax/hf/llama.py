@@ -10,7 +10,7 @@ from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope_scaling import read_rope, write_rope
 from megajax.hf.tensors import EachTensorOnce, Tensor
-from megajax.layout.kinds import BUILT_IN, block_layers, is_gated, layer_kinds
+from megajax.layout.kinds import BUILT_IN_BLOCKS, block_layers, is_gated, layer_kinds
 
 Json = dict[str, Any]
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
@@ -100,11 +100,11 @@ class Llama(EachTensorOnce):
         if not model.tie_embeddings:
             out.append(Tensor("head", "lm_head.weight", LINEAR))
         for kind in block_layers(model):
-            mixer, *_, feed_forward = BUILT_IN[kind]
+            mixer, *_, feed_forward = BUILT_IN_BLOCKS[kind]
             for ours, theirs in self.norms.items():
                 ours = ours.replace("attention", mixer).replace("mlp", feed_forward)
                 out += norm(model, f"blocks.{kind}.{ours}", f"model.layers.{{layer}}.{theirs}")
-            for name in BUILT_IN[kind]:
+            for name in BUILT_IN_BLOCKS[kind]:
                 out += getattr(self, name)(model, f"blocks.{kind}.{name}.")
         return out
 

@@ -8,7 +8,7 @@ from megajax.hf.deepseek import read_groups
 from megajax.hf.llama import LINEAR, NAMES, Llama, WithoutPositions, check_fixed
 from megajax.hf.mamba2 import mamba2_tensors
 from megajax.hf.tensors import Tensor
-from megajax.layout.kinds import ATTENTION, BUILT_IN, MAMBA2, MLP, block_layers, layer_kinds
+from megajax.layout.kinds import ATTENTION, BUILT_IN_BLOCKS, MAMBA2, MLP, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
 Json = dict[str, Any]
@@ -106,7 +106,7 @@ class NemotronH(WithoutPositions, Llama):
         if not model.tie_embeddings:
             out.append(Tensor("head", "lm_head.weight", LINEAR))
         for kind in block_layers(model):
-            (sublayer,) = BUILT_IN[kind]
+            (sublayer,) = BUILT_IN_BLOCKS[kind]
             ours = f"blocks.{kind}.{sublayer}."
             out.append(Tensor(f"{ours}norm", "backbone.layers.{layer}.norm.weight"))
             out += getattr(self, sublayer)(model, ours)

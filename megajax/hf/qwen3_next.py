@@ -10,7 +10,7 @@ from typing import Any
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, LINEAR, Qwen3Moe
 from megajax.hf.tensors import Selected, Tensor, side_by_side
-from megajax.layout.kinds import BUILT_IN, GATED_DELTANET, KIND_OF, MOE, extra_layers, extra_of, layer_kinds
+from megajax.layout.kinds import BUILT_IN_BLOCKS, GATED_DELTANET, KIND_OF, MOE, extra_layers, extra_of, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
 Json = dict[str, Any]
@@ -78,7 +78,7 @@ class Qwen3Next(Qwen3Moe):
         return list(shortest_pattern(tuple(blocks), len(blocks)))
 
     def write_options(self, model: ModelConfig) -> Json:
-        kinds = [BUILT_IN.get(kind.block, ("", "")) for kind in layer_kinds(model)]
+        kinds = [BUILT_IN_BLOCKS.get(kind.block, ("", "")) for kind in layer_kinds(model)]
         types = {mixer: theirs for theirs, mixer in MIXERS.items()}
         return {
             **{theirs: getattr(model.linear_attention, ours) for theirs, ours in SIZES.items()},

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.layout.kinds import ATTENTION, BUILT_IN, layer_kinds
+from megajax.layout.kinds import ATTENTION, BUILT_IN_BLOCKS, layer_kinds
 from megajax.schema.model import ModelConfig
 
 
@@ -20,7 +20,7 @@ class AttentionPairs:
     @classmethod
     def of_model(cls, model: ModelConfig) -> "AttentionPairs":
         """Those of a model; a layer of a recurrence has none, a kind that is not built in counts as attention."""
-        kinds = [kind for kind in layer_kinds(model) if ATTENTION in BUILT_IN.get(kind.block, (ATTENTION,))]
+        kinds = [kind for kind in layer_kinds(model) if ATTENTION in BUILT_IN_BLOCKS.get(kind.block, (ATTENTION,))]
         return cls(tuple(Counter(kind.window for kind in kinds).items()), model.causal)
 
     def of(self, lengths: np.ndarray | Sequence[int]) -> np.ndarray:

@@ -38,7 +38,7 @@ DECLARED = {
     MAMBA2: RECURRENT,
 }
 # The built-in kinds of blocks, with the names of their sublayers in order.
-BUILT_IN = {
+BUILT_IN_BLOCKS = {
     DENSE: (ATTENTION, MLP),
     FIRST: (ATTENTION, MLP),
     MOE: (ATTENTION, MOE),
@@ -60,7 +60,7 @@ BUILT_IN = {
 PARALLEL = {"attention_mamba2": {MAMBA2: ATTENTION}}
 # Sublayers without the norm before them
 WITHOUT_NORM = {FIRST: (ATTENTION,)}
-KIND_OF = {sublayers: kind for kind, sublayers in BUILT_IN.items() if kind not in WITHOUT_NORM}
+KIND_OF = {sublayers: kind for kind, sublayers in BUILT_IN_BLOCKS.items() if kind not in WITHOUT_NORM}
 # The sublayers' classes of each kind by name, in order; `model.block.register_block` fills it.
 KINDS: dict[str, dict[str, type[Any]]] = {}
 
@@ -68,15 +68,15 @@ KINDS: dict[str, dict[str, type[Any]]] = {}
 class LayerKind(NamedTuple):
     """The properties of a layer that its program depends on."""
 
-    block: str  # a kind of BUILT_IN or a registered one: the key of its parts in `layout.kinds.KINDS`
+    block: str  # a kind of BUILT_IN_BLOCKS or a registered one: the key of its parts in `layout.kinds.KINDS`
     window: int | None  # number of tokens that it attends to; None: all
     rope: bool = True  # whether it has the positions of model.position=rope
 
     @property
     def has_experts(self) -> bool:
         """Whether a part of its block divides its weights over `mesh.experts_over`."""
-        if self.block in BUILT_IN:
-            return any(DECLARED[name].has_experts for name in BUILT_IN[self.block])
+        if self.block in BUILT_IN_BLOCKS:
+            return any(DECLARED[name].has_experts for name in BUILT_IN_BLOCKS[self.block])
         return any(part.HAS_EXPERTS for part in KINDS.get(self.block, {}).values())
 
 
@@ -145,12 +145,12 @@ def mlp_widths(model: ModelConfig) -> tuple[str, ...]:
 
 def has_sublayer(model: ModelConfig, name: str) -> bool:
     """Whether a layer of a built-in kind has this built-in sublayer."""
-    return any(name in BUILT_IN.get(block, ()) for block in block_layers(model))
+    return any(name in BUILT_IN_BLOCKS.get(block, ()) for block in block_layers(model))
 
 
 def may_have_attention(model: ModelConfig) -> bool:
     """Whether a layer has attention: also one of a kind that is not built in."""
-    return any(ATTENTION in BUILT_IN.get(block, (ATTENTION,)) for block in block_layers(model))
+    return any(ATTENTION in BUILT_IN_BLOCKS.get(block, (ATTENTION,)) for block in block_layers(model))
 
 
 def deepstack_count(model: ModelConfig) -> int:

@@ -41,7 +41,7 @@ def image_slots(config: Config, stages: int) -> range:
     return range(min(slots), max(slots) + 1) if slots else range(0)
 
 
-def gathered_slots(config: Config, stages: int) -> tuple[int, ...]:
+def kept_slots(config: Config, stages: int) -> tuple[int, ...]:
     """Slots whose layers `fsdp` gathers and reduces once per step: the first and last of four or more, in a pipeline.
 
     Otherwise their gathers and reductions would run between forward and backward operations, where no other layer's

@@ -7,7 +7,7 @@ It does not import the sublayers, which need jax: those of built-in kinds are in
 from typing import Any, NamedTuple
 
 from megajax.errors import ConfigError
-from megajax.layout.kinds import BUILT_IN, DECLARED, KINDS, block_layers
+from megajax.layout.kinds import BUILT_IN_BLOCKS, DECLARED, KINDS, block_layers
 from megajax.schema.model import ModelConfig
 
 DECODING, DRAFTS = "decoding", "drafts"
@@ -36,7 +36,7 @@ def supported(name: str) -> frozenset[str]:
 def parts_of(kind: str) -> dict[str, type[Any]]:
     """The classes of a kind's sublayers by name. Raises ConfigError if it is not registered."""
     if kind not in KINDS:
-        known = ", ".join(sorted({*KINDS, *BUILT_IN}))
+        known = ", ".join(sorted({*KINDS, *BUILT_IN_BLOCKS}))
         raise ConfigError(
             f"model.block_pattern has {kind!r}, which is not a kind of block: use {known}, or name the module that "
             "registers it in run.extensions."
@@ -46,21 +46,21 @@ def parts_of(kind: str) -> dict[str, type[Any]]:
 
 def registered_parts(model: ModelConfig) -> dict[str, type[Any]]:
     """The sublayers by name of the model's kinds of block that are not built in."""
-    kinds = [kind for kind in block_layers(model) if kind not in BUILT_IN]
+    kinds = [kind for kind in block_layers(model) if kind not in BUILT_IN_BLOCKS]
     return {name: part for kind in kinds for name, part in parts_of(kind).items()}
 
 
 def takes_order(kind: str) -> bool:
     """Whether a sublayer of a kind takes the tokens in the order of their sequences."""
-    if kind in BUILT_IN:
-        return any(DECLARED[name].in_order for name in BUILT_IN[kind])
+    if kind in BUILT_IN_BLOCKS:
+        return any(DECLARED[name].in_order for name in BUILT_IN_BLOCKS[kind])
     return any(part.IN_ORDER for part in parts_of(kind).values())
 
 
 def read_streams(kind: str) -> dict[str, str]:
     """The streams of encoders that a kind reads, each with the sublayer that reads it."""
-    if kind in BUILT_IN:
-        return {stream: name for name in BUILT_IN[kind] for stream in DECLARED[name].streams}
+    if kind in BUILT_IN_BLOCKS:
+        return {stream: name for name in BUILT_IN_BLOCKS[kind] for stream in DECLARED[name].streams}
     return {stream: part.__name__ for part in parts_of(kind).values() for stream in part.STREAMS}
 
 
@@ -73,8 +73,8 @@ class Lack(NamedTuple):
 
 def lacking(kind: str, ability: str) -> Lack | None:
     """The first sublayer of a kind of block without an ability."""
-    if kind in BUILT_IN:
-        found = next((name for name in BUILT_IN[kind] if ability in DECLARED[name].lacks), None)
+    if kind in BUILT_IN_BLOCKS:
+        found = next((name for name in BUILT_IN_BLOCKS[kind] if ability in DECLARED[name].lacks), None)
         return Lack(f"which {found} (block {kind}) does not have: {ABILITIES[ability]}", None) if found else None
     part = next((part for part in parts_of(kind).values() if ability not in part.SUPPORTS), None)
     if part is None:

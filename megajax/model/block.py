@@ -12,7 +12,7 @@ from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError
-from megajax.layout.kinds import BUILT_IN, KINDS, PARALLEL, WITHOUT_NORM, stacked_layers
+from megajax.layout.kinds import BUILT_IN_BLOCKS, KINDS, PARALLEL, WITHOUT_NORM, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
 from megajax.model.cross_attention import CrossAttention
@@ -71,7 +71,7 @@ def _check_part(part: type[Sublayer]) -> None:
 
 OWN = (Attention, CrossAttention, GatedDeltaNet, KimiDeltaAttention, Mamba2, MLP, MoE)
 SUBLAYERS: dict[str, type[Sublayer]] = {part.NAME: part for part in OWN}
-for _kind, _names in BUILT_IN.items():
+for _kind, _names in BUILT_IN_BLOCKS.items():
     register_block(_kind, *(SUBLAYERS[name] for name in _names))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megajax.options.registry import Registry
 
 # The objectives of `objective.kind` that need no registration
-NEXT_TOKEN, MASKED_TOKENS = BUILT_IN = "next_token", "masked_tokens"
+NEXT_TOKEN, MASKED_TOKENS = OWN_OBJECTIVES = "next_token", "masked_tokens"
 OBJECTIVES: dict[str, type[Any]] = {}  # for `objective.kind`
 ENCODER_KIND, NO_ENCODER = "model.encoder.kind", "none"
 ENCODERS: dict[str, type[Any]] = {}  # for ENCODER_KIND

@@ -14,7 +14,7 @@ from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
 from megajax.options.fp8_recipes import RECIPES
 from megajax.options.quantisations import QUANTISATIONS
-from megajax.options.registered import BUILT_IN, MASKED_TOKENS, replaces_head
+from megajax.options.registered import MASKED_TOKENS, OWN_OBJECTIVES, replaces_head
 from megajax.options.registry import AUTO
 from megajax.options.remat import NONE, POLICIES, RematPolicy
 from megajax.options.schedules import TAIL
@@ -354,17 +354,17 @@ class ObjectiveConfig(Registered):
     masking: Annotated[MaskingConfig, ReadIf("kind", MASKED_TOKENS)] = Field(
         default_factory=MaskingConfig, description="masked_tokens: the chosen tokens and their replacement."
     )
-    label_smoothing: Annotated[BelowOne, Needs("kind", BUILT_IN, what=OF_CROSS_ENTROPY)] = Field(
+    label_smoothing: Annotated[BelowOne, Needs("kind", OWN_OBJECTIVES, what=OF_CROSS_ENTROPY)] = Field(
         default=0.0,
         description="Weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
     )
-    average: Annotated[Literal["tokens", "microbatches"], Needs("kind", BUILT_IN, what=OF_CROSS_ENTROPY)] = Field(
+    average: Annotated[Literal["tokens", "microbatches"], Needs("kind", OWN_OBJECTIVES, what=OF_CROSS_ENTROPY)] = Field(
         default="tokens",
         description="What a step minimises, the mean over its counted tokens, or the mean of the means of "
         "each microbatch's rows on data × fsdp × expert, as in Megatron-LM. The logged loss is the mean over tokens.",
     )
     settings: Annotated[
-        dict[str, Any], Needs("kind", lambda kind: kind not in BUILT_IN, what="a registered objective")
+        dict[str, Any], Needs("kind", lambda kind: kind not in OWN_OBJECTIVES, what="a registered objective")
     ] = Field(default={}, description="Settings of a registered objective, by name.")
 
 

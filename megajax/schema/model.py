@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megajax.options.context import STRATEGIES
 from megajax.options.optimizers import OPTIMIZERS
-from megajax.options.registered import BUILT_IN, MASKED_TOKENS, NEXT_TOKEN, NO_ENCODER, replaces_head
+from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, NO_ENCODER, OWN_OBJECTIVES, replaces_head
 from megajax.options.registry import AUTO
 from megajax.schema.fields import (
     BelowOne,
@@ -50,7 +50,7 @@ def _has_local(pattern: tuple[str, ...] | None) -> bool:
 RELATIVE, NO_BIAS = "relative", "its attention has no bias of the scores"
 WITHOUT_ENCODER = Excludes("model.encoder.kind", "layers", because="an encoder with a decoder has no such part")
 BEFORE_OR_AFTER_LAYERS = ("embedding_norm", "prediction_head", "head_bias")
-OF_CROSS_ENTROPY = f"one of {', '.join(BUILT_IN)}"
+OF_CROSS_ENTROPY = f"one of {', '.join(OWN_OBJECTIVES)}"
 ROTARY, IN_LOCAL_LAYERS = ReadIf("position", "rope"), ReadIf("layer_pattern", _has_local)
 
 
@@ -559,8 +559,8 @@ class ModelConfig(Section):
         default=True,
         description="Divide init_std by sqrt(2 * num_layers) for projections into the residual stream.",
     )
-    z_loss: Annotated[PositiveOrZero, Needs("objective.kind", BUILT_IN, what=OF_CROSS_ENTROPY), TRAINING_ONLY] = Field(
-        default=0.0, description="Weight of the squared log-sum-exp of the output logits."
+    z_loss: Annotated[PositiveOrZero, Needs("objective.kind", OWN_OBJECTIVES, what=OF_CROSS_ENTROPY), TRAINING_ONLY] = (
+        Field(default=0.0, description="Weight of the squared log-sum-exp of the output logits.")
     )
     mtp_layers: Annotated[
         CountOrZero,

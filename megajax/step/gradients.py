@@ -63,9 +63,9 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         run = pipeline.gradients if pipeline is not None else partial(train, graph)
         table_gradients, results = run(arrays, batch)
 
-        gradients = graph.table.reduce_per_step(table_gradients)
+        gradients = graph.table.complete_gradients(table_gradients)
         for stack in stacks:
-            gradients |= stack.weights.reduce_per_step(results.gradients[stack.NAME])
+            gradients |= stack.weights.complete_gradients(results.gradients[stack.NAME])
         gradients = {name: gradients[name] / loss_scale for name in graph.trained}
         sums = results.losses
         if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided

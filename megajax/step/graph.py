@@ -107,7 +107,7 @@ class Graph:
         B, S = fields["tokens"].shape
         shards = self.plan.batch_shards
         sequences = (index * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
-        positions = token_positions_of(fields, self.sizes["context"], self.plan.keeps_order)
+        positions = token_positions_of(fields, self.sizes["context"], self.plan.has_consecutive_tokens)
         token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
         model, real = self.plan.model, None
         if positions.is_real is not None:
@@ -130,13 +130,13 @@ class Graph:
 
     def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
-        order = self.plan.keeps_order, self.plan.model.causal
-        fields, imbalance = add_token_positions(batch, self.sizes["context"], *order)
+        plan, context = self.plan, self.sizes["context"]
+        fields, imbalance = add_token_positions(batch, context, plan.has_consecutive_tokens, plan.model.causal)
         for node in (node for node in self.inner if isinstance(node, SecondStack)):
             fields |= node.add_derived_fields(batch)
-        if (flags := two_sided_tokens(self.plan.model, batch)) is not None:
-            context = self.sizes["context"], self.plan.keeps_order
-            fields[TWO_SIDED_ENDS] = two_sided_ends(flags, batch.get("order"), *context)
+        if (flags := two_sided_tokens(plan.model, batch)) is not None:
+            order = batch.get("order")
+            fields[TWO_SIDED_ENDS] = two_sided_ends(flags, order, context, plan.has_consecutive_tokens)
         if "is_real" in batch:
             lengths = self.comm.sum(batch["is_real"].sum(-1, dtype=jnp.int32), "context")
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)

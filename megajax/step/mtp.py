@@ -103,7 +103,7 @@ class MultiTokenPrediction:
             of_streams = dpair.streams
             de, dh = jnp.split(dpair.x, 2, axis=1)
             table = self.embedding.add_gradients(table, _table(arrays.table), module.tokens, module.inputs, de)
-            gradient = self.stack.weights.reduce_per_layer(gradient, self.stack.segments[k], 0)
+            gradient = self.stack.weights.reduce_group(gradient, self.stack.segments[k], 0)
             dh, table, gradient = self._not_overlapped((dh, table, gradient))
             found.insert(0, (gradient,))
             amax.insert(0, (largest,))

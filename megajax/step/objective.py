@@ -294,14 +294,14 @@ class Segment(Objective):
         return {name: self.comm.sum(a, SHARES) for name, a in sums.items()}
 
 
-BUILT_IN: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
+OBJECTIVE_CLASSES: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
 
 
 def register_objective(name: str) -> Callable[[type[Objective]], type[Objective]]:
     """A decorator that registers an objective for `objective.kind`; in a module of `run.extensions`."""
 
     def add(objective: type[Objective]) -> type[Objective]:
-        known = BUILT_IN.get(name) or OBJECTIVES.get(name, objective)
+        known = OBJECTIVE_CLASSES.get(name) or OBJECTIVES.get(name, objective)
         ids = [f"{each.__module__}.{each.__qualname__}" for each in (known, objective)]
         if ids[0] != ids[1]:
             raise ConfigError(f"the objective {name} is {ids[0]} already: register {ids[1]} under another name.")
@@ -313,4 +313,4 @@ def register_objective(name: str) -> Callable[[type[Objective]], type[Objective]
 
 def make_objective(plan: StepPlan, comm: MeshComm) -> Any:
     """The node that `objective.kind` names."""
-    return {**OBJECTIVES, **BUILT_IN}[plan.objective.kind](plan, comm)
+    return {**OBJECTIVES, **OBJECTIVE_CLASSES}[plan.objective.kind](plan, comm)

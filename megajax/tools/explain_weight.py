@@ -145,12 +145,12 @@ def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Ch
     for s, segment in enumerate(stack.segments):
         for j in stack.weights.kinds[kind].indices_in_body(segment):
             u, slot, weight = j // segment.group_size, segment.start + j, stack.weights.weights[kind][name]
-            stays, copies = slot in stack.weights.gathered, stack.weights.kinds[kind].copies(segment)
+            is_kept, copies = slot in stack.weights.plan.kept_slots, stack.weights.kinds[kind].copies(segment)
             passes = (1 + (not stack.kept_for_backward(s, u)) if trains else 1) * microbatches
             in_fp8 = segment.fp8 and stack.weights.scaling.quantises(name)
             casts = passes if not in_fp8 and stack.weights.kept_in_stack(weight, segment, slot) else 1
-            reductions = 1 if stays else microbatches
-            counts[_Passes(in_fp8, 1 if stays else passes, reductions, casts)] += copies
+            reductions = 1 if is_kept else microbatches
+            counts[_Passes(in_fp8, 1 if is_kept else passes, reductions, casts)] += copies
     return [_of_layer(graph, stack, kind, name, passes, count) for passes, count in counts.items()]
 
 

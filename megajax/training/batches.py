@@ -48,7 +48,9 @@ def to_global(
         order = balanced_order(fields["segment_ids"], size, program.plan.model.causal)
         fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}
     else:
-        order = np.broadcast_to(np.arange(S) if program.plan.keeps_order else stored_order(S, size), (rows, S))
+        order = np.broadcast_to(
+            np.arange(S) if program.plan.has_consecutive_tokens else stored_order(S, size), (rows, S)
+        )
     held = rows_of_process(sharding, shape)
     held = held[: len(held) // M]  # of the first microbatch; all microbatches have the same
     local_row = np.zeros(B, int)

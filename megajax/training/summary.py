@@ -110,7 +110,7 @@ def _of_some_models(plan: StepPlan, sizes: Mapping[str, int], on_gpu: bool) -> I
         chunks = (
             "chunks balanced by work" if plan.balances_context else f"two chunks of {counted(tokens // 2, 'token')}"
         )
-        chunks = counted(tokens, "consecutive token") if plan.keeps_order else chunks
+        chunks = counted(tokens, "consecutive token") if plan.has_consecutive_tokens else chunks
         strategy, reason = config.choose_context(sizes)
         yield f"context    {strategy.name} ({reason}); per sequence and device {chunks}"
 

@@ -86,7 +86,7 @@ class WeightTable:
         trained = {name: w for name, w in used.items() if self.weights[name].is_trained}
         return {name: jnp.zeros(w.shape, self.weights[name].sum_dtype) for name, w in trained.items()}
 
-    def reduce_per_step(self, gradients: Arrays) -> dict[str, jax.Array]:
+    def complete_gradients(self, gradients: Arrays) -> dict[str, jax.Array]:
         """Gradients of the weights from `gather_per_step` → complete FP32 gradients of the stored shards."""
         out = {}
         for name, gradient in gradients.items():

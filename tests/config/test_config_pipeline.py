@@ -16,8 +16,8 @@ from megajax.layout.segments import layer_seconds
 from megajax.layout.stages import (
     count_layer_slots,
     first_slots,
-    gathered_slots,
     in_step,
+    kept_slots,
     layout_in_step,
     virtual_stages,
 )
@@ -429,7 +429,7 @@ def test_a_default_that_someone_wrote_is_not_warned_about(override):
     ("layers", "stages", "expected"), [(12, 4, ()), (8, 2, (0, 3)), (10, 2, (0, 4)), (16, 2, (0, 7)), (8, 1, ())]
 )
 def test_fsdp_gathers_the_first_and_last_of_four_slots_or_more_once_a_step(layers, stages, expected):
-    assert gathered_slots(load(f"model.num_layers={layers}"), stages) == expected
+    assert kept_slots(load(f"model.num_layers={layers}"), stages) == expected
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

@@ -51,7 +51,7 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
         given, saved = embedding.forward(arrays, {}, at, save=True)
         zeros = {name: jnp.zeros(w.shape) for name, w in arrays.table.items()}
         _, gradients, _ = embedding.backward(arrays, saved, {HIDDEN: dx}, at, zeros)
-        return given[HIDDEN], graph.table.reduce_per_step(gradients)[TOKENS]
+        return given[HIDDEN], graph.table.complete_gradients(gradients)[TOKENS]
 
     specs = {name: placement.spec for name, placement in program.placements.items()}
     run = jax.shard_map(

@@ -310,7 +310,7 @@ class ScheduleRunner:
                     weights = self.stack.weights.select_group(self.weights[r][s][u], segment, index)
                     split = self.splits[s][u]
                     assert split is not None
-                    gradient = self.stack.weights.reduce_per_layer(split.weights(weights, operands), segment, u)
+                    gradient = self.stack.weights.reduce_group(split.weights(weights, operands), segment, u)
                     totals[u] = accumulate(totals[u], gradient, segment, index)
                 return totals, ()
 

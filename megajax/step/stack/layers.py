@@ -176,12 +176,12 @@ class LayerStack:
                     at, entered = self.groups.at(segment, u, layers), dx
                     dx, gradient = store.backward(u, at, group, dx, inputs)
                     if above is not None:
-                        above = store.add(u + 1, self.weights.reduce_per_layer(above, segment, u + 1))
+                        above = store.add(u + 1, self.weights.reduce_group(above, segment, u + 1))
                         dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above))
                         store.put(u + 1, above)
                     above = gradient
                 assert above is not None
-                store.put(0, store.add(0, self.weights.reduce_per_layer(above, segment, 0)))
+                store.put(0, store.add(0, self.weights.reduce_group(above, segment, 0)))
                 state, out = store.close()
                 return (dx, state), out
 
@@ -201,7 +201,7 @@ class LayerStack:
             for u, stored in enumerate(groups):
                 group, program = self.weights.select_group(stored, segment, 0), self.groups.at(segment, u, 0).program
                 used = self.weights.gather_per_layer(group, program, backward=True)
-                found.append(self.weights.reduce_per_layer(self.groups.like_gradients(used, program), segment, u))
+                found.append(self.weights.reduce_group(self.groups.like_gradients(used, program), segment, u))
             return found
 
         sums = []

@@ -50,7 +50,7 @@ class GroupProgram:
     """Everything that a group's computation depends on: groups with equal programs are traced and lowered once."""
 
     kinds: tuple[LayerKind, ...]  # of its layers
-    gathered: tuple[bool, ...]  # for each layer, whether its weights stay gathered over `fsdp`
+    kept_for_step: tuple[bool, ...]  # for each layer, whether its weights stay gathered over `fsdp`
     policy: RematPolicy
     fp8: bool
     stacked: bool  # whether its residuals are copied into the stacked array of a loop, or a pipeline's buffer
@@ -80,7 +80,7 @@ class StackWeights:
         """
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
         self.slots, self.segments, table = plan.layer_slots, plan.segments, plan.layer_table
-        self.scaling, self.gathered, self.only_microbatch = Scaling(plan), plan.gathered_slots, only_microbatch
+        self.scaling, self.only_microbatch = Scaling(plan), only_microbatch
         self.block_weights = BlockWeights(plan, comm.max_over_devices)
         self.scopes = {kind: block_scope(kind, prefix) for kind in blocks}
         self.all = LayerIndex(table, range(len(self.slots)))
@@ -134,13 +134,13 @@ class StackWeights:
                 out[name] = weights[name].quantize_per_step(w, of_layer, self.scaling.gradient_dtype)
             else:
                 out[name] = weights[name].gather_per_step(w)
-        if slot in self.gathered:
+        if slot in self.plan.kept_slots:
             out = {name: weights[name].gather_per_layer(w) for name, w in out.items()}
         return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
 
     def kept_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
         """Whether a weight is kept in its stack, and each pass of the layer casts and fuses it (`StackedWeight`)."""
-        in_each_pass = segment.iterations > 1 or (weight.is_stored_for_use and slot not in self.gathered)
+        in_each_pass = segment.iterations > 1 or (weight.is_stored_for_use and slot not in self.plan.kept_slots)
         return self.all.stages == 1 and in_each_pass and not weight.is_gathered_per_step
 
     def _by_kind(self, params: Mapping[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
@@ -174,13 +174,13 @@ class StackWeights:
     @jax.named_scope("weights")
     def gather_per_layer(self, group: GroupWeights, program: GroupProgram, backward: bool) -> GroupWeights:
         """The weights of a group as its blocks compute with them."""
-        layers = zip(program.kinds, group, program.gathered, strict=True)
+        layers = zip(program.kinds, group, program.kept_for_step, strict=True)
         if program.looped:
             backward = backward and not program.policy.keeps_input  # else the backward pass starts with the forward
             return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
         return tuple(
-            {name: self._gather_weight(kind.block, name, w, gathered) for name, w in layer.items()}
-            for kind, layer, gathered in layers
+            {name: self._gather_weight(kind.block, name, w, is_kept) for name, w in layer.items()}
+            for kind, layer, is_kept in layers
         )
 
     def _gather_in_turn(self, kind: str, layer: dict[str, Any], backward: bool) -> dict[str, Any]:
@@ -191,19 +191,19 @@ class StackWeights:
         groups = {n: w for n, w in layer.items() if n not in hidden}, {n: layer[n] for n in hidden}
         return in_turn(groups, lambda name, w: self._gather_weight(kind, name, w, False))
 
-    def _gather_weight(self, kind: str, name: str, w: Any, gathered: bool) -> Any:
+    def _gather_weight(self, kind: str, name: str, w: Any, is_kept: bool) -> Any:
         """A layer's weight of this name as its block takes it; state as it is."""
         if name in self.state_names[kind]:
             return w
         weight = self.weights[kind][name]
-        return weight.with_gradient(w if gathered else weight.gather_per_layer(w))
+        return weight.with_gradient(w if is_kept else weight.gather_per_layer(w))
 
     def kept_for_step(self, segment: LayerSegment, u: int) -> list[bool]:
         """For each layer of group `u` whether its gathered weights are kept for the step.
 
         `fsdp` then reduces its gradients once a step too.
         """
-        return [slot in self.gathered for slot in self._slots_of(segment, u)]
+        return [slot in self.plan.kept_slots for slot in self._slots_of(segment, u)]
 
     def tie_gather(self, values: Any) -> Any:
         """`values` behind a barrier: none is available before all are, so a gather of one waits for the others."""
@@ -212,21 +212,21 @@ class StackWeights:
     # The way back
 
     @jax.named_scope("gradients")
-    def reduce_per_layer(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
+    def reduce_group(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
         """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `reduced_at_once`.
 
-        Gradients of layers that stay gathered are not summed over `fsdp` here, but in `reduce_per_step`.
+        Gradients of layers that stay gathered are not summed over `fsdp` here, but in `complete_gradients`.
         """
         reduce_layer = self._reduce_in_turn if segment.iterations > 1 else self._reduce_layer
         layers = zip(self._kinds_of(segment, u), gradient, self.kept_for_step(segment, u), strict=True)
-        reduced = tuple(own if stays else reduce_layer(kind, own) for kind, own, stays in layers)
+        reduced = tuple(own if is_kept else reduce_layer(kind, own) for kind, own, is_kept in layers)
         reduced = self._reduce_group_per_step(reduced, segment, u) if self.reduced_at_once(segment) else reduced
         # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.iterations > 1 else reduced
 
     @jax.named_scope("gradients")
-    def reduce_per_step(self, gradients: ByGroup[GroupWeights]) -> dict[str, jax.Array]:
-        """Gradients from `reduce_per_layer`, summed over microbatches → complete FP32 gradients of stored shards."""
+    def complete_gradients(self, gradients: ByGroup[GroupWeights]) -> dict[str, jax.Array]:
+        """Gradients from `reduce_group`, summed over microbatches → complete FP32 gradients of stored shards."""
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         for segment, groups in zip(self.segments, gradients, strict=True):
             if not self.reduced_at_once(segment):
@@ -246,7 +246,7 @@ class StackWeights:
         return self.only_microbatch and segment.iterations == 1
 
     def zero_gradients(self, gradients: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
-        """Zeros in the shapes of gradients from `reduce_per_layer` of all groups, in the dtype of their sums."""
+        """Zeros in the shapes of gradients from `reduce_group` of all groups, in the dtype of their sums."""
         segments = zip(self.segments, gradients, strict=True)
         return [tuple(self.zeros_of(own, segment, u) for u, own in enumerate(groups)) for segment, groups in segments]
 
