@@ -249,11 +249,28 @@ def test_an_unforeseen_error_of_a_file_is_a_sentence_with_its_cause(capsys, monk
         eval("unknown", {"__name__": "megajax.module"})
 
 
-@pytest.mark.parametrize("name", "ENOSPC EDQUOT EFBIG EACCES EPERM EROFS ENAMETOOLONG ELOOP EISDIR ENOTDIR".split())
-def test_an_error_of_the_file_system_that_the_user_can_mend_is_a_sentence(name):
+CURES = {
+    "ENOSPC EDQUOT EFBIG": "free disk space",
+    "EACCES EPERM EROFS": "that you may write to",
+    "ENAMETOOLONG": "shorten the name",
+    "ELOOP": "remove a link",
+    "EISDIR ENOTDIR": "correct the path",
+}
+
+
+@pytest.mark.parametrize(("name", "cure"), [(name, cure) for names, cure in CURES.items() for name in names.split()])
+def test_an_error_of_the_file_system_that_the_user_can_mend_is_a_sentence(name, cure):
     number = getattr(errno, name)
     sentence, status = outcome(OSError(number, os.strerror(number), "a.txt"))
-    assert status == MISTAKE and sentence.startswith("a.txt c") and os.strerror(number) in sentence
+    assert status == MISTAKE and sentence.startswith("a.txt c") and os.strerror(number) in sentence and cure in sentence
+
+
+@pytest.mark.parametrize("name", "ENOSPC EDQUOT EFBIG EROFS".split())
+def test_an_error_of_writing_while_a_file_is_read_is_not_the_files(name):
+    error = OSError(getattr(errno, name), "no", "a copy")
+    with pytest.raises(OSError) as found, reading("a.file"):
+        raise error
+    assert found.value is error
 
 
 def test_a_platform_that_jax_does_not_know_is_a_mistake_and_no_crash():

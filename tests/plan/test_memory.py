@@ -60,6 +60,13 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * LAYER
 
 
+def test_weights_that_are_stored_in_the_compute_dtype_are_not_cast_and_a_pass_fuses_those_of_its_layer():
+    few = ("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
+    memory = small(*few, "optimizer.master=split")
+    # The layer that goes backward, with its norms, which are not gathered; there is no cast shard
+    assert memory.weights == 2 * (LAYER + NORMS)
+
+
 def test_a_group_keeps_one_input_and_its_layers_are_recomputed_together():
     settings = ("remat={policy: full, group: 4}", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
     saved = 16 * (2 * 4 + 2 * 2) + LSE + 2 * F + 2 * D + 2 * D

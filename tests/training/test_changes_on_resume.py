@@ -1,6 +1,7 @@
 """Every config key is compared when a run resumes, or stands here with the reason why it may change."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -10,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from megajax.checkpoint.description import SettingDifference, config_allows, differences, refuse_changes
+from megajax.config import LoraConfig
 from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
 from megajax.config.load import load_config
@@ -17,6 +19,9 @@ from megajax.config.sentences import value
 from megajax.data.contents import data_contents
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
+from megajax.model import parameters
+from megajax.model.trained import frozen_parts, part_of
+from megajax.model.transformer import declared_model
 from megajax.options.registry import Registry
 from megajax.schema.fields import Section
 from megajax.schema.optimizer import OptimizerGroup
@@ -161,6 +166,11 @@ def test_parts_that_are_frozen_by_groups_are_compared_since_they_have_no_moments
     assert not differences(of(1.0), of(0.5), MUST_AGREE)
     (found,) = differences(of(0.5), of(0.0), MUST_AGREE)
     assert (found.key, found.saved, found.mine) == ("optimizer.frozen_by_groups", None, ["vision tower", "projector"])
+    *most, last = parameters(declared_model(load_config(tiny, ["data.kind=synthetic", *VISION]).model, LoraConfig()))
+    for names in ([last], most):  # a part is trained if one of its parameters is
+        groups = f"optimizer.groups=[{{parameters: {json.dumps(names)}, learning_rate: 0}}]"
+        parts = frozen_parts(load_config(tiny, ["data.kind=synthetic", *VISION, groups]))
+        assert part_of(last) not in parts and len(parts) == (2 if names is most else 0)
 
 
 def changed_packing(config, packing):
