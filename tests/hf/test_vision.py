@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.hf.convert import FAMILIES, export, family_for, open_readers, read_model, their_tensors
+from megajax.hf.folder import HEADS
 from megajax.hf.quantising import StoredForm
 from megajax.hf.reader import on_devices
 from megajax.hf.vision_language import VisionLanguage
@@ -198,6 +199,13 @@ def test_an_exported_config_has_the_keys_and_values_of_the_published_one(tmp_pat
         assert {key for key, value in theirs.items() if not is_kept(value, ours.get(key))} <= NOT_WRITTEN, part
     for key in ("model_type", "image_token_index", "image_token_id", "tie_word_embeddings", "projector_hidden_act"):
         assert written.get(key) == config[key] if key in config else True, key
+
+
+@pytest.mark.parametrize(("name", "config"), PUBLISHED)
+def test_the_head_beside_tied_embeddings_is_looked_for_under_its_published_name(tmp_path, name, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelConfig.model_validate(read_model(tmp_path)).model_copy(update={"tie_embeddings": False})
+    assert len({tensor.theirs for tensor in family_for(model).tensors(model)} & {*HEADS}) == 1
 
 
 # Tensors of published files that transformers does not read, or not in these models

@@ -11,6 +11,7 @@ from megajax.errors import ConfigError
 from megajax.estimate.costs import flops_per_token, parameter_count
 from megajax.layout.kinds import expert_layers, stacked_layers
 from megajax.model import Transformer
+from megajax.step.mtp import MultiTokenPrediction
 from megajax.training.loop import Trainer
 from megajax.training.step import with_extra_layers
 
@@ -78,6 +79,14 @@ def test_layers_of_two_kinds_with_experts_have_the_order_of_their_metrics(make_c
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("losses", [[3.0], [3.0, 5.0]])
+def test_each_of_several_modules_has_its_own_loss_in_the_log(losses):
+    values = MultiTokenPrediction.metrics(None, {"mtp_loss": np.array(losses)})  # type: ignore[arg-type]
+    own = values.pop("mtp_loss/module", None)
+    assert values == {"mtp_loss": sum(losses) / len(losses)}
+    assert own is None if len(losses) == 1 else own.tolist() == losses
+
+
 def test_a_module_counts_as_a_layer_a_projection_and_a_head(make_config):
     plain, extended = (make_config(f"model.mtp_layers={n}") for n in (0, 1))
     deeper = make_config("model.num_layers=2")
