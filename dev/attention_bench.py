@@ -1,4 +1,4 @@
-"""Attention to ranges of keys, on one Hopper GPU: `python dev/attention_bench.py`.
+"""Attention to ranges of keys, by the kernels for Hopper and for any GPU, on one: `python dev/attention_bench.py`.
 
 Prints the kernels' errors against FP32 arithmetic, then a table that compares them with cuDNN. TFLOP/s count the five
 matmuls of a visible pair of positions: 2 · (H + W) · N forward and 2 · (3 H + 2 W) · N backward, for keys of width H
@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.ops import attention
-from megajax.ops.ranged_attention import WIDTHS, Options, attend, attend_backward
+from megajax.ops import attention, ranged_attention, ranged_attention_triton
+from megajax.ops.query_ranges import Options
+from megajax.ops.ranged_attention import WIDTHS
 
+KERNELS = {"Hopper's": ranged_attention, "any GPU's": ranged_attention_triton}
 TOLERANCE = 1e-2
 SECONDS_OF_A_MEASUREMENT = 0.15
 HEAD = "| shape | sees | kernel | forward ms | forward+backward ms | forward TFLOP/s | forward+backward TFLOP/s |"
@@ -63,10 +65,10 @@ def tensors(shape: Shape) -> list[jax.Array]:
 
 
 @functools.cache
-def jitted(H: int, softcap: float | None = None) -> tuple[Callable, ...]:
+def jitted(name: str, H: int, softcap: float | None = None) -> tuple[Callable, ...]:
     """attend and attend_backward."""
-    options = Options(H**-0.5, softcap, on_cpu())
-    return tuple(jax.jit(functools.partial(run, options=options)) for run in (attend, attend_backward))
+    options, module = Options(H**-0.5, softcap, on_cpu()), KERNELS[name]
+    return tuple(jax.jit(functools.partial(run, options=options)) for run in (module.attend, module.attend_backward))
 
 
 def ranges(kind: str, S: int) -> tuple[np.ndarray, np.ndarray]:
@@ -126,13 +128,18 @@ def relative_error(found: Any, expected: Any) -> float:
 
 def check(label: str, shape: Shape, kind: str, softcap: float | None = None, parts: int = 1) -> None:
     """Prints errors; several parts divide the keys, and each part's gradients use the output of the whole."""
-    forward, backward = jitted(shape.H, softcap)
-    q, k, v, dout = tensors(shape)
-    first, end = seen = as_arrays(*ranges(kind, shape.S), shape.B)
+    q, k, v, dout = arrays = tensors(shape)
+    seen = as_arrays(*ranges(kind, shape.S), shape.B)
     expected = reference(q, k, v, seen, dout, shape.H**-0.5, softcap)
+    for name in KERNELS:
+        check_kernel(f"{label} {name}", jitted(name, shape.H, softcap), arrays, seen, expected, parts)
+
+
+def check_kernel(label: str, kernel: tuple[Callable, ...], arrays: list, seen: Any, expected: Any, parts: int) -> None:
+    (forward, backward), (q, k, v, dout), (first, end) = kernel, arrays, seen
     out, lse = forward(q, k, v, seen)
-    shares, width = [], shape.S // parts
-    for start in range(0, shape.S, width):
+    shares, width = [], k.shape[1] // parts
+    for start in range(0, k.shape[1], width):
         part = slice(start, start + width)
         shares.append(backward(q, k[:, part], v[:, part], (first - start, end - start), (out, lse), dout))
     dq = sum(share[0].astype(jnp.float32) for share in shares)
@@ -140,7 +147,7 @@ def check(label: str, shape: Shape, kind: str, softcap: float | None = None, par
     names, found = ("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv)
     errors = {name: relative_error(*pair) for name, *pair in zip(names, found, expected, strict=True)}
     verdict = "ok" if max(errors.values()) < TOLERANCE else "WRONG"
-    print(f"  {label:<34}", *(f"{name} {e:.1e} " for name, e in errors.items()), verdict, flush=True)
+    print(f"  {label:<46}", *(f"{name} {e:.1e} " for name, e in errors.items()), verdict, flush=True)
 
 
 def check_all() -> None:
@@ -183,7 +190,6 @@ def teraflops(shape: Shape, kind: str) -> tuple[float, float]:
 
 def table_rows(shape: Shape) -> None:
     q, k, v, dout = tensors(shape)
-    forward, backward = jitted(shape.H)
 
     def row(name: str, kind: str, forward_ms: float, both_ms: float) -> None:
         one, both = teraflops(shape, kind)
@@ -192,9 +198,11 @@ def table_rows(shape: Shape) -> None:
 
     for kind in KINDS.get(shape.S, ["document"]):
         arrays = (q, k, v, as_arrays(*ranges(kind, shape.S), shape.B))
-        whole = forward(*arrays)
-        forward_ms = milliseconds(forward, *arrays)
-        row("ranged", kind, forward_ms, forward_ms + milliseconds(backward, *arrays, whole, dout))
+        for name in KERNELS:
+            forward, backward = jitted(name, shape.H)
+            whole = forward(*arrays)
+            forward_ms = milliseconds(forward, *arrays)
+            row(name, kind, forward_ms, forward_ms + milliseconds(backward, *arrays, whole, dout))
     if on_cpu():
         return
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megajax.errors import ConfigError
+from megajax.kernel_choice import Hardware, choose_grouped_matmul
 from megajax.ops import fp8
 from megajax.options.fp8_recipes import RECIPES
 
@@ -40,6 +41,9 @@ def table() -> str:
             for experts in (False, True):
                 try:
                     found = fp8.choose(recipe, "xla", platform, capability, experts)
+                    if experts:
+                        hardware, widths = Hardware(platform, capability), (2048, 768)
+                        choose_grouped_matmul("auto", hardware, "bfloat16", widths, fp8=recipe.has_kernels)
                     cell.append(NAMES[found] + ("" if found in have_run else ", not run"))
                 except ConfigError as error:
                     sentence = str(error).replace(f"recipe={name} ", "recipe=... ")

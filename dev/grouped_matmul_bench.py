@@ -40,6 +40,7 @@ from megajax.ops import (
     fp8_kernels,
     grouped_fp8_kernels,
     grouped_fp8_reference,
+    grouped_matmul_triton,
 )
 from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops.expert_mlp import expert_mlp
@@ -179,6 +180,16 @@ def multiplications(in_fp8: bool, tiling: kernel.MatmulTiling, tiny: bool) -> di
     }
 
 
+def any_gpu(tiny: bool) -> dict[str, Callable[..., jax.Array]]:
+    """The BF16 products by the kernels for any GPU."""
+    how: Any = {"tiling": grouped_matmul_triton.GroupedTiling(64, 64, 64, 4, 1), "interpret": True} if tiny else {}
+    return {
+        "forward": lambda x, w, sizes, **_: grouped_matmul_triton.matmul(x, w, sizes, **how),
+        "dx": lambda dy, w, sizes, **_: grouped_matmul_triton.matmul(dy, w, sizes, transpose_w=True, **how),
+        "dw": lambda x, dy, sizes, **_: grouped_matmul_triton.weight_gradient(x, dy, sizes, jnp.bfloat16, **how),
+    }
+
+
 def judge_products(shape: Shape, factor: float, arguments: Arguments) -> Callable[[str, Any], str]:
     wanted = products(int(group_sizes(shape).max()), *(arguments[name] for name in ("x", "w", "dy", "sizes")))
 
@@ -198,6 +209,8 @@ def matmul_sections(tilings: list[kernel.MatmulTiling], tiny: bool) -> Iterator[
             for tiling in tilings:
                 functions = multiplications(in_fp8, tiling, tiny)
                 lines |= {(named(tiling), op): function for op, function in functions.items()}
+            if not in_fp8:
+                lines |= {("any GPU", op): function for op, function in any_gpu(tiny).items()}
             first = multiplications(in_fp8, tilings[0], tiny).values()
             lines[named(tilings[0]), "as one"] = partial(all_at_once, list(first))
             yield Section(

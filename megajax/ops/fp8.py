@@ -35,7 +35,7 @@ __all__ = [
 
 Implementation = Literal["reference", "pallas", "transformer_engine", "emulated", "cudnn"]
 # The least compute capabilities with FP8 matmuls as these kernels need them, and with block-scaled ones
-HOPPER, BLACKWELL = 9.0, 10.0
+ADA, BLACKWELL = 8.9, 10.0
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -96,9 +96,9 @@ def choose(
     capability = None if compute_capability is None or not on_gpu else float(compute_capability)
     if recipe.in_blocks:
         return _choose_for_blocks(recipe, backend, on_gpu, capability, experts)
-    if capability is not None and capability < HOPPER:
+    if capability is not None and capability < ADA:
         raise ConfigError(
-            f"precision.fp8.recipe needs Hopper GPUs or newer, and this one has compute capability "
+            f"precision.fp8.recipe needs Ada GPUs or newer, and this one has compute capability "
             f"{compute_capability}: set it to none."
         )
     if backend == "xla":
@@ -123,7 +123,7 @@ def _choose_for_blocks(
         problem = "has no grouped kernels for experts"
     else:
         return "cudnn"
-    other = "none" if capability is not None and capability < HOPPER else "current"
+    other = "none" if capability is not None and capability < ADA else "current"
     raise ConfigError(
         f"precision.fp8.recipe={recipe.name} {problem}: set precision.fp8.backend=emulated, which computes its numbers "
         f"and multiplies them in precision.compute, slower than without FP8; or precision.fp8.recipe={other}."

@@ -1,4 +1,4 @@
-"""Quantisation to FP8 with the transpose and the largest magnitude, in one pass over memory, for Hopper GPUs.
+"""Quantisation to FP8 with the transpose and the largest magnitude, in one pass over memory, for GPUs since Ada.
 
 The functions of `fp8_reference`, with its contract, as Pallas kernels on Triton. A block reads one tile, computes in
 float32, and writes the quantised tile, its transpose and its largest magnitude. A small reduction over the tiles
@@ -7,7 +7,7 @@ follows. Without these kernels XLA writes the transpose in a second, slower kern
 T and F of any size are allowed. Multiples of 16 are fast, because the rows of both results are then aligned for 16-byte
 accesses. Tiles that cross an edge are masked. The kernels have no derivatives.
 
-The GPU must be an H100, H200 or newer, whose instruction cvt.rn.satfinite converts to FP8, saturates and keeps NaN.
+The GPU must be an L40S, H100 or newer, whose instruction cvt.rn.satfinite converts to FP8, saturates and keeps NaN.
 jax 0.11 calls the Triton backend deprecated; Pallas's other one, Mosaic GPU, would need its own kernels.
 """
 
