@@ -165,6 +165,14 @@ def test_nothing_is_emulated_on_a_gpu_unless_it_is_asked_for(recipe, backend, ha
     assert expected in str(error.value) and "backend=emulated" in str(error.value)
 
 
+def test_one_scale_for_each_tensor_has_kernels_since_ada():
+    assert fp8.choose(RECIPES["current"], "xla", "gpu", "8.9") == "pallas"
+    with pytest.raises(
+        ConfigError, match="needs Ada GPUs or newer, and this one has compute capability 8.0: set it to"
+    ):
+        fp8.choose(RECIPES["current"], "xla", "gpu", "8.0")
+
+
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="'none', 'current', 'delayed', 'blockwise', 'mxfp8', 'nvfp4', "):
         make("blockwize")
