@@ -34,7 +34,7 @@ def state_bytes(plan: StepPlan, slots: OptimizerSlots) -> StateBytes:
     on_device, moved = 0, Counter[str]()
     for array in slots.slot_arrays:
         size = _on_a_device(plan, jax.tree.leaves(array.stored(slots.sizes)))
-        if array.key in slots.on_host:
+        if array.key in slots.offloaded:
             moved[array.parameter] += size
         else:
             on_device += size

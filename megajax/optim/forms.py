@@ -21,9 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from megajax.ops.numerics import mix
 from megajax.optim.blocks import block_of, scales_of
+from megajax.optim.offload import on_host
 from megajax.sharding import Placement
 
 STEPS_PER_OCTAVE = 12  # of the code of second moments
@@ -36,6 +39,11 @@ class StateArray:
     placement: Placement | None  # None: a scalar, or another array that all devices have
     dtype: Any
     on_host: bool = False
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """On a mesh, in the memory in which it is stored."""
+        sharding = NamedSharding(mesh, P() if self.placement is None else self.placement.spec)
+        return on_host(sharding) if self.on_host else sharding
 
     @property
     def bytes(self) -> int:

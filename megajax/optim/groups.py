@@ -16,6 +16,7 @@ from megajax.sharding import EMPTY, Placement
 from megajax.step_plan import StepPlan
 
 KEY = "optimizer.groups"
+OTHERS = -1  # instead of a group's index: all parameters that are clipped together
 
 
 def group_of(plan: StepPlan, names: Sequence[str]) -> dict[str, int]:
@@ -71,22 +72,37 @@ def decays(plan: StepPlan, declared: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def clip(plan: StepPlan, gradients: Mapping[str, jax.Array], norm: jax.Array) -> dict[str, jax.Array]:
-    """Gradients in stored form, clipped: those of a group with `clip_norm` to their own norm, the others together.
+def clipped_norms(plan: StepPlan, gradients: Mapping[str, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
+    """The norms to which `clip` refers: of each group with `clip_norm`, and of all other gradients under OTHERS.
 
     `norm` is that of all gradients.
     """
-    settings, groups = plan.optimizer, group_of(plan, list(gradients))
-    apart = {name: index for name, index in groups.items() if settings.groups[index].clip_norm is not None}
-    limits = {None: settings.clip_norm} | {index: settings.groups[index].clip_norm or 0.0 for index in apart.values()}
-    out = {}
-    for index, limit in limits.items():
-        together = {name: g for name, g in gradients.items() if apart.get(name) == index}
-        if limit > 0 and together:
-            factor = jnp.minimum(1.0, limit / ((_norm(together) if apart else norm) + 1e-6))
-            together = {name: g * factor for name, g in together.items()}
-        out |= together
-    return out
+    apart = _apart(plan)
+    if not apart:
+        return {OTHERS: norm}
+    indices = {name: apart.get(name, OTHERS) for name in gradients}
+    return {
+        index: _norm({name: g for name, g in gradients.items() if indices[name] == index})
+        for index in dict.fromkeys(indices.values())
+    }
+
+
+def clip(plan: StepPlan, gradients: Mapping[str, jax.Array], norms: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+    """Some or all gradients in stored form, clipped: those of a group with `clip_norm` by its norm, others together."""
+    settings, apart = plan.optimizer, _apart(plan)
+    limits = {index: settings.groups[index].clip_norm or 0.0 for index in apart.values()}
+    limits[OTHERS] = settings.clip_norm
+    factors = {
+        index: jnp.minimum(1.0, limits[index] / (norm + 1e-6)) for index, norm in norms.items() if limits[index] > 0
+    }
+    of = {name: apart.get(name, OTHERS) for name in gradients}
+    return {name: g * factors[of[name]] if of[name] in factors else g for name, g in gradients.items()}
+
+
+def _apart(plan: StepPlan) -> dict[str, int]:
+    """The group of each parameter that is clipped with its group alone."""
+    groups = group_of(plan, [*plan.trained])
+    return {name: index for name, index in groups.items() if plan.optimizer.groups[index].clip_norm is not None}
 
 
 def _norm(gradients: Mapping[str, jax.Array]) -> jax.Array:

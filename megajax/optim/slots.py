@@ -181,7 +181,10 @@ class OptimizerSlots:
 
     @cached_property
     def stored(self) -> Updated:
-        """What an update reads and changes, with a `StateArray` in place of each array."""
+        """What an update reads and changes, with a `StateArray` in place of each array.
+
+        What is in files (`in_files`) comes from the host as well.
+        """
         rounded = StateArray(None, jnp.int32) if self.form.is_rounded else None
         slots = {
             kind: {slot: StateArray(None, jnp.int32) if own is None else self._stored(own) for slot, own in by.items()}
@@ -196,7 +199,7 @@ class OptimizerSlots:
         )
 
     def _stored(self, arrays: Mapping[str, SlotArray]) -> dict[str, Any]:
-        return {n: array.stored(self.sizes, array.key in self.on_host) for n, array in arrays.items()}
+        return {n: array.stored(self.sizes, array.key in self.offloaded) for n, array in arrays.items()}
 
     @property
     def slot_arrays(self) -> list[SlotArray]:
@@ -213,9 +216,43 @@ class OptimizerSlots:
         }
 
     @cached_property
-    def on_host(self) -> set[tuple[str, str]]:
-        """The arrays in the host's memory, by slot and parameter."""
+    def offloaded(self) -> set[tuple[str, str]]:
+        """The arrays in the host's memory or in files, by slot and parameter."""
         return largest_share(self.movable, self.plan.optimizer.offload)
+
+    @cached_property
+    def in_files(self) -> dict[tuple[str, str], Any]:
+        """The arrays in files (`optimizer.offload_dir`), by slot and parameter, as trees of `StateArray`."""
+        if self.plan.optimizer.offload_dir is None:
+            return {}
+        return {array.key: array.stored(self.sizes) for array in self.slot_arrays if array.key in self.offloaded}
+
+    def divided(self, tree: Updated) -> tuple[Updated, dict[tuple[str, str], Any]]:
+        """A tree like `stored` → (what is not in files, what is in files by slot and parameter)."""
+        found = dict[tuple[str, str], Any]()
+
+        def rest(slot: str, of_slot: Any) -> Any:
+            if not isinstance(of_slot, dict):
+                return of_slot
+            found.update({(slot, name): x for name, x in of_slot.items() if (slot, name) in self.in_files})
+            return {name: x for name, x in of_slot.items() if (slot, name) not in found}
+
+        slots = {kind: {slot: rest(slot, x) for slot, x in by.items()} for kind, by in tree.optimizer.slots.items()}
+        low_bits = rest("master_low_bits", tree.master_low_bits)
+        return Updated(tree.params, rest("ema", tree.ema), tree.optimizer._replace(slots=slots), low_bits), found
+
+    def merged(self, tree: Updated, of_files: Mapping[tuple[str, str], Any]) -> Updated:
+        """The inverse of `divided`, of some or all of what is in files."""
+
+        def whole(slot: str, of_slot: Any, kind: str = "") -> Any:
+            if not isinstance(of_slot, dict):
+                return of_slot
+            own = {n: x for (s, n), x in of_files.items() if s == slot and kind in ("", self.member_of(n).kind)}
+            return of_slot | own
+
+        slots = {k: {slot: whole(slot, x, k) for slot, x in by.items()} for k, by in tree.optimizer.slots.items()}
+        low_bits = whole("master_low_bits", tree.master_low_bits)
+        return Updated(tree.params, whole("ema", tree.ema), tree.optimizer._replace(slots=slots), low_bits)
 
     def each[T](self, change: Callable[[SlotArray, Any], T], slots: Mapping[str, Slots]) -> dict[str, dict[str, Any]]:
         """`change(slot array, arrays)` of the slots of some or all parameters; scalars unchanged."""

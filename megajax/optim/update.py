@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from megajax.optim.groups import decays, rates
+from megajax.optim.groups import clip, decays, rates
 from megajax.optim.matrices import on_whole_matrices
 from megajax.optim.offload import in_turn
 from megajax.optim.optimizer import MatrixOptimizer, Named, OptimizerState, Slots, Updated
@@ -28,11 +28,16 @@ from megajax.weights.masters import join_all, split
 class Given(NamedTuple):
     """What an update is computed from."""
 
-    gradients: Named  # clipped
+    gradients: Named
+    norms: Mapping[int, jax.Array]  # by which they are clipped (`clipped_norms`)
     factors: Named  # of new weights
     rate: jax.Array
     step: jax.Array
     finite: jax.Array  # whether the step's numbers are; if not, nothing changes
+
+    def of(self, names: Collection[str]) -> "Given":
+        """For some parameters."""
+        return self._replace(gradients=_chosen(self.gradients, names), factors=_chosen(self.factors, names))
 
 
 @dataclass(frozen=True)
@@ -82,19 +87,15 @@ class Update:
         before = before._replace(params={n: w for n, w in before.params.items() if n not in untrained})
         turns = self.turns
         on_host = jax.tree.map(lambda array: array.on_host, self.slots.stored)
-        of_turns = [
-            given._replace(**{field: _chosen(getattr(given, field), turn) for field in ("gradients", "factors")})
-            for turn in turns
-        ]
-        parts, moving = ([_part(tree, turn) for turn in turns] for tree in (before, on_host))
+        parts, moving = ([part_of(tree, turn) for turn in turns] for tree in (before, on_host))
         with jax.named_scope("optimizer"):
-            after = _joined(in_turn(self._changed, parts, of_turns, moving))
+            after = join_parts(in_turn(self.of_turn, parts, [given.of(turn) for turn in turns], moving))
         return after._replace(params=after.params | untrained)
 
-    def _changed(self, before: Updated, given: Given) -> Updated:
+    def of_turn(self, before: Updated, given: Given) -> Updated:
         """The update of the parameters of a turn, whose arrays are on the device."""
-        masters = join_all(before.params, before.master_low_bits)
-        directions, held = self.directions(given.gradients, before.optimizer, masters)
+        masters, gradients = join_all(before.params, before.master_low_bits), clip(self.plan, *given[:2])
+        directions, held = self.directions(gradients, before.optimizer, masters)
         new = {name: masters[name] - given.rate * d for name, d in directions.items()}
         new |= {name: new[name] * factor for name, factor in given.factors.items()}
         after, old = (new, self._averages(before.ema, new, given.step), held), (masters, before.ema, before.optimizer)
@@ -119,11 +120,11 @@ class Update:
     def turns(self) -> list[list[str]]:
         """The trained parameters, by what is updated together: one turn, or more if `optimizer.offload` is set.
 
-        A parameter with arrays on the host has a turn of its own; those whose matrices are computed together have one.
+        A parameter with such arrays has a turn of its own; those whose matrices are computed together have one.
         """
-        names, on_host = [*self.slots.placements], {name for _, name in self.slots.on_host}
+        names, offloaded = [*self.slots.placements], {name for _, name in self.slots.offloaded}
         turn_of = {name: self.slots.member_of(name).turn_of(name) for name in names}
-        moving = dict.fromkeys(turn_of[name] for name in names if name in on_host)
+        moving = dict.fromkeys(turn_of[name] for name in names if name in offloaded)
         turns = {turn: [name for name in names if turn_of[name] == turn] for turn in moving}
         size = {name: math.prod(placement.stored_shape) for name, placement in self.slots.placements.items()}
         order = sorted(turns.values(), key=lambda together: -sum(size[name] for name in together))
@@ -172,7 +173,7 @@ def _chosen(by_name: Any, names: Collection[str]) -> Any:
     return {name: by_name[name] for name in names if name in by_name} if isinstance(by_name, dict) else by_name
 
 
-def _part(tree: Updated, names: Collection[str]) -> Updated:
+def part_of(tree: Updated, names: Collection[str]) -> Updated:
     """The arrays of some parameters, and all scalars."""
     slots = {
         kind: {slot: _chosen(of_slot, names) for slot, of_slot in by_slot.items()}
@@ -182,11 +183,11 @@ def _part(tree: Updated, names: Collection[str]) -> Updated:
     return Updated(weights, averages, OptimizerState(tree.optimizer.rounded, slots), low_bits)
 
 
-def _joined(trees: Sequence[Any]) -> Any:
-    """The inverse of `_part`; scalars are those of the last part."""
+def join_parts(trees: Sequence[Any]) -> Any:
+    """The inverse of `part_of`; scalars are those of the last part."""
     first = trees[0]
     if isinstance(first, dict):
-        return {key: _joined([tree[key] for tree in trees if key in tree]) for tree in trees for key in tree}
+        return {key: join_parts([tree[key] for tree in trees if key in tree]) for tree in trees for key in tree}
     if isinstance(first, Updated | OptimizerState):
-        return type(first)(*map(_joined, zip(*trees, strict=True)))
+        return type(first)(*map(join_parts, zip(*trees, strict=True)))
     return trees[-1]

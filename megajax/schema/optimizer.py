@@ -115,6 +115,24 @@ class OptimizerConfig(Section):
         description="Share of the bytes of moments, averages and 16-bit rests of split master weights that is kept in"
         " pinned memory of the host, and comes to the device for the update, parameter by parameter.",
     )
+    offload_dir: Annotated[
+        Text | None,
+        Needs("offload", lambda share: share > 0, what="optimizer.offload above 0", cure="set optimizer.offload=1"),
+        Excludes(
+            "logging.norms_interval",
+            because="the norms of updates need all moments on the devices",
+            cure="remove one of them",
+        ),
+    ] = Field(
+        default=None,
+        description="Folder on a local disk (NVMe): optimizer.offload then keeps its arrays in files there, and not in"
+        " the host's memory. The files have no names, and nothing is left of them when a process ends.",
+    )
+    offload_buffers: Annotated[Positive, ReadIf("offload_dir")] = Field(
+        default=4.0,
+        description="GiB of host memory for each device that hold parts of these files: read ahead, or not yet"
+        " written.",
+    )
     weight_decay: PositiveOrZero = Field(
         default=0.1, description="Decoupled weight decay; it is multiplied by the learning rate."
     )
@@ -158,7 +176,7 @@ class OptimizerConfig(Section):
     )
 
     def __hash__(self) -> int:  # `settings` and `groups` have none
-        return hash((self.kind, self.state, self.master, self.offload, self.weight_decay, self.ema_decay))
+        return hash((self.kind, self.state, self.master, self.offload, self.offload_dir, self.weight_decay, self.ema_decay))
 
     @property
     def chosen(self) -> OptimizerKind:

@@ -118,22 +118,23 @@ class ContinuedTraining:
     def _with_slots(self, optimizer: Any) -> Any:
         """The optimizer's state with the training's arrays and counts in place of zeros."""
         slots, updates = self._program.update.slots, np.int32(self.saved.updates)
+        shardings = self._program.state_shardings.optimizer.slots
 
         def count(old: jax.Array) -> jax.Array:
             return jax.device_put(updates, old.sharding)
 
         with self._opened() as readers:
 
-            def read(array: SlotArray, old: Any) -> Any:
-                sharding = jax.tree.map(lambda zeros: zeros.sharding, old)
-                jax.tree.map(lambda zeros: zeros.delete(), old)  # there is room for one of them
+            def read(array: SlotArray, sharding: Any) -> Any:
+                zeros = [by[array.slot].get(array.parameter) for by in optimizer.slots.values() if array.slot in by]
+                jax.tree.map(lambda x: x.delete(), zeros)  # there is room for one of them; in files there are none
                 return self._slot(array, readers[self._states[array.slot]][array.parameter], sharding)
 
-            scalars = {
-                kind: {n: count(own) if not isinstance(own, dict) else own for n, own in by.items()}
+            wanted = {
+                kind: {n: shardings[kind][n] if isinstance(own, dict) else count(own) for n, own in by.items()}
                 for kind, by in optimizer.slots.items()
             }
-            found = slots.each(read, scalars)
+            found = slots.each(read, wanted)
         rounded = None if optimizer.rounded is None else count(optimizer.rounded)
         return OptimizerState(rounded, found)
 

@@ -70,7 +70,7 @@ class StateSource(WeightSource):
 
     def __init__(self, program: TrainProgram, state: TrainState):
         super().__init__(program.config.run.dir, "state")
-        self._program, self._state = program, state
+        self._program, self._state = program, program.with_files(state, "master_low_bits")
 
     @contextlib.contextmanager
     def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:

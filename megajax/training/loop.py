@@ -146,9 +146,15 @@ class Trainer:
         self._state = state
 
     def compile(self) -> None:
-        """Start to compile the steps in a thread; meanwhile the state and the first batch can be read."""
-        if not self._compiled.has_started:
-            self._compile()
+        """Start to compile the steps in a thread; meanwhile the state and the first batch can be read.
+
+        Raises InputError if the files of `optimizer.offload_dir` cannot be made.
+        """
+        if self._compiled.has_started:
+            return
+        if self.program.streamed is not None:
+            self.program.streamed.open()
+        self._compile()
 
     def _compile(self) -> None:
         sizes = self._sizes_ahead()
@@ -201,7 +207,8 @@ class Trainer:
         """
         if split not in self.data or not self.config.run.eval_steps:
             raise ConfigError(f"there is nothing to evaluate: set data.{split} and run.eval_steps above 0.")
-        weights = self.state.averaged if averaged else self.state.weights
+        state = self.program.with_files(self.state, "ema") if averaged else self.state
+        weights = state.averaged if averaged else state.weights
         wait, layer_state = self._wait_for_devices, self.state.layer_state
         return mean_loss(self.program, split, self.data[split], weights, layer_state, wait)
 
@@ -223,13 +230,14 @@ class Trainer:
         """
         self._start_writing()
         samples = self.sizes.samples_before(self.step)
-        self.directory.save(self.step, self.state, samples, **self._spikes.losses.saved(self.step))
+        self.directory.save(self.step, self.program.with_files(self.state), samples, **self._spikes.losses.saved(self.step))
 
     def save_locally(self) -> None:
         """Start a save of the current step to `checkpoint.local_dir`, while `run` runs."""
         assert self.directory.local_saves is not None
         samples = self.sizes.samples_before(self.step)
-        self.directory.local_saves.save(self.step, self.state, samples, **self._spikes.losses.saved(self.step))
+        state = self.program.with_files(self.state)
+        self.directory.local_saves.save(self.step, state, samples, **self._spikes.losses.saved(self.step))
 
     def saved(self) -> Checkpoints:
         """The checkpoints, after the last save has ended and is reported."""
@@ -337,7 +345,7 @@ class Trainer:
     def _first_state(self, say: Callable[[str], None]) -> TrainState:
         """The state of the start; this Trainer goes back with it if the newest checkpoint is damaged."""
         expected, compiling = self._start.step, self._sizes_ahead() if self._compiled.has_started else None
-        state = self._start.state(say)
+        state = self.program.to_files(self._start.state(say))
         if self._start.step != expected:
             self._begin()
             self.console.set_step(self.step)
@@ -385,7 +393,7 @@ class Trainer:
         with self.watch.working("the rollback"):
             self.directory.before_removal()
             frozen, self._state = self.state.frozen, None  # so that there is room for another one
-            self._state = self._start.go_back(rollback, frozen)
+            self._state = self.program.to_files(self._start.go_back(rollback, frozen))
         self._begin()
         if self._train_batches is not None:
             self._train_batches.close()

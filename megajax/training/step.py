@@ -20,9 +20,10 @@ from megajax.model.lora import targets
 from megajax.model.sublayer import is_maximum
 from megajax.model.trained import is_master
 from megajax.optim.forms import StateArray
-from megajax.optim.groups import clip
-from megajax.optim.offload import on_device, on_host
+from megajax.optim.groups import clip, clipped_norms
+from megajax.optim.offload import on_device
 from megajax.optim.optimizer import Updated
+from megajax.optim.streamed import StreamedUpdate
 from megajax.optim.update import Given, Update
 from megajax.sharding import (
     BATCH_SPEC,
@@ -79,6 +80,11 @@ class TrainState:
         """The FP32 master weights by name, inside a jitted function."""
         return join_all(self.params, on_device(self.master_low_bits))
 
+    def with_updated(self, updated: Updated) -> "TrainState":
+        """This state after an update."""
+        params, ema, optimizer, low_bits = updated
+        return replace(self, params=params, ema=ema, optimizer=optimizer, master_low_bits=low_bits)
+
     @property
     def averaged(self) -> dict[str, jax.Array]:
         """All weights of the model, averaged where they are trained."""
@@ -92,6 +98,7 @@ class TrainProgram:
     plan: StepPlan
     mesh: Mesh
     update: Update
+    streamed: StreamedUpdate | None  # with slots in files (`optimizer.offload_dir`)
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
@@ -103,7 +110,8 @@ class TrainProgram:
         plan = StepPlan.of(config, mesh)
         if not plan.trained:
             plan.refuse("optimizer.groups gives all parameters the learning rate 0", "train some", "optimizer.groups")
-        return cls(plan, mesh, Update.build(plan, plan.trained, plan.placements, mesh))
+        update = Update.build(plan, plan.trained, plan.placements, mesh)
+        return cls(plan, mesh, update, StreamedUpdate(update) if plan.optimizer.offload_dir else None)
 
     @property
     def config(self) -> Config:
@@ -138,17 +146,12 @@ class TrainProgram:
     @cached_property
     def state_shardings(self) -> TrainState:
         """A TrainState of shardings: slots are sharded by their placement, scalars are replicated."""
-
-        def of(array: StateArray) -> NamedSharding:
-            sharding = NamedSharding(self.mesh, P() if array.placement is None else array.placement.spec)
-            return on_host(sharding) if array.on_host else sharding
-
-        return jax.tree.map(of, self.stored)
+        return jax.tree.map(lambda array: array.sharding(self.mesh), self.stored)
 
     def _check_offload(self) -> None:
         """Raise ConfigError if `optimizer.offload` moves nothing."""
         share, slots, key = self.config.optimizer.offload, self.update.slots, "optimizer.offload"
-        if share and not slots.on_host:
+        if share and not slots.offloaded:
             least = min(slots.movable.values(), default=0) / max(sum(slots.movable.values()), 1)
             cure = f"raise it to at least {least:.2g}" if slots.movable else "remove it, or keep moments"
             fail(self.config, f"{key}={share} moves no array to the host", cure, key)
@@ -212,19 +215,56 @@ class TrainProgram:
             lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "master_low_bits": {}}
         if not teacher and self.plan.teacher is not None:
             lacking["frozen"] = {}
-        if not lacking:
+        if not lacking and self.streamed is None:
             return jax.jit(self._init, out_shardings=self.state_shardings)
-        shardings = replace(self.state_shardings, **lacking)
-        return jax.jit(lambda: replace(self._init(), **lacking), out_shardings=shardings)
+
+        def without(state: TrainState) -> TrainState:
+            return replace(state, **{"optimizer": self.on_devices(state).optimizer, **lacking})  # others are zeros
+
+        return jax.jit(lambda: without(self._init()), out_shardings=without(self.state_shardings))
 
     @cached_property
     def train_step(self) -> Callable:
-        """Jitted (state, batch) → (new state, metrics); the state is donated."""
-        return jax.jit(
-            partial(_train_step, self, gradient_function(self.graph, self.mesh)),
-            donate_argnums=0,
-            out_shardings=(self.state_shardings, NamedSharding(self.mesh, P())),
-        )
+        """(State, batch) → (new state, metrics); the state is donated. Jitted, unless slots are in files."""
+        step = self.step_program
+        return step if self.streamed is None else lambda state, batch: self.finish(*step(state, batch))
+
+    @cached_property
+    def step_program(self) -> Callable:
+        """Jitted (state, batch) → what `finish` needs: (new state, metrics), or before the update also a `Given`."""
+        gradients_of, everywhere = gradient_function(self.graph, self.mesh), NamedSharding(self.mesh, P())
+        if self.streamed is None:
+            target = self.state_shardings, everywhere
+            return jax.jit(partial(_train_step, self, gradients_of), donate_argnums=0, out_shardings=target)
+        state = self.on_devices(self.state_shardings)
+        gradients = {name: state.params[name] for name in self.update.slots.placements}
+        target = state, everywhere, Given(gradients, *[everywhere] * (len(Given._fields) - 1))
+        return jax.jit(partial(_before_update, self, gradients_of), donate_argnums=0, out_shardings=target)
+
+    def finish(self, state: TrainState, metrics: dict[str, jax.Array], given: Given | None = None) -> Any:
+        """The results of `step_program` → those of `train_step`."""
+        if self.streamed is not None:
+            assert given is not None
+            state = state.with_updated(self.streamed(state.updated, given))
+        return state, metrics
+
+    def on_devices(self, state: TrainState) -> TrainState:
+        """A state, or a tree like it, without the slots in files, as `train_step` gets it."""
+        return state.with_updated(self.update.slots.divided(state.updated)[0])
+
+    def to_files(self, state: TrainState) -> TrainState:
+        """`on_devices` of a whole state, whose slots are written to the files; those that it lacks are zeros there."""
+        if self.streamed is None:
+            return state
+        updated, in_files = self.update.slots.divided(state.updated)
+        self.streamed.store(in_files)
+        return state.with_updated(updated)
+
+    def with_files(self, state: TrainState, slot: str = "") -> TrainState:
+        """The inverse of `to_files`: the slots, or one of them, are read from the files to the hosts' memory."""
+        if self.streamed is None:
+            return state
+        return state.with_updated(self.update.slots.merged(state.updated, self.streamed.load(slot)))
 
     @cached_property
     def eval_step(self) -> Callable:
@@ -301,6 +341,12 @@ class TrainProgram:
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
+    state, metrics, given = _before_update(program, gradients_of, state, batch)
+    return state.with_updated(program.update(state.updated, given)), metrics
+
+
+def _before_update(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
+    """A step up to its update: (the state, in which the update changes the rest, metrics, what the update needs)."""
     config = program.config
     program.check_fields(batch)
     program._check_microbatches(batch)
@@ -309,18 +355,13 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     learning_rate = program.update.rate(state.step)
-    clipped = clip(program.plan, gradients, norm)
-    given = Given(clipped, _rescaling(program, layers), learning_rate, state.step, finite)
-    params, ema, optimizer, low_bits = program.update(state.updated, given)
+    norms = clipped_norms(program.plan, gradients, norm)
+    given = Given(gradients, norms, _rescaling(program, layers), learning_rate, state.step, finite)
     # A step with non-finite numbers changes no layer state either.
     layer_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), layer_state, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
-        params=params,
-        master_low_bits=low_bits,
-        ema=ema,
-        optimizer=optimizer,
         layer_state=layer_state,
         step=state.step + 1,
         skipped=state.skipped + skipped,
@@ -341,7 +382,7 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
-    return state, metrics
+    return state, metrics, given
 
 
 def directions_of(
@@ -351,8 +392,8 @@ def directions_of(
 
     The gradients are not clipped yet; `norm` is the norm of all of them.
     """
-    clipped, optimizer = clip(program.plan, gradients, norm), on_device(state.optimizer)
-    directions, optimizer = program.update.directions(clipped, optimizer, state.masters)
+    clipped = clip(program.plan, gradients, clipped_norms(program.plan, gradients, norm))
+    directions, optimizer = program.update.directions(clipped, on_device(state.optimizer), state.masters)
     return program.update.rate(state.step), directions, optimizer
 
 

@@ -36,7 +36,7 @@ class ReusedPrograms:
     def __init__(self, kind: type):
         self.active = self.draws = False
         self._known: OrderedDict[str, Any] = OrderedDict()
-        for name in ("train_step", "eval_step"):
+        for name in ("step_program", "eval_step"):
             self._share(kind, name)
         own = kind._first
 

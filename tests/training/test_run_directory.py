@@ -111,7 +111,7 @@ def test_the_host_does_not_run_ahead_of_the_devices(run_dir, build):
             waited.append(self.step)
 
     compiled = Mock(side_effect=lambda state, batch: (state, {"loss": Loss(trainer.step + 1)}))
-    vars(trainer.program)["train_step"] = Mock(**{"lower.return_value.compile.return_value": compiled})
+    vars(trainer.program)["step_program"] = Mock(**{"lower.return_value.compile.return_value": compiled})
     batch = trainer.next_batch()
     for step in range(5, 12):
         trainer.train_step(batch)

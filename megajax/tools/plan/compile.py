@@ -46,13 +46,14 @@ class StepProgram(Protocol):
     """A train step before it is compiled, as `training.step.TrainProgram` is."""
 
     @property
-    def train_step(self) -> Any: ...  # jitted (state, batch) → (state, metrics)
+    def step_program(self) -> Any: ...  # jitted (state, batch) → (state, metrics, ...)
     @property
     def abstract_state(self) -> Any: ...
     @property
     def abstract_batch(self) -> Any: ...
     @property
     def stored(self) -> Any: ...  # the tree of the state, whose leaves have `on_host`
+    def on_devices(self, state: Any) -> Any: ...  # without what the step does not get
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,11 @@ def compile_for_h200[StoredProgram: StepProgram](
     with no_gpu_needed(device):
         program = build(config, build_mesh(sizes, h200_devices(gpus, device)))
         start = time.perf_counter()
-        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        state = program.on_devices(program.abstract_state)
+        traced = program.step_program.trace(state, program.abstract_batch)
         traced_at = time.perf_counter()
         lowered = traced.lower()
-        _place_on_host(lowered, [array.on_host for array in jax.tree.leaves(program.stored)])
+        _place_on_host(lowered, [array.on_host for array in jax.tree.leaves(program.on_devices(program.stored))])
         lowered_at = time.perf_counter()
         text, memory = compiled(lowered, store, device=device)
         end = time.perf_counter()
