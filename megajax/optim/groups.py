@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.model.width import rate_factor
+from megajax.ops.barriers import not_repeated
 from megajax.optim.slots import OptimizerSlots
 from megajax.schema.optimizer import OptimizerGroup
 from megajax.sharding import EMPTY, Placement
@@ -81,6 +82,7 @@ def clipped_norms(plan: StepPlan, gradients: Mapping[str, jax.Array], norm: jax.
     if not apart:
         return {OTHERS: norm}
     indices = {name: apart.get(name, OTHERS) for name in gradients}
+    gradients = not_repeated({**gradients})  # so that the sums do not depend on the program
     return {
         index: _norm({name: g for name, g in gradients.items() if indices[name] == index})
         for index in dict.fromkeys(indices.values())

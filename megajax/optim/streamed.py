@@ -64,7 +64,7 @@ class StoredRows:
 
     def array(self, parts: Sequence[np.ndarray]) -> jax.Array:
         """A chunk of each of this process's devices, in bytes → the chunks of all devices as one array."""
-        sharding, devices = self.sharding, self.sharding.mesh.local_devices
+        sharding, devices = self.sharding, _devices(self.sharding.mesh)
         shape = tuple(
             size * whole // shard for size, whole, shard in zip(self.shape, self.whole, self.shard, strict=True)
         )
@@ -110,14 +110,18 @@ class StreamedUpdate:
         settings, chunks = self.update.plan.optimizer, [rows for _, rows, _ in self._chunks]
         assert settings.offload_dir is not None
         where, memory = self.update.plan.config.where(KEY), int(settings.offload_buffers * 2**30)
-        devices = len(self.mesh.local_devices)
+        devices = len(_devices(self.mesh))
         return SlotFiles(Path(settings.offload_dir), [rows.bytes for rows in chunks], devices, memory, where)
 
     @cached_property
     def _chunks(self) -> list[tuple[tuple[str, str], StoredRows, tuple[int, ...]]]:
         """The key, the array and the begin of each chunk, in the order of the files."""
         return [
-            (key, rows, begin) for _, keys in self.turns for key in keys for rows in self.rows[key] for begin in rows.begins
+            (key, rows, begin)
+            for _, keys in self.turns
+            for key in keys
+            for rows in self.rows[key]
+            for begin in rows.begins
         ]
 
     @cached_property
@@ -162,8 +166,6 @@ class StreamedUpdate:
         target = self.slots.merged(part_of(on_devices, names), on_device)
 
         def update(arrays: Updated, scalars: Updated, given: Given) -> Updated:
-            # XLA rounds a rate that is computed beside its use as in the step's program.
-            given = given._replace(rate=self.update.rate(given.step))
             with jax.named_scope("optimizer"):
                 return self.update.of_turn(_merged_scalars(arrays, scalars), given)
 
@@ -215,7 +217,7 @@ class StreamedUpdate:
 
     def _load(self, rows: StoredRows, number: int) -> jax.Array:
         shards, sharding = [], on_host(rows.sharding)
-        for index, device in enumerate(self.mesh.local_devices):
+        for index, device in enumerate(_devices(self.mesh)):
             shard = np.empty(rows.shard, rows.dtype)
             for chunk, begin in enumerate(rows.begins, number):
                 shard[rows.slices(begin)] = self.files.load(chunk, index).view(rows.dtype).reshape(rows.shape)
@@ -262,10 +264,15 @@ def paired(update: Update) -> list[set[str]]:
     return turns or [names]
 
 
-def _local(array: jax.Array) -> list[Any]:
+def _devices(mesh: Any) -> list[Any]:
+    """This process's devices, in the order of the mesh."""
+    return mesh.local_devices
+
+
+def _local(array: Any) -> list[Any]:
     """The shards of this process's devices, in the order of the mesh."""
-    shards: dict[Any, Any] = {shard.device: shard for shard in array.addressable_shards}
-    return [shards[device] for device in array.sharding.mesh.local_devices]  # type: ignore[attr-defined]
+    shards = {shard.device: shard for shard in array.addressable_shards}
+    return [shards[device] for device in _devices(array.sharding.mesh)]
 
 
 def _by_donation(before: Updated) -> tuple[Updated, Updated]:

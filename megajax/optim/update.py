@@ -31,7 +31,6 @@ class Given(NamedTuple):
     gradients: Named
     norms: Mapping[int, jax.Array]  # by which they are clipped (`clipped_norms`)
     factors: Named  # of new weights
-    rate: jax.Array
     step: jax.Array
     finite: jax.Array  # whether the step's numbers are; if not, nothing changes
 
@@ -96,7 +95,8 @@ class Update:
         """The update of the parameters of a turn, whose arrays are on the device."""
         masters, gradients = join_all(before.params, before.master_low_bits), clip(self.plan, *given[:2])
         directions, held = self.directions(gradients, before.optimizer, masters)
-        new = {name: masters[name] - given.rate * d for name, d in directions.items()}
+        rate = self.rate(given.step)
+        new = {name: masters[name] - rate * d for name, d in directions.items()}
         new |= {name: new[name] * factor for name, factor in given.factors.items()}
         after, old = (new, self._averages(before.ema, new, given.step), held), (masters, before.ema, before.optimizer)
         new, averages, held = jax.tree.map(lambda x, old: jnp.where(given.finite, x, old), after, old)

@@ -176,7 +176,7 @@ class OptimizerConfig(Section):
     )
 
     def __hash__(self) -> int:  # `settings` and `groups` have none
-        return hash((self.kind, self.state, self.master, self.offload, self.offload_dir, self.weight_decay, self.ema_decay))
+        return hash((self.kind, self.state, self.master, self.offload, self.offload_dir, self.weight_decay))
 
     @property
     def chosen(self) -> OptimizerKind:

@@ -229,14 +229,13 @@ class Trainer:
         Raises InputError if the last one failed and there is no other.
         """
         self._start_writing()
-        samples = self.sizes.samples_before(self.step)
-        self.directory.save(self.step, self.program.with_files(self.state), samples, **self._spikes.losses.saved(self.step))
+        state, samples = self.program.with_files(self.state), self.sizes.samples_before(self.step)
+        self.directory.save(self.step, state, samples, **self._spikes.losses.saved(self.step))
 
     def save_locally(self) -> None:
         """Start a save of the current step to `checkpoint.local_dir`, while `run` runs."""
         assert self.directory.local_saves is not None
-        samples = self.sizes.samples_before(self.step)
-        state = self.program.with_files(self.state)
+        state, samples = self.program.with_files(self.state), self.sizes.samples_before(self.step)
         self.directory.local_saves.save(self.step, state, samples, **self._spikes.losses.saved(self.step))
 
     def saved(self) -> Checkpoints:

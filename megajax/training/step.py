@@ -237,8 +237,9 @@ class TrainProgram:
             target = self.state_shardings, everywhere
             return jax.jit(partial(_train_step, self, gradients_of), donate_argnums=0, out_shardings=target)
         state = self.on_devices(self.state_shardings)
-        gradients = {name: state.params[name] for name in self.update.slots.placements}
-        target = state, everywhere, Given(gradients, *[everywhere] * (len(Given._fields) - 1))
+        gradients: Any = {name: state.params[name] for name in self.update.slots.placements}
+        rest: list[Any] = [everywhere] * (len(Given._fields) - 1)
+        target = state, everywhere, Given(gradients, *rest)
         return jax.jit(partial(_before_update, self, gradients_of), donate_argnums=0, out_shardings=target)
 
     def finish(self, state: TrainState, metrics: dict[str, jax.Array], given: Given | None = None) -> Any:
@@ -354,9 +355,8 @@ def _before_update(program: TrainProgram, gradients_of: Callable, state: TrainSt
         state.weights, state.layer_state, batch, state.step, state.loss_scale
     )
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-    learning_rate = program.update.rate(state.step)
     norms = clipped_norms(program.plan, gradients, norm)
-    given = Given(gradients, norms, _rescaling(program, layers), learning_rate, state.step, finite)
+    given = Given(gradients, norms, _rescaling(program, layers), state.step, finite)
     # A step with non-finite numbers changes no layer state either.
     layer_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), layer_state, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
@@ -369,7 +369,7 @@ def _before_update(program: TrainProgram, gradients_of: Callable, state: TrainSt
     )
     metrics = {
         "grad_norm": norm,
-        "learning_rate": jnp.asarray(learning_rate, jnp.float32),
+        "learning_rate": jnp.asarray(program.update.rate(given.step), jnp.float32),
         "skipped": state.skipped,
         "skipped_in_row": state.skipped_in_row,
     }

@@ -55,7 +55,8 @@ def shrink(
         "schedule": {"kind": "constant", "learning_rate": LEARNING_RATE, "min_learning_rate": 0.0, "warmup_steps": 0},
         "data": {} if is_chat else {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
         "logging": {"norms_interval": 0},
-        "optimizer": {"state": "float32", "master": "float32", "offload_dir": None},  # the first step's gradients are read from the moments
+        # The first step's gradients are read from the moments.
+        "optimizer": {"state": "float32", "master": "float32", "offload_dir": None},
     }
     remat, kernels, depth = _loops(config, units)
     small |= {"remat": remat, "kernels": kernels}

@@ -1,0 +1,164 @@
+"""Steps with optimizer state in files: the same numbers as with all of it on the devices, and none lost or doubled."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from megajax.config.checks import check_mesh
+from megajax.errors import ConfigError
+from megajax.mesh import build_mesh
+from megajax.optim import slot_files, streamed
+from megajax.optim.forms import StateArray
+from megajax.optim.slot_files import SlotFiles
+from megajax.optim.streamed import StoredRows
+from megajax.sharding import Placement
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+
+@pytest.fixture(autouse=True)
+def on_a_disk(monkeypatch):
+    """The tests' files are in memory, which the kernel does not tell here; arrays have several chunks."""
+    monkeypatch.setattr(slot_files, "MOUNTS", Path("/nothing"))
+    monkeypatch.setattr(streamed, "CHUNK", 1500)
+
+
+@pytest.fixture
+def programs(make_config, tmp_path):
+    """(overrides..., sizes) → the same program without and with files."""
+
+    def make(*overrides, **sizes):
+        overrides += tuple(f"mesh.{axis}={size}" for axis, size in sizes.items())
+        made = []
+        for more in ((), ("optimizer.offload=1", f"optimizer.offload_dir={tmp_path}")):
+            config, count = make_config(*overrides, *more), int(np.prod([*sizes.values()]))
+            made.append(TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count])))
+        return made
+
+    return make
+
+
+def random_batch(program, seed):
+    M, B, S = program.plan.batch_shape
+    tokens = np.random.default_rng(seed).integers(0, program.config.model.vocab_size, (M * B, S + 1), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(S, dtype=np.int32), (M * B, S))
+    fields = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions}
+    return to_global(program, fields | {"loss_mask": np.ones((M * B, S), np.float32)})
+
+
+def assert_equal(found, expected, tolerance=0.0):
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        name = jax.tree_util.keystr(path)
+        assert x.dtype == y.dtype, name
+        if tolerance and np.issubdtype(x.dtype, np.floating):
+            np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
+        elif not tolerance:
+            np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"), err_msg=name)
+
+
+def test_a_run_is_that_on_the_devices_bit_for_bit(programs, monkeypatch):
+    groups = "[{parameters: ['*.norm'], weight_decay: 0}, {parameters: ['*.attention.*'], clip_norm: 0.1}]"
+    # Without XLA's optimisations, as here, powers of AdamW's `beta1` differ in the last bit; Lion has none.
+    plain, filed = programs(
+        "optimizer.kind=lion",
+        "batch.num_microbatches=2",
+        "optimizer.clip_norm=0.5",
+        f"optimizer.groups={groups}",
+        "precision.compute=bfloat16",
+        "optimizer.master=split",
+        "optimizer.ema_decay=0.5",
+        fsdp=2,
+        tensor=2,
+    )
+    expected, state = plain.init_state(), filed.to_files(filed.init_state())
+    for step in range(3):
+        expected, metrics = plain.train_step(expected, random_batch(plain, step))
+        state, found = filed.train_step(state, random_batch(filed, step))
+        assert_equal(found, metrics)
+    assert_equal(filed.with_files(state), expected)
+    assert len(filed.streamed.files.sizes) > len(filed.streamed.stored)  # arrays in several chunks
+
+    # A skipped step neither reads nor writes, and the next one goes on.
+    batch = random_batch(filed, 3)
+    bad = batch | {"loss_mask": batch["loss_mask"] * jnp.nan}
+    with monkeypatch.context() as patch:
+        for name in ("take", "write"):
+            patch.setattr(SlotFiles, name, None)
+        state, _ = filed.train_step(state, bad)
+    expected, _ = plain.train_step(expected, bad)
+    expected, _ = plain.train_step(expected, batch)
+    state, found = filed.train_step(state, batch)
+    assert int(found["skipped"]) == 1
+    assert_equal(filed.with_files(state), expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ("optimizer.kind=ademamix optimizer.state=int8", {"fsdp": 4}),
+        ("optimizer.kind=muon optimizer.state=bfloat16 optimizer.offload_buffers=1e-9", {"fsdp": 2, "tensor": 2}),
+        ("lora.rank=2 optimizer.offload_buffers=1e-9", {"pipeline": 2, "data": 2}),
+    ],
+    ids=["ademamix", "muon", "lora in a pipeline"],
+)
+def test_other_optimizers_and_forms(programs, overrides, sizes):
+    plain, filed = programs(*overrides.split(), **sizes)
+    expected, state = plain.init_state(), filed.to_files(filed.init_state())
+    for step, tolerance in enumerate((0.0, 1e-5)):  # as above
+        expected, _ = plain.train_step(expected, random_batch(plain, step))
+        state, _ = filed.train_step(state, random_batch(filed, step))
+        assert_equal(filed.with_files(state).params, expected.params, tolerance)
+        assert_equal(filed.with_files(state).optimizer, expected.optimizer, tolerance)
+
+
+def test_what_is_stored_is_loaded(programs):
+    _, filed = programs("optimizer.state=int8", "optimizer.ema_decay=0.5", fsdp=4, tensor=2)
+    random = np.random.default_rng(0)
+
+    def of(leaf):
+        numbers = random.integers(1, 100, leaf.shape).astype(leaf.dtype)
+        return jax.device_put(numbers, leaf.sharding)
+
+    whole = jax.tree.map(of, filed.abstract_state)
+    state = filed.to_files(whole)
+    assert not state.ema and not jax.tree.leaves(state.optimizer.slots["adamw"]["mu"]["head"])
+    assert_equal(filed.with_files(state), whole)
+    assert_equal(filed.with_files(state, "ema").ema, whole.ema)
+    first = filed.with_files(filed.to_files(filed.init_state()))
+    assert not any(np.any(x) for x in jax.tree.leaves(first.optimizer))  # zeros again
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 11), (2, 1000), (2, 3, 400, 7), (13, 1)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint8])
+def test_chunks_cover_an_array(shape, dtype):
+    placement = Placement(shape, ("embed",) * len(shape), P(), shape, None, 1, None)
+    mesh = build_mesh(dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1), jax.devices()[:1])
+    rows, covered = StoredRows.of(StateArray(placement, dtype), mesh), np.zeros(shape, int)
+    for begin in rows.begins:
+        part = covered[rows.slices(begin)]
+        assert part.shape == rows.shape
+        part += 1
+    assert covered.min() == 1
+    row = jnp.dtype(dtype).itemsize * shape[-1]
+    assert rows.bytes <= max(streamed.CHUNK, row)
+    assert (covered > 1).mean() <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            "",
+            "optimizer.offload_dir=/disk needs optimizer.offload above 0, but optimizer.offload=0.0 .*: set optimizer",
+        ),
+        ("optimizer.offload=1 logging.norms_interval=2", "offload_dir=/disk cannot be combined with logging.norms_int"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(make_config, overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make_config("optimizer.offload_dir=/disk", *overrides.split())
