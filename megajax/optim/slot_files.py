@@ -28,6 +28,7 @@ KEY = "optimizer.offload_dir"
 ALIGNMENT = 4096  # bytes; of positions, lengths and memory in direct transfers
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 THREADS = 4  # that read for a device, and as many that write
+TAKEN = 3  # chunks that a caller takes before it frees the first of them, at most
 ON_DEVICE = 4  # changed chunks on a device that wait for their copy to the host
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -129,7 +130,9 @@ class SlotFiles:
         *self._starts, size = [0, *accumulate(map(aligned, sizes))]
         self._largest = max(map(aligned, sizes))
         self.files = [SlotFile(directory, size, where) for _ in range(devices)]
-        self.slots = min(len(sizes), max(2, memory // (2 * self._largest)))  # chunks in memory, before and after each
+        self.slots = min(
+            len(sizes), max(TAKEN, memory // (2 * self._largest))
+        )  # chunks in memory, before and after each
         self._readers, self._writers = (ThreadPoolExecutor(THREADS * devices) for _ in range(2))
         self._fetchers = ThreadPoolExecutor(2 * devices)
         self._before = [[self._buffer() for _ in range(devices)] for _ in range(self.slots)]

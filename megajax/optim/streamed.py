@@ -25,11 +25,10 @@ from megajax.errors import InputError
 from megajax.optim.forms import StateArray
 from megajax.optim.offload import on_host
 from megajax.optim.optimizer import Updated
-from megajax.optim.slot_files import KEY, SlotFiles
+from megajax.optim.slot_files import KEY, TAKEN, SlotFiles
 from megajax.optim.update import Given, Update, join_parts, part_of
 
 CHUNK = 2**26  # bytes on a device, at most if a row is not larger
-ARRIVING = 2  # chunks that are copied to the device while the next one is awaited
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ class StoredRows:
         shape = tuple(
             size * whole // shard for size, whole, shard in zip(self.shape, self.whole, self.shard, strict=True)
         )
-        placed = [
-            jax.device_put(part.view(self.dtype).reshape(self.shape), device, may_alias=False)
-            for part, device in zip(parts, devices, strict=True)
-        ]
+        shaped = [part.view(self.dtype).reshape(self.shape) for part in parts]
+        # An array on a CPU would share the memory of the buffer, which is filled again.
+        shaped = [part.copy() if d.platform == "cpu" else part for part, d in zip(shaped, devices, strict=True)]
+        placed = [jax.device_put(part, device) for part, device in zip(shaped, devices, strict=True)]
         return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
     def slices(self, begin: Sequence[int]) -> tuple[slice, ...]:
@@ -187,7 +186,7 @@ class StreamedUpdate:
                     whole = _zeros(rows.whole, rows.dtype, rows.sharding)() if whole is None else whole
                     whole = _put(rows.sharding)(whole, chunk, np.array(begin, np.int32))
                 del chunk
-                if len(arriving) > ARRIVING:
+                if len(arriving) == TAKEN:
                     self._arrived(arriving)
             while arriving:
                 self._arrived(arriving)

@@ -39,7 +39,7 @@ def one_update(files, update):
         files.write(chunk, [numbers(update + 1, chunk, device) for device in range(files.devices)])
 
 
-@pytest.mark.parametrize("memory", [0, 6 * 8192, 2**20], ids=["two chunks", "three chunks", "all chunks"])
+@pytest.mark.parametrize("memory", [0, 8 * 8192, 2**20], ids=["three chunks", "four chunks", "all chunks"])
 def test_each_update_reads_what_the_last_one_wrote(tmp_path, memory, monkeypatch):
     own = SlotFile.write
 
@@ -49,7 +49,7 @@ def test_each_update_reads_what_the_last_one_wrote(tmp_path, memory, monkeypatch
 
     monkeypatch.setattr(SlotFile, "write", slow)
     files = SlotFiles(tmp_path, SIZES, 2, memory)
-    assert files.slots == {0: 2, 6 * 8192: 3, 2**20: len(SIZES)}[memory]
+    assert files.slots == {0: 3, 8 * 8192: 4, 2**20: len(SIZES)}[memory]
     for update in range(4):
         one_update(files, update)
     files.flush()

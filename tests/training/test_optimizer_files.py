@@ -19,6 +19,8 @@ from megajax.sharding import Placement
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
+BUFFERS = ("optimizer.offload_buffers=1e-9",)  # a few chunks
+
 
 @pytest.fixture(autouse=True)
 def on_a_disk(monkeypatch):
@@ -28,13 +30,23 @@ def on_a_disk(monkeypatch):
 
 
 @pytest.fixture
+def optimised():
+    """Programs as users have them: without its optimisations XLA's compiler rounds `a + b·c` once or twice."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.fixture
 def programs(make_config, tmp_path):
     """(overrides..., sizes) → the same program without and with files."""
 
     def make(*overrides, **sizes):
         overrides += tuple(f"mesh.{axis}={size}" for axis, size in sizes.items())
         made = []
-        for more in ((), ("optimizer.offload=1", f"optimizer.offload_dir={tmp_path}")):
+        for more in ((), ("optimizer.offload=1", f"optimizer.offload_dir={tmp_path}", *BUFFERS)):
             config, count = make_config(*overrides, *more), int(np.prod([*sizes.values()]))
             made.append(TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count])))
         return made
@@ -61,11 +73,9 @@ def assert_equal(found, expected, tolerance=0.0):
             np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"), err_msg=name)
 
 
-def test_a_run_is_that_on_the_devices_bit_for_bit(programs, monkeypatch):
+def test_a_run_is_that_on_the_devices_bit_for_bit(programs, optimised, monkeypatch):
     groups = "[{parameters: ['*.norm'], weight_decay: 0}, {parameters: ['*.attention.*'], clip_norm: 0.1}]"
-    # Without XLA's optimisations, as here, powers of AdamW's `beta1` differ in the last bit; Lion has none.
     plain, filed = programs(
-        "optimizer.kind=lion",
         "batch.num_microbatches=2",
         "optimizer.clip_norm=0.5",
         f"optimizer.groups={groups}",
@@ -73,7 +83,6 @@ def test_a_run_is_that_on_the_devices_bit_for_bit(programs, monkeypatch):
         "optimizer.master=split",
         "optimizer.ema_decay=0.5",
         fsdp=2,
-        tensor=2,
     )
     expected, state = plain.init_state(), filed.to_files(filed.init_state())
     for step in range(3):
@@ -101,19 +110,19 @@ def test_a_run_is_that_on_the_devices_bit_for_bit(programs, monkeypatch):
     ("overrides", "sizes"),
     [
         ("optimizer.kind=ademamix optimizer.state=int8", {"fsdp": 4}),
-        ("optimizer.kind=muon optimizer.state=bfloat16 optimizer.offload_buffers=1e-9", {"fsdp": 2, "tensor": 2}),
-        ("lora.rank=2 optimizer.offload_buffers=1e-9", {"pipeline": 2, "data": 2}),
+        ("optimizer.kind=muon optimizer.state=bfloat16", {"fsdp": 2, "tensor": 2}),
+        ("model.num_layers=2 batch.num_microbatches=2", {"pipeline": 2, "data": 2}),
     ],
-    ids=["ademamix", "muon", "lora in a pipeline"],
+    ids=["ademamix", "muon", "adamw in a pipeline"],
 )
 def test_other_optimizers_and_forms(programs, overrides, sizes):
     plain, filed = programs(*overrides.split(), **sizes)
     expected, state = plain.init_state(), filed.to_files(filed.init_state())
-    for step, tolerance in enumerate((0.0, 1e-5)):  # as above
+    for step in range(2):
         expected, _ = plain.train_step(expected, random_batch(plain, step))
         state, _ = filed.train_step(state, random_batch(filed, step))
-        assert_equal(filed.with_files(state).params, expected.params, tolerance)
-        assert_equal(filed.with_files(state).optimizer, expected.optimizer, tolerance)
+    whole = filed.with_files(state)  # compiled without XLA's optimisations, so not bit for bit
+    assert_equal((whole.params, whole.optimizer), (expected.params, expected.optimizer), 1e-5)
 
 
 def test_what_is_stored_is_loaded(programs):
@@ -126,7 +135,8 @@ def test_what_is_stored_is_loaded(programs):
 
     whole = jax.tree.map(of, filed.abstract_state)
     state = filed.to_files(whole)
-    assert not state.ema and not jax.tree.leaves(state.optimizer.slots["adamw"]["mu"]["head"])
+    norms = {name for name in state.params if name.endswith("norm")}
+    assert norms == {*state.optimizer.slots["adamw"]["mu"]} == {*state.ema}
     assert_equal(filed.with_files(state), whole)
     assert_equal(filed.with_files(state, "ema").ema, whole.ema)
     first = filed.with_files(filed.to_files(filed.init_state()))
