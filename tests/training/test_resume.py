@@ -26,12 +26,16 @@ LONG = ("run.steps=8", "run.checkpoint_interval=4", "run.eval_steps=1", "data.sp
 WIDTH = ("model.hidden_size=36", "model.head_dim=8")
 
 
-def test_a_run_saved_on_one_mesh_goes_on_on_another(tmp_path, make_config, read_metrics):
-    def config(run_dir, offload):
+def test_a_run_saved_on_one_mesh_goes_on_on_another(tmp_path, make_config, read_metrics, monkeypatch):
+    """Also with optimizer state in files, of which a checkpoint knows nothing."""
+    monkeypatch.setattr("megajax.optim.slot_files.IN_MEMORY", ())  # where the tests' files are
+
+    def config(run_dir, offload, *more):
         run_dir = tmp_path / run_dir
         muon = ("optimizer.kind=muon", "optimizer.state=int8", "optimizer.ema_decay=0.3")  # with AdamW's state too
-        return make_config(*WIDTH, *muon, f"run.dir={run_dir}", f"optimizer.offload={offload}", *LONG)
+        return make_config(*WIDTH, *muon, f"run.dir={run_dir}", f"optimizer.offload={offload}", *LONG, *more)
 
+    in_files = f"optimizer.offload_dir={tmp_path}"
     run_on(config("whole", 1), {"data": 2, "tensor": 2})
     expected, averaged = (read_metrics(tmp_path / "whole", *names) for names in (("loss", "grad_norm"), (EMA,)))
     [(step, evaluated)] = averaged.items()
@@ -40,12 +44,18 @@ def test_a_run_saved_on_one_mesh_goes_on_on_another(tmp_path, make_config, read_
     shutil.copytree(tmp_path / "whole", other)
     shutil.rmtree(other / "checkpoints" / "8")
     (other / "metrics.jsonl").unlink()
-    run_on(config("other", 0.5), {"fsdp": 8})
+    run_on(config("other", 0.5, in_files), {"fsdp": 8})
     numbers = read_metrics(other, "loss", "grad_norm")
     assert list(numbers) == [5, 6, 7, 8]
     for step, values in numbers.items():
         assert values == pytest.approx(expected[step], rel=1e-5), step
     assert read_metrics(other, EMA)[8] == pytest.approx(evaluated, rel=1e-5)
+    # The checkpoint of the files, without them.
+    host, files = (Trainer(config("other", 1, *more), jax.devices()[:1]) for more in ((), (in_files,)))
+    found = files.program.with_files(files.state)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(host.state), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert len(jax.tree.leaves(files.state)) < len(jax.tree.leaves(found))
 
 
 def test_an_average_of_the_weights_may_begin_at_a_checkpoint_but_not_end(tmp_path, make_config, read_metrics):
