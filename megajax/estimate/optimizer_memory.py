@@ -21,8 +21,8 @@ class StateBytes(NamedTuple):
 
     weights: int
     optimizer: int  # what only the update needs: slots, averages, low bits of split weights
-    on_host: int  # the same in the host's memory; an update moves them there and back
-    largest_moved: int  # those on the host of the largest parameter
+    on_host: int  # the same in the host's memory or in files; an update moves them there and back
+    largest_moved: int  # those of them that are updated together, at most
 
 
 def state_bytes(plan: StepPlan, slots: OptimizerSlots) -> StateBytes:
@@ -38,7 +38,10 @@ def state_bytes(plan: StepPlan, slots: OptimizerSlots) -> StateBytes:
             moved[array.parameter] += size
         else:
             on_device += size
-    return StateBytes(_on_a_device(plan, weights), on_device, moved.total(), max(moved.values(), default=0))
+    together = max(moved.values(), default=0)
+    if slots.in_files:  # a large parameter and a small one
+        together += min(moved.values())
+    return StateBytes(_on_a_device(plan, weights), on_device, moved.total(), together)
 
 
 def _on_a_device(plan: StepPlan, arrays: Iterable[StateArray]) -> int:

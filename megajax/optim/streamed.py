@@ -25,7 +25,7 @@ from megajax.errors import InputError
 from megajax.optim.forms import StateArray
 from megajax.optim.offload import on_host
 from megajax.optim.optimizer import Updated
-from megajax.optim.slot_files import KEY, TAKEN, SlotFiles
+from megajax.optim.slot_files import KEY, TAKEN, SlotFiles, aligned
 from megajax.optim.update import Given, Update, join_parts, part_of
 
 CHUNK = 2**26  # bytes on a device, at most if a row is not larger
@@ -111,6 +111,11 @@ class StreamedUpdate:
         where, memory = self.update.plan.config.where(KEY), int(settings.offload_buffers * 2**30)
         devices = len(_devices(self.mesh))
         return SlotFiles(Path(settings.offload_dir), [rows.bytes for rows in chunks], devices, memory, where)
+
+    @property
+    def bytes(self) -> int:
+        """Of the file of a device."""
+        return sum(aligned(rows.bytes) for _, rows, _ in self._chunks)
 
     @cached_property
     def _chunks(self) -> list[tuple[tuple[str, str], StoredRows, tuple[int, ...]]]:

@@ -82,6 +82,9 @@ def _beside_the_model(program: TrainProgram) -> Iterator[str]:
             yield f"vision     {layers} over {counted(second.batch_shape[2], 'patch')} of a row; {attention}"
     if frozen := program.plan.frozen_parts:
         yield f"frozen     {' and '.join(frozen)}: learning rate 0 in optimizer.groups, so no gradients are computed"
+    if (streamed := program.streamed) is not None:
+        buffers, folder = memory_size(config.optimizer.offload_buffers * 2**30), config.optimizer.offload_dir
+        yield f"files      {memory_size(streamed.bytes)} of moments per device in {folder}, buffers of {buffers}"
     if config.lora.rank:
         count = adapter_parameter_count(program.model)
         lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {count:,} trained parameters in adapters of "

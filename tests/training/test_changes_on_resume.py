@@ -45,7 +45,8 @@ MAY_CHANGE = {
     "converted when it is read": "optimizer.master optimizer.ema_decay",
     "for benchmarks": "model.router.force_balance",
     "no number depends on it": """
-        mesh pipeline communication remat kernels optimizer.offload logging checkpoint
+        mesh pipeline communication remat kernels logging checkpoint
+        optimizer.offload optimizer.offload_dir optimizer.offload_buffers
         run.name run.dir run.log_interval run.eval_interval run.checkpoint_interval run.deterministic
         run.compilation_cache run.max_minutes run.peer_timeout_seconds run.hang_factor run.hang_min_seconds
         run.max_nonfinite_steps run.spike_factor run.spike_window run.max_rollbacks run.replica_check_interval run.hooks

@@ -22,6 +22,8 @@ UPDATE_BYTES = 31.5  # per stored parameter: gradient, its norm, both moments an
 WHOLE_BYTES = 16.0  # per gathered parameter: casts of the weight and of its gradient
 # Bytes of moments on the host that an update moves to the device and back in a second: 22.1 GB took 674 ms on an H200.
 HOST_BYTES = 33e9
+# The same of moments in files: a disk that reads 2.0 and writes 2.6 GB/s, one after the other, beside no computation.
+DISK_BYTES = 1.1e9
 FORWARD = 1 / 3  # share of the forward pass in a layer's time
 HIDING = 0.9  # part of the computation that hides collectives of weights and gradients
 PACE = 0.0108  # the slowest of several GPUs sets the pace: slower for each doubling, up to those of a host
@@ -108,7 +110,8 @@ class StoredState:
     """The state of a device.
 
     parameters: their number, by the axes that shard them in storage only. in_layers: the number of those in layers.
-    matrices: operations of the optimizer's matmuls, by their smallest dimension. on_host: bytes of moments on the host.
+    matrices: operations of the optimizer's matmuls, by their smallest dimension. on_host: bytes of moments on the host,
+    or in files.
     """
 
     parameters: Counter[tuple[str, ...]]
@@ -271,7 +274,8 @@ class _Step:
     def update(self) -> float:
         """Seconds of the optimizer."""
         matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.matrices.items())
-        return UPDATE_BYTES * self.parameters / self.rates.memory_bytes + matmuls + self.stored.on_host / HOST_BYTES
+        moved = self.stored.on_host / (DISK_BYTES if self.config.optimizer.offload_dir else HOST_BYTES)
+        return UPDATE_BYTES * self.parameters / self.rates.memory_bytes + matmuls + moved
 
     def pipelined(self, layers: PassSeconds, again: float, head: float) -> tuple[float, float, Traffic]:
         """(seconds of all ticks without sends, of their sends and loop, sends).
