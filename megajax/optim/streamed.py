@@ -108,14 +108,18 @@ class StreamedUpdate:
     def files(self) -> SlotFiles:
         settings, chunks = self.update.plan.optimizer, [rows for _, rows, _ in self._chunks]
         assert settings.offload_dir is not None
-        where, memory = self.update.plan.config.where(KEY), int(settings.offload_buffers * 2**30)
-        devices = len(_devices(self.mesh))
-        return SlotFiles(Path(settings.offload_dir), [rows.bytes for rows in chunks], devices, memory, where)
+        where, sizes = self.update.plan.config.where(KEY), [rows.bytes for rows in chunks]
+        return SlotFiles(Path(settings.offload_dir), sizes, len(_devices(self.mesh)), self.memory, where)
 
     @property
     def bytes(self) -> int:
         """Of the file of a device."""
         return sum(aligned(rows.bytes) for _, rows, _ in self._chunks)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of host memory for each device, at most."""
+        return min(2 * self.bytes, int(self.update.plan.optimizer.offload_buffers * 2**30))
 
     @cached_property
     def _chunks(self) -> list[tuple[tuple[str, str], StoredRows, tuple[int, ...]]]:

@@ -83,7 +83,7 @@ def _beside_the_model(program: TrainProgram) -> Iterator[str]:
     if frozen := program.plan.frozen_parts:
         yield f"frozen     {' and '.join(frozen)}: learning rate 0 in optimizer.groups, so no gradients are computed"
     if (streamed := program.streamed) is not None:
-        buffers, folder = memory_size(config.optimizer.offload_buffers * 2**30), config.optimizer.offload_dir
+        buffers, folder = memory_size(streamed.memory), config.optimizer.offload_dir
         yield f"files      {memory_size(streamed.bytes)} of moments per device in {folder}, buffers of {buffers}"
     if config.lora.rank:
         count = adapter_parameter_count(program.model)

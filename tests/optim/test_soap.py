@@ -53,7 +53,7 @@ def train(program: TrainProgram, state, gradients):
     """The state after a step with each of the canonical gradients."""
 
     def following(state, gradients):
-        given = Given(gradients, {}, program.update.rate(state.step), state.step, jnp.bool_(True))
+        given = Given(gradients, {}, {}, state.step, jnp.bool_(True))
         return replace(state, **program.update(state.updated, given)._asdict(), step=state.step + 1)
 
     step, places = jax.jit(following, out_shardings=program.state_shardings), program.placements
