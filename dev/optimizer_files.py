@@ -38,7 +38,6 @@ ROWS = (
     "mesh.fsdp=4 mesh.tensor=2 optimizer.kind=muon optimizer.state=bfloat16",
     "mesh.fsdp=2 mesh.tensor=4 optimizer.kind=lion optimizer.master=split optimizer.ema_decay=0.9",
     "mesh.fsdp=8 optimizer.kind=soap",
-    "mesh.fsdp=4 mesh.tensor=2 optimizer.groups=[{parameters:['*.attention.*'],clip_norm:0.1}]",
 )
 
 
