@@ -91,7 +91,7 @@ class StreamedUpdate:
             for key, arrays in self.stored.items()
         }
 
-    def open(self) -> None:
+    def make_files(self) -> None:
         """Make the files now. Raises InputError on all processes if one of them has no usable folder, or no room."""
 
         def problem() -> str:

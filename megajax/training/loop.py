@@ -153,7 +153,7 @@ class Trainer:
         if self._compiled.has_started:
             return
         if self.program.streamed is not None:
-            self.program.streamed.open()
+            self.program.streamed.make_files()
         self._compile()
 
     def _compile(self) -> None:
