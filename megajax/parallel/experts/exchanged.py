@@ -32,10 +32,12 @@ class Exchanged(ExpertParallel):
         (T, k), local, axes, size = experts.shape, matrices.num_experts, self.axes, self.devices
         room = math.ceil(min(1, ROOM / size) * T * k)
         permutation = ops.sort_by_expert(experts, local * size, T * k)
-        routes = plan(axes, permutation.group_sizes, size, room, (T * k, ops.most_rows(size * T, k, local, capacity)))
+        routes = routes_of(
+            axes, permutation.group_sizes, size, room, (T * k, ops.most_rows(size * T, k, local, capacity))
+        )
         permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
 
-        def send(source: Segments, target: Segments, *arrays: jax.Array) -> Arrays:
+        def send(source: RowRanges, target: RowRanges, *arrays: jax.Array) -> Arrays:
             return exchange(axes, room, routes.rounds, source, target, arrays)
 
         own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
@@ -54,7 +56,7 @@ class Exchanged(ExpertParallel):
         return ops.combine(y, permutation, k)
 
 
-class Segments(NamedTuple):
+class RowRanges(NamedTuple):
     """Where a device has the rows that it exchanges with each of n devices for each of that pair's L experts.
 
     The rows of one pair and expert are together. A pair's rows are sent in the order of their experts.
@@ -66,7 +68,7 @@ class Segments(NamedTuple):
     number: jax.Array  # [rows], in the order of sending; -1 if the row is in no segment
 
     @classmethod
-    def of(cls, starts: jax.Array, sizes: jax.Array, rows: int) -> "Segments":
+    def of(cls, starts: jax.Array, sizes: jax.Array, rows: int) -> "RowRanges":
         """The segments with these `starts` and `sizes`, both `[n, L]`, among `rows` rows."""
         first, size, row = starts.reshape(-1), sizes.reshape(-1), jnp.arange(rows)
         order = jnp.argsort(2 * first + (size > 0))  # a segment with rows is after the empty ones at its start
@@ -86,13 +88,13 @@ class Segments(NamedTuple):
 class Routes(NamedTuple):
     """Rows sorted by expert on every device ↔ rows on their experts' devices, sorted by expert, then by sender."""
 
-    sent: Segments  # own assignments
-    arrived: Segments  # those of own experts
+    sent: RowRanges  # own assignments
+    arrived: RowRanges  # those of own experts
     rounds: jax.Array  # number of all-to-alls: the same on all devices of a group
     group_sizes: jax.Array  # number of rows received for each own expert
 
 
-def plan(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[int, int]) -> Routes:
+def routes_of(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[int, int]) -> Routes:
     """The routes of this device's `counts [E]` rows for each expert; `size` devices have E / size experts each.
 
     An all-to-all has `room` rows for each pair of devices. `rows`: those of own assignments, and for those that arrive.
@@ -105,12 +107,12 @@ def plan(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[int, i
     by_expert = arrived.T.reshape(-1)
     arrives_at = (jnp.cumsum(by_expert) - by_expert).reshape(arrived.T.shape).T
     rounds = -(-jnp.max(counts.sum(axis=2)) // room)
-    sides = Segments.of(starts, sent, rows[0]), Segments.of(arrives_at, arrived, rows[1])
+    sides = RowRanges.of(starts, sent, rows[0]), RowRanges.of(arrives_at, arrived, rows[1])
     return Routes(*sides, rounds, arrived.sum(axis=0))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def exchange(axes: Axes, room: int, rounds: jax.Array, source: Segments, target: Segments, arrays: Arrays) -> Arrays:
+def exchange(axes: Axes, room: int, rounds: jax.Array, source: RowRanges, target: RowRanges, arrays: Arrays) -> Arrays:
     """Send the rows of all `arrays [R, ...]` from the segments `source` to `target` → `[rows, ...]`, other rows zero.
 
     `rounds` all-to-alls of each array send `room` rows from each device to each other. The arrays share a loop because
