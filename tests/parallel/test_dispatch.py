@@ -15,7 +15,7 @@ from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import Biases, ExpertMatrices
 from megajax.options.dispatch import DISPATCHES, choose_dispatch
-from megajax.parallel.experts.exchanged import exchange, plan
+from megajax.parallel.experts.exchanged import exchange, routes_of
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import Collectives
 
@@ -58,7 +58,7 @@ def on_devices(room: int):
         """Own assignments' `rows` → (those that arrive, how many for each own expert, the rows sent back, rounds)."""
         permutation = ops.sort_by_expert(experts[0], EXPERTS, ROWS)
         most = ops.most_rows(DEVICES * TOKENS, K, LOCAL)
-        routes = plan(AXES, permutation.group_sizes, DEVICES, room, (ROWS, most))
+        routes = routes_of(AXES, permutation.group_sizes, DEVICES, room, (ROWS, most))
         there = exchange(AXES, room, routes.rounds, routes.sent, routes.arrived, (rows[0][permutation.order],))
         (back,) = exchange(AXES, room, routes.rounds, routes.arrived, routes.sent, there)
         return there[0][None], routes.group_sizes[None], back[permutation.inverse][None], routes.rounds[None]

@@ -13,7 +13,7 @@ from megajax.config import AXES
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import bind
-from megajax.parallel.experts.exchanged import exchange, plan
+from megajax.parallel.experts.exchanged import exchange, routes_of
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
@@ -203,7 +203,7 @@ def test_rows_arrive_in_the_order_of_their_experts_in_however_many_rounds_they_a
         rows[sender, : own.sum()] = 1 + 1000 * np.repeat(np.arange(8), own) + 100 * sender + np.arange(own.sum())
 
     def run(room, counts, rows):
-        routes = plan(("expert",), counts[0], 4, room, (13, 24))
+        routes = routes_of(("expert",), counts[0], 4, room, (13, 24))
         arrays = jnp.tile(rows[0, :, None], 3), -rows[0, :, None]  # as tokens and their weights
         there = exchange(("expert",), room, routes.rounds, routes.sent, routes.arrived, arrays)
         back = exchange(("expert",), room, routes.rounds, routes.arrived, routes.sent, there)
