@@ -168,7 +168,7 @@ def test_a_rate_below_the_shipped_one_is_a_sentence():
     assert table.splitlines()[-1].split() == "gathers and reductions between hosts not measured 40 GB/s".split()
     assert not rates.compared(own, ["memory_bytes"], None)[1]
     shipped = rates.shipped_rates("NVIDIA H100 80GB HBM3")
-    assert shipped is not None and shipped.name == "H100" and rates.shipped_rates("NVIDIA L40S") is None
+    assert shipped is not None and shipped.name == "H100" and rates.shipped_rates("NVIDIA RTX A6000") is None
 
 
 def test_several_hosts_give_their_median_and_the_rate_between_them():
