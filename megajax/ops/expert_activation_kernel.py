@@ -74,23 +74,23 @@ def _over_rows(compute, tensors, widths, num_sums, interpret, name):
     block_f = block_features(F)
 
     def kernel(count_ref, gate_up_ref, weights_ref, *refs) -> None:
-        first, count, part = pl.program_id(1) * TOKENS, count_ref[0], pl.program_id(0)
+        first, part = pl.program_id(1) * TOKENS, pl.program_id(0)
+        count = jnp.minimum(count_ref[0], R)
 
         @pl.when(first < count + ZEROS)
         def _some_rows():
             index = first + jax.lax.iota(jnp.int32, TOKENS)
-            held = inside(index, jnp.minimum(count, R), F, block_f, part)
+            held = inside(index, count, F, block_f, part)
             stored, others = inside(index, R, F, block_f, part), list(refs)
 
             def load(ref) -> jax.Array:
                 return plgpu.load(ref, mask=held, other=0.0).astype(jnp.float32)
 
-            is_held = (index < count) & (index < R)
-            weight = plgpu.load(weights_ref, mask=is_held, other=0.0).astype(jnp.float32)
+            weight = plgpu.load(weights_ref, mask=index < count, other=0.0).astype(jnp.float32)
             gate, up = (load(gate_up_ref.at[:, np.int32(half)]) for half in (0, 1))
             inputs = [] if dact is None else [load(others.pop(0))]
             if bias is not None:
-                group = plgpu.load(others.pop(0), mask=is_held, other=0)[:, None]
+                group = plgpu.load(others.pop(0), mask=index < count, other=0)[:, None]
                 features = (part * block_f + jax.lax.iota(jnp.int32, block_f))[None, :]
                 bias_ref = others.pop(0)
                 gate += load(bias_ref.at[group, features])

@@ -1,10 +1,12 @@
 """Ranges of visible keys, one per query, as the kernels of attention read them: padded, and seen from the keys."""
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+LOG2_E = math.log2(math.e)
 Ranges = tuple[jax.Array, jax.Array]  # [B, Sq] int32 each: a query sees the keys [first, end); never decreasing
 
 
@@ -42,3 +44,13 @@ def seen_by(first: jax.Array, end: jax.Array, keys: int, rows: int) -> jax.Array
     any_from, any_to = count(end <= start), count(first < start + rows)
     all_from, all_to = count(end < start + rows), count(first <= start)
     return jnp.stack([any_from, any_to, all_from, all_to], axis=-1)
+
+
+def of_queries(whole: tuple[jax.Array, jax.Array], dout: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a backward pass needs of each query, `[B, N, Sq]` FP32: Σ out · dout, and the log-sum-exp in units of exp2.
+
+    A query without keys has p = exp2(s - inf) = 0.
+    """
+    out, lse = whole
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    return delta, jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops import ranged_attention_kernels as kernels
-from megajax.ops.query_ranges import Options, Ranges, padded_ranges, seen_by
+from megajax.ops.query_ranges import Options, Ranges, of_queries, padded_ranges, seen_by
 from megajax.ops.ranged_attention_gradients import KeyValueGradient, QueryGradient
 
 WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys and values
@@ -61,13 +61,10 @@ def attend_backward(
     If k and v are a part of the keys, `whole` is that of all parts, and dq is this part's share.
     """
     _check(q, k, v)
-    out, lse = whole
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    delta, log2_sum = of_queries(whole, dout)
     widths, (q, k, v) = (q.shape[-1], v.shape[-1]), _widened(q, k, v)
     dout = _pad(dout, v.shape[-1], 3)
     (_, Sq, N, H), (_, Sk, K, W) = q.shape, v.shape
-    # In units of exp2. A query without keys has p = exp2(s - inf) = 0.
-    log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E)
     dout = dout.astype(q.dtype)
 
     kernel, block = QueryGradient(options, N // K, (H, W)), kernels.BLOCK_ROWS

@@ -7,7 +7,6 @@ warpgroups have used a slot's previous tile. Both do the same number of steps, w
 Scores are in units of exp2, with the scale in their factor.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops.barriers import not_before
-from megajax.ops.query_ranges import Options
+from megajax.ops.query_ranges import LOG2_E, Options
 
 Load = Callable[[jax.Array, jax.Array], None]  # (step, slot): loads the step's tile into the slot
 
-LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # the maximum of no scores; finite, because the difference of two infinities is NaN
 
 MATRIX = plgpu.Layout.WGMMA

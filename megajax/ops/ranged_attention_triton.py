@@ -9,7 +9,6 @@ order of a sum is free. All three kernels are deterministic.
 Triton's arrays have powers of two, so a head's width is divided into such parts (192 is 128 and 64).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from megajax.ops.query_ranges import Options, Ranges, padded_ranges, seen_by
+from megajax.ops.query_ranges import LOG2_E, Options, Ranges, of_queries, padded_ranges, seen_by
 
 WIDEST = 256  # of a key or a value: a tile of both fits into shared memory
-LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # the maximum of no scores; finite, because the difference of two infinities is NaN
 SMALLEST = 16  # the smallest side of a tensor cores' operand
 
@@ -88,10 +86,7 @@ def attend_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients (dq, dk, dv) of `attend`, as those of `ranged_attention.attend_backward`."""
     chosen = _tilings(tilings, q, v)
-    out, lse = whole
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    # In units of exp2. A query without keys has p = exp2(s - inf) = 0.
-    log2_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    delta, log2_sum = of_queries(whole, dout)
     dout, Sq, Sk = dout.astype(q.dtype), q.shape[1], k.shape[1]
 
     def shape_of(*arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
