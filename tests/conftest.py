@@ -24,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# NumPy's threads wait in a loop for small products: two thirds of the CPU time of tests with many of them.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # XLA's older emitters of fused loops compile a train step in about half the time of its new ones.
 EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 # By default LLVM compiles a program in up to 32 parts: its common functions again in each.
