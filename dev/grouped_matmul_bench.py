@@ -46,7 +46,7 @@ from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
 from megajax.ops.grouped_rows import STEP
-from megajax.tools.plan.compile import h200_devices, no_gpu_needed
+from megajax.tools.plan.compile import described_devices, no_gpu_needed
 
 SCALE = 0.5  # of whatever is scaled
 
@@ -369,7 +369,7 @@ def lowered_for_h200(section: Section) -> Iterator[tuple[str, str, jax.stages.Lo
     """Each tiling and operation of a section, lowered for an H200; to be used inside `no_gpu_needed`."""
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh, whole = Mesh(np.array(h200_devices(1)), ("data",)), PartitionSpec()
+    mesh, whole = Mesh(np.array(described_devices(1)), ("data",)), PartitionSpec()
     with_sharding = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, whole))
     shapes = jax.tree.map(lambda a: with_sharding(a.shape, a.dtype), jax.eval_shape(section.make))
     for (tiling, op), operation in section.lines.items():

@@ -163,7 +163,6 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
   half of the queries for each step and the first keys and values that arrive; of an all-gather the keys and values of
   whole sequences, with cuDNN once for each of a device's two chunks. All-to-all keeps attention's output before and
   after its exchange.
-
 - *Recurrences* (gated DeltaNet, Mamba-2): in their backward pass five arrays of the size of what they read and write,
   and three states for each chunk of tokens.
 

@@ -18,7 +18,7 @@ from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.step.pipeline.schedules import KINDS, assign_buffer_slots, make_schedule
-from megajax.tools.plan.compile import compile_for_h200
+from megajax.tools.plan.compile import compile_for_gpus
 from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
 
@@ -56,7 +56,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
         f"batch.global_size={batch.global_size // batch.num_microbatches * microbatches}",
     ]
     config = load_config(path, [*overrides, *own])
-    step = compile_for_h200(TrainProgram.build, config, gpus, store)
+    step = compile_for_gpus(TrainProgram.build, config, gpus, store)
     ops, memory = hlo.parse(step.text), step.memory
     slots = assign_buffer_slots(_schedule(config, gpus))
     saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]

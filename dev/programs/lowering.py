@@ -34,7 +34,7 @@ def lowered(case: Case) -> dict[str, Callable[[], Any]]:
     import megajax
     from megajax.config.checks import check_mesh
     from megajax.runtime import xla_flags
-    from megajax.tools.plan.compile import h200_devices
+    from megajax.tools.plan.compile import described_devices
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "case.yaml")
@@ -44,7 +44,7 @@ def lowered(case: Case) -> dict[str, Callable[[], Any]]:
     sizes = check_mesh(config, count)
     if case.on_gpus:
         os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}" for name, value in xla_flags(config).items())
-    devices = h200_devices(count) if case.on_gpus else jax.devices()[:count]
+    devices = described_devices(count) if case.on_gpus else jax.devices()[:count]
     program = megajax.TrainProgram.build(config, megajax.build_mesh(sizes, devices))
     state, batch = program.abstract_state, program.abstract_batch
     return {

@@ -335,14 +335,18 @@ def encode_files(
         placed.append(here)
     bad.warn(paths)
     if not tokens:
-        problem, cure = "has no conversations", "give other data"
-        if conversations:
-            problem = f"has no conversation of which the loss counts anything within {capacity - 1} tokens"
-            cure = "raise batch.sequence_length, or give other data"
-        elif bad.count:
-            problem, cure = "has no conversation whose pictures can be used", f"correct them; {bad.first[0]}"
-        raise InputError(f"{', '.join(paths)} {problem}: {cure}.")
+        raise _no_samples(paths, conversations, bad, capacity)
     starts = np.concatenate([[0], np.cumsum([each.size for each in tokens], dtype=np.int64)])
     figures = np.array([conversations, dropped, cut, rendered])
     table = None if images is None else PictureTable.of(placed, bad.count)
     return EncodedChats(np.concatenate(tokens), np.concatenate(counted), starts, figures, table)
+
+
+def _no_samples(paths: Sequence[str], conversations: int, bad: BadPictures, capacity: int) -> InputError:
+    problem, cure = "has no conversations", "give other data"
+    if conversations:
+        problem = f"has no conversation of which the loss counts anything within {capacity - 1} tokens"
+        cure = "raise batch.sequence_length, or give other data"
+    elif bad.count:
+        problem, cure = "has no conversation whose pictures can be used", f"correct them; {bad.first[0]}"
+    return InputError(f"{', '.join(paths)} {problem}: {cure}.")

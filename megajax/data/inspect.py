@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,14 +23,14 @@ from megajax.data.balance import balance_lines
 from megajax.data.chat_samples import ChatSamples
 from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.epochs import resolve_epochs
-from megajax.data.fim import Infilling, open_infilling
+from megajax.data.fim import open_infilling
 from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_range
 from megajax.data.loader import datasets, find_images
-from megajax.data.masking import Masking, open_masking
+from megajax.data.masking import open_masking
 from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
-from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, Samples, make_batch, sources_in
+from megajax.data.samples import BlendedSamples, Changes, DocumentSamples, Packing, Samples, make_batch, sources_in
 from megajax.data.text import TextDataset
 from megajax.data.tokenizers import Tokenizer, decode_after, load_tokenizer
 from megajax.errors import InputError
@@ -132,22 +132,15 @@ def describe_samples(config: "Config", split: str, samples: Samples, colour: boo
             lines += [f"{source.path}:", *length_lines(np.diff(source.starts))]
     checked = min(MEASURED, len(samples)) if isinstance(samples, MegatronSamples | MegatronBlend) else MEASURED
     masking = open_masking(config)
-    masks = [make_batch(samples, [i], packing, masking=masking)["loss_mask"] for i in range(checked)]
+    masks = [make_batch(samples, [i], packing, Changes(masking=masking))["loss_mask"] for i in range(checked)]
     padding = sum(samples.padding(i) for i in range(checked)) / checked / (config.batch.sequence_length + 1)
     lines.append(
         f"first {counted(checked, 'sample')} of {split}: padding {padding:.1%}, the loss counts {np.mean(masks):.1%}"
     )
     if split == "train":
         lines += balance_lines(config, samples)
-    changes = Changes(open_infilling(config), masking)
+    changes = Changes(open_infilling(config), masking=masking)
     return [*lines, "", *sample_lines(split, samples, number, packing, tokenizer, colour, changes)]
-
-
-class Changes(NamedTuple):
-    """What changes the tokens of samples."""
-
-    infilling: Infilling | None = None
-    masking: Masking | None = None
 
 
 def sample_lines(
@@ -163,7 +156,7 @@ def sample_lines(
 
     The last token is a target only; with masking it is not there. Without a tokenizer the text is the token ids.
     """
-    batch = make_batch(samples, [number], packing, changes.infilling, masking=changes.masking)
+    batch = make_batch(samples, [number], packing, changes)
     row, in_loss = batch["tokens"][0], batch["loss_mask"][0] > 0
     lengths, padding = samples.document_lengths(number), samples.padding(number)
     if changes.masking is None:  # position i predicts token i + 1

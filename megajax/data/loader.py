@@ -12,15 +12,16 @@ from megajax import cluster
 from megajax.config.extensions import import_extensions
 from megajax.config.sentences import counted
 from megajax.data.chat_samples import ChatSamples, open_chat
-from megajax.data.fim import Infilling, open_infilling
+from megajax.data.fim import open_infilling
 from megajax.data.images import Images, open_images
 from megajax.data.index_cache import cache_directory
 from megajax.data.indexed import IndexedDataset, open_checked
-from megajax.data.masking import Masking, open_masking
+from megajax.data.masking import open_masking
 from megajax.data.megatron import MegatronSamples, open_samples, split_sequences
 from megajax.data.packing import SEQUENTIAL, RowPacking, spread
 from megajax.data.samples import (
     BlendedSamples,
+    Changes,
     DocumentSamples,
     Packing,
     Samples,
@@ -29,7 +30,7 @@ from megajax.data.samples import (
     sources_in,
     split_documents,
 )
-from megajax.data.spans import SpanCorruption, open_spans
+from megajax.data.spans import open_spans
 from megajax.data.special_tokens import check_ends, document_end
 from megajax.data.synthetic import SyntheticImages, SyntheticSamples
 from megajax.data.text import TextDataset, open_text
@@ -210,9 +211,8 @@ def make_loader(
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
     infilling, spans, masking = open_infilling(config), open_spans(config), open_masking(config)
-    changes = infilling, config.is_padded(split), spans, masking, find_images(config)
-    how = RowPacking.of(config), Packing.of(config), *changes
-    source = BatchSource(samples, rows, sizes, start_step, *how)
+    changes = Changes(infilling, config.is_padded(split), spans, masking, find_images(config))
+    source = BatchSource(samples, rows, sizes, start_step, RowPacking.of(config), Packing.of(config), changes)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:
         from absl import flags
@@ -271,11 +271,7 @@ class BatchSource:
     start_step: int
     row_packing: RowPacking
     packing: Packing
-    infilling: Infilling | None
-    is_padded: bool
-    spans: SpanCorruption | None
-    masking: Masking | None
-    images: Images | None
+    changes: Changes
 
     def __len__(self) -> int:
         return ENDLESS
@@ -284,8 +280,7 @@ class BatchSource:
         step = self.start_step + index
         indices = samples_of_step(self.samples, self.sizes, step, self.row_packing)
         rows = self.rows[self.rows < len(indices)]
-        changes = self.infilling, self.is_padded, self.spans, self.masking, self.images
-        return make_batch(self.samples, indices[rows], self.packing, *changes)
+        return make_batch(self.samples, indices[rows], self.packing, self.changes)
 
 
 def _is_given(config: "Config", split: Split) -> bool:

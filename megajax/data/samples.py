@@ -101,15 +101,22 @@ class Packing:
         return cls(*separation, Prefixes.of(config))
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What a batch has besides its samples and the next token of each, or in place of them."""
+
+    infilling: Infilling | None = None
+    is_padded: bool = False  # samples may be padded
+    spans: SpanCorruption | None = None
+    masking: Masking | None = None
+    images: "Images | None" = None
+
+
 def make_batch(
     samples: Samples,
     indices: Sequence[int] | np.ndarray,
     packing: Packing = Packing(),
-    infilling: Infilling | None = None,
-    is_padded: bool = False,
-    spans: SpanCorruption | None = None,
-    masking: Masking | None = None,
-    images: "Images | None" = None,
+    changes: Changes = Changes(),
 ) -> dict[str, np.ndarray]:
     """The fields of a batch, each [len(indices), S]: `loss_mask` float32, the others int32.
 
@@ -121,9 +128,10 @@ def make_batch(
     if samples.is_remote():
         for coming in samples.fetch([int(index) for index in indices]):
             coming.result()
+    infilling, masking, images = changes.infilling, changes.masking, changes.images
     rows = [samples[int(index)] for index in indices]
-    if spans is not None:
-        return spans.fields(rows, [int(index) for index in indices])
+    if changes.spans is not None:
+        return changes.spans.fields(rows, [int(index) for index in indices])
     if infilling is not None:
         rows = [infilling(row, samples.document_lengths(int(i)), int(i)) for row, i in zip(rows, indices, strict=True)]
     block = np.stack(rows)
@@ -143,12 +151,18 @@ def make_batch(
     if images is not None:
         of_rows = [(samples.pictures(int(index)), samples.document_lengths(int(index))) for index in indices]
         fields |= images.fields(of_rows, shape[1], packing.reset_positions)
-    if is_padded:
+    if changes.is_padded:
         lengths = np.array([block.shape[1] - samples.padding(int(index)) for index in indices])
         fields["is_real"] = np.arange(shape[1]) < lengths[:, None]
-    if packing == Packing():
-        return fields
-    lengths = [samples.document_lengths(int(index)) for index in indices]
+    if packing != Packing():
+        _separate(fields, packing, [samples.document_lengths(int(index)) for index in indices], counted, indices)
+    return fields
+
+
+def _separate(
+    fields: dict[str, np.ndarray], packing: Packing, lengths: Sequence[np.ndarray], counted: np.ndarray, indices: Any
+) -> None:
+    """Change and add fields for rows whose documents have these `lengths`."""
     documents = np.stack([np.repeat(np.arange(each.size, dtype=np.int32), each) for each in lengths])  # [rows, S+1]
     if packing.reset_attention:
         fields["segment_ids"] = np.ascontiguousarray(documents[:, :-1])
@@ -162,7 +176,6 @@ def make_batch(
         is_prefix = np.stack([packing.prefixes(each, mask, int(index)) for each, mask, index in of_rows])
         fields["is_prefix"] = np.ascontiguousarray(is_prefix[:, :-1])
         fields["loss_mask"] *= ~is_prefix[:, 1:]
-    return fields
 
 
 @dataclass(frozen=True)

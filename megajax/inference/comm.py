@@ -5,7 +5,6 @@ XLA partitions everything else; attention and experts are divided by hand, so th
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +30,34 @@ class LayerCache(NamedTuple):
 
     keys: jax.Array  # [B, K, W, H]
     values: jax.Array | None  # [B, K, W, H of the values]
+
+    def attend(
+        self, settings: AttentionSettings, q, k, v, positions, shared: int = 0, length: int = 0
+    ) -> "tuple[jax.Array, LayerCache]":
+        """Puts new tokens into the cache and attends to it: q [B, S, N, H], positions [B, S] -> ([B, S, N, ·], cache).
+
+        Without values in the cache they are the keys from the element `shared` on. `length` is the model's context.
+        """
+        width = self.keys.shape[2]
+        rows, slots = jnp.arange(len(q))[:, None], positions % width
+        keys, values = self.keys.at[rows, :, slots].set(k), self.values
+        if values is not None:
+            values = values.at[rows, :, slots].set(v)
+        stored = newest_position(jnp.arange(width), positions[:, -1])[:, None]
+        of_query = jnp.maximum(positions, 0)[
+            ..., None
+        ]  # a token before the first is never read, but must not become NaN
+        visible = (stored >= 0) & (stored <= of_query)
+        if settings.window is not None:
+            visible &= stored > of_query - settings.window
+        read = keys[..., shared:] if values is None else values
+        bias = None
+        if settings.bias_table is not None:
+            at = jnp.maximum(of_query[..., 0], 0), jnp.maximum(stored[:, 0], 0)
+            bias = ops.bias_of_pairs(settings.bias_table, *at, settings.bias_distance, length)
+        how = {"softcap": settings.softcap, "scale": settings.scale, "sinks": settings.sinks}
+        out = ops.cached_attention(q, keys, read, visible, **how, bias=bias)
+        return out, LayerCache(keys, values)
 
 
 class WholeSequences(Comm):
@@ -172,7 +199,7 @@ class Decode(WholeSequences):
 
         def attention(q, k, v, cache, index, sinks, bias_table):
             own = replace(how, sinks=sinks, bias_table=bias_table)
-            return _attend_to_cache(own, q, k, v, cache, index, length=length)
+            return cache.attend(own, q, k, v, index, length=length)
 
         heads = self.heads(k.shape[2])
         rows = self.sequences(len(q))
@@ -195,10 +222,13 @@ class Decode(WholeSequences):
         absorbed = jnp.einsum("bsnh,rnh->bsnr", nope, up_keys.reshape(R, N, -1))
         q = jnp.concatenate([rotary, absorbed.astype(q.dtype)], axis=-1)
         shared = rotary.shape[-1]
-        attention = partial(_attend_to_cache, settings, shared=shared)
+
+        def attention(q, k, cache, index):
+            return cache.attend(settings, q, k, None, index, shared=shared)
+
         token, stored = P(self.sequences(len(q)), None, self.heads(N)), P(self.sequences(len(q)))
-        specs = (token, stored, P(), stored, P(self.sequences(len(q))))
-        arguments = q, _as_one_head(keys), None, cache, positions.index
+        specs = (token, stored, stored, P(self.sequences(len(q))))
+        arguments = q, _as_one_head(keys), cache, positions.index
         out, cache = self.divided(attention, specs, (token, stored))(*arguments)
         self.keep(cache)
         return jnp.einsum("bsnr,rnh->bsnh", out, up_values.reshape(R, N, -1)).astype(q.dtype), None
@@ -212,30 +242,3 @@ def _as_one_head(keys: LatentKeys) -> jax.Array:
 def newest_position(slots: jax.Array, last: jax.Array) -> jax.Array:
     """The newest position up to `last [B]` in each of all W `slots` of a cache, `[B, W]`; negative: none yet."""
     return last[:, None] - (last[:, None] - slots) % len(slots)
-
-
-def _attend_to_cache(
-    settings: AttentionSettings, q, k, v, cache: LayerCache, positions, shared: int = 0, length: int = 0
-) -> tuple[jax.Array, LayerCache]:
-    """Puts new tokens into the cache and attends to it: q [B, S, N, H], positions [B, S] -> ([B, S, N, ·], the cache).
-
-    Without values in the cache they are the keys from the element `shared` on. `length` is that of the model's context.
-    """
-    width = cache.keys.shape[2]
-    rows, slots = jnp.arange(len(q))[:, None], positions % width
-    keys, values = cache.keys.at[rows, :, slots].set(k), cache.values
-    if values is not None:
-        values = values.at[rows, :, slots].set(v)
-    stored = newest_position(jnp.arange(width), positions[:, -1])[:, None]
-    of_query = jnp.maximum(positions, 0)[..., None]  # a token before the first is never read, but must not become NaN
-    visible = (stored >= 0) & (stored <= of_query)
-    if settings.window is not None:
-        visible &= stored > of_query - settings.window
-    read = keys[..., shared:] if values is None else values
-    bias = None
-    if settings.bias_table is not None:
-        at = jnp.maximum(of_query[..., 0], 0), jnp.maximum(stored[:, 0], 0)
-        bias = ops.bias_of_pairs(settings.bias_table, *at, settings.bias_distance, length)
-    how = {"softcap": settings.softcap, "scale": settings.scale, "sinks": settings.sinks}
-    out = ops.cached_attention(q, keys, read, visible, **how, bias=bias)
-    return out, LayerCache(keys, values)

@@ -88,6 +88,7 @@ def attention(
     scale = 1.0 / math.sqrt(q_bsnh.shape[-1]) if settings.scale is None else settings.scale
     scores = Scores(scale, softcap, implementation, settings.wants_largest)
     kind: Kind = "causal" if causal else "full"
+    qkv = q_bsnh, k_bskh, v_bskh
     if implementation == "cudnn":
         if documents is not None or two_sided_ends is not None:
             raise ValueError('implementation="cudnn" has no document mask: use another.')
@@ -99,11 +100,9 @@ def attention(
         # jax.nn has none of these.
         if sinks is not None or settings.wants_largest or k_bskh.shape[-1] != v_bskh.shape[-1]:
             assert bias is None, "a bias has no sinks, scores or other widths of values"
-            return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), None, sinks, is_real)
+            return _whole(scores, kind, window, qkv, None, sinks, is_real)
         out = jax.nn.dot_product_attention(
-            q_bsnh,
-            k_bskh,
-            v_bskh,
+            *qkv,
             None if bias is None else bias[None].astype(q_bsnh.dtype),
             scale=scale,
             is_causal=causal,
@@ -116,9 +115,9 @@ def attention(
             raise ValueError(f'implementation="{implementation}" has no bias by distance: use "cudnn" or "reference".')
         index = jnp.broadcast_to(jnp.arange(q_bsnh.shape[1], dtype=jnp.int32), q_bsnh.shape[:2])
         ranges = visible_ranges(index, documents, window, None if causal else q_bsnh.shape[1], two_sided_ends)
-        return _whole(scores, kind, window, (q_bsnh, k_bskh, v_bskh), ranges, sinks, is_real)
+        return _whole(scores, kind, window, qkv, ranges, sinks, is_real)
     visible = _visible(q_bsnh.shape[1], window, documents, causal, two_sided_ends)
-    return _reference(scores, q_bsnh, k_bskh, v_bskh, visible, sinks, is_real, settings.bias_of(q_bsnh.shape[1]))
+    return _reference(scores, qkv, visible, sinks, is_real, settings.bias_of(q_bsnh.shape[1]))
 
 
 def cross_attention(
@@ -151,7 +150,7 @@ def attention_of_rows(
     first, end = (edge[:, :, None] for edge in ranges)
     keys = jnp.arange(k_btkh.shape[1])
     visible = ((keys >= first) & (keys < end))[:, None, None]
-    return _reference(scores, q_bsnh, k_btkh, v_btkh, visible, None, None, bias_nst)[0]
+    return _reference(scores, (q_bsnh, k_btkh, v_btkh), visible, None, None, bias_nst)[0]
 
 
 def same_documents(query_ids_bs: jax.Array, key_ids_bt: jax.Array) -> Ranges:
@@ -235,15 +234,14 @@ def documents_of(segment_ids_bs: jax.Array) -> PackedDocuments:
 
 def _reference(
     scores: Scores,
-    q_bsnh,
-    k_bskh,
-    v_bskh,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
     visible: jax.Array,
     sinks: jax.Array | None,
     is_real: jax.Array | None,
     bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attention by materialised scores, in float32 (float64 for float64 inputs); `bias [N, S, S']` is added to them."""
+    q_bsnh, k_bskh, v_bskh = qkv
     dtype = wide(q_bsnh.dtype)
     B, S, N, H = q_bsnh.shape
     T, K, W = v_bskh.shape[1:]

@@ -18,6 +18,11 @@ class Options:
     softcap: float | None = None
     interpret: bool = False  # runs them on any device, slowly
 
+    @property
+    def factor(self) -> float:
+        """The factor to exponents of exp2 from the products of queries and keys, with a soft-cap from its tanh."""
+        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
+
 
 def padded_ranges(multiple: int, ranges: Ranges, queries: int, keys: int) -> Ranges:
     """Ranges clipped to the keys, and padded to a multiple of queries with queries that see no key."""

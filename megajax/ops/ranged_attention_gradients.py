@@ -36,7 +36,7 @@ class _Gradient(RangedAttentionKernel):
         x = self.squash(products)
         slope = None if self.softcap is None else 1 - x * x
         x = lax.cond(whole, lambda: x, lambda: mask(x))
-        return jnp.exp2(x * self.factor - log2_sum), slope
+        return jnp.exp2(x * self.options.factor - log2_sum), slope
 
     def score_gradient(self, p: jax.Array, dp: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
         """The gradient of q·k, without the scale."""

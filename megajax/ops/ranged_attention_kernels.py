@@ -85,11 +85,6 @@ class RangedAttentionKernel:
         warpgroup, batch, kv_head, member = map(lax.axis_index, ("warpgroup", "batch", "kv_head", "member"))
         return warpgroup, batch, kv_head, kv_head * self.group + member
 
-    @property
-    def factor(self) -> float:
-        """The factor from the results of `squash` to exponents of exp2."""
-        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
-
     def squash(self, products: jax.Array) -> jax.Array:
         """q·k, or with a soft-cap tanh(scale · q·k / softcap)."""
         return products if self.softcap is None else jnp.tanh(products * (self.scale / self.softcap))
@@ -253,9 +248,9 @@ class Forward(RangedAttentionKernel):
             plgpu.barrier_arrive(rings["k_free"].at[slot])
             x = lax.cond(bounds.whole(key, self.columns), lambda: x, lambda: keep_range(x, first, end, key, axis=1))
 
-            new = jnp.maximum(maximum, x.max(axis=1) * self.factor)
+            new = jnp.maximum(maximum, x.max(axis=1) * self.options.factor)
             shrink = jnp.exp2(maximum - new)
-            p = jnp.exp2(x * self.factor - per_row(new, x))
+            p = jnp.exp2(x * self.options.factor - per_row(new, x))
             acc *= per_row(shrink, acc)
             total = total * shrink + p.sum(axis=1)
             p = p.astype(q.dtype)

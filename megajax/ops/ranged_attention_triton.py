@@ -157,7 +157,7 @@ class _Kernel:
             accs, maximum, total = carry
             key = tile * self.tiling.columns
             k_parts, v_parts = (self._load(a, batch, key, self.tiling.columns, kv_head, masked) for a in (k, v))
-            x = self._squash(_product(q_parts, k_parts))[0] * self.factor
+            x = self._squash(_product(q_parts, k_parts))[0] * self.options.factor
             if masked:
                 x = jnp.where(_visible(key, own_range, x.shape, 1), x, -jnp.inf)
             new = jnp.maximum(maximum, jnp.max(x, axis=1))
@@ -191,7 +191,7 @@ class _Kernel:
             key = tile * columns
             k_parts, v_parts = (self._load(a, batch, key, columns, kv_head, masked) for a in (k, v))
             x, slope = self._squash(_product(q_parts, k_parts))
-            p = self._exp2(x * self.factor - sums[:, None])
+            p = self._exp2(x * self.options.factor - sums[:, None])
             if masked:
                 p = jnp.where(_visible(key, own_range, p.shape, 1), p, 0.0)
             ds = p * (_product(dout_parts, v_parts) - deltas[:, None])
@@ -220,7 +220,7 @@ class _Kernel:
                 q_parts, dout_parts = (self._load(a, batch, query, columns, head, masked) for a in (q, dout))
                 sums, deltas = (self._numbers(a, batch, head, query, columns, masked) for a in (log2_sum, delta))
                 x, slope = self._squash(_product(k_parts, q_parts))
-                p = self._exp2(x * self.factor - sums[None, :])
+                p = self._exp2(x * self.options.factor - sums[None, :])
                 if masked:
                     own_range = self._ranges(first, end, batch, query, columns)
                     p = jnp.where(_visible(key, own_range, p.shape, 0), p, 0.0)
@@ -263,11 +263,6 @@ class _Kernel:
 
         carry = lax.fori_loop(whole_from, whole_to, lambda tile, carry: body(tile, False, carry), carry)
         return lax.fori_loop(0, before + (stop - whole_to), masked, carry)
-
-    @property
-    def factor(self) -> float:
-        """The factor from the results of `_squash` to exponents of exp2."""
-        return LOG2_E * (self.options.scale if self.options.softcap is None else self.options.softcap)
 
     def _squash(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """(q·k, None), or with a soft-cap tanh(scale · q·k / softcap) and the derivative of the soft-cap."""

@@ -20,7 +20,7 @@ from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.estimate.memory import estimate_memory
 from megajax.tools.plan import DEVICE_NAMES
-from megajax.tools.plan.compile import HOST, CompiledStep, compile_for_h200
+from megajax.tools.plan.compile import HOST, CompiledStep, compile_for_gpus
 from megajax.tools.plan.targets import usable_bytes
 from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
         if args.text and not args.text.parent.is_dir():
             raise InputError(f"--text={args.text}: the directory {args.text.parent} does not exist: make it first.")
         config = load_config(args.config, args.overrides)
-        step = compile_for_h200(TrainProgram.build, config, args.gpus, args.store, device=args.device)
+        step = compile_for_gpus(TrainProgram.build, config, args.gpus, args.store, device=args.device)
         if args.text:
             args.text.write_text(step.text, encoding="utf-8")
         if args.json:

@@ -233,14 +233,13 @@ class TrainProgram:
     def step_program(self) -> Callable:
         """Jitted (state, batch) → what `finish` needs: (new state, metrics), or before the update also a `Given`."""
         gradients_of, everywhere = gradient_function(self.graph, self.mesh), NamedSharding(self.mesh, P())
-        if self.streamed is None:
-            target = self.state_shardings, everywhere
-            return jax.jit(partial(_train_step, self, gradients_of), donate_argnums=0, out_shardings=target)
-        state = self.on_devices(self.state_shardings)
-        gradients: Any = {name: state.params[name] for name in self.update.slots.placements}
-        rest: list[Any] = [everywhere] * (len(Given._fields) - 1)
-        target = state, everywhere, Given(gradients, *rest)
-        return jax.jit(partial(_before_update, self, gradients_of), donate_argnums=0, out_shardings=target)
+        target: Any = self.state_shardings, everywhere
+        if self.streamed is not None:
+            state = self.on_devices(self.state_shardings)
+            gradients: Any = {name: state.params[name] for name in self.update.slots.placements}
+            rest: list[Any] = [everywhere] * (len(Given._fields) - 1)
+            target = state, everywhere, Given(gradients, *rest)
+        return jax.jit(partial(_train_step, self, gradients_of), donate_argnums=0, out_shardings=target)
 
     def finish(self, state: TrainState, metrics: dict[str, jax.Array], given: Given | None = None) -> Any:
         """The results of `step_program` → those of `train_step`."""
@@ -342,18 +341,19 @@ class TrainProgram:
 
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
-    state, metrics, given = _before_update(program, gradients_of, state, batch)
+    """(New state, metrics); with slots in files `_before_update`'s results: `StreamedUpdate` does the rest."""
+    program.check_fields(batch)
+    program._check_microbatches(batch)
+    found = gradients_of(state.weights, state.layer_state, batch, state.step, state.loss_scale)
+    state, metrics, given = _before_update(program, state, found)
+    if program.streamed is not None:
+        return state, metrics, given
     return state.with_updated(program.update(state.updated, given)), metrics
 
 
-def _before_update(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
-    """A step up to its update: (the state, in which the update changes the rest, metrics, what the update needs)."""
-    config = program.config
-    program.check_fields(batch)
-    program._check_microbatches(batch)
-    sums, gradients, norm, layer_state, layers = gradients_of(
-        state.weights, state.layer_state, batch, state.step, state.loss_scale
-    )
+def _before_update(program: TrainProgram, state: TrainState, found: Any) -> tuple[TrainState, dict[str, Any], Given]:
+    """What `gradient_function` gives → (the state, in which the update changes the rest, metrics, what that needs)."""
+    config, (sums, gradients, norm, layer_state, layers) = program.config, found
     finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
     norms = clipped_norms(program.plan, gradients, norm)
     given = Given(gradients, norms, _rescaling(program, layers), state.step, finite)

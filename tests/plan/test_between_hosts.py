@@ -13,7 +13,7 @@ import pytest
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
-from megajax.tools.plan.compile import compiled, h200_devices, no_gpu_needed
+from megajax.tools.plan.compile import compiled, described_devices, no_gpu_needed
 from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
 
@@ -33,7 +33,7 @@ data: {{kind: synthetic}}
 """
     )
     config = load_config(path, [])
-    return TrainProgram.build(config, build_mesh(check_mesh(config, gpus), h200_devices(gpus)))
+    return TrainProgram.build(config, build_mesh(check_mesh(config, gpus), described_devices(gpus)))
 
 
 @pytest.mark.parametrize(("over", "hosts"), [("fsdp", 8), ("data", 2)])

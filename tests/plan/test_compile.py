@@ -33,7 +33,7 @@ def test_without_the_cuda_plugin_a_sentence_says_how_to_install_it(monkeypatch):
     with pytest.raises(InputError, match=r"needs jax's CUDA plugin, which is not installed: pip install"):
         compile.require_plugin()
     with pytest.raises(InputError, match=r"needs jax's CUDA plugin"):
-        compile.h200_devices(1)
+        compile.described_devices(1)
 
 
 def test_a_run_takes_as_much_memory_as_the_description_of_an_h200_allows():
@@ -101,7 +101,7 @@ def test_every_device_with_rates_can_be_compiled_for():
 def test_kernels_are_traced_for_the_shared_memory_of_a_gpu_that_does_not_exist():
     """The largest tile of experts that fits, of 16-bit numbers: 192, 144 and 96 KiB in flight."""
     for device, kib, stages in (("h200", 227, 4), ("a100", 163, 3), ("l40s", 99, 3)):
-        mesh = jax.sharding.Mesh(np.array(compile.h200_devices(1, device)), ("data",))
+        mesh = jax.sharding.Mesh(np.array(compile.described_devices(1, device)), ("data",))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             assert shared_memory() == kib * 1024
             assert chosen_tiling().stages == stages and chosen_tiling().shared_memory <= kib * 1024

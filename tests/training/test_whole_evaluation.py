@@ -8,7 +8,7 @@ import pytest
 
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import open_split
-from megajax.data.samples import Packing, make_batch
+from megajax.data.samples import Changes, Packing, make_batch
 from megajax.errors import UserError
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
@@ -34,7 +34,7 @@ def test_every_token_but_the_first_of_a_source_is_predicted_once(make_config, te
     blend = f"data.valid=[{{prefix: {texts}/a, weight: null}}, {{prefix: {texts}/b, weight: null}}]"
     config = make_config(blend, "run.eval_steps=all", "data.reset_attention=true")
     whole = open_split(config, "valid")
-    rows = make_batch(whole, range(len(whole) + 3), Packing.of(config), is_padded=True)
+    rows = make_batch(whole, range(len(whole) + 3), Packing.of(config), Changes(is_padded=True))
     counted = rows["loss_mask"] > 0
     assert not rows["is_real"][len(whole) :].any() and not (counted & ~rows["is_real"]).any()
     expected = []
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_over_all_counted_tokens(make_config, texts, tmp_pa
 
     losses, counts = [], []
     for index in range(len(samples)):
-        one = make_batch(samples, [index] * size, Packing.of(program.config), is_padded=True)
+        one = make_batch(samples, [index] * size, Packing.of(program.config), Changes(is_padded=True))
         one["loss_mask"][1:] = 0
         loss, tokens = program.eval_step(trainer.state.weights, trainer.state.layer_state, to_global(program, one))
         losses.append(float(loss))

@@ -1,7 +1,7 @@
-"""A config's train step compiled for H200s on a machine without a GPU: its text, its memory, and XLA's compile time.
+"""A config's train step compiled for GPUs on a machine without one: its text, its memory, and XLA's compile time.
 
-XLA's GPU compiler needs no GPU, only a description of one (`targets`), of an H200 or another device, and jax's CUDA
-plugin. The caller passes the function that builds the program, because this module may not import `training`.
+XLA's GPU compiler needs no GPU, only a description of one (`targets`) and jax's CUDA plugin. The caller passes the
+function that builds the program, because this module may not import `training`.
 """
 
 import gzip
@@ -37,7 +37,7 @@ CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
 JLA_KERNELS = ("scalar_gate", "scalar_gate_kb", "vector_gate_ops")  # modules that ask whether the GPU is a Hopper
 HOST_MEMORY = "pinned_host"
 NO_PLUGIN = (
-    "compiling for H200 needs jax's CUDA plugin, which is not installed: "
+    "compiling for GPUs needs jax's CUDA plugin, which is not installed: "
     "pip install --editable '.[dev]' --constraint constraints.txt"
 )
 
@@ -58,7 +58,7 @@ class StepProgram(Protocol):
 
 @dataclass(frozen=True)
 class CompiledStep[StoredProgram: StepProgram]:
-    """A train step compiled for H200s, and the seconds that each part of compiling took.
+    """A train step compiled for GPUs, and the seconds that each part of compiling took.
 
     text: the compiled module in XLA's text form. memory: bytes per device by part, as `memory_of` gives them.
     """
@@ -71,14 +71,14 @@ class CompiledStep[StoredProgram: StepProgram]:
     compile_seconds: float
 
 
-def compile_for_h200[StoredProgram: StepProgram](
+def compile_for_gpus[StoredProgram: StepProgram](
     build: Callable[[Config, Mesh], StoredProgram],
     config: Config,
     gpus: int,
     store: Path | None = None,
     device: str = "h200",
 ) -> CompiledStep[StoredProgram]:
-    """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` H200s that need not exist.
+    """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` of this device, which need not exist.
 
     Call it once per process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself
     runs on the CPU. More than 8 GPUs form hosts of 8. `build` is `TrainProgram.build`. `store` is a directory of
@@ -93,7 +93,7 @@ def compile_for_h200[StoredProgram: StepProgram](
     jax.config.update("jax_platforms", "cpu")  # for computations here; the compiler is the GPU's
     prepare_environment(config)
     with no_gpu_needed(device):
-        program = build(config, build_mesh(sizes, h200_devices(gpus, device)))
+        program = build(config, build_mesh(sizes, described_devices(gpus, device)))
         start = time.perf_counter()
         state = program.on_devices(program.abstract_state)
         traced = program.step_program.trace(state, program.abstract_batch)
@@ -166,8 +166,8 @@ def compiled(
     return text, memory
 
 
-def h200_devices(gpus: int, device: str = "h200") -> list[Any]:
-    """jax devices that represent H200s in a mesh and run nothing; compile for them inside `no_gpu_needed`.
+def described_devices(gpus: int, device: str = "h200") -> list[Any]:
+    """jax devices that represent GPUs in a mesh and run nothing; compile for them inside `no_gpu_needed`.
 
     Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts.
     """

@@ -77,6 +77,10 @@ def shrink(
         lines += _replace(settings[section], before[section], changes, section)
     for derived in ("decay_steps", "wsd_decay_steps"):
         settings["schedule"].pop(derived, None)
+    return _checked(settings), lines
+
+
+def _checked(settings: dict[str, Any]) -> Config:
     try:
         made = Config.model_validate(settings)
         with warnings.catch_warnings():
@@ -85,7 +89,7 @@ def shrink(
     except (ValidationError, ConfigError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise ConfigError(f"the config cannot be made small: {reason}") from None
-    return made, lines
+    return made
 
 
 def in_fp32(small: Config) -> Config:
