@@ -38,10 +38,11 @@ from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
 from megajax.options.registered import OWN_OBJECTIVES
 from megajax.options.remat import RematPolicy
-from megajax.schema.config import ObjectiveConfig, PipelineConfig
+from megajax.schema.config import PipelineConfig
 from megajax.schema.fields import cached
 from megajax.schema.lora import LoraConfig
 from megajax.schema.model import ModelConfig
+from megajax.schema.objective import ObjectiveConfig
 from megajax.schema.optimizer import OptimizerConfig
 from megajax.schema.precision import Fp8Config
 from megajax.schema.schedule import ScheduleConfig

@@ -13,7 +13,7 @@ from megajax.model.block import layer_state
 from megajax.model.lora import targets
 from megajax.options.registered import replaces_head
 from megajax.schema.fields import Section, shortest_pattern
-from megajax.schema.model import RopeScaling, RouterConfig
+from megajax.schema.layer_sections import RopeScaling, RouterConfig
 from megajax.schema.optimizer import OptimizerConfig
 from megajax.schema.rules import TRAINING_ONLY
 from megajax.schema.tree import show

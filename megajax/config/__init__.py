@@ -5,9 +5,9 @@ from megajax.options.fp8_recipes import Fp8Recipe, register_fp8
 from megajax.options.registered import register_hook
 from megajax.options.remat import Keep, RematPolicy, register_remat
 from megajax.options.schedules import LearningRateSchedule, register_schedule
+from megajax.schema.checkpoint import CheckpointConfig
 from megajax.schema.config import (
     BatchConfig,
-    CheckpointConfig,
     Config,
     KernelsConfig,
     LoggingConfig,
@@ -17,8 +17,9 @@ from megajax.schema.config import (
 )
 from megajax.schema.data import DataConfig, DataSource
 from megajax.schema.fields import AXES
+from megajax.schema.layer_sections import RopeScaling, RouterConfig
 from megajax.schema.lora import LoraConfig
-from megajax.schema.model import ModelConfig, RopeScaling, RouterConfig
+from megajax.schema.model import ModelConfig
 from megajax.schema.optimizer import OptimizerConfig
 from megajax.schema.precision import PrecisionConfig
 from megajax.schema.run import RunConfig

@@ -3,7 +3,8 @@
 from megajax.config.sentences import counted, divisors, fail, format_keys, listed
 from megajax.layout.kinds import expert_layers
 from megajax.schema.config import Config
-from megajax.schema.model import ModelConfig, RouterConfig
+from megajax.schema.layer_sections import RouterConfig
+from megajax.schema.model import ModelConfig
 
 
 def check_experts(config: Config) -> None:

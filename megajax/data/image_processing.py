@@ -20,7 +20,7 @@ from megajax.json_files import check
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from megajax.schema.model import VisionConfig
+    from megajax.schema.vision import VisionConfig
 
 KINDS = ("CLIP", "Siglip", "Llava", "Gemma3", "Qwen2VL")
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megajax.config import Config
     from megajax.data.rendering import Span
-    from megajax.schema.model import VisionConfig
+    from megajax.schema.vision import VisionConfig
 
 BORDERS = ("boi_token", "eoi_token")  # Gemma 3's names of the tokens around a picture's
 

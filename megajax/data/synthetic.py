@@ -11,7 +11,7 @@ from megajax.data.pictures import Picture
 from megajax.data.samples import Samples
 
 if TYPE_CHECKING:
-    from megajax.schema.model import VisionConfig
+    from megajax.schema.vision import VisionConfig
 
 A_ROW = 4  # pictures, where their size is free
 

@@ -22,7 +22,7 @@ from megajax.hf.nemotron_h import NemotronH
 from megajax.hf.tensors import Tensor, side_by_side, with_factors
 from megajax.layout.kinds import MAMBA2, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
-from megajax.schema.model import MultipliersConfig
+from megajax.schema.layer_sections import MultipliersConfig
 
 Json = dict[str, Any]
 MIXERS = {"linear_attention": MAMBA2, "mamba": MAMBA2, "full_attention": "attention", "attention": "attention"}

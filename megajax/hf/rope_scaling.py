@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.schema.model import RopeScaling
+from megajax.schema.layer_sections import RopeScaling
 
 Json = dict[str, Any]
 # Keys of config.json and of `model.rope_scaling`; a kind has those that it reads.

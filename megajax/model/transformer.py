@@ -41,9 +41,9 @@ from megajax.model.vision import INDEX, VisionTower, add_image_features, place_i
 from megajax.model.vision import with_document_fields as with_images
 from megajax.model.width import std_factor
 from megajax.options.registered import OBJECTIVES, replaces_head
-from megajax.schema.config import ObjectiveConfig
 from megajax.schema.fields import cached
 from megajax.schema.model import LAYERS
+from megajax.schema.objective import ObjectiveConfig
 from megajax.sharding import ENCODER, VISION
 
 

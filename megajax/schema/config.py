@@ -5,42 +5,38 @@ A `Config` is frozen, hashable and complete: keys that are not set get their val
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
 from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
-from megajax.options.fp8_recipes import RECIPES
-from megajax.options.quantisations import QUANTISATIONS
-from megajax.options.registered import MASKED_TOKENS, OWN_OBJECTIVES, replaces_head
 from megajax.options.registry import AUTO
 from megajax.options.remat import NONE, POLICIES, RematPolicy
 from megajax.options.schedules import TAIL
 from megajax.schema.amounts import sizes_in
+from megajax.schema.checkpoint import CheckpointConfig
 from megajax.schema.data import DataConfig
 from megajax.schema.fields import (
     BATCH_AXES,
     AxisSize,
     BatchSchedule,
-    BelowOne,
     Count,
     CountOrZero,
     ExpertAxes,
     Port,
-    Registered,
     Section,
     Sequences,
-    Share,
     Text,
     Tokens,
 )
 from megajax.schema.lora import LoraConfig
-from megajax.schema.model import EXPERTS, OF_CROSS_ENTROPY, ModelConfig
+from megajax.schema.model import EXPERTS, ModelConfig
+from megajax.schema.objective import ObjectiveConfig, TeacherConfig
 from megajax.schema.optimizer import OptimizerConfig
 from megajax.schema.precision import Fp8Config, PrecisionConfig
-from megajax.schema.rules import AtMost, Below, Excludes, MultipleOf, Needs, ReadIf, more_than_one
+from megajax.schema.rules import AtMost, Excludes, MultipleOf, Needs, ReadIf, more_than_one
 from megajax.schema.run import RunConfig
 from megajax.schema.schedule import ScheduleConfig
 from megajax.schema.spans import SpanLengths, span_lengths
@@ -102,99 +98,6 @@ class BatchConfig(Section):
     def sizes_by_tokens(self) -> list[tuple[int, int]]:
         """(tokens, sequences): each size of a step with the number of tokens from which it applies; first from 0."""
         return [(0, self.global_size)] if self.schedule is None else sizes_in(self.schedule)
-
-
-class ExportConfig(Section):
-    """Folders in Hugging Face's format, written from checkpoints while training continues."""
-
-    dir: Annotated[
-        Text | None, Excludes("objective.kind", replaces_head, because="it has parameters in place of the model's head")
-    ] = Field(default=None, description="Directory of the folders, step-STEP each; null: none.")
-    every: Annotated[
-        Count | None,
-        ReadIf("dir"),
-        MultipleOf("run.checkpoint_interval"),
-    ] = Field(
-        default=None,
-        description="Steps between folders, a multiple of run.checkpoint_interval; null: one for each checkpoint at a"
-        " multiple of it. The last step always gets one.",
-    )
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], ReadIf("dir")] = Field(
-        default="float32", description="Format of the tensors."
-    )
-    quantization: Annotated[
-        str,
-        QUANTISATIONS,
-        ReadIf("dir"),
-        Needs(
-            "precision.fp8.recipe",
-            lambda recipe: RECIPES[recipe].keeps_history,
-            of=lambda name: QUANTISATIONS[name].needs_history,
-            what="the inputs' largest magnitudes",
-            cure="set precision.fp8.recipe=delayed, or checkpoint.export_hf.quantization=fp8_channel",
-        ),
-    ] = Field(
-        default="none",
-        description="Format of the linear layers' matrices. fp8_block: DeepSeek's, scales of 128 x 128; fp8_channel:"
-        " compressed-tensors', a scale for each row; fp8_tensor: one, with the inputs' scales of delayed FP8; mxfp4:"
-        " GPT-OSS's experts.",
-    )
-
-
-class CheckpointConfig(Section):
-    """Which checkpoints are kept, and where the initial weights come from."""
-
-    dir: Text | None = Field(
-        default=None,
-        description="Directory, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER of the run's checkpoints, of no other run;"
-        " null: checkpoints in run.dir, which otherwise leads to it.",
-    )
-    keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
-    keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
-    keep_best: Annotated[Count | None, Needs("run.eval_steps", bool, what="evaluations")] = Field(
-        default=None, description="Also keep this number of checkpoints with the lowest evaluation loss on data.valid."
-    )
-    save_optimizer: bool = Field(
-        default=True,
-        description="false: checkpoints have no optimizer state; they are a third of the size, and no run resumes from"
-        " them.",
-    )
-    init_from: Text | None = Field(
-        default=None,
-        description="Run directory, checkpoint, Hugging Face folder, or Megatron-Core checkpoint with the"
-        " initial weights.",
-    )
-    init_state: Annotated[Literal["weights", "position", "all"], ReadIf("init_from")] = Field(
-        default="weights",
-        description="What a run takes of a Megatron-Core checkpoint in init_from: weights; position: also its step and"
-        " its position in the data; all: also the optimizer's master weights and moments, so its training goes on.",
-    )
-    resume_step: Count | None = Field(
-        default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
-    )
-    local_dir: Annotated[
-        Text | None,
-        Needs("local_interval", cure="set checkpoint.local_interval to a number of steps"),
-        Excludes("save_optimizer", False, because="it is to resume from"),
-    ] = Field(
-        default=None,
-        description="Directory on each host, such as /dev/shm/megajax or one on its NVMe disk, for frequent checkpoints"
-        " from which the same processes restart; null: none.",
-    )
-    local_interval: Annotated[
-        Count | None,
-        ReadIf("local_dir"),
-        Below("run.checkpoint_interval", cure="use a smaller interval, or remove checkpoint.local_dir"),
-    ] = Field(default=None, description="Steps between checkpoints in local_dir.")
-    allow_changes: tuple[Text, ...] = Field(
-        default=(),
-        strict=False,
-        description="Keys or sections, such as data.train or data, that may differ from the checkpoint of a resumed run"
-        " though they change its numbers.",
-    )
-    export_hf: ExportConfig = Field(
-        default_factory=ExportConfig, description="Folders in Hugging Face's format, written while training continues."
-    )
 
 
 class RematConfig(Section):
@@ -310,72 +213,6 @@ class LoggingConfig(Section):
         default=0,
         description="Steps between logged norms of gradients and weights, and update / weight ratios, by parameter and"
         " layer; a multiple of run.log_interval; 0: none.",
-    )
-
-
-class MaskingConfig(Section):
-    """The choice of the tokens that the model predicts, and what it reads in their place. ModernBERT: 0.3, 1, 0."""
-
-    rate: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.15, description="Probability that a token is chosen; special tokens never are."
-    )
-    masked: Share = Field(default=0.8, description="Share of the chosen tokens that become the mask token.")
-    random: Share = Field(
-        default=0.1, description="Share of them that become any token of the vocabulary; the others stay as they are."
-    )
-    mask_token: CountOrZero | Text | None = Field(
-        default=None,
-        description="Id or name of the mask token; null: the tokenizer's [MASK] or <mask>; of synthetic data the last"
-        " token.",
-    )
-
-
-class ObjectiveConfig(Registered):
-    """The loss that training minimises."""
-
-    kind: Annotated[
-        Text,
-        Needs(
-            "model.causal",
-            False,
-            of=MASKED_TOKENS,
-            what="attention to both sides of a token",
-            cure="set model.causal=false",
-        ),
-        Excludes(
-            "data.fim_rate", of=MASKED_TOKENS, because="the moved middle is for models that write from left to right"
-        ),
-        Excludes("data.mask_end_of_document_loss", of=MASKED_TOKENS, because="special tokens are never chosen"),
-    ] = Field(
-        default="next_token",
-        description="next_token; masked_tokens: the tokens that masking hides, for encoders such as ModernBERT; or the"
-        " name of a registered objective.",
-    )
-    masking: Annotated[MaskingConfig, ReadIf("kind", MASKED_TOKENS)] = Field(
-        default_factory=MaskingConfig, description="masked_tokens: the chosen tokens and their replacement."
-    )
-    label_smoothing: Annotated[BelowOne, Needs("kind", OWN_OBJECTIVES, what=OF_CROSS_ENTROPY)] = Field(
-        default=0.0,
-        description="Weight of the mean loss over all tokens of the vocabulary, the target has the rest.",
-    )
-    average: Annotated[Literal["tokens", "microbatches"], Needs("kind", OWN_OBJECTIVES, what=OF_CROSS_ENTROPY)] = Field(
-        default="tokens",
-        description="What a step minimises, the mean over its counted tokens, or the mean of the means of "
-        "each microbatch's rows on data × fsdp × expert, as in Megatron-LM. The logged loss is the mean over tokens.",
-    )
-    settings: Annotated[
-        dict[str, Any], Needs("kind", lambda kind: kind not in OWN_OBJECTIVES, what="a registered objective")
-    ] = Field(default={}, description="Settings of a registered objective, by name.")
-
-
-class TeacherConfig(Section):
-    """A frozen model that runs beside the trained one, for objectives that see its logits."""
-
-    model: ModelConfig | None = Field(
-        default=None, description="The teacher's network, with the keys of model; null: there is none."
-    )
-    source: Annotated[Text | None, Needs("model", cure="set teacher.model, the network of these weights")] = Field(
-        default=None, description="Its weights: a run directory, a checkpoint in one, or a Hugging Face folder."
     )
 
 

@@ -13,7 +13,8 @@ from megajax.config import load_config
 from megajax.config.rule_checks import check_rules
 from megajax.errors import ConfigError
 from megajax.schema import rules
-from megajax.schema.model import ModelConfig, RouterConfig
+from megajax.schema.layer_sections import RouterConfig
+from megajax.schema.model import ModelConfig
 from megajax.schema.tree import read_override
 
 pytestmark = pytest.mark.usefixtures("base_config")

@@ -14,7 +14,7 @@ from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.model import Transformer
 from megajax.model import parameters as declared
-from megajax.schema.model import RopeScaling
+from megajax.schema.layer_sections import RopeScaling
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("named_configs.txt")

@@ -14,7 +14,7 @@ from megajax.console import command
 from megajax.errors import InputError
 from megajax.layout.kinds import MOE, extra_of, layer_kinds
 from megajax.ops import rope_attention_factor
-from megajax.schema.model import RopeScaling
+from megajax.schema.layer_sections import RopeScaling
 from megajax.schema.tree import show
 from megajax.tools.from_megatron.arguments import from_mapping
 from megajax.tools.from_megatron.experts import translate_experts
