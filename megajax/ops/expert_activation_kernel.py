@@ -96,7 +96,9 @@ def _over_rows(compute, tensors, widths, num_sums, interpret, name):
                 gate += load(bias_ref.at[group, features])
                 up += load(bias_ref.at[group, features + np.int32(F)])
             values, sums = compute(gate, up, jnp.broadcast_to(weight[:, None], held.shape), *inputs)
-            _store(others, values, sums, stored, index < R)
+            _store(others[: len(widths)], values, stored)
+            for ref, total in zip(others[len(widths) :], sums, strict=True):
+                plgpu.store(ref, total, mask=index < R)
 
     pairs = pl.BlockSpec((TOKENS, 2, block_f), lambda f, t: (t, 0, f))
     single = pl.BlockSpec((TOKENS, block_f), lambda f, t: (t, f))
@@ -118,21 +120,13 @@ def _over_rows(compute, tensors, widths, num_sums, interpret, name):
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS),
         interpret=interpret,
         name=name,
-    )(
-        group_sizes.sum().reshape(1).astype(jnp.int32),
-        gate_up.reshape(R, 2, F),
-        weights,
-        *(array for _, array in given),
-    )
+    )(group_sizes.sum().reshape(1).astype(jnp.int32), gate_up.reshape(R, 2, F), weights, *(array for _, array in given))
     outputs = [a.reshape(R, width) for a, width in zip(found, widths, strict=False)]
     return outputs, found[len(widths) :]
 
 
-def _store(refs, values, sums, held: jax.Array, held_rows: jax.Array) -> None:
-    """Tiles into the outputs: the activation, the gradients of gate and up, which share an output, and the sums."""
-    outputs, of_sums = refs[: len(refs) - len(sums)], refs[len(refs) - len(sums) :]
-    targets = [outputs[0], *(ref.at[:, np.int32(half)] for ref in outputs[1:] for half in (0, 1))]
+def _store(refs, values, mask: jax.Array) -> None:
+    """Tiles into the outputs: the activation, then the gradients of gate and up, which share an output."""
+    targets = [refs[0], *(ref.at[:, np.int32(half)] for ref in refs[1:] for half in (0, 1))]
     for ref, value in zip(targets, values, strict=True):
-        plgpu.store(ref, value.astype(ref.dtype), mask=held)
-    for ref, total in zip(of_sums, sums, strict=True):
-        plgpu.store(ref, total, mask=held_rows)
+        plgpu.store(ref, value.astype(ref.dtype), mask=mask)
