@@ -74,11 +74,9 @@ class ShapeComm(MeshComm):
         """`frozen`: the linear layers' weights have no gradients, except adapters."""
         one: dict[str, int] = dict.fromkeys(AXES, 1)
         super().__init__(one, Kernels(), Collectives(experts_over=shards.experts_over), False, frozen)
-        self.shards, ring = shards, ShapeRing(shards.tensor, copied=False)
+        self.shards = shards
         self.linear_attention = ShapeRecurrences()
-        self.all_gather_tokens, self.reduce_scatter_tokens = ring.all_gather_tokens, ring.reduce_scatter_tokens
-        self.tensor_parallel = replace(self.tensor_parallel, ring=ring)
-        self.adapters = replace(self.adapters, tp=replace(self.adapters.tp, ring=ring))
+        self.set_tensor_parallel(replace(self.tensor_parallel, ring=ShapeRing(shards.tensor, copied=False)))
 
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
         return _attention(q, k, v), None

@@ -55,9 +55,7 @@ class LayerCache(NamedTuple):
         if settings.bias_table is not None:
             at = jnp.maximum(of_query[..., 0], 0), jnp.maximum(stored[:, 0], 0)
             bias = ops.bias_of_pairs(settings.bias_table, *at, settings.bias_distance, length)
-        how = {"softcap": settings.softcap, "scale": settings.scale, "sinks": settings.sinks}
-        out = ops.cached_attention(q, keys, read, visible, **how, bias=bias)
-        return out, LayerCache(keys, values)
+        return ops.cached_attention(q, keys, read, visible, settings, bias), LayerCache(keys, values)
 
 
 class WholeSequences(Comm):

@@ -137,7 +137,7 @@ class Sublayer(nnx.Module):
 
     def losses(self) -> tuple[str, ...]:
         """The names of LOSSES in this model."""
-        return ()
+        return self.LOSSES
 
     def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A layer's state between steps that is not a parameter; it starts as zeros."""

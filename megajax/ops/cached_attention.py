@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from megajax.ops.attention import AttentionSettings
 from megajax.ops.numerics import wide
 
 
@@ -13,18 +14,16 @@ def cached_attention(
     keys_bkwh: jax.Array,
     values_bkwh: jax.Array,
     visible_bsw: jax.Array,
-    *,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: jax.Array | None = None,
+    settings: AttentionSettings,
     bias: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scale · q·k) v over the visible slots: q [B,S,N,H], caches [B,K,W,·], visible [B,S,W] bool -> [B,S,N,·].
 
-    Scores and softmax are in float32 (float64 for float64 inputs), the probabilities in q's dtype. `softcap`,
-    `scale` and `sinks [N]` are those of `attention`; `bias [B,N,S,W]` is added to the scores. Raises nothing; a token
-    without a visible slot is undefined.
+    Scores and softmax are in float32 (float64 for float64 inputs), the probabilities in q's dtype. Of `settings` it
+    reads soft-cap, scale and sinks; `bias [B,N,S,W]` is added to the scores. Raises nothing; a token without a visible
+    slot is undefined.
     """
+    scale, softcap, sinks = settings.scale, settings.softcap, settings.sinks
     B, S, N, H = q_bsnh.shape
     K, dtype = keys_bkwh.shape[1], wide(q_bsnh.dtype)
     # All queries of a KV head in one dimension: one new token has the matmuls of one query, without transpositions.

@@ -180,13 +180,13 @@ def launch(
     body: Callable,
     name: str,
     tiling: MatmulTiling,
-    a: jax.ShapeDtypeStruct,
-    b: jax.ShapeDtypeStruct,
+    operands: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
     out: jax.ShapeDtypeStruct,
     blocks: int,
     interpret: Any,
 ) -> Callable:
-    """The kernel of body(*inputs, out, *memory of `Block`); `a` and `b` are the operands of one step."""
+    """The kernel of body(*inputs, out, *memory of `Block`), with these operands of one step."""
+    a, b = operands
     return plgpu.kernel(
         body,
         out_type=out,

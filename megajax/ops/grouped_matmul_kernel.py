@@ -57,7 +57,7 @@ def matmul(
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, depth) if transpose_w else (depth, tiling.block_cols), w.dtype)
     out = jax.ShapeDtypeStruct((T, N), x_tk.dtype)
-    call = launch(kernel, "grouped_matmul", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_matmul", tiling, (a, b), out, blocks, interpret)
     return call(row_tiles(group_sizes_e, T, tiling.rows), _padded(x_tk), w)
 
 
@@ -85,7 +85,7 @@ def fp8_matmul(
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, depth), w_enk.dtype)
     out = jax.ShapeDtypeStruct((T, w_enk.shape[1]), dtype)
-    call = launch(kernel, "grouped_matmul_fp8", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_matmul_fp8", tiling, (a, b), out, blocks, interpret)
     return call(row_tiles(group_sizes_e, T, tiling.rows), _scalar(inverse_scale), _padded(x_tk), w_enk)
 
 
@@ -113,7 +113,7 @@ def weight_gradient(
     a = jax.ShapeDtypeStruct((depth, tiling.rows), x_tm.dtype)
     b = jax.ShapeDtypeStruct((depth, tiling.block_cols), dy_tn.dtype)
     out = jax.ShapeDtypeStruct((E, M, N), dtype)
-    call = launch(kernel, "grouped_weight_gradient", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_weight_gradient", tiling, (a, b), out, blocks, interpret)
     return call(jnp.stack([ends - sizes, ends], axis=1), _padded(x_tm), _padded(dy_tn))
 
 
@@ -140,7 +140,7 @@ def fp8_weight_gradient(
     a = jax.ShapeDtypeStruct((tiling.rows, STEP), x_mp.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, STEP), dy_np.dtype)
     out = jax.ShapeDtypeStruct((group_sizes_e.shape[0], x_mp.shape[0], dy_np.shape[0]), dtype)
-    call = launch(kernel, "grouped_weight_gradient_fp8", tiling, a, b, out, blocks, interpret)
+    call = launch(kernel, "grouped_weight_gradient_fp8", tiling, (a, b), out, blocks, interpret)
     return call(step_bounds(group_sizes_e), _scalar(inverse_scale), x_mp, dy_np)
 
 

@@ -2,28 +2,24 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.kernel_choice import Kernels
 from megajax.model.comm import Comm, LatentKeys, TokenPositions
-from megajax.model.lora import Adapted
-from megajax.model.sublayer import add_bias
 from megajax.ops import AttentionSettings, fp8
-from megajax.ops.fp8 import Fp8Weight
 from megajax.ops.partial_attention import Ranges, Scores
 from megajax.parallel import collectives
 from megajax.parallel.context import ContextAttention, context_attention
 from megajax.parallel.context.token_order import from_consecutive, to_consecutive
 from megajax.parallel.experts import expert_parallel
 from megajax.parallel.tensor import linear
+from megajax.parallel.tensor.linear import TensorParallel
 from megajax.parallel.tensor.ring import TensorRing
-from megajax.parallel.tensor.tensor_adapters import TensorAdapters
 from megajax.schema.fields import BATCH_AXES
 from megajax.step_plan import Collectives
 
@@ -63,40 +59,20 @@ class MeshComm(Comm):
         self.sizes, self.kernels, self.collectives, self.deterministic = sizes, kernels, collectives, deterministic
         self.tensor_size, self.context_size = sizes["tensor"], sizes["context"]
         self.attention_scales = AttentionScales(distinct=deterministic and kernels.attention == "cudnn")
-        ring = TensorRing(self.tensor_size, collectives.copied)
-        self.all_gather_tokens, self.reduce_scatter_tokens = ring.all_gather_tokens, ring.reduce_scatter_tokens
-        self.tensor_parallel = linear.TensorParallel(
-            ring, fp8.kernels(kernels.fp8), kernels.elementwise, self.max_over_devices, collectives.tied
-        )
-        self.adapters = TensorAdapters(self.tensor_parallel)
-        self.tensor_parallel = replace(self.tensor_parallel, frozen=frozen)
+        ring, fp8_kernels = TensorRing(self.tensor_size, collectives.copied), fp8.kernels(kernels.fp8)
+        how = fp8_kernels, kernels.elementwise, self.max_over_devices, collectives.tied, frozen
+        self.set_tensor_parallel(TensorParallel(ring, *how))
         self.context_attention = context_attention(collectives.context, self.context_size)
         self.linear_attention, self.elementwise = kernels.linear_attention, kernels.elementwise
         self.expert_parallel = expert_parallel(collectives, kernels.experts, self.max_over_devices)
 
-    def column_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
-        if isinstance(w, Adapted):
-            return self.column_linear(x, w.base) + self.adapters.column(x, w)
-        return linear.column_linear(self.tensor_parallel, x, w)
-
-    def row_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
-        if isinstance(w, Adapted):
-            return self.row_linear(x, w.base) + self.adapters.row(x, w)
-        return linear.row_linear(self.tensor_parallel, x, w)
-
-    def replicated_linear(self, x: jax.Array, w: jax.Array | Fp8Weight | Adapted) -> jax.Array:
-        if isinstance(w, Adapted):
-            return self.replicated_linear(x, w.base) + self.adapters.replicated(x, w)
-        return linear.replicated_linear(self.tensor_parallel, x, w)
-
-    def column_activation_row(self, activation, x, w_up, bias, w_down) -> jax.Array:
-        if isinstance(w_down, Adapted):
-            # Its adapter needs the activation: recomputed, as in `linear.column_activation_row`, not kept.
-            up = checkpoint_name(add_bias(self.column_linear(x, w_up), bias), "gate_up")
-            return jax.checkpoint(lambda up, w: self.row_linear(ops.activate(activation, up), w))(up, w_down)
-        if bias is not None or isinstance(w_up, Adapted):
-            return super().column_activation_row(activation, x, w_up, bias, w_down)
-        return linear.column_activation_row(self.tensor_parallel, activation, x, w_up, w_down)
+    def set_tensor_parallel(self, tp: TensorParallel) -> None:
+        """The linear layers, and the collectives of tokens over `tensor`."""
+        self.tensor_parallel = tp
+        self.all_gather_tokens, self.reduce_scatter_tokens = tp.ring.all_gather_tokens, tp.ring.reduce_scatter_tokens
+        self.column_linear, self.row_linear = partial(linear.column_linear, tp), partial(linear.row_linear, tp)
+        self.replicated_linear = partial(linear.replicated_linear, tp)
+        self.column_activation_row = partial(linear.column_activation_row, tp)
 
     def experts(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
         apply, biases = self.expert_parallel.apply, matrices.biases

@@ -442,7 +442,6 @@ def test_the_last_tokens_attend_to_a_cache_as_to_the_whole_sequence(qkv, rng, ne
         jnp.asarray(q[:, -new:], jnp.float32),
         *caches,
         jnp.asarray(np.broadcast_to(visible, (2, new, S))),
-        softcap=2.0,
-        sinks=jnp.asarray(sinks, jnp.float32),
+        AttentionSettings(softcap=2.0, sinks=jnp.asarray(sinks, jnp.float32)),
     )
     np.testing.assert_allclose(found, numpy_attention(q, k, v, sinks, softcap=2.0)[:, -new:], rtol=1e-4, atol=1e-5)

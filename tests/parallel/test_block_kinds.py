@@ -62,9 +62,6 @@ class Squared(Sublayer):
         tokens = len(x) * comm.token_shards
         return y, {"power": jnp.sum(jnp.square(y)) / tokens}
 
-    def losses(self):
-        return self.LOSSES
-
     def layer_state(self):
         return {"mean_power": jax.ShapeDtypeStruct((), jnp.float32)}
 

@@ -1,5 +1,6 @@
 """FP8 linear layers against NumPy: the same quantisation, then exact products in float64."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -192,11 +193,15 @@ def test_an_mlp_and_its_gradients(rng, kind, gradient_dtype, given):
     scales = given or (None,) * 4
     up = quantised_weight(w_up, scales[0], scales[2], gradient_dtype)
     down = quantised_weight(w_down, scales[1], scales[3], gradient_dtype)
-    found = value_and_pullback(lambda *args: column_activation_row(ONE_DEVICE, kind, *args), x, up, down)(dy)
+    found = value_and_pullback(partial(mlp, kind), x, up, down)(dy)
     expected = reference_mlp(kind, x, w_up, w_down, dy, scales, gradient_dtype)
     assert_agrees(found, expected, MLP_TOLERANCE)
     np.testing.assert_allclose(found[1][1].amax, expected.amax_up, rtol=1e-5)
     np.testing.assert_allclose(found[1][2].amax, expected.amax_down, rtol=1e-5)
+
+
+def mlp(kind, x, up, down):
+    return column_activation_row(ONE_DEVICE, kind, x, up, None, down)
 
 
 def mlp_arguments(rng, kind):
@@ -219,7 +224,7 @@ def test_a_gated_activation_is_not_rounded_to_bfloat16_before_it_is_quantised(rn
     scales = 2.0**6, 2.0**3, 2.0**20, 2.0**24
     up = quantised_weight(w_up, scales[0], scales[2], E5M2, jnp.bfloat16)
     down = quantised_weight(w_down, scales[1], scales[3], E5M2, jnp.bfloat16)
-    found = value_and_pullback(lambda *args: column_activation_row(ONE_DEVICE, "swiglu", *args), x, up, down)(dy)
+    found = value_and_pullback(partial(mlp, "swiglu"), x, up, down)(dy)
     arguments = "swiglu", x.astype(np.float32), w_up, w_down, dy.astype(np.float32), scales, E5M2
     expected = reference_mlp(*arguments, to_compute=bfloat16)
     assert_agrees(found, expected, 4e-3)

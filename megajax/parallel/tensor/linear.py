@@ -9,18 +9,25 @@ the next product is computed.
 
 In FP8 the quantised tensor is sent, and its transpose is saved for the backward pass. With a recipe in blocks tensors
 are sent and saved in the compute dtype, because each matmul quantises them along another dimension.
+
+A weight with a low-rank adapter (`model.lora`) is three of these layers. Only their product of width R crosses devices:
+a column layer multiplies its own tokens by A and gathers that product; a row layer sums it over `tensor` and multiplies
+its own tokens by B.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.model.lora import Adapted
+from megajax.model.sublayer import add_bias
 from megajax.ops import block_matmul, fp8
 from megajax.ops.barriers import not_before
 from megajax.ops.block_matmul import BlockWeight, TokenPiece
@@ -42,7 +49,11 @@ class TensorParallel:
     elementwise: ElementwiseImplementation  # of the gradient of an MLP's activation
     max_over_devices: Callable[[jax.Array], jax.Array]  # of amaxes
     tied: bool  # whether `tie_gradients` has an effect
-    frozen: bool = False  # whether the weights have no gradients
+    frozen: bool = False  # whether the weights have no gradients, except adapters
+
+    @property
+    def of_adapters(self) -> "TensorParallel":
+        return replace(self, frozen=False)
 
     def tie_gradients[Gradients](self, gradients: Gradients) -> Gradients:
         """Gradients of a linear layer's input and weights; if `tied`, none is available before all are.
@@ -52,9 +63,16 @@ class TensorParallel:
         return not_before(gradients) if self.tied else gradients
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def column_linear(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
+def column_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.Array:
     """`[T / tensor, in]` → `[T, out]` with this device's share of `out`."""
+    if not isinstance(w, Adapted):
+        return _column(tp, x, w)
+    own = tp.of_adapters
+    return column_linear(tp, x, w.base) + column_linear(own, replicated_linear(own, _dropout(x, w), w.a), w.b)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _column(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
     return _column_forward(tp, x, w)[0]
 
 
@@ -70,12 +88,22 @@ def _column_backward(tp: TensorParallel, residuals, dy: jax.Array):
     return tp.tie_gradients((dx, _weight_gradient(tp, xs, dys, w, dy.dtype)))
 
 
-column_linear.defvjp(_column_forward, _column_backward)
+_column.defvjp(_column_forward, _column_backward)
+
+
+def row_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.Array:
+    """`[T, in]` with this device's share of `in` → `[T / tensor, out]`."""
+    if not isinstance(w, Adapted):
+        return _row(tp, x, w)
+    y, own = row_linear(tp, x, w.base), tp.of_adapters
+    if w.token_ids is not None:
+        first = lax.axis_index("tensor") * x.shape[1] if tp.ring.size > 1 else 0
+        x = _dropout(x, replace(w, token_ids=tp.ring.all_gather_tokens(w.token_ids)), first)
+    return y + replicated_linear(own, row_linear(own, x, w.a), w.b)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def row_linear(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
-    """`[T, in]` with this device's share of `in` → `[T / tensor, out]`."""
+def _row(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
     return _row_forward(tp, x, w)[0]
 
 
@@ -91,37 +119,64 @@ def _row_backward(tp: TensorParallel, residuals, dy: jax.Array):
     return tp.tie_gradients((tp.ring.join(dxs), _weight_gradient(tp, xs, dys, w, dy.dtype)))
 
 
-row_linear.defvjp(_row_forward, _row_backward)
+_row.defvjp(_row_forward, _row_backward)
+
+
+def replicated_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.Array:
+    """`[T / tensor, in]` → `[T / tensor, out]` for own tokens, with a replicated weight."""
+    if not isinstance(w, Adapted):
+        return _replicated(tp, x, w)
+    y, own = replicated_linear(tp, x, w.base), tp.of_adapters
+    return y + replicated_linear(own, replicated_linear(own, _dropout(x, w), w.a), w.b)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def replicated_linear(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
-    """`[T / tensor, in]` → `[T / tensor, out]` for own tokens, with a replicated weight."""
-    return _own_forward(tp, x, w)[0]
+def _replicated(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
+    return _replicated_forward(tp, x, w)[0]
 
 
-def _own_forward(tp: TensorParallel, x: jax.Array, w: Weight):
+def _replicated_forward(tp: TensorParallel, x: jax.Array, w: Weight):
     xs = _operands(tp, [x], w, "input")
     return _products(tp, xs, w, "input", x.dtype)[0], (_kept(tp, xs), w)
 
 
-def _own_backward(tp: TensorParallel, residuals, dy: jax.Array):
+def _replicated_backward(tp: TensorParallel, residuals, dy: jax.Array):
     xs, w = residuals
     dys = _operands(tp, [dy], w, "gradient")
     dx = _products(tp, dys, w, "gradient", dy.dtype)[0]
     return tp.tie_gradients((dx, _weight_gradient(tp, xs, dys, w, dy.dtype)))
 
 
-replicated_linear.defvjp(_own_forward, _own_backward)
+_replicated.defvjp(_replicated_forward, _replicated_backward)
+
+
+def column_activation_row(
+    tp: TensorParallel,
+    activation: str,
+    x: jax.Array,
+    w_up: Weight | Adapted,
+    bias: jax.Array | None,
+    w_down: Weight | Adapted,
+) -> jax.Array:
+    """Column layer with an optional bias, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`.
+
+    Without bias and adapters one function, for two reasons: pieces go from layer to layer without a join, and in FP8 a
+    gated activation and its gradient are quantised by the kernel that computes them. In BF16 they would be written and
+    read once more.
+    """
+    if bias is None and not isinstance(w_up, Adapted) and not isinstance(w_down, Adapted):
+        return _activation_row(tp, activation, x, w_up, w_down)
+    up = checkpoint_name(add_bias(column_linear(tp, x, w_up), bias), "gate_up")
+
+    def down(up: jax.Array, w: Weight | Adapted) -> jax.Array:
+        return row_linear(tp, activate(activation, up), w)
+
+    # The adapter needs the activation: recomputed, as without one, not kept.
+    return (jax.checkpoint(down) if isinstance(w_down, Adapted) else down)(up, w_down)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def column_activation_row(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) -> jax.Array:
-    """Column layer, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`.
-
-    One function for two reasons: pieces go from layer to layer without a join, and in FP8 a gated activation and its
-    gradient are quantised by the kernel that computes them. In BF16 they would be written and read once more.
-    """
+def _activation_row(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) -> jax.Array:
     return _activation_row_forward(tp, activation, x, w_up, w_down)[0]
 
 
@@ -150,7 +205,24 @@ def _activation_row_backward(tp: TensorParallel, activation: str, residuals, dy:
     return tp.tie_gradients((dx, d_up, d_down))
 
 
-column_activation_row.defvjp(_activation_row_forward, _activation_row_backward)
+_activation_row.defvjp(_activation_row_forward, _activation_row_backward)
+
+
+def _dropout(x: jax.Array, w: Adapted, first: jax.Array | int = 0) -> jax.Array:
+    """`ops.dropout` for the columns of a wider array from `first` on: a number's mask depends on its token and column.
+
+    So a layer whose input is divided over `tensor` has the same mask on every mesh.
+    """
+    if w.key is None or w.token_ids is None:
+        return x
+    columns, key = first + jnp.arange(x.shape[1], dtype=jnp.uint32), w.key
+
+    def bits(token: jax.Array) -> jax.Array:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, token), columns)
+        return jax.random.key_data(keys)[:, 0]
+
+    keep = jax.vmap(bits)(w.token_ids) >= jnp.uint32(w.dropout * 2**32)
+    return jnp.where(keep, x * (1.0 / (1.0 - w.dropout)), 0).astype(x.dtype)
 
 
 # Operands: the matmuls' inputs in pieces
