@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference
-from megajax.ops.block_matmul import BlockWeight, grouped_product, grouped_weight_gradient
+from megajax.ops.block_matmul import BlockWeight, MaxOverDevices, grouped_product, grouped_weight_gradient
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.grouped_matmul import (
     GroupedImplementation,
@@ -32,8 +32,7 @@ from megajax.ops.mlp_activation import (
 )
 from megajax.ops.numerics import wide
 
-Weight = jax.Array | Fp8Weight | BlockWeight
-MaxOverDevices = Callable[[jax.Array], jax.Array]
+LinearWeight = jax.Array | Fp8Weight | BlockWeight  # as a layer uses it
 
 
 class Biases(NamedTuple):
@@ -46,8 +45,8 @@ class Biases(NamedTuple):
 class ExpertMatrices(NamedTuple):
     """The matrices of E experts, both of one form; in FP8 `values [E, in, out]`, `transposed [E, out, in]`."""
 
-    up: Weight  # [E, D, 2F], without a gate [E, D, F]
-    down: Weight  # [E, F, D]
+    up: LinearWeight  # [E, D, 2F], without a gate [E, D, F]
+    down: LinearWeight  # [E, F, D]
     biases: Biases | None = None  # added to the matrices' outputs, that of `down` times the routing weight
 
     @property

@@ -5,13 +5,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megajax.options.optimizers import BETA1, BETA2, EPSILON, FORMS, OPTIMIZERS, MomentForm, OptimizerKind
-from megajax.schema.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Text
+from megajax.schema.fields import BelowOne, Count, CountOrZero, Positive, PositiveOrZero, Section, Share, Text
 from megajax.schema.rules import Excludes, Needs, ReadIf
 
 Coefficients = Annotated[tuple[float, float, float], Field(strict=False)]
 EmaDecay = Annotated[float, Field(gt=0, lt=1)]
 LayerDecay = Annotated[float, Field(gt=0, le=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 OfSteps = Annotated[tuple[Coefficients, ...], Field(strict=False, min_length=1)]
 
 

@@ -25,7 +25,7 @@ from megajax.step.head import NORMS, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.remat_groups import StreamGradients
-from megajax.step.stack.stack_weights import ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import ByGroup, GroupMetrics, GroupWeights
 from megajax.step_plan import ExtraPlan, StepPlan
 from megajax.weights.sums import added
 from megajax.weights.weight import Weight
@@ -38,7 +38,7 @@ class _Forward(NamedTuple):
 
     y: jax.Array  # [T / tensor, D], normalised
     saved: Any
-    metrics: Metrics
+    metrics: GroupMetrics
     tokens: dict[str, jax.Array]  # the field of its embedding
     inputs: BlockInputs
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.model.sublayer import BlockInputs, add_metrics
-from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
 from megajax.weights.sums import added
 
 HIDDEN = "hidden"  # the residual stream, [T / tensor, D]
@@ -63,7 +63,7 @@ class Results(NamedTuple):
 
     gradients: Mapping[str, ByGroup[GroupWeights]] = {}  # of each stack, plus those of `StepArrays.sums`
     losses: dict[str, jax.Array] = {}  # this device's shares of the summed losses
-    metrics: Mapping[str, ByGroup[Metrics]] = {}  # of each stack
+    metrics: Mapping[str, ByGroup[GroupMetrics]] = {}  # of each stack
     amax: Mapping[str, ByGroup[tuple[Amax, ...]]] = {}  # of each stack
 
     def joined(self, other: "Results") -> "Results":

@@ -15,7 +15,7 @@ from megajax.command_parser import CommandParser
 from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
-from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, Table, make_schedule
+from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, ScheduleTable, make_schedule
 from megajax.step.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
 from megajax.svg import FAINT, INK, empty_picture, hexadecimal, pixels, rectangle, text, text_width, written
 
@@ -50,7 +50,7 @@ def draw(schedule: Schedule, width: int | None = None) -> str:
     return "\n\n".join([*blocks, _legend(schedule)])
 
 
-def _cell(schedule: Schedule, table: Table, tick: int, stage: int) -> str:
+def _cell(schedule: Schedule, table: ScheduleTable, tick: int, stage: int) -> str:
     microbatch = int(table.microbatch[tick, stage])
     return "." if microbatch == IDLE else _label(schedule, microbatch, int(table.virtual_stage[tick, stage]))
 

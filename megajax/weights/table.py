@@ -13,9 +13,8 @@ from megajax.model.block import Block
 from megajax.sharding import BLOCKS, Placement, is_in_layer
 from megajax.step_plan import StepPlan
 from megajax.weights.masters import is_split
+from megajax.weights.sums import Arrays
 from megajax.weights.weight import Weight, WeightDtypes, row_major
-
-Arrays = Mapping[str, jax.Array]
 
 
 def table_weights(plan: StepPlan, dtypes: WeightDtypes) -> dict[str, Weight]:

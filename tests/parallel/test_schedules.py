@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from schedule_cases import CASES, SIZES
 
-from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, Table, check, make_schedule
+from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, ScheduleTable, check, make_schedule
 from megajax.step.pipeline.simulator import Costs, sends, simulate
 
 COSTS = (Costs(), Costs(1.0, 1.3, 0.7), Costs(2.0, 0.5, 3.0))
@@ -253,7 +253,7 @@ def test_the_number_of_phases_does_not_grow_with_microbatches(kind, virtual_stag
 
 def edited(schedule: Schedule, operation: str, edit) -> Schedule:
     """A copy whose table `edit(microbatch, virtual stage)` has changed."""
-    table = Table(*(array.copy() for array in schedule.tables[operation]))
+    table = ScheduleTable(*(array.copy() for array in schedule.tables[operation]))
     edit(table.microbatch, table.virtual_stage)
     return replace(schedule, **{operation: table})
 
@@ -340,14 +340,14 @@ def test_check_refuses_a_broken_table(name):
 def test_check_refuses_a_backward_operation_before_its_loss():
     """All stages one tick early, so that they fit each other."""
     schedule = make_schedule("1f1b", 4, 8)
-    early = Table(*(np.roll(array, -1, axis=0) for array in schedule.backward))
+    early = ScheduleTable(*(np.roll(array, -1, axis=0) for array in schedule.backward))
     with pytest.raises(ValueError, match="backward operation of microbatch 0 on virtual stage 3 comes before the loss"):
         check(replace(schedule, backward=early))
 
 
 def test_check_refuses_a_table_of_another_size():
     schedule = make_schedule("zero_bubble", 4, 8)
-    short = Table(*(array[:-1] for array in schedule.weight or ()))
+    short = ScheduleTable(*(array[:-1] for array in schedule.weight or ()))
     with pytest.raises(ValueError, match="the weight table must have 14 ticks and 4 stages"):
         check(replace(schedule, weight=short))
     with pytest.raises(ValueError, match="the forward table must have 14 ticks and 3 stages"):

@@ -1,6 +1,7 @@
 """Tokens to experts on other devices: the class of each choice of `communication.experts`, in a file of its own."""
 
-from megajax.ops.expert_mlp import ExpertKernels, MaxOverDevices
+from megajax.ops.block_matmul import MaxOverDevices
+from megajax.ops.expert_mlp import ExpertKernels
 from megajax.options.dispatch import ALL_GATHER, ALL_TO_ALL, DISPATCHES, Dispatch
 from megajax.parallel.experts.contract import ExpertParallel
 from megajax.parallel.experts.exchanged import Exchanged

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from megajax import ops
-from megajax.ops.expert_mlp import MaxOverDevices
+from megajax.ops.block_matmul import MaxOverDevices
 
 
 @dataclass(frozen=True)

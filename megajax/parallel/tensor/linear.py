@@ -31,11 +31,11 @@ from megajax.model.sublayer import add_bias
 from megajax.ops import block_matmul, fp8
 from megajax.ops.barriers import not_before
 from megajax.ops.block_matmul import BlockWeight, TokenPiece
+from megajax.ops.expert_mlp import LinearWeight
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.mlp_activation import GATED, ElementwiseImplementation, activate, activate_and_gradient
 from megajax.parallel.tensor.ring import TensorRing
 
-Weight = jax.Array | Fp8Weight | BlockWeight
 # A tensor of all tokens, in the order of TensorRing: arrays [T / tensor, F], in FP8 Operands, with blocks TokenPieces
 Pieces = Sequence[Any]
 
@@ -63,7 +63,7 @@ class TensorParallel:
         return not_before(gradients) if self.tied else gradients
 
 
-def column_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.Array:
+def column_linear(tp: TensorParallel, x: jax.Array, w: LinearWeight | Adapted) -> jax.Array:
     """`[T / tensor, in]` → `[T, out]` with this device's share of `out`."""
     if not isinstance(w, Adapted):
         return _column(tp, x, w)
@@ -72,11 +72,11 @@ def column_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _column(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
+def _column(tp: TensorParallel, x: jax.Array, w: LinearWeight) -> jax.Array:
     return _column_forward(tp, x, w)[0]
 
 
-def _column_forward(tp: TensorParallel, x: jax.Array, w: Weight):
+def _column_forward(tp: TensorParallel, x: jax.Array, w: LinearWeight):
     xs, ys = _gathered_products(tp, x, w, "input", tp.ring.overlaps(_shape(w)[1]))
     return tp.ring.join(ys), (_kept(tp, xs), w)
 
@@ -91,7 +91,7 @@ def _column_backward(tp: TensorParallel, residuals, dy: jax.Array):
 _column.defvjp(_column_forward, _column_backward)
 
 
-def row_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.Array:
+def row_linear(tp: TensorParallel, x: jax.Array, w: LinearWeight | Adapted) -> jax.Array:
     """`[T, in]` with this device's share of `in` → `[T / tensor, out]`."""
     if not isinstance(w, Adapted):
         return _row(tp, x, w)
@@ -103,11 +103,11 @@ def row_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.Arr
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
+def _row(tp: TensorParallel, x: jax.Array, w: LinearWeight) -> jax.Array:
     return _row_forward(tp, x, w)[0]
 
 
-def _row_forward(tp: TensorParallel, x: jax.Array, w: Weight):
+def _row_forward(tp: TensorParallel, x: jax.Array, w: LinearWeight):
     pieces = tp.ring.size if tp.ring.overlaps(_shape(w)[0]) else 1
     xs = _operands(tp, tp.ring.split(x, pieces), w, "input")
     return tp.ring.reduce_scatter_pieces(_products(tp, xs, w, "input", x.dtype)), (_kept(tp, xs), w)
@@ -122,7 +122,7 @@ def _row_backward(tp: TensorParallel, residuals, dy: jax.Array):
 _row.defvjp(_row_forward, _row_backward)
 
 
-def replicated_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> jax.Array:
+def replicated_linear(tp: TensorParallel, x: jax.Array, w: LinearWeight | Adapted) -> jax.Array:
     """`[T / tensor, in]` → `[T / tensor, out]` for own tokens, with a replicated weight."""
     if not isinstance(w, Adapted):
         return _replicated(tp, x, w)
@@ -131,11 +131,11 @@ def replicated_linear(tp: TensorParallel, x: jax.Array, w: Weight | Adapted) -> 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _replicated(tp: TensorParallel, x: jax.Array, w: Weight) -> jax.Array:
+def _replicated(tp: TensorParallel, x: jax.Array, w: LinearWeight) -> jax.Array:
     return _replicated_forward(tp, x, w)[0]
 
 
-def _replicated_forward(tp: TensorParallel, x: jax.Array, w: Weight):
+def _replicated_forward(tp: TensorParallel, x: jax.Array, w: LinearWeight):
     xs = _operands(tp, [x], w, "input")
     return _products(tp, xs, w, "input", x.dtype)[0], (_kept(tp, xs), w)
 
@@ -154,9 +154,9 @@ def column_activation_row(
     tp: TensorParallel,
     activation: str,
     x: jax.Array,
-    w_up: Weight | Adapted,
+    w_up: LinearWeight | Adapted,
     bias: jax.Array | None,
-    w_down: Weight | Adapted,
+    w_down: LinearWeight | Adapted,
 ) -> jax.Array:
     """Column layer with an optional bias, activation and row layer: `[T / tensor, D]` → `[T / tensor, D]`.
 
@@ -168,7 +168,7 @@ def column_activation_row(
         return _activation_row(tp, activation, x, w_up, w_down)
     up = checkpoint_name(add_bias(column_linear(tp, x, w_up), bias), "gate_up")
 
-    def down(up: jax.Array, w: Weight | Adapted) -> jax.Array:
+    def down(up: jax.Array, w: LinearWeight | Adapted) -> jax.Array:
         return row_linear(tp, activate(activation, up), w)
 
     # The adapter needs the activation: recomputed, as without one, not kept.
@@ -176,11 +176,15 @@ def column_activation_row(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _activation_row(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight) -> jax.Array:
+def _activation_row(
+    tp: TensorParallel, activation: str, x: jax.Array, w_up: LinearWeight, w_down: LinearWeight
+) -> jax.Array:
     return _activation_row_forward(tp, activation, x, w_up, w_down)[0]
 
 
-def _activation_row_forward(tp: TensorParallel, activation: str, x: jax.Array, w_up: Weight, w_down: Weight):
+def _activation_row_forward(
+    tp: TensorParallel, activation: str, x: jax.Array, w_up: LinearWeight, w_down: LinearWeight
+):
     xs, ups = _gathered_products(tp, x, w_up, "input", tp.ring.overlaps(_shape(w_down)[0]))
     ups = [checkpoint_name(up, "gate_up") for up in ups]
     acts = _activated(tp, activation, ups, w_down)
@@ -228,7 +232,7 @@ def _dropout(x: jax.Array, w: Adapted, first: jax.Array | int = 0) -> jax.Array:
 # Operands: the matmuls' inputs in pieces
 
 
-def _operands(tp: TensorParallel, pieces: Sequence[jax.Array], w: Weight, which: str) -> Pieces:
+def _operands(tp: TensorParallel, pieces: Sequence[jax.Array], w: LinearWeight, which: str) -> Pieces:
     """Pieces of a layer's "input" or output "gradient", quantised if its weight is quantised."""
     if isinstance(w, BlockWeight):
         makers = _in_blocks(tp, pieces, w, which, len(pieces), sum(map(len, pieces)))
@@ -239,7 +243,9 @@ def _operands(tp: TensorParallel, pieces: Sequence[jax.Array], w: Weight, which:
     return [Operand(q, t, 1 / scale, a) for q, t, a in (tp.fp8.cast_transpose(p, scale, dtype) for p in pieces)]
 
 
-def _gathered_products(tp: TensorParallel, x: jax.Array, w: Weight, which: str, overlap: bool) -> tuple[Pieces, Pieces]:
+def _gathered_products(
+    tp: TensorParallel, x: jax.Array, w: LinearWeight, which: str, overlap: bool
+) -> tuple[Pieces, Pieces]:
     """`[T / tensor, F]` on each device → (the operands of all tokens, their products).
 
     With `overlap` the pieces are sent around the ring. Each product is tied to the arrival of the next piece, so that
@@ -271,7 +277,7 @@ def _gathered_products(tp: TensorParallel, x: jax.Array, w: Weight, which: str, 
     return xs, ys
 
 
-def _activated(tp: TensorParallel, kind: str, ups: Sequence[jax.Array], w: Weight) -> Pieces:
+def _activated(tp: TensorParallel, kind: str, ups: Sequence[jax.Array], w: LinearWeight) -> Pieces:
     """The activation of each piece, as input of the layer with weight `w`."""
     if not isinstance(w, Fp8Weight) or kind not in GATED:
         return _operands(tp, [activate(kind, up) for up in ups], w, "input")
@@ -316,7 +322,7 @@ def _kept(tp: TensorParallel, pieces: Pieces) -> Pieces:
 # Matmuls
 
 
-def _products(tp: TensorParallel, xs: Pieces, w: Weight, which: str, dtype) -> list[jax.Array]:
+def _products(tp: TensorParallel, xs: Pieces, w: LinearWeight, which: str, dtype) -> list[jax.Array]:
     """For each piece `x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
     if isinstance(w, BlockWeight):
         return [block_matmul.product(x, w, which, dtype) for x in xs]
@@ -326,7 +332,7 @@ def _products(tp: TensorParallel, xs: Pieces, w: Weight, which: str, dtype) -> l
     return [tp.fp8.matmul(x.values, other, x.inverse_scale * w.inverse_scale, dtype) for x in xs]
 
 
-def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: Weight, dtype) -> Weight | None:
+def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: LinearWeight, dtype) -> LinearWeight | None:
     """`x.T @ dy`, summed over the pieces; for FP8 in `Fp8Weight.gradient`, with the amaxes. None if frozen."""
     if tp.frozen:
         return None
@@ -345,6 +351,6 @@ def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: Weight, dty
     )
 
 
-def _shape(w: Weight) -> tuple[int, ...]:
+def _shape(w: LinearWeight) -> tuple[int, ...]:
     """The weight's shape, `[in, out]`."""
     return w.shape if isinstance(w, jax.Array) else w.values.shape

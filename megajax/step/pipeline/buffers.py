@@ -12,7 +12,7 @@ from megajax.model.sublayer import BlockInputs, add_metric
 from megajax.step.nodes import Results
 from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
-from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
 from megajax.step.stack.stores import accumulate, combine
 from megajax.step_plan import StepPlan
 
@@ -20,8 +20,7 @@ from megajax.step_plan import StepPlan
 # program separately.
 MOST_PROGRAMS, MOST_LAYERS = 16, 64
 
-Arrays = list[jax.Array]
-Buffers = ByGroup[Arrays]  # each `[slots·loops, ...]`
+Buffers = ByGroup[list[jax.Array]]  # each `[slots·loops, ...]`
 
 
 def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots, int]:
@@ -45,7 +44,7 @@ class Carry(NamedTuple):
     layer_gradients: list[ByGroup[GroupWeights]]  # by virtual stage: sums, [loops, ...], without a loop [...]
     amax: list[ByGroup[tuple[Amax, ...]]]  # by virtual stage: FP8's largest magnitudes
     results: Results  # of the terminal nodes, summed over the microbatches
-    metrics: list[ByGroup[Metrics]]  # by virtual stage: the layers' metrics, summed over the microbatches
+    metrics: list[ByGroup[GroupMetrics]]  # by virtual stage: the layers' metrics, summed over the microbatches
     streams: dict[str, jax.Array]  # gradients of the streams that all stages read: sums [M, T / tensor, D] in FP32
 
 
@@ -60,7 +59,7 @@ class ForwardBuffers:
         self.position = position(segment, slot, loop)
         self.buffers, self.metrics = map(list, state)
 
-    def save(self, u: int, saved: Any, metrics: Metrics) -> None:
+    def save(self, u: int, saved: Any, metrics: GroupMetrics) -> None:
         self.buffers[u] = write(self.buffers[u], saved, self.position)
         if (active := self.active) is not None:
             metrics = jax.tree.map(lambda a: jnp.where(active, a, 0), metrics)
@@ -79,7 +78,7 @@ class BackwardBuffers:
     def __init__(
         self,
         operation: "BackwardOperation",
-        activations: Sequence[Arrays],
+        activations: Sequence[list[jax.Array]],
         slot: jax.Array,
         segment: LayerSegment,
         loop: Any,
@@ -139,10 +138,10 @@ def replaced(virtual_stages: list, r: int, new: Any) -> list:
     return [new if k == r else old for k, old in enumerate(virtual_stages)]
 
 
-def read(buffers: Arrays, at: jax.Array) -> Arrays:
+def read(buffers: list[jax.Array], at: jax.Array) -> list[jax.Array]:
     return [lax.dynamic_index_in_dim(buffer, at, keepdims=False) for buffer in buffers]
 
 
-def write(buffers: Arrays, values: Arrays, at: jax.Array) -> Arrays:
+def write(buffers: list[jax.Array], values: list[jax.Array], at: jax.Array) -> list[jax.Array]:
     pairs = zip(buffers, values, strict=True)
     return [lax.dynamic_update_index_in_dim(buffer, value, at, 0) for buffer, value in pairs]

@@ -38,11 +38,11 @@ from megajax.step.pipeline.buffers import (
     replaced,
     switch,
 )
-from megajax.step.pipeline.schedules import Flags, Schedule, Table, check, make_schedule
+from megajax.step.pipeline.schedules import Flags, Schedule, ScheduleTable, check, make_schedule
 from megajax.step.pipeline.shared_tokens import TokenShares
 from megajax.step.pipeline.streams import SharedStreams
 from megajax.step.stack.layers import layers_of, loop_over_layers
-from megajax.step.stack.stack_weights import Amax, ByGroup, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
 from megajax.step.stack.stores import ForwardValues, Stores, accumulate
 from megajax.step.stack.vjp import SplitBackward
 
@@ -85,7 +85,7 @@ class EmptyGroup(NamedTuple):
     saved: list[jax.ShapeDtypeStruct]  # shapes of the residuals in a bank
     deferred: list[jax.Array]  # this and the following: zeros
     amax: tuple[Amax, ...]
-    metrics: Metrics
+    metrics: GroupMetrics
 
 
 class ScheduleRunner:
@@ -148,7 +148,7 @@ class ScheduleRunner:
         """This stage's entry of a table `[ticks, P]`."""
         return jnp.asarray(table)[tick, self.stage]
 
-    def operation_at(self, table: Table, tick: jax.Array):
+    def operation_at(self, table: ScheduleTable, tick: jax.Array):
         """(whether this stage is active, its microbatch, its virtual stage)."""
         index = self.of_stage(table.microbatch, tick)
         batch = self.microbatch(jnp.maximum(index, 0))

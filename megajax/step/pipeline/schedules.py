@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = ("gpipe", "1f1b", "zero_bubble")
 IDLE = -1
 
 
-class Table(NamedTuple):
+class ScheduleTable(NamedTuple):
     """The work of each stage at each tick for one kind of operation, `[ticks, P]` int32."""
 
     microbatch: np.ndarray  # IDLE where the stage is idle
@@ -69,16 +69,16 @@ class Schedule:
     stages: int
     microbatches: int
     virtual_stages: int
-    forward: Table
-    backward: Table  # gradients of inputs
-    weight: Table | None  # gradients of weights; None: in the backward operations
+    forward: ScheduleTable
+    backward: ScheduleTable  # gradients of inputs
+    weight: ScheduleTable | None  # gradients of weights; None: in the backward operations
 
     @property
     def ticks(self) -> int:
         return len(self.forward.microbatch)
 
     @property
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> dict[str, ScheduleTable]:
         """The tables by operation."""
         named = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
         return {name: table for name, table in named.items() if table is not None}
@@ -166,9 +166,9 @@ def _in_groups(M: int, P: int, R: int) -> Iterator[tuple[int, int]]:
             yield from ((m, r) for m in range(first, min(first + P, M)))
 
 
-def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> Table:
+def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> ScheduleTable:
     """A table of `operations [n, 2]`: every stage does each of them, at tick `at [n, P]`."""
-    table = Table(np.full((ticks, at.shape[1]), IDLE, np.int32), np.zeros((ticks, at.shape[1]), np.int32))
+    table = ScheduleTable(np.full((ticks, at.shape[1]), IDLE, np.int32), np.zeros((ticks, at.shape[1]), np.int32))
     for stage in range(at.shape[1]):
         table.microbatch[at[:, stage], stage] = operations[:, 0]
         table.virtual_stage[at[:, stage], stage] = operations[:, 1]
@@ -246,13 +246,13 @@ def assign_buffer_slots(schedule: Schedule, per_virtual_stage: bool = False) -> 
     stages, final = range(schedule.stages), schedule.virtual_stages - 1
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
 
-    def assign(writer: Table, writes: np.ndarray, reader: str) -> list["_Assigned"]:
+    def assign(writer: ScheduleTable, writes: np.ndarray, reader: str) -> list["_Assigned"]:
         return [_assign(writes, _intervals(schedule, writer, s, schedule.ticks_of[reader])) for s in stages]
 
     def written(assigned: list["_Assigned"]) -> np.ndarray:
         return np.stack([own.written for own in assigned], axis=1)
 
-    def read(assigned: list["_Assigned"], reader: Table) -> np.ndarray:
+    def read(assigned: list["_Assigned"], reader: ScheduleTable) -> np.ndarray:
         return np.stack([_read(own, reader, s) for s, own in zip(stages, assigned, strict=True)], axis=1)
 
     activations, virtual_stages = assign(schedule.forward, flagged["forward"], "backward"), ()
@@ -285,7 +285,9 @@ class _Assigned(NamedTuple):
     of_work: dict[Work, int]  # the slot of each microbatch and virtual stage
 
 
-def _intervals(schedule: Schedule, writer: Table, stage: int, last_read: np.ndarray) -> dict[Work, tuple[int, int]]:
+def _intervals(
+    schedule: Schedule, writer: ScheduleTable, stage: int, last_read: np.ndarray
+) -> dict[Work, tuple[int, int]]:
     """The live intervals (first tick, last tick) of the arrays that a stage's operations of one table write."""
     out = {}
     for tick in np.flatnonzero(writer.active[:, stage]):
@@ -329,7 +331,7 @@ def _assign_per_virtual_stage(schedule: Schedule, writes: np.ndarray) -> tuple[l
     return assigned, virtual_stages
 
 
-def _read(assigned: _Assigned, reader: Table, stage: int) -> np.ndarray:
+def _read(assigned: _Assigned, reader: ScheduleTable, stage: int) -> np.ndarray:
     """The slot that a stage's operation reads at each tick; an idle operation reads the first slot."""
     slots = np.zeros(len(reader.microbatch), np.int32)
     for tick in np.flatnonzero(reader.active[:, stage]):

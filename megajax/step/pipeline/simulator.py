@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.step.pipeline.schedules import IDLE, BufferSlots, Schedule, Table, Work, assign_buffer_slots, check
+from megajax.step.pipeline.schedules import IDLE, BufferSlots, Schedule, ScheduleTable, Work, assign_buffer_slots, check
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Access(NamedTuple):
     writes: bool
     buffer: str
     count: int  # number of slots of the buffer
-    table: Table  # the operation's microbatches and virtual stages, [ticks, columns]
+    table: ScheduleTable  # the operation's microbatches and virtual stages, [ticks, columns]
     slot: np.ndarray  # [ticks, columns]
 
 
@@ -178,7 +178,7 @@ def _accesses(schedule: Schedule, slots: BufferSlots) -> list[_Access]:
     return out
 
 
-def _of_last_virtual_stage(schedule: Schedule, table: Table) -> Table:
+def _of_last_virtual_stage(schedule: Schedule, table: ScheduleTable) -> ScheduleTable:
     """The table of the last virtual stage only, `[ticks, 1]`."""
     last = np.where(table.virtual_stage == schedule.virtual_stages - 1, table.microbatch, IDLE)
-    return Table(last[:, -1:], table.virtual_stage[:, -1:])
+    return ScheduleTable(last[:, -1:], table.virtual_stage[:, -1:])

@@ -26,12 +26,12 @@ from megajax.step.stack.remat_groups import RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import (
     Amax,
     ByGroup,
+    GroupMetrics,
     GroupWeights,
     LayerState,
-    Metrics,
     StackWeights,
 )
-from megajax.step.stack.stores import BackwardSums, BackwardValues, ForwardValues, Stores
+from megajax.step.stack.stores import BackwardStore, BackwardSums, BackwardValues, ForwardStore, ForwardValues, Stores
 from megajax.step.stack.vjp import replayed
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
@@ -76,7 +76,7 @@ class LayerStack:
                 out.setdefault(name, []).append(self.weights.all.stack([a.get(name, zeros) for a in layers], segment))
         return self.comm.max_over_devices({name: self.weights.all.join(parts) for name, parts in out.items()})
 
-    def collect_metrics(self, metrics: Sequence[tuple[Metrics, ...]]) -> dict[str, dict[str, jax.Array]]:
+    def collect_metrics(self, metrics: Sequence[tuple[GroupMetrics, ...]]) -> dict[str, dict[str, jax.Array]]:
         """Metrics from `forward`, of all microbatches → by kind and name `[L, ...]`, over all devices."""
         out: dict[str, dict[str, list[jax.Array]]] = {}
         rows = self.weights.kinds
@@ -130,7 +130,8 @@ class LayerStack:
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (x, state), (index,) = carry, loop
-                store, layers = stores.open(s, index, state), layers_of(stores.first_layer, segment, index)
+                store: ForwardStore = stores.open(s, index, state)
+                layers = layers_of(stores.first_layer, segment, index)
                 for u, group in enumerate(groups):
                     group, at = self.weights.select_group(group, segment, index), self.groups.at(segment, u, layers)
                     x, saved, metrics = self.groups.forward(at, group, x, inputs, save)
@@ -168,7 +169,8 @@ class LayerStack:
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (dx, state), (index, residuals) = carry, loop
-                store, layers = stores.open(s, index, state, residuals), layers_of(stores.first_layer, segment, index)
+                store: BackwardStore = stores.open(s, index, state, residuals)
+                layers = layers_of(stores.first_layer, segment, index)
                 entered, above = dx, None
                 for u in reversed(range(len(groups))):
                     after = None if self.kept_for_backward(s, u) else entered

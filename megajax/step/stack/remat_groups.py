@@ -15,7 +15,7 @@ from megajax.model.vision import add_image_features
 from megajax.ops.barriers import not_merged
 from megajax.ops.fp8 import Fp8Weight
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step.stack.stack_weights import GroupProgram, GroupWeights, Metrics, StackWeights
+from megajax.step.stack.stack_weights import GroupMetrics, GroupProgram, GroupWeights, StackWeights
 from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
 from megajax.step_plan import StepPlan
 from megajax.weights.adapters import adapted
@@ -98,7 +98,7 @@ class RematGroups:
 
     def _forward(
         self, at: Group, weights: GroupWeights, x: jax.Array, inputs: BlockInputs, save: bool, stack: bool = True
-    ) -> tuple[jax.Array, Any, Metrics]:
+    ) -> tuple[jax.Array, Any, GroupMetrics]:
         """(y, residuals for `backward`, None if not `save`; metrics).
 
         Residuals are a list of arrays if they are stacked, and `stack` is not false.

@@ -26,7 +26,7 @@ LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name:
 type ByGroup[T] = Sequence[Sequence[T]]  # by segment and remat group of its body
 GroupWeights = tuple[dict[str, Any], ...]  # of a group's layers, by name: weights, and state that is no parameter
 Amax = dict[str, jax.Array]  # by linear layer: the largest magnitudes of its input and its output gradient
-Metrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
+GroupMetrics = tuple[dict[str, jax.Array], ...]  # of a group's layers, by name
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.ops.barriers import not_repeated
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
-from megajax.step.stack.stack_weights import Amax, GroupWeights, Metrics
+from megajax.step.stack.stack_weights import Amax, GroupMetrics, GroupWeights
 from megajax.weights.sums import added
 
 
@@ -32,7 +32,7 @@ class Stores:
 class ForwardStore(Protocol):
     """Stores the results of the groups in one iteration of a forward pass."""
 
-    def save(self, u: int, saved: Any, metrics: Metrics) -> None:
+    def save(self, u: int, saved: Any, metrics: GroupMetrics) -> None:
         """Store residuals and metrics of group `u`, as `RematGroups.forward` returns them."""
         ...
 
@@ -65,9 +65,9 @@ class ForwardValues:
     """Keeps residuals and metrics as values; in a loop they are stacked."""
 
     def __init__(self, segment: LayerSegment):
-        self.segment, self.saved, self.metrics = segment, list[Any](), list[Metrics]()
+        self.segment, self.saved, self.metrics = segment, list[Any](), list[GroupMetrics]()
 
-    def save(self, u: int, saved: Any, metrics: Metrics) -> None:
+    def save(self, u: int, saved: Any, metrics: GroupMetrics) -> None:
         if self.segment.iterations > 1:
             # Without the barrier XLA would repeat a matmul to write its result into the stacked array.
             saved = not_repeated(saved)
