@@ -36,7 +36,7 @@ T5 = {
     "init_std": 0.2,
     "encoder": {"kind": "layers", "num_layers": 2, "sequence_length": SOURCE},
 }
-PACKED = {"data": {"reset_attention": True}}
+PACKED = {"data": {"reset_attention": True}, "model": {"dropout": 0.0}}  # masks take half of compiling
 
 
 def make(table, mesh, model=None, microbatches=1, **sections) -> Config:
@@ -73,9 +73,9 @@ def expected(table):
 CASES = [
     (False, {"fsdp": 2}, {"microbatches": 2, "remat": {"policy": "full"}}),
     (True, {"data": 2, "tensor": 2}, {"kernels": {"scan_unroll": 2}, "remat": {"policy": "selective"}}),
-    (True, {"context": 2}, {}),
+    (False, {"context": 2}, {}),
     (True, {"context": 2, "tensor": 4}, {"remat": {"policy": "save_matmuls"}}),  # no heads for both: keys are gathered
-    (False, {"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
+    (True, {"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
 ]
 
 

@@ -16,10 +16,10 @@ from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
 MODEL = {
-    **{"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24},
+    **{"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24},
     **{"norm": "layernorm", "activation": "geglu_exact", "causal": False, "tie_embeddings": True},
-    **{"sliding_window": 4, "layer_pattern": ["global", "local", "local"], "rope_local_theta": 20.0},
-    **{"embedding_norm": True, "prediction_head": True, "head_bias": True, "dropout": 0.1},
+    **{"sliding_window": 4, "layer_pattern": ["global", "local"], "rope_local_theta": 20.0},
+    **{"embedding_norm": True, "prediction_head": True, "head_bias": True},
 }
 DOCUMENTS = {"synthetic_documents": 3, "reset_attention": True, "reset_positions": True}
 OBJECTIVE = {"kind": "masked_tokens", "label_smoothing": 0.1, "masking": {"rate": 0.3}}
