@@ -18,6 +18,7 @@ from megajax.config import Config
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
 from megajax.kernel_choice import Hardware, Kernels
+from megajax.layout.context_groups import ContextGroups
 from megajax.layout.kinds import (
     LayerKind,
     block_layers,
@@ -300,6 +301,8 @@ class StepPlan:
         """
         if any(map(takes_order, block_layers(self.config.model))) or self.config.model.position == "relative":
             return False
+        if self.context_groups is not None:
+            return True
         whole = any(window is None for window in layer_windows(self.config.model))
         shared = self.config.context_strategy(self.sizes).key_shards(self.sizes["context"]) > 1
         return self.config.data.reset_attention and shared and whole
@@ -309,11 +312,17 @@ class StepPlan:
         """Whether each device of `context` has consecutive tokens of a sequence.
 
         That is what some sublayers take (`Comm.in_order`). Causal attention would have more work on later devices, so
-        only where they share the heads, or no layer can have attention.
+        only where they share the heads, or no layer can have attention, or in groups, most of which are small.
         """
         model, strategy = self.config.model, self.config.context_strategy(self.sizes)
-        shared = strategy.key_shards(self.sizes["context"]) == 1
+        shared = strategy.key_shards(self.sizes["context"]) == 1 or self.context_groups is not None
         return any(map(takes_order, block_layers(model))) and (shared or not may_have_attention(model))
+
+    @cached_property
+    def context_groups(self) -> ContextGroups | None:
+        """The division of documents among groups of devices of `context`; None: all share every sequence."""
+        size, strategy = self.sizes["context"], self.config.context_strategy(self.sizes)
+        return ContextGroups.of_model(self.config.model, size) if size > 1 and strategy.in_groups else None
 
     # The layers
 

@@ -9,7 +9,8 @@ from megajax.errors import ConfigError, shown
 from megajax.files import is_number
 from megajax.layout.kinds import extra_of, is_gated, mlp_widths
 from megajax.layout.recurrent import recurrent_heads
-from megajax.options.context import STRATEGIES
+from megajax.options.context import with_whole_heads
+from megajax.options.registered import ENCODER_KIND, NO_ENCODER
 from megajax.schema.config import Config
 from megajax.schema.fields import AXES, BATCH_AXES
 
@@ -96,6 +97,8 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
         problem = f"{name} cuts a sequence into {2 * context} chunks, which do not divide {format_keys(config, length)}"
         fail(config, problem, f"make {length} a multiple of {2 * context}", "mesh.context", length)
     _check_windows(config, sizes)
+    if config.context_strategy(sizes).in_groups:
+        _check_groups(config, context, name)
     heads = model.num_heads // sizes["tensor"]
     if heads % config.context_strategy(sizes).head_shards(context):
         had = format_keys(config, "model.num_heads")
@@ -104,10 +107,26 @@ def check_context(config: Config, sizes: dict[str, int]) -> None:
         problem = (
             f"{format_keys(config, 'communication.context')} divides the heads over {name}, which does not divide {had}"
         )
-        alternatives = listed([each.name for each in STRATEGIES.values() if not each.divides_heads])
+        alternatives = listed(with_whole_heads())
         sizes_that_do = listed(axis_sizes(config, "context", divisors(heads)))
         cure = f"use communication.context={alternatives}, or mesh.context={sizes_that_do}"
         fail(config, problem, cure, "communication.context", "mesh.context", "model.num_heads")
+
+
+def _check_groups(config: Config, context: int, name: str) -> None:
+    """Groups of devices are for separate documents, and for the tokens of the model alone."""
+    key, model, others = "communication.context", config.model, "use communication.context=auto"
+    setting = format_keys(config, key)
+    if context & (context - 1):
+        cure = f"set mesh.context to {1 << context.bit_length() - 1}, or {others}"
+        fail(config, f"{setting} halves groups of devices, and {name} is no power of 2", cure, "mesh.context", key)
+    if not config.data.reset_attention:
+        problem = f"{setting} divides documents among groups of devices, and data.reset_attention=false joins them"
+        fail(config, problem, f"set data.reset_attention=true, or {others}", key, "data.reset_attention")
+    for part, has in ((ENCODER_KIND, model.encoder.kind != NO_ENCODER), ("model.vision", model.vision is not None)):
+        if has:
+            problem = f"{setting} puts a row's documents into another order, which the rows of {part} do not follow"
+            fail(config, problem, others, key, part)
 
 
 def _check_windows(config: Config, sizes: dict[str, int]) -> None:

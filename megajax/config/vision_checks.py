@@ -1,7 +1,7 @@
 """Checks of the section `model.vision`."""
 
 from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed
-from megajax.options.context import STRATEGIES
+from megajax.options.context import with_whole_heads
 from megajax.schema.config import Config
 
 AT = "model.vision"
@@ -63,5 +63,5 @@ def check_vision_on_mesh(config: Config, sizes: dict[str, int]) -> None:
         setting = format_keys(config, "communication.context")
         problem = f"{setting} divides the heads of {format_keys(config, f'{AT}.num_heads')} over"
         problem += f" {format_axis(config, sizes, 'context')}, which does not divide the {heads} of a device"
-        others = listed([name for name, each in STRATEGIES.items() if not each.divides_heads])
+        others = listed(with_whole_heads())
         fail(config, problem, f"use communication.context={others}", "communication.context", f"{AT}.num_heads")

@@ -24,6 +24,7 @@ class TokenPositions:
     chunks: jax.Array | None = None  # first index of each chunk of each device of `context`, if they vary
     is_real: jax.Array | None = None  # [B, S], False for padding; None: there is none
     two_sided_ends: jax.Array | None = None  # [B, S] int32, `ops.two_sided_ends`; None: no token sees one after it
+    group_size: jax.Array | None = None  # [] int32, of this device's group of `context`; None: all are one
 
     @property
     def document_starts(self) -> jax.Array | None:

@@ -4,7 +4,7 @@ It does not import jax: parallel/context has what each strategy computes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megajax.options.registry import AUTO, Registry
 
@@ -22,6 +22,7 @@ class ContextStrategy:
     kept: Callable[[int, float, float, bool], float] = lambda devices, output, keys, by_chunk: 0
     takes_bias: bool = False  # whether scores may have a bias (`model.position: relative`)
     repeats_output: bool = False  # whether attention's output is kept before and after its exchange
+    in_groups: bool = False  # whether documents are divided among groups of devices (`layout/context_groups.py`)
 
     def head_shards(self, context: int) -> int:
         """The number of devices that share the heads, if a sequence is divided over `context` devices."""
@@ -56,7 +57,14 @@ ALL_GATHER = ContextStrategy(
     "all_gather", sends_latents=True, attention_rate=0.93, kept=_kept_by_gather, takes_bias=True
 )
 ALL_TO_ALL = ContextStrategy("all_to_all", divides_heads=True, takes_bias=True, repeats_output=True)
-STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL, words=(AUTO,))
+# The arrays of a group of all devices, which may come in any microbatch
+DYNAMIC = replace(ALL_GATHER, name="dynamic", takes_bias=False, in_groups=True)
+STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL, DYNAMIC, words=(AUTO,))
+
+
+def with_whole_heads() -> list[str]:
+    """The names of the strategies for sequences of any kind in which each device has all heads of its tokens."""
+    return [name for name, each in STRATEGIES.items() if not each.divides_heads and not each.in_groups]
 
 
 def choose_context(

@@ -53,7 +53,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 
         weights = {stack.NAME: gather_per_step(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
         weights |= {stack.NAME: stack.weights.gather_per_step(params, {}, {}) for stack in graph.frozen}
-        counts, (batch, imbalance) = graph.counts(batch), graph.add_derived_fields(batch)
+        counts, (batch, of_layout) = graph.counts(batch), graph.add_derived_fields(batch)
         batch = graph.add_factors(batch, counts)
         tokens, layer_loss_scale = counts["loss"], graph.layer_loss_scale(loss_scale)
         key = graph.random_key(step)
@@ -67,9 +67,8 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         for stack in stacks:
             gradients |= stack.weights.complete_gradients(results.gradients[stack.NAME])
         gradients = {name: gradients[name] / loss_scale for name in graph.trained}
-        sums = results.losses
-        if imbalance is not None:  # becomes the mean over the devices when `sums` are summed and divided
-            sums["attention_imbalance"] = imbalance * tokens / mesh.size
+        # They become means over the devices when `sums` are summed and divided.
+        sums = results.losses | {name: value * tokens / mesh.size for name, value in of_layout.items()}
         sums = {name: total / counts.get(name, tokens) for name, total in sum_over_all(sums, graph.sizes).items()}
         norm = global_norm(gradients, graph.plan.placements, graph.sizes)
         metrics, state = _collect_metrics(graph, results.metrics), dict(state)

@@ -16,7 +16,13 @@ from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.model.transformer import two_sided_tokens
 from megajax.ops.block_recipes import block_recipe
 from megajax.parallel.collectives import sum_over_all
-from megajax.parallel.context.token_order import TWO_SIDED_ENDS, add_token_positions, token_positions_of, two_sided_ends
+from megajax.parallel.context.token_order import (
+    ROW_INDEX,
+    TWO_SIDED_ENDS,
+    add_token_positions,
+    token_positions_of,
+    two_sided_ends,
+)
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES
 from megajax.step.embedding import Embedding
@@ -108,7 +114,8 @@ class Graph:
         shards = self.plan.batch_shards
         sequences = (index * B * shards + self.comm.sequence_ids(B)).astype(jnp.uint32)
         positions = token_positions_of(fields, self.sizes["context"], self.plan.has_consecutive_tokens)
-        token_ids = (sequences[:, None] * (S * self.sizes["context"]) + positions.index.astype(jnp.uint32)).reshape(-1)
+        index = fields.get(ROW_INDEX, positions.index).astype(jnp.uint32)
+        token_ids = (sequences[:, None] * (S * self.sizes["context"]) + index).reshape(-1)
         model, real = self.plan.model, None
         if positions.is_real is not None:
             real_here = self.comm.local_tokens(positions.is_real.reshape(-1))
@@ -128,10 +135,10 @@ class Graph:
         factors = {n: fields[FACTOR + n] for n in (node.NAME for node in self.terminal) if FACTOR + n in fields}
         return Microbatch(fields, inputs, sequences, factors)
 
-    def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    def add_derived_fields(self, batch: Arrays) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """`token_order.add_token_positions` for this device's fields `[M, B, S]`; if some are padding, REAL_COUNTS."""
         plan, context = self.plan, self.sizes["context"]
-        fields, imbalance = add_token_positions(batch, context, plan.has_consecutive_tokens, plan.model.causal)
+        fields, metrics = add_token_positions(batch, context, plan.has_consecutive_tokens, plan.model.causal)
         for node in (node for node in self.inner if isinstance(node, SecondStack)):
             fields |= node.add_derived_fields(batch)
         if (flags := two_sided_tokens(plan.model, batch)) is not None:
@@ -142,7 +149,7 @@ class Graph:
             sequences = jnp.stack([lengths, jnp.minimum(lengths, 1)]).sum(-1)
             counts = lengths, *self.comm.sum(sequences, BATCH_AXES)
             fields |= {name: jnp.maximum(a, 1) for name, a in zip(REAL_COUNTS, counts, strict=True)}
-        return fields, imbalance
+        return fields, metrics
 
     def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
         """The factor of the layers' losses of one microbatch before differentiation: the microbatches' mean counts.

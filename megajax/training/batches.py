@@ -13,7 +13,7 @@ from megajax.data import loader
 from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.options.registered import ENCODER_KIND
-from megajax.parallel.context.token_order import balanced_order, stored_order
+from megajax.parallel.context.token_order import balanced_order, grouped_order, stored_order
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.step import TrainProgram
 
@@ -36,7 +36,7 @@ def to_global(
     than a step can use.
 
     With `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so the tokens are in
-    another order along S; if the order depends on the documents, the field `order` holds it. The fields that nodes
+    another order along S; if the order depends on the documents, fields hold it. The fields that nodes
     derive from others are added.
     """
     _check(program, fields, source)
@@ -44,13 +44,15 @@ def to_global(
     known, sharding, shape = program.graph.fields, program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
-    if program.plan.balances_context:
-        order = balanced_order(fields["segment_ids"], size, program.plan.model.causal)
+    plan, consecutive = program.plan, program.plan.has_consecutive_tokens
+    if plan.context_groups is not None:
+        order, of_groups = grouped_order(fields, plan.context_groups, plan.model.causal, consecutive)
+        fields = {**fields, **of_groups}
+    elif plan.balances_context:
+        order = balanced_order(fields["segment_ids"], size, plan.model.causal)
         fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}
     else:
-        order = np.broadcast_to(
-            np.arange(S) if program.plan.has_consecutive_tokens else stored_order(S, size), (rows, S)
-        )
+        order = np.broadcast_to(np.arange(S) if consecutive else stored_order(S, size), (rows, S))
     held = rows_of_process(sharding, shape)
     held = held[: len(held) // M]  # of the first microbatch; all microbatches have the same
     local_row = np.zeros(B, int)

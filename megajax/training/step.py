@@ -25,6 +25,7 @@ from megajax.optim.offload import on_device
 from megajax.optim.optimizer import Updated
 from megajax.optim.streamed import StreamedUpdate
 from megajax.optim.update import Given, Update
+from megajax.parallel.context.token_order import layout_metrics
 from megajax.sharding import (
     BATCH_SPEC,
     BLOCKS,
@@ -374,7 +375,7 @@ def _before_update(program: TrainProgram, state: TrainState, found: Any) -> tupl
         "skipped_in_row": state.skipped_in_row,
     }
     of_layers = _layer_metrics(program.model.blocks, with_extra_layers(config.model, layers))
-    of_nodes = program.graph.metrics(sums) | {name: sums[name] for name in ("attention_imbalance",) if name in sums}
+    of_nodes = program.graph.metrics(sums) | layout_metrics(sums)
     for found in (of_nodes, of_layers):
         if taken := sorted(found.keys() & metrics.keys()):
             raise ValueError(f"a part has the metric {taken[0]}, which the step has already: give it another name.")

@@ -115,7 +115,8 @@ def _of_some_models(plan: StepPlan, sizes: Mapping[str, int], on_gpu: bool) -> I
         )
         chunks = counted(tokens, "consecutive token") if plan.has_consecutive_tokens else chunks
         strategy, reason = config.choose_context(sizes)
-        yield f"context    {strategy.name} ({reason}); per sequence and device {chunks}"
+        groups = "" if plan.context_groups is None else f", in groups of 1 to {sizes['context']} devices by documents"
+        yield f"context    {strategy.name} ({reason}); per sequence and device {chunks}{groups}"
 
 
 def _length(config: Config) -> str:

@@ -28,7 +28,7 @@ GROUPS = {
     "throughput": (
         *("step_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu"),
         *("slowest_process", "slowest_own_seconds", "others_own_seconds", "attention_imbalance"),
-        *("work_imbalance", "work_imbalance_sequential"),
+        *("work_imbalance", "work_imbalance_sequential", "context_groups"),
         *(f"{name}_tokens_per_second_per_device" for name in ("image", "text")),
     ),
     "memory": ("peak_memory_gib",),

@@ -14,6 +14,7 @@ from mesh_models import GPT2
 
 from megajax.config.checks import check_mesh
 from megajax.jax_internals import fused_attention_stablehlo
+from megajax.layout.context_groups import ContextGroups
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
 from megajax.parallel.context import IMPLEMENTATIONS as ATTENTION
@@ -69,20 +70,26 @@ def on_devices(
     Chunks of packed documents are `balanced` by work, or in zig-zag like those of whole sequences.
     """
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
-    index = None
+    index, fields = None, {}
     order = np.broadcast_to(token_order.stored_order(S, size), (B, S))
-    if segments is not None and balanced and strategy != "all_to_all":
+    if strategy == "dynamic":
+        order, fields = token_order.grouped_order({"segment_ids": segments}, ContextGroups(size, linear=10**6), causal)
+        groups = np.take_along_axis(fields[token_order.GROUP_SIZE], order, axis=1).reshape(B, size, -1)
+        assert groups.max(axis=(0, 2)).tolist() == {4: [2, 2, 1, 1], 8: [4, 4, 4, 4, 1, 1, 2, 2]}[size]
+    elif segments is not None and balanced and strategy != "all_to_all":
         order = index = token_order.balanced_order(segments, size, causal)
 
     def reorder(a, order):
         return np.take_along_axis(a, order.reshape(B, S, *(1,) * (a.ndim - 2)), axis=1)
 
     stored = [jnp.asarray(reorder(a, order), jnp.float32) for a in (q, k, v, dout)]
-    documents = None if segments is None else jnp.asarray(reorder(segments, order))
+    documents = None if segments is None else jnp.asarray(reorder(fields.get("segment_ids", segments), order))
+    index = reorder(fields["order"], order) if fields else index
+    sizes = reorder(fields[token_order.GROUP_SIZE], order) if fields else None
     logits = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
-    def local(q, k, v, dout, documents, index, sinks):
-        fields = {"tokens": q[..., 0, 0], "segment_ids": documents, "order": index}
+    def local(q, k, v, dout, documents, index, sizes, sinks):
+        fields = {"tokens": q[..., 0, 0], "segment_ids": documents, "order": index, token_order.GROUP_SIZE: sizes}
         fields = {name: field[None] for name, field in fields.items() if field is not None}
         batch, _ = token_order.add_token_positions(fields, size, causal=causal)
         positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
@@ -97,11 +104,12 @@ def on_devices(
     def unless_none(a, spec):
         return None if a is None else spec
 
-    specs = (*[SPEC] * 4, unless_none(documents, SPEC), unless_none(index, SPEC), unless_none(logits, P()))
+    of_tokens = documents, index, sizes
+    specs = (*[SPEC] * 4, *(unless_none(a, SPEC) for a in of_tokens), unless_none(logits, P()))
     out_specs = (*[SPEC] * 4, P("context"))  # of sinks each device's share, one after the other
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
     with jax.default_matmul_precision("highest"):
-        *found, shares = run(*stored, documents, index, logits)
+        *found, shares = run(*stored, *of_tokens, logits)
     found = [reorder(np.asarray(a), np.argsort(order, axis=1)) for a in found]
     return found if shares is None else [*found, np.asarray(shares).reshape(size, -1).sum(axis=0)]
 
@@ -110,8 +118,12 @@ def on_devices(
 DOCUMENTS = np.stack([np.repeat(np.arange(6), (5, 1, 13, 17, 9, 3)), np.repeat(np.arange(3), (31, 5, 12))]).astype(
     np.int32
 )
+# Of groups of 1, 2 and 4 devices: halves, quarters and eighths of these rows are whole documents in another order.
+GROUPED = np.stack([np.repeat(np.arange(5), (7, 24, 6, 5, 6)), np.repeat(np.arange(5), (24, 9, 6, 3, 6))])
 SINKS = np.linspace(-2, 3, 8)
 OPTIONS = {
+    "groups, with sinks": {"segments": GROUPED, "sinks": SINKS},
+    "groups, window on both sides, soft-cap": {"segments": GROUPED, "window": 11, "softcap": 2.0, "causal": False},
     "packed, with sinks": {"segments": DOCUMENTS, "sinks": SINKS},
     "packed, in zig-zag": {"segments": DOCUMENTS},
     "narrow window": {"window": 3},
@@ -141,6 +153,8 @@ CASES = [
     ("all_to_all", 2, "packed, window, soft-cap, wide values"),
     ("all_to_all", 4, "packed, with sinks"),
     ("all_to_all", 8, "narrow values"),
+    ("dynamic", 4, "groups, with sinks"),
+    ("dynamic", 8, "groups, window on both sides, soft-cap"),
 ]
 
 
@@ -238,7 +252,7 @@ def test_the_logged_imbalance_is_the_busiest_devices_keys_over_those_of_a_mean_o
     fields = {"tokens": 0 * order, "segment_ids": np.take_along_axis(DOCUMENTS, order, axis=1), "order": order}
 
     def found(batch):
-        return token_order.add_token_positions(batch, 2, causal=causal)[1]
+        return token_order.add_token_positions(batch, 2, causal=causal)[1]["attention_imbalance"]
 
     mesh, spec = Mesh(np.array(jax.devices()[:2]), ("context",)), P(None, None, "context")
     run = jax.jit(jax.shard_map(found, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False))

@@ -1,6 +1,7 @@
 """Attention over `context`: the class of each strategy of `communication.context`, in a file of its own."""
 
-from megajax.options.context import ALL_GATHER, ALL_TO_ALL, RING, STRATEGIES, ContextStrategy
+from megajax.options.context import ALL_GATHER, ALL_TO_ALL, DYNAMIC, RING, STRATEGIES, ContextStrategy
+from megajax.parallel.context.dynamic import DynamicContext
 from megajax.parallel.context.gathered_keys import GatheredContext
 from megajax.parallel.context.heads import OverHeads
 from megajax.parallel.context.ring_attention import Ring
@@ -11,6 +12,7 @@ IMPLEMENTATIONS: dict[str, type[ContextAttention]] = {
     RING.name: Ring,
     ALL_GATHER.name: GatheredContext,
     ALL_TO_ALL.name: OverHeads,
+    DYNAMIC.name: DynamicContext,
 }
 
 

@@ -1,10 +1,12 @@
-"""`all_gather` (Llama 3): keys and values of the whole sequence on every device."""
+"""`all_gather` (Llama 3): keys and values of the whole sequence on every device of a group."""
 
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from megajax import ops
 from megajax.model.comm import LatentKeys, TokenPositions
@@ -29,8 +31,7 @@ class GatheredContext(ToParts):
 
     def backward(self, q, kv, positions, whole, dout) -> tuple[jax.Array, Keys]:
         def to_owners(g: jax.Array) -> jax.Array:
-            g = self._as_stored(g.astype(whole[1].dtype), positions)
-            return collectives.psum_scatter(g, "context", scatter_dimension=1, tiled=True)
+            return self._sums(self._as_stored(g.astype(whole[1].dtype), positions), 1)
 
         dq, local, of_sequence = self._to_all_backward(q, kv, self._gather(kv, positions), positions, whole, dout)
         dk, dv = (to_owners(g) for g in of_sequence)
@@ -38,17 +39,17 @@ class GatheredContext(ToParts):
 
     def forward_latent(self, linear, q, keys, positions) -> Part:
         local = heads_of(linear, keys, (keys.latent, keys.rotary), keys.up)
-        of_sequence = self._heads_of_sequence(linear, keys, positions, _gather_latents(keys), keys.up)
+        of_sequence = self._heads_of_sequence(linear, keys, positions, self._gather_latents(keys), keys.up)
         return self._to_all(q, local, of_sequence, positions)
 
     def backward_latent(self, linear, q, keys, positions, whole, dout) -> tuple[jax.Array, LatentKeys]:
         dtype = whole[1].dtype
         local, pull_local = jax.vjp(partial(heads_of, linear, keys), (keys.latent, keys.rotary), keys.up)
         heads_of_sequence = partial(self._heads_of_sequence, linear, keys, positions)
-        of_sequence, pull_sequence = jax.vjp(heads_of_sequence, _gather_latents(keys), keys.up)
+        of_sequence, pull_sequence = jax.vjp(heads_of_sequence, self._gather_latents(keys), keys.up)
         dq, down, dall = self._to_all_backward(q, local, of_sequence, positions, whole, dout)
         dsent, dup = pull_sequence(tuple(g.astype(a.dtype) for g, a in zip(dall, of_sequence, strict=True)))
-        latent, rotary = (collectives.psum_scatter(g.astype(dtype), "context", scatter_dimension=0) for g in dsent)
+        latent, rotary = (self._sums(g.astype(dtype).reshape(-1, *g.shape[2:]), 0) for g in dsent)
         if down is not None:
             of_own, up = pull_local(tuple(g.astype(a.dtype) for g, a in zip(down, local, strict=True)))
             latent, rotary, dup = latent + of_own[0], rotary + of_own[1], dup.astype(dtype) + up
@@ -93,16 +94,48 @@ class GatheredContext(ToParts):
         return dq, (dk, dv), (dk_all, dv_all)
 
     def _ranges(self, positions: TokenPositions) -> Ranges:
-        """The keys that this device's queries see, among those of the whole sequence in order."""
-        return sequence_ranges(positions, self.window, self.devices, self.causal)
+        """The keys that this device's queries see, among those of the group in order."""
+        ranges = sequence_ranges(positions, self.window, self.devices * self.groups, self.causal)
+        if self.groups == 1:
+            return ranges
+        before = self._first_device * positions.index.shape[1]
+        return ranges[0] - before, ranges[1] - before
 
     def _gather(self, kv: Keys, positions: TokenPositions) -> Keys:
         """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in the sequence's order."""
 
         def one(a: jax.Array) -> jax.Array:
-            return self._as_sequence(collectives.all_gather(a, "context", axis=1, tiled=True), positions)
+            return self._as_sequence(self._all(a, 1), positions)
 
         return one(kv[0]), one(kv[1])
+
+    def _gather_latents(self, keys: LatentKeys) -> Sent:
+        """The latents `[context, T / tensor, R]` and rotary keys `[context, B, S / context, ...]` of all devices."""
+        return self._all(keys.latent[None], 0), self._all(keys.rotary[None], 0)
+
+    def _all(self, a: jax.Array, axis: int) -> jax.Array:
+        """The arrays of the group's devices, one after the other along an axis."""
+        if self.devices == 1:
+            return a
+        return collectives.all_gather(a, "context", axis=axis, tiled=True, axis_index_groups=self._members)
+
+    def _sums(self, a: jax.Array, axis: int) -> jax.Array:
+        """Transpose of `_all`: this device's part of the sum over the group."""
+        if self.devices == 1:
+            return a
+        how = {"scatter_dimension": axis, "tiled": True, "axis_index_groups": self._members}
+        return collectives.psum_scatter(a, "context", **how)
+
+    @property
+    def _members(self) -> list[list[int]] | None:
+        """The devices of each group, if there are several."""
+        every = np.arange(self.groups * self.devices).reshape(self.groups, self.devices)
+        return every.tolist() if self.groups > 1 else None
+
+    @property
+    def _first_device(self) -> jax.Array:
+        """The first device of this device's group."""
+        return lax.axis_index("context") // self.devices * self.devices
 
     def _heads_of_sequence(
         self, linear: Linear, keys: LatentKeys, positions: TokenPositions, sent: Sent, up: jax.Array
@@ -124,25 +157,22 @@ class GatheredContext(ToParts):
         """`[B, S, ...]` in the devices' order → in the order of the sequence."""
         if self.zigzag:
             return as_sequence(a, self.devices)
-        return _take_by_sequence(a, jnp.argsort(_chunk_starts(positions), axis=1))
+        return _take_by_sequence(a, jnp.argsort(self._chunk_starts(positions), axis=1))
 
     def _as_stored(self, a: jax.Array, positions: TokenPositions) -> jax.Array:
         """`[B, S, ...]` in the order of the sequence → in the devices' order."""
         if self.zigzag:
             return as_stored(a, self.devices)
-        order = jnp.argsort(jnp.argsort(_chunk_starts(positions), axis=1), axis=1)
+        order = jnp.argsort(jnp.argsort(self._chunk_starts(positions), axis=1), axis=1)
         return _take_by_sequence(a, order)
 
-
-def _gather_latents(keys: LatentKeys) -> Sent:
-    """The latents `[context, T / tensor, R]` and rotary keys `[context, B, S / context, ...]` of all devices."""
-    return collectives.all_gather(keys.latent, "context"), collectives.all_gather(keys.rotary, "context")
-
-
-def _chunk_starts(positions: TokenPositions) -> jax.Array:
-    """The first indices of all chunks of each sequence in the devices' order, `[B, chunks]`."""
-    assert positions.chunks is not None
-    return positions.chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
+    def _chunk_starts(self, positions: TokenPositions) -> jax.Array:
+        """The first indices of the group's chunks of each sequence in the devices' order, `[B, chunks]`."""
+        chunks = positions.chunks
+        assert chunks is not None
+        if self.groups > 1:
+            chunks = lax.dynamic_slice_in_dim(chunks, self._first_device, self.devices)
+        return chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
 
 
 def _take_by_sequence(a: jax.Array, chunks: jax.Array) -> jax.Array:

@@ -4,6 +4,9 @@ A sequence is cut into chunks. Every device has the same number of chunks, in th
 attention to whole sequences is load-balanced if device r of C has chunks r and 2C - 1 - r of 2C ("zig-zag"). With
 packed documents the work of a chunk depends on the ends of the documents, so finer chunks are distributed by work.
 Where nothing attends to a part of the keys, each device can have consecutive tokens, one chunk.
+
+With groups of devices (`communication.context: dynamic`) the documents of a row are first put into another order, that
+of the groups. A token's index in its sequence is then the one in that order; only random numbers follow the first one.
 """
 
 from collections.abc import Mapping
@@ -14,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from megajax import ops
+from megajax.layout.context_groups import ContextGroups, document_runs
 from megajax.model.comm import TokenPositions
 from megajax.ops import PackedDocuments
 from megajax.ops.partial_attention import Ranges
@@ -21,6 +25,9 @@ from megajax.parallel import collectives
 
 TWO_SIDED_ENDS = "two_sided_ends"  # a field that is made once a step: the function of that name
 MOST_CHUNKS = 8  # per device, if chunks are distributed by work
+# Fields of groups of devices: the size of the group of each token's device, and the token's index in the batch's row
+GROUP_SIZE, ROW_INDEX = "group_size", "row_index"
+IMBALANCE, GROUP_SHARES = "attention_imbalance", "context_groups"  # metrics; the latter by the size of a group
 
 
 def chunk_order(context: int) -> np.ndarray:
@@ -63,6 +70,37 @@ def balanced_order(segment_ids: np.ndarray, context: int, causal: bool = True) -
     return index.reshape(context * each, -1)[chunks].reshape(rows, S)
 
 
+def grouped_order(
+    fields: Mapping[str, np.ndarray], groups: ContextGroups, causal: bool = True, consecutive: bool = False
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(the rows' token indices in the order in which devices hold them, fields of the tokens), all `[rows, S]`.
+
+    `fields` has `segment_ids`, and `is_real` if some tokens are padding. Among the results is a new `segment_ids`:
+    documents that become neighbours may have had the same id. Inside a group chunks are distributed by work, unless
+    each device gets `consecutive` tokens; else the field `order` has the tokens' indices in the order of the groups.
+    """
+    segments, rows = fields["segment_ids"], np.arange(len(fields["segment_ids"]))[:, None]
+    (_, S), length = segments.shape, segments.shape[1] // groups.devices
+    sequence, ids, sizes = np.empty((3, *segments.shape), np.int32)  # in the order of the groups
+    for row, real in enumerate(fields.get("is_real", [None] * len(segments))):
+        lengths = document_runs(segments[row], real)
+        arranged, ends = groups.arrange(lengths.tolist()), np.cumsum(lengths)
+        sequence[row] = np.concatenate([np.arange(ends[d] - lengths[d], ends[d]) for d in arranged.documents])
+        ids[row] = np.repeat(arranged.documents, lengths[arranged.documents])
+        sizes[row] = np.repeat(arranged.sizes, length)
+    stored = np.tile(np.arange(S), (len(segments), 1))  # of `sequence`
+    for size in () if consecutive else np.unique(sizes[sizes > 1]).tolist():
+        blocks = sizes.reshape(-1, size * length)  # of this size only if all of it is
+        at = np.flatnonzero(blocks[:, 0] == size)
+        inside = balanced_order(ids.reshape(blocks.shape)[at], size, causal)
+        stored.reshape(blocks.shape)[at] = np.take_along_axis(stored.reshape(blocks.shape)[at], inside, axis=1)
+    index = np.empty_like(sequence)
+    index[rows, sequence] = np.arange(S, dtype=np.int32)  # of each token of a row in the order of the groups
+    found = {"segment_ids": ids[rows, index], GROUP_SIZE: sizes[rows, index]}
+    found[ROW_INDEX] = np.broadcast_to(np.arange(S, dtype=np.int32), segments.shape)
+    return sequence[rows, stored], found if consecutive else {**found, "order": index}
+
+
 def own_index(length: int, context: int, consecutive: bool = False) -> jax.Array:
     """The sequence indices of this device's `length` tokens in zig-zag order, or consecutive ones, int32."""
     if context == 1 or consecutive:
@@ -75,19 +113,24 @@ def own_index(length: int, context: int, consecutive: bool = False) -> jax.Array
 
 def add_token_positions(
     batch: Mapping[str, jax.Array], context: int, consecutive: bool = False, causal: bool = True
-) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """(the batch with the fields for `token_positions_of`, `imbalance` of the work), fields `[M, B, S]`.
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """(the batch with the fields for `token_positions_of`, metrics of this device), fields `[M, B, S]`.
 
-    The imbalance is None if tokens are not distributed by work. Without `causal` padding is a document too, so that no
-    other token attends to it. Runs once per step, before the layers. Independent collectives must not overlap the
-    layers'; on CPUs devices may order them differently.
+    The metrics are the `imbalance` of the work, if tokens are distributed by work, and with groups the share of this
+    device's microbatches in a group of each size. Without `causal` padding is a document too, so that no other token
+    attends to it. Runs once per step, before the layers. Independent collectives must not overlap the layers'; on CPUs
+    devices may order them differently.
     """
-    fields = dict(batch)
+    fields, metrics = dict(batch), dict[str, jax.Array]()
     segments = fields.pop("segment_ids", None)
+    if (sizes := fields.get(GROUP_SIZE)) is not None:  # one for the rows of a microbatch: the largest contains others
+        fields[GROUP_SIZE] = sizes = sizes.max(axis=(1, 2))
+        for size in (1 << power for power in range(context.bit_length())):
+            metrics[f"{GROUP_SHARES}/{size}"] = (sizes == size).mean(dtype=jnp.float32)
     if not causal and "is_real" in batch:
         segments = jnp.where(batch["is_real"], 0 if segments is None else segments, -1)
     if segments is None:
-        return fields, None
+        return fields, metrics
     M, B, length = segments.shape
     segments = segments.reshape(M * B, length)
 
@@ -96,7 +139,7 @@ def add_token_positions(
         return {name: (a[at] if at else a).reshape(M, B, length) for name, a in found.items() if a is not None}
 
     if context == 1:
-        return fields | of_documents(ops.documents_of(segments)), None
+        return fields | of_documents(ops.documents_of(segments)), metrics
     order = batch.get("order")
     own = jnp.broadcast_to(own_index(length, context, consecutive), segments.shape)
     own = own if order is None else order.reshape(M * B, -1)
@@ -106,12 +149,13 @@ def add_token_positions(
     documents = ops.documents_of(jnp.zeros_like(segments).at[rows, indices].set(segments, unique_indices=True))
     fields |= of_documents(documents, rows, own)
     if order is None:
-        return fields, None
+        return fields, metrics
     chunks = indices.reshape(M, B, context, _chunks_of_device(length), -1)[..., 0]
     fields["chunks"] = chunks.swapaxes(1, 2)  # [M, context, B, chunks]
     ends = indices + 1 if causal or documents.ends is None else documents.ends[rows, indices]
     seen = (ends - documents.starts[rows, indices]).astype(jnp.float32)
-    return fields, imbalance(seen.reshape(M, B, context, length).sum(axis=(1, 3)))
+    metrics[IMBALANCE] = imbalance(seen.reshape(M, B, context, length).sum(axis=(1, 3)))
+    return fields, metrics
 
 
 def two_sided_ends(
@@ -134,6 +178,11 @@ def two_sided_ends(
     return ops.two_sided_ends(of_sequence)[rows, own].reshape(is_two_sided.shape)
 
 
+def layout_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Those of a step's numbers that are metrics of `add_token_positions`."""
+    return {name: value for name, value in sums.items() if name.partition("/")[0] in (IMBALANCE, GROUP_SHARES)}
+
+
 def imbalance(work: jax.Array) -> jax.Array:
     """Largest work of a device divided by the mean work, both summed over microbatches; `work` is `[M, devices]`."""
     return work.max(axis=1).sum() / work.mean(axis=1).sum()
@@ -147,7 +196,7 @@ def token_positions_of(fields: Mapping[str, jax.Array], context: int, consecutiv
     if consecutive and context > 1:
         chunks = jnp.broadcast_to(jnp.arange(context, dtype=jnp.int32)[:, None, None] * length, (context, B, 1))
     documents = None if starts is None else PackedDocuments(starts, ends)
-    return TokenPositions(own, documents, chunks, is_real, fields.get(TWO_SIDED_ENDS))
+    return TokenPositions(own, documents, chunks, is_real, fields.get(TWO_SIDED_ENDS), fields.get(GROUP_SIZE))
 
 
 def to_consecutive(a: jax.Array, context: int) -> jax.Array:

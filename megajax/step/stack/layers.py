@@ -20,6 +20,7 @@ from megajax.layout.segments import LayerSegment
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, is_maximum
 from megajax.ops.barriers import not_before
+from megajax.parallel.context.token_order import GROUP_SIZE, ROW_INDEX
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import HIDDEN, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.remat_groups import RematGroups, StreamGradients
@@ -105,6 +106,7 @@ class LayerStack:
 
     def fields(self) -> dict[str, Field]:
         key, sections = "data.reset_attention", "model.rope_sections"
+        of_groups = (GROUP_SIZE, ROW_INDEX) if self.plan.context_groups is not None else ()
         return {
             "positions": Field(jnp.int32),
             **({"rope_positions": Field(jnp.int32, sections, (3,))} if self.plan.model.rope_sections else {}),
@@ -114,6 +116,7 @@ class LayerStack:
             "is_real": Field(jnp.bool_, "data.kind", optional=not self.plan.is_padded),
             # The index of each token in its sequence
             **({"order": Field(jnp.int32, key, derived=True)} if self.plan.balances_context else {}),
+            **({name: Field(jnp.int32, key, derived=True) for name in of_groups}),
         }
 
     def forward(
