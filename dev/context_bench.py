@@ -122,7 +122,7 @@ def main() -> None:
         for documents in counts:
             alone, rate = measure(S, documents, RING, 1)
             print(f"| {S} | {documents} | 1 | – | {alone:.2f} | {rate:.0f} | |", flush=True)
-            for strategy in STRATEGIES.values():
+            for strategy in (each for each in STRATEGIES.values() if not each.in_groups):
                 ms, rate = measure(S, documents, strategy, len(devices))
                 share = f"{100 * alone / ms:.0f} %" if documents == 1 else ""
                 row = f"{len(devices)} | {strategy.name} | {ms:.2f} | {rate:.0f} | {share}"

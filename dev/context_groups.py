@@ -3,15 +3,15 @@
     python -m dev.context_groups > docs/records/context_groups.md
 
 data: each GPU has whole rows, packed by first fit or by work. context C: a row is divided among C GPUs, which have C
-rows in a microbatch, so that a GPU has as many tokens as before; the best C up to 16 is shown. dynamic: the groups of
-`estimate/context_groups.py`, one assignment for each batch. All have the same documents. GPUs wait for the slowest in
-each microbatch, as with `fsdp`, or once a step, as with `data`. Gathers of weights and the update, which are equal, are
-left out. Kernels reach the rate of whole sequences in every range, which makes `context` look better than it is for
-short documents.
+rows in a microbatch, so that a GPU has as many tokens as before; the best C up to 16 is shown. dynamic C: rows are C
+times as long, packed by work, and `communication.context: dynamic` divides their documents among groups of the C GPUs
+(`layout/context_groups.py`); the best C up to 16, and up to 64. All have the same documents. GPUs wait for the slowest
+in each microbatch, as with `fsdp`, or once a step, as with `data`. Gathers of weights and the update, which are equal,
+are left out. Kernels reach the rate of whole sequences in every range, which makes `context` look better than it is for
+short documents. Devices of a group, and of static `context`, have equal work.
 """
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +22,12 @@ from dev.packing_speed import code_and_books
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.data.packing import RowPacking, fill_rows, spread
-from megajax.estimate.context_groups import assign
 from megajax.estimate.costs import attention_flops
 from megajax.estimate.traces import traces
 from megajax.layout.attention_pairs import AttentionPairs
+from megajax.layout.context_groups import ContextGroups
 from megajax.layout.kinds import layer_kinds
-from megajax.options.context import RING
+from megajax.options.context import DYNAMIC, RING, ContextStrategy
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import Rates, rates_of
 from megajax.tools.plan.step_time import FORWARD
@@ -36,7 +36,7 @@ from megajax.tools.plan.work import CONTEXT_EXPOSED
 ROWS = 4  # of each GPU in a batch: its microbatches with `data`
 BATCHES = 4
 GPUS = (2, 8, 64)
-SLACK = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # tokens of a GPU beyond those of even rows: padding, which is computed
+MOST = 16  # GPUs of `context`, but for the last way
 
 
 def chats(tokens: int, seed: int) -> np.ndarray:
@@ -69,17 +69,13 @@ class Costs:
         linear = time.matmuls + time.elementwise + time.recomputed.matmuls + time.recomputed.elementwise
         return (linear + time.head) / self.row
 
-    def __call__(self, length: int, degree: int) -> float:
-        """All that depends on a document: shapes are static, so the linear layers compute whole rows."""
-        return self.attention(length, degree) + self.ring(length, degree)
-
-    def attention(self, length: int, degree: int = 1) -> float:
+    def attention(self, length: int, degree: int = 1, strategy: ContextStrategy = RING) -> float:
         """Causal attention of one document, divided."""
-        rate = self.rates.attention(self.config.model.head_dim, length) * (RING.attention_rate if degree > 1 else 1)
+        rate = self.rates.attention(self.config.model.head_dim, length) * (strategy.attention_rate if degree > 1 else 1)
         return (1 + FORWARD) * length * self._flops(length) / degree / rate
 
-    def ring(self, length: int, degree: int) -> float:
-        """The exposed part of sending keys and values around."""
+    def exchange(self, length: int, degree: int) -> float:
+        """The exposed part of sending keys and values of this number of tokens."""
         if degree == 1:
             return 0.0
         model = self.config.model
@@ -104,29 +100,44 @@ class Costs:
 
 def static(rows: list[list[int]], gpus: int, degree: int, costs: Costs) -> np.ndarray:
     """Seconds [microbatches, gpus] of rows that are divided among `degree` GPUs each."""
-    linear = costs.row / degree * costs.per_token + costs.ring(costs.row, degree)
+    linear = costs.row / degree * costs.per_token + costs.exchange(costs.row, degree)
     seconds = [linear + sum(costs.attention(each, degree) for each in row) for row in rows]
     groups = np.reshape(seconds, (-1, gpus // degree, degree)).sum(axis=2)  # as many rows at a time as GPUs
     return np.repeat(groups, degree, axis=1)
 
 
-def dynamic(documents: list[int], gpus: int, costs: Costs) -> np.ndarray:
-    """Seconds [microbatches, gpus] with groups, in the shortest rows into which the documents fit."""
-    for slack in SLACK:
-        capacity = int(costs.row * (1 + slack))
-        found = assign(documents, gpus, ROWS, capacity, costs)
-        if found is not None:
-            return found.seconds + capacity * costs.per_token
-    raise ValueError(f"the documents do not fit into rows that are {SLACK[-1]:.0%} longer")
+def dynamic(rows: list[list[int]], gpus: int, degree: int, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and sizes of groups, both [microbatches, gpus], of rows that groups of `degree` GPUs share."""
+    seconds, sizes, groups = [], [], ContextGroups.of_model(costs.config.model, degree)
+    for row in rows:
+        documents, of_row = groups.arrange(row)
+        waiting, first = list(documents), 0
+        while first < degree:
+            size, tokens, attention = of_row[first], of_row[first] * costs.row, 0.0
+            while tokens:
+                length = row[waiting.pop(0)]
+                tokens, attention = tokens - length, attention + costs.attention(length, size, DYNAMIC)
+            each = costs.row * costs.per_token + attention + costs.exchange(size * costs.row, size)
+            seconds += [each] * size
+            first += size
+        sizes += of_row
+    return np.reshape(seconds, (-1, gpus)), np.reshape(sizes, (-1, gpus))
+
+
+def powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
 
 
 def simulated(costs: Costs, draw: Callable[[int, int], np.ndarray], gpus: int) -> dict[str, np.ndarray]:
-    """By name the seconds of a step: with GPUs that wait in each microbatch, once a step, never; means of batches."""
+    """By name the seconds of a step, means of batches.
+
+    With GPUs that wait in each microbatch, once a step, never; then the mean size of a GPU's group.
+    """
     sums = dict[str, list[tuple[float, ...]]]()
 
-    def add(name: str, seconds: np.ndarray) -> None:
+    def add(name: str, seconds: np.ndarray, size: float = 1) -> None:
         steps = seconds.max(axis=1).sum(), seconds.sum(axis=0).max(), seconds.sum(axis=0).mean()
-        sums.setdefault(name, []).append(tuple(map(float, steps)))
+        sums.setdefault(name, []).append((*map(float, steps), size))
 
     for seed in range(BATCHES):
         count = ROWS * gpus
@@ -135,9 +146,15 @@ def simulated(costs: Costs, draw: Callable[[int, int], np.ndarray], gpus: int) -
         pairs = [int(AttentionPairs().of([piece.length for piece in row]).sum()) for row in even]
         add("data, balanced", static([[p.length for p in even[i]] for i in spread(pairs)], gpus, 1, costs))
         rows = [[piece.length for piece in filled[i]] for i in np.random.default_rng(seed).permutation(count)]
-        for degree in (1 << k for k in range(int(math.log2(min(gpus, 16))) + 1)):
-            add(f"context {degree}" if degree > 1 else "data", static(rows, gpus, degree, costs))
-        add("dynamic", dynamic([length for row in rows for length in row], gpus, costs))
+        for degree in powers(min(gpus, MOST)):
+            add(f"context {degree}" if degree > 1 else "data", static(rows, gpus, degree, costs), degree)
+        for degree in powers(gpus)[1:]:
+            tokens, number = degree * costs.row, count // degree
+            packed = fill_rows(draw(count * costs.row, seed), number, tokens, RowPacking("balanced"))
+            pairs = [int(AttentionPairs().of([piece.length for piece in row]).sum()) for row in packed]
+            longer = [[piece.length for piece in packed[i]] for i in spread(pairs)]
+            seconds, sizes = dynamic(longer, gpus, degree, costs)
+            add(f"dynamic {degree}", seconds, float(sizes.mean()))
     return {name: np.mean(each, axis=0) for name, each in sums.items()}
 
 
@@ -154,19 +171,22 @@ def main() -> None:
     )
     print(f"A batch has {ROWS} rows of each GPU; means of {BATCHES} batches. Published, for other data, models and")
     print("clusters: up to 1.48 × (dynamic context in Megatron-Core), 1.23 × on average (WLB-LLM).\n")
-    columns = "seconds, waiting in each microbatch | waiting | dynamic is faster by | seconds, waiting once a step"
-    print(f"| documents | GPUs | way | {columns} |")
-    print("|---|---|---|---|---|---|---|")
+    columns = "seconds, waiting in each microbatch | waiting | best dynamic is faster by | seconds, waiting once a step"
+    print(f"| documents | GPUs | way | GPUs of a group, mean | {columns} |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, row, draw in CASES:
         config = load_config(options.config, [*overrides, f"batch.sequence_length={row}"])
         costs = Costs(config, rates_of(options.device))
         for gpus in GPUS:
             found = simulated(costs, draw, gpus)
-            best = min((way for way in found if way.startswith("context")), key=lambda way: found[way][0])
-            for way in ("data", "data, balanced", best, "dynamic"):
-                each, once, never = found[way]
-                faster = each / found["dynamic"][0]
-                cells = f"{way} | {each:.2f} | {1 - never / each:.1%} | {faster:.2f} | {once:.2f}"
+            by_seconds = sorted(found, key=lambda way: found[way][0])
+            best = next(way for way in by_seconds if way.startswith("context"))
+            groups = [way for way in by_seconds if way.startswith("dynamic")]
+            small = next(way for way in groups if int(way.split()[1]) <= MOST)
+            for way in dict.fromkeys(("data", "data, balanced", best, small, groups[0])):
+                each, once, never, size = found[way]
+                faster = each / found[groups[0]][0]
+                cells = f"{way} | {size:.1f} | {each:.2f} | {1 - never / each:.1%} | {faster:.2f} | {once:.2f}"
                 print(f"| {name} to {row:,} tokens | {gpus} | {cells} |")
 
 

@@ -263,7 +263,7 @@ moe-enable-routing-replay, moe-router-quantile-balancing-ema float=0.0, moe-rout
     of model.router
 hierarchical-context-parallel-sizes many, max-seqlen-per-dp-cp-rank int, hybrid-context-parallel,
     phase-transition-iterations str, per-dataset-sequences-path str | | sequences have one length, over one context
-    axis
+    axis, whose groups for documents of different lengths are communication.context=dynamic
 tensor-parallel-num-weight-shards int, expert-tensor-parallel-num-weight-shards int, decrease-batch-size-if-needed | |
     a tensor axis divides all weights, and a batch all replicas
 freeze-all-layers | | all parameters are trained; optimizer.groups with learning_rate 0 freezes some

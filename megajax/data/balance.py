@@ -1,5 +1,6 @@
 """How evenly a batch's attention is divided, for each way to pack: what `megajax inspect` draws."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from megajax.config.sentences import counted
 from megajax.data.loader import row_pairs, samples_of_step
 from megajax.data.packing import RowPacking, imbalance
 from megajax.data.samples import Samples
+from megajax.layout.context_groups import ContextGroups, document_runs
+from megajax.options.context import DYNAMIC
 from megajax.schema.batch_schedule import BatchSizes
 
 if TYPE_CHECKING:
@@ -57,7 +60,23 @@ def balance_lines(config: "Config", samples: Samples) -> list[str]:
         lines.append(f"  {method:<21} {''.join(f'{mean:>8.2f}' for mean in means)}")
     if own.method in found and found[own.method][0].any():  # a model of recurrences has none
         lines += _bars(found[own.method][0], max(count for count in parts if count <= MOST_BARS), own.method)
-    return lines
+    return [*lines, *_group_lines(config, samples, sizes)]
+
+
+def _group_lines(config: "Config", samples: Samples, sizes: BatchSizes) -> Iterator[str]:
+    """The sizes of the groups of dynamic context, for the rows of the first steps."""
+    devices = config.mesh.context
+    if config.communication.context != DYNAMIC.name or devices < 2 or devices & (devices - 1):
+        return
+    groups, found = ContextGroups.of_model(config.model, devices), Counter[int]()
+    rows = range(sum(sizes.size(step) for step in steps_shown(sizes)))
+    for row in rows:
+        lengths = samples.document_lengths(row)
+        documents = np.repeat(np.arange(lengths.size), lengths)[:-1]
+        is_real = np.arange(documents.size) <= documents.size - samples.padding(row)
+        found.update(groups.arrange(document_runs(documents, is_real).tolist()).sizes)
+    shares = ", ".join(f"{size}: {count / found.total():.0%}" for size, count in sorted(found.items()))
+    yield f"devices of {devices} that share a document, in the first {counted(len(rows), 'sequence')}: {shares}"
 
 
 def _bars(rows: np.ndarray, parts: int, method: str) -> Iterator[str]:

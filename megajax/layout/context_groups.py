@@ -12,7 +12,7 @@ import numpy as np
 from megajax.layout.attention_pairs import AttentionPairs, token_pairs
 from megajax.schema.model import ModelConfig
 
-EXCESS = 20  # a device has up to 1/20 more work than the mean of its row
+EXCESS = 50  # a device has up to 1/50 more work than the mean of its row
 SHORTEST = (8, 16, 32, 64, 128)  # numbers of the shortest documents that may fill a half to the last token
 
 

@@ -135,7 +135,8 @@ class CommunicationConfig(Section):
     context: Annotated[str, STRATEGIES, ReadIf("mesh.context", more_than_one)] = Field(
         default=AUTO,
         description="Attention over mesh.context; auto: all_to_all if mesh.context divides the query"
-        " and KV heads of a device, except where latents can be sent (latent attention); else ring.",
+        " and KV heads of a device, except where latents can be sent (latent attention); else ring. dynamic: the"
+        " documents of a microbatch decide how many devices share each.",
     )
     experts: Annotated[str, DISPATCHES] = Field(
         default=AUTO,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mesh_models import GPT2
+from mesh_models import GPT2, MAMBA
 
 from megajax.config.checks import check_mesh
 from megajax.jax_internals import fused_attention_stablehlo
@@ -339,11 +339,15 @@ SMALL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size"
 MODELS = {
     "llama": {**SMALL, "num_heads": 8, "num_kv_heads": 2, "attention_sinks": True},
     "gpt2": {**SMALL, **GPT2, "num_heads": 8, "dropout": 0.2},
+    "mamba": {**SMALL, "num_heads": 4, "mamba2": MAMBA["mamba2"], "block_pattern": ["mamba2", "attention"]},
 }
 PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
+SHORT = PACKED | {"synthetic_documents": 9}  # groups of all sizes
 MESHES = [
     ("llama", {"context": 2, "tensor": 2, "fsdp": 2}, 1, "ring", {"data": PACKED}),
-    ("gpt2", {"context": 4}, 2, "all_gather", {"remat": {"policy": "save_matmuls"}}),
+    ("gpt2", {"context": 4}, 2, "dynamic", {"remat": {"policy": "save_matmuls"}, "data": SHORT}),
+    ("mamba", {"context": 4}, 1, "dynamic", {"data": SHORT}),
+    ("llama", {"context": 2, "pipeline": 2}, 2, "dynamic", {"pipeline": {"schedule": "gpipe"}, "data": PACKED}),
     (
         "llama",
         {"context": 2, "pipeline": 2},

@@ -86,7 +86,7 @@ def test_each_option_has_its_computation():
 @pytest.mark.parametrize(
     ("key", "choices"),
     [
-        ("communication.context", "auto, ring, all_gather or all_to_all"),
+        ("communication.context", "auto, ring, all_gather, all_to_all or dynamic"),
         ("communication.experts", "auto, all_to_all or all_gather"),
     ],
 )

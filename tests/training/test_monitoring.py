@@ -101,6 +101,7 @@ def test_each_named_number_of_a_line_is_in_a_group_by_hand():
             (name, f"throughput/{name}")
             for name in ("image_tokens_per_second_per_device", "tokens_per_second_per_device")
         ),
+        ("context_groups", "throughput/context_groups"),
         *((name, f"moe/{name}") for name in ("global_loss", "sequence_loss")),
     ],
 )

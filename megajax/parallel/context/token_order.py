@@ -79,26 +79,25 @@ def grouped_order(
     documents that become neighbours may have had the same id. Inside a group chunks are distributed by work, unless
     each device gets `consecutive` tokens; else the field `order` has the tokens' indices in the order of the groups.
     """
-    segments, rows = fields["segment_ids"], np.arange(len(fields["segment_ids"]))[:, None]
-    (_, S), length = segments.shape, segments.shape[1] // groups.devices
-    sequence, ids, sizes = np.empty((3, *segments.shape), np.int32)  # in the order of the groups
-    for row, real in enumerate(fields.get("is_real", [None] * len(segments))):
-        lengths = document_runs(segments[row], real)
+    segments, is_real = fields["segment_ids"], fields.get("is_real")
+    (number, S), length = segments.shape, segments.shape[1] // groups.devices
+    sequence, ids, sizes = (np.empty((number, S), np.int32) for _ in range(3))  # in the order of the groups
+    for row in range(number):
+        lengths = document_runs(segments[row], None if is_real is None else is_real[row])
         arranged, ends = groups.arrange(lengths.tolist()), np.cumsum(lengths)
         sequence[row] = np.concatenate([np.arange(ends[d] - lengths[d], ends[d]) for d in arranged.documents])
         ids[row] = np.repeat(arranged.documents, lengths[arranged.documents])
         sizes[row] = np.repeat(arranged.sizes, length)
-    stored = np.tile(np.arange(S), (len(segments), 1))  # of `sequence`
+    stored = np.tile(np.arange(S), (number, 1))  # of `sequence`
     for size in () if consecutive else np.unique(sizes[sizes > 1]).tolist():
         blocks = sizes.reshape(-1, size * length)  # of this size only if all of it is
         at = np.flatnonzero(blocks[:, 0] == size)
         inside = balanced_order(ids.reshape(blocks.shape)[at], size, causal)
         stored.reshape(blocks.shape)[at] = np.take_along_axis(stored.reshape(blocks.shape)[at], inside, axis=1)
-    index = np.empty_like(sequence)
-    index[rows, sequence] = np.arange(S, dtype=np.int32)  # of each token of a row in the order of the groups
-    found = {"segment_ids": ids[rows, index], GROUP_SIZE: sizes[rows, index]}
-    found[ROW_INDEX] = np.broadcast_to(np.arange(S, dtype=np.int32), segments.shape)
-    return sequence[rows, stored], found if consecutive else {**found, "order": index}
+    index = np.argsort(sequence, axis=1)  # of each token of a row in the order of the groups
+    found = {"segment_ids": np.take_along_axis(ids, index, 1), GROUP_SIZE: np.take_along_axis(sizes, index, 1)}
+    found[ROW_INDEX] = np.broadcast_to(np.arange(S), segments.shape)
+    return np.take_along_axis(sequence, stored, axis=1), found if consecutive else {**found, "order": index}
 
 
 def own_index(length: int, context: int, consecutive: bool = False) -> jax.Array:
