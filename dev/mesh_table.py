@@ -20,6 +20,8 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
   schedule with one and two virtual stages; LoRA and Muon on a few meshes.
 - `encoders`: models with an encoder (T5) or a vision tower (LLaVA, Gemma 3, Qwen2.5-VL, Qwen3-VL), ModernBERT and
   prefix-LM on axes, pairs, triples and stages, with packed documents, adapters and frozen parts.
+- `dynamic`: groups of devices (`communication.context: dynamic`) with documents of random lengths, few and many in a
+  row of 64 tokens: every other axis, every schedule, experts, latent attention, MTP modules, layers with a state.
 """
 
 import argparse
@@ -40,6 +42,7 @@ import numpy as np
 from mesh_models import (
     DEEP_MODELS,
     DEEP_OPTIMIZERS,
+    DYNAMIC_VARIANTS,
     ENCODER_VARIANTS,
     EXPERT_MODELS,
     HYBRID_VARIANTS,
@@ -48,6 +51,7 @@ from mesh_models import (
     MODELS,
     all_meshes,
     context_meshes,
+    dynamic_rows,
     encoder_rows,
     expert_meshes,
     hybrid_rows,
@@ -81,12 +85,25 @@ SETTINGS = {
     "latent": ("model", "mesh", "context", "documents", "remat", "M"),
     "hybrid": ("model", "optimizer", "mesh", "schedule", "R", "context", "documents", "remat", "M"),
     "encoders": ("model", "mesh", "schedule", "R", "context", "documents", "remat", "M"),
+    "dynamic": ("model", "mesh", "schedule", "R", "documents", "remat", "M"),
 }
 HYBRIDS = [mixer + variant for mixer, variants in HYBRID_VARIANTS.items() for variant in variants]
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
-GRADIENTS = {"encoders": 1e-5}  # tolerances of tables whose rows are all closer than GRADIENT_TOLERANCE
+GRADIENTS = {
+    "encoders": 1e-5,
+    "dynamic": 1e-5,
+}  # tolerances of tables whose rows are all closer than GRADIENT_TOLERANCE
 RESULTS = ("loss", "gradient norm", "worst gradient", "initial weights")
-STEPS = {"mesh": 20, "pipeline": 10, "context": 10, "experts": 10, "latent": 10, "hybrid": 5, "encoders": 3}
+STEPS = {
+    "mesh": 20,
+    "pipeline": 10,
+    "context": 10,
+    "experts": 10,
+    "latent": 10,
+    "hybrid": 5,
+    "encoders": 3,
+    "dynamic": 3,
+}
 
 
 def mesh_name(mesh: Mapping[str, int]) -> str:
@@ -104,6 +121,7 @@ def parse_meshes(text: str) -> list[dict[str, Any]]:
 
 def table_row(table: str, config: Config, optimizer: str, model: str, difference: Difference) -> str:
     name, worst = difference.worst
+    of_row = config.data.synthetic_documents
     sizes, folded = {axis: getattr(config.mesh, axis) for axis in AXES}, config.mesh.experts_over
     settings = {
         "model": model,
@@ -119,7 +137,7 @@ def table_row(table: str, config: Config, optimizer: str, model: str, difference
         "R": config.pipeline.virtual_stages if sizes["pipeline"] > 1 else "",
         "context": config.communication.context if sizes["context"] > 1 else "",
         "dispatch": config.dispatch(sizes).name if config.expert_shards(sizes) > 1 else "",
-        "documents": "packed" if config.data.reset_attention else "",
+        "documents": of_row if table == "dynamic" else "packed" if config.data.reset_attention else "",
         "remat": config.remat.policy,
         "M": config.batch.num_microbatches,
     }
@@ -175,6 +193,12 @@ def introduction(table: str, steps: int) -> str:
             " --table encoders",
             f"{steps} steps in FP32",
             "(R: virtual stages, M: microbatches)",
+        ),
+        "dynamic": (
+            "Mesh table of dynamic context",
+            " --table dynamic",
+            f"{steps} steps in FP32",
+            "(documents: in a row of 64 tokens, R: virtual stages, M: microbatches, the reference's too with experts)",
         ),
     }[table]
     return f"""# {title}
@@ -316,6 +340,19 @@ def encoder_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config
         yield variant, "sgd", make_config(model, mesh, microbatches=count, **settings)
 
 
+def dynamic_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for groups of devices."""
+    for variant, documents, mesh, pipeline in dynamic_rows():
+        if args.model and variant not in args.model:
+            continue
+        model, policy, _ = DYNAMIC_VARIANTS[variant]
+        settings = {"batch": {"global_size": 8, "sequence_length": 64}, "remat": {"policy": policy}}
+        settings["data"] = DOCUMENTS | {"synthetic_documents": documents}
+        settings |= {"steps": args.steps, "communication": {"context": "dynamic"}, "pipeline": pipeline}
+        count = 2 * mesh.get("pipeline", 1)
+        yield variant, "sgd", make_config(model, mesh, microbatches=count, optimizer="sgd", **settings)
+
+
 def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
     """Initial weights, if those of the seed give too even a load, or adapters that are zero."""
     if config.lora.rank is not None:
@@ -336,10 +373,12 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         "latent": latent_configs,
         "hybrid": hybrid_configs,
         "encoders": encoder_configs,
+        "dynamic": dynamic_configs,
     }[args.table](args)
 
-    def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int]:
-        return *row[:2], reference_config(row[2]).batch.num_microbatches
+    def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int, int | None]:
+        reference = reference_config(row[2])
+        return *row[:2], reference.batch.num_microbatches, reference.data.synthetic_documents
 
     limit = GRADIENTS.get(args.table, GRADIENT_TOLERANCE)
     for (model, optimizer, _), group in itertools.groupby(configs, key=held_to):
@@ -359,7 +398,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", choices=SETTINGS, default="mesh", help="default: mesh")
     parser.add_argument(
         "--model",
-        choices=[*MODELS, *EXPERT_MODELS, *MIXED_MODELS, *LATENT_VARIANTS, *HYBRIDS, *ENCODER_VARIANTS],
+        choices=[
+            *MODELS,
+            *EXPERT_MODELS,
+            *MIXED_MODELS,
+            *LATENT_VARIANTS,
+            *HYBRIDS,
+            *ENCODER_VARIANTS,
+            *DYNAMIC_VARIANTS,
+        ],
         action="append",
         help="only this; may be repeated",
     )

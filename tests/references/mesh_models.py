@@ -310,6 +310,39 @@ def encoder_rows() -> list[tuple[str, dict[str, int], dict[str, Any]]]:
     return [(variant, *case) for variant, cases in meshes.items() for case in cases]
 
 
+# Models for groups of devices: what is recomputed, and a mesh of one other axis with which each is divided.
+DYNAMIC_VARIANTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "llama": (MODELS["llama"] | {"attention_sinks": True}, "none", "fsdp"),
+    "llama, window": (MODELS["llama"] | {"sliding_window": 9}, "selective", "tensor"),
+    "gpt2, dropout": (MODELS["gpt2"] | {"dropout": 0.2}, "save_matmuls", "data"),
+    "deepseek": (DEEPSEEK, "full", "expert"),
+    "latent, MTP 2": (LATENT_MODELS["v3"] | {"mtp_layers": 2}, "selective", "expert"),
+    "gated DeltaNet": (HYBRID, "none", "expert"),
+    "Mamba-2": (MAMBA, "full", "tensor"),
+}
+
+
+def dynamic_rows() -> list[tuple[str, int, dict[str, int], dict[str, Any]]]:
+    """(variant, documents in a row, mesh, settings of `pipeline`): few documents span groups, many do not."""
+    kinds = ("gpipe", "1f1b", "zero_bubble")
+    rows: list[tuple[str, int, dict[str, int], dict[str, Any]]] = []
+    for variant, (_, _, axis) in DYNAMIC_VARIANTS.items():
+        plain = [{"context": 4}, {"context": 2, axis: 2}, {"context": 4, axis: 2}, {"context": 2, "tensor": 2, axis: 2}]
+        plain = plain[: 3 if axis == "tensor" else 4]
+        cases: list[tuple[dict[str, int], dict[str, Any]]] = [(mesh, {}) for mesh in plain]
+        cases += [({"pipeline": 2, "context": 2}, {"schedule": kind}) for kind in kinds]
+        if variant == "llama":
+            cases += [({"context": 8}, {}), ({"context": 2, "data": 2}, {}), ({"context": 2, "data": 2, "fsdp": 2}, {})]
+            for kind in kinds:
+                cases += [({"pipeline": 2, "context": 4}, {"schedule": kind})]
+                cases += [({"pipeline": 4, "context": 2}, {"schedule": kind})]
+                cases += [({"pipeline": 2, "context": 2, "tensor": 2}, {"schedule": kind, "virtual_stages": 2})]
+        elif axis == "expert":
+            cases += [({"pipeline": 2, "context": 2, "expert": 2}, {"schedule": "1f1b"})]
+        rows += [(variant, (5, 14)[i % 2], *case) for i, case in enumerate(cases)]
+    return sorted(rows, key=lambda row: (list(DYNAMIC_VARIANTS).index(row[0]), row[1], "pipeline" in row[2]))
+
+
 def mixed_meshes() -> list[tuple[dict[str, int], int]]:
     """Meshes for dense and MoE layers, and the pipeline's virtual stages; those with four microbatches last."""
     plain = [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 4}, {"expert": 2, "context": 2, "tensor": 2}]
