@@ -381,7 +381,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         return *row[:2], reference.batch.num_microbatches, reference.data.synthetic_documents
 
     limit = GRADIENTS.get(args.table, GRADIENT_TOLERANCE)
-    for (model, optimizer, _), group in itertools.groupby(configs, key=held_to):
+    for (model, optimizer, *_), group in itertools.groupby(configs, key=held_to):
         reference = weights = None
         for _, _, config in group:
             if reference is None:
