@@ -346,8 +346,6 @@ SHORT = PACKED | {"synthetic_documents": 9}  # groups of all sizes
 MESHES = [
     ("llama", {"context": 2, "tensor": 2, "fsdp": 2}, 1, "ring", {"data": PACKED}),
     ("gpt2", {"context": 4}, 2, "dynamic", {"remat": {"policy": "save_matmuls"}, "data": SHORT}),
-    ("mamba", {"context": 4}, 1, "dynamic", {"data": SHORT}),
-    ("llama", {"context": 2, "pipeline": 2}, 2, "dynamic", {"pipeline": {"schedule": "gpipe"}, "data": PACKED}),
     (
         "llama",
         {"context": 2, "pipeline": 2},
@@ -355,6 +353,8 @@ MESHES = [
         "all_to_all",
         {"pipeline": {"schedule": "zero_bubble"}, "data": PACKED},
     ),
+    ("mamba", {"context": 4}, 1, "dynamic", {"data": SHORT}),
+    ("llama", {"context": 2, "pipeline": 2}, 2, "dynamic", {"pipeline": {"schedule": "gpipe"}, "data": PACKED}),
 ]
 
 

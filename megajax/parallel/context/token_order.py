@@ -126,7 +126,7 @@ def add_token_positions(
         fields[GROUP_SIZE] = sizes = sizes.max(axis=(1, 2))
         for size in (1 << power for power in range(context.bit_length())):
             metrics[f"{GROUP_SHARES}/{size}"] = (sizes == size).mean(dtype=jnp.float32)
-    if not causal and "is_real" in batch:
+    if not causal and "is_real" in batch and GROUP_SIZE not in batch:  # there parts of padding have ids of their own
         segments = jnp.where(batch["is_real"], 0 if segments is None else segments, -1)
     if segments is None:
         return fields, metrics
