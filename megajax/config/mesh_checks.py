@@ -123,10 +123,11 @@ def _check_groups(config: Config, context: int, name: str) -> None:
     if not config.data.reset_attention:
         problem = f"{setting} divides documents among groups of devices, and data.reset_attention=false joins them"
         fail(config, problem, f"set data.reset_attention=true, or {others}", key, "data.reset_attention")
-    for part, has in ((ENCODER_KIND, model.encoder.kind != NO_ENCODER), ("model.vision", model.vision is not None)):
+    tower, encoder = model.vision is not None, model.encoder.kind != NO_ENCODER
+    for has, part, its in ((encoder, "an encoder", ENCODER_KIND), (tower, "a vision tower", "model.vision")):
         if has:
             problem = f"{setting} puts a row's documents into another order, which the rows of {part} do not follow"
-            fail(config, problem, others, key, part)
+            fail(config, problem, others, key, its)
 
 
 def _check_windows(config: Config, sizes: dict[str, int]) -> None:

@@ -167,6 +167,27 @@ REFUSED = [
             " use communication.context=ring or all_gather, or mesh.context=1 or 2."
         ),
     ),
+    (
+        "mesh.context=3 batch.sequence_length=36 communication.context=dynamic",
+        3,
+        "communication.context=dynamic halves groups of devices, and mesh.context=3 is no power of 2 (the command line:"
+        " mesh.context=3): set mesh.context to 2, or use communication.context=auto.",
+    ),
+    (
+        "mesh.context=2 batch.sequence_length=36 communication.context=dynamic",
+        2,
+        "communication.context=dynamic divides documents among groups of devices, and data.reset_attention=false joins"
+        " them (the command line: communication.context=dynamic): set data.reset_attention=true, or use"
+        " communication.context=auto.",
+    ),
+    (
+        "mesh.context=2 batch.sequence_length=36 communication.context=dynamic data.reset_attention=true"
+        " model.encoder.kind=layers model.encoder.num_layers=1 model.encoder.sequence_length=8"
+        " model.block_pattern=[decoder]",
+        2,
+        "communication.context=dynamic puts a row's documents into another order, which the rows of an encoder do not"
+        " follow (the command line: communication.context=dynamic): use communication.context=auto.",
+    ),
 ]
 
 
