@@ -71,6 +71,7 @@ class Kernels:
     fp8: Fp8Implementation = "reference"  # unused without FP8 and FP4
     loss: ops.LossImplementation = "reference"
     elementwise: ops.ElementwiseImplementation = "reference"
+    symmetric_matmul: ops.ElementwiseImplementation = "reference"  # Muon's, with half of the operations
 
     @property
     def experts(self) -> ops.ExpertKernels:
@@ -114,7 +115,8 @@ class Kernels:
             here = hardware.platform, hardware.capability
             of_fp8 = fp8.choose(settings.chosen, settings.backend, *here, experts=bool(model.num_experts))
         fastest = "pallas" if hardware.platform == "gpu" else "reference"
-        return cls(*attention, *crossed, *grouped, *recurrent, of_fp8, fastest, fastest)
+        symmetric = "pallas" if hardware.capability == HOPPER.capability else "reference"
+        return cls(*attention, *crossed, *grouped, *recurrent, of_fp8, fastest, fastest, symmetric)
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,13 @@ class MatmulTiling:
     stages: int = 4
     slots: int = 2
     panel: int = 8
+    loads: int = 2  # copies that bring the operands of a step
 
     @property
     def block_cols(self) -> int:
         return COMPUTE * self.cols
 
-    def own(self, wg: jax.Array) -> pl.Slice:
+    def own(self, wg: jax.Array | int) -> pl.Slice:
         """The columns of warpgroup `wg` in its block's tile."""
         return pl.ds(wg * self.cols, self.cols)
 
@@ -194,7 +195,7 @@ def launch(
             plgpu.SMEM((tiling.stages, *a.shape), a.dtype),
             plgpu.SMEM((tiling.stages, *b.shape), b.dtype),
             plgpu.SMEM((COMPUTE, tiling.slots, STORE_ROWS, SWIZZLE // out.dtype.itemsize), out.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
+            plgpu.Barrier(num_arrivals=tiling.loads, num_barriers=tiling.stages),
             plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiling.stages),
         ],
         grid=(blocks,),

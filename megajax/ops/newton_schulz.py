@@ -1,12 +1,13 @@
 """Newton–Schulz: matrices made orthogonal by polynomials of themselves, for Muon (Jordan et al. 2024)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import jax
 import jax.numpy as jnp
 
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 Step = tuple[float, float, float]  # (a, b, c) of X ← aX + b(XXᵀ)X + c(XXᵀ)²X
 EPSILON = 1e-7  # added to the norm, so that a matrix of zeros stays one
 
@@ -24,6 +25,8 @@ POLAR_EXPRESS: tuple[Step, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
+SIDE = 64  # rows and columns of `symmetric_matmul` are multiples of it
+LEAST_ROWS = 1024
 
 # Largest product of the coefficients a in a part of the steps; docs/records/log.md, 2026-11-25, has errors with others.
 LARGEST_GROWTH = 12.0
@@ -40,8 +43,10 @@ def coefficients(named: str | Sequence[Step], count: int) -> list[Step]:
     return [published[min(step, len(published) - 1)] for step in range(count)]
 
 
-def newton_schulz(x: jax.Array, steps: Sequence[Step]) -> jax.Array:
+def newton_schulz(x: jax.Array, steps: Sequence[Step], symmetric: Product | None = None) -> jax.Array:
     """The matrices `x [..., R, C]`, R ≤ C, with all singular values near 1; zeros stay zeros. In the dtype of `x`.
+
+    `symmetric(a, b)` computes a bᵀ, a symmetric matrix, with half of the operations (`symmetric_matmul`).
 
     A step multiplies X by a polynomial P = aI + bG + cG² of G = XXᵀ. So the steps of a part need only R × R matrices:
     the next G is PGP, and X is multiplied by the product of the polynomials once. Sums and the norm are in FP32, all
@@ -53,16 +58,22 @@ def newton_schulz(x: jax.Array, steps: Sequence[Step]) -> jax.Array:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.matmul(a, b, precision=precision)
 
+    of_symmetric = symmetric or (lambda a, b: product(a, b.mT))
     x = normalised(x)
-    for part in parts(steps, *x.shape[-2:]):
-        gram, polynomials = product(x, x.mT), []
+    for part in parts(steps, *x.shape[-2:], halved=symmetric is not None):
+        gram, polynomials = of_symmetric(x, x), []
         for a, b, c in part:
             if polynomials:
-                gram = product(product(polynomials[-1], gram), polynomials[-1])
-            terms = b * gram.astype(jnp.float32) + c * product(gram, gram).astype(jnp.float32)
+                gram = of_symmetric(of_symmetric(polynomials[-1], gram), polynomials[-1])
+            terms = b * gram.astype(jnp.float32) + c * of_symmetric(gram, gram).astype(jnp.float32)
             polynomials.append((a * identity + terms).astype(x.dtype))
-        x = product(reduce(product, polynomials), x)
+        x = product(reduce(of_symmetric, polynomials), x)
     return x
+
+
+def has_kernel(rows: int, columns: int) -> bool:
+    """Whether `symmetric_matmul` supports matrices of this size and is faster; whole products of small ones are not."""
+    return rows >= LEAST_ROWS and rows % SIDE == columns % SIDE == 0
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -71,22 +82,23 @@ def normalised(x: jax.Array) -> jax.Array:
     return (x / (norm + EPSILON)).astype(x.dtype)
 
 
-def parts(steps: Sequence[Step], rows: int, columns: int) -> Sequence[Sequence[Step]]:
+def parts(steps: Sequence[Step], rows: int, columns: int, halved: bool) -> Sequence[Sequence[Step]]:
     """The steps in parts, each of which begins with XXᵀ: single ones, or long ones if they need fewer operations.
 
-    The rounding of a product of polynomials grows with the product of their coefficients a.
+    `halved`: symmetric products need half of the operations. The rounding of a product of polynomials grows with the
+    product of their coefficients a.
     """
     single, long = [[step] for step in steps], []
     while steps:  # from the last one
         count = max(n for n in range(1, len(steps) + 1) if n == 1 or _growth(steps[-n:]) <= LARGEST_GROWTH)
         long.insert(0, steps[-count:])
         steps = steps[:-count]
-    return min(single, long, key=lambda found: _operations(found, rows, columns))
+    return min(single, long, key=lambda found: _operations(found, rows, columns, halved))
 
 
-def operations(steps: Sequence[Step], rows: int, columns: int) -> int:
-    """Floating-point operations of `newton_schulz` for one matrix, rows ≤ columns."""
-    return _operations(parts(steps, rows, columns), rows, columns)
+def operations(steps: Sequence[Step], rows: int, columns: int, halved: bool) -> int:
+    """Floating-point operations of `newton_schulz` for one matrix, rows ≤ columns; `halved` as in `parts`."""
+    return _operations(parts(steps, rows, columns, halved), rows, columns, halved)
 
 
 def _for_larger_values(step: Step) -> Step:
@@ -95,9 +107,13 @@ def _for_larger_values(step: Step) -> Step:
     return a / SAFETY, b / SAFETY**3, c / SAFETY**5
 
 
-def _operations(found: Sequence[Sequence[Step]], rows: int, columns: int) -> int:
-    """XXᵀ and the product with X in each part; a square a step, and three more R × R products between two steps."""
-    return sum(4 * rows**2 * columns + 2 * rows**3 * (4 * len(part) - 3) for part in found)
+def _operations(found: Sequence[Sequence[Step]], rows: int, columns: int, halved: bool) -> int:
+    """XXᵀ and the product with X in each part; a square a step, and three more R × R products between two steps.
+
+    All but the product with X are symmetric.
+    """
+    symmetric = sum(2 * rows**2 * columns + 2 * rows**3 * (4 * len(part) - 3) for part in found)
+    return symmetric // (2 if halved else 1) + len(found) * 2 * rows**2 * columns
 
 
 def _growth(steps: Sequence[Step]) -> float:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.ops.newton_schulz import coefficients, newton_schulz, operations
+from megajax.ops.newton_schulz import coefficients, has_kernel, newton_schulz, operations
 from megajax.optim.optimizer import MatrixOptimizer, Named, Slot, Slots
 from megajax.step_plan import StepPlan
 
@@ -28,7 +28,11 @@ class Muon(MatrixOptimizer):
         return directions, after._asdict()  # type: ignore[union-attr]
 
     def of_matrices(self, matrices: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
-        return newton_schulz(matrices, self.steps), slots
+        if not self._is_halved(*matrices.shape[-2:]):
+            return newton_schulz(matrices, self.steps), slots
+        from megajax.ops.symmetric_matmul import symmetric_matmul  # here: Mosaic takes half a second
+
+        return newton_schulz(matrices, self.steps, symmetric_matmul), slots
 
     @property
     def dtype(self) -> Any:
@@ -41,7 +45,12 @@ class Muon(MatrixOptimizer):
         return 0.2 * math.sqrt(max(inputs, outputs))
 
     def operations(self, rows: int, columns: int) -> float:
-        return operations(self.steps, rows, columns)
+        return operations(self.steps, rows, columns, self._is_halved(rows, columns))
+
+    def _is_halved(self, rows: int, columns: int) -> bool:
+        """Whether a kernel computes half of each symmetric product."""
+        kernel = self.plan.kernels.symmetric_matmul == "pallas" and self.dtype == jnp.bfloat16
+        return kernel and has_kernel(rows, columns)
 
     @property
     def first_moment(self) -> tuple[str, float]:

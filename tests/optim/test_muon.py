@@ -1,12 +1,16 @@
 """Muon against plain NumPy, on meshes; dev/muon_table.py has all meshes and more steps."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from muon import muon_cases, orthogonal
 
 from megajax.ops.newton_schulz import coefficients, newton_schulz, operations, parts
+from megajax.ops.symmetric_matmul import symmetric_matmul, triangle
 
 STEPS = 3
 # Rows of the table: KV heads on several devices, padded storage, uneven stages in rounds, experts over other axes,
@@ -31,7 +35,7 @@ def test_a_mesh_updates_weights_as_numpy_does(model, mesh):
 def test_newton_schulz_is_numpys_in_parts_of_one_or_several_steps(named, columns, several):
     """In FP32; in BF16 its error is less than twice that of the published form in NumPy, for many singular values."""
     random, steps, i = np.random.default_rng(0), coefficients(named, 5), 1 + np.arange(64)
-    assert (len(parts(steps, 64, columns)) < 5) == several
+    assert (len(parts(steps, 64, columns, halved=False)) < 5) == several
     left, _ = np.linalg.qr(random.standard_normal((64, 64)))
     right, _ = np.linalg.qr(random.standard_normal((columns, 64)))
     values = 1 / i, 1 / i**2, np.exp(-i / 5), np.where(i < 3, 1, 3e-3), np.where(i < 3, 1, 3e-2)
@@ -65,7 +69,36 @@ def test_operations_are_those_of_the_compiled_program(columns):
     x = jnp.zeros((64, columns), jnp.bfloat16)
     cost = jax.jit(newton_schulz, static_argnums=1).lower(x, steps).compile().cost_analysis()
     assert cost is not None
-    assert cost["flops"] == pytest.approx(operations(steps, 64, columns), rel=0.05)  # it counts sums and factors too
+    assert cost["flops"] == pytest.approx(
+        operations(steps, 64, columns, halved=False), rel=0.05
+    )  # it counts sums and factors too
+
+
+@pytest.mark.parametrize("side", range(1, 18))
+def test_a_triangle_has_each_square_or_its_mirror_once(side):
+    tiles = triangle(side, panel=4)
+    squares = [{(max(row, column), min(row, column)) for column in columns} for row, *columns in tiles.tolist()]
+    assert sorted(square for tile in squares for square in tile) == [
+        (row, column) for row in range(side) for column in range(row + 1)
+    ]
+    if side % 4 in (0, 3):
+        assert len(tiles) == side * (side + 1) / 4
+
+
+def test_a_kernel_halves_the_symmetric_products():
+    """Interpreted. 5 × 3 squares of 64, the last tile of a row with one square; P·G is G·P for polynomials of G."""
+    interpret = plgpu.InterpretGPUParams(detect_races=False)
+    kernel = partial(symmetric_matmul, square=64, blocks=2, interpret=interpret)
+    x = np.random.default_rng(0).standard_normal((2, 320, 192)).astype(jnp.bfloat16)
+    exact = np.einsum("mrc,msc->mrs", x.astype(np.float64), x.astype(np.float64))
+    found = np.asarray(kernel(x, x), np.float64)
+    np.testing.assert_allclose(found, exact, rtol=2**-8, atol=1e-3)
+    np.testing.assert_array_equal(found, found.swapaxes(1, 2))
+    steps = coefficients("quintic", 2)
+    halved = newton_schulz(jnp.asarray(x[:, :64, :128]), steps, kernel).astype(jnp.float32)
+    whole = newton_schulz(jnp.asarray(x[:, :64, :128]), steps).astype(jnp.float32)
+    assert jnp.linalg.norm(halved - whole) < 0.01 * jnp.linalg.norm(whole)
+    assert operations(steps, 64, 64, halved=True) == 2 * (2 * 64**3 + 2 * 64**3 // 2 * 2)  # of 3 products 2 are halved
 
 
 def test_the_singular_values_of_an_update_are_near_one():
