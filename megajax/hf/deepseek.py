@@ -6,14 +6,12 @@ and the rotary key.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
-from megajax.hf.tensors import Selected, Tensor
+from megajax.hf.tensors import Json, Selected, Tensor
 from megajax.layout.kinds import extra_layers, extra_of, layer_kinds
 
-Json = dict[str, Any]
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 MOE = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 MATRICES = ("gate", "up", "down")

@@ -1,15 +1,12 @@
 """Relatives of Llama with other norms, positions or tensors: Gemma 2 and 3, Phi-3, OLMo 2, Nemotron, SmolLM3."""
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama, Mistral, Qwen2, layer_types, windows
 from megajax.hf.rope_scaling import read_rope
-from megajax.hf.tensors import Tensor, side_by_side
+from megajax.hf.tensors import Json, Tensor, side_by_side
 from megajax.layout.kinds import layer_kinds
 
-Json = dict[str, Any]
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 

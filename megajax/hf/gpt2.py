@@ -1,12 +1,9 @@
 """GPT-2: config.json and tensors. Its linear layers are `[in, out]`, with queries, keys and values in one tensor."""
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
-from megajax.hf.tensors import EachTensorOnce, Tensor, side_by_side
+from megajax.hf.tensors import EachTensorOnce, Json, Tensor, side_by_side
 
-Json = dict[str, Any]
 NAMES = {
     "n_layer": "num_layers",
     "n_embd": "hidden_size",

@@ -1,13 +1,10 @@
 """GPT-OSS: config.json and tensors. All experts of a layer are in one tensor, with gate and up columns in turns."""
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.llama import LINEAR, Llama, layer_types
-from megajax.hf.tensors import Tensor, in_turns
+from megajax.hf.tensors import Json, Tensor, in_turns
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 
-Json = dict[str, Any]
 # Of a config.json that says nothing of it, as in transformers.
 DEFAULT_ROPE = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
 DEFAULT_ROPE |= {"original_max_position_embeddings": 4096}

@@ -4,16 +4,13 @@
 transformers writes keys of its own for them. Both are read, and both are written.
 """
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.deepseek import MATRICES, DeepseekV3
 from megajax.hf.llama import HEADS, LINEAR, WithoutPositions, check_fixed
-from megajax.hf.tensors import Tensor
+from megajax.hf.tensors import Json, Tensor
 from megajax.layout.kinds import ATTENTION, BUILT_IN_BLOCKS, KDA, KIND_OF, MLP, MOE, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
-Json = dict[str, Any]
 # Its names of DeepSeek-V3's keys
 PUBLISHED = {
     "n_routed_experts": "num_experts",

@@ -4,15 +4,13 @@ They differ in options, in the names of config.json and in the names of the expe
 """
 
 from dataclasses import replace
-from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope_scaling import read_rope, write_rope
-from megajax.hf.tensors import EachTensorOnce, Tensor
+from megajax.hf.tensors import EachTensorOnce, Json, Tensor
 from megajax.layout.kinds import BUILT_IN_BLOCKS, block_layers, is_gated, layer_kinds
 
-Json = dict[str, Any]
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
 EXPERTS = "expert out in -> expert in out"
 

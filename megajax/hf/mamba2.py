@@ -1,14 +1,12 @@
 """Mamba-2 in config.json and in tensors, as Granite 4, Bamba, Falcon-H1 and Nemotron-H have it."""
 
 import math
-from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, check_fixed
-from megajax.hf.tensors import Tensor, side_by_side
+from megajax.hf.tensors import Json, Tensor, side_by_side
 from megajax.layout.kinds import MAMBA2, has_sublayer
 
-Json = dict[str, Any]
 CONVOLUTION = "(heads head) () whole -> whole heads head"
 # config.json and `model.mamba2`
 SIZES = {

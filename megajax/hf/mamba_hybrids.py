@@ -3,8 +3,6 @@
 The multipliers of Granite and Falcon-H1 are in the weights here (`model.multipliers`).
 """
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.llama import EXPERTS, LINEAR, NAMES, Llama, check_fixed
 from megajax.hf.mamba2 import (
@@ -19,12 +17,11 @@ from megajax.hf.mamba2 import (
     write_mamba2,
 )
 from megajax.hf.nemotron_h import NemotronH
-from megajax.hf.tensors import Tensor, side_by_side, with_factors
+from megajax.hf.tensors import Json, Tensor, side_by_side, with_factors
 from megajax.layout.kinds import MAMBA2, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
 from megajax.schema.layer_sections import MultipliersConfig
 
-Json = dict[str, Any]
 MIXERS = {"linear_attention": MAMBA2, "mamba": MAMBA2, "full_attention": "attention", "attention": "attention"}
 FOR_GRANITE = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 LINEAR_ATTENTION, FULL_ATTENTION = "linear_attention", "full_attention"

@@ -1,15 +1,12 @@
 """ModernBERT (arXiv:2412.13663) with its head of masked language modelling: config.json and tensors."""
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.families import GLOBAL, LOCAL
 from megajax.hf.llama import HEADS, LINEAR, check_fixed, layer_types, norm, windows
-from megajax.hf.tensors import EachTensorOnce, Tensor, side_by_side
+from megajax.hf.tensors import EachTensorOnce, Json, Tensor, side_by_side
 from megajax.layout.kinds import FIRST, block_layers
 
-Json = dict[str, Any]
 NAMES = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",

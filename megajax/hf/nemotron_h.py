@@ -1,17 +1,15 @@
 """Nemotron-H and Nemotron 3: layers of one sublayer, Mamba-2, attention, an MLP or experts; config.json and tensors."""
 
 from dataclasses import replace
-from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.deepseek import read_groups
 from megajax.hf.llama import LINEAR, NAMES, Llama, WithoutPositions, check_fixed
 from megajax.hf.mamba2 import mamba2_tensors
-from megajax.hf.tensors import Tensor
+from megajax.hf.tensors import Json, Tensor
 from megajax.layout.kinds import ATTENTION, BUILT_IN_BLOCKS, MAMBA2, MLP, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
-Json = dict[str, Any]
 # Kinds of blocks by the letter of hybrid_override_pattern, and the names of layers_block_type, newest first
 LETTERS = {"M": MAMBA2, "*": ATTENTION, "-": MLP, "E": "experts"}
 TYPES = {

@@ -3,14 +3,10 @@
 Published folders also have a vision tower, and may have all experts of a layer in one tensor.
 """
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, Llama
 from megajax.hf.qwen3_next import QKV, Qwen3Next, head_widths
-from megajax.hf.tensors import Tensor, side_by_side
-
-Json = dict[str, Any]
+from megajax.hf.tensors import Json, Tensor, side_by_side
 
 
 class Qwen35MoeText(Qwen3Next):

@@ -5,15 +5,13 @@ its gate are beside each other in the queries' tensor.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.hf.llama import HEADS, LINEAR, Qwen3Moe
-from megajax.hf.tensors import Selected, Tensor, side_by_side
+from megajax.hf.tensors import Json, Selected, Tensor, side_by_side
 from megajax.layout.kinds import BUILT_IN_BLOCKS, GATED_DELTANET, KIND_OF, MOE, extra_layers, extra_of, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
-Json = dict[str, Any]
 # config.json and `model.linear_attention`
 SIZES = {f"linear_{name}": name for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
 SIZES |= {"linear_conv_kernel_dim": "conv_kernel"}

@@ -1,15 +1,12 @@
 """T5, T5 1.1, FLAN-T5 and UL2: config.json and tensors. The first block of a stack has the bias of all."""
 
-from typing import Any
-
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.llama import HEADS, LINEAR
-from megajax.hf.tensors import EachTensorOnce, Tensor
+from megajax.hf.tensors import EachTensorOnce, Json, Tensor
 from megajax.layout.kinds import DECODER, DENSE, is_gated
 from megajax.schema.model import LAYERS
 
-Json = dict[str, Any]
 NAMES = {
     "num_decoder_layers": "num_layers",
     "d_model": "hidden_size",

@@ -20,6 +20,7 @@ from megajax.hf.folder import text_names
 from megajax.layout.kinds import stacked_layers
 from megajax.sharding import ENCODER, VISION
 
+Json = dict[str, Any]
 Slices = tuple[slice, ...]
 
 

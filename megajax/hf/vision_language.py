@@ -6,18 +6,16 @@ Their config.json has the text model's in `text_config` and the tower's in `visi
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.families import Gemma3Text
 from megajax.hf.llama import HEADS, LINEAR, Llama, Qwen2, check_fixed
-from megajax.hf.tensors import EachTensorOnce, Tensor, side_by_side
+from megajax.hf.tensors import EachTensorOnce, Json, Tensor, side_by_side
 from megajax.layout.kinds import DENSE
 from megajax.schema.vision import VisionConfig
 
-Json = dict[str, Any]
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 PATCH, PATCH_IN_TIME = "embed (channel time) row column", "embed channel time row column"
 OURS = " -> channel time row column embed"

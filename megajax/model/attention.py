@@ -110,7 +110,7 @@ class Attention(Sublayer):
         """Output of `project` → queries `[B, S, N, H]`, keys and values `[B, S, K, H]`, with rotary positions."""
         c, comm, (B, S) = self.config, ctx.comm, ctx.inputs.positions.shape
         qkv = projected.reshape(B, S, -1, c.head_dim)
-        K = comm.local_kv_heads(c.num_kv_heads)
+        K = max(1, c.num_kv_heads // comm.size("tensor"))
         N = (qkv.shape[2] - 2 * K) // (2 if c.attention_gate else 1)
         q, k, v = jnp.split(qkv[:, :, : N + 2 * K], (N, N + K), axis=2)
         if c.qk_norm:

@@ -190,10 +190,6 @@ class Comm:
         """The number of devices that hold different tokens."""
         return self.size(self.token_axes)
 
-    def local_kv_heads(self, num_kv_heads: int) -> int:
-        """The number of the model's KV heads on this device."""
-        return max(1, num_kv_heads // self.size("tensor"))
-
     def sequence_length(self, own: int) -> int:
         """The length of a sequence of which this device has `own` tokens."""
         return own * self.size([axis for axis in self.sequence_axes if axis != "tensor"])
@@ -234,7 +230,3 @@ class Comm:
     def sum_over_tokens[Arrays](self, x: Arrays) -> Arrays:
         """Sum over the devices that hold different tokens of a microbatch, not differentiated."""
         return self.sum(x, self.token_axes)
-
-    def sum_over_sequence(self, x: jax.Array) -> jax.Array:
-        """Sum over the devices that hold different tokens of the same sequences, not differentiated."""
-        return self.sum(x, self.sequence_axes)

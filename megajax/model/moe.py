@@ -162,7 +162,7 @@ class MoE(Sublayer):
             out["aux_loss"] = r.global_loss / tokens * loss
         if r.sequence_loss > 0:
             sequences = comm.local_tokens(jnp.repeat(jnp.arange(B), S))
-            totals = comm.sum_over_sequence(ops.router.count_by_sequence(experts, sequences, B, E))
+            totals = comm.sum(ops.router.count_by_sequence(experts, sequences, B, E), comm.sequence_axes)
             length: Any = comm.sequence_length(S)
             if real is not None:  # a sequence's weight in the mean does not depend on its length
                 length = real.lengths[:, None]

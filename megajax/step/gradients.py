@@ -77,7 +77,8 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         if history:
             state[FP8] = scaling.record(dict(history), *_newest_amax(graph, weight_amax, results.amax), loss_scale)
             # Quantisation clips infinities, so only the amax shows that a value was not finite.
-            norm = jnp.where(all_finite(state[FP8]), norm, jnp.nan)
+            finite = jnp.stack([jnp.isfinite(amaxes).all() for amaxes in state[FP8].values()]).all()
+            norm = jnp.where(finite, norm, jnp.nan)
         return sums | {"tokens": tokens}, gradients, norm, state, metrics
 
     return jax.shard_map(
@@ -136,11 +137,6 @@ def _collect_metrics(graph: Graph, metrics: Mapping[str, Any]) -> dict[str, dict
         return a if is_maximum(name) or jnp.issubdtype(a.dtype, jnp.integer) else a / count
 
     return {kind: {name: mean(name, a) for name, a in own.items()} for kind, own in collected.items()}
-
-
-def all_finite(arrays: Mapping[str, jax.Array]) -> jax.Array:
-    """Whether all numbers of the arrays are finite."""
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays.values()]).all()
 
 
 def _at_full_precision(compute: Callable, plan: StepPlan) -> Callable:

@@ -59,11 +59,6 @@ def describe(ops: Iterable[hlo.Op], memory: dict[str, int]) -> list[str]:
     return lines + [f"  {part + ' memory':<28}{size / 2**30:>15.1f} GiB" for part, size in memory.items()]
 
 
-def estimate_of(program: TrainProgram) -> int:
-    """Bytes per device from the estimate in a run's summary, without compilation."""
-    return estimate_memory(program.plan).total
-
-
 def verdict(needed: int, device: str) -> str:
     """Whether a step that needs this number of bytes per device fits it."""
     usable, article = usable_bytes(device), "a" if device[0] in "bB" else "an"
@@ -129,7 +124,7 @@ def main(arguments: list[str]) -> int:
         seconds = step.trace_seconds + step.lower_seconds + step.compile_seconds
         print(f"compiled in {seconds:.0f} s; {verdict(step.memory['whole'], args.device)}", file=sys.stderr)
         print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
-        memory = {**step.memory, "estimated": estimate_of(step.program)}
+        memory = {**step.memory, "estimated": estimate_memory(step.program.plan).total}
         print("\n".join(describe(hlo.parse(step.text), memory)))
     return 0
 

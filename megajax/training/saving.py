@@ -40,11 +40,10 @@ from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.schema.data import sources_of
 from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
-from megajax.sources import find_source
+from megajax.sources import LayerState, find_source
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
 
-LayerState = dict[str, dict[str, jax.Array]]
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
 EMA_DECAY = "optimizer.ema_decay"
 MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "objective", "data")

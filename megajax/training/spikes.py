@@ -52,7 +52,8 @@ class LossWatch:
     def __init__(self, config: Config, history: Mapping[str, Any] | None = None):
         """`history` is that of an earlier LossWatch, as checkpoints hold it."""
         history = history or {"last": [], "spikes": 0}
-        self.config, self.is_on = config, is_watched(config)
+        self.config = config
+        self.is_on = config.run.spike_factor is not None or config.run.max_rollbacks > 0  # every loss is examined
         self.spikes: int = history["spikes"]  # found so far
         self._last = deque[float](history["last"], maxlen=config.run.spike_window)
         self._pending: list[tuple[int, jax.Array, jax.Array]] = []
@@ -103,11 +104,6 @@ class LossWatch:
             return None
         self.spikes += 1
         return BadStep(step, value, median)
-
-
-def is_watched(config: Config) -> bool:
-    """Whether the loss of every step is examined."""
-    return config.run.spike_factor is not None or config.run.max_rollbacks > 0
 
 
 def explain_nonfinite(in_row: int, config: Config, newest: int | None) -> str:
