@@ -19,6 +19,7 @@ from megajax.optim.optimizer import OptimizerState
 from megajax.optim.slots import SlotArray
 from megajax.schema.batch_schedule import Position
 from megajax.sources import find_source
+from megajax.training.agreement import check_order
 from megajax.training.saving import StateSaver, Weights, refuse_not_finite
 from megajax.training.step import TrainState
 
@@ -92,7 +93,7 @@ class ContinuedTraining:
         name = f"the checkpoint {self.saved.folder}"
         refuse_changes(found, self._config, name, f"set {STATE}=weights to start at step 0")
         if all(not config_allows(self._config, each) for each in found):
-            self._saver.check_order(self.position, settings["data"].get("samples"), name)
+            check_order(self._config, self.position, settings["data"].get("samples"), name)
         return found
 
     def _states_of_slots(self) -> dict[str, str]:

@@ -8,9 +8,9 @@ import jax
 from megajax.data.loader import Split
 from megajax.data.samples import Samples
 from megajax.data.whole import WholeSet
+from megajax.sources import LayerState
 from megajax.training.batches import batches
 from megajax.training.hooks import Hook, RunView
-from megajax.training.saving import LayerState
 from megajax.training.step import TrainProgram
 from megajax.training.step_log import StepLog
 from megajax.training.watch import Watch

@@ -28,6 +28,7 @@ from megajax.options.registered import HOOKS
 from megajax.runtime import prepare_environment
 from megajax.sources import text_settings
 from megajax.training import logs
+from megajax.training.agreement import warn_of_another_rate
 from megajax.training.batches import batches, check_own_fields
 from megajax.training.checks import NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
@@ -383,7 +384,7 @@ class Trainer:
             for change in self._start.allowed:
                 logs.say(f"let through by checkpoint.allow_changes: {change}")
             if self._start.resumed_step is not None:
-                self.saver.warn_of_another_rate(self._start.saved, self._start.name)
+                warn_of_another_rate(self.config, self._start.saved, self._start.name)
             local_step = self._start.local_step  # reading it may have led to another checkpoint
         self.directory.begin(self._start, self._recorded_step, local_step)
 

@@ -1,7 +1,5 @@
 """The train state's canonical form, and its conversion to and from checkpoints."""
 
-import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -12,69 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pydantic import ValidationError
 
 from megajax import cluster
 from megajax.checkpoint import Checkpoints, host_memory
 from megajax.checkpoint.description import (
     SettingDifference,
     config_allows,
-    describe_data,
-    describe_lora,
-    describe_model,
-    describe_objective,
     differences,
     has_optimizer_state,
     refuse_changes,
 )
 from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
-from megajax.config import Config, ModelConfig, ScheduleConfig
-from megajax.config.sentences import counted, fail, value
+from megajax.config import ModelConfig
+from megajax.config.sentences import fail
 from megajax.data.contents import data_contents
-from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, reading
 from megajax.mesh import mesh_sizes
-from megajax.model.trained import frozen_parts
-from megajax.optim import make_schedule
 from megajax.optim.offload import HOST, on_device, on_host
-from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
-from megajax.schema.data import sources_of
+from megajax.schema.batch_schedule import Position, samples_before
 from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
 from megajax.sources import LayerState, find_source
+from megajax.training.agreement import MUST_AGREE, check_order, compared_settings
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
 
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
 EMA_DECAY = "optimizer.ema_decay"
-MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "objective", "data")
 ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
-
-
-def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections MUST_AGREE of the description of a checkpoint of `step`; `contents` are from `data_contents`."""
-    optimizer, data = config.optimizer, config.data
-    # Megatron's order depends on the number of samples.
-    decisive: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
-    # A later stage may change.
-    if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
-        decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
-    # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
-    beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
-    more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}
-    more |= {"frozen_by_groups": list(frozen)} if (frozen := frozen_parts(config)) else {}  # they have no moments
-    # The network does not depend on these, but the spans of a sample do, and what fits into a row.
-    rows = {"encoder.sequence_length": config.model.encoder.sequence_length} if config.span_lengths else {}
-    if config.model.vision is not None and data.kind != "synthetic":
-        rows["vision.patches_per_row"] = config.model.vision.patches_per_row
-    return {
-        "run": {"seed": config.run.seed},  # another seed is another data order
-        "model": {**describe_model(config.model), **rows},
-        "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1, **more},
-        "batch": {"sequence_length": config.batch.sequence_length},
-        "lora": describe_lora(config),
-        "objective": describe_objective(config),
-        "data": {**describe_data(data), **decisive, **contents},
-    }
 
 
 class StateSaver:
@@ -165,7 +127,7 @@ class StateSaver:
             position = Position(step, saved["samples_consumed"])
         others = [each for each in found if each.key not in ORDER_BY_SIZE and not config_allows(config, each)]
         if not others and position.samples != samples_before(config, step):
-            self.check_order(position, saved["data"].get("samples"), name)
+            check_order(config, position, saved["data"].get("samples"), name)
         refuse_changes(found, config, name)
         if description.get("ema") and config.optimizer.ema_decay is None:
             raise InputError(
@@ -173,68 +135,6 @@ class StateSaver:
                 " or choose another run.dir."
             )
         return position, found
-
-    def check_order(self, position: Position, saved: int | None, name: str) -> None:
-        """Raise InputError if the order of the data changes with the size of the batch, as it did at `position`.
-
-        The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`,
-        unless `checkpoint.allow_changes` names it.
-        """
-        config, data = self.program.config, self.program.config.data
-        if data.kind == "synthetic":
-            return
-        grows = samples_before(config, position.step) > position.samples
-        cures = ["write the change as batch.schedule"] * grows + ["keep the size"]
-        problem, cure = f"{name} was saved with another size of the batch", ", or ".join(cures)
-        if data.stages:
-            where = f"data.stages ({config.where('data.stages')})"
-            raise InputError(f"{problem}, which changes the samples at which {where} begin: {cure}.")
-        if data.order != "megatron" or saved is None:
-            return
-        weights = [weight for _, weight in sources_of(data.train)]
-        if len(weights) > 1 and None in weights:
-            where = f"data.train ({config.where('data.train')})"
-            raise InputError(f"{problem}, and the sources of {where} have no weights, so each has one epoch: {cure}.")
-        mine, steps = wanted_samples(config, "train"), config.run.steps
-        if mine != saved and not config_allows(config, SettingDifference("data.train_samples", saved, mine)):
-            if not grows:
-                cure = f"set data.train_samples={saved}, or {cure}"
-            raise InputError(
-                f"{problem}, and data.order=megatron depends on the number of training samples, {saved} there and "
-                f"{mine} here: {cure}."
-            )
-        needed = BatchSizes.of(config, position).samples_before(steps)
-        if needed > mine:
-            raise InputError(
-                f"data.train_samples={mine} ({config.where('data.train_samples')}) is less than the "
-                f"{counted(needed, 'sample')} that the run reads up to run.steps={steps} after {name}: lower run.steps."
-            )
-
-    def warn_of_another_rate(self, saved: Mapping[str, Any], name: str) -> None:
-        """Warn if the next step's learning rate differs from that of the run that saved a checkpoint.
-
-        `saved` is its description, `name` its name in errors. A schedule whose decay_steps is run.steps changes
-        when run.steps is raised.
-        """
-        if "schedule" not in saved:
-            return
-        step = saved["step"]
-        try:
-            before, now = ScheduleConfig.model_validate(saved["schedule"]), self.program.config.schedule
-        except ValidationError:
-            raise InputError(f"{name} is damaged (its schedule has no valid keys): remove it.") from None
-        rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
-        if math.isclose(*rates, rel_tol=1e-3):
-            return
-        cure = "restore the section schedule to keep it."
-        if before.model_copy(update={"decay_steps": now.decay_steps}) == now:
-            cure = f"schedule.decay_steps was {before.decay_steps} and is {now.decay_steps} now; set "
-            cure += f"schedule.decay_steps={before.decay_steps} to keep it."
-        warnings.warn(
-            f"the learning rate of step {step + 1} is {rates[1]:.3g}, but {rates[0]:.3g} in the schedule so far:"
-            f" {cure}",
-            stacklevel=2,
-        )
 
     def compare_base(self, saved: Mapping[str, Any], name: str) -> None:
         """Raise InputError if the frozen weights, which `with_weights` has set, differ from those of a checkpoint.

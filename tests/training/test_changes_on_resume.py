@@ -25,7 +25,7 @@ from megajax.model.transformer import declared_model
 from megajax.options.registry import Registry
 from megajax.schema.fields import Section
 from megajax.schema.optimizer import OptimizerGroup
-from megajax.training.saving import MUST_AGREE, compared_settings
+from megajax.training.agreement import MUST_AGREE, compared_settings
 from megajax.training.step import TrainProgram
 
 # Keys, or sections, that a resumed run may change.

@@ -139,7 +139,7 @@ def compiled(
     options: Mapping[str, str] | None = None,
     device: str = "h200",
 ) -> tuple[str, dict[str, int]]:
-    """The text and memory of a program lowered for H200s and compiled with XLA's `options`; from `store` if there.
+    """The text and memory of a program lowered for GPUs and compiled with XLA's `options`; from `store` if there.
 
     To be used inside `no_gpu_needed`. jax's own cache leaves out programs of devices that do not exist.
     """

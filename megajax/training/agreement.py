@@ -1,0 +1,118 @@
+"""What must agree between a checkpoint and the run that resumes from it: settings, the order of the data, the rate."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from megajax.checkpoint.description import (
+    SettingDifference,
+    config_allows,
+    describe_data,
+    describe_lora,
+    describe_model,
+    describe_objective,
+)
+from megajax.config import Config, ScheduleConfig
+from megajax.config.sentences import counted, value
+from megajax.data.megatron import wanted_samples
+from megajax.errors import InputError
+from megajax.model.trained import frozen_parts
+from megajax.optim import make_schedule
+from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
+from megajax.schema.data import sources_of
+
+MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "objective", "data")
+
+
+def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections MUST_AGREE of the description of a checkpoint of `step`; `contents` are from `data_contents`."""
+    optimizer, data = config.optimizer, config.data
+    # Megatron's order depends on the number of samples.
+    decisive: dict[str, Any] = {"samples": wanted_samples(config, "train")} if data.order == "megatron" else {}
+    # A later stage may change.
+    if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
+        decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
+    # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
+    beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
+    more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}
+    more |= {"frozen_by_groups": list(frozen)} if (frozen := frozen_parts(config)) else {}  # they have no moments
+    # The network does not depend on these, but the spans of a sample do, and what fits into a row.
+    rows = {"encoder.sequence_length": config.model.encoder.sequence_length} if config.span_lengths else {}
+    if config.model.vision is not None and data.kind != "synthetic":
+        rows["vision.patches_per_row"] = config.model.vision.patches_per_row
+    return {
+        "run": {"seed": config.run.seed},  # another seed is another data order
+        "model": {**describe_model(config.model), **rows},
+        "optimizer": {"kind": optimizer.kind, "state": optimizer.state, "beta1": beta1, **more},
+        "batch": {"sequence_length": config.batch.sequence_length},
+        "lora": describe_lora(config),
+        "objective": describe_objective(config),
+        "data": {**describe_data(data), **decisive, **contents},
+    }
+
+
+def check_order(config: Config, position: Position, saved: int | None, name: str) -> None:
+    """Raise InputError if the order of the data changes with the size of the batch, as it did at `position`.
+
+    The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`,
+    unless `checkpoint.allow_changes` names it.
+    """
+    data = config.data
+    if data.kind == "synthetic":
+        return
+    grows = samples_before(config, position.step) > position.samples
+    cures = ["write the change as batch.schedule"] * grows + ["keep the size"]
+    problem, cure = f"{name} was saved with another size of the batch", ", or ".join(cures)
+    if data.stages:
+        where = f"data.stages ({config.where('data.stages')})"
+        raise InputError(f"{problem}, which changes the samples at which {where} begin: {cure}.")
+    if data.order != "megatron" or saved is None:
+        return
+    weights = [weight for _, weight in sources_of(data.train)]
+    if len(weights) > 1 and None in weights:
+        where = f"data.train ({config.where('data.train')})"
+        raise InputError(f"{problem}, and the sources of {where} have no weights, so each has one epoch: {cure}.")
+    mine, steps = wanted_samples(config, "train"), config.run.steps
+    if mine != saved and not config_allows(config, SettingDifference("data.train_samples", saved, mine)):
+        if not grows:
+            cure = f"set data.train_samples={saved}, or {cure}"
+        raise InputError(
+            f"{problem}, and data.order=megatron depends on the number of training samples, {saved} there and "
+            f"{mine} here: {cure}."
+        )
+    needed = BatchSizes.of(config, position).samples_before(steps)
+    if needed > mine:
+        raise InputError(
+            f"data.train_samples={mine} ({config.where('data.train_samples')}) is less than the "
+            f"{counted(needed, 'sample')} that the run reads up to run.steps={steps} after {name}: lower run.steps."
+        )
+
+
+def warn_of_another_rate(config: Config, saved: Mapping[str, Any], name: str) -> None:
+    """Warn if the next step's learning rate differs from that of the run that saved a checkpoint.
+
+    `saved` is its description, `name` its name in errors. A schedule whose decay_steps is run.steps changes
+    when run.steps is raised.
+    """
+    if "schedule" not in saved:
+        return
+    step = saved["step"]
+    try:
+        before, now = ScheduleConfig.model_validate(saved["schedule"]), config.schedule
+    except ValidationError:
+        raise InputError(f"{name} is damaged (its schedule has no valid keys): remove it.") from None
+    rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
+    if math.isclose(*rates, rel_tol=1e-3):
+        return
+    cure = "restore the section schedule to keep it."
+    if before.model_copy(update={"decay_steps": now.decay_steps}) == now:
+        cure = f"schedule.decay_steps was {before.decay_steps} and is {now.decay_steps} now; set "
+        cure += f"schedule.decay_steps={before.decay_steps} to keep it."
+    warnings.warn(
+        f"the learning rate of step {step + 1} is {rates[1]:.3g}, but {rates[0]:.3g} in the schedule so far: {cure}",
+        stacklevel=2,
+    )
