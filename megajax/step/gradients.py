@@ -55,8 +55,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         weights |= {stack.NAME: stack.weights.gather_per_step(params, {}, {}) for stack in graph.frozen}
         counts, (batch, of_layout) = graph.counts(batch), graph.add_derived_fields(batch)
         batch = graph.add_factors(batch, counts)
-        tokens, layer_loss_scale = counts["loss"], graph.layer_loss_scale(loss_scale)
-        key = graph.random_key(step)
+        tokens, layer_loss_scale, key = counts["loss"], graph.layer_loss_scale(loss_scale), graph.random_key(step)
         factors = {node.NAME: node.loss_factor(loss_scale, counts) for node in graph.terminal}
         arrays = StepArrays(table, weights, key, layer_loss_scale, factors)
 
