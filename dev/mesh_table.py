@@ -154,53 +154,28 @@ def markdown(cells: Sequence[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+TITLES = {  # of a page, and what its letters mean
+    "mesh": ("Mesh table", "(M: microbatches)"),
+    "pipeline": ("Pipeline mesh table", "(R: virtual stages, M: microbatches)"),
+    "context": ("Context mesh table", "(context: `communication.context`, M: microbatches)"),
+    "experts": (
+        "Expert mesh table",
+        "(dispatch: `communication.experts`, M: microbatches, the reference's too)",
+    ),
+    "latent": ("Latent attention mesh table", "(M: microbatches, the reference's too with experts)"),
+    "hybrid": ("Hybrid mesh table", "(M: microbatches, the reference's too)"),
+    "encoders": ("Mesh table of encoders, towers and prefixes", "(R: virtual stages, M: microbatches)"),
+    "dynamic": (
+        "Mesh table of dynamic context",
+        "(documents: in a row of 64 tokens, R: virtual stages, M: microbatches, the reference's too with experts)",
+    ),
+}
+
+
 def introduction(table: str, steps: int) -> str:
     header = (*SETTINGS[table], *RESULTS)
-    title, option, runs, letters = {
-        "mesh": ("Mesh table", "", f"{steps} steps in FP32", "(M: microbatches)"),
-        "pipeline": (
-            "Pipeline mesh table",
-            " --table pipeline",
-            f"16 layers, {steps} steps in FP32",
-            "(R: virtual stages, M: microbatches)",
-        ),
-        "context": (
-            "Context mesh table",
-            " --table context",
-            f"{steps} steps in FP32",
-            "(context: `communication.context`, M: microbatches)",
-        ),
-        "experts": (
-            "Expert mesh table",
-            " --table experts",
-            f"{steps} steps in FP32",
-            "(dispatch: `communication.experts`, M: microbatches, the reference's too)",
-        ),
-        "latent": (
-            "Latent attention mesh table",
-            " --table latent",
-            f"{steps} steps in FP32",
-            "(M: microbatches, the reference's too with experts)",
-        ),
-        "hybrid": (
-            "Hybrid mesh table",
-            " --table hybrid",
-            f"{steps} steps in FP32",
-            "(M: microbatches, the reference's too)",
-        ),
-        "encoders": (
-            "Mesh table of encoders, towers and prefixes",
-            " --table encoders",
-            f"{steps} steps in FP32",
-            "(R: virtual stages, M: microbatches)",
-        ),
-        "dynamic": (
-            "Mesh table of dynamic context",
-            " --table dynamic",
-            f"{steps} steps in FP32",
-            "(documents: in a row of 64 tokens, R: virtual stages, M: microbatches, the reference's too with experts)",
-        ),
-    }[table]
+    (title, letters), option = TITLES[table], "" if table == "mesh" else f" --table {table}"
+    runs = f"{'16 layers, ' if table == 'pipeline' else ''}{steps} steps in FP32"
     return f"""# {title}
 
 `python dev/mesh_table.py{option}` with jax {jax.__version__} on 8 virtual CPU devices: {runs}, each row
