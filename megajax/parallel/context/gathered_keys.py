@@ -1,12 +1,10 @@
-"""`all_gather` (Llama 3): keys and values of the whole sequence on every device of a group."""
+"""`all_gather` (Llama 3): keys and values of the whole sequence on every device."""
 
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from megajax import ops
 from megajax.model.comm import LatentKeys, TokenPositions
@@ -94,12 +92,8 @@ class GatheredContext(ToParts):
         return dq, (dk, dv), (dk_all, dv_all)
 
     def _ranges(self, positions: TokenPositions) -> Ranges:
-        """The keys that this device's queries see, among those of the group in order."""
-        ranges = sequence_ranges(positions, self.window, self.devices * self.groups, self.causal)
-        if self.groups == 1:
-            return ranges
-        before = self._first_device * positions.index.shape[1]
-        return ranges[0] - before, ranges[1] - before
+        """The keys that this device's queries see, among those of the whole sequence in order."""
+        return sequence_ranges(positions, self.window, self.devices, self.causal)
 
     def _gather(self, kv: Keys, positions: TokenPositions) -> Keys:
         """This device's keys and values `[B, S / context, ...]` → those of whole sequences, in the sequence's order."""
@@ -114,28 +108,12 @@ class GatheredContext(ToParts):
         return self._all(keys.latent[None], 0), self._all(keys.rotary[None], 0)
 
     def _all(self, a: jax.Array, axis: int) -> jax.Array:
-        """The arrays of the group's devices, one after the other along an axis."""
-        if self.devices == 1:
-            return a
-        return collectives.all_gather(a, "context", axis=axis, tiled=True, axis_index_groups=self._members)
+        """The arrays of all devices, one after the other along an axis."""
+        return collectives.all_gather(a, "context", axis=axis, tiled=True)
 
     def _sums(self, a: jax.Array, axis: int) -> jax.Array:
-        """Transpose of `_all`: this device's part of the sum over the group."""
-        if self.devices == 1:
-            return a
-        how = {"scatter_dimension": axis, "tiled": True, "axis_index_groups": self._members}
-        return collectives.psum_scatter(a, "context", **how)
-
-    @property
-    def _members(self) -> list[list[int]] | None:
-        """The devices of each group, if there are several."""
-        every = np.arange(self.groups * self.devices).reshape(self.groups, self.devices)
-        return every.tolist() if self.groups > 1 else None
-
-    @property
-    def _first_device(self) -> jax.Array:
-        """The first device of this device's group."""
-        return lax.axis_index("context") // self.devices * self.devices
+        """Transpose of `_all`: this device's part of the sum over all devices."""
+        return collectives.psum_scatter(a, "context", scatter_dimension=axis, tiled=True)
 
     def _heads_of_sequence(
         self, linear: Linear, keys: LatentKeys, positions: TokenPositions, sent: Sent, up: jax.Array
@@ -167,12 +145,9 @@ class GatheredContext(ToParts):
         return _take_by_sequence(a, order)
 
     def _chunk_starts(self, positions: TokenPositions) -> jax.Array:
-        """The first indices of the group's chunks of each sequence in the devices' order, `[B, chunks]`."""
-        chunks = positions.chunks
-        assert chunks is not None
-        if self.groups > 1:
-            chunks = lax.dynamic_slice_in_dim(chunks, self._first_device, self.devices)
-        return chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
+        """The first indices of all chunks of each sequence in the devices' order, `[B, chunks]`."""
+        assert positions.chunks is not None
+        return positions.chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
 
 
 def _take_by_sequence(a: jax.Array, chunks: jax.Array) -> jax.Array:

@@ -34,7 +34,6 @@ class ContextAttention:
         bool  # whether each device has one early and one late chunk; with all tokens of a head, else consecutive ones
     )
     causal: bool = True
-    groups: int = 1  # of `devices` each, side by side along `context`; no query sees keys of another group
 
     def attend(
         self,
