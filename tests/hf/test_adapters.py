@@ -123,9 +123,14 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
     weights = load(tmp_path / "merged", shapes, {}, trainer.config.model, "folder")[0]
     batch = next(batches(trainer.program, "train", trainer.data["train"], 9))
     loss, tokens = trainer.program.eval_step(trainer.state.weights, {}, batch)
-    logits = bind(model, weights)(np.asarray(batch["tokens"])[0])
-    each = -jnp.take_along_axis(jax.nn.log_softmax(logits), np.asarray(batch["targets"])[0, ..., None], -1)
-    assert float(loss / tokens) == pytest.approx(float(each.mean()), rel=1e-5)
+
+    @jax.jit
+    def mean_loss(weights, batch):
+        logits = bind(model, weights)(batch["tokens"][0])
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][0, ..., None], -1).mean()
+
+    expected = mean_loss(weights, {name: np.asarray(batch[name]) for name in ("tokens", "targets")})
+    assert float(loss / tokens) == pytest.approx(float(expected), rel=1e-5)
     loaded = load_run(trainer.run_dir)  # for generation, merged on the devices
     np.testing.assert_allclose(loaded.weights.outer["embedding.tokens"], weights["embedding.tokens"])
     query = weights["blocks.dense.attention.query"][1].reshape(len(weights["embedding.tokens"][0]), -1)

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 from mesh_models import COMMON, HYBRID, LATENT_MODELS, MAMBA
 from models_in_use import build, greedy_tokens
+from single_device import weights_of
 
 import megajax
-from megajax.config import ModelConfig
+from megajax.config import Config, ModelConfig
 from megajax.hf.convert import export, load, read_model
 from megajax.hf.quantising import StoredForm
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
 from megajax.layout.kinds import extra_kind
-from megajax.model import Transformer
 from megajax.model.comm import Comm
-from megajax.model.parameters import init_parameters
 from megajax.model.sublayer import LayerContext
 
 PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8]], 14
@@ -29,6 +28,7 @@ WINDOWS |= {"sliding_window": 6, "layer_pattern": ["global", "local"]}
 # States in the layers and in both modules, whose steps begin before the newest token
 STATES = HYBRID | {"num_layers": 2, "block_pattern": ["dense", "gated_deltanet"], "mtp_layers": 2}
 NEMOTRON = MAMBA | {"block_pattern": ["mamba2", "experts", "mamba2", "attention"], "mtp_layers": 1}
+BATCH = {"batch": {"global_size": 1, "sequence_length": 64}, "data": {"kind": "synthetic"}}
 CASES = {"latent": (LATENT, 3), "windows": (WINDOWS, 2), "states": (STATES, 3)}
 
 
@@ -163,7 +163,8 @@ def test_qwen3_next_drafts_with_its_module(references, folder_of, tmp_path):
     """A published folder has a module that transformers leaves out; this one's is random."""
     folder, expected = folder_of("tiny_qwen3_next"), references["tiny_qwen3_next"]
     model = ModelConfig.model_validate(read_model(folder) | {"mtp_layers": 1, "vocab_multiple": 1})
-    weights, device = init_parameters(Transformer(model), 0, 0.3), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    weights = weights_of(Config.model_validate({"model": model.model_dump() | {"init_std": 0.3}, **BATCH}))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     published = {n: w for n, w in weights.items() if not n.startswith("blocks.mtp.")}
     wanted = {n: jax.ShapeDtypeStruct(w.shape, np.float32, sharding=device) for n, w in published.items()}
     own, _ = load(folder, wanted, {}, model.model_copy(update={"mtp_layers": 0}), "folder")

@@ -39,7 +39,7 @@ def route(settings: dict, h: np.ndarray, weight: np.ndarray):
     real = RealTokens(jnp.asarray(IS_REAL), *map(jnp.int32, (np.maximum(LENGTHS, 1), LENGTHS.sum(), 3)))
     inputs = BlockInputs(positions, TokenPositions(positions), ids, None, layer_loss_scale=jnp.float32(1), real=real)
     ctx = LayerContext(Comm(), inputs, 0, LayerKind("moe", None))
-    return part, *part.route({"router": weight}, jnp.asarray(h), ctx)
+    return part, *jax.jit(lambda weight, h: part.route({"router": weight}, h, ctx))(weight, h)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -92,17 +92,17 @@ def check_float64(run, reference, args, cotangent, rng):
 
 def check_vmap(op, reference, args):
     with jax.enable_x64(True):
-        mapped = jax.jit(jax.vmap(op))(*(jnp.stack([a, 0.5 * a]) for a in args))
+        mapped = jax.jit(jax.vmap(op))(*(np.stack([a, 0.5 * a]) for a in args))
     expected = np.stack([reference(*args), reference(*(0.5 * a for a in args))])
     assert relative_error(mapped, expected) < VALUE_TOLERANCE["float64"]
 
 
 def check_dtype(run, reference, args, cotangent, dtype):
     """Against float64 on the rounded arguments, whose gradients check_float64 has proven."""
-    low = [jnp.asarray(a, jnp.float32).astype(dtype) for a in args]
-    rounded = [np.asarray(a, np.float64) for a in low]
-    cotangent = np.asarray(jnp.asarray(cotangent, jnp.float32).astype(dtype), np.float64)
-    value, gradients = run(jnp.asarray(cotangent, jnp.float32), *low)
+    low = [a.astype(np.float32).astype(dtype) for a in args]
+    rounded = [a.astype(np.float64) for a in low]
+    cotangent = cotangent.astype(np.float32).astype(dtype).astype(np.float64)
+    value, gradients = run(cotangent.astype(np.float32), *low)
     with jax.enable_x64(True):
         _, wanted = run(jnp.asarray(cotangent), *(jnp.asarray(a) for a in rounded))
     assert value.dtype == dtype

@@ -129,8 +129,9 @@ def test_devices_exchange_states_between_the_kernels(installed, rng, starts):
         return jnp.sum(recurrent_gated_delta_rule(*arguments, starts)[0] * weights)
 
     cut = [a.reshape(B, devices, -1, *a.shape[2:]).swapaxes(0, 1) for a in (starts, weights, *arguments)]
-    losses, gradients = jax.vmap(jax.value_and_grad(on_device, range(2, 7)), axis_name="context")(*cut)
-    loss, expected = jax.value_and_grad(on_one, range(5))(*arguments)
+    on_devices = jax.vmap(jax.value_and_grad(on_device, range(2, 7)), axis_name="context")
+    losses, gradients = jax.jit(on_devices)(*cut)
+    loss, expected = jax.jit(jax.value_and_grad(on_one, range(5)))(*arguments)
     np.testing.assert_allclose(losses.sum(), loss, atol=1e-4)  # of 720 numbers
     for found, correct, tolerance in zip(gradients, expected, (*[BF16] * 3, 1e-4, 1e-4), strict=True):  # BF16, FP32
         found = found.swapaxes(0, 1).reshape(correct.shape)

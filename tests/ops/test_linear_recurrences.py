@@ -125,8 +125,12 @@ def test_chunks_are_the_recurrence(rng, ops, by_channel, documents, error):
 
     def run(op):
         both = lambda *args: op(*args[:-1], starts=starts, initial=args[-1])  # noqa: E731
-        out, pull = jax.jit(lambda *args: jax.vjp(both, *args))(*args)
-        return *out, *pull(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
+
+        def values(cotangents, *args):
+            out, pull = jax.vjp(both, *args)
+            return *out, *pull(cotangents)
+
+        return jax.jit(values)(tuple(jnp.asarray(c, jnp.float32) for c in cotangents), *args)
 
     for found, expected in zip(*map(run, ops), strict=True):
         assert error(found, expected) < TOLERANCE

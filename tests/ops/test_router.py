@@ -3,6 +3,7 @@
 import itertools
 import math
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -113,14 +114,14 @@ def test_an_expert_takes_its_capacity_of_all_devices_tokens(logits, policy):
     assert capacity == 5  # 4.5, rounded up
     experts, ids = router.choose(logits, k), jnp.asarray(np.random.default_rng(5).permutation(TOKENS) + 7, jnp.uint32)
     weights = jnp.round(jnp.abs(logits[:, :k])) if policy == "probability" else jnp.zeros((TOKENS, k))
-    tokens = (experts, weights, ids)
-    found = [
-        router.within_capacity(*(a[part] for a in tokens), EXPERTS, capacity, lambda _: tokens)
-        for part in (slice(0, 10), slice(10, TOKENS))
-    ]
+    experts, weights, ids = tokens = tuple(map(np.asarray, (experts, weights, ids)))
+    within = jax.jit(
+        lambda *own: router.within_capacity(*own, EXPERTS, capacity, lambda _: jax.tree.map(jnp.asarray, tokens))
+    )
+    found = [within(*(a[part] for a in tokens)) for part in (slice(0, 10), slice(10, TOKENS))]
     expected = np.zeros((TOKENS, k), bool)
     for expert in range(EXPERTS):
-        places = np.argwhere(np.asarray(experts) == expert)
+        places = np.argwhere(experts == expert)
         for token, i in sorted(places.tolist(), key=lambda place: (-weights[*place], ids[place[0]]))[:capacity]:
             expected[token, i] = True
     assert np.array_equal(np.concatenate(found), expected) and not expected.all()
@@ -213,10 +214,14 @@ def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
         return ops.apply_experts(ops.ExpertMlp(activation), x, experts, weights, matrices, None)
 
     assert most_rows(T, k, E) == T * 2 and most_rows(T, k, 1) == T and most_rows(T, k, E, T // 2) == T // 2 * E
-    expected, pull = jax.vjp(plain, x, weights, w_up, w_down)
-    found, our_pull = jax.vjp(ours, x, weights, w_up, w_down)
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
-    for mine, theirs in zip(our_pull(dy), pull(dy), strict=True):
+
+    @partial(jax.jit, static_argnums=0)
+    def differentiated(function, *arguments):
+        out, pull = jax.vjp(function, *arguments)
+        return out, *pull(dy)
+
+    both = (differentiated(function, x, weights, w_up, w_down) for function in (ours, plain))
+    for mine, theirs in zip(*both, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
 
 

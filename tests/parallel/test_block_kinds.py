@@ -303,7 +303,7 @@ def language_model(table, kind):
 def test_a_part_that_depends_on_no_other_token_decodes_with_a_cache(table):
     """Greedy tokens are those of whole sequences, computed by the plain model."""
     model, weights, state, generating = language_model(table, "squared")
-    model = bind(model, weights)
+    model = jax.jit(bind(model, weights))
     tokens = [3, 1, 4, 1, 5]
     *_, ((*found,),) = Generator(generating, Sampling(temperature=0.0)).tokens([tokens], 4)
     for _ in range(4):
@@ -314,7 +314,7 @@ def test_a_part_that_depends_on_no_other_token_decodes_with_a_cache(table):
 
 def test_a_part_without_a_cache_is_evaluated_but_does_not_generate(table):
     model, weights, _, generating = language_model(table, "mean")
-    model = bind(model, weights)
+    model = jax.jit(bind(model, weights))
     tokens = np.array([[3, 1, 4, 1, 5]])
     np.testing.assert_allclose(generating(tokens), model(tokens), rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="decoding, which Mean .block mean. .* 'decoding' to Mean.SUPPORTS"):

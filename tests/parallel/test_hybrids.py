@@ -12,6 +12,9 @@ from mesh_models import HYBRID, KIMI, MAMBA
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 
+# Both in one model; the row of gated DeltaNet has experts.
+DENSE = {name: value for name, value in MAMBA.items() if name not in ("num_experts", "experts_per_token", "router")}
+DENSE = {name: value for name, value in DENSE.items() if name != "expert_ffn_hidden_size"} | {"kda": KIMI["kda"]}
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 
 
@@ -23,14 +26,10 @@ def make(table, mesh, microbatches, model, **sections):
     ("model", "layers", "mesh", "context"),
     [
         (HYBRID, ["gated_deltanet", "moe"], {"tensor": 2, "context": 2, "fsdp": 2}, "ring"),
-        (
-            MAMBA | {"kda": KIMI["kda"]},
-            ["kda_moe", "attention_mamba2"],
-            {"tensor": 2, "context": 2, "pipeline": 2},
-            "auto",
-        ),
+        (DENSE, ["kda", "attention_mamba2"], {"tensor": 2, "context": 2}, "auto"),
+        (DENSE, ["kda", "attention_mamba2"], {"tensor": 2, "pipeline": 2}, "auto"),
     ],
-    ids=["gated DeltaNet", "KDA and Mamba-2"],
+    ids=["gated DeltaNet", "KDA and Mamba-2", "stages of KDA and Mamba-2"],
 )
 def test_a_mesh_trains_as_one_device_does(table, difference, model, layers, mesh, context):
     """Stages of unlike layers, and documents across devices, which hold consecutive tokens unless keys travel."""

@@ -40,7 +40,6 @@ OPTIONS = {
         "head_dim": 8,
         "ffn_hidden_size": 72,
         "activation": "relu2",
-        "dropout": 0.2,
         "z_loss": 1e-2,
     },
 }
@@ -97,7 +96,7 @@ def test_transfers_cut_into_pieces_change_no_number(table, difference, monkeypat
     assert_agrees(difference(make(table, "gpt2", {"fsdp": 2, "tensor": 4}, 1, "adamw", remat=remat)))
 
 
-def test_padded_weights_and_dropout_train_on_a_mesh_as_on_one_device(table, difference):
+def test_padded_weights_train_on_a_mesh_as_on_one_device(table, difference):
     assert_agrees(difference(options_config(table, "padded_gpt2", TRIPLE, 2, remat={"policy": "full"})))
 
 

@@ -39,7 +39,7 @@ def test_it_is_a_loop_over_tokens():
     w = {"value": rng.standard_normal((D, F)), "decay": rng.standard_normal(F), "output": rng.standard_normal((F, D))}
     positions = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
     is_real = np.array([[True] * 6, [True] * 4 + [False] * 2])
-    x = rng.standard_normal((B, S, D))
+    x = rng.standard_normal((B, S, D)).astype(np.float32)
     h, expected = np.zeros((B, F)), np.zeros((B, S, F))
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
     for t in range(S):
@@ -50,8 +50,8 @@ def test_it_is_a_loop_over_tokens():
     ctx = LayerContext(
         Comm(), BlockInputs(jnp.asarray(positions), own, jnp.arange(B * S), None), 0, LayerKind("r", None)
     )
-    weights = {name: jnp.float32(a) for name, a in w.items()} | {"norm": jnp.ones(D)}
-    y, metrics = make(config).apply(weights, jnp.float32(x.reshape(-1, D)), ctx)
+    weights = {name: a.astype(np.float32) for name, a in w.items()} | {"norm": np.ones(D, np.float32)}
+    y, metrics = jax.jit(lambda weights, x: make(config).apply(weights, x, ctx))(weights, x.reshape(-1, D))
     np.testing.assert_allclose(y, (expected @ w["output"]).reshape(-1, D), rtol=1e-4, atol=1e-4)
     assert metrics == {}
 

@@ -30,7 +30,8 @@ def registered():
 
 def make(table, mesh, microbatches=1, policy="attention_outputs", **sections):
     model = MODELS["llama"] | {"num_layers": LAYERS}
-    return table.make_config(model, mesh, microbatches=microbatches, remat={"policy": policy}, **sections)
+    settings = {"microbatches": microbatches, "steps": 2, "optimizer": "sgd", "remat": {"policy": policy}}
+    return table.make_config(model, mesh, **settings, **sections)
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,9 @@ def test_a_run_reads_the_teachers_weights_and_resumes(table, tmp_path, monkeypat
         return trainer
 
     of_teacher = {"teacher": {}, "objective": {"kind": "next_token", "settings": {}}}
-    base = run("teacher", 1, model=TEACHER, **of_teacher, **data)
-    teacher = {"teacher": {"model": TEACHER, "source": "teacher"}}
+    wider = {**TINY, "num_layers": 1, "num_heads": 4, "tie_embeddings": True}
+    base = run("teacher", 1, model=wider, **of_teacher, **data)
+    teacher = {"teacher": {"model": wider, "source": "teacher"}}
     whole = run("whole", 4, **teacher, **data)
     for name, w in base.state.params.items():
         found = whole.state.frozen[f"teacher.{name}"]

@@ -114,7 +114,7 @@ def reference_config(config: Config) -> Config:
     With experts the reference has the same number of microbatches, since their losses are nonlinear in a microbatch.
     For the mean of the microbatches' means it has one for each microbatch of the devices that share sequences.
     """
-    settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels"})
+    settings = config.model_dump(exclude={"mesh", "pipeline", "remat", "kernels", "communication"})
     settings["precision"]["accumulation"] = "float32"
     if config.objective.average == "microbatches":
         settings["batch"]["num_microbatches"] *= math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
