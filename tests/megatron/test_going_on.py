@@ -120,7 +120,7 @@ def state_of(config):
     ("name", "mesh", "microbatches"),
     [
         ("gpt", {"context": 2, "tensor": 2}, 1),
-        ("mixtral", {"pipeline": 2, "expert": 2, "tensor": 2}, 4),  # balancing losses are of a microbatch
+        ("mixtral", {"pipeline": 2, "expert": 2}, 4),  # balancing losses are of a microbatch
         ("deepseek", {"expert": 2}, 1),
     ],
     ids=str,

@@ -156,13 +156,14 @@ def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
     reference = Reference(config, OPTAX[config.optimizer.kind](config, lambda count: schedule(count + 1)))
     differentiate, update = jax.jit(reference.losses_and_gradients), jax.jit(reference.updated)
     # Compiled too: operation by operation they would be dozens of programs, of each shape one.
-    start, norm = jax.jit(reference.first_state), jax.jit(optax.tree.norm)
-    state, first, steps = start(weights), {}, []
+    state, first, steps = jax.jit(reference.first_state)(weights), {}, []
     for fields in make_batches(config):
         losses, gradients, metrics = differentiate(state, fields)
         state = update(state, gradients, metrics)
-        steps.append(losses | {"grad_norm": norm(gradients)} | router_metrics(metrics))
-        first = first or {name: np.asarray(g) for name, g in gradients.items()}
+        own = {name: np.asarray(g) for name, g in gradients.items()}
+        norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in own.values()))
+        steps.append(losses | {"grad_norm": norm} | router_metrics(metrics))
+        first = first or own
     values = {name: np.array([step[name] for step in steps]) for name in steps[0]}
     modules = values.pop("mtp_loss/module").mean(1) if "mtp_loss/module" in values else np.zeros(0)
     router = {name: values[name] for name in ROUTER_METRICS & values.keys()}
