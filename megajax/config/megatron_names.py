@@ -16,7 +16,10 @@ pipeline-model-parallel-layout str, decoder-first-pipeline-num-layers int, decod
     account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split | pipeline.layout | a list with the
     number of layers of each virtual stage
 context-parallel-size int=1 | mesh.context
-cp-comm-type many=p2p | communication.context | auto (the default), or ring for p2p, all_to_all for a2a, all_gather
+cp-comm-type many=p2p | communication.context | auto (the default), or ring for p2p, all_to_all for a2a, all_gather,
+    all_to_all+ring for a2a+p2p
+hierarchical-context-parallel-sizes many | communication.context | all_to_all+ring divides the heads over as many
+    devices as divide their number
 expert-model-parallel-size int=1 | mesh.expert | an axis of its own: data * fsdp * expert is Megatron's data-parallel
     size
 expert-tensor-parallel-size int | mesh.experts_over | a list of axes: with tensor in it each expert is whole (size 1);

@@ -261,7 +261,7 @@ moe-enable-routing-replay, moe-router-quantile-balancing-ema float=0.0, moe-rout
     moe-apply-probs-on-input, moe-latent-size int, moe-dispatch-fwd-dtype str=bf16, moe-combine-bwd-dtype str=bf16,
     moe-expert-rank-capacity-factor float, moe-use-upcycling | | experts are chosen and weighted by the router options
     of model.router
-hierarchical-context-parallel-sizes many, max-seqlen-per-dp-cp-rank int, hybrid-context-parallel,
+max-seqlen-per-dp-cp-rank int, hybrid-context-parallel,
     phase-transition-iterations str, per-dataset-sequences-path str | | sequences have one length, over one context
     axis, whose groups for documents of different lengths are communication.context=dynamic
 tensor-parallel-num-weight-shards int, expert-tensor-parallel-num-weight-shards int, decrease-batch-size-if-needed | |

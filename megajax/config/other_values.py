@@ -214,7 +214,8 @@ eager, dot_product, xla, math, local, unfused, vanilla, naive, jax | reference
 """,
         "communication.context": """
 p2p, ring_attention, pass-kv, zigzag | ring
-a2a, ulysses, usp, deepspeed_ulysses, a2a+p2p | all_to_all
+a2a, ulysses, deepspeed_ulysses | all_to_all
+a2a+p2p, usp, unified, 2d | all_to_all+ring
 ag | all_gather
 """,
         "communication.experts": """

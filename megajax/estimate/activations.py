@@ -82,11 +82,12 @@ class Activations:
 
     def shared_by_passes(self, block: str) -> float:
         """Numbers per token that attention over `context` keeps because the backward pass would compute them again."""
-        model, context, output = self.config.model, self.plan.sizes["context"], self._attention_output(block)
-        if context == 1 or not output or model.is_latent:
+        model, strategy, output = self.config.model, self.collectives.context, self._attention_output(block)
+        parts = strategy.key_shards(self.plan.sizes["context"])
+        if parts == 1 or not output or model.is_latent:
             return 0
         keys = model.num_kv_heads * (model.head_dim + model.value_dim) / self.tensor
-        return self.collectives.context.kept(context, output, keys, self.plan.kernels.attention == "cudnn")
+        return strategy.kept(parts, output, keys, self.plan.kernels.attention == "cudnn")
 
     def _attention_output(self, block: str) -> float:
         """Numbers per token in the output of a block's attention; 0 without any."""

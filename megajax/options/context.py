@@ -3,6 +3,7 @@
 It does not import jax: parallel/context has what each strategy computes.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,10 +16,12 @@ class ContextStrategy:
 
     name: str  # for `communication.context`
     divides_heads: bool = False  # during attention a device has some heads of all tokens; else all heads of its tokens
+    goes_round: bool = False  # heads are divided over `head_group` devices only, and keys go around among the others
+    head_group: int | None = None  # chosen for the heads of a model
     sends_latents: bool = False  # latents of latent attention can be sent instead of keys and values
     attention_rate: float = 1.0  # of attention's kernel, where 1 is its rate without `context`; fitted
     # Numbers per token that XLA keeps because the backward pass would compute them again, if nothing is recomputed. Of
-    # (devices, numbers per token in attention's output, in its keys and values, whether the kernel takes whole chunks).
+    # (`key_shards`, numbers per token in attention's output, in its keys and values, whether the kernel takes chunks).
     kept: Callable[[int, float, float, bool], float] = lambda devices, output, keys, by_chunk: 0
     takes_bias: bool = False  # whether scores may have a bias (`model.position: relative`)
     repeats_output: bool = False  # whether attention's output is kept before and after its exchange
@@ -26,6 +29,8 @@ class ContextStrategy:
 
     def head_shards(self, context: int) -> int:
         """The number of devices that share the heads, if a sequence is divided over `context` devices."""
+        if self.head_group is not None:
+            return math.gcd(self.head_group, context)
         return context if self.divides_heads else 1
 
     def key_shards(self, context: int) -> int:
@@ -57,9 +62,17 @@ ALL_GATHER = ContextStrategy(
     "all_gather", sends_latents=True, attention_rate=0.93, kept=_kept_by_gather, takes_bias=True
 )
 ALL_TO_ALL = ContextStrategy("all_to_all", divides_heads=True, takes_bias=True, repeats_output=True)
+HEADS_AND_RING = ContextStrategy(
+    "all_to_all+ring",
+    divides_heads=True,
+    goes_round=True,
+    attention_rate=RING.attention_rate,
+    kept=_kept_by_ring,
+    repeats_output=True,
+)
 # The arrays of a group of all devices, which may come in any microbatch
 DYNAMIC = replace(ALL_GATHER, name="dynamic", takes_bias=False, in_groups=True)
-STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL, DYNAMIC, words=(AUTO,))
+STRATEGIES = Registry("context strategy", RING, ALL_GATHER, ALL_TO_ALL, HEADS_AND_RING, DYNAMIC, words=(AUTO,))
 
 
 def with_whole_heads() -> list[str]:
@@ -73,12 +86,17 @@ def choose_context(
     """The strategy of `communication.context` for sequences divided over `devices`, and the reason.
 
     `heads`: the number of each kind on a device. `sends_latents`: keys and values can be sent as latents. `has_bias`:
-    scores have a bias. Where all
-    heads can be divided, dividing them was the fastest and needed the least memory (docs/records/log.md): each device
-    sends a part of its heads once, while keys and values that visit all devices are sent `devices` - 1 times.
+    scores have a bias. Where all heads can be divided, dividing them was the fastest and needed the least memory
+    (docs/records/log.md): each device sends a part of its heads once, while keys and values that visit all devices are
+    sent `devices` - 1 times.
     """
     if name != AUTO:
-        return STRATEGIES[name], f"communication.context={name}"
+        chosen, reason = STRATEGIES[name], f"communication.context={name}"
+        if not chosen.goes_round:
+            return chosen, reason
+        group = math.gcd(devices, *heads.values())
+        reason += f": the heads over {group} devices, keys and values around rings of {devices // group}"
+        return replace(chosen, head_group=group), reason
     if sends_latents:
         return RING, "a token's latents are smaller than its heads"
     for kind, number in heads.items():

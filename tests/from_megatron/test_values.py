@@ -158,7 +158,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "attention is computed again": (f"{DENSE} --recompute-activations", 1, {"remat.policy": "selective"}),
 }
-COMMUNICATION = {"p2p": "ring", "a2a": "all_to_all", "all_gather": "all_gather", "allgather": "all_gather"}
+COMMUNICATION = {
+    "a2a+p2p": "all_to_all+ring",
+    "p2p": "ring",
+    "a2a": "all_to_all",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+}
 
 
 @pytest.mark.parametrize("name", CASES)

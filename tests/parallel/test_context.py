@@ -17,8 +17,8 @@ from megajax.jax_internals import fused_attention_stablehlo
 from megajax.layout.context_groups import ContextGroups
 from megajax.mesh import build_mesh
 from megajax.ops.partial_attention import Scores
-from megajax.parallel.context import IMPLEMENTATIONS as ATTENTION
-from megajax.parallel.context import token_order
+from megajax.options.context import choose_context
+from megajax.parallel.context import context_attention, token_order
 from megajax.parallel.context.ring_attention import Ring, RingWork
 from megajax.training.step import TrainProgram
 
@@ -95,7 +95,8 @@ def on_devices(
         positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
 
         def attention(q, k, v, sinks):
-            over_context = ATTENTION[strategy](size, scores, window, positions.chunks is None, causal)
+            chosen, _ = choose_context(strategy, size, {"query heads": q.shape[2], "KV heads": k.shape[2]}, False)
+            over_context = context_attention(chosen, size)(size, scores, window, positions.chunks is None, causal)
             return over_context.attend(q, k, v, positions, sinks)[0]
 
         out, pull = jax.vjp(attention, q, k, v, sinks)
@@ -155,6 +156,12 @@ CASES = [
     ("all_to_all", 8, "narrow values"),
     ("dynamic", 4, "groups, with sinks"),
     ("dynamic", 8, "groups, window on both sides, soft-cap"),
+    # 2 KV heads: pairs of devices share the heads
+    ("all_to_all+ring", 4, "packed, with sinks"),
+    ("all_to_all+ring", 4, "packed, in zig-zag"),
+    ("all_to_all+ring", 8, "packed, window, soft-cap, wide values"),
+    ("all_to_all+ring", 8, "window on both sides"),
+    ("all_to_all+ring", 2, "window, with sinks"),
 ]
 
 
@@ -226,6 +233,7 @@ def library_backward(q, k, v, _, q_seqlen, kv_seqlen, *rest, scale, mask_type, *
         ("all_gather", 4, "narrow values"),
         ("ring", 4, "both sides"),
         ("all_gather", 4, "both sides"),
+        ("all_to_all+ring", 8, "with sinks"),
     ],
 )
 def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, name):
@@ -348,9 +356,9 @@ MESHES = [
     ("gpt2", {"context": 4}, 2, "dynamic", {"remat": {"policy": "save_matmuls"}, "data": SHORT}),
     (
         "llama",
-        {"context": 2, "pipeline": 2},
+        {"context": 4, "pipeline": 2},
         2,
-        "all_to_all",
+        "all_to_all+ring",
         {"pipeline": {"schedule": "zero_bubble"}, "data": PACKED},
     ),
     ("mamba", {"context": 4}, 1, "dynamic", {"data": SHORT}),

@@ -12,7 +12,7 @@ from megajax.ops.partial_attention import Mask, Part, Ranges, attend, attend_bac
 from megajax.ops.relative_bias import relative_bias
 from megajax.parallel import collectives
 from megajax.parallel.context.strategy import Attended, Keys, Linear, Sent, ToParts, heads_of, latent_gradients
-from megajax.parallel.context.token_order import as_sequence, as_stored, sequence_ranges
+from megajax.parallel.context.token_order import as_sequence, as_stored, sequence_ranges, take_by_sequence
 
 
 class GatheredContext(ToParts):
@@ -135,25 +135,19 @@ class GatheredContext(ToParts):
         """`[B, S, ...]` in the devices' order → in the order of the sequence."""
         if self.zigzag:
             return as_sequence(a, self.devices)
-        return _take_by_sequence(a, jnp.argsort(self._chunk_starts(positions), axis=1))
+        return take_by_sequence(a, jnp.argsort(self._chunk_starts(positions), axis=1))
 
     def _as_stored(self, a: jax.Array, positions: TokenPositions) -> jax.Array:
         """`[B, S, ...]` in the order of the sequence → in the devices' order."""
         if self.zigzag:
             return as_stored(a, self.devices)
         order = jnp.argsort(jnp.argsort(self._chunk_starts(positions), axis=1), axis=1)
-        return _take_by_sequence(a, order)
+        return take_by_sequence(a, order)
 
     def _chunk_starts(self, positions: TokenPositions) -> jax.Array:
         """The first indices of all chunks of each sequence in the devices' order, `[B, chunks]`."""
         assert positions.chunks is not None
         return positions.chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
-
-
-def _take_by_sequence(a: jax.Array, chunks: jax.Array) -> jax.Array:
-    """The chunks of `[B, S, ...]` in each sequence's own order `[B, chunks]`."""
-    pieces = a.reshape(*chunks.shape, -1)
-    return jnp.take_along_axis(pieces, chunks[..., None], axis=1).reshape(a.shape)
 
 
 def _before_chunk(positions: TokenPositions) -> Ranges:

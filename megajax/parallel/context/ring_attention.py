@@ -86,7 +86,12 @@ class RingWork:
     combine: Callable  # (owner of the keys, results, moving, local) → (moving, local)
 
 
+@dataclass(frozen=True)
 class Ring(ToParts):
+    """`stride` rings of `devices` devices each; those of a ring are `stride` apart on `context`."""
+
+    stride: int = 1
+
     def forward(self, q, kv, positions) -> Part:
         return self._forward(q, kv, lambda kv: kv, positions)
 
@@ -98,7 +103,7 @@ class Ring(ToParts):
 
     def _forward(self, q, sent: Sent, heads: Callable[[Sent], Keys], positions: TokenPositions) -> Part:
         """Attention to the keys of all devices; `sent` goes around, and `heads` makes keys and values of it."""
-        scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
+        scores, rank, ranges = self.scores, self._rank, self._ranges(positions)
 
         def start(part):
             return None, (part[0].astype(part[1].dtype), part[1])
@@ -123,7 +128,7 @@ class Ring(ToParts):
         return self.go_round(sweeps, sent, RingWork(own, start, compute, combine))[1]
 
     def backward(self, q, kv, positions, whole, dout) -> tuple[jax.Array, Keys]:
-        scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
+        scores, rank, ranges = self.scores, self._rank, self._ranges(positions)
 
         def start(gradients):
             dq, dk, dv = (g.astype(whole[1].dtype) for g in gradients)
@@ -143,7 +148,7 @@ class Ring(ToParts):
         return dq, dkv
 
     def backward_latent(self, linear, q, keys, positions, whole, dout) -> tuple[jax.Array, LatentKeys]:
-        scores, rank, ranges = self.scores, lax.axis_index("context"), self._ranges(positions)
+        scores, rank, ranges = self.scores, self._rank, self._ranges(positions)
         dtype, sent = whole[1].dtype, (keys.latent, keys.rotary)
         heads = partial(heads_of, linear, keys)
 
@@ -177,12 +182,17 @@ class Ring(ToParts):
         """The gradients of each block of scores with the keys and values of the device `other`."""
         scores, gradients = self.scores, []
         lse = whole[1].swapaxes(1, 2)  # [B, 2c, N]
-        for block in self._blocks(lax.axis_index("context"), other):
+        for block in self._blocks(self._rank, other):
             queries, outs, lses, douts = half_of((q, whole[0], lse, dout), block.q_half)
             keys, values = half_of(kv, block.k_half)
             part = outs, lses.swapaxes(1, 2)
             gradients.append(attend_backward(scores, Mask("full", seen), queries, keys, values, part, douts))
         return gradients
+
+    @property
+    def _rank(self) -> jax.Array:
+        """This device's place in its ring."""
+        return lax.axis_index("context") // self.stride
 
     @property
     def _own_kind(self) -> Kind:
@@ -207,10 +217,12 @@ class Ring(ToParts):
         Each step sends one message: GPUs start kernels in launch order, so attention after a second message would wait
         for the end of the first one.
         """
-        C, rank = self.devices, lax.axis_index("context")
+        C, rank = self.devices, self._rank
 
         def send(message: jax.Array, by: int) -> jax.Array:
-            return collectives.ppermute(message, "context", [(r, (r + by) % C) for r in range(C)])
+            devices = C * self.stride
+            moves = [(device, (device + by * self.stride) % devices) for device in range(devices)]
+            return collectives.ppermute(message, "context", moves)
 
         own_message = _words(fixed)
         first, own = not_before(([send(own_message, direction) for direction, _ in sweeps], work.own()))

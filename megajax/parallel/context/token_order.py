@@ -242,6 +242,12 @@ def _take_chunks(a: jax.Array, chunks: np.ndarray) -> jax.Array:
     return jnp.concatenate([pieces[chunk] for chunk in chunks], axis=1)
 
 
+def take_by_sequence(a: jax.Array, chunks: jax.Array) -> jax.Array:
+    """The chunks of `[B, S, ...]` in each sequence's own order `[B, chunks]`."""
+    pieces = a.reshape(*chunks.shape, -1)
+    return jnp.take_along_axis(pieces, chunks[..., None], axis=1).reshape(a.shape)
+
+
 def sequence_ranges(positions: TokenPositions, window: int | None, context: int, causal: bool) -> Ranges:
     """The keys that this device's queries see, among the keys of the whole sequence in order."""
     length = None if causal else positions.index.shape[1] * context

@@ -1,5 +1,7 @@
 """Parallel sizes, batches and the pipeline."""
 
+from megajax.config.sentences import listed
+from megajax.options.context import STRATEGIES
 from megajax.schema.amounts import UNITS
 from megajax.tools.from_megatron.translation import Translation
 
@@ -43,10 +45,12 @@ def translate_mesh(t: Translation) -> int:
     if axes != ["expert"]:
         t.put("mesh.experts_over", axes, "expert_model_parallel_size", "expert_tensor_parallel_size")
     if context > 1 and t.given("cp_comm_type"):
-        kinds = {"p2p": "ring", "a2a": "all_to_all", "all_gather": "all_gather", "allgather": "all_gather"}
+        t.use("hierarchical_context_parallel_sizes")
+        kinds = {"p2p": "ring", "a2a": "all_to_all", "a2a+p2p": "all_to_all+ring"}
+        kinds |= dict.fromkeys(("all_gather", "allgather"), "all_gather")
         chosen = {kinds.get(kind) for kind in t["cp_comm_type"]}
         if len(chosen) > 1 or None in chosen:
-            t.refuse("all layers have one communication.context: ring, all_to_all or all_gather", "cp_comm_type")
+            t.refuse(f"all layers have one communication.context: {listed(list(STRATEGIES))}", "cp_comm_type")
         else:
             t.put("communication.context", chosen.pop(), "cp_comm_type")
     return replicas
