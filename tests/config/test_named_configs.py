@@ -36,6 +36,8 @@ RECIPES = {
     "llama3_8b_l16_pipeline": (4,),
     "llama3_8b_l8": (1, 2, 4),
     "llama3_8b_l8_context": (4,),
+    "long_128k": (8,),
+    "long_1m": (64,),
     "mamba2_2b": (1, 2, 4),
     "mixtral_8x22b": (128,),
     "mixtral_l2": (1, 2, 4),
