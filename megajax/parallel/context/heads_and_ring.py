@@ -34,7 +34,7 @@ class HeadsAndRing(ContextAttention):
         if sinks is not None:
             sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
         around = self.devices // self.group
-        ring = Ring(around, self.scores, self.window, self.zigzag, self.causal, self.group)
+        ring = Ring(around, self.scores, self.window, self.zigzag, self.causal, stride=self.group)
         out, largest = ring.attend(q, k, v, self._of_group(positions, order), sinks, bias_table)
         out = as_stored(out, self.group) if order is None else take_by_sequence(out, jnp.argsort(order, axis=1))
         out = self._exchange(out, split_axis=1, concat_axis=2)
