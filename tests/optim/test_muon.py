@@ -88,7 +88,11 @@ def test_a_triangle_has_each_square_or_its_mirror_once(side):
 def test_a_kernel_halves_the_symmetric_products():
     """Interpreted. 5 × 3 squares of 64, the last tile of a row with one square; P·G is G·P for polynomials of G."""
     interpret = plgpu.InterpretGPUParams(detect_races=False)
-    kernel = partial(symmetric_matmul, square=64, blocks=2, interpret=interpret)
+    run = partial(symmetric_matmul, square=64, blocks=2, interpret=interpret)
+
+    def kernel(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.block_until_ready(run(a, b))  # its callbacks can wait for ever beside another operation
+
     x = np.random.default_rng(0).standard_normal((2, 320, 192)).astype(jnp.bfloat16)
     exact = np.einsum("mrc,msc->mrs", x.astype(np.float64), x.astype(np.float64))
     found = np.asarray(kernel(x, x), np.float64)
