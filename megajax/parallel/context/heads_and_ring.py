@@ -57,7 +57,7 @@ class HeadsAndRing(ContextAttention):
         chunks = positions.chunks
         if chunks is not None:
             by_group = chunks.reshape(-1, self.group, *chunks.shape[1:]).swapaxes(1, 2)  # [groups, B, group, chunks]
-            chunks = jnp.sort(by_group.reshape(*by_group.shape[:2], -1), axis=2)
+            chunks = by_group.reshape(*by_group.shape[:2], -1)
         return replace(positions, index=index, documents=documents, is_real=is_real, two_sided_ends=ends, chunks=chunks)
 
     def _in_order(self, a: jax.Array, order: jax.Array | None) -> jax.Array:
