@@ -3,7 +3,7 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, import rules, all tests and beside them types, on two cores about 17 minutes the first time and
+Without arguments: lint, import rules, all tests and beside them types, on two cores about 23 minutes the first time and
 about half of that later. With arguments: only pytest with these arguments, for example tests/config, -m smoke for the
 fastest tests, or -m long for those of tests/long_tests.txt, which take another 8 minutes. Installs their packages into
 .venv."
