@@ -20,7 +20,7 @@ from megajax.ops.partial_attention import Part, Ranges
 from megajax.parallel import collectives
 from megajax.parallel.context.gathered_keys import GatheredContext
 from megajax.parallel.context.strategy import Keys, ToParts
-from megajax.parallel.context.token_order import sequence_ranges
+from megajax.parallel.context.token_order import chunk_starts, sequence_ranges
 
 
 class DynamicContext(ToParts):
@@ -75,8 +75,7 @@ class GroupOfDevices(GatheredContext):
 
     def _chunk_starts(self, positions: TokenPositions) -> jax.Array:
         assert positions.chunks is not None
-        chunks = lax.dynamic_slice_in_dim(positions.chunks, self._first, self.devices)[::-1]
-        return chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
+        return chunk_starts(lax.dynamic_slice_in_dim(positions.chunks, self._first, self.devices)[::-1])
 
     @property
     def _members(self) -> list[list[int]]:

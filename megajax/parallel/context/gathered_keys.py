@@ -12,7 +12,7 @@ from megajax.ops.partial_attention import Mask, Part, Ranges, attend, attend_bac
 from megajax.ops.relative_bias import relative_bias
 from megajax.parallel import collectives
 from megajax.parallel.context.strategy import Attended, Keys, Linear, Sent, ToParts, heads_of, latent_gradients
-from megajax.parallel.context.token_order import as_sequence, as_stored, sequence_ranges, take_by_sequence
+from megajax.parallel.context.token_order import as_sequence, as_stored, chunk_starts, sequence_ranges, take_by_sequence
 
 
 class GatheredContext(ToParts):
@@ -147,7 +147,7 @@ class GatheredContext(ToParts):
     def _chunk_starts(self, positions: TokenPositions) -> jax.Array:
         """The first indices of all chunks of each sequence in the devices' order, `[B, chunks]`."""
         assert positions.chunks is not None
-        return positions.chunks.swapaxes(0, 1).reshape(positions.index.shape[0], -1)
+        return chunk_starts(positions.chunks)
 
 
 def _before_chunk(positions: TokenPositions) -> Ranges:

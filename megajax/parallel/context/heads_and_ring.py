@@ -17,7 +17,7 @@ from megajax.parallel import collectives
 from megajax.parallel.context.heads import among_heads
 from megajax.parallel.context.ring_attention import Ring
 from megajax.parallel.context.strategy import Attended, ContextAttention
-from megajax.parallel.context.token_order import as_sequence, as_stored, take_by_sequence
+from megajax.parallel.context.token_order import as_sequence, as_stored, chunk_starts, take_by_sequence
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,19 @@ class HeadsAndRing(ContextAttention):
 
     def attend(self, q, k, v, positions, sinks=None, bias_table=None, bias_distance=0) -> Attended:
         heads = q.shape[2]
-        order = None if self.zigzag else jnp.argsort(self._own_chunks(positions), axis=1)
+        chunks, order = positions.chunks, None
+        if chunks is not None:
+            chunks = jax.vmap(chunk_starts)(chunks.reshape(-1, self.group, *chunks.shape[1:]))  # [groups, B, chunks]
+            own = lax.dynamic_index_in_dim(chunks, lax.axis_index("context") // self.group, keepdims=False)
+            order = jnp.argsort(own, axis=1)
+        of_group = replace(self._of_group(positions, order), chunks=chunks)
         q, k, v = (self._to_heads(a, order) for a in (q, k, v))
         first = lax.axis_index("context") % self.group * q.shape[2]  # of this device's heads
         if sinks is not None:
             sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
         around = self.devices // self.group
         ring = Ring(around, self.scores, self.window, self.zigzag, self.causal, stride=self.group)
-        out, largest = ring.attend(q, k, v, self._of_group(positions, order), sinks, bias_table)
+        out, largest = ring.attend(q, k, v, of_group, sinks, bias_table)
         out = as_stored(out, self.group) if order is None else take_by_sequence(out, jnp.argsort(order, axis=1))
         out = self._exchange(out, split_axis=1, concat_axis=2)
         return checkpoint_name(out, "exchanged"), among_heads(largest, first, heads)
@@ -46,7 +51,7 @@ class HeadsAndRing(ContextAttention):
         return checkpoint_name(self._in_order(self._exchange(a, split_axis=2, concat_axis=1), order), "exchanged")
 
     def _of_group(self, positions: TokenPositions, order: jax.Array | None) -> TokenPositions:
-        """The positions of the group's tokens, in the order of the sequence, and the chunks of all groups."""
+        """The positions of the group's tokens, in the order of the sequence."""
 
         def gathered(a: jax.Array) -> jax.Array:
             whole = collectives.all_gather(a, "context", axis=1, tiled=True, axis_index_groups=self._groups)
@@ -54,22 +59,11 @@ class HeadsAndRing(ContextAttention):
 
         by_token = positions.index, positions.documents, positions.is_real, positions.two_sided_ends
         index, documents, is_real, ends = jax.tree.map(gathered, by_token)
-        chunks = positions.chunks
-        if chunks is not None:
-            by_group = chunks.reshape(-1, self.group, *chunks.shape[1:]).swapaxes(1, 2)  # [groups, B, group, chunks]
-            chunks = by_group.reshape(*by_group.shape[:2], -1)
-        return replace(positions, index=index, documents=documents, is_real=is_real, two_sided_ends=ends, chunks=chunks)
+        return replace(positions, index=index, documents=documents, is_real=is_real, two_sided_ends=ends)
 
     def _in_order(self, a: jax.Array, order: jax.Array | None) -> jax.Array:
         """The group's tokens in the devices' order → in the order of the sequence."""
         return as_sequence(a, self.group) if order is None else take_by_sequence(a, order)
-
-    def _own_chunks(self, positions: TokenPositions) -> jax.Array:
-        """The first indices of the group's chunks in the devices' order, `[B, chunks]`."""
-        assert positions.chunks is not None
-        first = lax.axis_index("context") // self.group * self.group
-        chunks = lax.dynamic_slice_in_dim(positions.chunks, first, self.group)
-        return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1)
 
     def _exchange(self, a: jax.Array, split_axis: int, concat_axis: int) -> jax.Array:
         to = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": True, "axis_index_groups": self._groups}

@@ -242,6 +242,11 @@ def _take_chunks(a: jax.Array, chunks: np.ndarray) -> jax.Array:
     return jnp.concatenate([pieces[chunk] for chunk in chunks], axis=1)
 
 
+def chunk_starts(chunks: jax.Array) -> jax.Array:
+    """`TokenPositions.chunks` of some devices, `[devices, B, n]` → those of each sequence, `[B, devices · n]`."""
+    return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1)
+
+
 def take_by_sequence(a: jax.Array, chunks: jax.Array) -> jax.Array:
     """The chunks of `[B, S, ...]` in each sequence's own order `[B, chunks]`."""
     pieces = a.reshape(*chunks.shape, -1)
