@@ -5,8 +5,8 @@ help="usage: ./scripts/test.sh [pytest arguments]
 
 Without arguments: lint, import rules, all tests and beside them types, on two cores about 23 minutes the first time and
 about half of that later. With arguments: only pytest with these arguments, for example tests/config, -m smoke for the
-fastest tests, or -m long for those of tests/long_tests.txt, which take another 8 minutes. Installs their packages into
-.venv."
+fastest tests, or -m long for those that a row of the others or a table of dev covers, which take about as long again.
+Installs their packages into .venv."
 
 case "${1:-}" in -h | --help) echo "$help" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev

@@ -182,22 +182,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
-def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
-    """Mark those of long_tests.txt. The longest files first; the order within a file stays."""
-    lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
-    unused = {line for line in lines if not line.startswith("#")}
-    by_file: dict[str, list[str]] = {}
-    for line in unused:
-        by_file.setdefault(line.split("::")[0], []).append(line)
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        for line in by_file.get(name.split("::")[0], ()):
-            if name.startswith(line):
-                item.add_marker("long")
-                unused.discard(line)
-    if unused and config.args == config.getini("testpaths"):
-        raise pytest.UsageError(f"tests/long_tests.txt names no test: {min(unused)}. Correct or delete the line.")
+def pytest_collection_modifyitems(items: list) -> None:
+    """The longest files first; the order within a file stays."""
     items.sort(key=lambda item: ORDER.get(item.path.name, len(LONGEST)))
 
 

@@ -47,6 +47,7 @@ def test_a_config_whose_process_is_killed_is_named_with_the_signal(tmp_path, mon
     assert "| quickstart run.extensions=[stop.py] | failed |" in table
 
 
+@pytest.mark.long
 def test_the_rows_for_four_gpus_are_legal_and_have_names_of_their_own():
     rows = gpu_rows.read_rows(tiny=False)
     assert len({row.name for row in rows}) == len(rows)

@@ -173,6 +173,7 @@ def test_readme_library_example_trains(workplace, capsys):
     assert (workplace / "runs/library/metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
     names = ("my_blocks", "my_objectives", "my_remat", "my_schedule", "my_optimizer", "my_hooks", "my_source")
@@ -214,6 +215,7 @@ def test_the_extensions_of_the_docs_train(workplace):
     SCHEDULES.pop("steps_down")
 
 
+@pytest.mark.long
 def test_the_custom_loop_trains_evaluates_and_restores(workplace, capsys):
     page = ROOT / "docs/custom_loop.md"
     (config,) = blocks(page, "yaml")

@@ -60,6 +60,7 @@ def _check_outputs(notebook) -> None:
     assert not re.search(r"/(tmp|home|root|work|Users|var)/|\.venv", json.dumps(outputs))
 
 
+@pytest.mark.long
 def test_notebook_trains_on_eight_virtual_devices(notebook, tmp_path):
     (training,) = [cell for cell in notebook.cells if "steps: 300" in cell.source]
     training.source = training.source.replace("steps: 300", f"steps: {STEPS}").replace("num_layers: 2", "num_layers: 1")

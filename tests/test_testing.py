@@ -17,6 +17,7 @@ def recurrence():
     return KINDS["recurrent"]["recurrence"]
 
 
+@pytest.mark.long
 def test_the_recurrence_of_the_docs_is_what_it_declares(recurrence):
     assert [line.partition(":")[0] for line in check_sublayer(recurrence)] == [
         "cost",

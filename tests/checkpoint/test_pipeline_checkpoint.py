@@ -91,6 +91,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
+@pytest.mark.long
 def test_other_stages_go_on_from_a_checkpoint(make_trainer, tmp_path):
     """Exactly the state that was saved, then the losses of the run that stopped nowhere; on the same mesh exactly."""
     whole = make_trainer("whole", WHOLE, INTERLEAVED)

@@ -371,6 +371,7 @@ def test_settings_that_do_not_fit_are_sentences(folder):
             check(config_of(folder, dict([data])))
 
 
+@pytest.mark.long
 def test_a_model_learns_to_answer_and_generates_the_answers(tmp_path):
     """From no right answer to questions that it has not seen to more than 90 %: the first letter of a word."""
     rng = random.Random(0)

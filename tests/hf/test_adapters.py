@@ -55,7 +55,8 @@ def make_config(folder: Path, run_dir: Path, name: str, *overrides: str):
     return load_config(path, [*settings, *overrides])
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+# The fused attention of GPT-2 is the harder of the two.
+@pytest.fixture(scope="module", params=[pytest.param("tiny_llama", marks=pytest.mark.long), "tiny_gpt2"])
 def run(request, tmp_path_factory):
     """(name, folder of the base, trainer after four steps, saved after the second and the fourth)."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -71,7 +72,8 @@ def run(request, tmp_path_factory):
     return request.param, directory / "base", trainer
 
 
-@pytest.mark.parametrize("run", ["tiny_llama"], indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("run", ["tiny_gpt2"], indirect=True)
 def test_a_resumed_run_loads_its_base_again_and_goes_on_bit_for_bit(run):
     name, base, trainer = run
     config = make_config(base, trainer.run_dir, name, "checkpoint.resume_step=2")
@@ -139,13 +141,13 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
     )
 
 
-@pytest.mark.parametrize("run", ["tiny_llama"], indirect=True)
+@pytest.mark.parametrize("run", ["tiny_gpt2"], indirect=True)
 def test_another_base_and_adapters_as_a_base_are_refused(run, tmp_path):
     name, base, trainer = run
     other = tmp_path / "other"
     other.mkdir()
     tensors = load_file(base / SINGLE)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
+    tensors[next(name for name in tensors if name.endswith("1.mlp.c_fc.weight"))][3, 4] += 1
     save_file(tensors, other / SINGLE)
     (other / "config.json").write_text((base / "config.json").read_text())
     changed = make_config(other, trainer.run_dir, name, f"checkpoint.init_from={other}")

@@ -245,8 +245,8 @@ def test_the_difference_of_logits_is_relative_to_the_folders(imported, monkeypat
 # The plan
 
 
-PLANNED = [("tiny_mixtral", mesh) for mesh in ({"expert": 2, "tensor": 2, "pipeline": 2}, {"data": 8})]
-PLANNED += [("tiny_deepseek_v3", {"fsdp": 4, "tensor": 2})]
+PLANNED = [("tiny_mixtral", {"expert": 2, "tensor": 2, "pipeline": 2})]
+PLANNED += [pytest.param("tiny_deepseek_v3", {"fsdp": 4, "tensor": 2}, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize(("name", "mesh"), PLANNED, ids=str)
@@ -334,6 +334,7 @@ def write_sparse_folder(folder: Path, config: dict) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_a_model_of_671_billion_parameters_is_planned_on_1024_devices(tmp_path):
     folder = tmp_path / "large"
     size = write_sparse_folder(folder, LARGE)

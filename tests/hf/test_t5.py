@@ -147,7 +147,9 @@ def test_absent_keys_have_the_values_of_transformers(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("t5", {"tensor": 2}), ("t5_tied", {"data": 2})])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [pytest.param("t5", {"tensor": 2}, marks=pytest.mark.long), ("t5_tied", {"data": 2})]
+)
 def test_generation_with_cached_cross_keys_is_that_of_whole_sequences(weights, name, mesh):
     """transformers computed each token from the whole sequence before it."""
     (model, own), stored = weights[name], np.load(FILES / f"{name}.npz")

@@ -31,16 +31,19 @@ def last(pieces):
     return [*pieces][-1]
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("tiny_mistral", {"fsdp": 2, "tensor": 2}),  # two query heads of each KV head on a device; three KV heads
-        ("tiny_qwen3_local", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
-        ("tiny_gpt_oss", {"data": 2, "expert": 2, "tensor": 2}),
-        ("tiny_qwen3_next", {"fsdp": 2, "tensor": 2}),  # states beside a cache
-        ("tiny_nemotron_h", {"data": 2, "expert": 2, "tensor": 2}),
-        ("tiny_kimi_linear", {"fsdp": 2, "tensor": 2}),  # beside a cache of latent attention
-        ("tiny_falcon_h1", {"fsdp": 2, "tensor": 2}),  # both in a layer
+        ("tiny_nemotron_h", {"data": 2, "expert": 2, "tensor": 2}),  # states beside a cache
+        long("tiny_qwen3_local", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
+        long("tiny_gpt_oss", {"data": 2, "expert": 2, "tensor": 2}),
+        long("tiny_kimi_linear", {"fsdp": 2, "tensor": 2}),  # beside a cache of latent attention
+        long("tiny_falcon_h1", {"fsdp": 2, "tensor": 2}),  # both in a layer
     ],
 )
 def test_a_mesh_generates_the_tokens_of_transformers(references, folder_of, name, sizes):
@@ -101,7 +104,6 @@ def test_a_sample_depends_on_the_seed_only(references, llama):
     generator = Generator(llama, settings)
     together = last(generator.tokens(prompts, 12, seed=3))
     assert last(generator.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
-    assert last(generator.tokens(prompts, 12, seed=3, chunk=5)) == together, "in pieces"
     assert last(generator.tokens(prompts, 12, seed=4)) != together
     generator = Generator(llama, settings, multiple=8)
     for length in (9, 17):

@@ -41,6 +41,7 @@ def agreeing(params):
     return params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("settings", "drafts"), [*CASES.values(), (NEMOTRON, 2)], ids=[*CASES, "nemotron"])
 def test_greedy_tokens_are_those_without_drafts(settings, drafts):
     expected = greedy_tokens(build(settings, {}, agreeing), PROMPTS, NEW)
@@ -92,6 +93,7 @@ def draft_distributions(model, programs, text: list[int], drafts: list[int], sam
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["latent", "states"])  # windows: their greedy tokens
 def test_drafts_are_the_predictions_of_modules_on_whole_sequences(case):
     """After each step, with random weights: caches, positions and rejected drafts leave no trace."""

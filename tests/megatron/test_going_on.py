@@ -119,9 +119,9 @@ def state_of(config):
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches"),
     [
-        ("gpt", {"context": 2, "tensor": 2}, 1),
+        pytest.param("gpt", {"context": 2, "tensor": 2}, 1, marks=pytest.mark.long),
         ("mixtral", {"pipeline": 2, "expert": 2}, 4),  # balancing losses are of a microbatch
-        ("deepseek", {"expert": 2}, 1),
+        pytest.param("deepseek", {"expert": 2}, 1, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -133,6 +133,7 @@ def test_the_next_losses_are_those_of_megatron(configure, folder, name, mesh, mi
     np.testing.assert_allclose(losses, about(folder)[name]["losses"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.long
 def test_a_run_that_went_on_resumes_from_its_own_checkpoints(configure, folder, tmp_path, capsys):
     mesh, source = {"pipeline": 2, "fsdp": 2, "tensor": 2}, tmp_path / "llama"
     first = configure("llama", mesh, copy=True, run={"steps": 12})
@@ -171,7 +172,7 @@ def test_fragments_of_the_optimizers_state_are_put_together(configure):
             np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+@pytest.mark.parametrize("form", ["bfloat16", pytest.param("int8", marks=pytest.mark.long)])
 def test_other_forms_of_moments_and_weights_hold_the_same_numbers(configure, form):
     mesh = {"pipeline": 2, "fsdp": 2}
     _, exact = state_of(configure("llama", mesh))

@@ -51,7 +51,7 @@ def losses_alone(transformer: Transformer, samples: Documents, weights) -> jax.A
     return jnp.stack([jnp.concatenate(row)[:S] for row in losses])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_packed_documents_have_the_losses_and_gradients_of_each_alone(model):
     settings = {
         "model": MODELS[model],

@@ -139,6 +139,7 @@ def test_a_padded_batch_trains_as_its_tokens_do_without_padding():
         assert np.linalg.norm(weights[name] - value) <= 1e-6 * np.linalg.norm(value), name
 
 
+@pytest.mark.long
 def test_a_batch_with_padding_may_follow_one_without():
     """Its step is that of a program that has seen no other batch."""
     config = make_config(MIXTRAL | {"num_layers": 2}, steps=1, batch={"global_size": 2, "sequence_length": 8})

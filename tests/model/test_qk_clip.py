@@ -120,9 +120,14 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold, dat
     ("model", "mesh", "microbatches", "communication", "data"),
     [
         ("sinks", {"context": 2, "tensor": 4}, 2, {"context": "ring"}, "packed"),  # twice as many devices as KV heads
-        ("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}, "whole"),
+        pytest.param(
+            *("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}, "whole"), marks=pytest.mark.long
+        ),
         # An empty slot; stages share the tokens of the module
-        ("predicting", {"pipeline": 2, "context": 2}, 2, {"context": "all_to_all"}, "padded"),
+        pytest.param(
+            *("predicting", {"pipeline": 2, "context": 2}, 2, {"context": "all_to_all"}, "padded"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_mesh_rescales_as_one_device_does(model, mesh, microbatches, communication, data):

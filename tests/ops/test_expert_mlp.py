@@ -193,6 +193,7 @@ def test_biases_and_their_gradients_are_those_of_a_loop_over_experts(rng, error)
         assert error(one, other) < 1e-5
 
 
+@pytest.mark.long
 def test_it_compiles_for_hopper(h200_store):
     """By the GPU's compiler, without a GPU: the widths of Qwen3 30B-A3B with all its experts."""
     title = "FP8 current MLP, 128 experts 131072x2048x768"

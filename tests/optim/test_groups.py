@@ -164,6 +164,7 @@ def test_the_size_of_muons_updates_is_that_of_its_scale(scale, factors):
         assert np.linalg.norm(found[f"blocks.dense.mlp.{name}"]) == pytest.approx(factor * 32**0.5, rel=0.02)
 
 
+@pytest.mark.long
 def test_with_mup_the_growth_does_not_grow_with_the_width():
     (small, _), (large, _) = (growth(width, None) for width in (64, 256))
     assert large / small > 2

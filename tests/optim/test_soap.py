@@ -63,7 +63,10 @@ def train(program: TrainProgram, state, gradients):
     return state
 
 
-@pytest.mark.parametrize(("model", "first", "second"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [pytest.param(*case, id=name, marks=[] if "copies" in name else pytest.mark.long) for name, case in CASES.items()],
+)
 def test_meshes_update_weights_as_numpy_does(model, first, second, tmp_path, monkeypatch):
     """Three steps on a mesh, a checkpoint, and three on another one, where the bases are refreshed again."""
     monkeypatch.setattr(matrices, "CHUNK", 2048)  # two matrices of D x D at once, so several rounds

@@ -94,6 +94,7 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
     assert (np.abs(values - x)[:, inside] <= 1.0001 * width[inside]).all()
 
 
+@pytest.mark.long
 def test_a_mesh_rounds_as_one_device_does():
     """A number of the hash that depended on the mesh would change a moment by a unit of 2^-8, and losses with it."""
     losses = []

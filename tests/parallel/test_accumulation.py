@@ -73,7 +73,7 @@ def test_gradients_of_a_microbatch_never_exist_for_all_layers_at_once():
     ("model", "mesh"),
     [
         (SMALL, {"data": 2, "pipeline": 2, "tensor": 2}),
-        (MIXTRAL | {"mtp_layers": 1}, {"fsdp": 2, "expert": 2}),
+        pytest.param(MIXTRAL | {"mtp_layers": 1}, {"fsdp": 2, "expert": 2}, marks=pytest.mark.long),
     ],
     ids=["stages", "experts"],
 )

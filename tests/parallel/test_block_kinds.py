@@ -120,12 +120,8 @@ def expected(table):
     patch.undo()
 
 
-@pytest.mark.parametrize(
-    ("mesh", "microbatches"), [({"fsdp": 2, "tensor": 2}, 1), ({"pipeline": 2}, 2)], ids=["fsdp2-tensor2", "pipeline2"]
-)
-def test_it_trains_as_on_one_device(table, expected, tmp_path, mesh, microbatches):
-    config = make(table, mesh, microbatches, run={"dir": str(tmp_path)})
-    program = build(config, int(np.prod(list(mesh.values()))))
+def test_it_trains_as_on_one_device(table, expected, tmp_path):
+    program = build(make(table, {"pipeline": 2, "tensor": 2}, 2, run={"dir": str(tmp_path)}), 4)
     steps, weights, state = train(table, program)
     for found, wanted in zip(steps, expected[0], strict=True):
         assert found.keys() == wanted.keys() >= {"loss", "grad_norm", "power"}
@@ -145,6 +141,7 @@ def test_it_trains_as_on_one_device(table, expected, tmp_path, mesh, microbatche
     jax.tree.map(np.testing.assert_array_equal, restored.layer_state, state.layer_state)
 
 
+@pytest.mark.long
 def test_two_sublayers_of_one_class_have_names_and_weights_of_their_own(table, monkeypatch):
     """Three sublayers in a layer: attention twice, then the MLP; with dropout, whose keys are per sublayer."""
     monkeypatch.setitem(KINDS, "twice", {"attention": Attention, "second": Attention, "mlp": MLP})

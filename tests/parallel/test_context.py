@@ -352,17 +352,15 @@ MODELS = {
 PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
 SHORT = PACKED | {"synthetic_documents": 9}  # groups of all sizes
 MESHES = [
-    ("llama", {"context": 2, "tensor": 2, "fsdp": 2}, 1, "ring", {"data": PACKED}),
-    ("gpt2", {"context": 4}, 2, "dynamic", {"remat": {"policy": "save_matmuls"}, "data": SHORT}),
     (
-        "llama",
+        "gpt2",
         {"context": 4, "pipeline": 2},
         2,
-        "all_to_all+ring",
-        {"pipeline": {"schedule": "zero_bubble"}, "data": PACKED},
+        "dynamic",
+        {"pipeline": {"schedule": "gpipe"}, "remat": {"policy": "save_matmuls"}, "data": SHORT},
     ),
+    ("llama", {"context": 4, "tensor": 2}, 1, "all_to_all+ring", {"data": PACKED}),
     ("mamba", {"context": 4}, 1, "dynamic", {"data": SHORT}),
-    ("llama", {"context": 2, "pipeline": 2}, 2, "dynamic", {"pipeline": {"schedule": "gpipe"}, "data": PACKED}),
 ]
 
 

@@ -71,11 +71,8 @@ def expected(table):
 
 
 CASES = [
-    (False, {"fsdp": 2}, {"microbatches": 2, "remat": {"policy": "full"}}),
-    (True, {"data": 2, "tensor": 2}, {"kernels": {"scan_unroll": 2}, "remat": {"policy": "selective"}}),
-    (False, {"context": 2}, {}),
     (True, {"context": 2, "tensor": 4}, {"remat": {"policy": "save_matmuls"}}),  # no heads for both: keys are gathered
-    (True, {"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
+    (False, {"pipeline": 2, "context": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
 ]
 
 

@@ -60,26 +60,18 @@ def expected(table):
     return losses["loss"], gradients
 
 
-CASES = [
-    ({"fsdp": 2, "tensor": 2, "context": 2}, {"microbatches": 1}),
-    ({"data": 2}, {"kernels": {"scan_unroll": 4}, "remat": {"policy": "full"}}),
-    ({"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zero_bubble"}, "microbatches": 4}),
-    ({"pipeline": 2}, {"pipeline": {"virtual_stages": 2}, "remat": {"policy": "full"}}),
-]
-
-
-@pytest.mark.parametrize(("mesh", "changes"), CASES, ids=str)
-def test_loss_and_gradients_are_those_of_the_reference(table, expected, mesh, changes):
-    config = make(table, mesh, **changes)
-    program, (loss, gradients) = built(config, int(np.prod([*mesh.values(), 1]))), expected
+def test_loss_and_gradients_are_those_of_the_reference(table, expected):
+    mesh = {"pipeline": 2, "tensor": 2, "context": 2}
+    config = make(table, mesh, pipeline={"schedule": "zero_bubble"}, microbatches=2)
+    program, (loss, gradients) = built(config, 8), expected
     state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields())
-    if "tensor" in mesh:
-        total, number = program.eval_step(state.weights, state.layer_state, batch)
-        assert float(total / number) == pytest.approx(float(loss), rel=table.PLAIN_VALUE)
+    total, number = program.eval_step(state.weights, state.layer_state, batch)
+    assert float(total / number) == pytest.approx(float(loss), rel=table.PLAIN_VALUE)
     assert any(name.startswith("encoder.") for name in gradients)
     table.check_first_step(program, state, batch, float(loss), gradients)
 
 
+@pytest.mark.long
 def test_a_prediction_module_reads_the_stream_too(table):
     """Its gradient of the encoder's output is added to that of the layers."""
     pattern = ["dense", "reads_source"]  # a module has the sublayers of the last layer

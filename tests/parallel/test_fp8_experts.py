@@ -69,7 +69,10 @@ def run(table, recipe, model, mesh, microbatches, weights=None, **sections):
             1,
             {"communication": {"experts": "all_to_all"}},
         ),
-        ("delayed", EXPERTS_ALONE, {"pipeline": 2, "expert": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
+        pytest.param(
+            *("delayed", EXPERTS_ALONE, {"pipeline": 2, "expert": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["current", "delayed"],
 )

@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import hlo_counts
+import pytest
 
 from megajax.tools.compile import verdict
 
 ADVICE = "the counts have changed; if that is as it should be, run python dev/hlo_counts.py --write"
 
 
+@pytest.mark.long
 def test_the_compiled_steps_launch_what_is_written_down(compiled_steps):
     flags = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # those of the tests' virtual CPU devices
     environment = {name: value for name, value in os.environ.items() if name not in flags}

@@ -32,10 +32,3 @@ def test_chunks_have_at_most_4096_tokens_and_2_gib_of_logits():
 def test_an_odd_number_of_tokens_is_filled_up_instead_of_cut_small():
     assert chunks(4099) == 3  # of 2048 and fewer
     assert chunks(8198, limit=4096) == 3
-
-
-def test_filled_up_chunks_change_no_number(table, difference):
-    mesh, kernels = {"data": 2, "tensor": 2}, {"loss_chunk_tokens": 7}
-    config = table.make_config("llama", mesh, microbatches=1, steps=2, optimizer="sgd", kernels=kernels)
-    found = difference(config)
-    assert not found.problems(), found

@@ -134,6 +134,7 @@ def test_weights_are_gathered_over_fsdp_once_a_layer_and_pass(looped):
     assert count(in_layers, "fsdp", "reduce-scatter") == LAYER_MATRICES
 
 
+@pytest.mark.long
 def test_weights_are_gathered_over_fsdp_once_a_layer_and_pass_of_groups(compiled):
     group = 2
     found = collectives(compiled({"fsdp": 2}, remat={"policy": "full", "group": group}).as_text())
@@ -168,7 +169,10 @@ CROSSINGS = {"none": (4, 4), "save_matmuls": (6, 4), "full": (6, 5)}  # gathers,
 CHUNKS = {"loss_chunk_tokens": 16}  # several, so that there is a loop over them
 
 
-@pytest.mark.parametrize("remat", CROSSINGS)
+@pytest.mark.parametrize(
+    "remat",
+    [pytest.param("none", marks=pytest.mark.long), pytest.param("save_matmuls", marks=pytest.mark.long), "full"],
+)
 def test_the_residual_stream_crosses_tensor_at_the_edges_alone(compiled, remat):
     """Enter and leave of attention and MLP, and their transposes; the loop over chunks of the loss has one of each."""
     gathers, scatters = CROSSINGS[remat]
@@ -180,6 +184,7 @@ def test_the_residual_stream_crosses_tensor_at_the_edges_alone(compiled, remat):
     assert not [c for c in found if c.kind in ("all-to-all", "collective-permute")]
 
 
+@pytest.mark.long
 def test_wide_layers_send_one_piece_per_other_device_instead(build, monkeypatch):
     remat, tensor = "full", 4
     monkeypatch.setattr(TensorRing, "overlap_width", 1)
@@ -225,6 +230,7 @@ def temporary_bytes(build, layers=8, **settings) -> int:
     return step.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.long
 def test_full_recomputation_needs_less_memory_than_none(build, record_property):
     deep = {"batch": {"global_size": 8, "sequence_length": 64}}
     peak = {
@@ -238,6 +244,7 @@ def test_full_recomputation_needs_less_memory_than_none(build, record_property):
     assert peak["full"] < peak["selective"] < peak["none"], peak
 
 
+@pytest.mark.long
 def test_full_recomputation_is_not_merged_with_the_forward_pass_of_an_unrolled_stack(build):
     deep = {"batch": {"global_size": 8, "sequence_length": 64}, "kernels": {"scan_unroll": 6}}
     full = temporary_bytes(build, 6, remat={"policy": "full"}, **deep)

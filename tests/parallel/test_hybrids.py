@@ -12,9 +12,10 @@ from mesh_models import HYBRID, KIMI, MAMBA
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 
-# Both in one model; the row of gated DeltaNet has experts.
+# All mixers in one model.
 DENSE = {name: value for name, value in MAMBA.items() if name not in ("num_experts", "experts_per_token", "router")}
-DENSE = {name: value for name, value in DENSE.items() if name != "expert_ffn_hidden_size"} | {"kda": KIMI["kda"]}
+DENSE = {name: value for name, value in DENSE.items() if name != "expert_ffn_hidden_size"}
+DENSE |= {"kda": KIMI["kda"], "linear_attention": HYBRID["linear_attention"]}
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 
 
@@ -22,20 +23,11 @@ def make(table, mesh, microbatches, model, **sections):
     return table.make_config(model, mesh, microbatches=microbatches, steps=2, optimizer="sgd", **sections)
 
 
-@pytest.mark.parametrize(
-    ("model", "layers", "mesh", "context"),
-    [
-        (HYBRID, ["gated_deltanet", "moe"], {"tensor": 2, "context": 2, "fsdp": 2}, "ring"),
-        (DENSE, ["kda", "attention_mamba2"], {"tensor": 2, "context": 2}, "auto"),
-        (DENSE, ["kda", "attention_mamba2"], {"tensor": 2, "pipeline": 2}, "auto"),
-    ],
-    ids=["gated DeltaNet", "KDA and Mamba-2", "stages of KDA and Mamba-2"],
-)
-def test_a_mesh_trains_as_one_device_does(table, difference, model, layers, mesh, context):
-    """Stages of unlike layers, and documents across devices, which hold consecutive tokens unless keys travel."""
-    model = model | {"num_layers": 2, "block_pattern": layers}
-    sections = {"remat": {"policy": "selective"}, "data": DOCUMENTS}
-    found = difference(make(table, mesh, 2, model, communication={"context": context}, **sections))
+def test_a_mesh_trains_as_one_device_does(table, difference):
+    """Documents across devices, which hold consecutive tokens."""
+    model = DENSE | {"num_layers": 3, "block_pattern": ["gated_deltanet", "kda", "attention_mamba2"]}
+    sections = {"data": DOCUMENTS}
+    found = difference(make(table, {"tensor": 2, "context": 2, "fsdp": 2}, 2, model, **sections))
     assert not found.problems(), found
 
 

@@ -33,9 +33,6 @@ PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": 
 # model, mesh, schedule, virtual stages, microbatches, sections.
 CASES = [
     ("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 8, {"remat": {"policy": "selective"}}),
-    ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "zero_bubble", 1, 4, {"remat": {"policy": "full", "group": 2}}),
-    # Each slot has operations of its own, on CPUs only if `kernels.scan_unroll` asks for it.
-    ("gpt2 of 3", {"pipeline": 2, "data": 2}, "zero_bubble", 1, 2, {"kernels": {"scan_unroll": 1}}),
     # The last virtual stage is empty. Stages do not divide the tokens of a microbatch; no token of the first is valid.
     pytest.param(
         "gpt2 of 3",
@@ -46,7 +43,17 @@ CASES = [
         {"remat": {"policy": "full"}},  # its backward pass makes the dropout of each virtual stage's layers again
         marks=pytest.mark.smoke,
     ),
-    ("gemma", {"pipeline": 2, "fsdp": 2}, "gpipe", 1, 2, {"remat": {"policy": "full", "layers": 1}, "data": PACKED}),
+    pytest.param(
+        *(
+            "gemma",
+            {"pipeline": 2, "fsdp": 2},
+            "gpipe",
+            1,
+            2,
+            {"remat": {"policy": "full", "layers": 1}, "data": PACKED},
+        ),
+        marks=pytest.mark.long,
+    ),
 ]
 
 

@@ -9,6 +9,7 @@ import jax
 import pipeline_memory
 import pytest
 
+pytestmark = pytest.mark.long
 CONFIG = (
     "configs/llama3_8b_l16_pipeline.yaml mesh.pipeline=3 model.num_layers=3 model.hidden_size=1024 model.num_heads=8"
     " model.num_kv_heads=4 model.ffn_hidden_size=2816 model.vocab_size=4096 batch.sequence_length=2048"

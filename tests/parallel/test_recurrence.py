@@ -75,6 +75,7 @@ def first_steps(table, program):
     return np.array(steps), table.canonical(program, state.params)
 
 
+@pytest.mark.long
 def test_four_devices_of_context_have_the_states_of_one(table):
     """With documents that cross the devices' tokens; `test_testing.py` has the other meshes."""
     found, expected = (first_steps(table, build(make(table, mesh, **PACKED))) for mesh in ({"context": 4}, {}))

@@ -28,6 +28,7 @@ MODEL = DEEPSEEK | {
 }
 
 
+@pytest.mark.long
 def test_its_steps_change_weights_and_layer_state_as_a_mesh_does(table):
     documents = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
     sections = {"objective": {"label_smoothing": 0.1}, "data": documents, "batch": {"global_size": 8}}
@@ -55,6 +56,7 @@ def test_its_steps_change_weights_and_layer_state_as_a_mesh_does(table):
         np.testing.assert_array_equal(state.layer_state[kind]["moe.expert_bias"], bias)
 
 
+@pytest.mark.long
 def test_its_initial_weights_are_those_of_a_run(table):
     config = table.make_config("gpt2", {}, steps=1)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))

@@ -1,4 +1,4 @@
-"""A context strategy and a dispatch from outside the package train on a mesh as one device does."""
+"""A context strategy, a dispatch and a remat policy from outside the package train on a mesh as one device does."""
 
 import re
 
@@ -7,11 +7,12 @@ import pytest
 from jax import lax
 from mesh_models import MIXTRAL
 
-from megajax.config import load_config
+from megajax.config import RematPolicy, load_config, register_remat
 from megajax.errors import ConfigError
 from megajax.model.comm import TokenPositions
 from megajax.options.context import STRATEGIES, ContextStrategy
 from megajax.options.dispatch import DISPATCHES, Dispatch
+from megajax.options.remat import POLICIES
 from megajax.parallel import collectives, context, experts
 from megajax.parallel.context import IMPLEMENTATIONS as ATTENTION
 from megajax.parallel.context import ContextAttention
@@ -64,7 +65,9 @@ class OneByOne(ExpertParallel):
 def registered():
     context.register_context(ContextStrategy("everything"), Everything)
     experts.register_dispatch(Dispatch("one_by_one", room=None), OneByOne)
+    register_remat(RematPolicy("attention_outputs", keep=("attention",)))
     yield
+    del POLICIES["attention_outputs"]
     for options in (STRATEGIES, ATTENTION):
         options.pop("everything")
     for options in (DISPATCHES, EXPERTS):
@@ -72,9 +75,9 @@ def registered():
 
 
 def test_they_train_as_one_device_does(table, reference, registered):
-    communication = {"context": "everything", "experts": "one_by_one"}
-    one_layer = MIXTRAL | {"num_layers": 1}
-    config = table.make_config(one_layer, {"context": 2, "expert": 2}, steps=1, communication=communication)
+    sections = {"communication": {"context": "everything", "experts": "one_by_one"}}
+    sections["remat"] = {"policy": "attention_outputs"}
+    config = table.make_config(MIXTRAL | {"num_layers": 1}, {"context": 2, "expert": 2}, steps=1, **sections)
     expected = reference(config)
     assert Everything.calls == OneByOne.calls == 0 and expected.gradients
     difference = table.compare(table.train(config, expected.initial), expected)

@@ -25,7 +25,6 @@ TEXT = {
     "vocab_size": 50,
     "vocab_multiple": 4,
     "init_std": 0.2,
-    "dropout": 0.1,
 }
 TOWER = {"image_token": IMAGE, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 24}
 TOWER |= {"patch_size": 2, "merge": 2}
@@ -86,11 +85,8 @@ def groups(*parameters: list[str]) -> dict:
 
 ALL = ("language model", "vision tower", "projector")
 CASES = [
-    ("windows", {"fsdp": 2, "tensor": 2}, {"microbatches": 2, "remat": {"policy": "full"}}, ALL),
-    ("windows", {"context": 2}, groups(["vision.*"], ["*"]), ALL[1:]),
-    ("windows", {"data": 2}, groups(["vision.projector.*"], ["vision.*"]), (ALL[0], ALL[2])),
-    ("average", {"context": 2, "tensor": 2}, {"communication": {"context": "ring"}}, ALL),
-    ("windows", {"pipeline": 2, "data": 2}, {"microbatches": 4}, ALL),
+    ("windows", {"pipeline": 2, "context": 2}, {"microbatches": 4}, ALL),
+    ("average", {"context": 2, "tensor": 2}, groups(["vision.projector.*"], ["vision.*"]), (ALL[0], ALL[2])),
 ]
 
 

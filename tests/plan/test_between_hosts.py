@@ -36,6 +36,7 @@ data: {{kind: synthetic}}
     return TrainProgram.build(config, build_mesh(check_mesh(config, gpus), described_devices(gpus)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("over", "hosts"), [("fsdp", 8), ("data", 2)])
 def test_a_host_sends_weights_and_gradients_once(tmp_path, h200_store, over, hosts):
     """HSDP: each shard passes a ring of the hosts. `data` alone: all of it passes a ring of all GPUs."""
@@ -68,6 +69,7 @@ def lowered(tmp_path, gpus, profile):
         return program.train_step.lower(program.abstract_state, program.abstract_batch)
 
 
+@pytest.mark.long
 def test_tracing_does_not_grow_with_the_number_of_gpus(tmp_path):
     """The calls of Python functions, which a loaded machine does not change, and the size of the module."""
     calls, sizes = [], []

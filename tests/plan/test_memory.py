@@ -273,6 +273,7 @@ def test_a_line_of_the_table_is_a_figure_a_config_overrides_and_gpus():
         Row.parse("10.75 configs/llama3_8b.yaml --gpu 8")
 
 
+@pytest.mark.long
 def test_the_page_of_the_table_is_up_to_date():
     assert memory_table.TABLE.read_text() == memory_table.page(), "run python dev/memory_table.py"
 

@@ -12,6 +12,7 @@ RAMP = (*LARGE, "batch.schedule={0: 4, 150: 8}")  # after 3 steps of 4 x 16 = 64
 COMMON = ("run.log_interval=2", "run.checkpoint_interval=2", "checkpoint.keep=5", "model.num_layers=1")
 
 
+@pytest.mark.long
 def test_a_growing_batch_gives_the_same_steps_in_one_run_from_checkpoints_and_on_a_mesh(
     tmp_path, make_config, read_metrics, capsys
 ):

@@ -81,6 +81,7 @@ def test_experts_may_lie_over_several_axes_and_are_stored_over_the_others(over, 
     assert set(placement.replicated_axes) == set()
 
 
+@pytest.mark.long
 def test_a_run_logs_and_draws_its_routers_losses_and_loads_also_after_a_stop(tmp_path, capsys):
     config = load_config(
         ROOT / "configs/quickstart.yaml",

@@ -67,7 +67,9 @@ def assert_streamed(trainer, tmp_path: Path, dtype="float32"):
         assert np.ascontiguousarray(array).tobytes() == expected[name].tobytes(), name
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if "masters" in kind else pytest.mark.long) for kind in STATES]
+)
 def test_the_weights_of_a_state_are_those_of_its_checkpoint(build, tmp_path, kind):
     trainer = build(*STATES[kind])
     random = np.random.default_rng(0)

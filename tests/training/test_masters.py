@@ -67,7 +67,7 @@ def test_both_halves_are_the_number_bit_for_bit_and_one_is_the_nearest_bfloat16(
 @pytest.mark.parametrize(
     ("mesh", "devices", "optimizer"),
     [
-        ({"fsdp": 8}, 8, {"offload": 1.0, "state": "bfloat16"}),
+        pytest.param({"fsdp": 8}, 8, {"offload": 1.0, "state": "bfloat16"}, marks=pytest.mark.long),
         ({"pipeline": 2}, 2, {"kind": "muon", "ema_decay": 0.5}),
     ],
     ids=["offload", "muon"],

@@ -117,6 +117,7 @@ def test_a_run_is_that_on_the_devices_and_a_skipped_step_changes_no_file(program
     ],
     ids=["ademamix", "muon", "adamw in a pipeline"],
 )
+@pytest.mark.long
 def test_other_optimizers_and_forms(programs, overrides, sizes):
     plain, filed = programs(*overrides.split(), **sizes)
     expected, state = plain.init_state(), filed.to_files(filed.init_state())

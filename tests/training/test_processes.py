@@ -152,6 +152,7 @@ def test_two_processes_killed_and_stopped_give_the_losses_of_one_device_which_go
     assert agree(read_metrics(run_dir, "loss", "grad_norm"), expected[0])
 
 
+@pytest.mark.long
 def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     tmp_path, train_here, start_two, read_metrics, checkpoint_steps
 ):
@@ -180,6 +181,7 @@ def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     assert agree(read_metrics(run_dir, "eval_loss"), read_metrics(tmp_path / "one", "eval_loss"))
 
 
+@pytest.mark.long
 def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
     tmp_path, tiny, text, expected, read_metrics, checkpoint_steps, monkeypatch, capfd
 ):
@@ -213,6 +215,7 @@ def test_the_launcher_resumes_on_fewer_devices_after_a_kill(
     assert agree(read_metrics(run_dir, "loss", "grad_norm"), expected[0])
 
 
+@pytest.mark.long
 def test_the_loss_of_process_0_while_compiling_ends_the_other_with_a_sentence(tmp_path, start_two):
     first, second = both = start_two(f"run.dir={tmp_path / 'two'}", "run.peer_timeout_seconds=10")
     first.read_to("compiling")

@@ -58,6 +58,7 @@ def test_a_run_saved_on_one_mesh_goes_on_on_another(tmp_path, make_config, read_
     assert len(jax.tree.leaves(files.state)) < len(jax.tree.leaves(found))
 
 
+@pytest.mark.long
 def test_an_average_of_the_weights_may_begin_at_a_checkpoint_but_not_end(tmp_path, make_config, read_metrics):
     def config(*overrides):
         return make_config(*WIDTH, f"run.dir={tmp_path}", *overrides)
@@ -97,6 +98,7 @@ def test_a_run_does_not_go_on_as_another_one(tmp_path, make_config, change):
         Trainer(make_config(f"run.dir={tmp_path}", "run.steps=2", change), jax.devices()[:1])
 
 
+@pytest.mark.long
 def test_a_restart_reads_its_compiled_step_and_replaces_a_damaged_one(tmp_path, start):
     short = ("run.steps=2", "run.checkpoint_interval=1", "run.eval_steps=0", f"run.dir={tmp_path / 'run'}")
     cache = tmp_path / "run" / "compilation_cache"

@@ -324,7 +324,11 @@ def test_a_refused_start_leaves_nothing_behind(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "status", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped on request"), (signal.SIGUSR1, 75, "stopped")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 75, "stopped on request", marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, 75, "stopped", marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_before_the_first_step_leaves_nothing_behind(start, tmp_path, number, status, word):
     path = tmp_path / "runs" / "run"

@@ -114,12 +114,15 @@ def dropped_microbatch(patch):
 @pytest.mark.parametrize(
     ("plant", "sizes", "named"),
     [
-        (unsummed_gradient, {"tensor": 2}, "^final_norm differs between devices"),
+        pytest.param(
+            *(unsummed_gradient, {"tensor": 2}, "^final_norm differs between devices"), marks=pytest.mark.long
+        ),
         (bias_of_a_rank, {"tensor": 2}, r"^blocks\.moe\.moe\.expert_bias differs between devices"),
-        (
+        pytest.param(
             wrong_offset,
             {"context": 2},
             r"embedding.tokens differs .* most that of blocks\.moe\.attention\.(query|key|norm)",
+            marks=pytest.mark.long,
         ),
         (dropped_microbatch, {}, r"embedding.tokens differs .* (\d+) of \1 differ"),
     ],
