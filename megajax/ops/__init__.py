@@ -1,6 +1,6 @@
 """Functions on arrays with plain arguments: no config, no collectives, no modules."""
 
-from megajax.ops import router
+from megajax.ops import cross_entropy_kernel, router
 from megajax.ops.attention import (
     AttentionSettings,
     PackedDocuments,
@@ -13,7 +13,7 @@ from megajax.ops.attention import (
     visible_ranges,
 )
 from megajax.ops.cached_attention import cached_attention
-from megajax.ops.cross_entropy import LossImplementation, chunk_log_probs, chunk_loss_and_grad
+from megajax.ops.cross_entropy import LossImplementation, Vocabulary, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.dropout import dropout
 from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices, ExpertMlp
@@ -29,7 +29,11 @@ from megajax.ops.rope import apply_rope, rope_attention_factor, rope_frequencies
 from megajax.ops.short_convolution import short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
 
+# The loss of a chunk of tokens by `kernels.loss`: plain operations, and the GPU kernel
+CHUNK_LOSSES = {"reference": chunk_loss_and_grad, "pallas": cross_entropy_kernel.chunk_loss_and_grad}
+
 __all__ = [
+    "CHUNK_LOSSES",
     "AttentionSettings",
     "Biases",
     "PackedDocuments",
@@ -44,6 +48,7 @@ __all__ = [
     "LossImplementation",
     "Prepare",
     "StateBefore",
+    "Vocabulary",
     "activate",
     "apply_experts",
     "apply_rope",

@@ -22,6 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from megajax.ops.cross_entropy import Vocabulary
+
 LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # finite, because the difference of two infinities is NaN
 
@@ -39,6 +41,7 @@ class RowTiling:
     lanes: int = 4096
     unroll: int = 4
     num_warps: int = 32
+    interpret: bool = False  # runs on any device, for tests
 
 
 def chunk_loss_and_grad(
@@ -47,52 +50,44 @@ def chunk_loss_and_grad(
     mask_c: jax.Array,
     scale: jax.Array | float,
     dtype: Any,
-    *,
-    vocab_start: int | jax.Array = 0,
-    vocab_size: int,
-    softcap: float | None = None,
+    vocabulary: Vocabulary,
     z_loss: float = 0.0,
     smoothing: float = 0.0,
-    reduce_max: Callable[[jax.Array], jax.Array] | None = None,
-    reduce_sum: Callable[[jax.Array], jax.Array] | None = None,
     tiling: RowTiling = RowTiling(),
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`cross_entropy.chunk_loss_and_grad`, in float32 for logits of any dtype; `interpret` runs it on any device."""
-    C, V = logits_cv.shape
+    """`cross_entropy.chunk_loss_and_grad`, in float32 for logits of at most 32 bits."""
+    (C, V), start, size = logits_cv.shape, vocabulary.start, vocabulary.size
     mask = mask_c.astype(jnp.float32)
-    true_columns = jnp.clip(vocab_size - vocab_start, 0, V)
-    target_columns = targets_c - vocab_start
+    true_columns = jnp.clip(size - start, 0, V)
+    target_columns = targets_c - start
     ours = (target_columns >= 0) & (target_columns < true_columns)
     target_columns = jnp.where(ours, target_columns, -1)  # no column is -1
     targets = jnp.take_along_axis(logits_cv, jnp.maximum(target_columns, 0)[:, None], axis=1)[:, 0]
-    targets, _ = _softcapped(targets.astype(jnp.float32), softcap)
+    targets = vocabulary.capped(targets)
 
-    may_be_padded = not isinstance(vocab_start, int) or vocab_start + V > vocab_size
-    passes = _Passes(V, may_be_padded, softcap, z_loss, smoothing, smoothing / vocab_size, tiling, interpret)
+    may_be_padded = not isinstance(start, int) or start + V > size
+    passes = _Passes(V, may_be_padded, vocabulary.softcap, z_loss, smoothing, smoothing / size, tiling)
     inputs = [logits_cv, true_columns.astype(jnp.int32).reshape(1)]
     to_gradient = [target_columns.astype(jnp.int32), (mask * scale).astype(jnp.float32)]
     row, statistic = jax.ShapeDtypeStruct((C, V), dtype), jax.ShapeDtypeStruct((C,), jnp.float32)
-    if reduce_max is None or reduce_sum is None:
+    if vocabulary.reduce_max is None or vocabulary.reduce_sum is None:
         outputs = [row, statistic, statistic]
-        gradient, maximum, total = _over_rows(passes.cross_entropy, inputs + to_gradient, outputs, tiling, interpret)
+        gradient, maximum, total = _over_rows(passes.cross_entropy, inputs + to_gradient, outputs, tiling)
         sums = [jnp.where(ours, targets - maximum, 0)]
         if smoothing:
-            sums.append(_sum_of_logits(logits_cv, true_columns, softcap, maximum))
+            sums.append(_sum_of_logits(logits_cv, true_columns, vocabulary, maximum))
     else:
-        own_maximum, own_total = _over_rows(
-            passes.cross_entropy_statistics, inputs, [statistic, statistic], tiling, interpret
-        )
-        maximum = reduce_max(own_maximum)
+        own_maximum, own_total = _over_rows(passes.cross_entropy_statistics, inputs, [statistic, statistic], tiling)
+        maximum = vocabulary.reduce_max(own_maximum)
         own_total *= jnp.exp(own_maximum - maximum)
         sums = [own_total, jnp.where(ours, targets - maximum, 0)]
         if smoothing:
-            sums.append(_sum_of_logits(logits_cv, true_columns, softcap, maximum))
-        total, *sums = reduce_sum(jnp.stack(sums))
+            sums.append(_sum_of_logits(logits_cv, true_columns, vocabulary, maximum))
+        total, *sums = vocabulary.reduce_sum(jnp.stack(sums))
         to_gradient += [maximum, total]
-        [gradient] = _over_rows(passes.cross_entropy_gradient, inputs + to_gradient, [row], tiling, interpret)
+        [gradient] = _over_rows(passes.cross_entropy_gradient, inputs + to_gradient, [row], tiling)
 
-    shifted = sums[0] if not smoothing else (1 - smoothing) * sums[0] + smoothing / vocab_size * sums[1]
+    shifted = sums[0] if not smoothing else (1 - smoothing) * sums[0] + smoothing / size * sums[1]
     log_total = jnp.log(total)
     loss = jnp.sum(mask * (log_total - shifted))
     return loss, jnp.sum(mask * z_loss * jnp.square(log_total + maximum)), gradient
@@ -109,7 +104,6 @@ class _Passes:
     smoothing: float
     share_of_each: float  # of the smoothing, for one token of the vocabulary
     tiling: RowTiling
-    interpret: bool
 
     def cross_entropy_statistics(self, logits, true_columns, maximum, total) -> None:
         maximum[0], total[0] = self._maximum_and_total(logits, true_columns[0])
@@ -204,7 +198,7 @@ class _Passes:
     def _exp(self, x) -> jax.Array:
         """exp(x) by the GPU's instruction for 2^x; the library needs three more for results below 1e-38."""
         x = x * LOG2_E
-        if self.interpret:
+        if self.tiling.interpret:
             return jnp.exp2(x)
         [result] = plgpu.elementwise_inline_asm(
             "ex2.approx.ftz.f32 $0, $1;",
@@ -224,9 +218,9 @@ def _softcapped(x: jax.Array, softcap: float | None) -> tuple[jax.Array, jax.Arr
     return softcap * tanh, 1 - tanh * tanh
 
 
-def _sum_of_logits(logits_cv: jax.Array, true_columns: jax.Array, softcap: float | None, maximum: jax.Array):
+def _sum_of_logits(logits_cv: jax.Array, true_columns: jax.Array, vocabulary: Vocabulary, maximum: jax.Array):
     """Σ (x - maximum) over the true columns, `[C]`: one more read of the logits, by XLA, with label smoothing only."""
-    x, _ = _softcapped(logits_cv.astype(jnp.float32), softcap)
+    x = vocabulary.capped(logits_cv)
     is_true = jnp.arange(x.shape[1])[None, :] < true_columns
     return jnp.where(is_true, x - maximum[:, None], 0).sum(axis=1)
 
@@ -236,7 +230,6 @@ def _over_rows(
     inputs: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     tiling: RowTiling,
-    interpret: bool,
 ) -> list[jax.Array]:
     """The outputs of one program per row; arrays are [C, V], [C], or [1] for all rows."""
     rows, columns = inputs[0].shape
@@ -253,5 +246,5 @@ def _over_rows(
         out_specs=[spec(array) for array in outputs],
         out_shape=list(outputs),
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps),
-        interpret=interpret,
+        interpret=tiling.interpret,
     )(*inputs)

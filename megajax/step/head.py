@@ -1,8 +1,8 @@
 """Head and loss over chunks of tokens: forward and backward in one pass, without `[T, V]` logits in memory."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class LossHead:
 
         def body(_, chunk):
             logits, _, _ = self._logits(weights, chunk[0])
-            return None, ops.chunk_log_probs(logits, chunk[1], **self._vocabulary(logits))
+            return None, ops.chunk_log_probs(logits, chunk[1], self._vocabulary(logits))
 
         _, found = lax.scan(body, None, self._chunks(x, targets, jnp.ones(targets.shape)))
         tensor = self.comm.tensor_size
@@ -117,16 +117,10 @@ class LossHead:
         """Cross-entropy with its z-loss, `model.z_loss · Σ lse²`; the gradient is that of `scale` times their sum."""
 
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
-            found, z_loss, dlogits = ops.chunk_loss_and_grad(
-                logits,
-                targets,
-                mask,
-                scale,
-                self.dtype,
-                z_loss=self.model.z_loss,
-                smoothing=smoothing,
-                implementation=implementation or self.implementation,
-                **self._vocabulary(logits),
+            of_chunk = ops.CHUNK_LOSSES[implementation or self.implementation]
+            vocabulary, z_loss = self._vocabulary(logits), self.model.z_loss
+            found, z_loss, dlogits = of_chunk(
+                logits, targets, mask, scale, self.dtype, vocabulary, z_loss=z_loss, smoothing=smoothing
             )
             return {"loss": found, "z_loss": z_loss}, dlogits
 
@@ -137,7 +131,7 @@ class LossHead:
         cross_entropy = self.cross_entropy(scale)
 
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
-            log_probs = ops.chunk_log_probs(logits, targets, **self._vocabulary(logits))
+            log_probs = ops.chunk_log_probs(logits, targets, self._vocabulary(logits))
             losses, slopes = token_loss(log_probs, mask, {**fields, "targets": targets})
             return {"loss": losses.sum()}, cross_entropy(logits, targets, -slopes, fields)[1]
 
@@ -177,16 +171,14 @@ class LossHead:
         logits = jnp.einsum(equation, h, weights[self.weight_name], preferred_element_type=self.logits_dtype)
         return add_bias(logits, weights.get(BIAS))
 
-    def _vocabulary(self, logits: jax.Array) -> dict[str, Any]:
-        """The arguments of `ops` about this shard of the vocabulary."""
-        sharded = self.comm.tensor_size > 1
-        return {
-            "vocab_start": self.comm.index("tensor") * logits.shape[1],
-            "vocab_size": self.model.vocab_size,
-            "softcap": self.model.logit_softcap,
-            "reduce_max": partial(self.comm.max, axes="tensor") if sharded else None,
-            "reduce_sum": partial(self.comm.sum, axes="tensor") if sharded else None,
-        }
+    def _vocabulary(self, logits: jax.Array) -> ops.Vocabulary:
+        """This shard of the vocabulary."""
+        start = self.comm.index("tensor") * logits.shape[1]
+        whole = ops.Vocabulary(self.model.vocab_size, start, self.model.logit_softcap)
+        if self.comm.tensor_size == 1:
+            return whole
+        maximum, total = partial(self.comm.max, axes="tensor"), partial(self.comm.sum, axes="tensor")
+        return replace(whole, reduce_max=maximum, reduce_sum=total)
 
     def norm(self, norms: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
         """The final norm of `x [..., D]`, and a prediction head; `norms` are their weights, or a table with them."""

@@ -1,9 +1,11 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops import chunk_loss_and_grad
+from megajax.ops import Vocabulary, chunk_loss_and_grad
 
 TOKENS, PADDED, TRUE = 13, 48, 41
 OPTIONS: list[dict[str, float]] = [
@@ -52,24 +54,24 @@ def batch(rng):
     return logits, targets, mask
 
 
+def vocabulary(z_loss=0.0, smoothing=0.0, **of_vocabulary: Any) -> dict[str, Any]:
+    """The last three arguments of the op."""
+    return {"vocabulary": Vocabulary(TRUE, **of_vocabulary), "z_loss": z_loss, "smoothing": smoothing}
+
+
 def sharded(shards, logits, targets, mask, dtype="float32", **options):
     """The op on every shard of the vocabulary at once, with real reductions over a named axis."""
     width = logits.shape[1] // shards
     pieces = jnp.stack(jnp.split(jnp.asarray(logits), shards, axis=1))
 
     def one(piece, index):
-        return chunk_loss_and_grad(
-            piece,
-            jnp.asarray(targets),
-            jnp.asarray(mask),
-            1.0,
-            dtype,
-            vocab_start=index * width,
-            vocab_size=TRUE,
+        shard = vocabulary(
+            start=index * width,
             reduce_max=lambda x: jax.lax.pmax(x, "vocab"),
             reduce_sum=lambda x: jax.lax.psum(x, "vocab"),
             **options,
         )
+        return chunk_loss_and_grad(piece, jnp.asarray(targets), jnp.asarray(mask), 1.0, dtype, **shard)
 
     loss, z_term, gradients = jax.jit(jax.vmap(one, axis_name="vocab"))(pieces, jnp.arange(shards))
     return loss, z_term, jnp.concatenate(list(gradients), axis=1)
@@ -78,7 +80,8 @@ def sharded(shards, logits, targets, mask, dtype="float32", **options):
 @pytest.mark.smoke
 @pytest.mark.parametrize("options", OPTIONS)
 def test_losses_and_gradient_on_one_device(x64, error, batch, options):
-    run = jax.jit(lambda *a: chunk_loss_and_grad(*a, 1.0, "float64", vocab_size=TRUE, **options))
+    rest = {"scale": 1.0, "dtype": "float64", **vocabulary(**options)}
+    run = jax.jit(lambda *a: chunk_loss_and_grad(*a, **rest))
     loss, z_term, gradient = run(*batch)
     assert (loss, z_term) == pytest.approx(numpy_cross_entropy(*batch, **options), rel=1e-12)
     assert error(gradient, numpy_gradient(*batch, **options)) < 1e-8
@@ -116,8 +119,7 @@ def test_padding_and_masked_tokens_get_no_gradient(batch):
         jnp.asarray(mask),
         1.0,
         "float32",
-        vocab_size=TRUE,
-        softcap=4.0,
+        **vocabulary(softcap=4.0),
     )
     assert np.isfinite(loss)
     assert not np.any(gradient[:, TRUE:]) and not np.any(gradient[mask == 0])
@@ -127,7 +129,7 @@ def test_padding_and_masked_tokens_get_no_gradient(batch):
 def test_the_mask_weighs_tokens(error, batch, rng):
     logits, targets, _ = batch
     logits, weights = jnp.asarray(logits, jnp.float32), rng.uniform(0, 2, TOKENS)
-    rest = {"scale": 1.0, "dtype": "float32", "vocab_size": TRUE}
+    rest = {"scale": 1.0, "dtype": "float32", **vocabulary()}
     loss, _, gradient = chunk_loss_and_grad(logits, targets, jnp.asarray(weights), **rest)
     _, _, unweighted = chunk_loss_and_grad(logits, targets, jnp.ones(TOKENS, bool), **rest)
     assert loss == pytest.approx(numpy_cross_entropy(np.asarray(logits, np.float64), targets, weights)[0], rel=1e-6)
@@ -136,8 +138,10 @@ def test_the_mask_weighs_tokens(error, batch, rng):
 
 def test_scale_and_dtype_are_those_of_the_gradient(error, batch):
     logits = jnp.asarray(batch[0], jnp.float32)
-    loss, z_term, gradient = chunk_loss_and_grad(logits, *batch[1:], 8.0, "bfloat16", vocab_size=TRUE, z_loss=1e-2)
-    plain = chunk_loss_and_grad(logits, *batch[1:], 1.0, "float32", vocab_size=TRUE, z_loss=1e-2)
+    loss, z_term, gradient = chunk_loss_and_grad(
+        logits, *batch[1:], scale=8.0, dtype="bfloat16", **vocabulary(z_loss=1e-2)
+    )
+    plain = chunk_loss_and_grad(logits, *batch[1:], scale=1.0, dtype="float32", **vocabulary(z_loss=1e-2))
     assert (loss, z_term) == plain[:2]
     assert gradient.dtype == jnp.bfloat16
     assert error(gradient, 8.0 * plain[2]) < 4e-3
@@ -163,6 +167,6 @@ def test_each_reduction_is_called_once(batch):
 
         return reduce
 
-    reductions = {"reduce_max": record("max"), "reduce_sum": record("sum")}
-    chunk_loss_and_grad(*batch, 1.0, "float32", vocab_size=TRUE, z_loss=0.1, **reductions)
+    reductions: dict[str, Any] = {"reduce_max": record("max"), "reduce_sum": record("sum")}
+    chunk_loss_and_grad(*batch, scale=1.0, dtype="float32", **vocabulary(z_loss=0.1, **reductions))
     assert calls == [("max", (TOKENS,)), ("sum", (2, TOKENS))]

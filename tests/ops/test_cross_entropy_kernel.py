@@ -1,5 +1,6 @@
 """The cross-entropy kernel, interpreted, against the plain function in float64."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,25 +9,34 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from megajax.ops import chunk_loss_and_grad, cross_entropy_kernel
+from megajax.ops import Vocabulary, chunk_loss_and_grad, cross_entropy_kernel
 from megajax.ops.cross_entropy_kernel import RowTiling
 
 # 7 whole steps of two vectors and a rest: of two vectors, the last one cut off.
 ROWS, COLUMNS, TRUE = 5, 7 * 32 + 21, 7 * 32 + 7
-TILING = RowTiling(lanes=16, unroll=2)
+TILING = RowTiling(lanes=16, unroll=2, interpret=True)
 SCALE = 0.125
 OPTIONS: list[dict[str, float]] = [{}, {"z_loss": 1e-2}, {"softcap": 3.0, "z_loss": 1e-2, "smoothing": 0.2}]
 
 
+def divided(options):
+    """Options by name → the vocabulary, and the others."""
+    of_vocabulary = {name: value for name, value in options.items() if name not in ("z_loss", "smoothing")}
+    others = {name: options[name] for name in options.keys() - of_vocabulary}
+    return Vocabulary(**of_vocabulary), others
+
+
 def run_kernel(*batch, dtype="float32", tiling=TILING, **options):
-    run = partial(cross_entropy_kernel.chunk_loss_and_grad, dtype=dtype, tiling=tiling, interpret=True, **options)
+    vocabulary, others = divided(options)
+    run = partial(cross_entropy_kernel.chunk_loss_and_grad, dtype=dtype, vocabulary=vocabulary, tiling=tiling, **others)
     return jax.jit(run)(*batch, scale=jnp.float32(SCALE))
 
 
 def run_reference(logits, *batch, **options):
     with jax.enable_x64(True):
-        logits = jnp.asarray(np.asarray(logits, np.float64))
-        return [np.asarray(a) for a in chunk_loss_and_grad(logits, *batch, SCALE, "float64", **options)]
+        logits, (vocabulary, others) = jnp.asarray(np.asarray(logits, np.float64)), divided(options)
+        rest = {"scale": SCALE, "dtype": "float64", "vocabulary": vocabulary, **others}
+        return [np.asarray(a) for a in chunk_loss_and_grad(logits, *batch, **rest)]
 
 
 def check(error, found, expected, tolerance=1e-5):
@@ -49,18 +59,18 @@ def batch(rng):
 @pytest.mark.smoke
 @pytest.mark.parametrize("options", OPTIONS)
 def test_losses_and_gradient_with_padding(error, batch, options):
-    found = run_kernel(*batch, vocab_size=TRUE, **options)
-    check(error, found, run_reference(*batch, vocab_size=TRUE, **options))
+    found = run_kernel(*batch, size=TRUE, **options)
+    check(error, found, run_reference(*batch, size=TRUE, **options))
     assert not np.any(found[2][:, TRUE:]) and not np.any(found[2][2])
 
 
-@pytest.mark.parametrize("tiling", [RowTiling(), RowTiling(lanes=64, unroll=4), RowTiling(lanes=32, unroll=1)])
+@pytest.mark.parametrize("tiling", [{}, {"lanes": 64}, {"lanes": 32, "unroll": 1}])
 @pytest.mark.parametrize("columns", [16, 32, 208, 256])
 def test_rows_shorter_and_longer_than_a_step(error, batch, tiling, columns):
     logits, targets, mask = batch
     arguments = logits[:, :columns], targets % 16, mask
-    found = run_kernel(*arguments, vocab_size=columns, tiling=tiling)
-    check(error, found, run_reference(*arguments, vocab_size=columns))
+    found = run_kernel(*arguments, size=columns, tiling=RowTiling(**tiling, interpret=True))
+    check(error, found, run_reference(*arguments, size=columns))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -71,19 +81,11 @@ def test_any_sharding_of_the_vocabulary_gives_the_same(error, batch, options, sh
     logits = jnp.pad(logits, ((0, 0), (0, shards * width - COLUMNS)), constant_values=50.0)
 
     def shard(logits, targets, mask):
+        vocabulary, others = divided(options | {"size": TRUE, "start": jax.lax.axis_index("vocab") * width})
+        reductions = {"reduce_max": partial(jax.lax.pmax, axis_name="vocab")}
+        reductions["reduce_sum"] = partial(jax.lax.psum, axis_name="vocab")
         loss, z_term, gradient = cross_entropy_kernel.chunk_loss_and_grad(
-            logits,
-            targets,
-            mask,
-            SCALE,
-            "float32",
-            vocab_start=jax.lax.axis_index("vocab") * width,
-            vocab_size=TRUE,
-            reduce_max=lambda x: jax.lax.pmax(x, "vocab"),
-            reduce_sum=lambda x: jax.lax.psum(x, "vocab"),
-            tiling=TILING,
-            interpret=True,
-            **options,
+            logits, targets, mask, SCALE, "float32", replace(vocabulary, **reductions), **others, tiling=TILING
         )
         return loss[None], z_term[None], gradient
 
@@ -94,33 +96,33 @@ def test_any_sharding_of_the_vocabulary_gives_the_same(error, batch, options, sh
     )
     losses, z_terms, gradient = jax.jit(run)(logits, jnp.asarray(targets), jnp.asarray(mask))
     assert len(set(losses.tolist())) == len(set(z_terms.tolist())) == 1
-    check(error, (losses[0], z_terms[0], gradient), run_reference(logits, targets, mask, vocab_size=TRUE, **options))
+    check(error, (losses[0], z_terms[0], gradient), run_reference(logits, targets, mask, size=TRUE, **options))
 
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_large_logits_neither_overflow_nor_vanish(error, batch, shift):
     logits, *rest = batch
     logits = jnp.round(logits) + shift
-    check(error, run_kernel(logits, *rest, vocab_size=TRUE), run_reference(logits, *rest, vocab_size=TRUE))
+    check(error, run_kernel(logits, *rest, size=TRUE), run_reference(logits, *rest, size=TRUE))
 
 
 def test_logits_far_apart(error, batch):
     logits, targets, mask = batch
     logits = logits.at[:, ::3].set(-1e4).at[0, 100].set(1e4).at[1, 5].set(-jnp.inf)
     targets[0] = 3
-    found, expected = (run(logits, targets, mask, vocab_size=TRUE) for run in (run_kernel, run_reference))
+    found, expected = (run(logits, targets, mask, size=TRUE) for run in (run_kernel, run_reference))
     check(error, found, expected)
 
 
 def test_logits_and_gradient_in_bfloat16(error, batch):
     logits, *rest = batch
     batch = logits.astype(jnp.bfloat16), *rest
-    loss, z_term, gradient = run_kernel(*batch, dtype="bfloat16", vocab_size=TRUE, z_loss=1e-2)
+    loss, z_term, gradient = run_kernel(*batch, dtype="bfloat16", size=TRUE, z_loss=1e-2)
     assert gradient.dtype == jnp.bfloat16 and loss.dtype == z_term.dtype == jnp.float32
-    check(error, (loss, z_term, gradient), run_reference(*batch, vocab_size=TRUE, z_loss=1e-2), 4e-3)
+    check(error, (loss, z_term, gradient), run_reference(*batch, size=TRUE, z_loss=1e-2), 4e-3)
 
 
 def test_a_logit_that_is_no_number_shows(batch):
     logits, *rest = batch
-    loss, _, gradient = run_kernel(logits.at[0, 40].set(jnp.nan), *rest, vocab_size=TRUE)
+    loss, _, gradient = run_kernel(logits.at[0, 40].set(jnp.nan), *rest, size=TRUE)
     assert np.isnan(loss) and np.all(np.isnan(gradient[0, :TRUE])) and np.all(np.isfinite(gradient[1:]))
