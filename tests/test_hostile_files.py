@@ -71,9 +71,10 @@ ALIASES = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\
         ("run:\n" + "\n".join(" " * i + "a:" for i in range(1, 1000)), "is nested too deeply"),
         ("run: {seed: " + "9" * 100_000 + "}", "does not fit its type"),
         ('run: {name: "a\\0b"}', "run.name has a character that is not text"),
+        ('run: {name: "a\\ud800"}', "run.name has a character that is not text"),
         ("run: {name: !!python/object/apply:os.mkdir [made]}", "is not text"),
     ],
-    ids=["aliases", "brackets", "indentation", "digits", "NUL", "Python"],
+    ids=["aliases", "brackets", "indentation", "digits", "NUL", "surrogate", "Python"],
 )
 def test_yaml_that_explodes_or_runs_code_is_a_sentence(text, problem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

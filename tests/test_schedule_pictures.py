@@ -136,5 +136,7 @@ def test_a_schedule_too_long_for_legible_boxes_is_shown_by_one_period():
     drawn = [node for node in root.iter() if node.get("class") in ("forward", "backward")]
     assert len(drawn) == 2 * 8 * 8 * 16 and min(float(node.get("width", 0)) for node in drawn) >= READABLE_BOX
     assert float(root.get("width", "0")) <= WIDEST_PLOT + 200
-    assert f"{schedule.ticks} ticks" in picture and "one period" in picture
+    ticks = {int(node.findtext(f"{SVG}title", "").rpartition("tick ")[2]) for node in drawn}
+    assert f"{schedule.ticks} ticks" in picture
+    assert f"shown: ticks {min(ticks)} to {max(ticks)}, one period" in picture
     assert "one period" not in svg(make_schedule("1f1b", 4, 8, 2), Costs())

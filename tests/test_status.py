@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.status import lines, main
+from megajax.status import line, lines, main
 
 
 @pytest.fixture
@@ -50,6 +50,28 @@ def test_a_line_says_where_each_run_is(make, capsys):
     for part in ("step 30/100", "loss 0.3000", "evaluation loss 3.5000", "0.5 s/step", "4,096 tok/s/dev"):
         assert part in a
     assert "saved step 29 2 h ago" in a and a.endswith("logged 2 min ago")
+
+
+AGES = {
+    0: "0 s",
+    59: "59 s",
+    60: "1 min",
+    100: "2 min",
+    3600: "1 h",
+    5500: "2 h",
+    86400: "1 d",
+    200000: "2 d",
+    -3: "0 s",
+}
+
+
+@pytest.mark.parametrize("seconds", AGES)
+def test_times_are_rounded_to_their_largest_unit(seconds):
+    found = {"state": "running", "step": 1, "steps": 2, "age": seconds, "saved_step": 1, "saved_time": 1e9 - seconds}
+    assert (
+        line("a", found, 1e9)
+        == f"a  running     step 1/2  saved step 1 {AGES[seconds]} ago  logged {AGES[seconds]} ago"
+    )
 
 
 def test_a_run_whose_launcher_starts_it_again_is_restarting_until_a_process_has_the_lock(make, capsys):

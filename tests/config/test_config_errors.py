@@ -106,6 +106,7 @@ OVERRIDES = {
     ),
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
     "model.rope_scaling={}": ("model.rope_scaling.factor is not set (@): add it (divisor of the low frequencies)."),
+    "data.stages=[{train: a}]": "data.stages.0.from_step is not set (@): add it (number of steps before the stage).",
 }
 
 

@@ -18,6 +18,7 @@ from megajax.layout.stages import (
     first_slots,
     in_step,
     kept_slots,
+    layer_slots,
     layout_in_step,
     virtual_stages,
 )
@@ -94,7 +95,10 @@ def test_layers_are_even_with_the_fewest_at_both_ends(stages, rounds, layers, la
     assert [len(one) for one in ranges] == layout
     assert [layer for one in ranges for layer in one] == list(range(layers))
     assert count_layer_slots(config, stages) == max(layout)
-    assert first_slots(config, stages) == (first, *[0] * (len(layout) - 1))
+    starts = (first, *[0] * (len(layout) - 1))
+    assert first_slots(config, stages) == starts
+    slots = [[*range(start, start + count)] for start, count in zip(starts, layout, strict=True)]
+    assert [list(own) for own in layer_slots(config, stages)] == slots
 
 
 def test_a_given_layout_is_in_the_models_order():

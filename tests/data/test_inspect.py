@@ -61,6 +61,12 @@ def test_files_are_described_by_lengths_first_and_last_tokens(write_documents, c
     assert describe_file(IndexedDataset(prefix), end=3)[-1] == "  0.00% end with token 3, the end-of-document token"
 
 
+def test_a_file_of_empty_documents_has_one_line(write_documents, capsys):
+    prefix = write_documents([[], []])
+    assert main([prefix]) == 0
+    assert capsys.readouterr().out == f"{prefix}: 2 documents, 2 sequences, 0 tokens, uint16\n"
+
+
 @pytest.mark.parametrize(
     "dtype, token, problem",
     [

@@ -298,6 +298,9 @@ def test_the_name_of_a_tiktoken_file_gives_its_words(tmp_path):
     assert own.encode("12345") == load_tokenizer(str(tmp_path)).encode("12345") == [258, 260]
     gpt2 = load_tokenizer(write_ranks(tmp_path / "r50k_base.tiktoken", tokens))
     assert gpt2.encode("12345") == [261] and gpt2.end_of_document == 50256
+    joined = [*tokens[:256], b"(x"]  # one word in Llama 3's pattern, two in GPT-2's
+    own, gpt2 = (load_tokenizer(write_ranks(tmp_path / f"{name}.tiktoken", joined)) for name in ("llama3", "r50k_base"))
+    assert own.encode("(x") == [256] and gpt2.encode("(x") == [*b"(x"]
 
 
 def test_gpt2s_two_files_are_a_tokenizer(tmp_path):

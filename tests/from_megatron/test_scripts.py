@@ -61,6 +61,7 @@ def sentence(capsys, *arguments: str) -> str:
             [],
             "b|c|4|a|b c|d|e".split("|"),
         ),
+        ('A=(x yz)\np.py --micro-batch-size $A ${A} "$A" ${#A} ${#A[1]}', [], ["x", "x", "x", "1", "2"]),
         ("N=3\np.py --micro-batch-size $((N*8-2**3)) $(( (N + 1) % 3 )) $((-7/2))", [], ["16", "1", "-3"]),
         ("p.py --micro-batch-size ${X:-$((2*3))} ${X:+no} ${X-'a b'} ${X:=q}$X", [], ["6", "a", "b", "qq"]),
         ("p.py --micro-batch-size \\\n  1 \\\n  2 # 3", [], ["1", "2"]),
@@ -97,6 +98,7 @@ def test_words_are_those_of_a_shell(place, script, arguments, expected):
         ("torchrun --nproc_per_node=4 p.py", 4),
         ("srun -N 2 --ntasks-per-node=8 python -u p.py", 16),
         ("mpirun -np 6 python p.py", 6),
+        ("srun -n 4 --ntasks 2 -n 8 python p.py", 8),  # the last one counts
         ("#SBATCH --nodes=3\n#SBATCH --gpus-per-node 4\nsrun python p.py", 12),
         ("export WORLD_SIZE=$((3*5))\npython p.py", 15),
         ("torchrun --nproc_per_node $(nvidia-smi -L | wc -l) p.py", None),
@@ -226,6 +228,12 @@ def test_every_flag_with_a_counterpart_is_translated():
             f"{SMALL} --zzz 1 --num-layer 3",
             ("2 words are not flags", "--zzz", "--num-layer: did you mean --num-layers?"),
         ),
+        (
+            f"{SMALL} --recompute-granularity full --recompute-method uniform",
+            ("full needs a method and a number of layers",),
+        ),
+        (f"{SMALL} --recompute-granularity full --recompute-num-layers 1", ("full needs a method",)),
+        (f"{SMALL} --zzz 1 --num-layer 3 --zzz 2", ("2 words are not flags",)),
         (f"{SMALL} --seed one", ("--seed one is not an integer",)),
         (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
         (f"{SMALL} --tensor-model-parallel-size 3", ("1 devices are no multiple",)),

@@ -183,6 +183,16 @@ def test_each_kind_of_context_parallelism_has_a_strategy(kind):
     assert found["communication.context"] == COMMUNICATION[kind]
 
 
+# Megatron's AttnBackend; local is its own unfused attention.
+BACKENDS = {"flash": "auto", "fused": "auto", "auto": "auto", "unfused": "reference", "local": "reference"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_attention_backend_is_a_kernel(backend):
+    found = translated(f"{DENSE} --attention-backend {backend}", 1)
+    assert found.get("kernels.attention", "auto") == BACKENDS[backend]
+
+
 @pytest.mark.parametrize(
     "flags",
     [

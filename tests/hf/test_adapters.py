@@ -17,7 +17,7 @@ from megajax.hf.__main__ import main
 from megajax.hf.compare import compare
 from megajax.hf.convert import load, read_model
 from megajax.hf.folder import SINGLE
-from megajax.inference.load import load_run
+from megajax.inference.load import from_hf, load_run
 from megajax.layout.kinds import block_layers
 from megajax.model import Transformer, bind, parameters
 from megajax.model.lora import is_adapter
@@ -139,6 +139,40 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
     np.testing.assert_allclose(
         loaded.weights.layers[1]["attention.qkv"][:, : query.shape[1]], query, atol=1e-6, err_msg=name
     )
+
+
+def test_the_settings_of_adapters_are_those_that_peft_reads(run, tmp_path):
+    """GPT-2's linear layers are stored as [in, out]; of its fused one two parts have adapters of rank 2 each."""
+    name, base, trainer = run
+    assert main(["adapters", str(trainer.run_dir), str(tmp_path / "peft")]) == 0
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text()) == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": 2,
+        "lora_alpha": 6.0,
+        "lora_dropout": 0.1,
+        "target_modules": sorted(PEFT[name]),
+        "rank_pattern": {"attn.c_attn": 4} if name == "tiny_gpt2" else {},
+        "alpha_pattern": {"attn.c_attn": 12.0} if name == "tiny_gpt2" else {},
+        "bias": "none",
+        "fan_in_fan_out": name == "tiny_gpt2",
+        "inference_mode": True,
+    }
+
+
+def test_adapters_are_added_before_weights_are_rounded(run):
+    """Those of BF16 are the sum of the rounded base and the adapter's FP32 product, rounded once."""
+    name, base, trainer = run
+    a, b = (
+        np.asarray(trainer.state.params[f"blocks.dense.attention.query_lora_{which}"][1], np.float64) for which in "ab"
+    )
+    change = 6.0 / 2 * a @ b.reshape(len(b), -1)
+    plain, found = (
+        np.asarray(model.weights.layers[1]["attention.qkv"][:, : change.shape[1]], np.float64)
+        for model in (from_hf(base, dtype="bfloat16"), load_run(trainer.run_dir, dtype="bfloat16"))
+    )
+    np.testing.assert_allclose(found, plain + change, rtol=2**-8, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("run", ["tiny_gpt2"], indirect=True)

@@ -240,6 +240,10 @@ def test_what_lines_are_is_decided_by_the_first(chats, tmp_path):
     assert (texts["documents"], texts["tokens"], texts["scored"]) == (4, 12, "all tokens")
     toned = evaluate.evaluate(model, str(path), SetFormat(template_arguments={"tone": "b"}), limit=1)
     assert toned["tokens"] == one["tokens"] and toned["loss"] != one["loss"]
+    model.template_arguments = {"tone": "c"}  # those of a training, which a command's replace
+    again = evaluate.evaluate(model, str(path), SetFormat(template_arguments={"tone": "b"}), limit=1)
+    assert again["loss"] == toned["loss"]
+    assert evaluate.evaluate(model, str(path), limit=1)["loss"] not in (one["loss"], toned["loss"])
     (directory / "64" / "chat_template.jinja").rename(directory / "away")
     with pytest.raises(InputError, match="line 1: .*64 has no chat template: add chat_template.jinja to the folder"):
         evaluate.evaluate(model, str(path))
@@ -257,5 +261,6 @@ def test_mistakes_are_sentences(letters_folder, tmp_path, capsys):
     assert "another set is called x: write NAME=" in error_of("--data", "x=1", "--data", "x=2")
     assert "tensors is no axis of a mesh" in error_of("--data", "a", "--mesh", "tensors=2")
     assert "needs 64 devices, more than the 8 here" in error_of("--data", "a", "--mesh", "fsdp=64")
+    assert "--limit=0 is not a positive number: give at least 1" in error_of("--data", "a", "--limit", "0")
     assert "dtype=int8 is not one of float32" in error_of("--data", "a", "--dtype", "int8")
     assert "nothing.idx" in error_of("--data", str(tmp_path / "nothing"))

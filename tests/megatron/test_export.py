@@ -105,6 +105,9 @@ def tensors(folder):
     for key, own in found.items():
         cells = sum(np.prod(chunk.sizes, dtype=int) for chunk in own.chunks)
         assert cells == np.prod(own.size, dtype=int), key
+    placed = {(at.fqn, getattr(at, "offset", None)) for at in metadata.storage_data}
+    chunks = {(key, chunk.offsets) for key, own in found.items() for chunk in own.chunks}
+    assert placed == chunks | {(key, None) for key in metadata.state_dict_metadata.keys() - found.keys()}
     described = {key: (own.size, own.properties.state) for key, own in found.items()}
     return described, metadata.state_dict_metadata.keys() - found.keys()
 

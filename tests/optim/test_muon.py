@@ -9,8 +9,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from muon import muon_cases, orthogonal
 
+from megajax.config import load_config
+from megajax.kernel_choice import HOPPER, Hardware, Kernels
 from megajax.ops.newton_schulz import coefficients, newton_schulz, operations, parts
 from megajax.ops.symmetric_matmul import symmetric_matmul, triangle
+from megajax.schema.fields import AXES
 
 STEPS = 3
 # Rows of the table: KV heads on several devices, padded storage, uneven stages in rounds, experts over other axes,
@@ -103,6 +106,18 @@ def test_a_kernel_halves_the_symmetric_products():
     whole = newton_schulz(jnp.asarray(x[:, :64, :128]), steps).astype(jnp.float32)
     assert jnp.linalg.norm(halved - whole) < 0.01 * jnp.linalg.norm(whole)
     assert operations(steps, 64, 64, halved=True) == 2 * (2 * 64**3 + 2 * 64**3 // 2 * 2)  # of 3 products 2 are halved
+
+
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [(Hardware("cpu"), "reference"), (Hardware("gpu", "8.0"), "reference"), (HOPPER, "pallas")],
+    ids=["cpu", "ampere", "hopper"],
+)
+def test_the_kernel_for_symmetric_products_is_that_of_hopper(hardware, expected):
+    """Elementwise kernels and the loss's run on every GPU."""
+    kernels = Kernels.choose(load_config("llama3_8b"), dict.fromkeys(AXES, 1), hardware)
+    assert kernels.symmetric_matmul == expected
+    assert kernels.loss == kernels.elementwise == ("pallas" if hardware.platform == "gpu" else "reference")
 
 
 def test_the_singular_values_of_an_update_are_near_one():

@@ -93,6 +93,12 @@ def test_the_page_has_each_form_with_its_bytes(table):
         "reduce-scatter over fsdp: 16 KiB",
     ):
         assert text in page, text
+    rows = [" ".join(line.split()) for line in lines(table, "embedding.tokens", "split masters")]
+    assert rows[3:] == [  # 256 rows over tensor, 64 columns over fsdp; gradients are added up in FP32
+        "stored [256, 64] bfloat16 and 16 low bits, in shards over fsdp 2, tensor 2: 16 KiB",
+        "forward look up rows in the shards once a step [128, 32] bfloat16 = 8 KiB",
+        "backward sum over the microbatches once a step [128, 32] float32 = 16 KiB",
+    ]
 
 
 def test_forms_of_fp8_adapters_and_fused_weights_are_named(table):

@@ -181,12 +181,20 @@ def test_the_plan_knows_what_is_frozen(steps, table):
     assert difference == 2 * matrices - 6 * adapted
 
 
+# PEFT's names of a Llama's linear layers
+OF_PEFT = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
+OF_PEFT |= {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
 @pytest.mark.parametrize(
     "lora, problem",
     [
-        (
-            {"targets": ["q_proj"]},
-            "has q_proj, which is not a linear layer that can have an adapter (default): q_proj is query",
+        *(
+            (
+                {"targets": [theirs]},
+                f"has {theirs}, which is not a linear layer that can have an adapter (default): {theirs} is {ours}",
+            )
+            for theirs, ours in OF_PEFT.items()
         ),
         ({"rank": 33}, "lora.rank=33 is above the width 32 of query (default): use 32 or less."),
     ],

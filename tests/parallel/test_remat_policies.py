@@ -1,8 +1,10 @@
 """A remat policy from outside the package keeps what it says; test_registered_options.py trains with it."""
 
+import re
+
 import jax
 import pytest
-from mesh_models import MODELS
+from mesh_models import KIMI, MAMBA, MODELS, T5
 from test_hlo_facts import residual_shapes
 
 from megajax.config import Keep, RematPolicy, load_config, register_remat
@@ -10,7 +12,9 @@ from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.estimate.memory import estimate_memory
 from megajax.mesh import build_mesh
+from megajax.model.block import blocks_of
 from megajax.options.remat import POLICIES
+from megajax.reference import Reference, adamw
 from megajax.training.step import TrainProgram
 
 EXTENSION = """\
@@ -47,6 +51,20 @@ def test_it_keeps_the_inputs_of_groups_and_the_outputs_of_attention(table, regis
     ]
     widths = {s[-1] for s in layer}
     assert not widths & {m.ffn_hidden_size, 2 * m.ffn_hidden_size} and len(layer) < len(kept("none"))
+
+
+SUBLAYERS = {"latents, delta rule and experts": KIMI, "attention and mamba": MAMBA, "encoder and decoder": T5}
+
+
+@pytest.mark.parametrize("model", SUBLAYERS)
+def test_each_name_that_a_block_saves_is_that_of_an_array(table, model):
+    """Except what is exchanged on a mesh."""
+    config = table.make_config(SUBLAYERS[model], {})
+    reference = Reference(config, adamw(config, 1e-3))
+    state, batch = jax.eval_shape(reference.first_state), next(iter(table.make_batches(config)))
+    program = str(jax.make_jaxpr(reference.loss)(state.weights, state.layers, batch, jax.random.key(0)))
+    saved = {name for block in blocks_of(config.model).values() for name in block.saved_names}
+    assert set(re.findall(r"name\[name=(\w+)", program)) == saved - {"exchanged"}
 
 
 def test_its_estimate_is_between_full_and_save_matmuls(table, registered):

@@ -14,6 +14,7 @@ from megajax.tools.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, ph
 from megajax.tools.plan.rates import rates_of
 from megajax.tools.plan.report import more_time
 from megajax.tools.plan.search import explained
+from megajax.tools.plan.work import Traffic
 
 H200 = rates_of("h200")
 
@@ -75,6 +76,17 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     scale = (WIDTH - LEFT - RIGHT) / found.time.total
     exposed = sum(each.exposed for each in found.time.traffic.values())
     recomputed = sum(each.exposed for each in found.time.recomputed.traffic.values())
+    texts = [node.text or "" for node in ElementTree.fromstring(of_phases(found)).iter() if node.tag.endswith("text")]
+    assert f"a step of {1e3 * found.time.total:,.1f} ms, 2 microbatches, estimated" in texts
+    # The hints add up to the step's traffic without recomputation; those of the hidden and the exposed part are equal.
+    hints = "\n".join(box[0].text or "" for box in boxes if len(box))
+    for axis in ("data", "fsdp", "tensor"):
+        figures = re.findall(rf"^{axis}, \w+: ([\d.]+) ms, ([\d.]+) ms exposed, ([\d.]+) GB$", hints, re.M)
+        ms, ms_exposed, gb = (sum(map(float, each)) / 2 for each in zip(*figures, strict=True))
+        whole, again = found.time.traffic[axis], found.time.recomputed.traffic.get(axis, Traffic())
+        assert ms == pytest.approx(1e3 * (whole.seconds - again.seconds), abs=0.2)
+        assert ms_exposed == pytest.approx(1e3 * (whole.exposed - again.exposed), abs=0.2)
+        assert gb == pytest.approx((whole.sent - again.sent) / 1e9, abs=0.002)
     # 14 pixels of each colour are the legend; what is recomputed is a part of the backward pass.
     assert widths[COLORS["exposed"]] - 14 == pytest.approx(scale * (exposed - recomputed), abs=0.2)
     assert widths[COLORS["head"]] - 14 == pytest.approx(scale * found.time.head, abs=0.2)
@@ -84,12 +96,19 @@ def test_the_picture_of_a_pipeline_has_its_stages(config, tmp_path, capsys):
     picture = tmp_path / "step.svg"
     arguments = ["--explain", "pipeline=4", "batch.num_microbatches=16", "pipeline.schedule=zero_bubble"]
     assert main([str(config), "--gpus", "4", *arguments, f"--picture={picture}"]) == 0
-    assert f"Picture: {picture}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"Picture: {picture}" in printed
     texts = [
         node.text or "" for node in ElementTree.fromstring(picture.read_text()).iter() if node.tag.endswith("text")
     ]
     assert "zero_bubble: 4 stages, 16 microbatches, 1 virtual stage" in texts and "stage 3" in texts
-    assert any("costs: forward" in each and each.endswith(" ms") for each in texts)
+    # By the table: of 16 microbatches, a third of the layers' time for each operation; copies are the backward pass's.
+    ms = {name: float(n) for name, n in re.findall(r"^  (\D*?) +([\d.]+) ms +[\d.]+%$", printed, re.M)}
+    third = (ms["matmuls"] + ms["attention"] + ms["elementwise"]) / 16 / 3
+    copies, head = ms["copies of saved activations"] / 16, ms["head and loss"] / 16
+    [figures] = (each for each in texts if "costs: " in each)
+    drawn = {name: float(n) for name, n in re.findall(r"(forward|backward|weight) ([\d.]+) ms", figures)}
+    assert drawn == pytest.approx({"forward": third + head, "backward": third + copies, "weight": third}, abs=0.06)
 
 
 def test_the_written_file_is_the_config_with_the_settings_of_the_first_row(config, tmp_path, capsys):

@@ -23,6 +23,7 @@ def test_operations_are_read_with_their_loops_shapes_and_traffic(ops):
     gather, turned = ops["gather-start"], ops["turned"]
     assert (gather.kind, gather.group_size, gather.operand_bytes, gather.result_bytes) == ("all-gather", 4, 15e7, 6e8)
     assert turned.only_moves and not ops["sum"].only_moves
+    assert not replace(turned, fused=frozenset()).only_moves, "its computation is not in the text"
     assert turned.traffic == 2 * 4 * 500_000 + 4, "an eighth of the stack is read"
     assert ops["sum"].traffic == 3 * 1.6e9
     assert ops["matmul"].scopes == ("_train_step", "mlp", "dot_general")
@@ -133,6 +134,36 @@ def test_each_instruction_moves_computes_or_launches_nothing(kind):
     assert ("x" in found) == (kind not in SILENT)
     if found:
         assert (found["x"].only_moves, found["x"].only_converts) == (kind in MOVING, kind == "convert")
+    if kind in (*MOVING, "convert", "add"):
+        named = {"convert": ("norms and elementwise", "conversions"), "add": ("norms and elementwise", "other")}
+        assert operations.part_of(found["x"]) == named.get(kind, ("copies", "other"))
+
+
+# Bytes of a table are 3200, of a part of it 128, of the indices 16.
+TRAFFIC = {
+    "slice(%table)": 128 + 128,
+    "dynamic-slice(%table, %rows)": 128 + 16 + 128,
+    "gather(%table, %rows)": 128 + 16 + 128,
+    "dynamic-update-slice(%table, %part, %rows)": 128 + 16 + 128,
+    "scatter(%table, %rows, %part)": 16 + 128 + 128,
+    "gather(%part, %rows)": 128 + 16 + 128,
+    "negate(%table)": 3200 + 3200,
+}
+
+
+@pytest.mark.parametrize("call", TRAFFIC)
+def test_an_operation_on_a_part_of_an_array_moves_the_part_alone(call):
+    result = "f32[100,8]" if "update" in call or call.startswith(("scatter", "negate")) else "f32[4,8]"
+    lines = [
+        "ENTRY %main (t: f32[100,8], r: s32[4], p: f32[4,8]) -> f32[4,8] {",
+        "  %table = f32[100,8]{1,0} parameter(0)",
+        "  %rows = s32[4]{0} parameter(1)",
+        "  %part = f32[4,8]{1,0} parameter(2)",
+        f"  ROOT %x = {result}{{1,0}} {call}",
+        "}",
+    ]
+    [op] = hlo.parse("\n".join(lines))
+    assert op.traffic == TRAFFIC[call]
 
 
 # XLA's names of calls: in its sources, cublas_cudnn.cc

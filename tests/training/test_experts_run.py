@@ -1,5 +1,6 @@
 """A run with experts: its logs, parameters and FLOPs."""
 
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -157,6 +158,13 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     assert [cell[0].text for cell in cells[2:4]] == ["layer 2, steps 10 to 30: 1", "layer 3, steps 10 to 30: 3"]
     assert float(picture.get("height", 0)) > float(cells[93].get("y", 0)) > float(cells[92].get("y", 0))
     assert cells[2].get("fill") == cells[4].get("fill") != cells[3].get("fill")
+    # The legend: nine boxes side by side from 1 to the largest load, between the two numbers.
+    _, *legend = (box for box in picture.iter("{http://www.w3.org/2000/svg}rect") if not box.get("class"))
+    places = [(float(box.get("x", 0)), float(box.get("width", 0))) for box in legend]
+    assert len(places) == 9 and all(x + width == after for (x, width), (after, _) in itertools.pairwise(places))
+    assert legend[0].get("fill") == cells[2].get("fill")
+    texts = {text.text: float(text.get("x", 0)) for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert texts["1"] < places[0][0] and places[-1][0] + places[-1][1] < texts["4"]
 
 
 def test_a_run_whose_picture_cannot_be_drawn_is_a_run_all_the_same(tmp_path, capsys):

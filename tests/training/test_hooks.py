@@ -188,8 +188,11 @@ def test_a_hook_stops_a_run_with_a_checkpoint(build, tmp_path, capsys, how, stat
 
 
 class Taken(megajax.Hook):
+    def __init__(self, name: str = "loss"):
+        self._name = name
+
     def on_step(self, run):
-        run.log({"loss": 1.0})
+        run.log({self._name: 1.0})
 
 
 @pytest.mark.smoke
@@ -212,6 +215,7 @@ def test_mistakes_are_sentences(build, make_config, extension):
         build(hooks=[lambda run: None])
 
 
-def test_a_hook_that_logs_a_name_that_the_line_has_ends_the_run(build):
-    with pytest.raises(ValueError, match="logs loss at step 1, which its line has already: give another name"):
-        build("run.steps=2", hooks=[Taken()]).run()
+@pytest.mark.parametrize("name", ["loss", "step", "time", "tokens"])
+def test_a_hook_that_logs_a_name_that_the_line_has_ends_the_run(build, name):
+    with pytest.raises(ValueError, match=f"logs {name} at step 1, which its line has already: give another name"):
+        build("run.steps=2", hooks=[Taken(name)]).run()

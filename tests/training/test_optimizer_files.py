@@ -1,6 +1,7 @@
 """Steps with optimizer state in files: the same numbers as with all of it on the devices, and none lost or doubled."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,22 @@ def test_a_run_is_that_on_the_devices_and_a_skipped_step_changes_no_file(program
     state, _ = filed.train_step(state, batch)
     after = filed.with_files(state)
     assert_equal((after.masters, after.ema), (expected.masters, expected.ema), ROUNDING)
+
+
+def test_no_parameter_is_updated_alone_beside_others_of_its_optimizer():
+    """One optimizer of five parameters, and one of a single parameter."""
+    members = [SimpleNamespace(placements=dict.fromkeys(names)) for names in ("abcde", "x")]
+    turns = ["a", "bx", "c", "d", "e"]
+    update = SimpleNamespace(slots=SimpleNamespace(members=members), turns=turns)
+    assert streamed.paired(update) == [{"a", "b", "x"}, {"c", "d", "e"}]
+
+
+def test_buffers_have_two_files_or_as_many_gib_as_are_set(make_config, tmp_path):
+    """Of memory in GiB for each device."""
+    for buffers, expected in ((1e-6, lambda streamed: 1073), (1.0, lambda streamed: 2 * streamed.bytes)):
+        settings = ("optimizer.offload=1", f"optimizer.offload_dir={tmp_path}", f"optimizer.offload_buffers={buffers}")
+        program = TrainProgram.build(make_config(*settings), build_mesh({}, jax.devices()[:1]))
+        assert program.streamed.memory == expected(program.streamed)
 
 
 @pytest.mark.parametrize(

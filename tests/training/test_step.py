@@ -84,12 +84,12 @@ class AdamW:
 
 
 class AdEMAMix(AdamW):
-    """Pagliardini et al. 2024, algorithm 1, with beta3 0.95, alpha 4, and both schedules over 2 steps."""
+    """Pagliardini et al. 2024, algorithm 1, with beta3 0.95, alpha 4, and both schedules over 3 steps."""
 
     slow = 0.0
 
     def __call__(self, g, t):
-        share = min(t / 2, 1.0)
+        share = min(t / 3, 1.0)
         first, last = np.log(self.beta1), np.log(0.95)
         beta3 = min(np.exp(first * last / ((1 - share) * last + share * first)), 0.95)
         self.slow = beta3 * self.slow + (1 - beta3) * g
@@ -123,7 +123,7 @@ class Momentum:
 BETAS = ("optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.epsilon=1e-6")
 OPTIMIZERS = {
     "adamw": (AdamW, BETAS),
-    "ademamix": (AdEMAMix, (*BETAS, "optimizer.ademamix={beta3: 0.95, alpha: 4.0, warmup_steps: 2}")),
+    "ademamix": (AdEMAMix, (*BETAS, "optimizer.ademamix={beta3: 0.95, alpha: 4.0, warmup_steps: 3}")),
     "lion": (Lion, BETAS[:2]),
     "sgd": (Momentum, BETAS[:1]),
 }

@@ -89,6 +89,8 @@ def test_slots_of_a_stage_layers_in_fp8_and_in_several_loops_by_hand():
     mixed = DENSE | EXPERTS | {"moe_layer_interval": 1, "first_dense_layers": 1}
     found = lines(mixed, {"pipeline": 2, "expert": 4}, 4, precision={"gradients": "bfloat16"})
     assert found["slots"].startswith("3 per virtual stage (1 dense, 2 MoE), 1 of them empty;")
+    uneven = lines(DENSE, {"pipeline": 4, "data": 2}, 8, pipeline={"layout": [1, 2, 2, 3]})
+    assert uneven["slots"].startswith("3 per virtual stage, 0 to 2 of them empty;")
     assert "layers: 3 × 1 (none)" in found["kernels"]
     assert "gradients summed over microbatches in float32, reduced in bfloat16" in found["precision"]
     fp8 = {"recipe": "current", "first_bf16_layers": 1, "last_bf16_layers": 2}
@@ -114,6 +116,9 @@ def test_several_modules_a_teacher_adapters_and_consecutive_tokens():
     found = lines(DENSE, {"fsdp": 8}, 1, **learning)
     count = 16 * 16 * 4 + 3 * 16 * 24 + 2 * 16 + 2 * V * 16 + 16
     assert found["teacher"] == f"{count:,} frozen parameters; weights: new weights"
+    learning["teacher"] |= {"source": "of/teacher"}
+    found = lines(DENSE, {"data": 8}, 2, checkpoint={"init_from": "of/student"}, **learning)
+    assert found["teacher"] == f"{count:,} frozen parameters; weights: of/teacher"
 
 
 def test_each_part_of_the_memory_stands_under_its_name():
