@@ -16,7 +16,10 @@ from megajax.config import RematPolicy, load_config
 from megajax.config.load import keys
 from megajax.console import COMMANDS
 from megajax.errors import InputError
+from megajax.layout.kinds import is_gated
+from megajax.ops.mlp_activation import FUNCTIONS
 from megajax.optim.schedule import make_schedule
+from megajax.options.activations import ACTIVATIONS
 from megajax.options.registered import HOOKS
 from megajax.options.remat import POLICIES
 from megajax.options.schedules import SCHEDULES
@@ -176,7 +179,8 @@ def test_readme_library_example_trains(workplace, capsys):
 @pytest.mark.long
 def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
-    names = ("my_blocks", "my_objectives", "my_remat", "my_schedule", "my_optimizer", "my_hooks", "my_source")
+    names = ("my_blocks", "my_objectives", "my_remat", "my_activation")
+    names += ("my_schedule", "my_optimizer", "my_hooks", "my_source")
     sources = dict(zip(names, blocks(page, "python"), strict=True))  # my_optimizer: test_registered_optimizers.py
     for name, source in sources.items():
         (workplace / f"{name}.py").write_text(source)
@@ -207,6 +211,9 @@ def test_the_extensions_of_the_docs_train(workplace):
 
     config = load_config("my.yaml", [word for word in shlex.split(remat) if "=" in word])
     assert config.remat.chosen == POLICIES.pop("attention_outputs") == RematPolicy("attention_outputs", ("attention",))
+
+    config = load_config("my.yaml", ["run.extensions=[my_activation.py]", "model.activation=reglu"])
+    assert is_gated(config.model) and ACTIVATIONS.pop("reglu") and FUNCTIONS.pop("reglu")
 
     of_schedule = ["schedule.kind=steps_down", "schedule.warmup_steps=2", "schedule.decay_steps=10"]
     config = load_config("my.yaml", ["run.extensions=[my_schedule.py]", "schedule.learning_rate=0.8", *of_schedule])

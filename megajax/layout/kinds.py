@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from megajax.layout.extra_layers import ExtraLayers
 from megajax.layout.prediction_modules import MODULES
+from megajax.options.activations import ACTIVATIONS
 from megajax.schema.fields import cached, shortest_pattern
 from megajax.schema.model import LAYERS, ModelConfig
 
@@ -160,7 +161,7 @@ def deepstack_count(model: ModelConfig) -> int:
 
 def is_gated(model: ModelConfig) -> bool:
     """Whether MLPs and experts have a gate."""
-    return "glu" in model.activation
+    return ACTIVATIONS[model.activation].is_gated
 
 
 def is_mixed(model: ModelConfig) -> bool:

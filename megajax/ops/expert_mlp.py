@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference
+from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference, mlp_kernel
 from megajax.ops.block_matmul import BlockWeight, MaxOverDevices, grouped_product, grouped_weight_gradient
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.grouped_matmul import (
@@ -25,7 +25,6 @@ from megajax.ops.grouped_matmul import (
 )
 from megajax.ops.grouped_rows import bias_of_rows
 from megajax.ops.mlp_activation import (
-    GATED,
     ElementwiseImplementation,
     activate_weighted,
     activate_weighted_and_gradient,
@@ -160,7 +159,7 @@ def _fp8_mlp_backward(mlp, residuals, dy):
     run = _Fp8(mlp, group_sizes, weights, dy.dtype)
     dys = run.quantised(dy, w_down, "gradient")
     dact = run.product(dys, w_down, "gradient")
-    if biases is None and mlp.activation in GATED:
+    if biases is None and mlp.activation in mlp_kernel.KINDS:
         dup, dweights = run.gated_gradient(up, dact, w_up)
         dbiases = None
     else:
@@ -199,7 +198,7 @@ class _Fp8:
 
     def activated(self, up: jax.Array, w: Fp8Weight) -> Operand:
         """The weighted activation."""
-        if self.mlp.activation not in GATED:
+        if self.mlp.activation not in mlp_kernel.KINDS:
             act = activate_weighted(
                 self.mlp.activation, up, self.weights, self.group_sizes, self.mlp.kernels.elementwise
             )

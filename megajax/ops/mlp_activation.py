@@ -17,6 +17,7 @@ from megajax.ops.barriers import not_merged
 from megajax.ops.grouped_rows import bias_of_rows
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 from megajax.ops.numerics import keep_inputs_only, wide
+from megajax.options.activations import ACTIVATIONS, Activation
 
 ElementwiseImplementation = Literal["reference", "pallas"]
 
@@ -38,13 +39,12 @@ def _clamped_up(up: jax.Array) -> jax.Array:
     return jnp.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up) + 1.0
 
 
-GATED: dict[str, Gated] = {
+# By the names of `options.activations`; a plain one maps [..., F] to [..., F]
+FUNCTIONS: dict[str, Gated | Callable[[jax.Array], jax.Array]] = {
     "swiglu": Gated(jax.nn.silu),
     "geglu": Gated(lambda gate: jax.nn.gelu(gate, approximate=True)),
     "geglu_exact": Gated(lambda gate: jax.nn.gelu(gate, approximate=False)),
     "clamped_swiglu": Gated(_clamped_gate, _clamped_up),
-}
-_PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda up: jax.nn.gelu(up, approximate=True),
     "gelu_exact": lambda up: jax.nn.gelu(up, approximate=False),
     "quick_gelu": lambda up: up * jax.nn.sigmoid(1.702 * up),  # CLIP's
@@ -53,34 +53,46 @@ _PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def register_activation(name: str, function: Gated | Callable[[jax.Array], jax.Array]) -> None:
+    """Register an activation for `model.activation`, before the config is loaded.
+
+    A plain function maps the first matrix's output, in FP32, to an array of the same shape; `Gated` has the functions
+    of both its halves. jax differentiates them; GPUs compute them without kernels of megajax's own, in FP8 too. Raises
+    ConfigError for a name that is taken.
+    """
+    ACTIVATIONS.add(Activation(name, isinstance(function, Gated), in_transformer_engine=False))
+    FUNCTIONS[name] = function
+
+
 def activate(kind: str, x: jax.Array) -> jax.Array:
     """The activation `kind` of x: plain ones [..., F] -> [..., F]; gated ones [..., 2F] -> [..., F].
 
     For "swiglu" and "geglu" the gate is the first half of the last axis: activation(x[..., :F]) · x[..., F:].
     "clamped_swiglu" is GPT-OSS's: gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and -7 ≤ up ≤ 7.
     """
-    if kind in _PLAIN:
-        return keep_inputs_only(lambda x: _PLAIN[kind](x.astype(wide(x.dtype))).astype(x.dtype))(x)
-    if kind not in GATED:
-        raise ValueError(f'"{kind}" is not an activation: use one of {", ".join([*GATED, *_PLAIN])}.')
-    return _gated(kind, x)
+    if kind not in FUNCTIONS:
+        raise ValueError(f'"{kind}" is not an activation: use one of {", ".join(FUNCTIONS)}.')
+    function = FUNCTIONS[kind]
+    if isinstance(function, Gated):
+        return _gated(function, x)
+    return keep_inputs_only(lambda x: function(x.astype(wide(x.dtype))).astype(x.dtype))(x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(kind: str, x: jax.Array) -> jax.Array:
+def _gated(function: Gated, x: jax.Array) -> jax.Array:
     gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
-    return (GATED[kind].gate(gate) * GATED[kind].up(up)).astype(x.dtype)
+    return (function.gate(gate) * function.up(up)).astype(x.dtype)
 
 
-def _gated_forward(kind: str, x: jax.Array):
-    return _gated(kind, x), x
+def _gated_forward(function: Gated, x: jax.Array):
+    return _gated(function, x), x
 
 
-def _gated_backward(kind: str, x: jax.Array, dy: jax.Array):
+def _gated_backward(function: Gated, x: jax.Array, dy: jax.Array):
     """The gradients of both halves in one concatenation; the derivative of the split would pad and add."""
     gate, up = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
-    activated, pull = jax.vjp(GATED[kind].gate, gate)
-    up, pull_up = jax.vjp(GATED[kind].up, up)
+    activated, pull = jax.vjp(function.gate, gate)
+    up, pull_up = jax.vjp(function.up, up)
     dy = dy.astype(gate.dtype)
     return (jnp.concatenate([pull(dy * up)[0], pull_up(dy * activated)[0]], axis=-1).astype(x.dtype),)
 
@@ -130,7 +142,7 @@ def activate_weighted_and_gradient(
 
 
 def _in_kernel(kind: str, implementation: ElementwiseImplementation, width: int) -> bool:
-    return implementation == "pallas" and kind in GATED and mlp_kernel.fits(width)
+    return implementation == "pallas" and kind in mlp_kernel.KINDS and mlp_kernel.fits(width)
 
 
 def activate_and_gradient(

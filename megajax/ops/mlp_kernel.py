@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 TOKENS, FEATURES, NUM_WARPS = 4, 1024, 4  # of a block, of which there are at most so many features
 NARROWEST = 128  # features, from which on such a kernel is faster than XLA's
+KINDS = "swiglu", "geglu", "geglu_exact", "clamped_swiglu"  # the activations that have formulas here
 CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702  # of the clamped SwiGLU
 
 
@@ -144,7 +145,7 @@ def _sigmoid_argument(kind: str, gate: jax.Array) -> tuple[jax.Array, jax.Array 
         return gate * (c + 0.044715 * c * square), c + 3.0 * 0.044715 * c * square
     if kind == "clamped_swiglu":
         return CLAMP_SLOPE * gate, CLAMP_SLOPE
-    raise ValueError(f'"{kind}" is not a gated activation: use one of swiglu, geglu, geglu_exact, clamped_swiglu.')
+    raise ValueError(f'"{kind}" is not a gated activation: use one of {", ".join(KINDS)}.')
 
 
 def sigmoid(x: jax.Array, interpret: bool) -> jax.Array:

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megajax.options.activations import ACTIVATIONS
 from megajax.options.context import STRATEGIES
 from megajax.options.optimizers import OPTIMIZERS
 from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, NO_ENCODER, OWN_OBJECTIVES, replaces_head
@@ -164,9 +165,7 @@ class ModelConfig(Section):
         default=False, description="Norms multiply by 1 + weight, and these weights start at 0."
     )
     norm_epsilon: Positive = Field(default=1e-5, description="Added to the variance in normalisations.")
-    activation: Literal[
-        "swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "quick_gelu", "relu", "relu2"
-    ] = Field(
+    activation: Annotated[str, ACTIVATIONS] = Field(
         default="swiglu",
         description="MLP activation. swiglu, geglu, geglu_exact, clamped_swiglu (GPT-OSS): gated, three matrices;"
         " gelu, gelu_exact, quick_gelu (x * sigmoid(1.702 x)), relu, relu2 (squared ReLU): two matrices. gelu and"

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megajax.options.activations import ACTIVATIONS
 from megajax.options.fp8_recipes import NONE as NO_FP8
 from megajax.options.fp8_recipes import RECIPES, Fp8Recipe
 from megajax.schema.fields import CountOrZero, HistoryLength, PowerOfTwo, Section
@@ -39,7 +40,7 @@ class Fp8Config(Section):
             "recipe", lambda recipe: RECIPES[recipe].has_kernels, of="emulated", because="its own kernels run", cure=XLA
         ),
         Excludes("model.num_experts", of=TE, cure=XLA),
-        Excludes("model.activation", ("clamped_swiglu", "geglu_exact"), of=TE, cure=XLA),
+        Excludes("model.activation", lambda name: not ACTIVATIONS[name].in_transformer_engine, of=TE, cure=XLA),
     ] = Field(
         default="xla",
         description="Library of the FP8 kernels; emulated: of a recipe in blocks the numbers, multiplied in"

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 
 from megajax.ops import activate
+from megajax.ops.mlp_activation import FUNCTIONS, Gated, activate_weighted, register_activation
+from megajax.options.activations import ACTIVATIONS
 
 
 def sigmoid(x):
@@ -37,9 +40,21 @@ REFERENCES = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_activation_value_and_gradients(check_op, rng, kind):
-    width = 74 if "glu" in kind else 37  # the gate in the first half
+    width = 74 if ACTIVATIONS[kind].is_gated else 37  # the gate in the first half
     spread = 6.0 if kind == "clamped_swiglu" else 2.0
     check_op(lambda x: activate(kind, x), REFERENCES[kind], [spread * rng.normal(size=(5, width))])
+
+
+def test_a_registered_activation_is_computed_without_kernels(check_op, rng):
+    """Also where built-in ones have kernels, which no CPU runs: for experts on GPUs."""
+    register_activation("reglu", Gated(jax.nn.relu))
+    try:
+        arguments, sizes = [rng.normal(size=(6, 2 * 128)), rng.uniform(1, 2, 6)], jnp.asarray([4, 2])
+        run = partial(activate_weighted, "reglu", group_sizes=sizes, implementation="pallas")
+        expected = lambda x, w: np.maximum(x[:, :128], 0.0) * x[:, 128:] * w[:, None]  # noqa: E731
+        check_op(run, expected, arguments)
+    finally:
+        del ACTIVATIONS["reglu"], FUNCTIONS["reglu"]
 
 
 def test_an_unknown_activation_is_refused():

@@ -1,7 +1,8 @@
-"""A context strategy, a dispatch and a remat policy from outside the package train on a mesh as one device does."""
+"""A context strategy, a dispatch, an activation and a remat policy from outside train on a mesh as one device does."""
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -10,6 +11,8 @@ from mesh_models import MIXTRAL
 from megajax.config import RematPolicy, load_config, register_remat
 from megajax.errors import ConfigError
 from megajax.model.comm import TokenPositions
+from megajax.ops.mlp_activation import FUNCTIONS, Gated, register_activation
+from megajax.options.activations import ACTIVATIONS
 from megajax.options.context import STRATEGIES, ContextStrategy
 from megajax.options.dispatch import DISPATCHES, Dispatch
 from megajax.options.remat import POLICIES
@@ -66,7 +69,10 @@ def registered():
     context.register_context(ContextStrategy("everything"), Everything)
     experts.register_dispatch(Dispatch("one_by_one", room=None), OneByOne)
     register_remat(RematPolicy("attention_outputs", keep=("attention",)))
+    register_activation("reglu", Gated(jax.nn.relu))
     yield
+    for options in (ACTIVATIONS, FUNCTIONS):
+        del options["reglu"]
     del POLICIES["attention_outputs"]
     for options in (STRATEGIES, ATTENTION):
         options.pop("everything")
@@ -77,7 +83,9 @@ def registered():
 def test_they_train_as_one_device_does(table, reference, registered):
     sections = {"communication": {"context": "everything", "experts": "one_by_one"}}
     sections["remat"] = {"policy": "attention_outputs"}
-    config = table.make_config(MIXTRAL | {"num_layers": 1}, {"context": 2, "expert": 2}, steps=1, **sections)
+    config = table.make_config(
+        MIXTRAL | {"num_layers": 1, "activation": "reglu"}, {"context": 2, "expert": 2}, steps=1, **sections
+    )
     expected = reference(config)
     assert Everything.calls == OneByOne.calls == 0 and expected.gradients
     difference = table.compare(table.train(config, expected.initial), expected)
@@ -87,6 +95,9 @@ def test_they_train_as_one_device_does(table, reference, registered):
 
 def test_each_option_has_its_computation():
     assert STRATEGIES.keys() == ATTENTION.keys() and DISPATCHES.keys() == EXPERTS.keys()
+    assert {name: option.is_gated for name, option in ACTIVATIONS.items()} == {
+        name: isinstance(function, Gated) for name, function in FUNCTIONS.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,6 +118,7 @@ def test_a_name_that_is_not_registered_is_a_sentence(key, choices):
     [
         (context.register_context, ContextStrategy("ring"), "the context strategy ring exists already"),
         (experts.register_dispatch, Dispatch("auto", None), "the dispatch auto exists already"),
+        (register_activation, "swiglu", "the activation swiglu exists already"),
     ],
 )
 def test_a_name_that_is_taken_is_a_sentence(register, option, problem):

@@ -28,12 +28,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.model.lora import Adapted
 from megajax.model.sublayer import add_bias
-from megajax.ops import block_matmul, fp8
+from megajax.ops import block_matmul, fp8, mlp_kernel
 from megajax.ops.barriers import not_before
 from megajax.ops.block_matmul import BlockWeight, TokenPiece
 from megajax.ops.expert_mlp import LinearWeight
 from megajax.ops.fp8 import Fp8Weight, Operand
-from megajax.ops.mlp_activation import GATED, ElementwiseImplementation, activate, activate_and_gradient
+from megajax.ops.mlp_activation import ElementwiseImplementation, activate, activate_and_gradient
 from megajax.parallel.tensor.ring import TensorRing
 
 # A tensor of all tokens, in the order of TensorRing: arrays [T / tensor, F], in FP8 Operands, with blocks TokenPieces
@@ -279,7 +279,7 @@ def _gathered_products(
 
 def _activated(tp: TensorParallel, kind: str, ups: Sequence[jax.Array], w: LinearWeight) -> Pieces:
     """The activation of each piece, as input of the layer with weight `w`."""
-    if not isinstance(w, Fp8Weight) or kind not in GATED:
+    if not isinstance(w, Fp8Weight) or kind not in mlp_kernel.KINDS:
         return _operands(tp, [activate(kind, up) for up in ups], w, "input")
     scale, dtype = _scale(tp, w, "input", lambda: [tp.fp8.gated_amax(kind, up) for up in ups])
     quantized = (tp.fp8.gated_cast_transpose(kind, up, scale, dtype) for up in ups)
@@ -289,7 +289,7 @@ def _activated(tp: TensorParallel, kind: str, ups: Sequence[jax.Array], w: Linea
 def _activation_gradients(tp: TensorParallel, kind: str, ups, dacts: Sequence[jax.Array], w: Fp8Weight) -> Pieces:
     """The gradient of the activation's input for each piece, as output gradient of the layer with weight `w`."""
     pairs = list(zip(ups, dacts, strict=True))
-    if kind not in GATED:
+    if kind not in mlp_kernel.KINDS:
         return _operands(tp, [jax.vjp(partial(activate, kind), up)[1](dact)[0] for up, dact in pairs], w, "gradient")
     scale, dtype = _scale(tp, w, "gradient", lambda: [tp.fp8.gated_backward_amax(kind, *pair) for pair in pairs])
     quantized = (tp.fp8.gated_backward_cast_transpose(kind, *pair, scale, dtype) for pair in pairs)
