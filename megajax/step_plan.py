@@ -180,6 +180,10 @@ class StepPlan:
     def optimizer(self) -> OptimizerConfig:
         return self.config.optimizer
 
+    def where(self, key: str) -> str:
+        """The location where a key of the config was set, for sentences."""
+        return self.config.where(key)
+
     def optimizer_settings(self, optimizer: type[Any]) -> Any:
         """The settings of the class that `optimizer.kind` names, as its `Settings`."""
         return settings_of(self.config, optimizer, "optimizer")

@@ -72,3 +72,13 @@ def test_each_private_name_has_a_reason_and_was_tried_with_the_installed_version
     for block in blocks:
         reason = [line for line in block.splitlines() if line.startswith("# ")]
         assert len(" ".join(reason)) > 50 and reason[-1].endswith(f" [{version[1]}]"), block
+
+
+def test_the_step_and_the_optimizer_read_no_config():
+    """They ask the plan, whose values are what the step computes; import rules cannot see that they read its config."""
+    folders = tuple(f"megajax/{name}/" for name in ("step", "weights", "parallel", "optim"))
+    own = {path: names for path, names in names_by_file().items() if path.startswith(folders)}
+    assert len(own) > 60
+    assert not [
+        f"{path}: {name}" for path, names in own.items() for name in names if re.search(r"\bplan\.config\b", name)
+    ]

@@ -108,7 +108,7 @@ class StreamedUpdate:
     def files(self) -> SlotFiles:
         settings, chunks = self.update.plan.optimizer, [rows for _, rows, _ in self._chunks]
         assert settings.offload_dir is not None
-        where, sizes = self.update.plan.config.where(KEY), [rows.bytes for rows in chunks]
+        where, sizes = self.update.plan.where(KEY), [rows.bytes for rows in chunks]
         return SlotFiles(Path(settings.offload_dir), sizes, len(_devices(self.mesh)), self.memory, where)
 
     @property
