@@ -179,7 +179,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     "overrides, part",
     [
         (["model.num_leyers=2"], "did you mean model.num_layers?"),
-        (["run.deterministic=true", "data.train=nothing"], "nothing.idx does not exist"),
+        pytest.param(
+            ["run.deterministic=true", "data.train=nothing"], "nothing.idx does not exist", marks=pytest.mark.long
+        ),
     ],
     ids=["unknown key", "deterministic and missing data"],
 )

@@ -38,6 +38,7 @@ def load(tmp_path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.smoke
 def test_importing_it_imports_no_jax():
     code = (
@@ -102,6 +103,7 @@ def test_a_trainer_step_by_step_does_what_its_run_does(load, tmp_path, capsys):
         np.testing.assert_array_equal(array, whole.state.params[name])
 
 
+@pytest.mark.long
 def test_an_evaluation_is_the_mean_loss_of_the_model_over_the_first_batches(load):
     trainer = megajax.Trainer(load("mesh.data=1", "mesh.tensor=1"), jax.devices()[:1])
     model = bind(trainer.program.model, trainer.state.params)

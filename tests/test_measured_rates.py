@@ -153,6 +153,7 @@ def test_the_plan_reads_the_file_of_the_command(tmp_path, capsys):
     assert stopped.value.code == 2 and f"--rates={file} exists" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_programs_and_links_are_timed_on_the_first_device_and_in_every_group():
     answer = rates.measure(["a"], TINY)
     kinds = {timing.kind for timing in answer.timings}

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pictures
+import pytest
 
 from megajax.tools import plot
 
 
+@pytest.mark.long
 def test_kept_data_draw_the_picture_of_the_runs(tmp_path):
     runs = [tmp_path / "fsdp 2", tmp_path / "1 GPU"]
     for index, run in enumerate(runs):

@@ -86,7 +86,7 @@ def test_a_wrong_declaration_is_a_sentence(given, words):
         (WithoutMatmul, "WithoutMatmul multiplies by no weight"),
         (Backwards, "Backwards: a token depends on a later token"),
         (Across, "Across: a token depends on another document"),
-        (OfOneSequence, "OfOneSequence token by token: "),
+        pytest.param(OfOneSequence, "OfOneSequence token by token: ", marks=pytest.mark.long),
         (OnlyOnOneDevice, "OnlyOnOneDevice on context 2, fsdp 2: the gradient of "),
     ],
 )

@@ -174,6 +174,7 @@ def test_every_mesh_restores_the_checkpoint_of_another_bit_for_bit(make_trainer)
             )  # the padding is zero
 
 
+@pytest.mark.long
 def test_weights_come_from_a_run_or_from_one_checkpoint(make_trainer, tmp_path):
     source = make_trainer("source", "run.steps=3", "run.checkpoint_interval=1", "checkpoint.keep=3", fsdp=8)
     assert source.run() == 0
@@ -187,7 +188,7 @@ def test_weights_come_from_a_run_or_from_one_checkpoint(make_trainer, tmp_path):
         assert trainer.step == int(trainer.state.step) == 0
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("value", [pytest.param(np.nan, marks=pytest.mark.long), -np.inf])
 def test_weights_that_are_not_finite_are_refused_by_name(make_trainer, tmp_path, value):
     source = make_trainer("source", fsdp=8)
     params = source.state.params
@@ -264,6 +265,7 @@ def tear(checkpoint: Path) -> None:
         path.unlink()
 
 
+@pytest.mark.long
 def test_an_interrupted_save_leaves_the_last_good_checkpoint_usable(make_trainer):
     whole = make_trainer("whole", "run.steps=4", "schedule.decay_steps=4")
     assert whole.run() == 0

@@ -122,7 +122,7 @@ def bucket(tmp_path, monkeypatch):
 IN_BUCKET = "checkpoint.dir=gs://b/x"
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize("scheme", [pytest.param("gs", marks=pytest.mark.long), "s3"])
 def test_checkpoints_in_a_bucket(build, bucket, tmp_path, capsys, scheme):
     run, folder, in_bucket = tmp_path / "run", bucket / "x", f"checkpoint.dir={scheme}://b/x"
     first = save(build(in_bucket), 2)

@@ -62,6 +62,7 @@ def run_to_the_end(trainer):
     return trainer
 
 
+@pytest.mark.long
 def test_a_bf16_run_goes_on_in_fp8_and_back(make_trainer):
     plain = run_to_the_end(make_trainer(2, BF16))
     assert histories(plain) == {}

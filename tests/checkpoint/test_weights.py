@@ -51,6 +51,7 @@ def test_parameters_of_the_newest_or_of_one_checkpoint_come_by_name(run_dir, nam
     assert norm.dtype == jnp.bfloat16 and norm.tolist() == [step] * 4
 
 
+@pytest.mark.long
 def test_jax_is_not_started(run_dir):
     code = (
         f"import megajax\nassert len(megajax.load_weights({str(run_dir)!r})) == 2\n"

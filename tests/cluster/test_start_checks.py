@@ -136,6 +136,7 @@ def port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.long
 def test_every_process_says_that_the_configs_differ_and_writes_nothing(tmp_path, port):
     config = tmp_path / "tiny.yaml"
     config.write_text(

@@ -92,7 +92,8 @@ def test_worker_processes_and_prefetch_change_nothing(make_config, write_documen
         assert_equal(take(make_loader(config, split="train", rows=np.arange(4), start_step=3), 7), plain)
 
 
-@pytest.mark.parametrize("request_to_stop", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("request_to_stop", [signal.SIGTERM, signal.SIGUSR1])
 def test_reading_goes_on_when_worker_processes_are_asked_to_stop(make_config, write_documents, request_to_stop):
     prefix = write_documents(DOCUMENTS)
     plain = take(make_loader(make_config(train=prefix), split="train", rows=np.arange(4)), 20)

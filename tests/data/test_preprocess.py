@@ -138,6 +138,7 @@ def test_the_first_bad_line_stops_a_strict_run_and_nothing_is_left_behind(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.mark.long
 def test_a_bad_line_under_workers_keeps_the_old_output(tmp_path):
     prefix, _, _ = preprocess([write_lines(tmp_path / "a.jsonl", TEXTS)], str(tmp_path / "p"), "byte")
     bad = tmp_path / "bad.jsonl"

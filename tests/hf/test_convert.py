@@ -76,8 +76,8 @@ def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name, r
     """Each shard goes to its own device: the first one has no room for all of them."""
     if name in IN_PIECES:
         request.getfixturevalue("small_pieces")
-    mesh = MESHES.get(name, {"fsdp": 2, "tensor": 2 if name != "tiny_gpt2" else 1})
-    mesh = mesh | ({"tensor": 1, "fsdp": 4} if name == "tiny_mistral" else {})  # three KV heads
+    # On a mesh each turns pieces or shards of its own, so those of many kinds; of the others the names count.
+    mesh = MESHES.get(name, {"fsdp": 2} if name in IN_PIECES else {})
     folder, stored = unpack(name), stored_weights(name)
     put, device_put = [], jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, to=None, **how: put.append(to) or device_put(x, to, **how))

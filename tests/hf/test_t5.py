@@ -76,7 +76,7 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, weights, tmp_path, name)
     assert family_for(model).read(family_for(model).write(shorter))["encoder"]["sequence_length"] == 24
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["t5", pytest.param("t5_tied", marks=pytest.mark.long)])
 def test_logits_and_all_gradients_are_those_of_transformers(weights, name):
     (model, own), stored = weights[name], np.load(FILES / f"{name}.npz")
     network, fields = Transformer(model), {"encoder_tokens": stored["encoder_tokens"]}

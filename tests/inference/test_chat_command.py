@@ -107,6 +107,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text(talk, answer):
     assert after.startswith(expected)
 
 
+@pytest.mark.long
 def test_generate_answers_messages(folder, answer, tmp_path, capsys):
     """A prompt with --chat or --system is a message; a chat that has a system's message keeps it."""
     assert generate.main([str(folder), "--prompt", "hello", "--chat", *GREEDY]) == 0

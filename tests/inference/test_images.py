@@ -39,7 +39,9 @@ def picture(path: Path, width: int, height: int) -> str:
     return f"{width}_{height}.png"
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("llava", "gemma3", "qwen3_vl")), "qwen2_5_vl"]
+)
 def test_greedy_tokens_and_their_scores_are_those_of_transformers(name, references, tmp_path, capsys, monkeypatch):
     shutil.unpack_archive(FILES / f"images_{name}.zip", tmp_path)
     given, model = references[name], megajax.from_hf(tmp_path, dtype="float32")

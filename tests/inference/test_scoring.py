@@ -182,7 +182,7 @@ def chats(letters_folder, tmp_path_factory):
     return directory, directory / "chats.jsonl", expected
 
 
-@pytest.mark.parametrize("context", [64, 8])
+@pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.long), 8])
 def test_chats_are_evaluated_as_by_hand(chats, context, tmp_path, capsys):
     directory, file, expected = chats
     model, total, count = megajax.from_hf(directory / str(context)), 0.0, 0

@@ -161,6 +161,7 @@ def test_equal_distributions_accept_every_draft():
     assert greedy.tolist() == [[0, 1, 0]]
 
 
+@pytest.mark.long
 def test_qwen3_next_drafts_with_its_module(references, folder_of, tmp_path):
     """A published folder has a module that transformers leaves out; this one's is random."""
     folder, expected = folder_of("tiny_qwen3_next"), references["tiny_qwen3_next"]

@@ -16,7 +16,7 @@ TOLERANCES = {"loss": 2e-6, "grad_norm": 2e-5}  # relative: rounding of FP32 sum
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "v3" in name else pytest.mark.long) for name in STORED]
+    "name", [pytest.param(name, marks=[] if "gpt" in name else pytest.mark.long) for name in STORED]
 )
 def test_steps_are_those_of_megatron_core(name):
     stored = json.loads(CURVES.read_text(encoding="utf-8"))

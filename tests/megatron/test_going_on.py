@@ -172,7 +172,8 @@ def test_fragments_of_the_optimizers_state_are_put_together(configure):
             np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("form", ["bfloat16", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
 def test_other_forms_of_moments_and_weights_hold_the_same_numbers(configure, form):
     mesh = {"pipeline": 2, "fsdp": 2}
     _, exact = state_of(configure("llama", mesh))

@@ -47,7 +47,9 @@ def initial(settings: dict, **changes) -> tuple[ModelConfig, dict, dict]:
     return config, arrays, parameters(model)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.long if name in ("llama", "experts") else []) for name in CASES]
+)
 def test_matrices_have_the_std_norms_are_one_biases_zero_and_recurrences_their_intervals(case):
     config, arrays, declared = initial(CASES[case], depth_scaled_init=False)
     for name, w in arrays.items():

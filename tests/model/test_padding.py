@@ -127,6 +127,7 @@ def step(length: int, data: dict):
     return canonical(program, state.params), state.layer_state, jax.tree.map(np.asarray, metrics), float(loss)
 
 
+@pytest.mark.long
 def test_a_padded_batch_trains_as_its_tokens_do_without_padding():
     """Weights after a step, experts' biases, all metrics, and the loss of an evaluation."""
     (weights, biases, metrics, loss), (w, b, m, expected) = step(16, UNPACKED), step(REAL, {})

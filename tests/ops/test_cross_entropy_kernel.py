@@ -64,8 +64,9 @@ def test_losses_and_gradient_with_padding(error, batch, options):
     assert not np.any(found[2][:, TRUE:]) and not np.any(found[2][2])
 
 
-@pytest.mark.parametrize("tiling", [{}, {"lanes": 64}, {"lanes": 32, "unroll": 1}])
-@pytest.mark.parametrize("columns", [16, 32, 208, 256])
+@pytest.mark.parametrize(
+    ("tiling", "columns"), [({}, 16), ({}, 256), ({"lanes": 64}, 208), ({"lanes": 32, "unroll": 1}, 32)]
+)
 def test_rows_shorter_and_longer_than_a_step(error, batch, tiling, columns):
     logits, targets, mask = batch
     arguments = logits[:, :columns], targets % 16, mask
@@ -74,7 +75,7 @@ def test_rows_shorter_and_longer_than_a_step(error, batch, tiling, columns):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("shards", "width"), [(2, 128), (8, 48)])
+@pytest.mark.parametrize(("shards", "width"), [(8, 48)])
 def test_any_sharding_of_the_vocabulary_gives_the_same(error, batch, options, shards, width):
     """On a mesh, as the step calls it. Of 8 shards the last three hold padding alone."""
     logits, targets, mask = batch

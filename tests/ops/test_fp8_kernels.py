@@ -104,7 +104,7 @@ def test_the_reference_quantises_the_float32_value(rng, operation, dtype):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        pytest.param((64, 96), E4M3, id="whole tiles"),
+        pytest.param((64, 96), E4M3, id="whole tiles", marks=pytest.mark.long),
         pytest.param((48, 80), E5M2, id="edges", marks=pytest.mark.smoke),
     ],
 )

@@ -138,6 +138,7 @@ def test_devices_exchange_states_between_the_kernels(installed, rng, starts):
         assert np.linalg.norm(found - correct) < tolerance * np.linalg.norm(correct)
 
 
+@pytest.mark.long
 def test_prompts_of_generation_use_them_on_each_devices_sequences_and_heads(installed):
     """And no kernel, which would fail on CPUs, where XLA divides the arrays."""
     model, tokens = build(HYBRID | {"num_layers": 2}, {"fsdp": 2, "tensor": 2}), np.arange(44).reshape(4, 11)

@@ -16,8 +16,11 @@ def plain(kind, x, dy):
     return act, pull(dy)[0]
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_exact", "clamped_swiglu"])
-@pytest.mark.parametrize("shape", [(8, 64), (10, 48), (4, 1090)], ids=["whole blocks", "edges", "a cut last block"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("swiglu", (8, 64)), ("geglu", (10, 48)), ("geglu_exact", (4, 1090)), ("clamped_swiglu", (10, 48))],
+    ids=["whole blocks", "edges", "a cut last block", "clamped"],
+)
 def test_the_kernel_has_the_activation_and_its_gradient(rng, error, kind, shape):
     spread = 6.0 if kind == "clamped_swiglu" else 1.0
     x, dy = spread * rng.normal(size=(shape[0], 2 * shape[1])), rng.normal(size=shape)
@@ -39,9 +42,10 @@ def test_the_plain_form_is_the_activation_and_its_vjp(rng, kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, plain(kind, x, dy))
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("sizes", [(0, 0, 0), (2, 0, 3), (6, 4, 0)])
-@pytest.mark.parametrize("width", [48, 1090])
+@pytest.mark.parametrize(
+    ("has_bias", "sizes", "width"),
+    [(False, (0, 0, 0), 48), (True, (2, 0, 3), 1090), (False, (6, 4, 0), 1090), (True, (6, 4, 0), 48)],
+)
 def test_the_kernels_of_experts_have_the_rows_that_hold_something(rng, error, width, sizes, has_bias):
     x, dy = rng.normal(size=(10, 2 * width)), rng.normal(size=(10, width))
     weights, bias, rows = rng.random(10), rng.normal(size=(3, 2 * width)), sum(sizes)

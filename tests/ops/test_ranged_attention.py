@@ -18,6 +18,8 @@ SCALE = 0.2
 SMALL = AttentionTilings(AttentionTiling(32, 64, 4, 1), AttentionTiling(64, 32, 4, 1), AttentionTiling(64, 32, 4, 1))
 KERNELS = {"pallas": (ranged_attention, {}), "triton": (ranged_attention_triton, {"tilings": SMALL})}
 both_kernels = pytest.mark.parametrize("kernels", KERNELS)
+hoppers_kernel = pytest.mark.parametrize("kernels", ["pallas", pytest.param("triton", marks=pytest.mark.long)])
+kernel_of_any_gpu = pytest.mark.parametrize("kernels", [pytest.param("pallas", marks=pytest.mark.long), "triton"])
 
 
 def ranges(kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +88,7 @@ def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kind, ke
     check(tensors(rng), error, first, end, None, kernels)
 
 
-@both_kernels
+@hoppers_kernel
 def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error, kernels):
     q, k, v, dout = tensors(rng, N=4, K=2, H=40, W=24)  # padded to the widths of a kernel
     first, end = ranges("window")
@@ -94,7 +96,7 @@ def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error, ke
     check(short, error, first[:90], end[:90], 1.5, kernels)
 
 
-@both_kernels
+@kernel_of_any_gpu
 def test_keys_may_be_wider_than_values_as_in_latent_attention(rng, error, kernels):
     first, end = (bound[60:] for bound in ranges("documents"))
     q, k, v, dout = tensors(rng, SK=SQ, H=192, W=128)

@@ -11,7 +11,7 @@ from megajax.ops.short_convolution import short_convolution
 
 @pytest.mark.parametrize(
     ("length", "channels", "first", "has_before"),
-    [(37, 24, 8, True), (64, 16, 0, False), (5, 40, 3, True), (2, 16, 4, True)],
+    [(64, 16, 0, False), (5, 40, 3, True)],
 )
 def test_the_kernel_is_the_convolution(monkeypatch, length, channels, first, has_before):
     """Outputs and gradients against those of the reference, with documents that begin anywhere."""

@@ -16,10 +16,9 @@ from megajax.ops.symmetric_matmul import symmetric_matmul, triangle
 from megajax.schema.fields import AXES
 
 STEPS = 3
-# Rows of the table: KV heads on several devices, padded storage, uneven stages in rounds, experts over other axes,
+# Rows of the table: padded storage, uneven stages in rounds, experts over other axes,
 # latent attention with stages that share a prediction module.
 MESHES = [
-    ("llama", {"tensor": 8}),
     ("llama", {"data": 3, "tensor": 2}),
     ("five layers", {"pipeline": 2, "context": 2}),
     ("mixtral", {"fsdp": 4, "tensor": 2, "experts_over": ["fsdp", "tensor"]}),

@@ -69,11 +69,12 @@ def test_gradients_of_a_microbatch_never_exist_for_all_layers_at_once():
     assert memory.output_size_in_bytes > layers > 1.2 * memory.temp_size_in_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
         (SMALL, {"data": 2, "pipeline": 2, "tensor": 2}),
-        pytest.param(MIXTRAL | {"mtp_layers": 1}, {"fsdp": 2, "expert": 2}, marks=pytest.mark.long),
+        (MIXTRAL | {"mtp_layers": 1}, {"fsdp": 2, "expert": 2}),
     ],
     ids=["stages", "experts"],
 )

@@ -281,6 +281,7 @@ def test_a_setting_that_a_part_does_not_declare_is_refused(table, monkeypatch, c
     checked()
 
 
+@pytest.mark.long
 def test_a_part_divides_its_work_over_the_axes_that_it_declares(table):
     model, runs = {"block_pattern": ["mean"]}, []
     for mesh in ({}, {"fsdp": 2, "tensor": 2}):

@@ -63,7 +63,12 @@ def traced(program) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+SECOND = ("BF16 gradients over data, unrolled", "FP8 over data", "adapters")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SECOND else []) for name in CASES]
+)
 def test_the_chains_of_all_weights_have_the_collectives_of_the_step(programs, name):
     program = programs(name)
     totals, graph = Counter(), program.graph

@@ -128,9 +128,10 @@ def single_device(make_config, train) -> Callable:
 
 
 # recipe, mesh, microbatches, whether transfers over `tensor` are cut into pieces, layers of a loop
+pytestmark = pytest.mark.long
 CASES = [
     ("current", {"data": 2, "tensor": 4}, 1, True, 1),
-    pytest.param("delayed", {"context": 2, "fsdp": 2, "tensor": 2}, 2, False, 2, marks=pytest.mark.long),
+    ("delayed", {"context": 2, "fsdp": 2, "tensor": 2}, 2, False, 2),
 ]
 
 

@@ -103,13 +103,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("nvfp4, fsdp 2 x tensor 2", "mxfp8, pipeline 2")),
-        "nvfp4, expert 2",
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_rounds_every_number_as_one_device_does(name):
     """Also at random: with other random bits the worst gradient of NVFP4 is 0.4 away, and each matrix's more than 0.2.
 

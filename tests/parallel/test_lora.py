@@ -123,7 +123,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed(steps):
         (
             LLAMA,
             {"pipeline": 2, "tensor": 4},
-            {"lora": ALL, "microbatches": 2, "pipeline": {"schedule": "zero_bubble"}},
+            {"lora": ALL, "microbatches": 2},
         ),
         pytest.param(DENSE_AND_LATENT_MOE, {"expert": 2, "fsdp": 2}, {"lora": SOME}, marks=pytest.mark.long),
     ],

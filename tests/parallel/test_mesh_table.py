@@ -69,6 +69,7 @@ def assert_agrees(difference, **tolerances):
     assert not difference.problems(**tolerances), difference
 
 
+@pytest.mark.long
 def test_recomputed_groups_of_an_unrolled_stack_change_no_number(table, difference):
     """And twice as many devices as KV heads."""
     remat = {"policy": "full", "group": 2}
@@ -118,7 +119,9 @@ def test_documents_packed_by_work_train_on_a_mesh_as_on_one_device(table, differ
 
 
 @pytest.mark.parametrize(
-    ("compute", "mesh"), [("bfloat16", {"fsdp": 2, "tensor": 2}), ("float16", {"data": 2, "fsdp": 2})], ids=case_name
+    ("compute", "mesh"),
+    [("bfloat16", {"fsdp": 2, "tensor": 2}), pytest.param("float16", {"data": 2, "fsdp": 2}, marks=pytest.mark.long)],
+    ids=case_name,
 )
 def test_low_precision_trains_as_one_device_does_within_its_rounding(table, difference, compute, mesh):
     config = make(table, table.MODELS["llama"] | {"num_layers": 1}, mesh, 2, precision={"compute": compute})

@@ -117,7 +117,8 @@ def expected(table):
     return of
 
 
-CASES = [(name, {"fsdp": 2, "tensor": 2, "context": 2}) for name in ("smoothed", "test_focal")]
+THREE = {"fsdp": 2, "tensor": 2, "context": 2}
+CASES = [("smoothed", THREE), pytest.param("test_focal", THREE, marks=pytest.mark.long)]
 # One that needs whole sequences.
 CASES += [("test_pairs", {"pipeline": 2, "context": 2})]
 

@@ -223,6 +223,7 @@ def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(eight_layer
     assert [float(row[0].replace(",", "")) for row in changes] == sorted(float(r[0].replace(",", "")) for r in changes)
 
 
+@pytest.mark.long
 def test_more_gpus_are_named_if_fewer_than_three_changes_of_the_mesh_fit(eight_layers, capsys, monkeypatch):
     config, pinned, tried = eight_layers(8), ["model.num_layers=250", "batch.num_microbatches=1"], set[str]()
 

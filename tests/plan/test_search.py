@@ -68,6 +68,7 @@ def test_no_other_mesh_is_faster(config):
     assert len(times) > 20 and fastest.time.total <= min(times)
 
 
+@pytest.mark.long
 def test_the_search_finds_what_trying_everything_finds(config):
     """Each combination is loaded from the file and its memory is estimated; the limits rule out some and all."""
     pinned = ["model.num_experts=4", "model.num_layers=4", "batch.global_size=2", "mesh.context=1"]

@@ -94,6 +94,7 @@ def test_the_weights_of_a_state_are_those_of_its_checkpoint(build, tmp_path, kin
         assert {d for w in jax.tree.leaves(moved.model.weights) for d in w.devices()} == {*jax.devices()[:2]}
 
 
+@pytest.mark.long
 def test_a_generator_takes_the_weights_of_later_steps_without_compiling(build, tmp_path):
     trainer = build("mesh.fsdp=2", "mesh.tensor=2", "schedule.learning_rate=0.05", kind=Trainer)
     generator = trainer.generator(GREEDY)
@@ -126,6 +127,7 @@ def test_a_generator_takes_the_weights_of_later_steps_without_compiling(build, t
     assert tokens(Generator(megajax.load_run(fresh.run_dir, fresh.program.mesh), GREEDY)) == after
 
 
+@pytest.mark.long
 def test_adapters_are_merged(build, tmp_path):
     base = build("mesh.fsdp=2", "mesh.tensor=2", name="base")
     base.save()

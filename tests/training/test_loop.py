@@ -118,6 +118,7 @@ def test_evaluations_stand_at_their_interval_and_at_the_end(run, text):
     assert trainer.evaluate("valid/valid") == evaluations[-1]["eval_loss/valid"] != evaluations[-1]["eval_loss"]
 
 
+@pytest.mark.long
 def test_a_packed_run_trains_and_evaluates_on_packed_batches(run, capsys):
     packed = ("data.reset_attention=true", "data.mask_end_of_document_loss=true")
     trainer = run("data.split='8,2,0'", "run.steps=2", "run.eval_steps=2", "mesh.data=2", *packed, devices=2)
@@ -140,6 +141,7 @@ def test_nothing_is_evaluated_without_validation_data(run):
     assert not any("eval_loss" in line for line in lines(run("run.steps=2")))
 
 
+@pytest.mark.long
 def test_the_loss_falls_below_the_unigram_entropy_of_the_text(run, text):
     counts = np.array(list(Counter(IndexedDataset(text).tokens.tolist()).values()))
     shares = counts / counts.sum()
@@ -224,6 +226,7 @@ def test_a_trace_of_the_chosen_steps_is_written(run, monkeypatch):
     assert len(traces(trainer)) == 1
 
 
+@pytest.mark.long
 def test_a_trace_that_the_end_of_the_run_cuts_short_is_written(run):
     try:
         assert len(traces(run("run.steps=3", "logging.profile_start=3"))) == 1
@@ -234,6 +237,7 @@ def test_a_trace_that_the_end_of_the_run_cuts_short_is_written(run):
             pass
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_amid_the_traced_steps_goes_on(run):
     run("run.steps=3")
     assert run("run.steps=6", "logging.profile_start=2", "logging.profile_steps=4").step == 6

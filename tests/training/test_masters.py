@@ -67,10 +67,11 @@ def test_both_halves_are_the_number_bit_for_bit_and_one_is_the_nearest_bfloat16(
 @pytest.mark.parametrize(
     ("mesh", "devices", "optimizer"),
     [
+        ({}, 1, {"ema_decay": 0.5}),
         pytest.param({"fsdp": 8}, 8, {"offload": 1.0, "state": "bfloat16"}, marks=pytest.mark.long),
-        ({"pipeline": 2}, 2, {"kind": "muon", "ema_decay": 0.5}),
+        pytest.param({"pipeline": 2}, 2, {"kind": "muon", "ema_decay": 0.5}, marks=pytest.mark.long),
     ],
-    ids=["offload", "muon"],
+    ids=["one device", "offload", "muon"],
 )
 def test_a_run_is_that_with_fp32_weights_bit_for_bit(monkeypatch, mesh, devices, optimizer):
     """The other run's weights are rounded to the same BF16 numbers before each step."""

@@ -252,6 +252,7 @@ def records_of(log: bytes) -> list[bytes]:
     return found[:-1]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("wandb") is None, reason="the extra wandb is not installed")
 def test_wandb_logs_offline_without_a_key_and_goes_on_with_the_same_run(build, tmp_path, monkeypatch, capsys):
     from wandb.proto import wandb_internal_pb2

@@ -166,6 +166,7 @@ def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16):
     assert float(state.loss_scale) == scales[-1]
 
 
+@pytest.mark.long
 def test_the_loss_scale_doubles_after_the_run_of_good_steps(fp16):
     """2000 steps as in NVIDIA's and Megatron's dynamic loss scaling, of which 1997 are over."""
     batch, scales = good_batch(fp16), []

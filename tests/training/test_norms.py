@@ -78,6 +78,7 @@ def test_norms_equal_numpy_on_one_device_and_on_a_mesh(make_config):
         np.testing.assert_allclose(own, logged[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_norms_of_split_masters_are_those_of_both_halves(make_config):
     """All weights are 1.003, of which the upper half is 1."""
     split = ("optimizer.master=split", "precision.compute=bfloat16", "model.num_layers=1", "batch.num_microbatches=1")
@@ -92,6 +93,7 @@ def test_norms_of_split_masters_are_those_of_both_halves(make_config):
         np.testing.assert_allclose(logged[f"weight_norm/{name}"], 1.003 * np.sqrt(size), rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_norms_are_logged_at_their_steps_and_change_no_loss(tmp_path, make_config, read_metrics):
     losses = {}
     for interval in (0, 2):

@@ -69,6 +69,7 @@ def assert_equal(found, expected, tolerance=0.0):
             np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"), err_msg=name)
 
 
+@pytest.mark.long
 def test_a_run_is_that_on_the_devices_and_a_skipped_step_changes_no_file(programs, monkeypatch):
     groups = "[{parameters: ['*.norm'], weight_decay: 0}, {parameters: ['*.attention.*'], clip_norm: 0.1}]"
     plain, filed = programs(
@@ -77,9 +78,7 @@ def test_a_run_is_that_on_the_devices_and_a_skipped_step_changes_no_file(program
         "precision.compute=bfloat16",
         "optimizer.master=split",
         "optimizer.ema_decay=0.5",
-        "batch.num_microbatches=2",
         fsdp=2,
-        tensor=2,
     )
     expected, state = plain.init_state(), filed.to_files(filed.init_state())
     for step in range(3):

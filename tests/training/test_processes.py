@@ -118,26 +118,29 @@ def names_read(tmp_path: Path, index: int) -> list[str]:
     return ["/".join(Path(line).parts[-3:]) for line in lines if "/state" not in line]
 
 
-def test_two_processes_killed_and_stopped_give_the_losses_of_one_device_which_goes_on_from_them(
-    tmp_path, train_here, start_two, expected, read_metrics, checkpoint_steps, capsys
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.long)], ids=["stopped", "killed"])
+def test_two_processes_give_the_losses_of_one_device_which_goes_on_from_them(
+    tmp_path, train_here, start_two, expected, read_metrics, checkpoint_steps, capsys, killed
 ):
     """The boundary between the processes is the one between the stages; only the first process logs."""
     run_dir, stages = tmp_path / "two", ("mesh.data=1", "mesh.pipeline=2", "batch.num_microbatches=2")
     local = ("run.checkpoint_interval=0", f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
     command = (f"run.dir={run_dir}", "logging.tensorboard=true", *stages, *local)
-    first, second = start_two(*command)
-    first.read_to_step(3)
-    for run in (first, second):
-        run.process.kill()
-        run.finish()
-    steps = [{path.name for path in tmp_path.glob(f"local/*/process-{p}/*") if path.name.isdigit()} for p in range(2)]
-    newest = max(map(int, steps[0] & steps[1]))
+    newest = 0
+    if killed:
+        both = start_two(*command)
+        both[0].read_to_step(3)
+        for run in both:
+            run.process.kill()
+            run.finish()
+        saved = [{p.name for p in tmp_path.glob(f"local/*/process-{i}/*") if p.name.isdigit()} for i in range(2)]
+        newest = max(map(int, saved[0] & saved[1]))
     first, second = start_two(*command)
     # Asked to stop on the way: only the second one is told.
     first.read_to_step(newest + 1)
     second.process.send_signal(signal.SIGTERM)
     assert (first.finish(), second.finish()) == (75, 75), first.output + second.output
-    assert f"resuming from the local checkpoint of step {newest} " in first.output
+    assert (f"resuming from the local checkpoint of step {newest} " in first.output) == killed
     assert logs_written(tmp_path, 0) == {"metrics.jsonl", "config.yaml", "tensorboard"}
     assert not logs_written(tmp_path, 1) and "loss" not in second.output
     losses, evaluations = (read_metrics(run_dir, *names) for names in (("loss", "grad_norm"), ("eval_loss",)))

@@ -250,7 +250,10 @@ def test_offloaded_moments_and_averages_are_on_the_host_and_change_no_number(mak
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("overrides, ties", [("", 0), ("optimizer.offload=1", 2), ("optimizer.state=int8", 2)])
+@pytest.mark.parametrize(
+    "overrides, ties",
+    [("", 0), pytest.param("optimizer.offload=1", 2, marks=pytest.mark.long), ("optimizer.state=int8", 2)],
+)
 def test_small_moments_tie_the_weight_gradients_of_each_layer_to_it(make_program, overrides, ties):
     def barriers(layers):
         program = make_program(
