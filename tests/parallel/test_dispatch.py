@@ -1,6 +1,7 @@
 """The plan of the rows that devices exchange for their experts: coded by sender and assignment, against NumPy loops."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,23 @@ def test_assignments_are_sorted_by_expert_and_summed_by_token():
     weighted = np.asarray(rows) * np.asarray(ops.permute(jnp.asarray(weights), permutation))[:, None]
     expected = x * weights.reshape(TOKENS, K).sum(axis=1, keepdims=True)
     np.testing.assert_array_equal(ops.combine(jnp.asarray(weighted), permutation, K), expected)
+
+
+def test_an_expert_draws_by_the_token_and_the_number_of_its_assignment(monkeypatch):
+    """Dropout and rounding at random: id · k + number, in the order of the rows that the experts get."""
+
+    class Matrices:
+        num_experts, token_ids = EXPERTS, jnp.array([7, 3, 90, 4, 5], jnp.uint32)
+
+        def with_ids(self, ids):
+            return ids
+
+    monkeypatch.setattr(ops, "expert_mlp", lambda mlp, rows, weights, ids, sizes: rows + ids[:, None])
+    experts, k = routed("all")[0], np.uint32(K)
+    mlp: Any = None
+    matrices: Any = Matrices()
+    found = ops.apply_experts(mlp, jnp.zeros((TOKENS, 1)), jnp.asarray(experts), jnp.ones((TOKENS, K)), matrices, None)
+    np.testing.assert_array_equal(found[:, 0], K * k * np.asarray(matrices.token_ids) + K * (K - 1) // 2)
 
 
 @pytest.mark.parametrize("over", [("expert",), ("expert", "tensor")])
