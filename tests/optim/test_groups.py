@@ -5,14 +5,14 @@ import math
 import jax
 import numpy as np
 import pytest
-from mesh_models import MODELS
+from mesh_models import MIXTRAL, MODELS
 from muon import Muon, random_gradients, run_optimizer
 from single_device import make_batches, make_config, weights_of
 
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
-from megajax.model import bind, parameters
+from megajax.model import Transformer, bind, parameters
 from megajax.optim.groups import rates
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -162,6 +162,18 @@ def test_the_size_of_muons_updates_is_that_of_its_scale(scale, factors):
     for name in ("up", "down"):
         factor = factors[name] if factors else 0.2 * 128**0.5
         assert np.linalg.norm(found[f"blocks.dense.mlp.{name}"]) == pytest.approx(factor * 32**0.5, rel=0.02)
+
+
+def test_the_initial_std_with_mup_is_that_of_its_table():
+    """m = 4: 1/m of head and routers, 1/√m of the matrices of layers."""
+    found = {}
+    for base in (None, 16):
+        model = MIXTRAL | {"hidden_size": 64, "mup_base_width": base}
+        declared = parameters(Transformer(make(model=model).model))
+        found[base] = {name: parameter.scale for name, parameter in declared.items()}
+    for name, scale in found[16].items():
+        output, matrix = name == "head" or name.endswith("router"), name.startswith("blocks.") and "norm" not in name
+        assert scale / found[None][name] == (1 / 4 if output else 1 / 2 if matrix else 1.0), name
 
 
 @pytest.mark.long
