@@ -105,13 +105,19 @@ def test_a_sample_depends_on_the_seed_only(references, llama):
     together = last(generator.tokens(prompts, 12, seed=3))
     assert last(generator.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
     assert last(generator.tokens(prompts, 12, seed=4)) != together
+
+
+@pytest.mark.long
+def test_growing_prompts_share_programs(references, llama):
+    prompts, settings = references["tiny_llama"]["prompts"], Sampling(temperature=1.0, top_k=20)
     generator = Generator(llama, settings, multiple=8)
     for length in (9, 17):
         last(generator.tokens([prompts[2][:length]], 12, seed=3, growing=True))
     with jax.no_tracing():
-        for length in (16, 12):  # growing prompts share programs
+        for length in (16, 12):
             last(generator.tokens([prompts[2][:length]], 12, seed=3, growing=True))
-    assert last(generator.tokens(prompts[:1], 12, seed=3, growing=True)) == together[:1]
+    alone = last(Generator(llama, settings).tokens(prompts[:1], 12, seed=3))
+    assert last(generator.tokens(prompts[:1], 12, seed=3, growing=True)) == alone
 
 
 def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, folder_of, llama):

@@ -77,7 +77,7 @@ CASES = [
     (
         True,
         {"pipeline": 2, "context": 2, "tensor": 2},
-        {"microbatches": 4, "communication": {"context": "all_gather"}, "remat": {"policy": "save_matmuls"}},
+        {"microbatches": 4, "communication": {"context": "all_gather"}, "remat": {"policy": "full"}},
     ),
     pytest.param(False, {"context": 2}, {}, marks=pytest.mark.long),
 ]

@@ -32,7 +32,10 @@ PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": 
 
 # model, mesh, schedule, virtual stages, microbatches, sections.
 CASES = [
-    ("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 8, {"remat": {"policy": "selective"}}),
+    pytest.param(
+        *("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 8, {"remat": {"policy": "selective"}}),
+        marks=pytest.mark.smoke,
+    ),
     # The last virtual stage is empty. Stages do not divide the tokens of a microbatch; no token of the first is valid.
     pytest.param(
         "gpt2 of 3",
@@ -41,7 +44,7 @@ CASES = [
         2,
         32,
         {"remat": {"policy": "full"}},  # its backward pass makes the dropout of each virtual stage's layers again
-        marks=pytest.mark.smoke,
+        marks=pytest.mark.long,
     ),
     pytest.param(
         *(

@@ -46,8 +46,7 @@ MODELS = {
     "dense": TINY | GPT2 | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0, "qk_norm": "layernorm"},
     "softmax": SOFTMAX,
     # With prediction modules, and scores that are measured and clipped.
-    "sigmoid": SOFTMAX
-    | {"first_dense_layers": 2, "mtp_layers": 2, "qk_clip": 0.5, "dropout": 0.0, "router": DEEPSEEK_ROUTER},
+    "sigmoid": SOFTMAX | {"first_dense_layers": 2, "mtp_layers": 2, "qk_clip": 0.5, "router": DEEPSEEK_ROUTER},
 }
 DOCUMENTS = {"kind": "synthetic", "reset_attention": True, "reset_positions": True}
 DATA = {"dense": DOCUMENTS, "softmax": UNPACKED, "sigmoid": DOCUMENTS}
