@@ -3,10 +3,11 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, import rules, all tests and beside them types, on two cores about 23 minutes the first time and
-about half of that later. With arguments: only pytest with these arguments, for example tests/config, -m smoke for the
-fastest tests, or -m long for those that a row of the others or a table of dev covers, which take about as long again.
-Installs their packages into .venv."
+Without arguments: lint, import rules, all tests but the long ones and beside them types, on two cores about 14 minutes the
+first time and half of that later. With arguments: only pytest with these arguments, for example tests/config, -m smoke
+for the fastest tests, or -m long for those whose code a cheaper test or a table of dev has with other numbers: about 20
+CPU minutes more, 10 on two cores. Installs their packages into
+.venv."
 
 case "${1:-}" in -h | --help) echo "$help" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev

@@ -87,7 +87,7 @@ def test_a_wrong_declaration_is_a_sentence(given, words):
         (Backwards, "Backwards: a token depends on a later token"),
         (Across, "Across: a token depends on another document"),
         pytest.param(OfOneSequence, "OfOneSequence token by token: ", marks=pytest.mark.long),
-        (OnlyOnOneDevice, "OnlyOnOneDevice on context 2, fsdp 2: the gradient of "),
+        pytest.param(OnlyOnOneDevice, "OnlyOnOneDevice on context 2, fsdp 2: the gradient of ", marks=pytest.mark.long),
     ],
 )
 def test_what_is_wrong_is_named(wrong, sentence):

@@ -49,7 +49,7 @@ def read(folder, model: ModelConfig):
     return load(str(folder), wanted, kept, model)
 
 
-@pytest.mark.parametrize("name", ["gqa", "v3"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("v3", marks=pytest.mark.long)])
 def test_weights_are_those_that_megatron_saved_and_logits_are_megatrons(unpack, name):
     section, tokens, logits = stored(name)
     model = ModelConfig.model_validate(section | {"vocab_multiple": 32})

@@ -15,9 +15,8 @@ CURVES = Path(__file__).parents[1] / "data_files/megatron_curves.json"
 TOLERANCES = {"loss": 2e-6, "grad_norm": 2e-5}  # relative: rounding of FP32 sums, which grows from step to step
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "gpt" in name else pytest.mark.long) for name in STORED]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", STORED)
 def test_steps_are_those_of_megatron_core(name):
     stored = json.loads(CURVES.read_text(encoding="utf-8"))
     *_, curve = train(STORED[name])

@@ -90,7 +90,10 @@ def bounds(config, w, tokens, is_real=True):
     return np.where(np.atleast_3d(is_real).swapaxes(1, 2), lse, 0).max(axis=(0, 2))
 
 
-@pytest.mark.parametrize(("model", "threshold", "data"), [("grouped", 25.0, "whole"), ("latent", 5.0, "padded")])
+@pytest.mark.parametrize(
+    ("model", "threshold", "data"),
+    [pytest.param("grouped", 25.0, "whole", marks=pytest.mark.long), ("latent", 5.0, "padded")],
+)
 def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold, data):
     plain, _ = on_one_device(model, 1, None, 1, data)
     clipped, scores = on_one_device(model, 1, threshold, 1, data)

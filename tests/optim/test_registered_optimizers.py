@@ -58,6 +58,7 @@ def make(mesh, **sections):
     return make_config(MODEL, mesh, optimizer=optimizer, steps=4, **sections)
 
 
+@pytest.mark.long
 def test_they_train_on_meshes_as_on_one_device_and_resume(tmp_path):
     one = make({})
     weights = weights_of(one)

@@ -60,6 +60,7 @@ def expected(table):
     return losses["loss"], gradients
 
 
+@pytest.mark.long
 def test_loss_and_gradients_are_those_of_the_reference(table, expected):
     config = make(table, {"fsdp": 2, "tensor": 2, "context": 2}, microbatches=1)
     program, (loss, gradients) = built(config, 8), expected
@@ -94,6 +95,8 @@ def test_layers_depend_on_the_source_but_not_on_its_padding(table):
 
     before = loss(np.zeros_like(batch["source_mask"]))
     assert loss(~batch["source_mask"]) == before != loss(batch["source_mask"])
+    expected = table.expected_evaluation(config, table.weights_of(config), batch)
+    assert before / (ROWS * LENGTH) == pytest.approx(expected, rel=table.PLAIN_VALUE)
 
 
 def test_the_encoder_counts_in_parameters_and_flops(table):

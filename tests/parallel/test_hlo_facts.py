@@ -211,6 +211,7 @@ def test_one_device_communicates_nothing(build, model):
 WIDE = {"batch": {"global_size": 32, "sequence_length": 16}}
 
 
+@pytest.mark.long
 def test_no_array_is_as_large_as_the_logits(build, table):
     def largest(**kernels):
         settings = {**table.MODELS["llama"], "vocab_size": 2000}

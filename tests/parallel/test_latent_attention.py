@@ -24,6 +24,7 @@ FP8_WIDTHS = {"hidden_size": 64, "num_heads": 8, "q_lora_rank": 48, "kv_lora_ran
 FP8_WIDTHS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 
 
+@pytest.mark.long
 def test_latent_attention_trains_on_a_mesh_as_on_one_device(table, difference):
     """A layer of each kind."""
     mesh, model = {"expert": 2, "tensor": 2, "context": 2}, LATENT_MODELS["v3"] | {"num_layers": 2}

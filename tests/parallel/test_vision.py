@@ -89,7 +89,10 @@ def groups(*parameters: list[str]) -> dict:
 ALL = ("language model", "vision tower", "projector")
 CASES = [
     ("windows", {"pipeline": 2, "context": 2}, {"microbatches": 4}, ALL),
-    ("average", {"context": 2, "tensor": 2}, groups(["vision.projector.*"], ["vision.*"]), (ALL[0], ALL[2])),
+    pytest.param(
+        *("average", {"context": 2, "tensor": 2}, groups(["vision.projector.*"], ["vision.*"]), (ALL[0], ALL[2])),
+        marks=pytest.mark.long,
+    ),
 ]
 
 

@@ -216,6 +216,7 @@ class NotingTrainer(Trainer):
         return super().train_step(batch)
 
 
+@pytest.mark.long
 def test_a_trace_of_the_chosen_steps_is_written(run, monkeypatch):
     noted = NotingTrainer.noted = []
     start, stop = jax.profiler.start_trace, jax.profiler.stop_trace
