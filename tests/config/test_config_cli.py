@@ -8,6 +8,7 @@ import yaml
 
 from megajax.config import Config, load_config
 from megajax.config.cli import parse_command_line
+from megajax.config.difference import between
 from megajax.config.load import keys
 from megajax.console import user_errors
 from megajax.errors import InputError
@@ -94,6 +95,12 @@ def test_diff_of_two_configs_shows_both_values(capsys):
         ["model.num_layers", "4", "6"],
     ]
     assert printed("x.yaml --diff x.yaml", capsys) == "x.yaml and x.yaml resolve to the same config.\n"
+    one, other = (
+        config.model_copy(update={"run": config.run.model_copy(update={"hook_settings": settings})})
+        for config, settings in ((parse("x.yaml"), {"norm": {}}), (parse("x.yaml"), {"norm": {"every": 2}}))
+    )
+    _, row = between(one, other, "a", "b").splitlines()  # other keys: different as a whole
+    assert row.split() == ["run.hook_settings.norm", "{}", "{every:", "2}"]
 
 
 def test_overrides_may_come_before_the_config():

@@ -163,6 +163,12 @@ def test_every_choice_of_another_framework_has_its_meaning(framework):
     assert "optimizer.state=int8" in choice_cure("optimizer.kind", "adamw_bnb_8bit", CHOICES["optimizer.kind"])
 
 
+@pytest.mark.parametrize("key", ["precision.compute", "precision.gradients", "precision.accumulation"])
+def test_a_format_of_fp8_as_a_dtype_is_answered_with_its_setting(key):
+    for name in ("fp8", "float8", "e4m3", "float8_e4m3fn"):
+        assert "precision.fp8.recipe" in choice_cure(key, name, CHOICES[key]), name
+
+
 @pytest.mark.parametrize("value", ["-1", "whole", "null", "0.5"])
 def test_a_number_or_all_is_no_choice(value):
     with pytest.raises(ConfigError, match=rf"^run\.eval_steps={value} is not a number .*: use 0 or more, or all\.$"):

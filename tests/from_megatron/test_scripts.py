@@ -82,6 +82,7 @@ def sentence(capsys, *arguments: str) -> str:
             ["4"],
         ),
         ("f() { local k=$1; shift; p.py --micro-batch-size $k \"$@\"; }\nf 1 'a b'", [], ["1", "a b"]),
+        ("f() { p.py --micro-batch-size ${0##*/} $1; }\nf 1", [], ["train.sh", "1"]),
         ("cat <<EOF > x\np.py --micro-batch-size 9 '\nEOF\np.py --micro-batch-size 1 > log 2>&1", [], ["1"]),
         ("V='--micro-batch-size 1 a'\neval \"p.py $V\"", [], ["1", "a"]),
         ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
@@ -107,6 +108,11 @@ def test_words_are_those_of_a_shell(place, script, arguments, expected):
 def test_the_number_of_devices_is_that_of_the_launcher(place, launcher, world):
     (place / "train.sh").write_text(f"{launcher} {SMALL}")
     assert read(["train.sh"])[1] == world
+
+
+def test_devices_are_those_of_a_launcher_around_two_shells(place):
+    (place / "train.sh").write_text(f"srun -n 4 bash -c \"env A=1 bash -c 'python p.py {SMALL}'\"")
+    assert read(["train.sh"])[1] == 4
 
 
 def test_sourced_files_are_read_and_others_are_named(place):

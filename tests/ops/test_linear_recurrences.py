@@ -199,8 +199,11 @@ def test_the_convolution_sees_its_document_only(check_op, rng):
     ids=["delta rule", "by channel", "state space"],
 )
 def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, by_channel, implementation):
-    """Of the first sequence that after no token, of the second that after two; keys that heads share."""
-    *tokens, initial = (jnp.asarray(a, jnp.float32) for a in drawn(rng, 3, d=16, w=64, by_channel=by_channel))
+    """Of the first sequence that after no token, of the second that after two; keys that heads share.
+
+    A program of the kernel has 16 of the values' 32 columns, and all of a key.
+    """
+    *tokens, initial = (jnp.asarray(a, jnp.float32) for a in drawn(rng, 3, d=32, w=32, by_channel=by_channel))
     tokens, starts = tokens[: 5 if rule is change else 4], None
     definition = recurrent_gated_delta_rule if rule is change else recurrent_state_space
     run = partial(token_by_token, rule, *tokens[:4], starts, initial, *tokens[4:])

@@ -83,9 +83,16 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
         crash(crashing, 7)
     assert sorted(local_files(tmp_path)) == [3, 6] and checkpoint_steps(tmp_path / "run") == []
     capsys.readouterr()
-    again = build(*common)
+    again, kept, prepare = build(*common), [], LocalTier.prepare
+
+    def prepared(tier, keep):
+        prepare(tier, keep)
+        kept.append(sorted(local_files(tmp_path)))
+
+    monkeypatch.setattr(LocalTier, "prepare", prepared)
     assert again.step == 6
     assert again.run() == 0
+    assert kept == [[6]], "after another crash before step 9 it is needed again"
     assert f"resuming from the local checkpoint of step 6 in {tmp_path / 'local'}/run-" in capsys.readouterr().out
     assert read_metrics(tmp_path / "run", *NUMBERS) == read_metrics(tmp_path / "whole", *NUMBERS)
     assert_equal(again.state, whole.state)
