@@ -1,10 +1,14 @@
 """FP8 and FP4 in blocks, and recipes of extensions: matmuls against NumPy, training on meshes as on one device."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from first_gradients import EXPERTS, MODEL, build, difference, first_gradients, make
+from jax import lax
 
 from megajax.config import Fp8Recipe, register_fp8
 from megajax.config.checks import check_mesh
@@ -13,10 +17,12 @@ from megajax.errors import ConfigError
 from megajax.kernel_choice import HOPPER, Hardware, Kernels
 from megajax.mesh import AXES
 from megajax.ops import fp8, nvfp4
-from megajax.ops.block_matmul import BlockWeight
+from megajax.ops.block_matmul import BlockWeight, RoundingNoise
 from megajax.ops.block_recipes import IMPLEMENTATIONS, block_recipe
 from megajax.options.fp8_recipes import RECIPES
 from megajax.parallel.mesh_comm import MeshComm
+from megajax.parallel.tensor.linear import TensorParallel, column_linear
+from megajax.parallel.tensor.ring import TensorRing
 from megajax.step_plan import Collectives
 from megajax.training.summary import summary
 
@@ -116,6 +122,30 @@ def test_a_mesh_rounds_every_number_as_one_device_does(name):
     np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in expected], rtol=1e-5)
     apart = [difference(own[1], other[1]) for own, other in zip(found, expected, strict=True)]
     assert min(apart) < 2e-6 and max(apart) < largest
+
+
+def test_random_rounding_is_the_same_in_the_pieces_of_a_ring(monkeypatch):
+    """Of two devices; gradients of whole tensors have the same numbers in another order of sums."""
+    rng, recipe, most = np.random.default_rng(4), IMPLEMENTATIONS["nvfp4"], partial(lax.pmax, axis_name="tensor")
+    x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 16, 32), (2, 32, 32), (2, 32, 32)))
+    ids, columns = (jnp.arange(size, dtype=jnp.uint32).reshape(2, -1) for size in (32, 64))
+    tp = TensorParallel(TensorRing(2, False), fp8.kernels("reference"), "reference", most, False)
+
+    def gradients(x, w, dy, ids, columns):
+        weight = BlockWeight(w, None, RoundingNoise(jnp.array([3, 4], jnp.uint32), ids, columns), recipe, "emulated")
+
+        def apply(x, w):
+            return column_linear(tp, x, replace(weight, values=w).with_amax(lax.stop_gradient(w), most))
+
+        return jax.vjp(apply, x, w)[1](dy)
+
+    def on_devices():
+        return jax.jit(jax.vmap(lambda *each: gradients(*each), axis_name="tensor"))(x, w, dy, ids, columns)
+
+    whole = on_devices()
+    monkeypatch.setattr(TensorRing, "overlap_width", 1)
+    for found, expected in zip(on_devices(), whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_emulated_and_says_so():

@@ -185,6 +185,20 @@ AXES = {"pipeline": 1, "data": 2, "fsdp": 1, "expert": 1, "context": 2, "tensor"
 
 
 @pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("replica_groups=mesh['data'=3,'context'=2,'tensor'=4] {'tensor','data'}", 12),
+        ("replica_groups={{0,1,2},{3,4,5}}", 3),
+        ("replica_groups=[2,4]<=[8]", 4),
+        ("source_target_pairs={{0,1},{1,0}}", 1),
+    ],
+)
+def test_the_group_of_a_collective_has_the_devices_of_all_its_axes(groups, size):
+    op = hlo.Op("gather", "all-gather", (), (), f"), {groups}, dimensions={{0}}", 0, frozenset(), 0)
+    assert op.group_size == size
+
+
+@pytest.mark.parametrize(
     ("groups", "axes"),
     [
         ("replica_groups=mesh['data'=2,'context'=2,'tensor'=2] {'tensor','data'}", ("data", "tensor")),
