@@ -180,7 +180,7 @@ def test_readme_library_example_trains(workplace, capsys):
 def test_the_extensions_of_the_docs_train(workplace):
     page = ROOT / "docs/extensions.md"
     names = ("my_blocks", "my_objectives", "my_remat", "my_activation")
-    names += ("my_schedule", "my_optimizer", "my_hooks", "my_source")
+    names += ("my_schedule", "my_optimizer", "my_hooks", "my_data", "my_source")
     sources = dict(zip(names, blocks(page, "python"), strict=True))  # my_optimizer: test_registered_optimizers.py
     for name, source in sources.items():
         (workplace / f"{name}.py").write_text(source)

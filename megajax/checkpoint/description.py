@@ -132,7 +132,7 @@ def describe_data(data: DataConfig) -> dict[str, Any]:
         "noise_density",
         "mean_span_length",
         "denoisers",
-        *OF_SAMPLES[data.kind],
+        *OF_SAMPLES.get(data.kind, OF_SAMPLES["indexed"]),  # of a registered kind
         *infilling,
     }
     packing = {"packing": data.row_packing} if "packing" in keys else {}

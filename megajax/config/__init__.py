@@ -1,6 +1,7 @@
 """The config: its schema, its loading, and the checks before anything is compiled."""
 
 from megajax.config.load import help_text, load_config
+from megajax.options.data_kinds import register_data
 from megajax.options.fp8_recipes import Fp8Recipe, register_fp8
 from megajax.options.registered import register_hook
 from megajax.options.remat import Keep, RematPolicy, register_remat
@@ -50,6 +51,7 @@ __all__ = [
     "help_text",
     "load_config",
     "Fp8Recipe",
+    "register_data",
     "register_fp8",
     "LearningRateSchedule",
     "register_hook",

@@ -63,7 +63,7 @@ def _of_several_keys(config: Config) -> list[Unread]:
         heads.key(name) for heads in unused_sections(model) for name in type(getattr(model, heads.section)).model_fields
     )
     undivided = all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
-    evaluated = data.valid is not None or bool(data.valid_sets) or data.kind not in ("indexed", "text")
+    evaluated = data.valid is not None or bool(data.valid_sets) or data.kind in ("chat", "synthetic")
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     separate = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     one_document = data.kind == "synthetic" and data.synthetic_documents is None

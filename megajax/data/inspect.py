@@ -29,6 +29,7 @@ from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_rang
 from megajax.data.loader import datasets, find_images
 from megajax.data.masking import open_masking
 from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
+from megajax.data.registered import RegisteredDataset
 from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, Changes, DocumentSamples, Packing, Samples, make_batch, sources_in
 from megajax.data.text import TextDataset
@@ -48,7 +49,7 @@ MIXING = np.uint64(0x9E3779B97F4A7C15)  # odd, of the hash of a document's first
 GREY, BOLD, PLAIN = "\033[90m", "\033[1m", "\033[0m"
 
 
-def describe_file(dataset: IndexedDataset | TextDataset, end: int | None = None) -> list[str]:
+def describe_file(dataset: IndexedDataset | TextDataset | RegisteredDataset, end: int | None = None) -> list[str]:
     """Lines about token files; `end` is the end-of-document token, None: the most frequent last token.
 
     Raises InputError for tokens that cannot be ids.

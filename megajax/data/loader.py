@@ -19,6 +19,7 @@ from megajax.data.indexed import IndexedDataset, open_checked
 from megajax.data.masking import open_masking
 from megajax.data.megatron import MegatronSamples, open_samples, split_sequences
 from megajax.data.packing import SEQUENTIAL, RowPacking, spread
+from megajax.data.registered import RegisteredDataset
 from megajax.data.samples import (
     BlendedSamples,
     Changes,
@@ -38,6 +39,7 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.data.whole import WholeSet
 from megajax.data.workers import end_with_parent
 from megajax.errors import InputError
+from megajax.options.data_kinds import is_registered
 from megajax.schema.batch_schedule import BatchSizes, samples_before
 from megajax.schema.data import is_remote, sources_of
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
     from megajax.config import Config
 
+Documents = IndexedDataset | TextDataset | RegisteredDataset
 Split = str  # one of SPLITS, or "valid/NAME" of an entry of data.valid_sets
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 CHECKED_TOKENS = 1_000_000  # of each file
@@ -60,7 +63,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     million ids of each file are checked. Of several processes, which must all call this, the first one checks.
     """
     present: list[Split] = [split for split in SPLITS if _is_given(config, split)]
-    files: dict[str, IndexedDataset | TextDataset] = {}
+    files: dict[str, Documents] = {}
     if config.data.kind != "synthetic":
         present += [f"valid/{each.name}" for each in config.data.valid_sets]
         _check_tokenizer(config)
@@ -71,7 +74,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     return opened
 
 
-def open_split(config: "Config", split: Split, files: dict[str, IndexedDataset | TextDataset] | None = None) -> Samples:
+def open_split(config: "Config", split: Split, files: dict[str, Documents] | None = None) -> Samples:
     """The samples of one split of the config; checks the files' structure, not the token ids.
 
     `files` are the open files by prefix; newly opened ones are added.
@@ -100,7 +103,7 @@ def _open_blend(
     config: "Config",
     split: Split,
     parts: Sequence[tuple[str, float | None]],
-    files: dict[str, IndexedDataset | TextDataset],
+    files: dict[str, Documents],
 ) -> Samples:
     """The samples of a blend of (path, weight)."""
     if config.data.order == "megatron":
@@ -121,7 +124,7 @@ def _weights(parts: Sequence[tuple[str, float | None]], sources: Sequence[Any]) 
 
 
 def _open_source(
-    config: "Config", split: Split, path: str, files: dict[str, IndexedDataset | TextDataset]
+    config: "Config", split: Split, path: str, files: dict[str, Documents]
 ) -> ChatSamples | DocumentSamples:
     """The samples of one path, in megajax's own orders."""
     if config.data.kind == "chat":
@@ -142,15 +145,15 @@ def _open_source(
 
 
 def _opened_range(
-    config: "Config", split: Split, path: str, files: dict[str, IndexedDataset | TextDataset]
-) -> tuple[IndexedDataset | TextDataset, tuple[int, int]]:
+    config: "Config", split: Split, path: str, files: dict[str, Documents]
+) -> tuple[Documents, tuple[int, int]]:
     """The open files of a path, and their documents that belong to a split."""
     if path not in files:
         files[path] = _open_files(config, path)
     return files[path], _range(config, split, files[path])
 
 
-def _with_stages(config: "Config", first: Samples, files: dict[str, IndexedDataset | TextDataset]) -> StagedSamples:
+def _with_stages(config: "Config", first: Samples, files: dict[str, Documents]) -> StagedSamples:
     """The samples of train with its later stages; `first` are those of the first one.
 
     A path is the same source in all stages; one that a blend names twice is two sources.
@@ -179,7 +182,9 @@ def _numbered(parts: Sequence[tuple[str, float | None]]) -> list[tuple[str, int]
     return [(path, paths[:i].count(path)) for i, path in enumerate(paths)]
 
 
-def _open_files(config: "Config", prefix: str) -> IndexedDataset | TextDataset:
+def _open_files(config: "Config", prefix: str) -> Documents:
+    if is_registered(config.data.kind):
+        return RegisteredDataset(config.data.kind, prefix, config.run.extensions)
     if config.data.kind == "text":
         return open_text(config, prefix)
     [dataset] = open_checked([prefix], cache_directory(config) if is_remote(prefix) else None)
@@ -297,7 +302,7 @@ def _shares(config: "Config") -> list[float]:
     return [float(share) for share in config.data.split.split(",")]
 
 
-def _range(config: "Config", split: Split, dataset: IndexedDataset | TextDataset) -> tuple[int, int]:
+def _range(config: "Config", split: Split, dataset: Documents) -> tuple[int, int]:
     """The documents of a data set that belong to a split; in Megatron's order its sequences."""
     megatron = config.data.order == "megatron"
     count = len(dataset) if megatron else dataset.num_documents
@@ -361,7 +366,7 @@ def _check_tokenizer(config: "Config") -> None:
         )
 
 
-def _check_token_ids(config: "Config", dataset: IndexedDataset | TextDataset) -> None:
+def _check_token_ids(config: "Config", dataset: Documents) -> None:
     tokens = dataset.tokens[:CHECKED_TOKENS]
     for worst in (int(tokens.max()), int(tokens.min())):
         if not 0 <= worst < config.model.vocab_size:

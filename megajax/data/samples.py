@@ -28,6 +28,7 @@ from megajax.errors import InputError
 if TYPE_CHECKING:
     from megajax.config import Config
     from megajax.data.images import Images, PlacedPicture
+    from megajax.data.registered import RegisteredDataset
     from megajax.data.text import TextDataset
 
 CACHED = 3  # epochs: a sample may span two while another thread is one ahead
@@ -291,7 +292,7 @@ class DocumentSamples(Samples):
 
     def __init__(
         self,
-        dataset: "IndexedDataset | TextDataset",
+        dataset: "IndexedDataset | TextDataset | RegisteredDataset",
         documents: tuple[int, int],
         sequence_length: int,
         seed: int,

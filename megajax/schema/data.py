@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
+from megajax.options.data_kinds import KINDS, is_registered
 from megajax.schema.fields import (
     Count,
     Positive,
@@ -22,7 +23,7 @@ from megajax.schema.rules import AtMost, Excludes, Needs, ReadIf
 OF_SPANS, WITHOUT_DENOISERS = ReadIf("model.encoder.kind", "layers"), ReadIf("denoisers", lambda given: not given)
 NoiseDensity = Annotated[float, Field(gt=0, lt=1)]
 SpanLength = Annotated[float, Field(ge=1, le=10**6)]
-OF_FILES = ReadIf("kind", ("indexed", "text", "chat"))
+OF_FILES = ReadIf("kind", lambda kind: kind != "synthetic")
 WITHOUT_DATA = "or data.kind=synthetic to try without data"
 
 
@@ -131,7 +132,9 @@ class DataConfig(Section):
     """The training and evaluation data, and the tokenizer."""
 
     kind: Annotated[
-        Literal["indexed", "text", "chat", "synthetic"],
+        str,
+        KINDS,
+        Needs("train", of=is_registered, cure=f"set data.train to what it reads, {WITHOUT_DATA}"),
         Needs("train", of="indexed", cure=f"set data.train to the prefix of a .bin/.idx pair, {WITHOUT_DATA}"),
         Needs("train", of=("text", "chat"), cure=f"set data.train to JSON lines, {WITHOUT_DATA}"),
         Needs("tokenizer", of="text", cure="set data.tokenizer to the model's tokenizer.json, or to byte"),
@@ -144,7 +147,7 @@ class DataConfig(Section):
         default="indexed",
         description="indexed: read .bin/.idx files; text: read text from JSON lines or Parquet, tokenised before the"
         " first step; chat: read conversations from JSON lines, the loss counts the assistant's tokens; synthetic:"
-        " random tokens, every path is ignored.",
+        " random tokens, every path is ignored; or a kind that an extension registers.",
     )
     train: Sources | None = Field(
         default=None,
@@ -204,7 +207,7 @@ class DataConfig(Section):
         description="Name of the token that ends a document or a completion, at which generation stops; null: the"
         " tokenizer's own.",
     )
-    begin_of_document: Annotated[bool, ReadIf("kind", ("indexed", "text"))] = Field(
+    begin_of_document: Annotated[bool, ReadIf("kind", lambda kind: kind not in ("chat", "synthetic"))] = Field(
         default=False,
         description="text: documents begin with the token that begins a text; prompts then do too, and with token files"
         " that have it.",
@@ -213,6 +216,7 @@ class DataConfig(Section):
         Literal["shuffled", "sequential", "megatron"],
         OF_FILES,
         Excludes("kind", "chat", of="megatron", cure="use shuffled or sequential"),
+        Excludes("kind", is_registered, of="megatron", cure="use shuffled or sequential"),
         Excludes(
             "kind",
             "text",
