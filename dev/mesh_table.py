@@ -22,6 +22,7 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
   prefix-LM on axes, pairs, triples and stages, with packed documents, adapters and frozen parts.
 - `dynamic`: groups of devices (`communication.context: dynamic`) with documents of random lengths, few and many in a
   row of 64 tokens: every other axis, every schedule, experts, latent attention, MTP modules, layers with a state.
+- `one_operation`: `1f1b` on stages of two or more layers, which do one operation a tick, with everything above.
 """
 
 import argparse
@@ -57,6 +58,7 @@ from mesh_models import (
     hybrid_rows,
     latent_meshes,
     mixed_meshes,
+    one_operation_rows,
     pipeline_meshes,
     uneven_weights,
 )
@@ -74,6 +76,7 @@ from single_device import (
 )
 
 from megajax.config import Config
+from megajax.layout.backward_parts import backward_parts
 from megajax.mesh import AXES
 from megajax.step.pipeline.schedules import KINDS
 
@@ -86,6 +89,7 @@ SETTINGS = {
     "hybrid": ("model", "optimizer", "mesh", "schedule", "R", "context", "documents", "remat", "M"),
     "encoders": ("model", "mesh", "schedule", "R", "context", "documents", "remat", "M"),
     "dynamic": ("model", "mesh", "schedule", "R", "documents", "remat", "M"),
+    "one_operation": ("model", "mesh", "remat", "M"),
 }
 HYBRIDS = [mixer + variant for mixer, variants in HYBRID_VARIANTS.items() for variant in variants]
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
@@ -103,6 +107,7 @@ STEPS = {
     "hybrid": 5,
     "encoders": 3,
     "dynamic": 3,
+    "one_operation": 3,
 }
 
 
@@ -168,6 +173,10 @@ TITLES = {  # of a page, and what its letters mean
     "dynamic": (
         "Mesh table of dynamic context",
         "(documents: in a row of 64 tokens, R: virtual stages, M: microbatches, the reference's too with experts)",
+    ),
+    "one_operation": (
+        "Mesh table of stages with one operation a tick",
+        "(M: microbatches, the reference's too with experts)",
     ),
 }
 
@@ -328,6 +337,17 @@ def dynamic_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config
         yield variant, "sgd", make_config(model, mesh, microbatches=count, optimizer="sgd", **settings)
 
 
+def one_operation_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, Config]]:
+    """The same for stages that do one operation a tick."""
+    for name, model, mesh, sections in one_operation_rows():
+        if args.model and name not in args.model:
+            continue
+        settings = {"steps": args.steps, "microbatches": 2 * mesh["pipeline"], "optimizer": "sgd", **sections}
+        config = make_config(model, mesh, **settings)
+        assert backward_parts(config, dict.fromkeys(AXES, 1) | mesh).slots, config
+        yield name, "sgd", config
+
+
 def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
     """Initial weights, if those of the seed give too even a load, or adapters that are zero."""
     if config.lora.rank is not None:
@@ -349,6 +369,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         "hybrid": hybrid_configs,
         "encoders": encoder_configs,
         "dynamic": dynamic_configs,
+        "one_operation": one_operation_configs,
     }[args.table](args)
 
     def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int, int | None]:
@@ -381,6 +402,7 @@ def arguments() -> argparse.Namespace:
             *HYBRIDS,
             *ENCODER_VARIANTS,
             *DYNAMIC_VARIANTS,
+            *(name for name, *_ in one_operation_rows()),
         ],
         action="append",
         help="only this; may be repeated",

@@ -21,10 +21,11 @@ from megajax.tools import schedule as schedule_drawing
 
 IMAGES = Path(__file__).parents[1] / "docs/images"
 KEYS = ("step", "time", "tokens", "loss", "eval_loss", "learning_rate", "grad_norm", "expert_load_max")
-SCHEDULES: dict[str, tuple[Kind, int]] = {  # kind and virtual stages
-    "schedule_1f1b": ("1f1b", 1),
-    "schedule_1f1b_interleaved": ("1f1b", 2),
-    "schedule_zero_bubble": ("zero_bubble", 1),
+SCHEDULES: dict[str, tuple[Kind, int, int]] = {  # kind, virtual stages, and parts of a backward operation
+    "schedule_1f1b": ("1f1b", 1, 2),
+    "schedule_1f1b_lockstep": ("1f1b", 1, 0),
+    "schedule_1f1b_interleaved": ("1f1b", 2, 0),
+    "schedule_zero_bubble": ("zero_bubble", 1, 0),
 }
 
 
@@ -47,8 +48,8 @@ def draw_all(images: Path) -> list[Path]:
     for path in sorted(images.glob("data/*.json")):
         kept = json.loads(path.read_text(encoding="utf-8"))
         written += plot.write(plot.draw(kept["runs"], **kept["settings"]), images / path.stem)
-    for name, (kind, virtual_stages) in SCHEDULES.items():
-        schedule = make_schedule(kind, 4, 8, virtual_stages)
+    for name, (kind, *settings) in SCHEDULES.items():
+        schedule = make_schedule(kind, 4, 8, *settings)
         written.append(images / f"{name}.svg")
         written[-1].write_text(schedule_drawing.svg(schedule, Costs()), encoding="utf-8")
     return written

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megajax.config import Config, load_config
-from megajax.config.checks import check_mesh
+from megajax.config import load_config
 from megajax.console import user_errors
-from megajax.step.pipeline.schedules import KINDS, assign_buffer_slots, make_schedule
+from megajax.step.pipeline.buffers import schedule_of
+from megajax.step.pipeline.schedules import KINDS, assign_buffer_slots
 from megajax.tools.plan.compile import compile_for_gpus
 from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram
@@ -58,7 +58,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
     config = load_config(path, [*overrides, *own])
     step = compile_for_gpus(TrainProgram.build, config, gpus, store)
     ops, memory = hlo.parse(step.text), step.memory
-    slots = assign_buffer_slots(_schedule(config, gpus))
+    slots = assign_buffer_slots(schedule_of(step.program.plan))
     saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]
     deferred = buffers(ops, slots.deferred_slots) if slots.deferred_slots else []
     return Row(
@@ -72,11 +72,6 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
         copies=tuple(op.name for op in whole_copies(ops, {*saved, *deferred})),
         operations=len(ops),
     )
-
-
-def _schedule(config: Config, gpus: int):
-    P = check_mesh(config, gpus)["pipeline"]
-    return make_schedule(config.pipeline.schedule, P, config.batch.num_microbatches, config.pipeline.virtual_stages)
 
 
 def buffers(ops: list[hlo.Op], slots: int) -> list[hlo.Array]:

@@ -208,7 +208,7 @@ MEANINGS = {
     OTHER: "other",
     NCCL: "NCCL: sending, and waiting for others",
 }
-NOTE = "A stage that idles in the schedule computes all the same, on numbers that nobody uses."
+NOTE = "In lockstep a stage that idles in the schedule computes all the same, on numbers that nobody uses."
 
 
 def picture(schedule: Schedule, costs: Costs, rows: Rows) -> str:
@@ -326,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, metavar="SVG", help="the picture")
     parser.add_argument("--save-rows", type=Path, metavar="FILE", help="store the kernels, as .json.gz")
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    parser.add_argument("--lockstep", action="store_true", help="1f1b with a forward and a backward operation a tick")
     for name, size in (("stages", 4), ("microbatches", 8), ("virtual-stages", 1)):
         parser.add_argument(f"--{name}", type=int, default=size, help="of the schedule")
     for name, cost in (("forward", 1.0), ("backward", 1.0), ("weight", 1.0), ("send", 0.0)):

@@ -18,6 +18,7 @@ from megajax.config import Config
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
 from megajax.kernel_choice import Hardware, Kernels
+from megajax.layout.backward_parts import BackwardParts, backward_parts
 from megajax.layout.context_groups import ContextGroups
 from megajax.layout.kinds import (
     LayerKind,
@@ -88,6 +89,7 @@ class StepPlan:
     unrolling: Unrolling
     segments: tuple[LayerSegment, ...]  # of the layer slots
     edges: tuple[int, ...] = ()  # ends of segments, besides those that follow from the slots
+    parts: BackwardParts = BackwardParts()  # of a stage's backward pass
 
     @classmethod
     def make(
@@ -105,9 +107,10 @@ class StepPlan:
         kernels = kernels or Kernels.choose(config, sizes, hardware)
         slots, images = slot_kinds(config, sizes["pipeline"]), image_slots(config, sizes["pipeline"])
         unrolling = choose_unrolling(config, hardware.platform, slots, sizes)
-        every = (*edges, images.start, images.stop)
+        parts = backward_parts(config, sizes)
+        every = (*edges, images.start, images.stop, *parts.edges)
         segments = plan_segments(config, hardware.platform, slots, sizes, every)
-        return cls(config, dict(sizes), hardware, kernels, slots, unrolling, segments, edges)
+        return cls(config, dict(sizes), hardware, kernels, slots, unrolling, segments, edges, parts)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "StepPlan":
@@ -354,6 +357,11 @@ class StepPlan:
     def image_slots(self) -> range:
         """The slots whose layers may add image features (DeepStack), on one of the virtual stages."""
         return image_slots(self.config, self.sizes["pipeline"])
+
+    @property
+    def backward_parts(self) -> list[list[int]]:
+        """The indices of the segments of each part of a stage's backward pass, from the last part on."""
+        return [[s for s, own in enumerate(self.segments) if own.start in part] for part in self.parts.slots]
 
     @property
     def is_pipelined(self) -> bool:

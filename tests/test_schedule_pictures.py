@@ -89,6 +89,17 @@ def test_the_command_prints_a_drawing_and_writes_the_picture(tmp_path):
     ElementTree.parse(tmp_path / "1f1b_p4_m8_r2.svg")
 
 
+def test_the_command_draws_one_operation_a_tick_or_lockstep(tmp_path, capsys):
+    sizes = ["--stages", "2", "--microbatches", "3", "--svg", str(tmp_path / "picture.svg")]
+    assert main(sizes) == 0
+    drawn = capsys.readouterr().out
+    assert draw(make_schedule("1f1b", 2, 3, backward_parts=2)) in drawn and "slots      2 for activations" in drawn
+    assert drawn.startswith("1f1b: 2 stages, 3 microbatches, 1 virtual stage, one operation a tick\n")
+    assert main([*sizes, "--lockstep"]) == 0
+    drawn = capsys.readouterr().out
+    assert draw(make_schedule("1f1b", 2, 3)) in drawn and "slots      3 for activations" in drawn
+
+
 def test_drawing_needs_no_jax():
     code = "import sys, megajax.tools.schedule; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

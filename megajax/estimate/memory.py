@@ -17,8 +17,7 @@ from megajax.layout.kinds import extra_of
 from megajax.layout.segments import LayerSegment
 from megajax.optim.slots import OptimizerSlots
 from megajax.step.embedding import TOKENS
-from megajax.step.pipeline.buffers import choose_buffer_slots
-from megajax.step.pipeline.schedules import make_schedule
+from megajax.step.pipeline.buffers import choose_buffer_slots, schedule_of
 from megajax.step_plan import ExtraPlan, StepPlan
 
 FP32 = 4  # bytes
@@ -448,11 +447,9 @@ class _Pipelined(_Step):
 
     def __init__(self, plan: StepPlan):
         super().__init__(plan)
-        settings, stages, microbatches = plan.config.pipeline, plan.sizes["pipeline"], plan.batch_shape[0]
-        if settings.schedule != "gpipe":  # the others need no more buffers for more microbatches
-            microbatches = min(microbatches, 4 * stages)
-        schedule = make_schedule(settings.schedule, stages, microbatches, settings.virtual_stages)
-        self.kept, _ = choose_buffer_slots(plan, schedule)
+        # All but gpipe need no more buffers for more microbatches.
+        most = None if plan.pipeline.schedule == "gpipe" else 4 * plan.sizes["pipeline"]
+        self.kept, self.banks = choose_buffer_slots(plan, schedule_of(plan, most))
 
     def peaks(self) -> Iterator[MemoryEstimate]:
         """A tick's head, and its layers' backward passes; sums and buffers are always live."""
@@ -472,9 +469,12 @@ class _Pipelined(_Step):
 
     @property
     def uncopied(self) -> int:
-        """Bytes of a forward operation's results before the copy to its slot; a loop copies those of each body."""
+        """Bytes of a forward operation's results before the copy to its slot; a loop copies those of each body.
+
+        If each slot has its own program, matmuls write into it, and at most one layer's results are beside it.
+        """
         bodies = [(slot, s) for s in self.segments for slot in self.slots_of(s)[: s.layers_per_iteration]]
-        return sum(self.saved_by(slot, segment) for slot, segment in bodies)
+        return (max if self.banks > 1 else sum)(self.saved_by(slot, segment) for slot, segment in bodies)
 
     def is_stacked(self, segment: LayerSegment) -> bool:
         return True

@@ -15,6 +15,7 @@ from megajax.command_parser import CommandParser
 from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
+from megajax.layout.backward_parts import PARTS
 from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, ScheduleTable, make_schedule
 from megajax.step.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
 from megajax.svg import FAINT, INK, empty_picture, hexadecimal, pixels, rectangle, text, text_width, written
@@ -139,7 +140,7 @@ def svg(schedule: Schedule, costs: Costs, unit: str = "") -> str:
 
 def middle_period(schedule: Schedule) -> range:
     """The ticks in the middle in which one microbatch for each stage passes all virtual stages of a stage."""
-    period = min(schedule.ticks, schedule.stages * schedule.virtual_stages)
+    period = min(schedule.ticks, schedule.stages * schedule.virtual_stages * schedule.period)
     start = (schedule.ticks - period) // 2
     return range(start, start + period)
 
@@ -226,7 +227,9 @@ def _shade(schedule: Schedule, operation: str, r: int) -> tuple[int, ...]:
 def chosen(options: argparse.Namespace) -> tuple[Schedule, Costs]:
     """The schedule and the costs of a command line; raises ConfigError for impossible ones."""
     try:
-        schedule = make_schedule(options.schedule, options.stages, options.microbatches, options.virtual_stages)
+        sizes = options.stages, options.microbatches, options.virtual_stages
+        lockstep = options.lockstep or options.schedule != "1f1b" or options.virtual_stages > 1
+        schedule = make_schedule(options.schedule, *sizes, backward_parts=0 if lockstep else PARTS)
         return schedule, Costs(options.forward, options.backward, options.weight, options.send)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -252,7 +255,7 @@ def main(arguments: list[str]) -> int:
 def _title(schedule: Schedule) -> str:
     sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "virtual stage": schedule.virtual_stages}
     named = [counted(size, name) for name, size in sizes.items()]
-    return f"{schedule.kind}: {', '.join(named)}"
+    return f"{schedule.kind}: {', '.join(named)}{', one operation a tick' if schedule.backward_parts else ''}"
 
 
 def _described(report: Report) -> str:
@@ -279,6 +282,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--stages", type=int, default=4, help="number of stages")
     parser.add_argument("--microbatches", type=int, default=8, help="number of microbatches in a step")
     parser.add_argument("--virtual-stages", type=int, default=1, help="virtual stages on each stage's device")
+    parser.add_argument("--lockstep", action="store_true", help="1f1b with a forward and a backward operation a tick")
     parser.add_argument("--forward", type=float, default=1.0, help="cost of a forward pass")
     parser.add_argument("--backward", type=float, default=1.0, help="cost of input gradients")
     parser.add_argument("--weight", type=float, default=1.0, help="cost of weight gradients")

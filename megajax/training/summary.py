@@ -15,7 +15,7 @@ from megajax.layout.stages import virtual_stages
 from megajax.mesh import describe_hosts, hosts_of, mesh_sizes
 from megajax.model.lora import targets
 from megajax.schema.batch_schedule import BatchSizes
-from megajax.step.pipeline.schedules import make_schedule
+from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.simulator import Costs, simulate
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
@@ -150,7 +150,7 @@ def _layers(plan: StepPlan) -> str:
 def _pipeline(plan: StepPlan) -> list[str]:
     config, sizes, slots = plan.config, plan.sizes, plan.layer_slots
     stages, settings, microbatches = sizes["pipeline"], config.pipeline, config.batch.num_microbatches
-    report = simulate(make_schedule(settings.schedule, stages, microbatches, settings.virtual_stages), Costs())
+    report = simulate(schedule_of(plan), Costs())
     counts = [len(layers) for layers in virtual_stages(config, stages)]
     each = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     several = f" × {settings.virtual_stages} virtual stages" if settings.virtual_stages > 1 else ""
@@ -159,6 +159,10 @@ def _pipeline(plan: StepPlan) -> list[str]:
         f"{report.bubble:.1%} of a step; "
         f"a stage keeps activations of at most {max(report.in_flight):g} of {counted(microbatches, 'microbatch')}"
     ]
+    if plan.parts.slots:
+        lines[0] += "; one operation a tick, backward in two parts"
+    elif settings.schedule == "1f1b":
+        lines[0] += f"; a forward and a backward operation a tick, because {plan.parts.lockstep_because}"
     if min(counts) < len(slots):
         moe = sum(slot.has_experts for slot in slots)
         kinds = f" ({len(slots) - moe} dense, {moe} MoE)" if 0 < moe < len(slots) else ""

@@ -31,6 +31,20 @@ def test_microbatches_in_flight_of_rounds_do_not_grow_with_microbatches(R):
         assert few.in_flight[0] == (R * P + P - 2 + 1) / R <= 2 * P - 1
 
 
+def test_replay_refuses_wrong_slots_with_one_operation_a_tick():
+    schedule = make_schedule("1f1b", 4, 8, backward_parts=2)
+    slots = assign_buffer_slots(schedule)
+    assert slots.activations == 4
+    wrong = slots.backward.copy()
+    wrong[11, 0] += 1  # the second part of the first microbatch on stage 0
+    with pytest.raises(ValueError, match="tick 11, stage 0: the backward operation of microbatch 0.* reads slot 1"):
+        replay(schedule, replace(slots, backward=wrong))
+    wrong = slots.forward.copy()
+    wrong[9, 0] = slots.forward[3, 0]  # microbatch 3 where microbatch 1 still is
+    with pytest.raises(ValueError, match="microbatch 1, virtual stage 0 reads slot .* which holds microbatch 3"):
+        replay(schedule, replace(slots, forward=wrong))
+
+
 def test_slots_are_at_most_one_more_than_live_microbatches():
     for kind, (P, M, R) in CASES:
         schedule = make_schedule(kind, P, M, R)

@@ -63,8 +63,11 @@ def test_traffic_is_the_bytes_that_collectives_send():
     assert 0 < sent.exposed < sent.seconds
     step = parts_of("mesh.fsdp=2", gpus=2)  # weights gathered twice in BF16, gradients reduced in FP32
     assert step.traffic["fsdp"].sent == pytest.approx((2 + 2 + 4) * (8 * 218.1e6 + 2 * 128256 * 4096) / 2, rel=0.01)
-    # Four microbatches of 8192 tokens, whose streams and gradients go one stage on in each of 4 + 2 · 2 - 2 ticks
-    step = parts_of("mesh.fsdp=1", "mesh.pipeline=2", "batch.num_microbatches=4", gpus=2)
+    # Four microbatches of 8192 tokens, whose streams and gradients go one stage on in each of 4 + 2 - 1 periods, or
+    # with zero_bubble in each of 4 + 2 · 2 - 2 ticks
+    staged = "mesh.fsdp=1", "mesh.pipeline=2", "batch.num_microbatches=4"
+    assert parts_of(*staged, gpus=2).traffic["pipeline"].sent == 2 * 5 * 8192 * 4096 * 2
+    step = parts_of(*staged, "pipeline.schedule=zero_bubble", gpus=2)
     assert step.traffic["pipeline"].sent == 2 * 6 * 8192 * 4096 * 2
 
 
@@ -98,9 +101,11 @@ def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
     assert offloaded.optimizer - plain.optimizer == pytest.approx(8 * (4 * MATRICES + 2 * V * D) / 33e9)
     two = small(2, mesh={"data": 2})
     assert plain.waiting == 0 and two.waiting == pytest.approx(0.0108 * (two.computation + two.head))
-    # Six ticks, each with the stream of a microbatch of 512 tokens
-    staged = small(2, mesh={"pipeline": 2}, batch={"num_microbatches": 4})
-    assert staged.ticks == pytest.approx(6 * (150e-6 + 2 * 512 * D / H200.link_bytes))
+    # Fifteen ticks in five periods, each with a stream of a microbatch of 512 tokens and its gradient; or six ticks
+    shape, stream = {"mesh": {"pipeline": 2}, "batch": {"num_microbatches": 4}}, 2 * 512 * D / H200.link_bytes
+    assert small(2, **shape).ticks == pytest.approx(15 * 150e-6 + 10 * stream)
+    lockstep = small(2, **shape, pipeline={"schedule": "zero_bubble"})
+    assert lockstep.ticks == pytest.approx(6 * (150e-6 + stream))
 
 
 def test_the_first_layers_gathers_and_a_share_of_the_others_are_exposed_where_layers_hide_them():

@@ -65,6 +65,10 @@ def test_stages_and_virtual_stages_of_a_pipeline():
     P, R, M = 2, 2, 4
     assert f"{P} stages × {R} virtual stages of 2 layers, idle for {(P - 1) / (M * R + P - 1):.1%}" in found["pipeline"]
     assert f"at most {(R * P + P - 1) / R:g} of {M} microbatches" in found["pipeline"]
+    assert found["pipeline"].endswith("; a forward and a backward operation a tick, because pipeline.virtual_stages=2")
+    halves = lines(DENSE, {"pipeline": 2, "data": 4}, 4)["pipeline"]
+    assert f"of 4 layers, idle for {1 / 5:.1%}" in halves and f"at most 2 of {M} microbatches" in halves
+    assert halves.endswith("; one operation a tick, backward in two parts")
     assert f"each of {M} microbatches" in found["note"]
     assert found["modules"].startswith("1 for ")
     names = [f"blocks.{kind}.attention.{name}" for kind in ("dense", "mtp") for name in ("key", "value")]

@@ -9,8 +9,8 @@ from jax import lax
 
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs, add_metric
-from megajax.step.nodes import Results
-from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots
+from megajax.step.nodes import Results, Streams
+from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots, make_schedule
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
 from megajax.step.stack.stores import accumulate, combine
@@ -21,6 +21,13 @@ from megajax.step_plan import StepPlan
 MOST_PROGRAMS, MOST_LAYERS = 16, 64
 
 Buffers = ByGroup[list[jax.Array]]  # each `[slots·loops, ...]`
+
+
+def schedule_of(plan: StepPlan, most_microbatches: int | None = None) -> Schedule:
+    """The schedule of a plan with a pipeline, of at most so many of its microbatches."""
+    pipeline, microbatches = plan.pipeline, min(plan.num_microbatches, most_microbatches or plan.num_microbatches)
+    sizes = plan.sizes["pipeline"], microbatches, pipeline.virtual_stages
+    return make_schedule(pipeline.schedule, *sizes, backward_parts=len(plan.parts.slots))
 
 
 def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots, int]:
@@ -35,8 +42,8 @@ def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots
 class Carry(NamedTuple):
     """The values for the next tick."""
 
-    x: jax.Array  # [T / tensor, D]: from the previous stage, for the next forward operation
-    dx: jax.Array  # [T / tensor, D]: the last backward operation's gradient, not sent yet
+    x: jax.Array  # [T / tensor, D]: from the previous stage, for the next forward operation; or a stage's only stream
+    dx: jax.Array  # [T / tensor, D]: the last backward operation's gradient, not sent yet; empty with one stream
     pending_heads: jax.Array  # [slots, T / tensor, D]: pending head gradients; 0 slots if none is pending
     activations: list[Buffers]  # residuals of forward operations, by bank
     deferred: Buffers  # arrays from backward operations for weight operations
@@ -54,7 +61,7 @@ class ForwardBuffers:
     def __init__(
         self, segment: LayerSegment, slot: jax.Array, active: jax.Array | None, loop: Any, state: tuple[Any, Any]
     ):
-        """`active` is False for an idle operation, and None if there are no metrics."""
+        """`active` is False for an idle operation, and None if no operation is idle or there are no metrics."""
         self.segment, self.loop, self.active = segment, loop, active
         self.position = position(segment, slot, loop)
         self.buffers, self.metrics = map(list, state)
@@ -94,12 +101,14 @@ class BackwardBuffers:
         own, groups = self.operation, self.operation.groups
         saved = read(self.activations[u], position(self.segment, self.slot, self.loop))
         if own.split:
+            assert own.deferred_slot is not None
             parts = groups.split(at, weights, saved, dx, inputs)
             dx, gradient, amax, deferred = parts.inputs(weights, saved, dx, inputs, at.layers)
             self.deferred[u] = write(self.deferred[u], deferred, position(self.segment, own.deferred_slot, self.loop))
         else:
             dx, gradient, amax = groups.backward(at, weights, saved, dx, inputs)
-        amax = jax.tree.map(lambda a: jnp.where(own.active, a, 0), amax)
+        if (active := own.active) is not None:
+            amax = jax.tree.map(lambda a: jnp.where(active, a, 0), amax)
         self.amax[u] = combine(lambda _, *two: jnp.maximum(*two), self.amax[u], amax, self.segment, self.loop)
         return dx, gradient
 
@@ -118,9 +127,10 @@ class BackwardOperation(NamedTuple):
 
     groups: RematGroups
     inputs: BlockInputs
-    deferred_slot: jax.Array
-    active: jax.Array  # False for an idle operation
-    split: bool
+    segments: Sequence[int] | None = None  # of one part of a backward pass; None: all
+    active: jax.Array | None = None  # False for an idle operation; None: no operation is idle
+    deferred_slot: jax.Array | None = None
+    split: bool = False
 
 
 def switch(index: jax.Array, programs: list[Callable], *arguments: Any) -> Any:
@@ -136,6 +146,11 @@ def position(segment: LayerSegment, slot: jax.Array, loop: jax.Array | int) -> j
 def replaced(virtual_stages: list, r: int, new: Any) -> list:
     """`virtual_stages` with entry `r` replaced."""
     return [new if k == r else old for k, old in enumerate(virtual_stages)]
+
+
+def add_to_microbatch(sums: dict[str, jax.Array], gradients: Streams, index: jax.Array) -> dict[str, jax.Array]:
+    """`sums` `[M, ...]` of streams plus the `gradients` that a microbatch has of them."""
+    return {name: own.at[index].add(gradients[name]) if name in gradients else own for name, own in sums.items()}
 
 
 def read(buffers: list[jax.Array], at: jax.Array) -> list[jax.Array]:

@@ -72,10 +72,25 @@ class Schedule:
     forward: ScheduleTable
     backward: ScheduleTable  # gradients of inputs
     weight: ScheduleTable | None  # gradients of weights; None: in the backward operations
+    backward_parts: int = 0  # ticks of a backward operation, if a stage does one operation a tick; 0: lockstep
 
     @property
     def ticks(self) -> int:
         return len(self.forward.microbatch)
+
+    @property
+    def period(self) -> int:
+        """The ticks in which a stage does all operations of one microbatch, with one operation a tick."""
+        return self.backward_parts + 1
+
+    @cached_property
+    def backward_part(self) -> np.ndarray:
+        """The part of each backward operation, `[ticks, P]` int32; 0 where the stage is idle."""
+        part = np.zeros(self.backward.microbatch.shape, np.int32)
+        for tick in range(1, self.ticks):
+            again = self.backward.active[tick] & (self.backward.microbatch[tick] == self.backward.microbatch[tick - 1])
+            part[tick] = np.where(again, part[tick - 1] + 1, 0)
+        return part
 
     @property
     def tables(self) -> dict[str, ScheduleTable]:
@@ -85,7 +100,10 @@ class Schedule:
 
     @cached_property
     def ticks_of(self) -> dict[str, np.ndarray]:
-        """By operation: the tick of each microbatch on each virtual stage, `[M, R·P]`; IDLE if it is missing."""
+        """By operation: the tick of each microbatch on each virtual stage, `[M, R·P]`; IDLE if it is missing.
+
+        Of a backward operation in parts that of its last part.
+        """
         out = {}
         for name, table in self.tables.items():
             ticks = np.full((self.microbatches, self.virtual_stages * self.stages), IDLE)
@@ -123,12 +141,15 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)  # the planner asks for the same ones many times
-def make_schedule(kind: Kind, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+def make_schedule(
+    kind: Kind, stages: int, microbatches: int, virtual_stages: int = 1, backward_parts: int = 0
+) -> Schedule:
     """A schedule of a known kind.
 
     - `gpipe` (Huang et al. 2019): all forward operations, then all backward operations.
     - `1f1b` (Narayanan et al. 2019; interleaved, 2021): each backward operation runs as soon as possible, so memory
       does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
+      With `backward_parts` a stage does one operation a tick: a forward operation, or one part of a backward one.
     - `zero_bubble` (Qi et al. 2024): like `1f1b`, but weight gradients of the first backward operations are deferred:
       stage s computes those of its first s operations in the last ticks, in which it has no other work.
 
@@ -143,6 +164,10 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, virtual_stages: in
             raise ValueError(f"{name}={size} is below 1.")
     if R > 1 and M % P:
         raise ValueError(f"with virtual_stages={R}, microbatches={M} must be a multiple of stages={P}.")
+    if backward_parts:
+        if (kind, R) != ("1f1b", 1):
+            raise ValueError(f"backward_parts={backward_parts} needs schedule=1f1b and virtual_stages=1.")
+        return _one_operation_a_tick(P, M, backward_parts)
     fill = P - 1  # ticks from the first stage to the last
     first_backward = M * R + fill if kind == "gpipe" else R * P - 1
     ticks = first_backward + M * R + fill
@@ -157,6 +182,22 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, virtual_stages: in
     deferred = np.minimum(stage, M * R)
     weight = _table(ticks, reversed_order, np.where(position < deferred, ticks - deferred + position, at_once))
     return Schedule(kind, P, M, R, forward, backward, weight if kind == "zero_bubble" else None)
+
+
+def _one_operation_a_tick(P: int, M: int, parts: int) -> Schedule:
+    """`1f1b` with one operation a tick: in each period of `parts` + 1 ticks a stage begins one microbatch.
+
+    A forward operation follows that of the stage before it by one tick, a backward operation that of the stage after it
+    by `parts` ticks. So a stage's forward operations and parts are at different places of the period.
+    """
+    period = parts + 1
+    forward, backward = (np.full((period * (M + P - 1), P), IDLE, np.int32) for _ in range(2))
+    for m, stage in itertools.product(range(M), range(P)):
+        forward[period * m + stage, stage] = m
+        first = period * m + P + parts * (P - 1 - stage)
+        backward[first : first + parts, stage] = m
+    tables = (ScheduleTable(table, np.zeros_like(table)) for table in (forward, backward))
+    return Schedule("1f1b", P, M, 1, *tables, weight=None, backward_parts=parts)
 
 
 def _in_groups(M: int, P: int, R: int) -> Iterator[tuple[int, int]]:
@@ -178,8 +219,9 @@ def _table(ticks: int, operations: np.ndarray, at: np.ndarray) -> ScheduleTable:
 def check(schedule: Schedule) -> None:
     """Check that every operation occurs once and that its inputs are available.
 
-    A stage uses its neighbour's result at the next tick; results do not wait between stages. Within a tick the order is
-    forward, head, backward, weight. Raises ValueError with the first wrong operation.
+    A backward operation in parts occurs at the tick of each part. A stage uses its neighbour's result at the next tick;
+    results do not wait between stages. Within a tick the order is forward, head, backward, weight. Raises ValueError
+    with the first wrong operation.
     """
     S = schedule.stages * schedule.virtual_stages
     for name, table in schedule.tables.items():
@@ -193,14 +235,19 @@ def check(schedule: Schedule) -> None:
                 f"tick {tick}, stage {stage}: the {name} table has a microbatch or virtual stage that does not exist."
             )
     for name, table in schedule.tables.items():
-        if table.active.sum() != schedule.microbatches * S or (schedule.ticks_of[name] == IDLE).any():
+        ticks = max(schedule.backward_parts, 1) if name == "backward" else 1
+        if table.active.sum() != schedule.microbatches * S * ticks or (schedule.ticks_of[name] == IDLE).any():
             missing = np.argwhere(schedule.ticks_of[name] == IDLE)
             which = "microbatch {} misses virtual stage {}".format(*missing[0]) if len(missing) else "one occurs twice"
             raise ValueError(f"the {name} table does not hold every operation once: {which}.")
-    forward, backward = schedule.ticks_of["forward"], schedule.ticks_of["backward"]
+    forward, backward, k = schedule.ticks_of["forward"], schedule.ticks_of["backward"], schedule.backward_parts
     _fail_where(forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick", 1)
-    _fail_where(backward[:, :-1] != backward[:, 1:] + 1, "backward", "does not follow the stage after it by one tick")
-    _fail_where(backward[:, -1:] < forward[:, -1:], "backward", "comes before the loss of its microbatch", S - 1)
+    each = "one tick" if k < 2 else f"{k} ticks"
+    follows = backward[:, :-1] == backward[:, 1:] + max(k, 1)
+    _fail_where(~follows, "backward", f"does not follow the stage after it by {each}")
+    _fail_where(backward[:, -1:] < forward[:, -1:] + k, "backward", "comes before the loss of its microbatch", S - 1)
+    if k:
+        _check_one_operation(schedule)
     if schedule.weight is not None:
         _fail_where(schedule.ticks_of["weight"] < backward, "weight", "comes before its backward operation")
         idle = np.array([flags.weight for flags in schedule.flags])[:, None] & ~schedule.weight.active
@@ -208,6 +255,16 @@ def check(schedule: Schedule) -> None:
             raise ValueError(
                 "tick {}, stage {} has no weight operation, but other stages have one.".format(*np.argwhere(idle)[0])
             )
+
+
+def _check_one_operation(schedule: Schedule) -> None:
+    """With one operation a tick: a stage does no two at once, and the parts of a backward operation without a pause."""
+    last, backward = schedule.ticks_of["backward"], schedule.backward.microbatch
+    if (both := schedule.forward.active & schedule.backward.active).any():
+        raise ValueError("tick {}, stage {} has two operations.".format(*np.argwhere(both)[0]))
+    for back in range(schedule.backward_parts):
+        found = backward[last - back, np.arange(schedule.stages)]
+        _fail_where(found != np.arange(len(last))[:, None], "backward", "has parts that do not follow each other")
 
 
 def _fail_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0) -> None:
@@ -221,8 +278,8 @@ def _fail_where(wrong: np.ndarray, name: str, problem: str, first_stage: int = 0
 class BufferSlots:
     """The buffer slots that operations write and read, `[ticks, P]` int32.
 
-    An idle operation runs too, and its results are not used: it writes to a free slot, and reads a slot that a forward
-    operation has written, so that it makes no NaN.
+    In lockstep an idle operation runs too, and its results are not used: it writes to a free slot, and reads a slot
+    that a forward operation has written, so that it makes no NaN.
     """
 
     activations: int  # number of slots on each stage for residuals of forward operations
@@ -247,7 +304,10 @@ def assign_buffer_slots(schedule: Schedule, per_virtual_stage: bool = False) -> 
     flagged = {name: np.array([getattr(flags, name) for flags in schedule.flags]) for name in Flags._fields}
 
     def assign(writer: ScheduleTable, writes: np.ndarray, reader: str) -> list["_Assigned"]:
-        return [_assign(writes, _intervals(schedule, writer, s, schedule.ticks_of[reader])) for s in stages]
+        return [
+            _assign(_writes(schedule, writes, s), _intervals(schedule, writer, s, schedule.ticks_of[reader]))
+            for s in stages
+        ]
 
     def written(assigned: list["_Assigned"]) -> np.ndarray:
         return np.stack([own.written for own in assigned], axis=1)
@@ -277,6 +337,11 @@ def assign_buffer_slots(schedule: Schedule, per_virtual_stage: bool = False) -> 
 
 
 Work = tuple[int, int]  # microbatch, virtual stage
+
+
+def _writes(schedule: Schedule, writes: np.ndarray, stage: int) -> np.ndarray:
+    """The ticks at which a stage's forward operations write: with one operation a tick none that is idle."""
+    return writes & schedule.forward.active[:, stage] if schedule.backward_parts else writes
 
 
 class _Assigned(NamedTuple):
@@ -323,7 +388,7 @@ def _assign_per_virtual_stage(schedule: Schedule, writes: np.ndarray) -> tuple[l
         for s, before in enumerate(assigned):
             intervals = _intervals(schedule, schedule.forward, s, schedule.ticks_of["backward"])
             own = {work: interval for work, interval in intervals.items() if work[1] == r}
-            new = _assign(writes & (schedule.forward.virtual_stage[:, s] == r), own)
+            new = _assign(_writes(schedule, writes, s) & (schedule.forward.virtual_stage[:, s] == r), own)
             written = np.where(schedule.forward.virtual_stage[:, s] == r, new.written + first, before.written)
             of_work = before.of_work | {work: slot + first for work, slot in new.of_work.items()}
             assigned[s] = _Assigned(first + new.count, written, of_work)

@@ -34,8 +34,9 @@ class Costs:
         return self.forward + self.backward + self.weight
 
     def of_operations(self, schedule: Schedule) -> dict[str, float]:
-        """By table of the schedule: the cost of one operation, which is one virtual stage."""
+        """By table of the schedule: the cost of one operation at a tick: of one virtual stage, or of one part."""
         backward = self.backward + (self.weight if schedule.weight is None else 0.0)
+        backward /= max(schedule.backward_parts, 1)
         whole = {"forward": self.forward, "backward": backward, "weight": self.weight}
         return {name: whole[name] / schedule.virtual_stages for name in schedule.tables}
 
@@ -97,6 +98,7 @@ def sends(schedule: Schedule) -> np.ndarray:
     forward, backward = schedule.forward.active.copy(), schedule.backward.active.copy()
     forward[:, -1] &= schedule.forward.virtual_stage[:, -1] != schedule.virtual_stages - 1  # the last virtual stage
     backward[:, 0] &= schedule.backward.virtual_stage[:, 0] != 0  # the first
+    backward &= schedule.backward_part == max(schedule.backward_parts, 1) - 1  # the results of last parts
     return (forward | backward).any(axis=1)
 
 
@@ -128,7 +130,7 @@ class _Access(NamedTuple):
 def replay(schedule: Schedule, slots: BufferSlots) -> None:
     """Check buffer slots by simulating their writes and reads tick by tick.
 
-    Each operation must read a slot that was written for its own microbatch and virtual stage. An idle operation
+    Each operation must read a slot that was written for its own microbatch and virtual stage. In lockstep an idle one
     overwrites its slot with numbers that are not used, and must read a slot that has been written. Deferred slots are
     written only at ticks with `Flags.split`, and read only at ticks with `Flags.weight`. Raises ValueError with tick,
     stage and operation.
@@ -142,6 +144,8 @@ def replay(schedule: Schedule, slots: BufferSlots) -> None:
                 stage, slot = schedule.stages - width + column, int(access.slot[tick, column])
                 microbatch, r = (int(own[tick, column]) for own in access.table)
                 work = None if microbatch == IDLE else (microbatch, r)
+                if work is None and schedule.backward_parts:
+                    continue  # an idle stage runs no operation
                 where = f"tick {tick}, stage {stage}: the {access.operation} operation of {_named(work)}"
                 name = f"slot {slot} of the {access.buffer}"
                 if not 0 <= slot < access.count:

@@ -159,6 +159,8 @@ class LayerStack:
     ) -> tuple[Streams, Table, Results]:
         """Gradients are added to `arrays.sums`, if there are any, layer by layer; a pipeline's only to its `stores`.
 
+        `stores.segments` may name the segments of one part of the pass; `gradients` are then those after the part.
+
         Collectives are tied to the layer that hides them. A group's weights are gathered during the backward pass of
         the group above: untied, XLA merges this gather with the forward pass's and keeps the weights. A group's
         gradients are reduced during the backward pass of the group below: untied, XLA merges the reductions of distant
@@ -167,6 +169,8 @@ class LayerStack:
         (inputs, values), found, name = saved, list[Any](), self.NAME
         stores, dx = stores or self._stores_of_gradients(arrays), self.first_gradients(gradients, inputs)
         for s, (segment, groups) in reversed([*enumerate(zip(self.segments, arrays.stacks[name], strict=True))]):
+            if stores.segments is not None and s not in stores.segments:
+                continue  # of another part of the backward pass
             if s in self.between:
                 dx = dx._replace(x=dx.x + gradients[self.between[s]])
 

@@ -1,7 +1,7 @@
 """The weights of a stage's layers: gathers once a step and in each remat group, and the way back of gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -228,10 +228,13 @@ class StackWeights:
     def complete_gradients(self, gradients: ByGroup[GroupWeights]) -> dict[str, jax.Array]:
         """Gradients from `reduce_group`, summed over microbatches → complete FP32 gradients of stored shards."""
         parts: dict[tuple[str, str], list[jax.Array]] = {}
+        reduced = list[Sequence[GroupWeights]]()
         for segment, groups in zip(self.segments, gradients, strict=True):
             if not self.reduced_at_once(segment):
-                reduced = [self._reduce_gathered(group, segment, u) for u, group in enumerate(groups)]
-                groups = [self._reduce_group_per_step(group, segment, u) for u, group in enumerate(reduced)]
+                groups = [self._reduce_gathered(group, segment, u) for u, group in enumerate(groups)]
+                groups = [self._reduce_group_per_step(group, segment, u) for u, group in enumerate(groups)]
+            reduced.append(groups)
+        for segment, groups in self._without_cuts(reduced):
             for kind, layers in self.by_kind(segment, groups):
                 for name in layers[0]:
                     stacked = self.kinds[kind].stack([layer[name] for layer in layers], segment)
@@ -240,6 +243,18 @@ class StackWeights:
                         parts.setdefault((kind, member), []).append(gradient)
         joined = {(kind, member): self.kinds[kind].join(found) for (kind, member), found in parts.items()}
         return {self.scopes[kind] + member: self.kinds[kind].without_empty(g) for (kind, member), g in joined.items()}
+
+    def _without_cuts(self, gradients: Sequence[Any]) -> list[tuple[LayerSegment, list[Any]]]:
+        """Segments and their groups; consecutive ones without loops are one, so that their layers are stacked once."""
+        merged: list[tuple[LayerSegment, list[Any]]] = []
+        for segment, groups in zip(self.segments, gradients, strict=True):
+            if merged and self.all.copies(segment) == self.all.copies(merged[-1][0]) == 1:
+                before, found = merged[-1]
+                count = before.layers_per_iteration + segment.layers_per_iteration
+                merged[-1] = replace(before, layers_per_iteration=count), [*found, *groups]
+            else:
+                merged.append((segment, [*groups]))
+        return merged
 
     def reduced_at_once(self, segment: LayerSegment) -> bool:
         """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""

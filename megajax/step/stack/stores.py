@@ -27,6 +27,7 @@ class Stores:
     open: Callable[..., Any]
     states: list[Any]  # by segment that of the first iteration; after the pass that of the last one
     first_layer: Any = 0  # the layer index of the first slot, or of every slot if the layers are not consecutive
+    segments: Sequence[int] | None = None  # the indices of those that a backward pass runs; None: all
 
 
 class ForwardStore(Protocol):

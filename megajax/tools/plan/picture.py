@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megajax.config.sentences import counted
+from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.simulator import Costs
 from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, written
 from megajax.tools import schedule as schedules
 from megajax.tools.plan.report import AXES_SHOWN, mesh_text
 from megajax.tools.plan.search import Found
-from megajax.tools.plan.step_time import FORWARD, schedule_of
+from megajax.tools.plan.step_time import FORWARD
 from megajax.tools.plan.work import Traffic
 
 WIDTH, LEFT, RIGHT, TOP, ROW, GAP, BELOW = 1400, 150, 30, 96, 34, 10, 34  # pixels

@@ -13,7 +13,8 @@ from functools import cached_property, lru_cache
 from megajax.estimate.costs import flops_per_token
 from megajax.layout.kinds import LayerKind, extra_kind, extra_layers
 from megajax.options.remat import ATTENTION, RematPolicy
-from megajax.step.pipeline.schedules import Flags, Schedule, make_schedule
+from megajax.step.pipeline.buffers import schedule_of
+from megajax.step.pipeline.schedules import Flags, Schedule
 from megajax.step_plan import StepPlan
 from megajax.tools.plan.rates import Rates
 from megajax.tools.plan.work import Device, PassSeconds, Traffic, added
@@ -35,7 +36,7 @@ INTERFERENCE = 0.47
 COPIES = 1.9
 CAST_BYTES = 6  # of a weight that a loop casts in each pass
 FP8_BYTES = 4.8  # of a weight that is quantised in place of cast, once a step: its largest magnitude, both layouts
-TICK_SECONDS = 150e-6  # of a tick's sends and loop
+TICK_SECONDS = 150e-6  # of the loop and the launches of a tick
 
 
 @dataclass(frozen=True)
@@ -282,24 +283,28 @@ class _Step:
 
         `again`: what the backward pass recomputes, and the loops' cost.
         """
-        third, ticks = FORWARD * layers.total, _ticks(schedule_of(self.plan))
+        schedule = schedule_of(self.plan)
+        third, ticks = FORWARD * layers.total, _ticks(schedule)
         send = self.device.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
         seconds, total, count = send / self.device.bandwidth("pipeline"), 0.0, ticks.total()
         for flags, number in ticks.items():
-            tick = third * flags.forward + head * flags.head + third * flags.weight
-            total += number * (tick + (third * (1 if flags.split else 2) + again) * flags.backward)
-        return total, (TICK_SECONDS + seconds) * count, Traffic(2 * send * count, seconds * count, seconds * count)
+            forward, backward = third * flags.forward, (third * (1 if flags.split else 2) + again) * flags.backward
+            if schedule.backward_parts:  # on a stage one or the other
+                layers_of_tick = max(forward, self.largest_part * backward)
+            else:
+                layers_of_tick = forward + backward + third * flags.weight
+            total += number * (layers_of_tick + head * flags.head)
+        sends = count * 2 / schedule.period if schedule.backward_parts else count
+        traffic = Traffic(2 * send * count / schedule.period, seconds * sends, seconds * sends)
+        return total, TICK_SECONDS * count + seconds * sends, traffic
+
+    @property
+    def largest_part(self) -> float:
+        """The largest part of a stage's backward pass, as a share of it."""
+        return max(map(len, self.plan.parts.slots)) / len(self.plan.layer_slots)
 
 
 @lru_cache(maxsize=256)
 def _ticks(schedule: Schedule) -> Counter[Flags]:
     """The number of ticks with the same operations."""
     return Counter(schedule.flags)
-
-
-def schedule_of(plan: StepPlan) -> Schedule:
-    """The schedule of a plan with a pipeline."""
-    settings = plan.config.pipeline
-    return make_schedule(
-        settings.schedule, plan.sizes["pipeline"], plan.config.batch.num_microbatches, settings.virtual_stages
-    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megajax.config.checks import check_mesh
 from megajax.config.sentences import counted
+from megajax.layout.backward_parts import backward_parts
 from megajax.step.pipeline.schedules import Schedule, make_schedule
 from megajax.tools.plan.rates import Rates
 from megajax.tools.profile import parts
@@ -85,7 +86,8 @@ def schedule_of(trace: Trace, sizes: dict[str, int]) -> Schedule | None:
     settings, stages = trace.config.pipeline, sizes["pipeline"]
     if stages == 1:
         return None
-    return make_schedule(settings.schedule, stages, trace.config.batch.num_microbatches, settings.virtual_stages)
+    shape = stages, trace.config.batch.num_microbatches, settings.virtual_stages
+    return make_schedule(settings.schedule, *shape, len(backward_parts(trace.config, sizes).slots))
 
 
 def in_order(rows: Sequence[str]) -> list[str]:

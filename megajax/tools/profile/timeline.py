@@ -169,7 +169,7 @@ def without_waiting(rows: Rows, most: float) -> Rows:
 
 
 def idle_share(schedule: Schedule) -> float:
-    """The share of a stage's layers' time in which it computes on unused values (docs/pipeline.md).
+    """The share of a stage's layers' time in lockstep in which it computes on unused values (docs/pipeline.md).
 
     A forward pass, the gradients of inputs and those of weights take a third of a layer's time each.
     """
@@ -181,10 +181,16 @@ def idle_share(schedule: Schedule) -> float:
 
 
 def without_bubble(rows: Rows, schedule: Schedule | None) -> Rows:
-    """Rows with a pipeline's bubble: of all layers' rows their share."""
+    """Rows with a pipeline's bubble: in lockstep a share of all layers' rows, else of the waits for other stages."""
     if schedule is None:
         return rows
-    layers, share = (ATTENTION, MATMULS, ELEMENTWISE), idle_share(schedule)
+    layers = ATTENTION, MATMULS, ELEMENTWISE
+    if schedule.backward_parts:  # an idle stage waits in the next collective
+        waits = {row: ms for row, ms in rows.items() if row.startswith(EXPOSED) and "pipeline" in row}
+        expected = sum(rows.get(row, 0.0) for row in layers) * (schedule.stages - 1) / schedule.microbatches
+        bubble = min(expected, sum(waits.values()))
+        return rows | {row: ms * (1 - bubble / sum(waits.values())) for row, ms in waits.items()} | {BUBBLE: bubble}
+    share = idle_share(schedule)
     bubble = share * sum(rows.get(row, 0.0) for row in layers)
     return {row: ms * (1 - share) if row in layers else ms for row, ms in rows.items()} | {BUBBLE: bubble}
 
