@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
+from megajax.errors import ConfigError
 from megajax.ops import AttentionSettings, PackedDocuments
 from megajax.ops.partial_attention import Ranges, Scores
 
@@ -216,10 +217,18 @@ class Comm:
         return self.sum(x, "tensor") / devices if devices > 1 else x
 
     def local_tokens(self, x: jax.Array) -> jax.Array:
-        """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds."""
+        """`[T, ...]` → `[T / tensor, ...]`: the tokens whose residual stream this device holds.
+
+        Raises ConfigError if `tensor` does not divide them, as an encoder's of an extension.
+        """
         devices = self.size("tensor")
         if devices == 1:
             return x
+        if x.shape[0] % devices:
+            problem = f"mesh.tensor={devices} does not divide the {x.shape[0]} positions of a microbatch on a device"
+            raise ConfigError(
+                f"{problem}: give the sequences another length, or set batch.num_microbatches or mesh.tensor."
+            )
         own = x.shape[0] // devices
         return lax.dynamic_slice_in_dim(x, self.index("tensor") * own, own, 0)
 

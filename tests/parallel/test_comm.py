@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.errors import ConfigError
 from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.collectives import sum_over_all
@@ -154,6 +155,14 @@ def test_own_tokens_are_those_that_leave_keeps(sizes):
     found = on_devices(sizes, make_comm(sizes).local_tokens, values)
     for index in devices_of(values):
         assert np.array_equal(found[index], np.split(values[index], tensor)[position(index, sizes, "tensor")])
+
+
+def test_positions_that_tensor_does_not_divide_are_a_sentence():
+    said = (
+        "mesh.tensor=2 does not divide the 9 positions of a microbatch on a device: give the sequences another length"
+    )
+    with pytest.raises(ConfigError, match=said):
+        make_comm({"tensor": 2}).local_tokens(jnp.zeros((9, 4)))
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"tensor": 8}], ids=str)
