@@ -7,9 +7,7 @@ two equal parts take as long as a forward operation each.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megajax.layout.kinds import block_layers
 from megajax.layout.stages import count_layer_slots
-from megajax.layout.sublayers import takes_order
 from megajax.schema.config import Config
 
 PARTS = 2
@@ -38,8 +36,9 @@ def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
         return BackwardParts(lockstep_because=f"pipeline.schedule={pipeline.schedule}")
     if pipeline.virtual_stages > 1:
         return BackwardParts(lockstep_because=f"pipeline.virtual_stages={pipeline.virtual_stages}")
-    if axis := _permuted_axis(config, sizes):
-        return BackwardParts(lockstep_because=f"the layers' permutations over mesh.{axis} need all stages at once")
+    if found := _exchanged_over(config, sizes):
+        # XLA copies all buffer slots in each operation with a collective; permutations need all stages at once.
+        return BackwardParts(lockstep_because=f"{found} has collectives within a stage")
     covered = 0 if remat.chosen.recomputes_nothing else count if remat.layers is None else remat.layers
     recomputed = covered if remat.chosen.keeps_input else 0
     if recomputed == count:
@@ -57,9 +56,14 @@ def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
     return BackwardParts((range(start, count), range(start)))
 
 
-def _permuted_axis(config: Config, sizes: Mapping[str, int]) -> str | None:
-    """An axis over which layers permute arrays: all devices of the mesh take part in XLA's permutation at once."""
-    if sizes["tensor"] > 1:
-        return "tensor"
-    in_order = any(map(takes_order, block_layers(config.model)))
-    return "context" if sizes["context"] > 1 and (in_order or config.context_strategy(sizes).permutes) else None
+def _exchanged_over(config: Config, sizes: Mapping[str, int]) -> str:
+    """Over what a stage's devices exchange arrays during an operation; empty if they do not."""
+    for axis in ("tensor", "fsdp", "expert", "context"):
+        if sizes[axis] > 1:
+            return f"mesh.{axis}={sizes[axis]}"
+    fp8, over_data = config.precision.fp8.chosen, f"mesh.data={sizes['data']}"
+    if sizes["data"] > 1 and config.model.num_experts:
+        return f"{over_data} with experts"
+    if sizes["data"] > 1 and fp8.is_on and not fp8.keeps_history:
+        return f"{over_data} with precision.fp8.recipe={fp8.name}"
+    return ""

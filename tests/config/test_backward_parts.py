@@ -18,11 +18,17 @@ CASES: list[tuple[str, list[range] | str]] = [  # of Llama 3 8B's 16 layers on t
     ("remat.policy=full remat.layers=7 remat.group=7", "8 layer slots have no equal halves"),
     ("pipeline.virtual_stages=2", "pipeline.virtual_stages=2"),
     ("pipeline.schedule=zero_bubble", "pipeline.schedule=zero_bubble"),
-    ("mesh.fsdp=2 mesh.context=2 communication.context=all_gather", [range(4, 8), range(4)]),
-    ("mesh.tensor=2", "the layers' permutations over mesh.tensor need all stages at once"),
+    ("mesh.fsdp=2 mesh.context=2", "mesh.fsdp=2 has collectives within a stage"),
+    ("mesh.tensor=2", "mesh.tensor=2 has collectives within a stage"),
+    ("mesh.context=2", "mesh.context=2 has collectives within a stage"),
+    ("precision.fp8.recipe=delayed", [range(4, 8), range(4)]),
     (
-        "mesh.context=2 communication.context=ring",
-        "the layers' permutations over mesh.context need all stages at once",
+        "precision.fp8.recipe=current",
+        "mesh.data=4 with precision.fp8.recipe=current has collectives within a stage",
+    ),
+    (
+        "model.num_experts=8 model.experts_per_token=2 kernels.grouped_matmul=reference",
+        "mesh.data=4 with experts has collectives within a stage",
     ),
 ]
 
