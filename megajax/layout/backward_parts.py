@@ -36,9 +36,8 @@ def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
         return BackwardParts(lockstep_because=f"pipeline.schedule={pipeline.schedule}")
     if pipeline.virtual_stages > 1:
         return BackwardParts(lockstep_because=f"pipeline.virtual_stages={pipeline.virtual_stages}")
-    if found := _exchanged_over(config, sizes):
-        # XLA copies all buffer slots in each operation with a collective; permutations need all stages at once.
-        return BackwardParts(lockstep_because=f"{found} has collectives within a stage")
+    if found := _copied_with(config, sizes):
+        return BackwardParts(lockstep_because=f"with {found} XLA would copy the buffers in each operation")
     covered = 0 if remat.chosen.recomputes_nothing else count if remat.layers is None else remat.layers
     recomputed = covered if remat.chosen.keeps_input else 0
     if recomputed == count:
@@ -56,14 +55,15 @@ def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
     return BackwardParts((range(start, count), range(start)))
 
 
-def _exchanged_over(config: Config, sizes: Mapping[str, int]) -> str:
-    """Over what a stage's devices exchange arrays during an operation; empty if they do not."""
+def _copied_with(config: Config, sizes: Mapping[str, int]) -> str:
+    """The settings with which XLA copies all buffer slots in each operation, as it compiles for H100s; else empty.
+
+    It does with any collective within a stage; permutations need all stages at once besides.
+    """
     for axis in ("tensor", "fsdp", "expert", "context"):
         if sizes[axis] > 1:
             return f"mesh.{axis}={sizes[axis]}"
-    fp8, over_data = config.precision.fp8.chosen, f"mesh.data={sizes['data']}"
-    if sizes["data"] > 1 and config.model.num_experts:
-        return f"{over_data} with experts"
-    if sizes["data"] > 1 and fp8.is_on and not fp8.keeps_history:
-        return f"{over_data} with precision.fp8.recipe={fp8.name}"
-    return ""
+    fp8, over_data = config.precision.fp8.chosen, sizes["data"] > 1
+    if config.model.num_experts and over_data:
+        return f"experts and mesh.data={sizes['data']}"
+    return f"precision.fp8.recipe={fp8.name}" if fp8.keeps_history or (fp8.is_on and over_data) else ""

@@ -18,17 +18,20 @@ CASES: list[tuple[str, list[range] | str]] = [  # of Llama 3 8B's 16 layers on t
     ("remat.policy=full remat.layers=7 remat.group=7", "8 layer slots have no equal halves"),
     ("pipeline.virtual_stages=2", "pipeline.virtual_stages=2"),
     ("pipeline.schedule=zero_bubble", "pipeline.schedule=zero_bubble"),
-    ("mesh.fsdp=2 mesh.context=2", "mesh.fsdp=2 has collectives within a stage"),
-    ("mesh.tensor=2", "mesh.tensor=2 has collectives within a stage"),
-    ("mesh.context=2", "mesh.context=2 has collectives within a stage"),
-    ("precision.fp8.recipe=delayed", [range(4, 8), range(4)]),
+    ("mesh.fsdp=2 mesh.context=2", "with mesh.fsdp=2 XLA would copy the buffers in each operation"),
+    ("mesh.tensor=2", "with mesh.tensor=2 XLA would copy the buffers in each operation"),
+    ("mesh.context=2", "with mesh.context=2 XLA would copy the buffers in each operation"),
+    (
+        "precision.fp8.recipe=delayed",
+        "with precision.fp8.recipe=delayed XLA would copy the buffers in each operation",
+    ),
     (
         "precision.fp8.recipe=current",
-        "mesh.data=4 with precision.fp8.recipe=current has collectives within a stage",
+        "with precision.fp8.recipe=current XLA would copy the buffers in each operation",
     ),
     (
         "model.num_experts=8 model.experts_per_token=2 kernels.grouped_matmul=reference",
-        "mesh.data=4 with experts has collectives within a stage",
+        "with experts and mesh.data=4 XLA would copy the buffers in each operation",
     ),
 ]
 
