@@ -7,6 +7,7 @@ two equal parts take as long as a forward operation each.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megajax.layout.kinds import DENSE, block_layers
 from megajax.layout.stages import count_layer_slots
 from megajax.schema.config import Config
 
@@ -56,14 +57,15 @@ def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
 
 
 def _copied_with(config: Config, sizes: Mapping[str, int]) -> str:
-    """The settings with which XLA copies all buffer slots in each operation, as it compiles for H100s; else empty.
+    """A setting with which XLA copies all buffer slots in each operation, as it compiles for H100s; else empty.
 
-    It does with any collective within a stage; permutations need all stages at once besides.
+    It does with any collective within a stage, with experts and with delayed FP8; other kinds of layers were not looked
+    at. Permutations need all stages at once besides.
     """
     for axis in ("tensor", "fsdp", "expert", "context"):
         if sizes[axis] > 1:
             return f"mesh.{axis}={sizes[axis]}"
-    fp8, over_data = config.precision.fp8.chosen, sizes["data"] > 1
-    if config.model.num_experts and over_data:
-        return f"experts and mesh.data={sizes['data']}"
-    return f"precision.fp8.recipe={fp8.name}" if fp8.keeps_history or (fp8.is_on and over_data) else ""
+    if others := sorted({*block_layers(config.model)} - {DENSE}):
+        return f"layers of the kind {others[0]}"
+    fp8 = config.precision.fp8.chosen
+    return f"precision.fp8.recipe={fp8.name}" if fp8.keeps_history or (fp8.is_on and sizes["data"] > 1) else ""

@@ -31,7 +31,7 @@ CASES: list[tuple[str, list[range] | str]] = [  # of Llama 3 8B's 16 layers on t
     ),
     (
         "model.num_experts=8 model.experts_per_token=2 kernels.grouped_matmul=reference",
-        "with experts and mesh.data=4 XLA would copy the buffers in each operation",
+        "with layers of the kind moe XLA would copy the buffers in each operation",
     ),
 ]
 

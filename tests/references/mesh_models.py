@@ -360,8 +360,6 @@ def one_operation_rows() -> list[tuple[str, dict[str, Any], dict[str, int], dict
         ("llama, 8 layers", llama | {"num_layers": 8}, {"pipeline": 2}, {"kernels": {"scan_unroll": 4}}),
         ("gpt2, dropout", eight, {"pipeline": 4}, {"remat": {"policy": "save_matmuls"}}),
         ("gpt2, dropout", eight, {"pipeline": 4, "data": 2}, {"kernels": {"scan_unroll": 2}}),
-        ("deepseek", DEEPSEEK | {"num_layers": 4}, {"pipeline": 2}, {}),
         ("llama, LoRA", llama, {"pipeline": 2, "data": 2}, LORA),
-        ("T5", T5 | {"num_layers": 4, "dropout": 0.1}, {"pipeline": 2, "data": 2}, pictures),
         ("Qwen3-VL", QWEN3_VL | {"num_layers": 4}, {"pipeline": 2, "data": 2}, pictures),
     ]
