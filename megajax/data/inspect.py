@@ -26,13 +26,11 @@ from megajax.data.epochs import resolve_epochs
 from megajax.data.fim import open_infilling
 from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_range
-from megajax.data.loader import datasets, find_images
+from megajax.data.loader import Documents, datasets, find_images
 from megajax.data.masking import open_masking
 from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
-from megajax.data.registered import RegisteredDataset
 from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, Changes, DocumentSamples, Packing, Samples, make_batch, sources_in
-from megajax.data.text import TextDataset
 from megajax.data.tokenizers import Tokenizer, decode_after, load_tokenizer
 from megajax.errors import InputError
 from megajax.files import is_number
@@ -49,7 +47,7 @@ MIXING = np.uint64(0x9E3779B97F4A7C15)  # odd, of the hash of a document's first
 GREY, BOLD, PLAIN = "\033[90m", "\033[1m", "\033[0m"
 
 
-def describe_file(dataset: IndexedDataset | TextDataset | RegisteredDataset, end: int | None = None) -> list[str]:
+def describe_file(dataset: Documents, end: int | None = None) -> list[str]:
     """Lines about token files; `end` is the end-of-document token, None: the most frequent last token.
 
     Raises InputError for tokens that cannot be ids.

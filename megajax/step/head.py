@@ -118,10 +118,8 @@ class LossHead:
 
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
             of_chunk = ops.CHUNK_LOSSES[implementation or self.implementation]
-            vocabulary, z_loss = self._vocabulary(logits), self.model.z_loss
-            found, z_loss, dlogits = of_chunk(
-                logits, targets, mask, scale, self.dtype, vocabulary, z_loss=z_loss, smoothing=smoothing
-            )
+            vocabulary, weight = self._vocabulary(logits), self.model.z_loss
+            found, z_loss, dlogits = of_chunk(logits, targets, mask, scale, self.dtype, vocabulary, weight, smoothing)
             return {"loss": found, "z_loss": z_loss}, dlogits
 
         return loss
