@@ -91,25 +91,34 @@ def soak(lab: Lab, signals: Iterable[signal.Signals], seconds: float, every: flo
     Both keep the checkpoints of every `kept` steps. Raises AssertionError if they differ.
     """
     ours, theirs = lab.root / "disturbed", lab.root / "quiet"
-    [quiet] = lab.start(theirs)
-    over = threading.Event()
-    reader = threading.Thread(target=follow, args=(quiet, lambda: steps_logged(theirs) > steps_logged(ours), over))
+    quiet, over = list[Run](), threading.Event()
+
+    def accompany() -> None:
+        # From the disturbed run's first step on: then its compiled programs are there for both.
+        while not steps_logged(ours) and not over.is_set():
+            over.wait(0.1)
+        if not over.is_set():
+            quiet.extend(lab.start(theirs))
+            follow(quiet[0], lambda: steps_logged(theirs) > steps_logged(ours), over)
+
+    reader = threading.Thread(target=accompany)
     reader.start()
 
     def common() -> set[int]:
-        assert reader.is_alive(), f"the quiet run has ended\n{quiet.output}"
+        assert reader.is_alive(), f"the quiet run has ended\n{''.join(run.output for run in quiet)}"
         return {step for step in set(complete_steps(ours)) & set(complete_steps(theirs)) if step % kept == 0}
 
     try:
         kills = disturb(lab, ours, signals, seconds, every, common)
         step = max(common())
         over.set()
-        quiet.process.send_signal(signal.SIGTERM)
+        quiet[0].process.send_signal(signal.SIGTERM)
         reader.join()
-        assert quiet.process.returncode == STOPPED, quiet.output
+        assert quiet[0].process.returncode == STOPPED, quiet[0].output
     finally:
         over.set()
-        quiet.process.kill()
+        for run in quiet:
+            run.process.kill()
         reader.join()
     weights, others = (load_weights(run_dir / "checkpoints" / str(step)) for run_dir in (ours, theirs))
     assert weights.keys() == others.keys()

@@ -15,7 +15,10 @@ PACKAGE = ROOT / "megajax"
 @pytest.mark.smoke
 def test_a_public_class_name_means_one_class():
     """So a search for a name finds one class. Private classes, `_Name`, may repeat."""
-    modules = {str(path.relative_to(PACKAGE)): ast.parse(path.read_bytes()) for path in PACKAGE.rglob("*.py")}
+    texts = {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
+    # By the statements that begin with "class": to parse all of the package takes seconds.
+    declared = re.compile(r"^class \w+", re.MULTILINE)
+    modules = {name: ast.parse("\n".join(f"{c}: ..." for c in declared.findall(t))) for name, t in texts.items()}
     assert "schema/config.py" in modules
     assert not repeated_classes(modules)
     modules["second.py"] = ast.parse("class Config: ...\nclass _Own: ...\nclass Another: ...")

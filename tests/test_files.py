@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,7 +151,8 @@ def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path):
 
 def unspecified(source: str) -> Iterator[int]:
     """The lines that open a text file in the encoding of the locale."""
-    for node in ast.walk(ast.parse(source)):
+    nodes = ast.walk(ast.parse(source)) if re.search(r"open|read_text|write_text", source) else ()
+    for node in nodes:
         if isinstance(node, ast.Call) and "encoding" not in [keyword.arg for keyword in node.keywords]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
             method, count = isinstance(node.func, ast.Attribute), len(node.args)

@@ -104,8 +104,7 @@ def test_synthetic_documents_may_be_one_or_as_many_as_tokens():
     assert (lengths[1].tolist(), sorted(lengths[4]), lengths[5].tolist()) == ([5], [1, 1, 1, 2], [1] * 5)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("split", ["train", "valid"])
+@pytest.mark.parametrize(("split", "workers"), [("train", 0), ("valid", 1)])
 def test_the_loader_packs_as_the_config_says(make_config, write_documents, split, workers):
     prefix = write_documents(DOCUMENTS)
     options = dict(order="sequential", reset_attention=True, reset_positions=True, mask_end_of_document_loss=True)

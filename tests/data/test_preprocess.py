@@ -90,16 +90,15 @@ def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, block_bytes
     assert read(prefix) == [list(text.encode()) for text in [*TEXTS, "without newline"]]
 
 
-def test_one_and_two_workers_write_identical_bytes(tmp_path):
+def test_one_and_two_workers_write_identical_bytes(tmp_path, capfd):
     generator = np.random.default_rng(0)
     texts = ["".join(map(chr, generator.integers(32, 1000, size))) for size in generator.integers(0, 4000, 600)]
     source = write_lines(tmp_path / "a.jsonl", texts)
     assert Path(source).stat().st_size > 3 * Limits().block_bytes
     for workers in ("1", "2"):
-        command = [sys.executable, "-m", "megajax.data.preprocess", "--input", source, "--tokenizer", "byte"]
+        command = ["--input", source, "--tokenizer", "byte"]
         command += ["--output-prefix", str(tmp_path / workers), "--workers", workers, "--append-eod"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert main(command) == 0 and capfd.readouterr().err == ""
     for suffix in ("bin", "idx"):
         one, two = (Path(tmp_path, f"{workers}_text_document.{suffix}").read_bytes() for workers in "12")
         assert one == two

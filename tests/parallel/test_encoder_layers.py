@@ -89,10 +89,6 @@ def test_loss_and_gradients_are_those_of_the_reference(table, expected, packed, 
     count = int(np.prod([*mesh.values()]))
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
     state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields(packed))
-    if "pipeline" in mesh:
-        total, number = program.eval_step(state.weights, state.layer_state, batch)
-        evaluated = table.expected_evaluation(config, table.weights_of(config), fields(packed))
-        assert float(total / number) == pytest.approx(evaluated, rel=table.PLAIN_VALUE)
     assert {"relative_bias", "encoder.relative_bias", "encoder.final_norm"} < {*gradients}
     table.check_first_step(program, state, batch, float(loss), gradients)
 

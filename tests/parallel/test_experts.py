@@ -93,7 +93,7 @@ def test_one_expert_may_take_every_token_and_others_none(table, reference):
     """A bias before the router that one column of it agrees with, and three do not. Experts over three axes."""
     mesh = {"expert": 2, "context": 2, "tensor": 2, "experts_over": ("expert", "context", "tensor")}
     sections = {"remat": {"policy": "save_matmuls"}, "communication": {"experts": "all_to_all"}, "data": PADDED}
-    config = make(table, "uneven", mesh, 2, sections)
+    config = make(table, "uneven", mesh, 1, sections)
     weights = uneven_weights(table.weights_of(config))
     expected = reference(config, weights)
     counts = expected.router["expert_counts"][0]

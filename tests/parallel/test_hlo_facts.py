@@ -327,7 +327,8 @@ CALLS |= {"all_to_all", "axis_index"}
 
 def called_names(path: Path) -> set[str]:
     """Names that a source file calls, imports or passes on, in code and not in comments."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    text = path.read_text(encoding="utf-8")
+    nodes = list(ast.walk(ast.parse(text))) if any(name in text for name in CALLS) else []
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name)}
     return names | {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}

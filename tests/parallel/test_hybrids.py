@@ -27,7 +27,7 @@ def test_a_mesh_trains_as_one_device_does(table, difference):
     """Documents across devices, which hold consecutive tokens."""
     model = DENSE | {"num_layers": 3, "block_pattern": ["gated_deltanet", "kda", "attention_mamba2"]}
     sections = {"data": DOCUMENTS}
-    found = difference(make(table, {"tensor": 2, "context": 2, "fsdp": 2}, 2, model, **sections))
+    found = difference(make(table, {"tensor": 2, "context": 2}, 1, model, **sections))
     assert not found.problems(), found
 
 

@@ -3,6 +3,8 @@
 tests/model/test_transformers_references.py holds the same layers on `fsdp` and `tensor` to transformers.
 """
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -41,10 +43,11 @@ def expected(table):
     return fields, float(losses["loss"]), gradients
 
 
-def test_loss_and_gradients_are_those_of_the_reference(table, expected):
+@pytest.mark.parametrize("mesh", [{"context": 2, "tensor": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.long)])
+def test_loss_and_gradients_are_those_of_the_reference(table, expected, mesh):
     fields, loss, gradients = expected
     assert 0 < fields["loss_mask"].sum() < fields["loss_mask"].size / 2 and fields["segment_ids"].max() > 0
-    config, count = make(table, {"pipeline": 2, "tensor": 2}), 4
+    config, count = make(table, mesh), math.prod(mesh.values())
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
     state, batch = table.first_state(program, table.weights_of(config)), to_global(program, fields)
     assert {"embedding.norm_bias", "head_dense", "head_norm", "head_bias"} <= gradients.keys()

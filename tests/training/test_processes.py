@@ -1,4 +1,4 @@
-"""Two processes with four virtual devices each, joined by the explicit JAX_* variables."""
+"""Two processes with a few virtual devices each, joined by the explicit JAX_* variables."""
 
 import os
 import re
@@ -43,7 +43,7 @@ sys.addaudithook(note)
 
 @pytest.fixture
 def start_two(tmp_path, text, start):
-    """(overrides...) → two `Run`s of one mesh of eight devices.
+    """(overrides..., devices=4) → two `Run`s of one mesh, with this number of devices each.
 
     `tmp_path/written{0,1}` gets the names of the files that each of them opens for writing, `tmp_path/read{0,1}` those
     for reading, of the tests.
@@ -54,7 +54,7 @@ def start_two(tmp_path, text, start):
         spy = SPY.format(notes=notes, root=os.path.commonpath([tmp_path, text]))
         (tmp_path / f"spy{index}" / "sitecustomize.py").write_text(spy)
 
-    def start_two(*overrides):
+    def start_two(*overrides, devices=4):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -63,7 +63,7 @@ def start_two(tmp_path, text, start):
                 *OPTIONS,
                 *MESH,
                 *overrides,
-                devices=4,
+                devices=devices,
                 JAX_COORDINATOR_ADDRESS=address,
                 JAX_NUM_PROCESSES="2",
                 JAX_PROCESS_ID=str(index),
@@ -123,19 +123,19 @@ def test_two_processes_give_the_losses_of_one_device_which_goes_on_from_them(
     tmp_path, train_here, start_two, expected, read_metrics, checkpoint_steps, capsys, killed
 ):
     """The boundary between the processes is the one between the stages; only the first process logs."""
-    run_dir, stages = tmp_path / "two", ("mesh.data=1", "mesh.pipeline=2", "batch.num_microbatches=2")
+    run_dir, stages = tmp_path / "two", ("mesh.data=1", "mesh.pipeline=2", "mesh.tensor=1", "batch.num_microbatches=2")
     local = ("run.checkpoint_interval=0", f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
     command = (f"run.dir={run_dir}", "logging.tensorboard=true", *stages, *local)
     newest = 0
     if killed:
-        both = start_two(*command)
+        both = start_two(*command, devices=2)
         both[0].read_to_step(3)
         for run in both:
             run.process.kill()
             run.finish()
         saved = [{p.name for p in tmp_path.glob(f"local/*/process-{i}/*") if p.name.isdigit()} for i in range(2)]
         newest = max(map(int, saved[0] & saved[1]))
-    first, second = start_two(*command)
+    first, second = start_two(*command, devices=2)
     # Asked to stop on the way: only the second one is told.
     first.read_to_step(newest + 1)
     second.process.send_signal(signal.SIGTERM)
