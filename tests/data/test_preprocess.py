@@ -8,7 +8,6 @@ import lzma
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
