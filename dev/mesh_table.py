@@ -344,7 +344,7 @@ def one_operation_configs(args: argparse.Namespace) -> Iterator[tuple[str, str, 
             continue
         settings = {"steps": args.steps, "microbatches": 2 * mesh["pipeline"], "optimizer": "sgd", **sections}
         config = make_config(model, mesh, **settings)
-        assert backward_parts(config, dict.fromkeys(AXES, 1) | mesh).slots, config
+        assert backward_parts(config, dict.fromkeys(AXES, 1) | mesh, "cpu").slots, config
         yield name, "sgd", config
 
 

@@ -107,7 +107,7 @@ class StepPlan:
         kernels = kernels or Kernels.choose(config, sizes, hardware)
         slots, images = slot_kinds(config, sizes["pipeline"]), image_slots(config, sizes["pipeline"])
         unrolling = choose_unrolling(config, hardware.platform, slots, sizes)
-        parts = backward_parts(config, sizes)
+        parts = backward_parts(config, sizes, hardware.platform)
         every = (*edges, images.start, images.stop, *parts.edges)
         segments = plan_segments(config, hardware.platform, slots, sizes, every)
         return cls(config, dict(sizes), hardware, kernels, slots, unrolling, segments, edges, parts)

@@ -165,7 +165,7 @@ class _Step:
         """The backward pass of a remat group, or of a loop over groups, with gradients of the layers above, `done`."""
         group, looped = slots[: segment.group_size], segment.iterations > 1
         layers, after = self.weights.layers(group), slots[-1] + 1
-        later = range(after, len(self.slots))
+        later = range(after, self.backward_pass(slots).stop)
         above = later[: segment.group_size]
         # A loop casts its own weights.
         weights = self.compute * layers.whole if looped else layers.gathered_bytes + self.weights.fused(layers)
@@ -197,7 +197,7 @@ class _Step:
         At its start these gradients are in the compute dtype, or the operands of the last layer's are kept.
         """
         waiting = self.compute * self.weights.layers(above, trained=True).reduced
-        if above.stop == len(self.slots):
+        if above.stop == self.backward_pass(slots).stop:
             waiting = max(waiting, sum(self.activations.operands(self.slots[slot].block) for slot in above))
         start = replace(peak, working=peak.working + waiting)
         block = self.slots[slots[0]].block
@@ -218,14 +218,15 @@ class _Step:
         The last layer's weight gradients may wait for it, with their operands.
         """
         gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_at_once(above)
-        before = self.weights.layers(range(max(slots[0] - segment.group_size, 0), slots[0]))
+        together = self.backward_pass(slots)
+        before = self.weights.layers(range(max(slots[0] - segment.group_size, together.start), slots[0]))
         more = self.layer_working(segment, slots, reduced) - self.layer_working(segment, slots)
         peak = replace(
             peak,
             weights=peak.weights + before.gathered_bytes,  # gathered at the same time
             working=peak.working + more + self.pending(gradients),
         )
-        is_last = above.stop == len(self.slots) and self.sizes["fsdp"] == 1
+        is_last = above.stop == together.stop and self.sizes["fsdp"] == 1
         exchanges = not self.plan.collectives.dispatch.gathers_tokens  # the operands would be in its pool
         late = sum(self.activations.operands(self.slots[slot].block) for slot in above if is_last and not exchanges)
         return replace(peak, working=peak.working + (late if peak.total + late < SCHEDULED else 0))
@@ -392,6 +393,11 @@ class _Step:
         """Bytes that one layer of a segment saves."""
         return self.activations.saved(self.slots[slot].block, segment, self.is_stacked(segment))
 
+    def backward_pass(self, slots: Sequence[int]) -> range:
+        """The slots whose backward passes run in one operation with that of `slots`."""
+        whole = range(len(self.slots))
+        return next((part for part in self.plan.parts.slots if slots[0] in part), whole)
+
     def recomputed(self, segment: LayerSegment, group: Sequence[int]) -> int:
         """Bytes that the backward pass of a remat group recomputes; they are live at the same time."""
         blocks = [self.slots[slot].block for slot in group]
@@ -461,9 +467,10 @@ class _Pipelined(_Step):
 
     def saved(self, slots: int) -> int:
         """Bytes of the buffers, independent of `slots`."""
-        saved = super().saved(len(self.slots)) * self.kept.activations + self.uncopied
+        saved = super().saved(len(self.slots)) * self.kept.activations
+        saved += 0 if self.plan.parts.slots else self.uncopied  # no backward pass beside a forward operation
         deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.deferred_slots
-        # The carry between ticks, and pending head gradients
+        # The carry between ticks, or the only stream and its copy, and pending head gradients
         streams = 2 + (self.kept.pending_heads if self.kept.pending_heads > 1 else 0)
         return saved + deferred + streams * self.activations.stream
 

@@ -7,13 +7,15 @@ two equal parts take as long as a forward operation each.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megajax.layout.kinds import DENSE, block_layers
+from megajax.layout.kinds import block_layers
 from megajax.layout.stages import count_layer_slots
+from megajax.layout.sublayers import takes_order
 from megajax.schema.config import Config
 
 PARTS = 2
 BACKWARD, RECOMPUTED = 2, 3  # the time of a layer's backward pass in forward passes, without and with recomputation
 LARGEST_LOSS = 0.02  # of the time of all operations: with a larger one stages run in lockstep
+WIDE = 1024  # numbers per token on a device; pieces go around a ring of `tensor` beside layers three times as wide
 
 
 class BackwardParts(NamedTuple):
@@ -28,7 +30,7 @@ class BackwardParts(NamedTuple):
         return tuple(part.start for part in self.slots if part.start)
 
 
-def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
+def backward_parts(config: Config, sizes: Mapping[str, int], platform: str = "gpu") -> BackwardParts:
     """The parts of the backward pass of each stage, on a mesh of `sizes`; no parts and no reason without stages."""
     if sizes["pipeline"] == 1:
         return BackwardParts()
@@ -37,8 +39,9 @@ def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
         return BackwardParts(lockstep_because=f"pipeline.schedule={pipeline.schedule}")
     if pipeline.virtual_stages > 1:
         return BackwardParts(lockstep_because=f"pipeline.virtual_stages={pipeline.virtual_stages}")
-    if found := _copied_with(config, sizes):
-        return BackwardParts(lockstep_because=f"with {found} XLA would copy the buffers in each operation")
+    if platform == "cpu" and (axis := _permuted_axis(config, sizes)):
+        why = f"on CPUs the layers' permutations over mesh.{axis} need all stages at once"
+        return BackwardParts(lockstep_because=why)
     covered = 0 if remat.chosen.recomputes_nothing else count if remat.layers is None else remat.layers
     recomputed = covered if remat.chosen.keeps_input else 0
     if recomputed == count:
@@ -56,16 +59,13 @@ def backward_parts(config: Config, sizes: Mapping[str, int]) -> BackwardParts:
     return BackwardParts((range(start, count), range(start)))
 
 
-def _copied_with(config: Config, sizes: Mapping[str, int]) -> str:
-    """A setting with which XLA copies all buffer slots in each operation, as it compiles for H100s; else empty.
+def _permuted_axis(config: Config, sizes: Mapping[str, int]) -> str | None:
+    """An axis over which layers may permute arrays: on CPUs all devices of the mesh take part in a permutation.
 
-    It does with any collective within a stage, with experts and with delayed FP8; other kinds of layers were not looked
-    at. Permutations need all stages at once besides.
+    On GPUs only those of a stage do (`runtime.xla_flags`).
     """
-    for axis in ("tensor", "fsdp", "expert", "context"):
-        if sizes[axis] > 1:
-            return f"mesh.{axis}={sizes[axis]}"
-    if others := sorted({*block_layers(config.model)} - {DENSE}):
-        return f"layers of the kind {others[0]}"
-    fp8 = config.precision.fp8.chosen
-    return f"precision.fp8.recipe={fp8.name}" if fp8.keeps_history or (fp8.is_on and sizes["data"] > 1) else ""
+    model = config.model
+    if sizes["tensor"] > 1 and max(model.hidden_size, model.ffn_hidden_size) >= WIDE * sizes["tensor"]:
+        return "tensor"
+    in_order = any(map(takes_order, block_layers(model)))
+    return "context" if sizes["context"] > 1 and (in_order or config.context_strategy(sizes).permutes) else None

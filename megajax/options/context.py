@@ -25,6 +25,7 @@ class ContextStrategy:
     kept: Callable[[int, float, float, bool], float] = lambda devices, output, keys, by_chunk: 0
     takes_bias: bool = False  # whether scores may have a bias (`model.position: relative`)
     repeats_output: bool = False  # whether attention's output is kept before and after its exchange
+    permutes: bool = False  # whether keys or latents go around a ring by permutations
     in_groups: bool = False  # whether documents are divided among groups of devices (`layout/context_groups.py`)
 
     def head_shards(self, context: int) -> int:
@@ -57,7 +58,7 @@ def _kept_by_gather(devices: int, output: float, keys: float, by_chunk: bool) ->
     return 2 * devices * keys + output if by_chunk else devices * keys
 
 
-RING = ContextStrategy("ring", sends_latents=True, attention_rate=0.95, kept=_kept_by_ring)
+RING = ContextStrategy("ring", sends_latents=True, attention_rate=0.95, kept=_kept_by_ring, permutes=True)
 ALL_GATHER = ContextStrategy(
     "all_gather", sends_latents=True, attention_rate=0.93, kept=_kept_by_gather, takes_bias=True
 )
@@ -69,6 +70,7 @@ HEADS_AND_RING = ContextStrategy(
     attention_rate=RING.attention_rate,
     kept=_kept_by_ring,
     repeats_output=True,
+    permutes=True,
 )
 # The arrays of a group of all devices, which may come in any microbatch
 DYNAMIC = replace(ALL_GATHER, name="dynamic", takes_bias=False, in_groups=True)

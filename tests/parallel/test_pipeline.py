@@ -37,7 +37,7 @@ CASES = [
         marks=pytest.mark.smoke,
     ),
     # One operation a tick: the backward pass of a stage's four layers in two parts.
-    ("llama", {"pipeline": 2, "data": 4}, "1f1b", 1, 4, {"remat": {"policy": "save_matmuls"}}),
+    ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "1f1b", 1, 4, {"remat": {"policy": "save_matmuls"}}),
     # The last virtual stage is empty. Stages do not divide the tokens of a microbatch; no token of the first is valid.
     pytest.param(
         "gpt2 of 3",

@@ -352,14 +352,39 @@ def mixed_meshes() -> list[tuple[dict[str, int], int]]:
 
 def one_operation_rows() -> list[tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]]:
     """(name, model, mesh, sections): stages of two or more layers, which do one operation a tick."""
+    packed = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
     pictures = {"batch": {"global_size": 8, "sequence_length": 32}}
     llama, eight = MODELS["llama"], MODELS["gpt2"] | {"num_layers": 8, "dropout": 0.2}
+    latent, gathered = LATENT_MODELS["dense"] | {"num_layers": 4, "mtp_layers": 1}, {"context": "all_gather"}
     return [
         ("llama", llama, {"pipeline": 2}, {}),
-        ("llama", llama, {"pipeline": 2, "data": 4}, {"remat": {"policy": "selective"}}),
+        ("llama", llama, {"pipeline": 2, "fsdp": 2, "data": 2}, {"remat": {"policy": "selective"}}),
+        ("llama", llama, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}),
         ("llama, 8 layers", llama | {"num_layers": 8}, {"pipeline": 2}, {"kernels": {"scan_unroll": 4}}),
-        ("gpt2, dropout", eight, {"pipeline": 4}, {"remat": {"policy": "save_matmuls"}}),
+        (
+            "llama, documents",
+            llama,
+            {"pipeline": 2, "context": 2, "fsdp": 2},
+            {"data": packed, "communication": gathered},
+        ),
+        (
+            "llama, dynamic",
+            llama,
+            {"pipeline": 2, "context": 4},
+            {"data": packed, "communication": {"context": "dynamic"}},
+        ),
+        ("gpt2, dropout", eight, {"pipeline": 4, "fsdp": 2}, {"remat": {"policy": "save_matmuls"}}),
         ("gpt2, dropout", eight, {"pipeline": 4, "data": 2}, {"kernels": {"scan_unroll": 2}}),
+        ("deepseek", DEEPSEEK | {"num_layers": 4}, {"pipeline": 2, "expert": 2, "fsdp": 2}, {}),
+        ("first dense", FIRST_DENSE | {"num_layers": 7}, {"pipeline": 2, "expert": 2}, {}),
+        (
+            "latent, MTP 1",
+            latent,
+            {"pipeline": 2, "fsdp": 2, "context": 2},
+            {"data": packed, "communication": gathered},
+        ),
+        ("mixtral, 4 layers", EXPERT_MODELS["mixtral"] | {"num_layers": 4}, {"pipeline": 2, "data": 2}, {}),
         ("llama, LoRA", llama, {"pipeline": 2, "data": 2}, LORA),
+        ("T5", T5 | {"num_layers": 4, "dropout": 0.1}, {"pipeline": 2, "data": 2}, pictures),
         ("Qwen3-VL", QWEN3_VL | {"num_layers": 4}, {"pipeline": 2, "data": 2}, pictures),
     ]

@@ -6,12 +6,13 @@ after the stage before it. So a microbatch goes from stage to stage without wait
 A stage has one residual stream: what its next operation reads, and then that operation's result. Before each tick
 stages exchange it with their neighbours, and head and embedding run. What they do then depends on the tick's place in
 its period alone, so all stages run the same collectives. A stage's operation is a program of its own for each buffer
-slot; an idle stage runs none.
+slot; an idle stage runs none. Its collectives are among the devices of the stage, which all run this program.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from megajax.model.sublayer import BlockInputs
 from megajax.parallel import collectives
 from megajax.step.microbatches import run_backward_nodes
 from megajax.step.nodes import HIDDEN, Results, Table
-from megajax.step.pipeline.buffers import BackwardOperation, Carry, add_to_microbatch, switch
+from megajax.step.pipeline.buffers import BackwardOperation, Buffers, Carry, add_to_microbatch, switch
 from megajax.step.pipeline.runner import StageRunner
+from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
 
 
 class Together(NamedTuple):
@@ -32,6 +34,24 @@ class Together(NamedTuple):
     x: jax.Array
     table: Table
     results: Results
+    streams: dict[str, jax.Array]
+
+
+class ForwardState(NamedTuple):
+    """The part of the carry that a forward operation changes, as in `Carry`."""
+
+    x: jax.Array
+    activations: list[Buffers]
+    metrics: list[ByGroup[GroupMetrics]]
+
+
+class BackwardState(NamedTuple):
+    """The part of the carry that a backward operation changes, as in `Carry`."""
+
+    x: jax.Array
+    layer_gradients: list[ByGroup[GroupWeights]]
+    deferred: Buffers  # no arrays
+    amax: list[ByGroup[tuple[Amax, ...]]]
     streams: dict[str, jax.Array]
 
 
@@ -93,8 +113,12 @@ class OneOperationRunner(StageRunner):
     # Each stage
 
     def operate(self, tick: jax.Array, carry: Carry) -> Carry:
-        """A stage's operation of a tick; `carry.x` is the stream that it reads, then its result."""
-        schedule, slots, banks = self.schedule, self.buffer_slots, self.banks
+        """A stage's operation of a tick; `carry.x` is the stream that it reads, then its result.
+
+        Backward operations, which read the buffers, and forward operations, which write them, have a switch each: XLA
+        may copy all buffers at each tick if one branch of a switch writes what another one reads.
+        """
+        schedule, slots = self.schedule, self.buffer_slots
         forward, backward, part, write, read = (
             self.of_stage(table, tick)
             for table in (
@@ -105,34 +129,49 @@ class OneOperationRunner(StageRunner):
                 slots.backward,
             )
         )
-        index, slot = jnp.maximum(jnp.maximum(forward, backward), 0), jnp.where(forward >= 0, write, read)
-        bank, slot = (slot, 0) if banks > 1 else (0, slot)
-        operation = jnp.where(forward >= 0, 0, jnp.where(backward >= 0, 1 + part, -1))
-        programs = [lambda slot, index, inputs, carry: carry]
-        programs += [partial(self.forward, bank) for bank in range(banks)]
-        for segments in self.stack.plan.backward_parts:
-            programs += [partial(self.backward, segments, bank) for bank in range(banks)]
-        inputs = self.microbatch(index).inputs
-        return switch(jnp.where(operation < 0, 0, 1 + operation * banks + bank), programs, slot, index, inputs, carry)
+        index = jnp.maximum(jnp.maximum(forward, backward), 0)
+        inputs, parts = self.microbatch(index).inputs, self.stack.plan.backward_parts
 
-    def forward(self, bank: int, slot: jax.Array, index: jax.Array, inputs: BlockInputs, carry: Carry) -> Carry:
+        bank, slot = self.of_bank(read)
+        programs = [partial(self.backward, *each) for each in itertools.product(parts, range(self.banks))]
+        state = BackwardState(carry.x, carry.layer_gradients, carry.deferred, carry.amax, carry.streams)
+        chosen = jnp.where(backward >= 0, 1 + part * self.banks + bank, 0)
+        state = switch(chosen, [idle, *programs], state, slot, index, inputs, carry.activations)
+        carry = carry._replace(**state._asdict())
+
+        bank, slot = self.of_bank(write)
+        programs = [partial(self.forward, each) for each in range(self.banks)]
+        state = ForwardState(carry.x, carry.activations, carry.metrics)
+        state = switch(jnp.where(forward >= 0, 1 + bank, 0), [idle, *programs], state, slot, inputs)
+        return carry._replace(**state._asdict())
+
+    def of_bank(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(the bank of a buffer slot, the slot in the bank)."""
+        zero = jnp.zeros_like(slot)
+        return (slot, zero) if self.banks > 1 else (zero, slot)
+
+    def forward(self, bank: int, state: ForwardState, slot: jax.Array, inputs: BlockInputs) -> ForwardState:
         """The blocks of a stage; the residuals go to `slot` of `bank`."""
-        buffers = carry.activations, carry.metrics
-        x, activations, metrics = self.stage_forward(0, bank, slot, carry.x, buffers, inputs, None)
-        return carry._replace(x=x, activations=activations, metrics=metrics)
+        x, *buffers = state
+        return ForwardState(*self.stage_forward(0, bank, slot, x, buffers, inputs, None))
 
     def backward(
         self,
         segments: Sequence[int],
         bank: int,
+        state: BackwardState,
         slot: jax.Array,
         index: jax.Array,
         inputs: BlockInputs,
-        carry: Carry,
-    ) -> Carry:
+        activations: list[Buffers],
+    ) -> BackwardState:
         """One part of a stage's backward pass, that of these `segments`."""
-        buffers = carry.layer_gradients, carry.deferred, carry.amax, carry.activations
+        buffers = state.layer_gradients, state.deferred, state.amax, activations
         operation = BackwardOperation(self.stack.groups, inputs, segments)
-        dy, gradients, _, amax = self.stage_backward(operation, 0, bank, slot, carry.x, buffers)
-        streams = add_to_microbatch(carry.streams, dy, index)
-        return carry._replace(x=dy[HIDDEN], layer_gradients=gradients, amax=amax, streams=streams)
+        dy, gradients, deferred, amax = self.stage_backward(operation, 0, bank, slot, state.x, buffers)
+        return BackwardState(dy[HIDDEN], gradients, deferred, amax, add_to_microbatch(state.streams, dy, index))
+
+
+def idle[State](state: State, *_: Any) -> State:
+    """The program of a stage without an operation."""
+    return state
