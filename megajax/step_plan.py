@@ -386,7 +386,8 @@ class StepPlan:
     @cached_property
     def kept_slots(self) -> tuple[int, ...]:
         """The slots whose layers `fsdp` gathers and reduces once a step."""
-        return kept_slots(self.config, self.sizes["pipeline"]) if self.is_unrolled else ()
+        passes = (range(len(self.layer_slots)), *self.parts.slots)
+        return kept_slots(passes) if self.is_pipelined and self.is_unrolled else ()
 
     @property
     def ties_gradients(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megajax.layout.kinds import block_layers
-from megajax.layout.stages import count_layer_slots
+from megajax.layout.stages import FEWEST_KEPT, count_layer_slots
 from megajax.layout.sublayers import takes_order
 from megajax.schema.config import Config
 
@@ -56,6 +56,10 @@ def backward_parts(config: Config, sizes: Mapping[str, int], platform: str = "gp
     lost = (PARTS + 1) * max(largest, count) / (count + sum(costs)) - 1
     if lost > LARGEST_LOSS:
         return BackwardParts(lockstep_because=f"{count} layer slots have no equal halves")
+    shorter, fsdp = min(start, count - start), sizes["fsdp"]
+    if platform != "cpu" and fsdp > 1 and shorter < FEWEST_KEPT:
+        why = f"with mesh.fsdp={fsdp} nothing would hide transfers of weights between halves of {shorter} layers"
+        return BackwardParts(lockstep_because=why)
     return BackwardParts((range(start, count), range(start)))
 
 

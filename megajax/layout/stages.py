@@ -17,6 +17,8 @@ from megajax.schema.config import Config
 from megajax.schema.fields import cached
 from megajax.schema.model import ModelConfig
 
+FEWEST_KEPT = 4  # layers of a pass whose first and last `fsdp` gathers and reduces once per step
+
 
 def virtual_stages(config: Config, stages: int) -> tuple[range, ...]:
     """The layers of each virtual stage: one range for each, or all layers in one for a single stage.
@@ -41,14 +43,14 @@ def image_slots(config: Config, stages: int) -> range:
     return range(min(slots), max(slots) + 1) if slots else range(0)
 
 
-def kept_slots(config: Config, stages: int) -> tuple[int, ...]:
-    """Slots whose layers `fsdp` gathers and reduces once per step: the first and last of four or more, in a pipeline.
+def kept_slots(passes: Iterable[range]) -> tuple[int, ...]:
+    """Slots whose layers `fsdp` gathers and reduces once per step: the first and last of each long pass.
 
-    Otherwise their gathers and reductions would run between forward and backward operations, where no other layer's
-    computation hides them.
+    `passes` are the slots of each pass in an operation of a pipeline. Otherwise these layers' gathers and reductions
+    would run between operations, where no other layer's computation hides them.
     """
-    count = count_layer_slots(config, stages)
-    return (0, count - 1) if stages > 1 and count >= 4 else ()
+    ends = {slot for slots in passes if len(slots) >= FEWEST_KEPT for slot in (slots[0], slots[-1])}
+    return tuple(sorted(ends))
 
 
 def count_layer_slots(config: Config, stages: int) -> int:

@@ -19,6 +19,10 @@ CASES: list[tuple[str, list[range] | str]] = [  # of Llama 3 8B's 16 layers on t
     ("pipeline.virtual_stages=2", "pipeline.virtual_stages=2"),
     ("pipeline.schedule=zero_bubble", "pipeline.schedule=zero_bubble"),
     ("mesh.fsdp=2 mesh.context=2", [range(4, 8), range(4)]),
+    (
+        "mesh.fsdp=2 model.num_layers=12",
+        "with mesh.fsdp=2 nothing would hide transfers of weights between halves of 3 layers",
+    ),
     ("model.num_experts=8 model.experts_per_token=2 kernels.grouped_matmul=reference", [range(4, 8), range(4)]),
 ]
 
