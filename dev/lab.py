@@ -31,10 +31,12 @@ precision: {compute: float32}
 schedule: {kind: constant, learning_rate: 3.0e-3}
 logging: {tensorboard: false}
 """
-# Dropout and microbatches, so that a wrong random key or position in the data would show; Megatron's order is stored.
+# Dropout, microbatches and a rate that changes, so that a wrong random key, step or position in the data would show;
+# Megatron's order is stored.
 LONG = (
     *("run.steps=120", "run.checkpoint_interval=7", "run.eval_interval=40", "run.eval_steps=1", "model.dropout=0.1"),
     *("batch.num_microbatches=2", "data.split='8,2,0'", "data.order=megatron"),
+    *("schedule.kind=linear", "schedule.warmup_steps=9", "schedule.decay_steps=200"),
 )
 MESHES = {1: ("mesh.data=2", "mesh.tensor=2"), 2: ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")}  # by processes
 NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens")

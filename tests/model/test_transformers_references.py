@@ -27,7 +27,10 @@ ON_A_MESH = tuple(f"tiny_{name}" for name in ON_A_MESH)
 # On one device their gradients are computed with the logits.
 HYBRIDS = ("tiny_falcon_h1", "tiny_qwen3_next")  # Mamba-2 and gated DeltaNet
 SMOKE = ("tiny_gpt2", "tiny_llama", "tiny_mixtral", "tiny_deepseek_v3")
-LOGITS = [pytest.param(path, id=path.stem, marks=[pytest.mark.smoke] if path.stem in SMOKE else []) for path in FILES]
+# Their blocks are among those of qwen3_next and nemotron_h.
+LONG = ("tiny_qwen3_5_text", "tiny_qwen3_5_moe_text", "tiny_mamba2")
+MARKS = dict.fromkeys(SMOKE, pytest.mark.smoke) | dict.fromkeys(LONG, pytest.mark.long)
+LOGITS = [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in FILES]
 FAST_ON_A_MESH = ("tiny_deepseek_v3", "tiny_gpt_oss")  # test_hybrids.py and others have meshes of the other mixers
 TOLERANCE = 1e-5
 

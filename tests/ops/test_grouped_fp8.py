@@ -232,7 +232,7 @@ def compiled_products():
     return jax.jit(functools.partial(all_products, *(functools.partial(f, **how) for f in kernels)))
 
 
-@pytest.mark.parametrize("sizes", ["uneven", pytest.param("rows left over", marks=pytest.mark.long)])
+@pytest.mark.parametrize("sizes", ["rows left over", pytest.param("uneven", marks=pytest.mark.long)])
 def test_kernels_multiply(rng, sizes):
     sizes = SIZES[sizes]
     arrays = operands(rng, sizes)

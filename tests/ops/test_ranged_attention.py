@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops import AttentionSettings, attention, partial_attention, ranged_attention, ranged_attention_triton
+from megajax.ops import (
+    AttentionSettings,
+    attention,
+    documents_of,
+    partial_attention,
+    ranged_attention,
+    ranged_attention_triton,
+)
 from megajax.ops.query_ranges import Options
 from megajax.ops.ranged_attention import attend
 from megajax.ops.ranged_attention_triton import AttentionTiling, AttentionTilings
@@ -63,7 +70,7 @@ def expected(q, k, v, first, end, softcap, dout, whole_lse=None, whole_out=None)
     return out, lse, np.einsum("bnqk,bknh->bqnh", ds, k), dk, dv
 
 
-def tensors(rng, N=1, K=1, SK=SK, H=H, W=H) -> list[jax.Array]:
+def tensors(rng, N=1, K=1, SK=SK, H=H, W=H, B=B) -> list[jax.Array]:
     """q, k, v and dout; values are W wide."""
     shapes = (SQ, N, H), (SK, K, H), (SK, K, W), (SQ, N, W)
     return [jnp.asarray(rng.normal(size=(B, *shape)), jnp.bfloat16) for shape in shapes]
@@ -104,8 +111,9 @@ def test_keys_may_be_wider_than_values_as_in_latent_attention(rng, error, kernel
 
 
 def test_heads_may_have_sinks(rng, error, monkeypatch):
+    """Of two sequences with other documents."""
     monkeypatch.setattr(partial_attention, "Options", functools.partial(Options, interpret=True))
-    q, k, v, dout = (a[:, :50] for a in tensors(rng, N=2, K=1))
+    q, k, v, dout = (a[:, :50] for a in tensors(rng, N=2, K=1, B=2))
     sinks = jnp.array([-1.0, 2.0])
     found = gradients(q, k, v, sinks, dout, "pallas")
     assert [a.dtype for a in found] == [jnp.bfloat16] * 4 + [jnp.float32]
@@ -115,12 +123,16 @@ def test_heads_may_have_sinks(rng, error, monkeypatch):
         assert error(one, other) < 1e-2
 
 
+DOCUMENTS = np.stack([np.repeat([0, 1], lengths) for lengths in ([17, 33], [41, 9])])
+
+
 @functools.partial(jax.jit, static_argnames="implementation")
 def gradients(q, k, v, sinks, dout, implementation) -> tuple[jax.Array, ...]:
     """The output and the gradients of q, k, v and sinks."""
 
     def attended(q, k, v, sinks):
-        return attention(q, k, v, AttentionSettings(21, 1.5, SCALE, sinks), implementation=implementation)[0]
+        settings, documents = AttentionSettings(21, 1.5, SCALE, sinks), documents_of(jnp.asarray(DOCUMENTS))
+        return attention(q, k, v, settings, implementation=implementation, documents=documents)[0]
 
     out, pull = jax.vjp(attended, q, k, v, sinks)
     return out, *pull(dout)

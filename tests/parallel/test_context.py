@@ -341,7 +341,6 @@ MODELS = {
         "num_heads": 4,
         "mamba2": MAMBA["mamba2"],
         "block_pattern": ["mamba2", "attention"],
-        "dropout": 0.2,
     },
 }
 PACKED = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}

@@ -50,7 +50,7 @@ def run(table, recipe, model, mesh, microbatches, weights=None, **sections):
     )
     count = int(np.prod(list(mesh.values()) or [1]))
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
-    weights = weights or table.canonical(program, program.init_state().params)
+    weights = weights or table.weights_of(config)
     state, losses, gradients = table.first_state(program, weights), [], {}
     for fields in table.make_batches(config):
         state, metrics = program.train_step(state, to_global(program, fields))

@@ -16,6 +16,7 @@ from megajax.errors import ConfigError
 DENSE = {name: value for name, value in MAMBA.items() if name not in ("num_experts", "experts_per_token", "router")}
 DENSE = {name: value for name, value in DENSE.items() if name != "expert_ffn_hidden_size"}
 DENSE |= {"kda": KIMI["kda"], "linear_attention": HYBRID["linear_attention"]}
+ALL = ("gated_deltanet", "kda", "attention_mamba2")
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 
 
@@ -23,9 +24,10 @@ def make(table, mesh, microbatches, model, **sections):
     return table.make_config(model, mesh, microbatches=microbatches, steps=2, optimizer="sgd", **sections)
 
 
-def test_a_mesh_trains_as_one_device_does(table, difference):
-    """Documents across devices, which hold consecutive tokens."""
-    model = DENSE | {"num_layers": 3, "block_pattern": ["gated_deltanet", "kda", "attention_mamba2"]}
+@pytest.mark.parametrize("kinds", [("gated_deltanet", "kda"), pytest.param(ALL, marks=pytest.mark.long)], ids=len)
+def test_a_mesh_trains_as_one_device_does(table, difference, kinds):
+    """Documents across devices, which hold consecutive tokens. Mamba-2: tests/parallel/test_context.py too."""
+    model = DENSE | {"num_layers": len(kinds), "block_pattern": [*kinds]}
     sections = {"data": DOCUMENTS}
     found = difference(make(table, {"tensor": 2, "context": 2}, 1, model, **sections))
     assert not found.problems(), found

@@ -149,6 +149,7 @@ def initial(table):
     return of
 
 
+@pytest.mark.long
 def test_initial_weights_are_the_same_bit_for_bit_on_a_mesh(table, initial):
     config = options_config(table, "padded_gpt2", {"fsdp": 2, "tensor": 4}, 1)
     expected, found = initial(table.reference_config(config)), initial(config)
@@ -156,6 +157,7 @@ def test_initial_weights_are_the_same_bit_for_bit_on_a_mesh(table, initial):
         assert np.array_equal(found[name].view(np.uint32), weight.view(np.uint32)), name
 
 
+@pytest.mark.long
 def test_the_evaluation_loss_is_that_of_the_reference(table):
     config = options_config(table, "padded_gpt2", TRIPLE, 2)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))

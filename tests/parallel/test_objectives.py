@@ -120,7 +120,7 @@ def expected(table):
 THREE = {"fsdp": 2, "tensor": 2, "context": 2}
 CASES = [("smoothed", THREE), pytest.param("test_focal", THREE, marks=pytest.mark.long)]
 # One that needs whole sequences.
-CASES += [("test_pairs", {"pipeline": 2, "context": 2})]
+CASES += [("test_pairs", {"context": 2}), pytest.param("test_pairs", {"pipeline": 2}, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)

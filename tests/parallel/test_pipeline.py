@@ -106,7 +106,8 @@ def build(config) -> TrainProgram:
 
 
 def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table, make_config):
-    config = make_config("gpt2 of 3", {"pipeline": 2, "tensor": 2}, virtual_stages=2, microbatches=2)
+    mesh = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+    config = make_config("gpt2 of 3", mesh, virtual_stages=2, microbatches=2)
     single, staged = build(table.reference_config(config)), build(config)
     params = staged.init_state().params
     found, expected = table.canonical(staged, params), table.canonical(single, single.init_state().params)

@@ -146,9 +146,10 @@ def test_a_run_reads_the_teachers_weights(table, tmp_path, monkeypatch):
         return trainer
 
     of_teacher = {"teacher": {}, "objective": {"kind": "next_token", "settings": {}}}
+    narrow = {"model": {**TINY, "num_layers": 1}, "microbatches": 1}
     wider = {**TINY, "num_layers": 1, "num_heads": 4, "tie_embeddings": True}
-    base = run("teacher", 1, model=wider, **of_teacher, **data)
-    teacher = {"teacher": {"model": wider, "source": "teacher"}}
+    base = run("teacher", 1, **narrow | {"model": wider}, **of_teacher, **data)
+    teacher = {"teacher": {"model": wider, "source": "teacher"}, **narrow}
     trained = run("student", 1, **teacher, **data)
     for name, w in base.state.params.items():
         found = trained.state.frozen[f"teacher.{name}"]

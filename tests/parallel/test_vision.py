@@ -23,7 +23,8 @@ TEXT = {
     "hidden_size": 16,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "ffn_hidden_size": 24,
+    "head_dim": 6,
+    "ffn_hidden_size": 20,
     "vocab_size": 50,
     "vocab_multiple": 4,
     "init_std": 0.2,
@@ -34,7 +35,7 @@ TOWER |= {"patch_size": 2, "merge": 2}
 # over images, features that are added after two of three layers, positions that take turns
 WINDOWS = {"window": 4, "global_layers": [1], "norm": "rmsnorm", "patches_per_row": 48, "temporal_patch_size": 2}
 WINDOWS |= {"grid": 3, "interpolate": True, "deepstack_layers": [0, 1]}
-SECTIONS = {"rope_sections": [1, 1, 1], "rope_interleaved": True, "head_dim": 6, "num_layers": 3}
+SECTIONS = {"rope_sections": [1, 1, 1], "rope_interleaved": True, "num_layers": 3}
 # As Gemma 3's: learned positions, averages, attention to both sides within an image, also in windows
 AVERAGE = {"grid": 4, "projector": "average", "bidirectional": True, "patches_per_row": 48}
 MODELS = {
@@ -139,7 +140,8 @@ def test_flops_are_those_of_the_tower_too(table):
     layers = 2 * rows * (4 * D * D + 2 * D * F + 16 * pair)
     patches, projector = rows * 12 * D, rows / 4 * D * D
     local, whole = 5 - 25 / (2 * S), S / 2
-    text = 2 * (2 * D * D + 2 * D * 8 + 3 * D * F) + (local + whole) * pair + D * V
+    N, K, G, of_text = 4 * 6, 2 * 6, 20, 2 * 4 * 6  # heads of 6, two of them with keys and values
+    text = 2 * (2 * D * N + 2 * D * K + 3 * D * G) + (local + whole) * of_text + D * V
 
     def of(*parameters: list[str]) -> float:
         return flops_per_token(make(table, "average", {}, **(groups(*parameters) if parameters else {})))
@@ -149,7 +151,7 @@ def test_flops_are_those_of_the_tower_too(table):
     assert tower_frozen == pytest.approx((2 * (layers + patches) + 6 * projector) / S + 6 * text)
     projector_frozen = of(["vision.projector.*"])  # gradients pass through it
     assert projector_frozen == pytest.approx((6 * (layers + patches) + 4 * projector) / S + 6 * text)
-    attended = 2 * (local + whole) * pair  # as of adapters' bases, attention counts whole
+    attended = 2 * (local + whole) * of_text  # as of adapters' bases, attention counts whole
     text_frozen = of(["vision.*"], ["*"])
     assert text_frozen == pytest.approx(6 * (layers + patches + projector) / S + 4 * text + attended)
     whole = flops_per_token(make(table, "windows", {}, vision={"window": None, "global_layers": []}))

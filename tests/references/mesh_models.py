@@ -33,11 +33,13 @@ DEEP_OPTIMIZERS = {"llama": "adamw", "gpt2": "sgd"}
 MIXTRAL = {
     "num_layers": 2,
     "hidden_size": 32,
+    # Sizes of different axes differ, or a transposed array would have the right shape.
     "num_heads": 4,
-    "num_kv_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 12,
     "vocab_size": 250,
     "init_std": 0.1,
-    "ffn_hidden_size": 48,
+    "ffn_hidden_size": 40,
     "num_experts": 8,
     "experts_per_token": 2,
     "router": {"global_loss": 0.1, "sequence_loss": 0.05, "z_loss": 0.01},

@@ -35,10 +35,12 @@ COUNTS, ROUTER_METRICS = ("expert_counts", "dropped_tokens"), set(MoE.METRICS)
 PLAIN_VALUE, PLAIN_GRADIENT = 5e-6, 2e-5
 ZERO_TOLERANCE = 1e-6  # gradients whose true value is zero, over the norm of the whole gradient
 
+# No two steps have the same rate.
+SCHEDULE = {"kind": "linear", "decay_steps": 40}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
-    "muon": {"optimizer": {"kind": "muon"}, "schedule": {"kind": "constant", "learning_rate": 1e-3}},
-    "sgd": {"optimizer": {"kind": "sgd", "clip_norm": 0.0}, "schedule": {"kind": "constant", "learning_rate": 2e-2}},
+    "adamw": {"optimizer": {"kind": "adamw"}, "schedule": {**SCHEDULE, "learning_rate": 1e-3}},
+    "muon": {"optimizer": {"kind": "muon"}, "schedule": {**SCHEDULE, "learning_rate": 1e-3}},
+    "sgd": {"optimizer": {"kind": "sgd", "clip_norm": 0.0}, "schedule": {**SCHEDULE, "learning_rate": 2e-2}},
 }
 
 

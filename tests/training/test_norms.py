@@ -50,8 +50,9 @@ def numpy_norms(arrays):
     return norms | {"layers": np.sqrt(layers)}
 
 
-def test_norms_equal_numpy_on_one_device_and_on_a_mesh(make_config):
-    program, state, batch = prepared(make_config, 1, "batch.num_microbatches=1")
+def test_norms_equal_numpy(make_config):
+    """Of weights in shards."""
+    program, state, batch = prepared(make_config, 2, "batch.num_microbatches=1", "mesh.fsdp=2")
     norms = Norms(program)
     assert norms.before(3, state, batch) == {}
     logged = jax.device_get(norms.before(2, state, batch))
@@ -72,9 +73,14 @@ def test_norms_equal_numpy_on_one_device_and_on_a_mesh(make_config):
     total = sum(np.square(logged[f"grad_norm/{name}"]).sum() for name in before)
     assert np.sqrt(total) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
 
-    program, state, batch = prepared(make_config, 4, *MESH)
-    assert any(placement.reordered for placement in program.placements.values())
-    for name, own in jax.device_get(Norms(program).before(2, state, batch)).items():
+
+@pytest.mark.long
+def test_layers_of_virtual_stages_have_their_norms(make_config):
+    runs = (prepared(make_config, 4, *MESH), prepared(make_config, 1))
+    assert any(placement.reordered for placement in runs[0][0].placements.values())
+    found, logged = (jax.device_get(Norms(program).before(2, state, batch)) for program, state, batch in runs)
+    assert found.keys() == logged.keys()
+    for name, own in found.items():
         np.testing.assert_allclose(own, logged[name], rtol=1e-5, err_msg=name)
 
 

@@ -24,7 +24,7 @@ from megajax.training.loop import Trainer
 
 STEPS = 12
 OPTIONS = (f"run.steps={STEPS}", "run.checkpoint_interval=6", "run.eval_interval=2", "run.eval_steps=1")
-OPTIONS += ("data.split='8,2,0'", "model.num_layers=2")
+OPTIONS += ("data.split='8,2,0'", "model.num_layers=2", "schedule.kind=cosine")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 

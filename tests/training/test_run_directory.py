@@ -14,6 +14,7 @@ import jax
 import pytest
 from trainers import StoppedTrainer
 
+from megajax import train
 from megajax.config import load_config
 from megajax.errors import InputError
 from megajax.schema.tree import read_file
@@ -312,9 +313,11 @@ def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path, make_confi
 REFUSED = ("data.order=megatron", "data.split='1,0,0'", "run.checkpoint_interval=2", "run.eval_interval=2")
 
 
-def test_a_refused_start_leaves_nothing_behind(start, tmp_path):
-    run = start(f"run.dir={tmp_path / 'runs' / 'run'}", *REFUSED, "checkpoint.keep_best=1")
-    assert run.finish() == 2 and "checkpoint.keep_best=1" in run.output
+def test_a_refused_start_leaves_nothing_behind(tiny, text, tmp_path, capsys):
+    overrides = [f"run.dir={tmp_path / 'runs' / 'run'}", *REFUSED, "checkpoint.keep_best=1", "mesh.data=-1"]
+    with pytest.raises(SystemExit, match="2"):
+        train.main([str(tiny), f"data.train={text}", *overrides])
+    assert "checkpoint.keep_best=1" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

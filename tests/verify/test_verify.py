@@ -157,6 +157,7 @@ def test_a_checkpoint_that_loses_layer_state_is_named(one, expected, checkpoint,
     assert "the layer state of blocks.moe.moe.expert_bias after step 2" in replace(difference, problems=()).first
 
 
+@pytest.mark.long
 def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     """Rounding moves FP8's runs by the measured distance; histories and the block's own state are compared."""
     monkeypatch.setitem(KINDS, "squared", {})
