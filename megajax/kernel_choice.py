@@ -74,6 +74,11 @@ class Kernels:
     symmetric_matmul: ops.ElementwiseImplementation = "reference"  # Muon's, with half of the operations
 
     @property
+    def save_fp8(self) -> bool:
+        """Whether layers in FP8 save their inputs in it: not those whose matmuls quantise them again."""
+        return self.fp8 not in ("emulated", "cudnn")
+
+    @property
     def experts(self) -> ops.ExpertKernels:
         # The reference of grouped matmuls reads rows that the activation's kernel does not write.
         elementwise = "reference" if self.grouped_matmul == "reference" else self.elementwise

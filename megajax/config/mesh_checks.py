@@ -172,7 +172,7 @@ def check_fp8_shapes(config: Config, sizes: dict[str, int]) -> None:
             found = "is not one" if shape.endswith(f"={width}") else f"is {width}"
             problem = f"{format_keys(config, recipe)} needs multiples of {chosen.multiple}, but {shape} {found}"
             fail(config, problem, f"change it, or set {recipe}=none", recipe)
-    if chosen.in_blocks:
+    if chosen.in_blocks and not chosen.has_hopper_kernels:
         return
     gated = 1 + is_gated(model)
     attention = model.num_heads * model.head_dim + model.num_kv_heads * (model.head_dim + model.value_dim)

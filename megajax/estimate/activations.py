@@ -39,7 +39,7 @@ class Activations:
 
     def trace(self, block: str, fp8: bool = False, recompute: tuple[str, ...] = ()) -> BlockTrace:
         """The trace of a kind of block on a device of this plan."""
-        quantised = fp8 and self.config.precision.fp8.chosen.has_kernels  # in blocks what is kept is not
+        quantised = fp8 and self.plan.kernels.save_fp8
         return self.traces.of(block, LayerForm(self.shards[block], quantised, recompute))
 
     def saved(self, block: str, segment: LayerSegment, stacked: bool) -> int:
@@ -154,7 +154,7 @@ class Activations:
     @property
     def in_fp8(self) -> float:
         """The part of the layers whose operands are kept in FP8."""
-        layers = self.config.fp8_layers if self.config.precision.fp8.chosen.has_kernels else ()
+        layers = self.config.fp8_layers if self.plan.kernels.save_fp8 else ()
         return len(layers) / self.config.model.num_layers
 
 

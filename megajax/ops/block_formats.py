@@ -15,9 +15,9 @@ from jax import lax
 
 from megajax.ops.numerics import mix
 
-# "cudnn": one block-scaled call, on Blackwell. "emulated": the numbers that the blocks stand for, multiplied in BF16 or
-# FP32 with FP32 sums.
-Implementation = Literal["emulated", "cudnn"]
+# "cudnn": one block-scaled call, on Blackwell. "pallas": megajax's kernels for Hopper. "emulated": the numbers that the
+# blocks stand for, multiplied in BF16 or FP32 with FP32 sums.
+Implementation = Literal["emulated", "cudnn", "pallas"]
 
 
 class Minifloat(NamedTuple):

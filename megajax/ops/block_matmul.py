@@ -1,4 +1,7 @@
-"""The three matmuls of a linear layer with operands that are quantised in blocks along the summed dimension of each."""
+"""The three matmuls of a linear layer with operands that are quantised in blocks along the summed dimension of each.
+
+With kernels of megajax's own ("pallas") a tensor is quantised along both dimensions at once, before its first product.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from megajax.ops import fp8_reference, grouped_fp8_reference
+from megajax.ops import blockwise_fp8_kernels, blockwise_kernel, fp8_reference, grouped_fp8_reference
 from megajax.ops.block_formats import BlockOperand, BlockRecipe, Implementation, multiply, operand_dtype, random_bits
+from megajax.ops.blockwise_fp8_kernels import BothWays
 from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights
 from megajax.ops.grouped_matmul import weight_gradient as grouped_gradient
 from megajax.ops.grouped_rows import STEP, padded_rows, steps
@@ -102,6 +106,23 @@ def weight_gradient(
         total = found if total is None else total + found
     assert total is not None
     return w.with_gradient(total)
+
+
+# With megajax's own kernels
+
+
+def kernel_product(x: BothWays, w: BlockWeight, which: str, dtype: Any) -> jax.Array:
+    """`product`."""
+    assert x.rows is not None
+    return blockwise_kernel.matmul(*x.rows, *blockwise_fp8_kernels.quantise_weight(w.values, which), dtype)
+
+
+def kernel_weight_gradient(xs: Sequence[BothWays], dys: Sequence[BothWays], w: BlockWeight, dtype: Any) -> BlockWeight:
+    """`weight_gradient`."""
+    pairs = zip(xs, dys, strict=True)
+    return w.with_gradient(
+        reduce(jnp.add, [blockwise_kernel.matmul(*x.columns, *dy.columns, dtype) for x, dy in pairs])
+    )
 
 
 # Experts: rows [R, F] sorted by expert, and the rows of a group are summed over in the gradient of its matrix

@@ -35,7 +35,7 @@ __all__ = [
 
 Implementation = Literal["reference", "pallas", "transformer_engine", "emulated", "cudnn"]
 # The least compute capabilities with FP8 matmuls as these kernels need them, and with block-scaled ones
-ADA, BLACKWELL = 8.9, 10.0
+ADA, HOPPER, BLACKWELL = 8.9, 9.0, 10.0
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -115,14 +115,17 @@ def _choose_for_blocks(
     """On GPUs nothing is emulated that is not asked for, because it is slower than BF16."""
     if not on_gpu or backend == "emulated":
         return "emulated"
-    if not recipe.has_block_scaled_dot:
+    here = f"and this one has compute capability {capability}"
+    if not recipe.has_block_scaled_dot and not recipe.has_hopper_kernels:
         problem = "has no kernels for GPUs"
-    elif capability is not None and capability < BLACKWELL:
-        problem = f"needs Blackwell GPUs or newer, and this one has compute capability {capability}"
+    elif recipe.has_hopper_kernels and capability not in (None, HOPPER):
+        problem = f"has kernels for Hopper GPUs only, {here}"
+    elif recipe.has_block_scaled_dot and capability is not None and capability < BLACKWELL:
+        problem = f"needs Blackwell GPUs or newer, {here}"
     elif experts:
         problem = "has no grouped kernels for experts"
     else:
-        return "cudnn"
+        return "pallas" if recipe.has_hopper_kernels else "cudnn"
     other = "none" if capability is not None and capability < ADA else "current"
     raise ConfigError(
         f"precision.fp8.recipe={recipe.name} {problem}: set precision.fp8.backend=emulated, which computes its numbers "

@@ -143,10 +143,7 @@ def _over_tiles(
     (amax,) without a scale.
     """
     T, _, F = operands[0].shape
-    if parts * T * F >= 2**31:
-        raise ValueError(
-            f"{parts * T * F:,} elements: the kernels count them in 32 bits, quantise fewer tokens at once."
-        )
+    require_countable(parts * T * F)
     block_t, block_f = tiling.tokens, tiling.features
     blocks_t, blocks_f = pl.cdiv(T, block_t), pl.cdiv(F, block_f)
     inputs = list(operands)
@@ -177,6 +174,12 @@ def _over_tiles(
         return (largest,)
     q, q_t = quantised
     return q.reshape(T, parts * F), q_t.reshape(parts * F, T), largest
+
+
+def require_countable(elements: int) -> None:
+    """Raises ValueError if there are more than Triton's addresses count."""
+    if elements >= 2**31:
+        raise ValueError(f"{elements:,} elements: the kernels count them in 32 bits, quantise fewer tokens at once.")
 
 
 def _kernel(

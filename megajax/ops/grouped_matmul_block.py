@@ -119,7 +119,7 @@ class ThreadBlock:
             def load_step(step, done):
                 slot = lax.rem(done, stages)
                 pl.when(done >= stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
-                work.load(tile, step, self.a.at[slot], self.b.at[slot], self.arrived.at[slot])
+                self._load_step(work, tile, step, slot)
                 return done + 1
 
             return lax.fori_loop(0, work.steps(tile), load_step, done)
@@ -130,6 +130,9 @@ class ThreadBlock:
         @pl.loop(jnp.maximum(done - stages, 0), done)
         def _wait(step):
             plgpu.barrier_wait(self.consumed.at[lax.rem(step, stages)])
+
+    def _load_step(self, work: KernelWork, tile: tuple, step: jax.Array, slot: jax.Array) -> None:
+        work.load(tile, step, self.a.at[slot], self.b.at[slot], self.arrived.at[slot])
 
     def _compute(self, work: KernelWork, wg: jax.Array) -> None:
         tiling, stages = self.tiling, self.tiling.stages

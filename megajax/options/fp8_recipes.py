@@ -21,6 +21,7 @@ class Fp8Recipe:
     # Operands are quantised in blocks (`ops/block_recipes.py`), and not with one scale a tensor
     in_blocks: bool = False
     has_block_scaled_dot: bool = False  # Blackwell multiplies its blocks
+    has_hopper_kernels: bool = False  # megajax's own quantise and multiply its blocks on Hopper GPUs
     multiple: int = 1  # of the widths and the tokens on a device
     rounded: Rounding | None = None  # of an extension: the numbers that its format has, of any operand
 
@@ -31,7 +32,7 @@ class Fp8Recipe:
 
 
 NONE, CURRENT = Fp8Recipe("none", is_on=False), Fp8Recipe("current", multiple=16)
-BLOCKWISE = Fp8Recipe("blockwise", in_blocks=True)
+BLOCKWISE = Fp8Recipe("blockwise", in_blocks=True, has_hopper_kernels=True, multiple=16)
 MXFP8 = Fp8Recipe("mxfp8", in_blocks=True, has_block_scaled_dot=True, multiple=32)
 NVFP4 = Fp8Recipe("nvfp4", in_blocks=True, has_block_scaled_dot=True, multiple=16)
 RECIPES = Registry(

@@ -20,7 +20,8 @@ class BlockWeights:
 
     def __init__(self, plan: StepPlan, max_over_devices: MaxOverDevices):
         self.recipe, self.max_over_devices = block_recipe(plan.fp8.chosen), max_over_devices
-        self.implementation: Implementation = "cudnn" if plan.kernels.fp8 == "cudnn" else "emulated"
+        chosen = plan.kernels.fp8
+        self.implementation: Implementation = chosen if chosen == "cudnn" or chosen == "pallas" else "emulated"
 
     def of(self, used: Mapping[str, jax.Array], weights: Mapping[str, Weight], inputs: BlockInputs, layer: Any):
         """The weights `used` of linear layers by name, of the layer with this index, as `BlockWeight`s."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from first_gradients import EXPERTS, MODEL, build, difference, first_gradients, make
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.config import Fp8Recipe, register_fp8
 from megajax.config.checks import check_mesh
@@ -16,9 +17,10 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
 from megajax.kernel_choice import HOPPER, Hardware, Kernels
 from megajax.mesh import AXES
-from megajax.ops import fp8, nvfp4
+from megajax.ops import blockwise_fp8_kernels, blockwise_kernel, fp8, nvfp4
 from megajax.ops.block_matmul import BlockWeight, RoundingNoise
 from megajax.ops.block_recipes import IMPLEMENTATIONS, block_recipe
+from megajax.ops.grouped_matmul_block import MatmulTiling
 from megajax.options.fp8_recipes import RECIPES
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.linear import TensorParallel, column_linear
@@ -54,13 +56,13 @@ def four_bits_by_hand(x: np.ndarray, axis: int) -> np.ndarray:
     return np.array(out) if axis == 1 else np.array(out).T
 
 
-def products(layer, recipe, rng):
+def products(layer, recipe, rng, implementation="emulated"):
     """x, w, dy, and the output and both gradients of a linear layer on one device."""
     x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 96), (96, 128), (64, 128)))
     linear = getattr(MeshComm(dict.fromkeys(AXES, 1), Kernels(), Collectives(), deterministic=False), layer)
 
     def apply(x, w):
-        used = BlockWeight(w, None, None, recipe, "emulated")
+        used = BlockWeight(w, None, None, recipe, implementation)
         return linear(x, used.with_amax(jax.lax.stop_gradient(w), lambda amax: amax))
 
     @jax.jit
@@ -81,11 +83,24 @@ def test_blocks_lie_along_the_axis_that_each_matmul_sums_over(layer):
     np.testing.assert_allclose(dw, hand(x, 0).T @ hand(dy, 0), **close)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_layer_multiplies_the_numbers_of_the_format(name):
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels run without a GPU."""
+    for name in ("quantise", "quantise_weight", "gated", "gated_backward"):
+        function = partial(getattr(blockwise_fp8_kernels, name), interpret=True)
+        monkeypatch.setattr(blockwise_fp8_kernels, name, function)
+    how = {"blocks": 1, "interpret": plgpu.InterpretGPUParams(detect_races=False)}
+    how["tiling"] = MatmulTiling(rows=64, cols=64, stages=2)
+    monkeypatch.setattr(blockwise_kernel, "matmul", partial(blockwise_kernel.matmul, **how))
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*((name, "emulated") for name in IMPLEMENTATIONS), ("blockwise", "pallas")]
+)
+def test_a_layer_multiplies_the_numbers_of_the_format(name, implementation, interpreted):
     """Those of test_block_formats.py; FP4's gradients here to the nearest number."""
     recipe = IMPLEMENTATIONS[name]
-    (x, w, dy), found = products("column_linear", recipe, np.random.default_rng(2))
+    (x, w, dy), found = products("column_linear", recipe, np.random.default_rng(2), implementation)
 
     quantised = jax.jit(recipe.quantised, static_argnums=1)
 
@@ -178,7 +193,15 @@ KERNELS = [
         "nvfp4 needs Blackwell GPUs or newer, and this one has compute capability 9.0: set",
     ),
     ("mxfp8", "xla", BLACKWELL, True, "mxfp8 has no grouped kernels for experts: set precision.fp8.backend=emulated"),
-    ("blockwise", "xla", BLACKWELL, False, "blockwise has no kernels for GPUs: set precision.fp8.backend=emulated"),
+    ("blockwise", "xla", HOPPER, False, "pallas"),
+    ("blockwise", "xla", HOPPER, True, "blockwise has no grouped kernels for experts: set precision.fp8.backend=em"),
+    (
+        "blockwise",
+        "xla",
+        BLACKWELL,
+        False,
+        "blockwise has kernels for Hopper GPUs only, and this one has compute capability 10.0: set",
+    ),
     ("int8_rows", "xla", HOPPER, False, "int8_rows has no kernels for GPUs"),
 ]
 
@@ -214,7 +237,7 @@ def test_what_it_cannot_do_is_refused():
     narrow = make("mxfp8", MODEL | {"ffn_hidden_size": 96}, {"tensor": 2})
     with pytest.raises(ConfigError, match="mxfp8 needs multiples of 32, but model.ffn_hidden_size=96 / .* is 48"):
         check_mesh(narrow, 2)
-    check_mesh(make("blockwise", MODEL | {"ffn_hidden_size": 100}, {"tensor": 2}), 2)
+    check_mesh(make("blockwise", MODEL | {"ffn_hidden_size": 96}, {"tensor": 2}), 2)
     with pytest.raises(ConfigError, match="current exists already"):
         register_fp8(Fp8Recipe("current", rounded=in_four_bits))
     with pytest.raises(ConfigError, match="mine has no function `rounded`"):

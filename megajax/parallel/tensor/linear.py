@@ -8,7 +8,8 @@ Decomposition"): the product of one device's tokens is computed while the next d
 the next product is computed.
 
 In FP8 the quantised tensor is sent, and its transpose is saved for the backward pass. With a recipe in blocks tensors
-are sent and saved in the compute dtype, because each matmul quantises them along another dimension.
+are sent in the compute dtype, because each matmul quantises them along another dimension. They are saved in it too, or
+with kernels of megajax's own in FP8, quantised along the tokens.
 
 A weight with a low-rank adapter (`model.lora`) is three of these layers. Only their product of width R crosses devices:
 a column layer multiplies its own tokens by A and gathers that product; a row layer sums it over `tensor` and multiplies
@@ -28,15 +29,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.model.lora import Adapted
 from megajax.model.sublayer import add_bias
-from megajax.ops import block_matmul, fp8, mlp_kernel
+from megajax.ops import block_matmul, blockwise_fp8, blockwise_fp8_kernels, fp8, mlp_kernel
 from megajax.ops.barriers import not_before
 from megajax.ops.block_matmul import BlockWeight, TokenPiece
+from megajax.ops.blockwise_fp8_kernels import BothWays
 from megajax.ops.expert_mlp import LinearWeight
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.mlp_activation import ElementwiseImplementation, activate, activate_and_gradient
 from megajax.parallel.tensor.ring import TensorRing
 
 # A tensor of all tokens, in the order of TensorRing: arrays [T / tensor, F], in FP8 Operands, with blocks TokenPieces
+# or BothWays
 Pieces = Sequence[Any]
 
 
@@ -190,7 +193,7 @@ def _activation_row_forward(
     acts = _activated(tp, activation, ups, w_down)
     y = tp.ring.reduce_scatter_pieces(_products(tp, acts, w_down, "input", x.dtype))
     # In BF16 the kernel of the activation's gradient recomputes the activation: a fifth less memory for 0.2 % of time.
-    kept = _kept(tp, acts) if isinstance(w_down, Fp8Weight) else None
+    kept = _kept(tp, acts) if _has_kernels(w_down) else None
     return y, (_kept(tp, xs), ups, kept, w_up, w_down)
 
 
@@ -279,18 +282,25 @@ def _gathered_products(
 
 def _activated(tp: TensorParallel, kind: str, ups: Sequence[jax.Array], w: LinearWeight) -> Pieces:
     """The activation of each piece, as input of the layer with weight `w`."""
-    if not isinstance(w, Fp8Weight) or kind not in mlp_kernel.KINDS:
+    if not _has_kernels(w) or kind not in mlp_kernel.KINDS:
         return _operands(tp, [activate(kind, up) for up in ups], w, "input")
+    if isinstance(w, BlockWeight):
+        return [blockwise_fp8_kernels.gated(kind, up) for up in ups]
+    assert isinstance(w, Fp8Weight)
     scale, dtype = _scale(tp, w, "input", lambda: [tp.fp8.gated_amax(kind, up) for up in ups])
     quantized = (tp.fp8.gated_cast_transpose(kind, up, scale, dtype) for up in ups)
     return [Operand(q, t, 1 / scale, amax) for q, t, amax in quantized]
 
 
-def _activation_gradients(tp: TensorParallel, kind: str, ups, dacts: Sequence[jax.Array], w: Fp8Weight) -> Pieces:
+def _activation_gradients(tp: TensorParallel, kind: str, ups, dacts: Sequence[jax.Array], w: LinearWeight) -> Pieces:
     """The gradient of the activation's input for each piece, as output gradient of the layer with weight `w`."""
-    pairs = list(zip(ups, dacts, strict=True))
-    if kind not in mlp_kernel.KINDS:
+    pairs, in_blocks = list(zip(ups, dacts, strict=True)), isinstance(w, BlockWeight)
+    # Each half of a gated activation's input has blocks of its own in the kernel.
+    if kind not in mlp_kernel.KINDS or (in_blocks and dacts[0].shape[1] % blockwise_fp8.BLOCK):
         return _operands(tp, [jax.vjp(partial(activate, kind), up)[1](dact)[0] for up, dact in pairs], w, "gradient")
+    if in_blocks:
+        return [blockwise_fp8_kernels.gated_backward(kind, *pair) for pair in pairs]
+    assert isinstance(w, Fp8Weight)
     scale, dtype = _scale(tp, w, "gradient", lambda: [tp.fp8.gated_backward_amax(kind, *pair) for pair in pairs])
     quantized = (tp.fp8.gated_backward_cast_transpose(kind, *pair, scale, dtype) for pair in pairs)
     return [Operand(q, t, 1 / scale, amax) for q, t, amax in quantized]
@@ -298,8 +308,10 @@ def _activation_gradients(tp: TensorParallel, kind: str, ups, dacts: Sequence[ja
 
 def _in_blocks(
     tp: TensorParallel, here: Sequence[jax.Array], w: BlockWeight, which: str, count: int, tokens: int
-) -> list[Callable[[jax.Array], TokenPiece]]:
+) -> list[Callable[[jax.Array], TokenPiece | BothWays]]:
     """What makes `count` pieces, of so many `tokens`, of a tensor that this device has `here`, or the own part of."""
+    if w.implementation == "pallas":
+        return [blockwise_fp8_kernels.quantise] * count
     amax, ids = w.amax_of(here, tp.max_over_devices), [None] * count
     if which == "gradient" and w.noise is not None:
         own = w.noise.token_ids
@@ -316,7 +328,19 @@ def _kept(tp: TensorParallel, pieces: Pieces) -> Pieces:
     """A layer's input as the backward pass needs it for the weight's gradient: in FP8 only its transpose."""
     if tp.frozen:
         return [None for _ in pieces]
-    return [piece._replace(values=None) if isinstance(piece, Operand) else piece for piece in pieces]
+    return [_transposed(piece) for piece in pieces]
+
+
+def _transposed(piece: Any) -> Any:
+    """Without the numbers that only the first product needs."""
+    if isinstance(piece, BothWays):
+        return piece._replace(rows=None)
+    return piece._replace(values=None) if isinstance(piece, Operand) else piece
+
+
+def _has_kernels(w: LinearWeight) -> bool:
+    """Whether kernels of megajax's own quantise the layer's tensors."""
+    return isinstance(w, Fp8Weight) or (isinstance(w, BlockWeight) and w.implementation == "pallas")
 
 
 # Matmuls
@@ -325,7 +349,8 @@ def _kept(tp: TensorParallel, pieces: Pieces) -> Pieces:
 def _products(tp: TensorParallel, xs: Pieces, w: LinearWeight, which: str, dtype) -> list[jax.Array]:
     """For each piece `x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
     if isinstance(w, BlockWeight):
-        return [block_matmul.product(x, w, which, dtype) for x in xs]
+        product = block_matmul.kernel_product if _has_kernels(w) else block_matmul.product
+        return [product(x, w, which, dtype) for x in xs]
     if not isinstance(w, Fp8Weight):
         return [jnp.einsum("ti,io->to" if which == "input" else "to,io->ti", x, w) for x in xs]
     other = w.transposed if which == "input" else w.values
@@ -336,6 +361,8 @@ def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: LinearWeigh
     """`x.T @ dy`, summed over the pieces; for FP8 in `Fp8Weight.gradient`, with the amaxes. None if frozen."""
     if tp.frozen:
         return None
+    if isinstance(w, BlockWeight) and _has_kernels(w):
+        return block_matmul.kernel_weight_gradient(xs, dys, w, dtype)
     if isinstance(w, BlockWeight):
         return block_matmul.weight_gradient(xs, dys, w, dtype, tp.max_over_devices)
     pairs = list(zip(xs, dys, strict=True))

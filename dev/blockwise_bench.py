@@ -1,0 +1,248 @@
+"""Speed and accuracy of the `blockwise` FP8 kernels beside cuBLASLt and the kernel with one scale a tensor.
+
+    python dev/blockwise_bench.py            # on a Hopper GPU
+    python dev/blockwise_bench.py --tiny     # on any machine: small shapes, interpreted
+
+Each line is one matmul [M, K] x [K, N] by one kernel, in TFLOP/s. Errors are ‖found - expected‖ / ‖expected‖ and the
+largest difference over the largest number, where expected is the emulated product of the same numbers.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
+from typing import Any
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from megajax.ops import block_formats, blockwise_fp8_kernels, blockwise_kernel, fp8_kernels, fp8_reference
+from megajax.ops.block_formats import BlockOperand
+from megajax.ops.blockwise_fp8 import Blockwise
+from megajax.ops.grouped_matmul_block import MatmulTiling
+
+E4M3 = jnp.float8_e4m3fn
+LAYERS = [(32768, 4096, 28672), (32768, 14336, 4096), (32768, 4096, 6144)]  # tokens, in, out
+TINY = [(256, 128, 384)]
+
+
+def seconds(function: Callable[[], Any], calls: int) -> float:
+    """Time of one call, the median of three rounds."""
+    jax.block_until_ready(function())
+    rounds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(calls):
+            last = function()
+        jax.block_until_ready(last)
+        del last
+        rounds.append((time.perf_counter() - start) / calls)
+    return sorted(rounds)[1]
+
+
+def report(title: str, work: float, unit: str, function: Callable, *arguments, calls: int = 10) -> float:
+    """Prints and returns the speed for `work` in TFLOP or GB."""
+    rate = 0.0
+    try:
+        rate = work / seconds(partial(jax.jit(function), *arguments), calls)
+        speed = f"{rate:8.1f} {unit}"
+    except Exception as error:  # one failure must not end the comparison
+        speed = f"failed: {str(error).splitlines()[0][:150]}"
+    print(f"{title:<64}{speed}", flush=True)
+    return rate
+
+
+def named(tiling: Any) -> str:
+    return "x".join(str(int(value)) for value in astuple(tiling))
+
+
+def matmuls(T: int, D: int, F: int):
+    """(name, M, N, K, whether b is a weight) of a linear layer's three matmuls."""
+    yield "forward", T, F, D, True
+    yield "dx", T, D, F, True
+    yield "dw", D, F, T, False
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def operands(M: int, N: int, K: int, square: bool):
+    a, b = (jax.random.normal(jax.random.key(i), (size, K), jnp.bfloat16) for i, size in enumerate((M, N)))
+    a = a * jnp.exp2(jnp.round(jax.random.normal(jax.random.key(2), (M, 1)))).astype(a.dtype)
+    recipe = Blockwise()
+    found = []
+    for x, tensor in ((a, "input"), (b, "weight" if square else "gradient")):
+        operand = recipe.quantised(x.astype(jnp.float32), tensor, None, None)
+        found += [jnp.pad(operand.values, ((0, 0), (0, -K % 128))).astype(E4M3), operand.scales.T]
+    return found
+
+
+def expected(a, a_scales, b, b_scales) -> jax.Array:
+    """The emulated product in FP32."""
+    square = b_scales.shape[1] != len(b)
+    found = []
+    for values, scales, block in ((a, a_scales, (1, 128)), (b, b_scales, (128 if square else 1, 128))):
+        numbers = values.astype(jnp.float32)
+        found.append(BlockOperand(numbers, scales.T, None, block, block_formats.E4M3, None).numbers(jnp.bfloat16))
+    return lax.dot_general(found[0], found[1], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+@jax.jit
+def errors(found: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    apart = found.astype(jnp.float32) - wanted
+    return jnp.linalg.norm(apart) / jnp.linalg.norm(wanted), jnp.abs(apart).max() / jnp.abs(wanted).max()
+
+
+def check(title: str, function: Callable, M: int, N: int, K: int, square: bool) -> None:
+    try:
+        given = operands(M, N, K, square)
+        relative, largest = errors(jax.jit(function)(*given), jax.jit(expected)(*given))
+        print(f"{title:<64}error {float(relative):.1e}, largest {float(largest):.1e}", flush=True)
+    except Exception as error:
+        print(f"{title:<64}failed: {str(error).splitlines()[0][:150]}", flush=True)
+
+
+def quantisers(T: int, F: int, tiny: bool, warps: list[int]) -> None:
+    x, gate_up = (jax.random.normal(jax.random.key(i), (T, n * F), jnp.bfloat16) for i, n in ((0, 1), (1, 2)))
+    recipe = Blockwise()
+
+    @jax.jit
+    def wanted(x):
+        found = []
+        for v in (x, x.T):
+            operand = recipe.quantised(v.astype(jnp.float32), "input", None, None)
+            found.append((operand.values.astype(E4M3), operand.scales.T))
+        return found
+
+    try:
+        got, want = blockwise_fp8_kernels.quantise(x, interpret=tiny), wanted(x)
+        same = jax.tree.map(
+            lambda a, b: float(jnp.mean(a.astype(jnp.float32) != b.astype(jnp.float32))),
+            jax.tree.leaves(got),
+            jax.tree.leaves(want),
+        )
+        print(f"quantise {T}x{F}: shares of q, scales, q_t, scales_t that differ {same}", flush=True)
+    except Exception as error:
+        print(f"quantise {T}x{F} failed: {str(error).splitlines()[0][:300]}", flush=True)
+    size, scale = T * F / 1e9, jnp.float32(3.0)
+    name = f"{T}x{F}"
+    report(
+        f"one scale: cast_transpose {name}",
+        4 * size,
+        "GB/s",
+        partial(fp8_kernels.cast_transpose, dtype=E4M3, interpret=tiny),
+        x,
+        scale,
+    )
+    report(f"one scale: amax {name}", 2 * size, "GB/s", fp8_reference.amax, x)
+    for n in warps:
+        how = {"warps": n, "interpret": tiny}
+        report(f"quantise {name} warps {n}", 4 * size, "GB/s", partial(blockwise_fp8_kernels.quantise, **how), x)
+        report(
+            f"weight {name} warps {n}",
+            3 * size,
+            "GB/s",
+            partial(blockwise_fp8_kernels.quantise_weight, which="input", **how),
+            x,
+        )
+        report(
+            f"swiglu {name} warps {n}", 6 * size, "GB/s", partial(blockwise_fp8_kernels.gated, "swiglu", **how), gate_up
+        )
+        report(
+            f"swiglu backward {name} warps {n}",
+            10 * size,
+            "GB/s",
+            partial(blockwise_fp8_kernels.gated_backward, "swiglu", **how),
+            gate_up,
+            x,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--part", choices=["check", "variants", "speed", "quantise"], action="append")
+    parser.add_argument("--tilings", nargs="+", default=[""])
+    args = parser.parse_args()
+    tiny, parts = args.tiny, args.part or ["check", "variants", "speed", "quantise"]
+    how: dict = {"blocks": 2, "interpret": plgpu.InterpretGPUParams(detect_races=False)} if tiny else {}
+    tilings = [MatmulTiling(*map(int, text.split("x"))) if text else blockwise_kernel.TILING for text in args.tilings]
+    if tiny:
+        tilings = [MatmulTiling(64, 128, 2, 2)]
+    layers, calls = TINY if tiny else LAYERS, 1 if tiny else 10
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    blockwise = {named(t): partial(blockwise_kernel.matmul, tiling=t, **how) for t in tilings}
+    bf16 = jnp.bfloat16
+    if "check" in parts:
+        for M, N, K, square in (
+            (256, 512, 1024, True),
+            (4096, 1000, 2064, False),
+            (4096, 6144, 4096, True),
+            (4096, 6144, 32768, False),
+        ):
+            M, N, K = (M // 16, N // 4, K // 16) if tiny else (M, N, K)
+            for name, kernel in blockwise.items():
+                check(
+                    f"{M}x{N}x{K} {'squares' if square else 'rows'} {name} FP32",
+                    partial(kernel, dtype=jnp.float32),
+                    M,
+                    N,
+                    K,
+                    square,
+                )
+    if "quantise" in parts:
+        for T, F in ((256, 384),) if tiny else ((32768, 4096), (32768, 14336)):
+            quantisers(T, F, tiny, [4] if tiny else [4, 8, 16])
+    best: dict[bool, Callable] = {square: next(iter(blockwise.values())) for square in (True, False)}
+    T, D, F = layers[0]
+    for name, M, N, K, square in matmuls(T, D, F) if "variants" in parts else []:
+        if name == "dx":
+            continue
+        given, work = operands(M, N, K, square), 2e-12 * M * N * K
+        rates = {
+            tiling: report(
+                f"{name} {M}x{K}x{N} {tiling}", work, "TFLOP/s", partial(kernel, dtype=bf16), *given, calls=calls
+            )
+            for tiling, kernel in blockwise.items()
+        }
+        fastest = max(rates, key=rates.__getitem__)
+        best[square] = blockwise[fastest]
+        print(f"fastest {'SQUARES' if square else 'ROWS'} {fastest}", flush=True)
+        del given
+    for T, D, F in layers if "speed" in parts else []:
+        for name, M, N, K, square in matmuls(T, D, F):
+            given, work, title, one = (
+                operands(M, N, K, square),
+                2e-12 * M * N * K,
+                f"{name} {M}x{K}x{N}",
+                jnp.float32(1),
+            )
+            a, _, b, _ = given
+            for many in (calls, 100)[: 1 if tiny or (T, D, F) != layers[0] else 2]:
+                report(
+                    f"{title} cuBLASLt, one scale, {many} calls",
+                    work,
+                    "TFLOP/s",
+                    partial(fp8_kernels.matmul, dtype=bf16),
+                    a,
+                    b,
+                    one,
+                    calls=many,
+                )
+                report(
+                    f"{title} blockwise, {many} calls",
+                    work,
+                    "TFLOP/s",
+                    partial(best[square], dtype=bf16),
+                    *given,
+                    calls=many,
+                )
+            del given, a, b
+
+
+if __name__ == "__main__":
+    main()
