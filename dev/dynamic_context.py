@@ -1,10 +1,11 @@
-"""Time of a step with documents of very different lengths on two GPUs: `data`, static `context`, dynamic context.
+"""Time of a step with documents of very different lengths on some GPUs: `data`, static `context`, dynamic context.
 
-    python -m dev.dynamic_context {chats,books} {data,context,dynamic} [--strategy all_gather] [--tiny]
+    python -m dev.dynamic_context {chats,books} {data,context,dynamic} [--devices 2] [--strategy all_gather]
+        [--tiny]
 
 All ways train the same documents, with as many tokens on a device in a microbatch: rows of L tokens with `data`, packed
-by first fit, and rows of 2 L with `context`, packed by work. Prints a line: seconds of each step, thousands of tokens a
-second and GPU, GiB, loss of the first step, and the shares of groups.
+by first fit, and rows of L for each GPU with `context`, packed by work. Prints a line: seconds of each step, thousands
+of tokens a second and GPU, GiB, loss of the first step, and the shares of groups.
 """
 
 import argparse
@@ -20,15 +21,15 @@ from megajax.data.packing import RowPacking, fill_rows, spread
 from megajax.layout.attention_pairs import AttentionPairs
 from megajax.runtime import prepare_environment
 
-DEVICES, MICROBATCHES, STEPS = 2, 4, 3
+MICROBATCHES, STEPS = 4, 3
 TOKENS = {"chats": 8192, "books": 32_768}  # of a device in a microbatch
 TINY = "model.num_layers=2 model.hidden_size=64 model.num_heads=4 model.num_kv_heads=2 model.ffn_hidden_size=64"
 TINY += " model.vocab_size=512 precision.compute=float32 precision.accumulation=float32 precision.gradients=float32"
 
 
-def rows_of(documents: str, way: str, tokens: int, step: int) -> list[list[int]]:
+def rows_of(documents: str, way: str, devices: int, tokens: int, step: int) -> list[list[int]]:
     """The lengths of the documents in each row of a step; none is longer than a row of `data`."""
-    total, capacity = DEVICES * MICROBATCHES * tokens, tokens if way == "data" else DEVICES * tokens
+    total, capacity = devices * MICROBATCHES * tokens, tokens if way == "data" else devices * tokens
     lengths = (chats if documents == "chats" else code_and_books)(total, step)
     lengths = np.concatenate([np.diff([*range(0, int(n), tokens), int(n)]) for n in lengths])
     packing = RowPacking("first_fit" if way == "data" else "balanced")
@@ -60,14 +61,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("documents", choices=TOKENS)
     parser.add_argument("way", choices=("data", "context", "dynamic"))
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--strategy", default="auto", help="communication.context of the static one")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal on two virtual CPU devices")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal on virtual CPU devices")
     options = parser.parse_args()
-    tokens = 256 if options.tiny else TOKENS[options.documents]
-    axis, rows = ("data", DEVICES) if options.way == "data" else ("context", 1)
-    length = DEVICES * tokens // rows
+    tokens, count = 256 if options.tiny else TOKENS[options.documents], options.devices
+    axis, rows = ("data", count) if options.way == "data" else ("context", 1)
+    length = count * tokens // rows
     strategy = "dynamic" if options.way == "dynamic" else options.strategy
-    overrides = ["mesh.fsdp=1", f"mesh.{axis}={DEVICES}", f"communication.context={strategy}", "data.kind=synthetic"]
+    overrides = ["mesh.fsdp=1", f"mesh.{axis}={count}", f"communication.context={strategy}", "data.kind=synthetic"]
     overrides += [f"batch.global_size={rows * MICROBATCHES}", f"batch.num_microbatches={MICROBATCHES}"]
     overrides += [f"batch.sequence_length={length}", "data.reset_attention=true", "data.reset_positions=true"]
     overrides += ["remat.policy=full", "kernels.scan_unroll=1", "data.synthetic_documents=8"]
@@ -80,11 +82,11 @@ def main() -> None:
     from megajax.config.checks import check_mesh
     from megajax.training.batches import to_global
 
-    devices = jax.devices()[:DEVICES]
-    program = TrainProgram.build(config, build_mesh(check_mesh(config, DEVICES, platform=devices[0].platform), devices))
+    devices = jax.devices()[:count]
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count, platform=devices[0].platform), devices))
     state, seconds, losses, found = program.init_state(), list[float](), list[float](), dict[str, Any]()
     for step in range(STEPS + 1):  # the first one compiles
-        fields = batch_of(rows_of(options.documents, options.way, tokens, max(step, 1)), config.model.vocab_size)
+        fields = batch_of(rows_of(options.documents, options.way, count, tokens, max(step, 1)), config.model.vocab_size)
         batch = jax.block_until_ready(to_global(program, fields))
         start = time.perf_counter()
         state, metrics = program.train_step(state, batch)

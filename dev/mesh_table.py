@@ -1,4 +1,4 @@
-"""The mesh tables: `python dev/mesh_table.py [--table pipeline] [--model llama] [--output FILE]`.
+"""The mesh tables: `python dev/mesh_table.py [--table pipeline] [--model llama] [--output FILE] [--jobs N]`.
 
 Trains a Llama-style and a GPT-2-style model in FP32 on 8 virtual CPU devices and compares each run with the same config
 on one device with one microbatch. Prints a markdown table; exit status 1 if a row disagrees.
@@ -27,10 +27,13 @@ on one device with one microbatch. Prints a markdown table; exit status 1 if a r
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -358,9 +361,13 @@ def first_weights(model: str, config: Config) -> dict[str, np.ndarray] | None:
     return uneven_weights(weights.initial)
 
 
-def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """Each row of the table and its problems, as soon as it is computed."""
-    configs = {
+type Row = tuple[str, str, Config]  # model, optimizer, config
+_kept: dict[Any, tuple[Any, Any]] = {}  # the newest reference of this process: (its run, its first weights)
+
+
+def configs(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a table."""
+    return {
         "mesh": mesh_configs,
         "pipeline": pipeline_configs,
         "context": context_configs,
@@ -372,21 +379,21 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         "one_operation": one_operation_configs,
     }[args.table](args)
 
-    def held_to(row: tuple[str, str, Config]) -> tuple[str, str, int, int | None]:
-        reference = reference_config(row[2])
-        return *row[:2], reference.batch.num_microbatches, reference.data.synthetic_documents
 
-    limit = GRADIENTS.get(args.table, GRADIENT_TOLERANCE)
-    for (model, optimizer, *_), group in itertools.groupby(configs, key=held_to):
-        reference = weights = None
-        for _, _, config in group:
-            if reference is None:
-                weights = first_weights(model, config)
-                reference = train(reference_config(config), weights)
-            difference = compare(train(config, weights), reference)
-            name = model.removesuffix(" packed")
-            yield table_row(args.table, config, optimizer, name, difference), difference.problems(gradient=limit)
-            jax.clear_caches()  # hundreds of programs, each used once
+def judged(table: str, row: Row) -> tuple[str, list[str]]:
+    """A row of the table and its problems."""
+    model, optimizer, config = row
+    alone = reference_config(config)
+    held_to = model, optimizer, alone.batch.num_microbatches, alone.data.synthetic_documents
+    if held_to not in _kept:
+        weights = first_weights(model, config)
+        _kept.clear()
+        _kept[held_to] = train(alone, weights), weights
+    reference, weights = _kept[held_to]
+    difference = compare(train(config, weights), reference)
+    jax.clear_caches()  # hundreds of programs, each used once
+    line = table_row(table, config, optimizer, model.removesuffix(" packed"), difference)
+    return line, difference.problems(gradient=GRADIENTS.get(table, GRADIENT_TOLERANCE))
 
 
 def arguments() -> argparse.Namespace:
@@ -410,6 +417,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--meshes", help='only these meshes: "data=2,tensor=4;fsdp=8"')
     parser.add_argument("--microbatches", type=int, nargs="+", help="default: 1 2 4, P 2P 4P, or P, or with experts 2")
     parser.add_argument("--steps", type=int, help="default: 20 of the mesh table, else 10")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time, each in a process (default: 1)")
     parser.add_argument("--output", type=Path, help="write the table to this file too")
     args = parser.parse_args()
     args.steps = args.steps or STEPS[args.table]
@@ -420,10 +428,12 @@ def main() -> int:
     args, start = arguments(), time.perf_counter()
     lines, wrong = [introduction(args.table, args.steps)], []
     print(lines[0], flush=True)
-    for line, problems in rows(args):
-        lines.append(line)
-        wrong += [f"- {line}: {'; '.join(problems)}"] if problems else []
-        print(line, flush=True)
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        of_each = pool.map if args.jobs > 1 else map
+        for line, problems in of_each(partial(judged, args.table), configs(args)):
+            lines.append(line)
+            wrong += [f"- {line}: {'; '.join(problems)}"] if problems else []
+            print(line, flush=True)
     count = len(lines) - 1
     verdict = f"All {count} rows agree." if not wrong else f"{len(wrong)} of {count} rows disagree:"
     lines += ["", f"**{verdict}**", *wrong]

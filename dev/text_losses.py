@@ -1,11 +1,13 @@
-"""Losses of optimizers on the same text: `python dev/optimizer_losses.py TEXT RUNS`.
+"""Losses of optimizers or of FP8 recipes on the same text: `python dev/text_losses.py optimizers|dense|moe TEXT RUNS`.
 
-TEXT is a directory of scripts/prepare_text.py. Each run of `--config` has a GPU of its own and the directory
-RUNS/OPTIMIZER_SEED, and as many runs as there are GPUs (`--jobs`) are at work at the same time. A run that has ended is
-not repeated, so the command can be killed and started again. At the end, or at once with `--table`, it prints a line
-for each optimizer: the training loss of each seed (mean of the log points of the last tenth of the steps, at most 100
-steps), the evaluation loss at the end, and their mean and standard deviation over the seeds. RUNS/means/OPTIMIZER has
-the mean of each logged value over the seeds, for megajax.tools.plot and dev/pictures.py.
+`optimizers` trains llama_100m; `dense` and `moe` train a model of 0.3 billion parameters, or of 0.5 with experts, with
+each recipe, and with NVFP4 without one of its ingredients (dev/nvfp4_without_*.py). TEXT is a directory of
+scripts/prepare_text.py. Each run has a GPU of its own and the directory RUNS/NAME_SEED, and as many runs as there are
+GPUs (`--jobs`) are at work at the same time. A run that has ended is not repeated, so the command can be killed and
+started again. At the end, or at once with `--table`, it prints a line for each name: the training loss of each seed
+(mean of the log points of the last tenth of the steps, at most 100 steps), the evaluation loss at the end, and their
+mean and standard deviation over the seeds. RUNS/means/NAME has the mean of each logged value over the seeds, for
+megajax.tools.plot and dev/pictures.py.
 """
 
 import argparse
@@ -24,13 +26,53 @@ from megajax.errors import InputError
 from megajax.tools.plot import read_records
 
 ROOT = Path(__file__).parents[1]
-OPTIMIZERS = {
-    "adamw": (),
-    "muon": ("optimizer.kind=muon",),
-    "muon_qk_clip": ("optimizer.kind=muon", "model.qk_clip=100"),
-    "soap": ("optimizer.kind=soap",),
-    "adamw_bfloat16": ("optimizer.state=bfloat16",),
-    "adamw_int8": ("optimizer.state=int8",),
+BLOCKS = "precision.fp8.backend=emulated"
+NVFP4 = (BLOCKS, "precision.fp8.recipe=nvfp4")
+LAST = "precision.fp8.last_bf16_layers=3"  # 15 % of 20 layers, as in the paper
+RECIPES = {
+    "bf16": (),
+    "blockwise": (BLOCKS, "precision.fp8.recipe=blockwise"),
+    "nvfp4": (*NVFP4, LAST),
+    "current": ("precision.fp8.recipe=current",),
+    "delayed": ("precision.fp8.recipe=delayed",),
+    "mxfp8": (BLOCKS, "precision.fp8.recipe=mxfp8"),
+    **{
+        f"nvfp4_without_{part}": (*NVFP4, LAST, f"run.extensions=[dev/nvfp4_without_{part}.py]")
+        for part in ("hadamard", "random_rounding", "square_blocks")
+    },
+    "nvfp4_in_all_layers": NVFP4,
+}
+SMALL_BATCH = ("batch.global_size=8", "schedule.learning_rate=6e-4", "schedule.min_learning_rate=6e-5")
+# By what is compared: the config, overrides of all its runs, and those of each name
+COMPARISONS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "optimizers": (
+        "llama_100m",
+        (),
+        {
+            "adamw": (),
+            "muon": ("optimizer.kind=muon",),
+            "muon_qk_clip": ("optimizer.kind=muon", "model.qk_clip=100"),
+            "soap": ("optimizer.kind=soap",),
+            "adamw_bfloat16": ("optimizer.state=bfloat16",),
+            "adamw_int8": ("optimizer.state=int8",),
+        },
+    ),
+    "dense": (
+        "llama_100m",
+        (
+            *SMALL_BATCH,
+            "model.num_layers=20",
+            "model.hidden_size=1024",
+            "model.num_heads=16",
+            "model.ffn_hidden_size=2816",
+        ),
+        RECIPES,
+    ),
+    "moe": (
+        "moe_1b",
+        (*SMALL_BATCH, "model.num_layers=20", "model.num_experts=8", "model.experts_per_token=2"),
+        RECIPES,
+    ),
 }
 
 
@@ -48,7 +90,7 @@ def losses(run: Path, steps: int) -> tuple[float, float] | None:
 
 def train(options: argparse.Namespace, gpus: "queue.Queue[str]", run: Path, overrides: Sequence[str]) -> None:
     """Train one run on the next free GPU. Raises InputError if it fails."""
-    steps, text = options.steps, options.text.resolve()
+    steps, text, (config, common, _) = options.steps, options.text.resolve(), COMPARISONS[options.what]
     settings = (
         *(f"run.steps={steps}", f"run.dir={run}", f"run.eval_interval={max(1, steps // 4)}", "run.eval_steps=50"),
         *("data.kind=indexed", f"data.train={text}/train_text_document", f"data.valid={text}/valid_text_document"),
@@ -58,7 +100,7 @@ def train(options: argparse.Namespace, gpus: "queue.Queue[str]", run: Path, over
     gpu = gpus.get()
     try:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-        command = [sys.executable, "-m", "megajax.train", str(options.config), *settings, *overrides]
+        command = [sys.executable, "-m", "megajax.train", f"configs/{config}.yaml", *common, *settings, *overrides]
         run.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{run}.log", "w", encoding="utf-8") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
@@ -94,21 +136,24 @@ def write_means(runs: Sequence[Path], to: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Train what has not ended, and print the table; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=COMPARISONS, help="what is compared")
     parser.add_argument("text", type=Path, metavar="TEXT", help="directory of prepare_text.py")
     parser.add_argument("runs", type=Path, metavar="RUNS", help="directory of the runs")
-    parser.add_argument(
-        "--config", type=Path, default=ROOT / "configs/llama_100m.yaml", help="default: llama_100m.yaml"
-    )
     parser.add_argument("--steps", type=int, default=4000, help="default: 4000")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--only", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), help="default: all")
+    parser.add_argument("--only", nargs="+", help="names (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="number of GPUs (default: 1)")
     parser.add_argument("--table", action="store_true", help="train nothing")
     options = parser.parse_args(arguments)
+    named = COMPARISONS[options.what][2]
+    if unknown := set(options.only or ()) - set(named):
+        parser.error(f"--only {' '.join(unknown)}: {options.what} has {', '.join(named)}")
     with user_errors():
         # Seeds first: a command that is killed has as many whole comparisons as possible.
         cases = [
-            (name, seed, options.runs.resolve() / f"{name}_{seed}") for seed in options.seeds for name in options.only
+            (name, seed, options.runs.resolve() / f"{name}_{seed}")
+            for seed in options.seeds
+            for name in options.only or named
         ]
         if not options.table:
             gpus: queue.Queue[str] = queue.Queue()
@@ -116,14 +161,14 @@ def main(arguments: Sequence[str]) -> int:
                 gpus.put(str(gpu))
             with ThreadPoolExecutor(options.jobs) as pool:
                 waiting = [
-                    pool.submit(train, options, gpus, run, (f"run.seed={seed}", *OPTIMIZERS[name]))
+                    pool.submit(train, options, gpus, run, (f"run.seed={seed}", *named[name]))
                     for name, seed, run in cases
                     if losses(run, options.steps) is None
                 ]
             for each in waiting:
                 each.result()
-        print("| optimizer | training loss | mean | evaluation loss | mean |\n| --- | --- | --- | --- | --- |")
-        for name in options.only:
+        print("| | training loss | mean | evaluation loss | mean |\n| --- | --- | --- | --- | --- |")
+        for name in options.only or named:
             ended = {run: found for other, _, run in cases if other == name and (found := losses(run, options.steps))}
             if ended:
                 print(row(name, list(ended.values())))
