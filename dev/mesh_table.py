@@ -429,7 +429,8 @@ def main() -> int:
     lines, wrong = [introduction(args.table, args.steps)], []
     print(lines[0], flush=True)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        of_each = pool.map if args.jobs > 1 else map
+        # Neighbours have one reference
+        of_each = partial(pool.map, chunksize=4) if args.jobs > 1 else map
         for line, problems in of_each(partial(judged, args.table), configs(args)):
             lines.append(line)
             wrong += [f"- {line}: {'; '.join(problems)}"] if problems else []
