@@ -15,12 +15,14 @@ from megajax.console import user_errors
 from megajax.tools.plan.compile import require_plugin
 
 GOLDEN = ROOT / "tests/data/h200_hlo_counts.txt"
-# The benchmark shapes at their full widths; two layers represent all layers. The last case has loops over layers.
+# The benchmark shapes at their full widths; two layers represent all layers. Two cases have loops over layers: of one
+# layer, and four loops of two, whose gradients are joined.
 CASES = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 precision.fp8.recipe=delayed --gpus 4",
     "configs/llama3_8b_l16_pipeline.yaml mesh.pipeline=2 model.num_layers=2 pipeline.schedule=zero_bubble --gpus 2",
     "configs/llama3_8b_l8_context.yaml mesh.context=2 model.num_layers=1 communication.context=ring --gpus 2",
     "configs/mixtral_l2.yaml mesh.data=1 mesh.expert=2 mesh.fsdp=2 remat.policy=full kernels.scan_unroll=1 --gpus 4",
+    "configs/llama3_8b_l8.yaml mesh.fsdp=1 batch.global_size=2 kernels.scan_unroll=1",
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.num_layers=1 precision.fp8.recipe=nvfp4 --device b200",
 )
 

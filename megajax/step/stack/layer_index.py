@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from megajax.layout.segments import LayerSegment
+from megajax.ops.barriers import not_repeated
 from megajax.parallel import collectives
 from megajax.sharding import EMPTY
 
@@ -52,7 +53,7 @@ class LayerIndex:
     def stack(self, layers: Sequence[jax.Array], segment: LayerSegment) -> jax.Array:
         """These layers of a segment's body in order → `[R · count, ...]`."""
         if self.copies(segment) == 1:
-            return _stacked(layers)
+            return _joined([layer[None] for layer in layers])
         stacked = jnp.stack(layers, axis=1)
         return stacked.reshape(-1, *stacked.shape[2:])
 
@@ -60,8 +61,8 @@ class LayerIndex:
         """`[R · count, ...]` for each segment that has any of these layers → `[R·n, ...]`."""
         if len(segments) == 1:
             return segments[0]
-        if self.virtual_stages == 1:  # layer by layer: XLA would write a joined copy of parts with several layers
-            return _stacked([layer for part in segments for layer in part])
+        if self.virtual_stages == 1:
+            return _joined(segments)
         parts = [part.reshape(self.virtual_stages, -1, *part.shape[1:]) for part in segments]
         return jnp.concatenate(parts, axis=1).reshape(-1, *segments[0].shape[1:])
 
@@ -90,16 +91,24 @@ class LayerIndex:
         return jnp.where(jnp.asarray(is_real_layer)[lax.axis_index("pipeline")], gradient, 0)
 
 
-def _stacked(layers: Sequence[jax.Array]) -> jax.Array:
-    """`jnp.stack`; for two to four layers a selection with the same result.
+def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """`jnp.concatenate` in a form with which the optimizer's update is one kernel.
 
-    For a stack of up to four arrays, XLA makes one kernel for each of the optimizer's three results. Each kernel reads
-    all inputs again, and XLA copies one result. For five or more arrays, and for a selection, it makes one kernel.
+    For two to four arrays XLA makes one kernel for each of the update's three results. Each kernel reads all inputs
+    again, and XLA copies one result or two. For a selection, and for five or more arrays, it makes one kernel. So a few
+    layers are selected, and those of a few longer arrays are sliced at an index that XLA does not know: it would join
+    neighbours from the same array again.
     """
-    if not 1 < len(layers) <= 4:
-        return jnp.stack(layers)
-    index = jnp.arange(len(layers)).reshape(-1, *(1,) * layers[0].ndim)
-    stacked = layers[0][None]
+    if not 1 < len(parts) <= 4:
+        return jnp.concatenate(parts)
+    rows = sum(map(len, parts))
+    if rows > 4:
+        zero = not_repeated(jnp.int32(0))
+        layers = [lax.dynamic_slice_in_dim(part, zero + i, 1) for part in parts for i in range(len(part))]
+        return jnp.concatenate(layers)
+    index = jnp.arange(rows).reshape(-1, *(1,) * (parts[0].ndim - 1))
+    layers = [part[i : i + 1] for part in parts for i in range(len(part))]
+    joined = layers[0]
     for i, layer in enumerate(layers[1:], start=1):
-        stacked = jnp.where(index < i, stacked, layer[None])
-    return stacked
+        joined = jnp.where(index < i, joined, layer)
+    return joined
