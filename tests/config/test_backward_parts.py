@@ -6,6 +6,7 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.layout.backward_parts import backward_parts
 
+EXPERTS = "model.num_experts=8 model.experts_per_token=2 kernels.grouped_matmul=reference"
 CASES: list[tuple[str, list[range] | str]] = [  # of Llama 3 8B's 16 layers on two stages
     ("", [range(4, 8), range(4)]),
     ("remat.policy=selective", [range(4, 8), range(4)]),
@@ -18,12 +19,20 @@ CASES: list[tuple[str, list[range] | str]] = [  # of Llama 3 8B's 16 layers on t
     ("remat.policy=full remat.layers=7 remat.group=7", "8 layer slots have no equal halves"),
     ("pipeline.virtual_stages=2", "pipeline.virtual_stages=2"),
     ("pipeline.schedule=zero_bubble", "pipeline.schedule=zero_bubble"),
-    ("mesh.fsdp=2 mesh.context=2", [range(4, 8), range(4)]),
     (
-        "mesh.fsdp=2 model.num_layers=12",
-        "with mesh.fsdp=2 nothing would hide transfers of weights between halves of 3 layers",
+        "mesh.fsdp=2 mesh.context=2",
+        "with mesh.fsdp=2 a stage's forward operation hides transfers of its backward operation",
     ),
-    ("model.num_experts=8 model.experts_per_token=2 kernels.grouped_matmul=reference", [range(4, 8), range(4)]),
+    ("mesh.tensor=4", "with mesh.tensor=4 a stage's forward operation hides transfers of its backward operation"),
+    (EXPERTS, [range(4, 8), range(4)]),
+    (
+        f"{EXPERTS} mesh.expert=2",
+        "with mesh.expert=2 a stage's forward operation hides transfers of its backward operation",
+    ),
+    (
+        f"{EXPERTS} mesh.data=4 mesh.experts_over=[data]",
+        "with mesh.data=4 a stage's forward operation hides transfers of its backward operation",
+    ),
 ]
 
 
