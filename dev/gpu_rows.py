@@ -1,7 +1,9 @@
-"""Runs the rows of dev/gpu_rows.yaml on this machine's GPUs, in their order, within a time limit.
+"""Runs the rows of dev/gpu_rows.yaml on this machine's four GPUs, in their order, within a time limit.
 
-    python -m dev.gpu_rows --predict    # writes the planner's figures into gpu_rows_predicted.json
-    python -m dev.gpu_rows --results rows.jsonl --seconds 560 [--peer FOLDER] [NAME ...]
+    python -m dev.gpu_rows [--gpus 8] --predict    # writes the planner's figures into gpu_rows_predicted.json
+    python -m dev.gpu_rows [--gpus 8] --results rows.jsonl --seconds 560 [--peer FOLDER] [NAME ...]
+
+With `--gpus 8` the rows are those of dev/gpu_rows_8.yaml, for eight.
 
 Each row has processes of its own and a time limit. A JSON line per row is appended to the results file as soon as it
 ends; rows that the file has are not run again, unless they are named. A row whose expected seconds are more than what
@@ -34,8 +36,7 @@ from megajax.tools.plan.rates import GIB, rates_of
 from megajax.tools.plan.step_time import tokens_per_second
 
 FOLDER = Path(__file__).parent
-PREDICTED = FOLDER / "gpu_rows_predicted.json"
-GPUS = 4
+FILES = {4: "gpu_rows", 8: "gpu_rows_8"}  # by the GPUs of the machine
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Row:
     train: str = ""
     peer: str = ""
     set: str = ""
-    gpus: int = GPUS
+    gpus: int = 4
     steps: tuple[int, int] = (3, 10)
     processes: int = 1
     kill: bool = False
@@ -59,13 +60,18 @@ class Row:
         return self.set.split()
 
 
-def read_rows(tiny: bool) -> list[Row]:
-    """The rows, with the overrides of a rehearsal if `tiny`."""
-    content = yaml.safe_load((FOLDER / "gpu_rows.yaml").read_text(encoding="utf-8"))
-    rows = [Row(**values) for values in content["rows"]]
+def read_rows(gpus: int, tiny: bool) -> list[Row]:
+    """The rows for a machine, with the overrides of a rehearsal if `tiny`."""
+    content = {n: yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) for n, name in FILES.items()}
+    rows = [Row(**{"gpus": gpus, **values}) for values in content[gpus]["rows"]]
     if tiny:
-        rows = [Row(**{**row.__dict__, "set": f"{row.set} {content['tiny'][row.tiny]}"}) for row in rows]
+        rows = [Row(**{**row.__dict__, "set": f"{row.set} {content[4]['tiny'][row.tiny]}"}) for row in rows]
     return rows
+
+
+def predictions(gpus: int) -> Path:
+    """The file of the planner's figures."""
+    return FOLDER / f"{FILES[gpus]}_predicted.json"
 
 
 def prediction(row: Row) -> dict[str, float]:
@@ -81,11 +87,11 @@ def prediction(row: Row) -> dict[str, float]:
     }
 
 
-def groups(rows: list[Row]) -> Iterator[list[Row]]:
+def groups(rows: list[Row], gpus: int) -> Iterator[list[Row]]:
     """Neighbours that together need at most the machine's GPUs."""
     group: list[Row] = []
     for row in rows:
-        if group and sum(each.gpus for each in (*group, row)) > GPUS:
+        if group and sum(each.gpus for each in (*group, row)) > gpus:
             yield group
             group = []
         group.append(row)
@@ -96,13 +102,14 @@ def groups(rows: list[Row]) -> Iterator[list[Row]]:
 class Runner:
     """Runs rows until `seconds` have passed, and appends their results to a file."""
 
-    def __init__(self, results: Path, seconds: float, peer: Path, tiny: bool):
-        self.results, self.peer, self.tiny = results, peer, tiny
+    def __init__(self, gpus: int, results: Path, seconds: float, peer: Path, tiny: bool):
+        self.gpus, self.results, self.peer, self.tiny = gpus, results, peer, tiny
         self.end = time.monotonic() + seconds
         self.log = results.with_suffix(".log").open("a", encoding="utf-8")
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
         self.done = {json.loads(line)["row"] for line in lines}
-        self.predicted = json.loads(PREDICTED.read_text(encoding="utf-8")) if PREDICTED.exists() else {}
+        predicted = predictions(gpus)
+        self.predicted = json.loads(predicted.read_text(encoding="utf-8")) if predicted.exists() else {}
 
     @property
     def left(self) -> float:
@@ -110,7 +117,7 @@ class Runner:
 
     def run(self, rows: list[Row]) -> None:
         """Run what the time is enough for."""
-        for group in groups(rows):
+        for group in groups(rows, self.gpus):
             if max(row.seconds for row in group) > self.left:
                 print(f"left out, {self.left:.0f} s are left: {', '.join(row.name for row in group)}", flush=True)
                 continue
@@ -150,7 +157,8 @@ class Runner:
                     raise RuntimeError(" ".join(output.split()[-40:]) or "the peer printed nothing")
                 result = json.loads(output.rpartition("RESULT ")[2].splitlines()[0])
             else:
-                command = [sys.executable, "-m", "dev.gpu_rows", "--one", row.name, *["--tiny"] * self.tiny]
+                command = [sys.executable, "-m", "dev.gpu_rows", "--gpus", str(self.gpus), "--one", row.name]
+                command += ["--tiny"] * self.tiny
                 result = json.loads(self.finish(row, command, environment, limit).splitlines()[-1])
         except (RuntimeError, ValueError, IndexError, OSError) as error:
             result = {"error": str(error)[:400]}
@@ -215,14 +223,15 @@ def summary(name: str, result: dict, predicted: dict | None) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="rows to run, also if the results have them")
+    parser.add_argument("--gpus", type=int, choices=FILES, default=4, help="of the machine (default: 4)")
     parser.add_argument("--results", type=Path, default=Path("rows.jsonl"))
     parser.add_argument("--seconds", type=float, default=560, help="no row starts that is expected to end later")
     parser.add_argument("--peer", type=Path, default=Path(".peers/te_megatron"), help="folder of bench_multi.sh")
-    parser.add_argument("--predict", action="store_true", help=f"write {PREDICTED.name}")
+    parser.add_argument("--predict", action="store_true", help="write the planner's figures")
     parser.add_argument("--tiny", action="store_true", help="tiny models, for a rehearsal")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in the process of a row
     options = parser.parse_args(arguments)
-    rows = read_rows(options.tiny)
+    rows = read_rows(options.gpus, options.tiny)
     with user_errors():
         if options.one:
             [row] = [row for row in rows if row.name == options.one]
@@ -231,11 +240,11 @@ def main(arguments: list[str]) -> int:
         if options.predict:  # finds mistakes too
             predicted = {row.name: prediction(row) for row in rows if not row.peer}
             lines = [f"{json.dumps(name)}: {json.dumps(figures)}" for name, figures in predicted.items()]
-            PREDICTED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            predictions(options.gpus).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
             return 0
     if unknown := set(options.names) - {row.name for row in rows}:
         parser.error(f"no row is named {', '.join(sorted(unknown))}")
-    runner = Runner(options.results, options.seconds, options.peer, options.tiny)
+    runner = Runner(options.gpus, options.results, options.seconds, options.peer, options.tiny)
     runner.run([row for row in rows if (row.name in options.names if options.names else row.name not in runner.done)])
     return 0
 

@@ -48,8 +48,9 @@ def test_a_config_whose_process_is_killed_is_named_with_the_signal(tmp_path, mon
 
 
 @pytest.mark.long
-def test_the_rows_for_four_gpus_are_legal_and_have_names_of_their_own():
-    rows = gpu_rows.read_rows(tiny=False)
+@pytest.mark.parametrize("gpus", gpu_rows.FILES)
+def test_the_rows_for_gpus_of_one_host_are_legal_and_have_names_of_their_own(gpus):
+    rows = gpu_rows.read_rows(gpus, tiny=False)
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert bool(row.config) + bool(row.train) + bool(row.peer) == 1, row
