@@ -130,7 +130,7 @@ def test_any_stages_load_any_checkpoint(table, tmp_path):
 
 def test_weights_in_fp8_are_measured_in_the_slots_of_their_layers():
     """Attention's in all, a dense MLP's where there is one. (FP8 with experts is refused before this yet.)"""
-    model = EVERY_SECOND | {"num_layers": 3}
+    model = EVERY_SECOND | {"num_layers": 3, "head_dim": 16}
     settings = {"model": model, "batch": {"global_size": 1, "sequence_length": 16}, "data": {"kind": "synthetic"}}
     program = build(Config.model_validate(settings | {"precision": {"fp8": {"recipe": "current"}}}))
     rng = np.random.default_rng(0)
