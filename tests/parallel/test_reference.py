@@ -32,7 +32,7 @@ MODEL = DEEPSEEK | {
 def test_its_steps_change_weights_and_layer_state_as_a_mesh_does(table):
     documents = {"synthetic_documents": 4, "reset_attention": True, "reset_positions": True}
     sections = {"objective": {"label_smoothing": 0.1}, "data": documents, "batch": {"global_size": 8}}
-    sections["schedule"] = {"learning_rate": RATE}
+    sections["schedule"] = {"kind": "constant", "learning_rate": RATE, "decay_steps": None}
     config = table.make_config(MODEL, {"fsdp": 2, "tensor": 2}, microbatches=2, steps=2, **sections)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     weights = table.weights_of(config)
