@@ -86,16 +86,23 @@ class TokenPiece(NamedTuple):
     token_ids: jax.Array | None = None  # [T] uint32, of a gradient that is rounded at random
 
 
-def product(x: TokenPiece, w: BlockWeight, which: str, dtype: Any) -> jax.Array:
+def product(x: TokenPiece | BothWays, w: BlockWeight, which: str, dtype: Any) -> jax.Array:
     """`x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
+    if isinstance(x, BothWays):
+        assert x.rows is not None
+        return blockwise_kernel.matmul(*x.rows, *blockwise_fp8_kernels.quantise_weight(w.values, which), dtype)
     bits = None if w.noise is None or x.token_ids is None else w.noise.bits(x.token_ids, 0)
     return multiply(w.quantise(x.values, which, x.amax, bits), w.quantised(which), dtype, w.implementation)
 
 
 def weight_gradient(
-    xs: Sequence[TokenPiece], dys: Sequence[TokenPiece], w: BlockWeight, dtype: Any, max_over_devices: MaxOverDevices
+    xs: Sequence[Any], dys: Sequence[Any], w: BlockWeight, dtype: Any, max_over_devices: MaxOverDevices
 ) -> BlockWeight:
-    """`x.T @ dy`, summed over the pieces."""
+    """`x.T @ dy`, summed over the pieces, which are as in `product`."""
+    if w.implementation == "pallas":
+        pairs = zip(xs, dys, strict=True)
+        products = [blockwise_kernel.matmul(*x.columns, *dy.columns, dtype) for x, dy in pairs]
+        return w.with_gradient(reduce(jnp.add, products))
     inputs, gradients = ([w.transformed(piece.values) for piece in pieces] for pieces in (xs, dys))
     amaxes = [w.amax_of(operands, max_over_devices) for operands in (inputs, gradients)]
     total = None
@@ -106,23 +113,6 @@ def weight_gradient(
         total = found if total is None else total + found
     assert total is not None
     return w.with_gradient(total)
-
-
-# With megajax's own kernels
-
-
-def kernel_product(x: BothWays, w: BlockWeight, which: str, dtype: Any) -> jax.Array:
-    """`product`."""
-    assert x.rows is not None
-    return blockwise_kernel.matmul(*x.rows, *blockwise_fp8_kernels.quantise_weight(w.values, which), dtype)
-
-
-def kernel_weight_gradient(xs: Sequence[BothWays], dys: Sequence[BothWays], w: BlockWeight, dtype: Any) -> BlockWeight:
-    """`weight_gradient`."""
-    pairs = zip(xs, dys, strict=True)
-    return w.with_gradient(
-        reduce(jnp.add, [blockwise_kernel.matmul(*x.columns, *dy.columns, dtype) for x, dy in pairs])
-    )
 
 
 # Experts: rows [R, F] sorted by expert, and the rows of a group are summed over in the gradient of its matrix

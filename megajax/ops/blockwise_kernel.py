@@ -6,7 +6,7 @@ are summed by the tensor cores from zero, then scaled and added to the sum in FP
 tensor cores compute the other one's products.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops.barriers import not_before
-from megajax.ops.grouped_matmul_block import COMPUTE, STORE_ROWS, SWIZZLE, MatmulTiling, ThreadBlock
+from megajax.ops.grouped_matmul_block import COMPUTE, MatmulTiling, ThreadBlock, launch
 from megajax.ops.grouped_matmul_kernel import MULTIPROCESSORS
 
 BLOCK = 128  # numbers of K with one scale, and a step of the sum
@@ -47,33 +47,21 @@ def matmul(
     """
     M, N = len(a_mk), len(b_nk)
     of_columns = b_scales_kn.shape[1] == N
+    tiling = replace(tiling, loads=3 + of_columns)
 
     def kernel(a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *memory) -> None:
         work: Any = _Product(tiling, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, of_columns)
         _ScaledBlock(tiling, *memory).run(work)
 
-    stages = tiling.stages
-    call = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((M, pl.cdiv(N, WIDTH) * WIDTH), dtype),  # TMA stores whole buffers
-        scratch_types=[
-            plgpu.SMEM((stages, tiling.rows, BLOCK), a_mk.dtype),
-            plgpu.SMEM((stages, tiling.block_cols, BLOCK), b_nk.dtype),
-            plgpu.SMEM((COMPUTE, tiling.slots, STORE_ROWS, min(SWIZZLE // jnp.dtype(dtype).itemsize, WIDTH)), dtype),
-            plgpu.Barrier(num_arrivals=3 + of_columns, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages),
-            plgpu.SMEM((stages, tiling.rows), jnp.float32),
-            plgpu.SMEM((stages, tiling.block_cols), jnp.float32),
-            plgpu.Barrier(num_arrivals=COMPUTE),
-        ],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=COMPUTE + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=interpret,
-        kernel_name="blockwise_matmul",
+    a = jax.ShapeDtypeStruct((tiling.rows, BLOCK), a_mk.dtype)
+    b = jax.ShapeDtypeStruct((tiling.block_cols, BLOCK), b_nk.dtype)
+    out = jax.ShapeDtypeStruct((M, pl.cdiv(N, WIDTH) * WIDTH), dtype)  # TMA stores whole buffers
+    more = (
+        plgpu.SMEM((tiling.stages, tiling.rows), jnp.float32),
+        plgpu.SMEM((tiling.stages, tiling.block_cols), jnp.float32),
+        plgpu.Barrier(num_arrivals=COMPUTE),
     )
+    call = launch(kernel, "blockwise_matmul", tiling, (a, b), out, blocks, interpret, more)
     return call(a_mk, a_scales_km, b_nk, b_scales_kn)[:, :N]
 
 

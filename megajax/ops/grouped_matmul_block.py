@@ -5,7 +5,7 @@ sums in registers and store the results, while the next operands are being loade
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -188,8 +188,9 @@ def launch(
     out: jax.ShapeDtypeStruct,
     blocks: int,
     interpret: Any,
+    more: Sequence[Any] = (),
 ) -> Callable:
-    """The kernel of body(*inputs, out, *memory of `Block`), with these operands of one step."""
+    """The kernel of body(*inputs, out, *memory of `ThreadBlock`, *more), with these operands of one step."""
     a, b = operands
     return plgpu.kernel(
         body,
@@ -200,6 +201,7 @@ def launch(
             plgpu.SMEM((COMPUTE, tiling.slots, STORE_ROWS, SWIZZLE // out.dtype.itemsize), out.dtype),
             plgpu.Barrier(num_arrivals=tiling.loads, num_barriers=tiling.stages),
             plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiling.stages),
+            *more,
         ],
         grid=(blocks,),
         grid_names=("block",),

@@ -349,8 +349,7 @@ def _has_kernels(w: LinearWeight) -> bool:
 def _products(tp: TensorParallel, xs: Pieces, w: LinearWeight, which: str, dtype) -> list[jax.Array]:
     """For each piece `x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
     if isinstance(w, BlockWeight):
-        product = block_matmul.kernel_product if _has_kernels(w) else block_matmul.product
-        return [product(x, w, which, dtype) for x in xs]
+        return [block_matmul.product(x, w, which, dtype) for x in xs]
     if not isinstance(w, Fp8Weight):
         return [jnp.einsum("ti,io->to" if which == "input" else "to,io->ti", x, w) for x in xs]
     other = w.transposed if which == "input" else w.values
@@ -361,8 +360,6 @@ def _weight_gradient(tp: TensorParallel, xs: Pieces, dys: Pieces, w: LinearWeigh
     """`x.T @ dy`, summed over the pieces; for FP8 in `Fp8Weight.gradient`, with the amaxes. None if frozen."""
     if tp.frozen:
         return None
-    if isinstance(w, BlockWeight) and _has_kernels(w):
-        return block_matmul.kernel_weight_gradient(xs, dys, w, dtype)
     if isinstance(w, BlockWeight):
         return block_matmul.weight_gradient(xs, dys, w, dtype, tp.max_over_devices)
     pairs = list(zip(xs, dys, strict=True))
