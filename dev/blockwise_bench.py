@@ -10,7 +10,7 @@ largest difference over the largest number, where expected is the emulated produ
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from megajax.ops.block_formats import BlockOperand
 from megajax.ops.blockwise_fp8 import Blockwise
 from megajax.ops.grouped_matmul_block import MatmulTiling
 
-E4M3 = jnp.float8_e4m3fn
+BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 LAYERS = [(32768, 4096, 28672), (32768, 14336, 4096), (32768, 4096, 6144)]  # tokens, in, out
 TINY = [(256, 128, 384)]
 
@@ -162,6 +162,45 @@ def quantisers(T: int, F: int, tiny: bool, warps: list[int]) -> None:
         )
 
 
+def checks(blockwise: Mapping[str, Callable], tiny: bool) -> None:
+    """Each kernel against sums in FP32."""
+    shapes = (256, 512, 1024, True), (4096, 1000, 2064, False), (4096, 6144, 4096, True), (4096, 6144, 32768, False)
+    for M, N, K, square in shapes:
+        M, N, K = (M // 16, N // 4, K // 16) if tiny else (M, N, K)
+        for name, kernel in blockwise.items():
+            title = f"{M}x{N}x{K} {'squares' if square else 'rows'} {name} FP32"
+            check(title, partial(kernel, dtype=jnp.float32), M, N, K, square)
+
+
+def variants(blockwise: Mapping[str, Callable], T: int, D: int, F: int, calls: int) -> dict[bool, Callable]:
+    """The speed of each kernel in the forward product and the weight's gradient; the fastest by form of the scales."""
+    best = {}
+    for name, M, N, K, square in matmuls(T, D, F):
+        if name == "dx":
+            continue
+        given, work, rates = operands(M, N, K, square), 2e-12 * M * N * K, dict[str, float]()
+        for tiling, kernel in blockwise.items():
+            run = partial(kernel, dtype=BF16)
+            rates[tiling] = report(f"{name} {M}x{K}x{N} {tiling}", work, "TFLOP/s", run, *given, calls=calls)
+        fastest = max(rates, key=rates.__getitem__)
+        best[square] = blockwise[fastest]
+        print(f"fastest {'SQUARES' if square else 'ROWS'} {fastest}", flush=True)
+        del given  # before those of the next product are made
+    return best
+
+
+def speeds(best: Mapping[bool, Callable], T: int, D: int, F: int, calls: Sequence[int]) -> None:
+    """The speed of the three products of a layer beside cuBLASLt with one scale, for each number of `calls`."""
+    for name, M, N, K, square in matmuls(T, D, F):
+        given, work, title = operands(M, N, K, square), 2e-12 * M * N * K, f"{name} {M}x{K}x{N}"
+        (a, _, b, _), one = given, jnp.float32(1)
+        for many in calls:
+            cublas, own = partial(fp8_kernels.matmul, dtype=BF16), partial(best[square], dtype=BF16)
+            report(f"{title} cuBLASLt, one scale, {many} calls", work, "TFLOP/s", cublas, a, b, one, calls=many)
+            report(f"{title} blockwise, {many} calls", work, "TFLOP/s", own, *given, calls=many)
+        del given, a, b  # before those of the next product are made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
@@ -176,72 +215,16 @@ def main() -> None:
     layers, calls = TINY if tiny else LAYERS, 1 if tiny else 10
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
     blockwise = {named(t): partial(blockwise_kernel.matmul, tiling=t, **how) for t in tilings}
-    bf16 = jnp.bfloat16
     if "check" in parts:
-        for M, N, K, square in (
-            (256, 512, 1024, True),
-            (4096, 1000, 2064, False),
-            (4096, 6144, 4096, True),
-            (4096, 6144, 32768, False),
-        ):
-            M, N, K = (M // 16, N // 4, K // 16) if tiny else (M, N, K)
-            for name, kernel in blockwise.items():
-                check(
-                    f"{M}x{N}x{K} {'squares' if square else 'rows'} {name} FP32",
-                    partial(kernel, dtype=jnp.float32),
-                    M,
-                    N,
-                    K,
-                    square,
-                )
+        checks(blockwise, tiny)
     if "quantise" in parts:
         for T, F in ((256, 384),) if tiny else ((32768, 4096), (32768, 14336)):
             quantisers(T, F, tiny, [4] if tiny else [4, 8, 16])
-    best: dict[bool, Callable] = {square: next(iter(blockwise.values())) for square in (True, False)}
-    T, D, F = layers[0]
-    for name, M, N, K, square in matmuls(T, D, F) if "variants" in parts else []:
-        if name == "dx":
-            continue
-        given, work = operands(M, N, K, square), 2e-12 * M * N * K
-        rates = {
-            tiling: report(
-                f"{name} {M}x{K}x{N} {tiling}", work, "TFLOP/s", partial(kernel, dtype=bf16), *given, calls=calls
-            )
-            for tiling, kernel in blockwise.items()
-        }
-        fastest = max(rates, key=rates.__getitem__)
-        best[square] = blockwise[fastest]
-        print(f"fastest {'SQUARES' if square else 'ROWS'} {fastest}", flush=True)
-        del given
-    for T, D, F in layers if "speed" in parts else []:
-        for name, M, N, K, square in matmuls(T, D, F):
-            given, work, title, one = (
-                operands(M, N, K, square),
-                2e-12 * M * N * K,
-                f"{name} {M}x{K}x{N}",
-                jnp.float32(1),
-            )
-            a, _, b, _ = given
-            for many in (calls, 100)[: 1 if tiny or (T, D, F) != layers[0] else 2]:
-                report(
-                    f"{title} cuBLASLt, one scale, {many} calls",
-                    work,
-                    "TFLOP/s",
-                    partial(fp8_kernels.matmul, dtype=bf16),
-                    a,
-                    b,
-                    one,
-                    calls=many,
-                )
-                report(
-                    f"{title} blockwise, {many} calls",
-                    work,
-                    "TFLOP/s",
-                    partial(best[square], dtype=bf16),
-                    *given,
-                    calls=many,
-                )
-            del given, a, b
+    best = {square: next(iter(blockwise.values())) for square in (True, False)}
+    if "variants" in parts:
+        best |= variants(blockwise, *layers[0], calls)
+    for layer in layers if "speed" in parts else []:
+        speeds(best, *layer, (calls, 100) if layer == layers[0] and not tiny else (calls,))
 
 
 if __name__ == "__main__":
