@@ -28,7 +28,14 @@ def test_fits_recover_the_rates_that_made_the_times():
     found, half = shared_half({64: saturating(3e14, 800), 128: saturating(5e14, 800)})
     assert (found[64], found[128], half) == pytest.approx((3e14, 5e14, 800))
     kinds = {width: saturating(3e14, half) for width, half in ((64, 900), (128, 200), (256, 100))}
-    assert shared_half(kinds)[1] == pytest.approx(200)  # their median
+    rates, half = shared_half(kinds)
+    assert half == pytest.approx(200)  # their median
+
+    def error(rate):
+        """The sum of squared relative errors of the times of width 64 with the shared half."""
+        return sum((t.work * (1 + 200 / t.size) / rate / t.seconds - 1) ** 2 for t in kinds[64])
+
+    assert error(rates[64]) < min(error(0.99 * rates[64]), error(1.01 * rates[64]))
     noise = np.random.default_rng(0).normal(1, 0.01, 5)
     noisy = saturating(7e14, 280, (512, 1024, 2048, 4096, 8192))
     noisy = [t._replace(seconds=t.seconds * factor) for t, factor in zip(noisy, noise, strict=True)]

@@ -105,6 +105,7 @@ def test_curves_that_coincide_have_their_differences_beneath():
 def test_smoothing_is_a_mean_over_logged_steps_without_a_bias_at_the_start():
     values = np.array([4.0, 2.0, 6.0])
     assert plot.smoothed(values, 3).tolist() == [3, 4, 4]
+    assert plot.smoothed(values, 2).tolist() == [3, 4, 6]  # of a step and the next
     np.testing.assert_allclose(plot.smoothed(values, 0.5), [4, (2 * 2 + 4) / 3, (6 * 4 + 2 * 2 + 4) / 7])
     raw, smooth = plot.draw({"run": [{"step": i, "loss": v} for i, v in enumerate(values)]}, smooth=3).axes[0].lines
     assert raw.get_ydata().tolist() == values.tolist() and smooth.get_ydata().tolist() == [3, 4, 4]

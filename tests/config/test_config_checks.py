@@ -440,6 +440,20 @@ def test_a_setting_without_effect_is_warned_about(override: str):
     assert [str(item.message) for item in caught] == [expected]
 
 
+URL = "https://host/shard"
+REMOTE = ("data.train={0}", "data.valid={0}", "data.test={0}", "data.valid_sets=[{{name: easy, prefix: {0}}}]")
+
+
+@pytest.mark.parametrize("place", [*REMOTE, "data.stages=[{{from_step: 5, train: {0}}}]"])
+def test_the_index_cache_has_an_effect_wherever_a_url_is(place: str):
+    local = ["data.kind=indexed", "data.train=a", "data.split=null", "data.index_cache=elsewhere"]
+    with pytest.warns(UserWarning, match=r"data\.index_cache=elsewhere has no effect"):
+        load_config("x.yaml", [*local, place.format("b")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config("x.yaml", [*local, place.format(f"'{URL}'")])
+
+
 def test_positions_that_the_model_does_not_read_are_warned_about():
     override = "data.reset_positions=true"
     with pytest.warns(UserWarning) as caught:

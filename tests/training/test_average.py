@@ -106,7 +106,8 @@ def test_adapters_are_averaged_and_merged_into_their_base(run, build, tmp_path):
     adapters = save_random(trainer, (1, 2))
     assert average.main([str(trainer.directory.path), "--last", "2", "--out", str(out)]) == 0
     saved_as, averaged = description(trainer.directory.path / "checkpoints/2"), description(out / "checkpoints/2")
-    for section in ("step", "model", "lora"):  # what a start from it compares
+    assert saved_as["base"] is not None
+    for section in ("step", "model", "lora", "base"):  # what a start from it compares
         assert averaged[section] == saved_as[section], section
     mean, query = numpy_mean(adapters, (1, 2), "params"), "blocks.moe.attention.query"
     with open_merged(out, 2, run_config(out, "RUN")) as merged:

@@ -209,12 +209,13 @@ def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_pat
         (folder / "tokenizer.json").write_text("{}")
         (folder / "chat_template.jinja").write_text("{{ messages }}")
 
-    def found(folder):
-        data = base.data.model_copy(update={"tokenizer": str(folder / "tokenizer.json"), "train": str(chats)})
-        config = base.model_copy(update={"data": data})
+    def found(folder, **others):
+        changes = {"tokenizer": str(folder / "tokenizer.json"), "train": str(chats), **others}
+        config = base.model_copy(update={"data": base.data.model_copy(update=changes)})
         return compared_settings(config, 1, data_contents(config))
 
-    saved = found(folders[0])
+    infilling = {"kind": "indexed", "fim_rate": 0.5}  # adds tokens of the tokenizer to those of the files
+    saved, filled = found(folders[0]), found(folders[0], **infilling)
     assert not differences(saved, found(folders[1]), MUST_AGREE)
     (folders[1] / "tokenizer.json").write_text("{ }")
     (folders[1] / "chat_template.jinja").write_text("{{ messages[0] }}")
@@ -222,6 +223,7 @@ def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_pat
     assert lines == [
         f"data.{name} has another content than at the checkpoint" for name in ("tokenizer", "chat_template")
     ]
+    assert [str(each) for each in differences(filled, found(folders[1], **infilling), MUST_AGREE)] == lines[:1]
 
 
 def test_a_change_is_allowed_by_its_key_or_its_section_and_by_no_other_key(bases):

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.config import AXES
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
+from megajax.sharding import EMPTY, place
 from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
-from megajax.training.norms import Norms
+from megajax.training.norms import Norms, _squares
 from megajax.training.step import TrainProgram
 
 # Clipping is active.
@@ -72,6 +74,13 @@ def test_norms_equal_numpy(make_config):
             np.testing.assert_allclose(logged[f"{kind}/{name}"], own, rtol=tolerance, err_msg=f"{kind}/{name}")
     total = sum(np.square(logged[f"grad_norm/{name}"]).sum() for name in before)
     assert np.sqrt(total) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
+
+
+def test_layers_that_are_stored_in_another_order_have_their_own_norms():
+    """Layer l is filled with l + 1; a row of the storage has no layer."""
+    placement = place((3, 8), ("layers", "embed"), dict.fromkeys(AXES, 1), (0, 2, EMPTY, 1))
+    stored = jnp.broadcast_to(jnp.array([1.0, 3.0, 0.0, 2.0])[:, None], (4, 8))
+    assert _squares(stored, placement).tolist() == [8, 4 * 8, 9 * 8]
 
 
 @pytest.mark.long
