@@ -2,6 +2,7 @@
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -217,6 +218,8 @@ def test_compare_tells_rounding_from_differences(imported, tmp_path, capsys, sma
     change_tensor(folder, name, lambda _: np.where(np.isnan(changed), weights, changed))
     found = {d.name: d for d in comparison.compare(folder, str(run_dir))}[name]
     assert (found.absolute, found.unequal) == (pytest.approx(0.5), 1)
+    of_small_numbers = replace(found, name="norm", absolute=0.1, relative=found.relative + 1)
+    assert comparison.summary([of_small_numbers, found], folder, "RUN").endswith(f"largest difference 0.5, of {name}")
 
 
 def test_logits_are_compared_with_those_of_transformers(imported, monkeypatch):

@@ -1,6 +1,8 @@
 """Speculation: the tokens and their distribution are the model's own, and the drafts are the modules' predictions."""
 
 import itertools
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,13 @@ import megajax
 from megajax.config import Config, ModelConfig
 from megajax.hf.convert import export, load, read_model
 from megajax.hf.quantising import StoredForm
-from megajax.inference.generation import Generator
+from megajax.inference.generation import GenerationState, Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
+from megajax.inference.speculation import Drafts, Verified
+from megajax.kernel_choice import Kernels
 from megajax.layout.kinds import extra_kind
+from megajax.mesh import build_mesh
 from megajax.model.comm import Comm
 from megajax.model.sublayer import LayerContext
 
@@ -150,6 +155,31 @@ def test_verified_drafts_have_the_distribution_of_the_model():
         np.testing.assert_allclose(weight[here] @ tokens / weight[here].sum(), p2[token], atol=1e-6)
     np.testing.assert_allclose(rest[accepted == 2], np.broadcast_to(p3, ((accepted == 2).sum(), 3)), atol=1e-6)
     np.testing.assert_allclose(weight @ (accepted > 0), np.minimum(p1, q1).sum(), atol=1e-6)
+
+
+def test_steps_of_ended_sequences_count_neither_tokens_nor_drafts():
+    """Of four sequences 2, 1, 0 and 2 drafts are accepted; the last one has had all of its tokens before."""
+    accepted, rows = jnp.array([2, 1, 0, 2]), jnp.arange(4)
+    drafts = Drafts(jnp.array([[11, 12]] * 4), *(jnp.zeros(4) for _ in range(3)))
+    drafter = SimpleNamespace(
+        count=2,
+        verify=lambda *_: (accepted, 20 + rows, None),
+        draft=lambda *_: (drafts._replace(tokens=-drafts.tokens), ()),
+    )
+    generator = object.__new__(Generator)
+    generator.model = SimpleNamespace(mesh=build_mesh({}, jax.devices()[:1]), kernels=Kernels(), max_length=16)
+    generator.stop = jnp.array([-1])
+    state = GenerationState((), jnp.full((4, 8), -1), rows + 1, rows + 5, jnp.zeros(4, bool), rows)
+    state = state._replace(drafts=drafts, verified=Verified(jnp.int32(0), jnp.zeros(2, int)))
+    after = jax.jit(partial(generator._speculative_step, drafter))(jnp.array([8, 8, 8, 4]), None, state)
+    assert after.count.tolist() == [1 + 3, 2 + 2, 3 + 1, 4]
+    assert after.tokens[:3, :6].tolist() == [
+        [-1, 11, 12, 20, -1, -1],
+        [-1, -1, 11, 21, -1, -1],
+        [-1, -1, -1, 22, -1, -1],
+    ]
+    assert after.drafts.tokens[:, 0].tolist() == [-11, -11, -11, 11] and (after.tokens[3] == -1).all()
+    assert after.verified.steps == 3 and after.verified.accepted.tolist() == [2, 1]
 
 
 @pytest.mark.smoke

@@ -143,6 +143,24 @@ def test_virtual_stages_are_in_the_order_of_the_layers(tmp_path):
     same(tmp_path, model, expected)
 
 
+def test_each_tensor_parallel_rank_has_its_gate_before_its_up_projection(tmp_path):
+    """In the matrix and in its bias."""
+    model = ModelConfig.model_validate(SMALL | {"num_layers": 1, "mlp_bias": True})
+    expected, own = whole(model), {}
+    for rank in (0, 1):
+        for name, array in expected.items():
+            if "linear_fc1." in name:
+                own[name] = np.concatenate([np.split(half, 2)[rank] for half in np.split(array, 2)])
+            elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                own[name] = np.split(array, 2, axis=1)[rank]
+            elif "linear_qkv." in name or name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                own[name] = np.split(array, 2)[rank]
+            else:
+                own[name] = array
+        write(tmp_path, f"0{rank}", {"model": own}, num_layers=1, tensor_model_parallel_size=2)
+    same(tmp_path, model, expected)
+
+
 def test_transformer_engines_names_and_divided_experts_of_any_width(tmp_path):
     """Norms fused with the layer after them, numbered experts, and whole experts beside TP 2: two files of four."""
     model = ModelConfig.model_validate(MOE)

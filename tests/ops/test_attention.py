@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.config import AXES, load_config
 from megajax.errors import ConfigError
-from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
+from megajax.kernel_choice import AttentionShape, Hardware, Kernels, choose_attention
 from megajax.ops import (
     AttentionSettings,
     attention,
@@ -342,6 +343,15 @@ def test_auto_falls_back_with_the_reason_and_cudnn_by_name_is_refused(change, re
     with pytest.raises(ConfigError, match=reason) as refused:
         choose("cudnn", **FITS | change)
     assert str(refused.value).startswith("kernels.attention=cudnn cannot run") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [((32, 16), "cudnn"), ((16, 15), "triton"), ((15, 16), "triton")])
+def test_an_odd_length_on_either_side_of_cross_attention_rules_cudnn_out(lengths, expected):
+    length, of_encoder = lengths
+    encoder = f"model.encoder={{kind: layers, num_layers: 1, sequence_length: {of_encoder}}}"
+    overrides = [encoder, f"batch.sequence_length={length}", "precision.compute=bfloat16"]
+    kernels = Kernels.choose(load_config("quickstart", overrides), dict.fromkeys(AXES, 1), Hardware("gpu", "8.0"))
+    assert kernels.cross_attention == expected
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 264}, {"packed": True, "dtype": "float32"}])

@@ -174,6 +174,17 @@ def test_parts_that_are_frozen_by_groups_are_compared_since_they_have_no_moments
         assert part_of(last) not in parts and len(parts) == (2 if names is most else 0)
 
 
+def test_stages_are_compared_if_only_one_of_both_runs_has_them(tiny, text):
+    """Stage 2 begins at step 3: it may be added before, and neither be added nor left out afterwards."""
+    stages = f"data.stages=[{{from_step: 3, train: {text}}}]"
+    plain, staged = (load_config(tiny, [f"data.train={text}", *given]) for given in ([], [stages]))
+    for step in (3, 4):
+        before, after = (compared_settings(config, step, {}) for config in (plain, staged))
+        for saved, mine in ((before, after), (after, before)):
+            found = [each.key for each in differences(saved, mine, MUST_AGREE)]
+            assert found == (["data.stages"] if step > 3 else [])
+
+
 def changed_packing(config, packing):
     return settings(config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})}))
 
