@@ -4,6 +4,7 @@ import math
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh_models import LATENT, LATENT_MODELS, MIXTRAL, MODELS, PADDED, UNPACKED
@@ -12,6 +13,7 @@ from single_device import first_state, make_batches, make_config, weights_of
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
+from megajax.model.attention import Attention
 from megajax.tools.verify.runs import canonical
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -117,6 +119,16 @@ def test_weights_of_heads_above_the_threshold_are_rescaled(model, threshold, dat
             expected[key + bias] = plain[key + bias] * shared[:, None]
     for name, weight in expected.items():
         np.testing.assert_allclose(clipped[name], weight, rtol=2e-5, atol=1e-7, err_msg=name)
+
+
+def test_heads_that_share_keys_have_the_smallest_factor_of_them():
+    """Four pairs of heads, with scores up to 5 allowed."""
+    scores = jnp.array([[20.0, 5.0, 2.0, 1.0, 5.0, 10.0, 80.0, 20.0]])
+    factors = Attention(make("grouped", threshold=5.0).model).rescaled({SCORE: scores})
+    of_keys = np.sqrt([1 / 4, 1, 1 / 2, 1 / 16])
+    for name, expected in {"key": of_keys, "query": of_keys.repeat(2)}.items():
+        np.testing.assert_allclose(factors[name][0, 0, :, 0], expected, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(factors[f"{name}_bias"][0, :, 0], expected, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
