@@ -375,3 +375,12 @@ def test_a_published_config_json_is_that_of_configs(tmp_path, name):
     assert read_model(tmp_path).get("mtp_layers", 0) == published.get("num_nextn_predict_layers", 0)
     family = FAMILIES["deepseek_v3" if model_type == "kimi_k2" else model_type]
     assert family_for(ours) is family
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_whether_weights_of_experts_are_normalised_is_written(tmp_path, normalised):
+    model_type, published = PUBLISHED["moonlight_16b_a3b"]
+    published = published | {"model_type": model_type, "norm_topk_prob": normalised}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    written = FAMILIES[model_type].write(ModelConfig.model_validate(read_model(tmp_path)))
+    assert written["norm_topk_prob"] is normalised
