@@ -9,6 +9,7 @@ from megajax.tools.compile import describe
 from megajax.tools.profile import hlo, operations
 
 # Its sizes make rooflines round numbers of ms: a matmul's 2·M·N·K is 2 ms · 989 TFLOP/s, and so on.
+FP8, SCALES = hlo.Array("f8e4m3fn", (512, 256)), hlo.Array("f32", (2, 512))
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
 
 
@@ -59,6 +60,25 @@ def test_kernels_for_any_gpu_are_counted_as_those_for_hopper(ops):
         assert others[name].target != ops[name].target
         assert operations.part_of(others[name]) == operations.part_of(ops[name])
         assert operations.roofline_ms(others[name]) == operations.roofline_ms(ops[name])
+
+
+@pytest.mark.parametrize(
+    ("scope", "operands", "result", "part"),
+    [
+        ("blockwise_matmul", [FP8, SCALES, FP8, SCALES], (512, 512), ("matmuls", "512×512×256 FP8")),
+        ("grouped_matmul_fp8", [SCALES, SCALES, FP8, FP8], (512, 512), ("matmuls", "experts 512×512×256 FP8")),
+        ("grouped_weight_gradient_blockwise", [SCALES, FP8, SCALES, FP8, SCALES], (4, 512, 512), None),
+        ("grouped_quantise", [SCALES, SCALES], (512, 256), ("norms and elementwise", "moe")),
+    ],
+)
+def test_matmuls_in_fp8_are_known_by_the_names_of_their_kernels(scope, operands, result, part):
+    """Beside the matrices they read scales and tables of tiles."""
+    results = (hlo.Array("bf16", result),)
+    call = f'custom_call_target="mosaic_gpu_v2", metadata={{op_name="jit(step)/jvp(moe)/{scope}/mpmd_map"}}'
+    op = hlo.Op("call", "custom-call", results, tuple(operands), call, 0, frozenset(), 0)
+    assert operations.part_of(op) == (part or ("matmuls", "experts 512×512×256 FP8"))
+    if operations.is_matmul(op):
+        assert operations.roofline_ms(op) == pytest.approx(2e3 * 512 * 512 * 256 / 1979e12)
 
 
 @pytest.mark.parametrize(
@@ -227,10 +247,10 @@ OF_KERNELS = {
     "head and loss": ("cross_entropy_backward",),
     "matmuls": (
         *("nvjet_sm90_tst_128x160_v_bz_NNT", "sm80_xmma_gemm_bf16bf16_bf16f32_f32_nn_n"),
-        *("cutlass_80_wmma_tensorop_bf16_s161616", "grouped_down"),
+        *("cutlass_80_wmma_tensorop_bf16_s161616", "grouped_matmul_fp8", "grouped_weight_gradient", "blockwise_matmul"),
     ),
     "copies": ("MemcpyD2D", "MemsetD", "input_transpose_fusion", "wrapped_copy"),
-    "norms and elementwise": ("loop_add_fusion",),
+    "norms and elementwise": ("loop_add_fusion", "grouped_quantise", "grouped_activation_gradient"),
 }
 
 

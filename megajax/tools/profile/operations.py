@@ -18,6 +18,7 @@ from megajax.tools.profile import hlo
 
 BF16_FLOPS, FP8_FLOPS, MEMORY_BYTES, NVLINK_BYTES = 989e12, 1979e12, 4.8e12, 450e9  # a second
 PALLAS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # the beginnings of the targets of Pallas's kernels
+OWN_MATMULS = ("grouped_matmul", "grouped_weight_gradient", "blockwise_matmul")  # and of the names of megajax's own
 CORE = "core_attention"  # the scope of attention itself, without its projections and positions
 # Names of the step's parts (`jax.named_scope`); the innermost one counts.
 SCOPES = ("embedding", *DECLARED, CORE, "router", "norm", "head", "weights", "gradients", "optimizer")
@@ -29,7 +30,7 @@ KERNELS = (
     (COLLECTIVES, ("nccl", "memcpyp2p")),
     (ATTENTION, ("fprop", "bprop", "fmha", "flash", "ranged_attention")),
     (HEAD, ("cross_entropy",)),
-    (MATMULS, ("nvjet", "gemm", "cutlass", "grouped_")),
+    (MATMULS, ("nvjet", "gemm", "cutlass", *OWN_MATMULS)),
     (COPIES, ("memcpy", "memset", "transpose", "copy")),
 )
 # Operations that a kernel of NCCL, or a copy between GPUs, can belong to, by a part of the kernel's name.
@@ -71,7 +72,7 @@ def part_of(op: hlo.Op) -> tuple[str, str]:
         return ATTENTION, "matmuls" if is_matmul(op) or is_plain_matmul(op) else "elementwise"
     if is_matmul(op):
         shape = "×".join(map(str, matmul_shape(op))) + (" FP8" if is_fp8(op) else "")
-        shape = f"experts {shape}" if is_grouped(op) else shape
+        shape = f"experts {shape}" if is_own_matmul(op, OWN_MATMULS[:2]) else shape
         return (apart[scope], f"matmul {shape}") if scope in apart else (MATMULS, shape)
     if is_plain_matmul(op):
         return (apart[scope], "matmul") if scope in apart else (MATMULS, scope)
@@ -97,13 +98,13 @@ def ranged_attention(op: hlo.Op) -> str | None:
 
 
 def is_matmul(op: hlo.Op) -> bool:
-    """Whether it is a call of cuBLAS or a grouped matmul."""
-    return op.target.startswith("__cublas") or is_grouped(op)
+    """Whether it is a call of cuBLAS or of a kernel of megajax's own."""
+    return op.target.startswith("__cublas") or is_own_matmul(op)
 
 
-def is_grouped(op: hlo.Op) -> bool:
-    """Whether it is one of megajax's kernels for the matmuls of experts."""
-    return op.target.startswith(PALLAS) and any(scope.startswith("grouped_") for scope in op.scopes)
+def is_own_matmul(op: hlo.Op, names: tuple[str, ...] = OWN_MATMULS) -> bool:
+    """Whether it is one of megajax's kernels with these names; the first two are those of experts."""
+    return op.target.startswith(PALLAS) and any(scope.startswith(names) for scope in op.scopes)
 
 
 def is_plain_matmul(op: hlo.Op) -> bool:
@@ -113,13 +114,14 @@ def is_plain_matmul(op: hlo.Op) -> bool:
 
 def is_fp8(op: hlo.Op) -> bool:
     """Whether a matmul reads FP8."""
-    return op.operands[-1].dtype.startswith("f8") if is_grouped(op) else op.target.endswith("$f8")
+    return bool(_fp8_operands(op)) if is_own_matmul(op) else op.target.endswith("$f8")
 
 
 def matmul_shape(op: hlo.Op) -> tuple[int, int, int]:
-    """M, N, K of a cuBLAS call or a grouped matmul; batches count as rows, and the rows of all experts together."""
-    if is_grouped(op):
-        left, result = math.prod(op.operands[-2].dims), op.results[0].dims
+    """M, N, K of a matmul; batches count as rows, and the rows of all experts together."""
+    if is_own_matmul(op):
+        matrices = _fp8_operands(op) or op.operands[-2:]  # some have scales beside them
+        left, result = math.prod(matrices[0].dims), op.results[0].dims
         if len(result) == 3:  # the weights' gradient, [experts, M, N]
             return result[1], result[2], left // result[1]
         return result[0], result[1], left // result[0]
@@ -127,6 +129,10 @@ def matmul_shape(op: hlo.Op) -> tuple[int, int, int]:
     contracted = math.prod(left[d] for d in _numbers(op, "lhs_contracting_dimensions"))
     rows = math.prod(left) // contracted
     return rows, math.prod(op.results[0].dims) // rows, contracted
+
+
+def _fp8_operands(op: hlo.Op) -> list[hlo.Array]:
+    return [operand for operand in op.operands if operand.dtype.startswith("f8")]
 
 
 def roofline_ms(op: hlo.Op) -> float:
