@@ -56,19 +56,7 @@ def backward_parts(config: Config, sizes: Mapping[str, int], platform: str = "gp
     lost = (PARTS + 1) * max(largest, count) / (count + sum(costs)) - 1
     if lost > LARGEST_LOSS:
         return BackwardParts(lockstep_because=f"{count} layer slots have no equal halves")
-    if platform != "cpu" and (axis := _busy_axis(config, sizes)):
-        why = f"with mesh.{axis}={sizes[axis]} a stage's forward operation hides transfers of its backward operation"
-        return BackwardParts(lockstep_because=why)
     return BackwardParts((range(start, count), range(start)))
-
-
-def _busy_axis(config: Config, sizes: Mapping[str, int]) -> str | None:
-    """An axis besides `pipeline` over which layers communicate in each operation.
-
-    One operation a tick was 5 % slower than lockstep on `pipeline` 2 × `fsdp` 2 of H100s (docs/records/log.md).
-    """
-    of_experts = config.mesh.experts_over if config.expert_shards(sizes) > 1 else ()
-    return next((axis for axis in ("fsdp", "tensor", "context", *of_experts) if sizes[axis] > 1), None)
 
 
 def _permuted_axis(config: Config, sizes: Mapping[str, int]) -> str | None:
