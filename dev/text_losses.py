@@ -31,7 +31,7 @@ NVFP4 = (BLOCKS, "precision.fp8.recipe=nvfp4")
 LAST = "precision.fp8.last_bf16_layers=3"  # 15 % of 20 layers, as in the paper
 RECIPES = {
     "bf16": (),
-    "blockwise": (BLOCKS, "precision.fp8.recipe=blockwise"),
+    "blockwise": ("precision.fp8.recipe=blockwise",),
     "nvfp4": (*NVFP4, LAST),
     "current": ("precision.fp8.recipe=current",),
     "delayed": ("precision.fp8.recipe=delayed",),
@@ -42,7 +42,7 @@ RECIPES = {
     },
     "nvfp4_in_all_layers": NVFP4,
 }
-SMALL_BATCH = ("batch.global_size=8", "schedule.learning_rate=6e-4", "schedule.min_learning_rate=6e-5")
+SMALL_BATCH = ("batch.global_size=16", "schedule.learning_rate=3e-4", "schedule.min_learning_rate=3e-5")
 # By what is compared: the config, overrides of all its runs, and those of each name
 COMPARISONS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "optimizers": (

@@ -93,6 +93,10 @@ class Kernels:
         if has_sublayer(model, CROSS_ATTENTION):
             requested = config.kernels.attention
             crossed = choose_attention(requested, hardware, AttentionShape.of_cross_attention(config))
+        of_fp8: Fp8Implementation = "reference"
+        if settings.chosen.is_on:
+            here = hardware.platform, hardware.capability
+            of_fp8 = fp8.choose(settings.chosen, settings.backend, *here, experts=bool(model.num_experts))
         grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
         if model.num_experts:
             assert model.expert_ffn_hidden_size is not None
@@ -103,7 +107,7 @@ class Kernels:
                 hardware,
                 config.precision.compute,
                 (model.hidden_size, width),
-                fp8=settings.chosen.has_kernels,
+                fp8=settings.chosen.has_kernels or of_fp8 == "pallas",
                 over_tensor=not whole and sizes["tensor"] > 1,
             )
         recurrent: tuple[ops.LinearAttentionImplementation, str] = "reference", "no linear recurrences"
@@ -115,10 +119,6 @@ class Kernels:
                 recurrent_widths(model),
                 channels_with_decays(model) // sizes["tensor"],
             )
-        of_fp8: Fp8Implementation = "reference"
-        if settings.chosen.is_on:
-            here = hardware.platform, hardware.capability
-            of_fp8 = fp8.choose(settings.chosen, settings.backend, *here, experts=bool(model.num_experts))
         fastest = "pallas" if hardware.platform == "gpu" else "reference"
         symmetric = "pallas" if hardware.capability == HOPPER.capability else "reference"
         return cls(*attention, *crossed, *grouped, *recurrent, of_fp8, fastest, fastest, symmetric)

@@ -40,7 +40,11 @@ class BothWays(NamedTuple):
     """A tensor [T, F] as operand of sums over F and over T."""
 
     rows: ScaledOperand | None  # [T, F]; None if only the other is kept, for the backward pass
-    columns: ScaledOperand  # [F, T]
+    columns: ScaledOperand  # [F, T]; of experts [F, P], with groups aligned to steps (`grouped_rows`)
+
+    def without_rows(self) -> "BothWays":
+        """What the weight's gradient needs."""
+        return self._replace(rows=None)
 
 
 @dataclass(frozen=True)
@@ -152,25 +156,26 @@ def _kernel(how: _Pass, counts: list[int], T: int, F: int) -> Callable[..., None
             magnitude = lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(0x7FFFFFFF)
             if how.rows:
                 q_ref, scales_ref = next(remaining).at[:, part], next(remaining).at[part, np.int32(0)]
-                q, scale = _rounded(value, magnitude, None if how.square else 1)
+                q, scale = power_scaled(value, magnitude, None if how.square else 1)
                 plgpu.store(q_ref, q, mask=whole_t if T % BLOCK else None)
                 plgpu.store(scales_ref, scale, mask=None if how.square else inside_t)
             if how.columns:
                 q_ref, scales_ref = next(remaining).at[part], next(remaining).at[np.int32(0), part]
-                q, scale = _rounded(value, magnitude, None if how.square else 0)
+                q, scale = power_scaled(value, magnitude, None if how.square else 0)
                 plgpu.store(q_ref, q.T, mask=whole_f.T if F % BLOCK else None)
                 plgpu.store(scales_ref, scale, mask=None if how.square else inside_f)
 
     return kernel
 
 
-def _rounded(value: jax.Array, magnitude: jax.Array, axis: int | None) -> tuple[jax.Array, jax.Array]:
+def power_scaled(value: jax.Array, magnitude: jax.Array, axis: int | None) -> tuple[jax.Array, jax.Array]:
     """(a tile in E4M3, its scales [128] along the other axis, or [1]), as `block_formats.with_powers_of_two` has them.
 
     `magnitude` are the bits of |value|. A maximum of floats drops NaN on the GPU; as integers, magnitudes keep their
     order, and infinity and then NaN are above them.
     """
-    amax = jnp.max(magnitude.reshape(1, -1), axis=1) if axis is None else jnp.max(magnitude, axis=axis)
+    amax = jnp.max(magnitude, axis=1 if axis is None else axis)
+    amax = jnp.max(amax) if axis is None else amax
     more = ((amax & 0x7FFFFF) > 0x600000).astype(jnp.int32)
     exponent = jnp.maximum((amax >> 23) - (127 + 8) + more, LEAST_SCALE)
 
@@ -178,5 +183,7 @@ def _rounded(value: jax.Array, magnitude: jax.Array, axis: int | None) -> tuple[
         finite = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
         return jnp.where(amax < 0x7F800000, finite, jnp.nan)
 
-    inverse = power(-exponent)
-    return (value * (inverse[None] if axis == 0 else inverse[:, None])).astype(E4M3), power(exponent)
+    inverse, scale = power(-exponent), power(exponent)
+    if axis is None:
+        return (value * inverse).astype(E4M3), scale.reshape(1)
+    return (value * jnp.expand_dims(inverse, axis)).astype(E4M3), scale

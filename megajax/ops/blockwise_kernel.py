@@ -4,8 +4,11 @@ An operand [rows, K] has one scale for each 128 numbers of K, or for 128 x 128 n
 are summed by the tensor cores from zero, then scaled and added to the sum in FP32 registers, as DeepSeek-V3 does it
 (arXiv 2412.19437, section 3.3.2). The two computing warpgroups of a block take turns: one scales and adds while the
 tensor cores compute the other one's products.
+
+Rows of experts are in groups, as in `grouped_matmul_kernel`, with weights of their own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops.barriers import not_before
 from megajax.ops.grouped_matmul_block import COMPUTE, MatmulTiling, ThreadBlock, launch
-from megajax.ops.grouped_matmul_kernel import MULTIPROCESSORS
+from megajax.ops.grouped_matmul_kernel import MULTIPROCESSORS, GroupedRows, GroupedTransposes
+from megajax.ops.grouped_rows import ALIGNMENT, STEP, row_tiles, step_bounds
 
 BLOCK = 128  # numbers of K with one scale, and a step of the sum
 HEIGHT = 64  # rows that are multiplied at a time
@@ -53,16 +57,83 @@ def matmul(
         work: Any = _Product(tiling, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, of_columns)
         _ScaledBlock(tiling, *memory).run(work)
 
-    a = jax.ShapeDtypeStruct((tiling.rows, BLOCK), a_mk.dtype)
-    b = jax.ShapeDtypeStruct((tiling.block_cols, BLOCK), b_nk.dtype)
     out = jax.ShapeDtypeStruct((M, pl.cdiv(N, WIDTH) * WIDTH), dtype)  # TMA stores whole buffers
+    call = _launch(kernel, "blockwise_matmul", tiling, out, blocks, interpret)
+    return call(a_mk, a_scales_km, b_nk, b_scales_kn)[:, :N]
+
+
+@partial(jax.jit, static_argnames=("dtype", "rows", "tiling", "blocks", "interpret"))
+def grouped_matmul(
+    x_rk: jax.Array,
+    x_scales_kr: jax.Array,
+    w_enk: jax.Array,
+    w_scales_ekn: jax.Array,
+    group_sizes_e: jax.Array,
+    dtype: Any,
+    rows: int,
+    *,
+    tiling: MatmulTiling = TILING,
+    blocks: int = MULTIPROCESSORS,
+    interpret: Any = None,
+) -> jax.Array:
+    """Rows of x [R, K] times the w [E, N, K] of their group, both E4M3 → [rows, N] in `dtype`.
+
+    The FP32 scales are [K / 128, R] and [E, K / 128, N / 128]. R is a multiple of 8, K and N are multiples of 128.
+    Rows after the last group are zeros, even if x has NaN there.
+    """
+    tiling = replace(tiling, loads=3)
+
+    def kernel(tiles_ref, x_ref, x_scales_ref, w_ref, w_scales_ref, out_ref, *memory) -> None:
+        tensors = tiles_ref, x_ref, w_ref, out_ref, x_scales_ref, w_scales_ref
+        work: Any = _GroupedProduct(tiling, None, True, *tensors)
+        _ScaledBlock(tiling, *memory).run(work)
+
+    out = jax.ShapeDtypeStruct((rows, w_enk.shape[1]), dtype)
+    call = _launch(kernel, "grouped_matmul_blockwise", tiling, out, blocks, interpret)
+    return call(row_tiles(group_sizes_e, rows, tiling.rows), x_rk, x_scales_kr, w_enk, w_scales_ekn)
+
+
+@partial(jax.jit, static_argnames=("dtype", "tiling", "blocks", "interpret"))
+def grouped_weight_gradient(
+    x_mp: jax.Array,
+    x_scales_pm: jax.Array,
+    dy_np: jax.Array,
+    dy_scales_pn: jax.Array,
+    group_sizes_e: jax.Array,
+    dtype: Any,
+    *,
+    tiling: MatmulTiling = TILING,
+    blocks: int = MULTIPROCESSORS,
+    interpret: Any = None,
+) -> jax.Array:
+    """x_e dy_eᵀ over the columns of each group: x [M, P] and dy [N, P] in E4M3 → [E, M, N] in `dtype`.
+
+    The FP32 scales are [P / 128, M] and [P / 128, N]. Groups are aligned to steps (`grouped_rows`), with zeros after
+    each; M and N are multiples of 128. Zeros for empty groups.
+    """
+    tiling = replace(tiling, loads=4)
+
+    def kernel(bounds_ref, x_ref, x_scales_ref, dy_ref, dy_scales_ref, out_ref, *memory) -> None:
+        tensors = bounds_ref, x_ref, dy_ref, out_ref, x_scales_ref, dy_scales_ref
+        work: Any = _GroupedGradient(tiling, None, *tensors)
+        _ScaledBlock(tiling, *memory).run(work)
+
+    out = jax.ShapeDtypeStruct((len(group_sizes_e), len(x_mp), len(dy_np)), dtype)
+    call = _launch(kernel, "grouped_weight_gradient_blockwise", tiling, out, blocks, interpret)
+    return call(step_bounds(group_sizes_e), x_mp, x_scales_pm, dy_np, dy_scales_pn)
+
+
+def _launch(
+    kernel: Callable, name: str, tiling: MatmulTiling, out: jax.ShapeDtypeStruct, blocks: int, interpret: Any
+) -> Callable:
+    """The kernel, with the memory of a `_ScaledBlock`."""
+    operands = [jax.ShapeDtypeStruct((size, BLOCK), jnp.float8_e4m3fn) for size in (tiling.rows, tiling.block_cols)]
     more = (
         plgpu.SMEM((tiling.stages, tiling.rows), jnp.float32),
         plgpu.SMEM((tiling.stages, tiling.block_cols), jnp.float32),
         plgpu.Barrier(num_arrivals=COMPUTE),
     )
-    call = launch(kernel, "blockwise_matmul", tiling, (a, b), out, blocks, interpret, more)
-    return call(a_mk, a_scales_km, b_nk, b_scales_kn)[:, :N]
+    return launch(kernel, name, tiling, (operands[0], operands[1]), out, blocks, interpret, more)
 
 
 @dataclass(frozen=True)
@@ -192,3 +263,41 @@ class _Product:
         rows, cols = part.shape
         corner = self.out.at[pl.ds(tile[0] + row, rows), pl.ds(tile[1] + col, cols)]
         plgpu.copy_smem_to_gmem(part, corner, commit_group=False)
+
+
+@dataclass(frozen=True)
+class _GroupedProduct(GroupedRows):
+    """Rows of x times the w of their group, with scales."""
+
+    x_scales: Any
+    w_scales: Any
+
+    def load(self, tile, step, a, b, a_scales, b_scales, arrived):
+        super().load(tile, step, a, b, arrived)
+        rows = pl.ds(pl.multiple_of(tile[0][0], ALIGNMENT), self.tiling.rows)
+        plgpu.copy_gmem_to_smem(self.x_scales.at[step, rows], a_scales, arrived)
+
+    def scale_of_columns(self, tile, step, wg):
+        (_, group, _, _), col_tile = tile
+        square = lax.div(col_tile * self.tiling.block_cols + wg * self.tiling.cols, BLOCK)
+        return self.w_scales[group, step, jnp.minimum(square, self.w_scales.shape[2] - 1)]
+
+
+@dataclass(frozen=True)
+class _GroupedGradient(GroupedTransposes):
+    """x_e dy_eᵀ of each group, with scales."""
+
+    x_scales: Any
+    dy_scales: Any
+
+    def load(self, tile, step, a, b, a_scales, b_scales, arrived):
+        super().load(tile, step, a, b, arrived)
+        (_, row_tile, start, _, _), col_tile = tile
+        step = lax.div(start, STEP) + step
+        rows = pl.ds(row_tile * self.tiling.rows, self.tiling.rows)
+        cols = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
+        plgpu.copy_gmem_to_smem(self.x_scales.at[step, rows], a_scales, arrived)
+        plgpu.copy_gmem_to_smem(self.dy_scales.at[step, cols], b_scales, arrived)
+
+    def scale_of_columns(self, tile, step, wg):
+        return None

@@ -1,7 +1,7 @@
 """The MLP of experts: grouped matmuls, and between them the activation times each row's routing weight, in BF16 or FP8.
 
-In FP8 each tensor has one scale for all its experts, and is quantised together with its transpose where it is computed.
-The backward pass keeps the transposes, and the activation's input in BF16.
+In FP8 each tensor is quantised together with its transpose where it is computed, with one scale for all experts or, in
+`blockwise`, with scales of blocks. The backward pass keeps the transposes, and the activation's input in BF16.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.ops import fp8, grouped_fp8_kernels, grouped_fp8_reference, mlp_kernel
+from megajax.ops import (
+    blockwise_kernel,
+    fp8,
+    grouped_blockwise_kernels,
+    grouped_fp8_kernels,
+    grouped_fp8_reference,
+    mlp_kernel,
+)
 from megajax.ops.block_matmul import BlockWeight, MaxOverDevices, grouped_product, grouped_weight_gradient
+from megajax.ops.blockwise_fp8_kernels import BothWays
 from megajax.ops.fp8 import Fp8Weight, Operand
 from megajax.ops.grouped_matmul import (
     GroupedImplementation,
@@ -88,8 +96,16 @@ def expert_mlp(
     are zeros, and so are their gradients and those of their weights. In FP8 the gradient and the amaxes are returned in
     their fields of `Fp8Weight`.
     """
-    compute = _fp8_mlp if isinstance(matrices.up, Fp8Weight) else _mlp
+    compute = _mlp if _quantised_steps(mlp, matrices.up) is None else _fp8_mlp
     return compute(mlp, rows, weights, matrices, group_sizes)
+
+
+def _quantised_steps(mlp: ExpertMlp, w: LinearWeight) -> "type[_Fp8] | type[_Blockwise] | None":
+    """The steps of an MLP whose tensors are quantised together with their transposes; None in BF16 and emulated."""
+    if isinstance(w, Fp8Weight):
+        return _Fp8
+    has_kernels = mlp.kernels.grouped_matmul == "pallas" and isinstance(w, BlockWeight)
+    return _Blockwise if has_kernels and w.implementation == "pallas" else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -145,18 +161,18 @@ def _fp8_mlp(mlp, rows, weights, matrices, group_sizes):
 
 
 def _fp8_mlp_forward(mlp, rows, weights, matrices, group_sizes):
-    run, (w_up, w_down, biases) = _Fp8(mlp, group_sizes, weights, rows.dtype), matrices
+    run, (w_up, w_down, biases) = _steps(mlp, matrices, group_sizes, weights, rows.dtype), matrices
     x = run.quantised(rows, w_up, "input")
     up = checkpoint_name(_plus_up(run.product(x, w_up, "input"), biases, group_sizes), "gate_up")
     act = run.activated(up, w_down)
-    transposed = (operand._replace(values=None) for operand in (x, act))
+    transposed = (operand.without_rows() for operand in (x, act))
     y = _plus_down(run.product(act, w_down, "input"), biases, weights, group_sizes)
     return y, (*transposed, up, weights, matrices, group_sizes)
 
 
 def _fp8_mlp_backward(mlp, residuals, dy):
-    x, act, up, weights, (w_up, w_down, biases), group_sizes = residuals
-    run = _Fp8(mlp, group_sizes, weights, dy.dtype)
+    x, act, up, weights, matrices, group_sizes = residuals
+    run, (w_up, w_down, biases) = _steps(mlp, matrices, group_sizes, weights, dy.dtype), matrices
     dys = run.quantised(dy, w_down, "gradient")
     dact = run.product(dys, w_down, "gradient")
     if biases is None and mlp.activation in mlp_kernel.KINDS:
@@ -175,14 +191,30 @@ def _fp8_mlp_backward(mlp, residuals, dy):
 _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
 
 
+def _steps(mlp: ExpertMlp, matrices: ExpertMatrices, group_sizes, weights, dtype) -> "_Fp8 | _Blockwise":
+    steps = _quantised_steps(mlp, matrices.up)
+    assert steps is not None
+    return steps(mlp, group_sizes, weights, dtype)
+
+
 @dataclass(frozen=True)
-class _Fp8:
+class _Steps:
     """The steps of the MLP in FP8; `which` is a matrix's "input" or its output's "gradient"."""
 
     mlp: ExpertMlp
     group_sizes: jax.Array
     weights: jax.Array
     dtype: Any  # of results
+
+    def weighted(self, up: jax.Array) -> jax.Array:
+        """The weighted activation, not quantised."""
+        how = self.group_sizes, self.mlp.kernels.elementwise
+        return activate_weighted(self.mlp.activation, up, self.weights, *how)
+
+
+@dataclass(frozen=True)
+class _Fp8(_Steps):
+    """With one scale for a tensor of all experts."""
 
     @property
     def quantisers(self) -> Any:
@@ -199,10 +231,7 @@ class _Fp8:
     def activated(self, up: jax.Array, w: Fp8Weight) -> Operand:
         """The weighted activation."""
         if self.mlp.activation not in mlp_kernel.KINDS:
-            act = activate_weighted(
-                self.mlp.activation, up, self.weights, self.group_sizes, self.mlp.kernels.elementwise
-            )
-            return self.quantised(act, w, "input")
+            return self.quantised(self.weighted(up), w, "input")
         tensors = self.mlp.activation, up, self.weights
         scale, dtype = self.scale(w, "input", lambda: self.quantisers.gated_amax(*tensors, self.group_sizes))
         q, q_t, amax = self.quantisers.gated_cast_transpose(*tensors, self.group_sizes, scale, dtype)
@@ -236,6 +265,36 @@ class _Fp8:
         gradient = fp8_weight_gradient(*tensors, self.dtype, implementation=implementation)
         amax = jnp.stack([x.amax, dy.amax])
         return Fp8Weight(*(None,) * 5, gradient=gradient, amax=amax, gradient_dtype=w.gradient_dtype)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Blockwise(_Steps):
+    """With scales of blocks; a device needs no other's magnitudes."""
+
+    def quantised(self, rows: jax.Array, w: BlockWeight, which: str) -> BothWays:
+        return grouped_blockwise_kernels.quantise(rows, self.group_sizes)
+
+    def activated(self, up: jax.Array, w: BlockWeight) -> BothWays:
+        """The weighted activation."""
+        if self.mlp.activation not in mlp_kernel.KINDS:
+            return self.quantised(self.weighted(up), w, "input")
+        return grouped_blockwise_kernels.gated(self.mlp.activation, up, self.weights, self.group_sizes)
+
+    def gated_gradient(self, up: jax.Array, dact: jax.Array, w: BlockWeight) -> tuple[BothWays, jax.Array]:
+        """The gradients of a gated activation's input `up` and of the weights."""
+        tensors = up, self.weights, dact, self.group_sizes
+        return grouped_blockwise_kernels.gated_backward(self.mlp.activation, *tensors)
+
+    def product(self, x: BothWays, w: BlockWeight, which: str) -> jax.Array:
+        """`x @ w` of each expert for an "input", `dy @ w.T` for a "gradient"."""
+        assert x.rows is not None
+        matrices = grouped_blockwise_kernels.quantise_weights(w.values, which)
+        return blockwise_kernel.grouped_matmul(*x.rows, *matrices, self.group_sizes, self.dtype, len(self.weights))
+
+    def weight_gradient(self, x: BothWays, dy: BothWays, w: BlockWeight) -> BlockWeight:
+        """`x.T @ dy` of each expert."""
+        tensors = *x.columns, *dy.columns
+        return w.with_gradient(blockwise_kernel.grouped_weight_gradient(*tensors, self.group_sizes, self.dtype))
 
 
 # Biases. That of `up` is added within the activation, except in FP8.

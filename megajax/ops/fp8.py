@@ -66,6 +66,10 @@ class Operand(NamedTuple):
     inverse_scale: jax.Array
     amax: jax.Array  # on this device
 
+    def without_rows(self) -> "Operand":
+        """What the weight's gradient needs."""
+        return self._replace(values=None)
+
 
 def operand_scale(
     w: Fp8Weight, which: str, amax: Callable[[], jax.Array], max_over_devices: Callable[[jax.Array], jax.Array]
@@ -88,7 +92,7 @@ def scale_for(amax: jax.Array, dtype: Any, margin: float = 0) -> jax.Array:
 def choose(
     recipe: Fp8Recipe, backend: str, platform: str, compute_capability: str | None, experts: bool = False
 ) -> Implementation:
-    """The implementation of a recipe's quantisation and matmuls for `precision.fp8.backend`; `experts`: of some.
+    """The implementation of a recipe's quantisation and matmuls for `precision.fp8.backend`, `experts`' too.
 
     Raises ConfigError if it cannot run: on GPUs without its kernels, or without Transformer Engine.
     """
@@ -122,7 +126,7 @@ def _choose_for_blocks(
         problem = f"has kernels for Hopper GPUs only, {here}"
     elif recipe.has_block_scaled_dot and capability is not None and capability < BLACKWELL:
         problem = f"needs Blackwell GPUs or newer, {here}"
-    elif experts:
+    elif experts and not recipe.has_hopper_kernels:
         problem = "has no grouped kernels for experts"
     else:
         return "pallas" if recipe.has_hopper_kernels else "cudnn"

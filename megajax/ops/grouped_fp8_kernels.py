@@ -25,18 +25,22 @@ from megajax.ops.grouped_fp8_reference import amax
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, padded_rows, steps
 
 __all__ = [
+    "TilePass",
+    "addressable",
     "amax",
     "cast_transpose",
     "gated_amax",
     "gated_backward_amax",
     "gated_backward_cast_transpose",
+    "gated_backward_pass",
     "gated_cast_transpose",
+    "gated_pass",
 ]
 
 TILING = CastTiling()
 
 
-class _Pass(NamedTuple):
+class TilePass(NamedTuple):
     """The computation of a kernel on each tile of rows, and its settings."""
 
     name: str
@@ -63,7 +67,7 @@ def cast_transpose(
     def compute(x):
         return (x,), ()
 
-    how = _Pass("grouped_quantise", compute, 1, 0, tiling, interpret)
+    how = TilePass("grouped_quantise", compute, 1, 0, tiling, interpret)
     q, q_t, _, largest = _over_steps(how, [x_rf[:, None]], None, group_sizes_e, scale, dtype)
     return q, q_t, largest
 
@@ -80,7 +84,7 @@ def gated_cast_transpose(
     interpret: bool = False,
 ) -> Quantised:
     """activation(gate) · up · weight quantised: gate_up [R, 2F], gate first -> q [R, F], q_t [F, P], amax."""
-    how = _gated(kind, tiling, interpret)
+    how = gated_pass(kind, tiling, interpret)
     q, q_t, _, largest = _over_steps(how, [halves(gate_up_rf)], weights_r, group_sizes_e, scale, dtype)
     return q, q_t, largest
 
@@ -101,7 +105,7 @@ def gated_backward_cast_transpose(
 
     The gradient of the weights has their dtype, and is 0 after the last group.
     """
-    how, operands = _gated_backward(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
+    how, operands = gated_backward_pass(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
     q, q_t, [sums], largest = _over_steps(how, operands, weights_r, group_sizes_e, scale, dtype)
     dweights = jnp.where(jnp.arange(len(weights_r)) < group_sizes_e.sum(), sums.sum(axis=0), 0)
     return q, q_t, largest, dweights.astype(weights_r.dtype)
@@ -117,7 +121,7 @@ def gated_amax(
     interpret: bool = False,
 ) -> jax.Array:
     """Only the amax of `gated_cast_transpose`."""
-    return _over_steps(_gated(kind, tiling, interpret), [halves(gate_up_rf)], weights_r, group_sizes_e)[-1]
+    return _over_steps(gated_pass(kind, tiling, interpret), [halves(gate_up_rf)], weights_r, group_sizes_e)[-1]
 
 
 def gated_backward_amax(
@@ -131,27 +135,27 @@ def gated_backward_amax(
     interpret: bool = False,
 ) -> jax.Array:
     """Only the amax of `gated_backward_cast_transpose`."""
-    how, operands = _gated_backward(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
+    how, operands = gated_backward_pass(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
     return _over_steps(how, operands, weights_r, group_sizes_e)[-1]
 
 
-def _gated(kind: str, tiling: CastTiling, interpret: bool) -> _Pass:
+def gated_pass(kind: str, tiling: CastTiling, interpret: bool) -> TilePass:
     def compute(gate, up, weight):
         return (mlp_kernel.gated(kind, gate, up, interpret) * weight,), ()
 
-    return _Pass("grouped_activation", compute, 1, 0, tiling, interpret)
+    return TilePass("grouped_activation", compute, 1, 0, tiling, interpret)
 
 
-def _gated_backward(kind: str, tiling: CastTiling, interpret: bool) -> _Pass:
+def gated_backward_pass(kind: str, tiling: CastTiling, interpret: bool) -> TilePass:
     def compute(gate, up, dact, weight):
         act, gradients = mlp_kernel.gated_gradients(kind, gate, up, dact, interpret)
         return [gradient * weight for gradient in gradients], (jnp.sum(act * dact, axis=1),)
 
-    return _Pass("grouped_activation_gradient", compute, 2, 1, tiling, interpret)
+    return TilePass("grouped_activation_gradient", compute, 2, 1, tiling, interpret)
 
 
 def _over_steps(
-    how: _Pass,
+    how: TilePass,
     operands: list[jax.Array],
     weights: jax.Array | None,
     group_sizes: jax.Array,
@@ -172,8 +176,8 @@ def _over_steps(
     out_specs = [pl.BlockSpec((1, 1), lambda f, t: (t, f))]
     if scale is not None:
         width = how.parts * F
-        q = jax.ShapeDtypeStruct((_addressable(R, width, ALIGNMENT), how.parts, F), dtype)
-        q_t = jax.ShapeDtypeStruct((how.parts, F, _addressable(P, width, STEP)), dtype)
+        q = jax.ShapeDtypeStruct((addressable(R, width, ALIGNMENT), how.parts, F), dtype)
+        q_t = jax.ShapeDtypeStruct((how.parts, F, addressable(P, width, STEP)), dtype)
         sums = [jax.ShapeDtypeStruct((blocks_f, R), jnp.float32)] * how.sums
         out_shape = [q, q_t, *sums, *out_shape]
         transposed = pl.BlockSpec((how.parts, block_f, block_t), lambda f, t: (0, f, t))
@@ -195,7 +199,7 @@ def _over_steps(
     return q.reshape(q.shape[0], -1), q_t.reshape(-1, q_t.shape[-1]), sums, largest
 
 
-def _kernel(how: _Pass, parts: list[int], F: int, weighted: bool, dtype: Any) -> Callable:
+def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any) -> Callable:
     """The kernel for operands with these numbers of parts; dtype None: only the amax."""
     block_t, block_f = tile = how.tiling.tokens, how.tiling.features
 
@@ -249,7 +253,7 @@ def _kernel(how: _Pass, parts: list[int], F: int, weighted: bool, dtype: Any) ->
     return kernel
 
 
-def _addressable(rows: int, width: int, multiple: int) -> int:
+def addressable(rows: int, width: int, multiple: int) -> int:
     """`rows`, or more if Triton cannot count the FP8 array's elements: it can up to 2³¹, and in 64 bits from 2³² on."""
     if 2**31 < rows * width <= 2**32:
         return pl.cdiv(2**32 // width + 1, multiple) * multiple

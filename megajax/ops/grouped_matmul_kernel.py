@@ -50,7 +50,7 @@ def matmul(
     """
 
     def kernel(tiles_ref, x_ref, w_ref, out_ref, *memory) -> None:
-        ThreadBlock(tiling, *memory).run(_Rows(tiling, None, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
+        ThreadBlock(tiling, *memory).run(GroupedRows(tiling, None, transpose_w, tiles_ref, x_ref, w_ref, out_ref))
 
     T, N = x_tk.shape[0], w.shape[1 if transpose_w else 2]
     depth, w = _depth(x_tk.dtype), w.astype(x_tk.dtype)
@@ -79,7 +79,7 @@ def fp8_matmul(
     """
 
     def kernel(tiles_ref, scale_ref, x_ref, w_ref, out_ref, *memory) -> None:
-        ThreadBlock(tiling, *memory).run(_Rows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
+        ThreadBlock(tiling, *memory).run(GroupedRows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
 
     T, depth = x_tk.shape[0] if rows is None else rows, _depth(x_tk.dtype)
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
@@ -134,7 +134,7 @@ def fp8_weight_gradient(
     """
 
     def kernel(bounds_ref, scale_ref, x_ref, dy_ref, out_ref, *memory) -> None:
-        ThreadBlock(tiling, *memory).run(_TransposedWeights(tiling, scale_ref[0], bounds_ref, x_ref, dy_ref, out_ref))
+        ThreadBlock(tiling, *memory).run(GroupedTransposes(tiling, scale_ref[0], bounds_ref, x_ref, dy_ref, out_ref))
 
     assert _depth(x_mp.dtype) == STEP
     a = jax.ShapeDtypeStruct((tiling.rows, STEP), x_mp.dtype)
@@ -159,7 +159,7 @@ def _depth(dtype: Any) -> int:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class GroupedRows:
     """Rows of x times the w of their group."""
 
     tiling: MatmulTiling
@@ -271,7 +271,7 @@ class _Weights:
 
 
 @dataclass(frozen=True)
-class _TransposedWeights(_Weights):
+class GroupedTransposes(_Weights):
     """x_e dy_eᵀ of each group: x and dy are transposed, and their groups are aligned to steps."""
 
     def load(self, tile, step, a, b, arrived):

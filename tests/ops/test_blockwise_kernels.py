@@ -1,26 +1,33 @@
 """The kernels of blockwise FP8, interpreted: quantisation bit for bit as the recipe has it, products against NumPy."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from megajax.ops import ExpertKernels, ExpertMatrices, ExpertMlp, blockwise_kernel, grouped_blockwise_kernels
 from megajax.ops import blockwise_fp8_kernels as kernels
+from megajax.ops.block_matmul import BlockWeight
 from megajax.ops.blockwise_fp8 import BLOCK, Blockwise
 from megajax.ops.blockwise_fp8_kernels import BothWays
 from megajax.ops.blockwise_kernel import matmul
+from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.grouped_matmul_block import MatmulTiling
 from megajax.ops.mlp_activation import activate
 
 RECIPE = Blockwise()
+quantised = jax.jit(RECIPE.quantised, static_argnums=1)
 
 
 def assert_quantised(found: BothWays, x: jax.Array, tensor: str, differ: float = 0.0) -> None:
     """As operands of sums over both dimensions; up to a share of numbers and scales that `differ`."""
     for blocks, values in zip(found, (x, x.T), strict=True):
         assert blocks is not None
-        expected = RECIPE.quantised(values.astype(jnp.float32), tensor, None, None)
+        expected = quantised(values.astype(jnp.float32), tensor, None, None)
         own = np.asarray(blocks.values).astype(np.float32)
         assert own.shape[1] == -(-values.shape[1] // BLOCK) * BLOCK and not own[:, values.shape[1] :].any()
         assert np.mean(own[:, : values.shape[1]] != expected.values) <= differ
@@ -59,7 +66,7 @@ def test_products_of_each_block_are_scaled_and_added_in_fp32(rng, tensor):
         rng.standard_normal((rows, K)) * 2.0 ** rng.integers(-6, 6, (rows, K // BLOCK)).repeat(BLOCK, 1)
         for rows in (M, N)
     )
-    operands = [RECIPE.quantised(jnp.float32(x), which, None, None) for x, which in ((a, "input"), (b, tensor))]
+    operands = [quantised(jnp.float32(x), which, None, None) for x, which in ((a, "input"), (b, tensor))]
     expected = (
         np.asarray(operands[0].numbers(jnp.float32), np.float64)
         @ np.asarray(operands[1].numbers(jnp.float32), np.float64).T
@@ -69,3 +76,104 @@ def test_products_of_each_block_are_scaled_and_added_in_fp32(rng, tensor):
     found = matmul(*given, jnp.float32, tiling=tiling, blocks=1, interpret=plgpu.InterpretGPUParams(detect_races=False))
     assert found.shape == (M, N)
     assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
+
+
+SIZES, R = (3, 0, 140), 160  # of groups: fewer and more rows than a block, and rows after the last group
+
+
+def groups():
+    """(its rows, where its columns begin in a transpose) of each group."""
+    start = column = 0
+    for size in SIZES:
+        yield slice(start, start + size), column
+        start, column = start + size, column + -(-size // BLOCK) * BLOCK
+
+
+def test_blocks_of_experts_begin_with_the_first_row_of_their_group(rng):
+    """What is in rows of no group does not matter."""
+    x = rng.standard_normal((R, BLOCK)) * 2.0 ** rng.integers(-6, 6, (R, 1))
+    x[sum(SIZES) :] = np.nan
+    x = np.asarray(x, jnp.bfloat16)
+    both = grouped_blockwise_kernels.quantise(jnp.asarray(x), jnp.asarray(SIZES), interpret=True)
+    rows, columns = (tuple(np.float32(array) for array in operand or ()) for operand in both)
+    expected = quantised(np.float32(x), "input", None, None)
+    used = slice(sum(SIZES))
+    np.testing.assert_array_equal(rows[0][used], expected.values[used])
+    np.testing.assert_array_equal(rows[1].T[used], expected.scales[used])
+    for own, column in groups():
+        padded = np.zeros((2 * BLOCK, BLOCK), np.float32)
+        padded[: own.stop - own.start] = x[own]
+        expected = quantised(padded.T, "input", None, None)
+        for block in range(-(-(own.stop - own.start) // BLOCK)):
+            first = column + block * BLOCK
+            values = expected.values[:, block * BLOCK : (block + 1) * BLOCK]
+            np.testing.assert_array_equal(columns[0][:, first : first + BLOCK], values)
+            np.testing.assert_array_equal(columns[1][first // BLOCK], expected.scales[:, block])
+
+
+INTERPRETED = {"blocks": 1, "interpret": plgpu.InterpretGPUParams(detect_races=False)}
+
+
+def test_products_of_experts_are_scaled_and_added_in_fp32(rng):
+    """Against NumPy: tiles of one group with rows of others, matrices of an empty group, rows after the last group."""
+    E, K, N = len(SIZES), 2 * BLOCK, BLOCK
+    x, dy = (np.asarray(rng.standard_normal((R, size)), jnp.float8_e4m3fn) for size in (K, N))
+    w = np.asarray(rng.standard_normal((E, N, K)), jnp.float8_e4m3fn)
+    x_scales = 2.0 ** rng.integers(-6, 6, (K // BLOCK, R))
+    w_scales = 2.0 ** rng.integers(-6, 6, (E, K // BLOCK, 1))
+    x[sum(SIZES) :] = np.nan
+    how, sizes = INTERPRETED | {"tiling": MatmulTiling(rows=128, cols=64, stages=2, slots=3)}, jnp.asarray(SIZES)
+    given = x, np.float32(x_scales), w, np.float32(w_scales)
+    found = blockwise_kernel.grouped_matmul(*given, sizes, jnp.float32, R, **how)
+    expected, gradients = np.zeros((R, N)), np.zeros((E, K, N))
+    columns = np.zeros((K + N, 4 * BLOCK), x.dtype)
+    scales = 2.0 ** rng.integers(-6, 6, (4, K + N))
+    for e, (rows, column) in enumerate(groups()):
+        own, matrix = np.float64(x[rows]) * x_scales.T[rows].repeat(BLOCK, 1), np.float64(w[e])
+        expected[rows] = own @ (matrix * w_scales[e].repeat(BLOCK, 0).T).T
+        columns[:, column : column + len(own)] = np.concatenate([x[rows], dy[rows]], 1).T
+        blocks = slice(column, column + -(-len(own) // BLOCK) * BLOCK)
+        scaled = np.float64(columns[:, blocks]) * scales[blocks.start // BLOCK : blocks.stop // BLOCK].T.repeat(
+            BLOCK, 1
+        )
+        gradients[e] = scaled[:K] @ scaled[K:].T
+    assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
+    np.testing.assert_array_equal(found[sum(SIZES) :], 0)
+    scales = np.float32(scales)
+    given = columns[:K], scales[:, :K], columns[K:], scales[:, K:]
+    found = blockwise_kernel.grouped_weight_gradient(*given, sizes, jnp.float32, **how)
+    assert np.linalg.norm(found - gradients) < 1e-6 * np.linalg.norm(gradients)
+    np.testing.assert_array_equal(found[1], 0)
+
+
+@pytest.mark.long  # the tests above have its kernels
+def test_experts_compute_what_is_emulated(rng, monkeypatch):
+    """Products of the formats' numbers, which test_fp8_recipes.py has by hand; a number may round to the next one."""
+    for name in ("quantise", "gated", "gated_backward", "quantise_weights"):
+        function = partial(getattr(grouped_blockwise_kernels, name), interpret=True)
+        monkeypatch.setattr(grouped_blockwise_kernels, name, function)
+    how = INTERPRETED | {"tiling": MatmulTiling(rows=128, cols=128, stages=2)}
+    for name in ("grouped_matmul", "grouped_weight_gradient"):
+        monkeypatch.setattr(blockwise_kernel, name, partial(getattr(blockwise_kernel, name), **how))
+    E, D, F = len(SIZES), BLOCK, BLOCK
+    rows, dy = (jnp.float32(rng.standard_normal((R, D))) for _ in range(2))
+    weights = jnp.float32(rng.random(R) * (np.arange(R) < sum(SIZES)))
+    matrices = [jnp.float32(rng.standard_normal(shape) / 16) for shape in ((E, D, 2 * F), (E, F, D))]
+
+    def gradients(implementation, grouped_matmul):
+        mlp = ExpertMlp("swiglu", ExpertKernels(grouped_matmul))
+        up, down = (BlockWeight(w, None, None, RECIPE, implementation) for w in matrices)
+
+        def apply(rows, weights, up_values, down_values):
+            used = ExpertMatrices(replace(up, values=up_values), replace(down, values=down_values))
+            return expert_mlp(mlp, rows, weights, used, jnp.asarray(SIZES))
+
+        y, pull = jax.vjp(apply, rows, weights, *matrices)
+        return y, *pull(dy)
+
+    found, expected = (
+        jax.jit(partial(gradients, *each))() for each in (("pallas", "pallas"), ("emulated", "reference"))
+    )
+    for own, emulated in zip(found, expected, strict=True):
+        assert np.linalg.norm(own - emulated) < 2e-3 * np.linalg.norm(emulated)
+        np.testing.assert_array_equal(own[emulated == 0], 0)  # rows after the last group, and its empty matrices

@@ -193,8 +193,7 @@ KERNELS = [
         "nvfp4 needs Blackwell GPUs or newer, and this one has compute capability 9.0: set",
     ),
     ("mxfp8", "xla", BLACKWELL, True, "mxfp8 has no grouped kernels for experts: set precision.fp8.backend=emulated"),
-    ("blockwise", "xla", HOPPER, False, "pallas"),
-    ("blockwise", "xla", HOPPER, True, "blockwise has no grouped kernels for experts: set precision.fp8.backend=em"),
+    ("blockwise", "xla", HOPPER, True, "pallas"),
     (
         "blockwise",
         "xla",

@@ -328,14 +328,7 @@ def _kept(tp: TensorParallel, pieces: Pieces) -> Pieces:
     """A layer's input as the backward pass needs it for the weight's gradient: in FP8 only its transpose."""
     if tp.frozen:
         return [None for _ in pieces]
-    return [_transposed(piece) for piece in pieces]
-
-
-def _transposed(piece: Any) -> Any:
-    """Without the numbers that only the first product needs."""
-    if isinstance(piece, BothWays):
-        return piece._replace(rows=None)
-    return piece._replace(values=None) if isinstance(piece, Operand) else piece
+    return [piece.without_rows() if isinstance(piece, Operand | BothWays) else piece for piece in pieces]
 
 
 def _has_kernels(w: LinearWeight) -> bool:
