@@ -22,6 +22,7 @@ class Fp8Recipe:
     in_blocks: bool = False
     has_block_scaled_dot: bool = False  # Blackwell multiplies its blocks
     has_hopper_kernels: bool = False  # megajax's own quantise and multiply its blocks on Hopper GPUs
+    matmul_speed: float = 1.0  # of that with one scale a tensor
     multiple: int = 1  # of the widths and the tokens on a device
     rounded: Rounding | None = None  # of an extension: the numbers that its format has, of any operand
 
@@ -32,7 +33,7 @@ class Fp8Recipe:
 
 
 NONE, CURRENT = Fp8Recipe("none", is_on=False), Fp8Recipe("current", multiple=16)
-BLOCKWISE = Fp8Recipe("blockwise", in_blocks=True, has_hopper_kernels=True, multiple=16)
+BLOCKWISE = Fp8Recipe("blockwise", in_blocks=True, has_hopper_kernels=True, matmul_speed=0.73, multiple=16)
 MXFP8 = Fp8Recipe("mxfp8", in_blocks=True, has_block_scaled_dot=True, multiple=32)
 NVFP4 = Fp8Recipe("nvfp4", in_blocks=True, has_block_scaled_dot=True, multiple=16)
 RECIPES = Registry(

@@ -146,7 +146,11 @@ class Device:
             rows *= model.experts_per_token / (model.num_experts or 1)
             smallest, waste = min(smallest, rows), 1 + TILE / 2 / rows
         flops = 6 * tokens * work.multiplications / tensor
-        return waste * flops / self.rates.matmul_flops(smallest, fp8)
+        return waste * flops / self.matmul_flops(smallest, fp8)
+
+    def matmul_flops(self, smallest: float, fp8: bool) -> float:
+        """Operations a second of a layer's matmuls whose smallest dimension is this."""
+        return self.rates.matmul_flops(smallest, fp8) * (self.plan.fp8.chosen.matmul_speed if fp8 else 1)
 
     def unused(self, kind: LayerKind, fp8: bool) -> PassSeconds:
         """The matmul of a layer whose output no backward pass needs, so that recomputation leaves it out: the last."""
@@ -213,7 +217,7 @@ class Device:
             # Keys and values of the others' tokens, in both passes, with their gradients; one's own again.
             heads = model.num_heads * (model.qk_nope_head_dim + model.value_dim) / self.sizes["tensor"]
             flops = tokens * model.kv_lora_rank * heads * (8 * (shards - 1) + 2)
-            work.matmuls = flops / self.rates.matmul_flops(model.kv_lora_rank, fp8)
+            work.matmuls = flops / self.matmul_flops(model.kv_lora_rank, fp8)
             work.elementwise = KEPT_PASSES * self.number * tokens * (shards - 1) * (heads + width)
             work.elementwise /= self.rates.memory_bytes
             width = model.kv_lora_rank + (model.qk_rope_head_dim or 0)
