@@ -11,7 +11,7 @@ from first_gradients import EXPERTS, MODEL, build, difference, first_gradients, 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from megajax.config import Fp8Recipe, register_fp8
+from megajax.config import Fp8Recipe, load_config, register_fp8
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
@@ -216,6 +216,21 @@ def test_nothing_is_emulated_on_a_gpu_unless_it_is_asked_for(recipe, backend, ha
     with pytest.raises(ConfigError) as error:
         choose()
     assert expected in str(error.value) and "backend=emulated" in str(error.value)
+
+
+def test_experts_in_blocks_need_whole_blocks_and_the_hopper_kernel():
+    def choose(*overrides):
+        overrides = ["precision.fp8.recipe=blockwise", "mesh.data=1", *overrides]
+        return Kernels.choose(load_config("mixtral_l2", overrides), dict.fromkeys(AXES, 1), HOPPER)
+
+    assert (choose().fp8, choose().grouped_matmul) == ("pallas", "pallas")
+    narrow = "model.expert_ffn_hidden_size=1472"
+    with pytest.raises(ConfigError, match="FP8 kernel needs widths that are multiples of 128 and these are 4096, 1472"):
+        choose(narrow)
+    emulated = choose(narrow, "precision.fp8.backend=emulated")
+    assert (emulated.fp8, emulated.grouped_matmul) == ("emulated", "pallas")
+    with pytest.raises(ConfigError, match="kernels.grouped_matmul=triton cannot run, .* has no FP8"):
+        choose("kernels.grouped_matmul=triton")
 
 
 def test_one_scale_for_each_tensor_has_kernels_since_ada():
