@@ -4,6 +4,7 @@ In FP8 each tensor is quantised together with its transpose where it is computed
 `blockwise`, with scales of blocks. The backward pass keeps the transposes, and the activation's input in BF16.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -100,12 +101,12 @@ def expert_mlp(
     return compute(mlp, rows, weights, matrices, group_sizes)
 
 
-def _quantised_steps(mlp: ExpertMlp, w: LinearWeight) -> "type[_Fp8] | type[_Blockwise] | None":
+def _quantised_steps(mlp: ExpertMlp, w: LinearWeight) -> "type[_Steps] | None":
     """The steps of an MLP whose tensors are quantised together with their transposes; None in BF16 and emulated."""
     if isinstance(w, Fp8Weight):
         return _Fp8
-    has_kernels = mlp.kernels.grouped_matmul == "pallas" and isinstance(w, BlockWeight)
-    return _Blockwise if has_kernels and w.implementation == "pallas" else None
+    in_kernels = isinstance(w, BlockWeight) and w.implementation == mlp.kernels.grouped_matmul == "pallas"
+    return _Blockwise if in_kernels else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -191,20 +192,39 @@ def _fp8_mlp_backward(mlp, residuals, dy):
 _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
 
 
-def _steps(mlp: ExpertMlp, matrices: ExpertMatrices, group_sizes, weights, dtype) -> "_Fp8 | _Blockwise":
+def _steps(mlp: ExpertMlp, matrices: ExpertMatrices, group_sizes, weights, dtype) -> "_Steps":
     steps = _quantised_steps(mlp, matrices.up)
     assert steps is not None
     return steps(mlp, group_sizes, weights, dtype)
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _Steps(ABC):
     """The steps of the MLP in FP8; `which` is a matrix's "input" or its output's "gradient"."""
 
     mlp: ExpertMlp
     group_sizes: jax.Array
     weights: jax.Array
     dtype: Any  # of results
+
+    @abstractmethod
+    def quantised(self, rows: jax.Array, w: Any, which: str) -> Any: ...
+
+    @abstractmethod
+    def activated(self, up: jax.Array, w: Any) -> Any:
+        """The weighted activation."""
+
+    @abstractmethod
+    def gated_gradient(self, up: jax.Array, dact: jax.Array, w: Any) -> tuple[Any, jax.Array]:
+        """The gradients of a gated activation's input `up` and of the weights."""
+
+    @abstractmethod
+    def product(self, x: Any, w: Any, which: str) -> jax.Array:
+        """`x @ w` of each expert for an "input", `dy @ w.T` for a "gradient"."""
+
+    @abstractmethod
+    def weight_gradient(self, x: Any, dy: Any, w: Any) -> Any:
+        """`x.T @ dy` of each expert."""
 
     def weighted(self, up: jax.Array) -> jax.Array:
         """The weighted activation, not quantised."""
@@ -229,7 +249,6 @@ class _Fp8(_Steps):
         return Operand(q, q_t, 1 / scale, amax)
 
     def activated(self, up: jax.Array, w: Fp8Weight) -> Operand:
-        """The weighted activation."""
         if self.mlp.activation not in mlp_kernel.KINDS:
             return self.quantised(self.weighted(up), w, "input")
         tensors = self.mlp.activation, up, self.weights
@@ -238,14 +257,12 @@ class _Fp8(_Steps):
         return Operand(q, q_t, 1 / scale, amax)
 
     def gated_gradient(self, up: jax.Array, dact: jax.Array, w: Fp8Weight) -> tuple[Operand, jax.Array]:
-        """The gradients of a gated activation's input `up` and of the weights."""
         tensors = self.mlp.activation, up, self.weights, dact, self.group_sizes
         scale, dtype = self.scale(w, "gradient", lambda: self.quantisers.gated_backward_amax(*tensors))
         q, q_t, amax, dweights = self.quantisers.gated_backward_cast_transpose(*tensors, scale, dtype)
         return Operand(q, q_t, 1 / scale, amax), dweights
 
     def product(self, x: Operand, w: Fp8Weight, which: str) -> jax.Array:
-        """`x @ w` of each expert for an "input", `dy @ w.T` for a "gradient"."""
         other = w.transposed if which == "input" else w.values
         assert x.values is not None and other is not None
         return fp8_rows_times_weights(
@@ -275,24 +292,20 @@ class _Blockwise(_Steps):
         return grouped_blockwise_kernels.quantise(rows, self.group_sizes)
 
     def activated(self, up: jax.Array, w: BlockWeight) -> BothWays:
-        """The weighted activation."""
         if self.mlp.activation not in mlp_kernel.KINDS:
             return self.quantised(self.weighted(up), w, "input")
         return grouped_blockwise_kernels.gated(self.mlp.activation, up, self.weights, self.group_sizes)
 
     def gated_gradient(self, up: jax.Array, dact: jax.Array, w: BlockWeight) -> tuple[BothWays, jax.Array]:
-        """The gradients of a gated activation's input `up` and of the weights."""
         tensors = up, self.weights, dact, self.group_sizes
         return grouped_blockwise_kernels.gated_backward(self.mlp.activation, *tensors)
 
     def product(self, x: BothWays, w: BlockWeight, which: str) -> jax.Array:
-        """`x @ w` of each expert for an "input", `dy @ w.T` for a "gradient"."""
         assert x.rows is not None
         matrices = grouped_blockwise_kernels.quantise_weights(w.values, which)
         return blockwise_kernel.grouped_matmul(*x.rows, *matrices, self.group_sizes, self.dtype, len(self.weights))
 
     def weight_gradient(self, x: BothWays, dy: BothWays, w: BlockWeight) -> BlockWeight:
-        """`x.T @ dy` of each expert."""
         tensors = *x.columns, *dy.columns
         return w.with_gradient(blockwise_kernel.grouped_weight_gradient(*tensors, self.group_sizes, self.dtype))
 

@@ -95,8 +95,8 @@ def test_blocks_of_experts_begin_with_the_first_row_of_their_group(rng):
     x[sum(SIZES) :] = np.nan
     x = np.asarray(x, jnp.bfloat16)
     both = grouped_blockwise_kernels.quantise(jnp.asarray(x), jnp.asarray(SIZES), interpret=True)
-    rows, columns = (tuple(np.float32(array) for array in operand or ()) for operand in both)
-    expected = quantised(np.float32(x), "input", None, None)
+    rows, columns = (tuple(np.asarray(array, np.float32) for array in operand or ()) for operand in both)
+    expected = quantised(x.astype(np.float32), "input", None, None)
     used = slice(sum(SIZES))
     np.testing.assert_array_equal(rows[0][used], expected.values[used])
     np.testing.assert_array_equal(rows[1].T[used], expected.scales[used])
@@ -119,15 +119,14 @@ def test_products_of_experts_are_scaled_and_added_in_fp32(rng):
     E, K, N = len(SIZES), 2 * BLOCK, BLOCK
     x, dy = (np.asarray(rng.standard_normal((R, size)), jnp.float8_e4m3fn) for size in (K, N))
     w = np.asarray(rng.standard_normal((E, N, K)), jnp.float8_e4m3fn)
-    x_scales = 2.0 ** rng.integers(-6, 6, (K // BLOCK, R))
-    w_scales = 2.0 ** rng.integers(-6, 6, (E, K // BLOCK, 1))
+    x_scales, w_scales = (np.exp2(rng.integers(-6, 6, shape)) for shape in ((K // BLOCK, R), (E, K // BLOCK, 1)))
     x[sum(SIZES) :] = np.nan
     how, sizes = INTERPRETED | {"tiling": MatmulTiling(rows=128, cols=64, stages=2, slots=3)}, jnp.asarray(SIZES)
     given = x, np.float32(x_scales), w, np.float32(w_scales)
     found = blockwise_kernel.grouped_matmul(*given, sizes, jnp.float32, R, **how)
     expected, gradients = np.zeros((R, N)), np.zeros((E, K, N))
     columns = np.zeros((K + N, 4 * BLOCK), x.dtype)
-    scales = 2.0 ** rng.integers(-6, 6, (4, K + N))
+    scales = np.exp2(rng.integers(-6, 6, (4, K + N)))
     for e, (rows, column) in enumerate(groups()):
         own, matrix = np.float64(x[rows]) * x_scales.T[rows].repeat(BLOCK, 1), np.float64(w[e])
         expected[rows] = own @ (matrix * w_scales[e].repeat(BLOCK, 0).T).T
@@ -139,7 +138,7 @@ def test_products_of_experts_are_scaled_and_added_in_fp32(rng):
         gradients[e] = scaled[:K] @ scaled[K:].T
     assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
     np.testing.assert_array_equal(found[sum(SIZES) :], 0)
-    scales = np.float32(scales)
+    scales = np.asarray(scales, np.float32)
     given = columns[:K], scales[:, :K], columns[K:], scales[:, K:]
     found = blockwise_kernel.grouped_weight_gradient(*given, sizes, jnp.float32, **how)
     assert np.linalg.norm(found - gradients) < 1e-6 * np.linalg.norm(gradients)
