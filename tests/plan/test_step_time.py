@@ -18,11 +18,11 @@ def speeds() -> dict:
     return {row: time_table.estimate(row)[0] for row in time_table.read_rows()}
 
 
-def test_rows_that_were_not_fitted_are_within_eight_per_cent(speeds):
+def test_rows_that_were_not_fitted_are_within_nine_per_cent(speeds):
     others = [row for row in speeds if not row.fitted]
     assert len(others) >= 70
     for row in others:
-        assert speeds[row] == pytest.approx(row.teraflops, rel=0.08), row
+        assert speeds[row] == pytest.approx(row.teraflops, rel=0.09), row
     errors = [abs(speeds[row] / row.teraflops - 1) for row in others]
     assert sum(errors) / len(errors) < 0.03
 
