@@ -17,6 +17,7 @@ batch, `sequence · S + index`. Every mask is drawn for one token, by `fold_in(k
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,30 +36,41 @@ class Draws:
         self.model, self.shape = model, shape
         self.key, self.drawn = jax.random.fold_in(jax.random.key(seed + 1), step), dict[Any, np.ndarray]()
 
-    def _by_token(self, path: tuple[int, ...], draw: Any) -> np.ndarray:
+    def _by_token(self, draw: Any, amount: float, *path: int) -> np.ndarray:
         if path not in self.drawn:
-            key, ids = self.key, np.arange(math.prod(self.shape), dtype=np.uint32)
-            for number in path:
-                key = jax.random.fold_in(key, number)
-            factors = jax.vmap(lambda token: draw(jax.random.fold_in(key, token)))(ids)
-            self.drawn[path] = np.asarray(factors, np.float64).reshape(*self.shape, self.model["hidden_size"])
+            ids, width = np.arange(math.prod(self.shape), dtype=np.uint32), self.model["hidden_size"]
+            factors = draw_by_token(draw, amount, width, self.key, np.array(path, np.uint32), ids)
+            self.drawn[path] = np.asarray(factors, np.float64).reshape(*self.shape, width)
         return self.drawn[path]
 
     def dropout(self, number: int, module: int | None = None) -> np.ndarray | float:
         """Factors 0 or 1 / (1 - rate); `number` is 0 after the embedding, else 2 · layer + branch, branch 1 or 2."""
-        rate, width = self.model["dropout"], self.model["hidden_size"]
+        rate = self.model["dropout"]
         if not rate:
             return 1.0
         path = (number,) if module is None else (MODULES + module, number)
-        return self._by_token(path, lambda key: jax.random.bernoulli(key, 1 - rate, (width,))) / (1 - rate)
+        return self._by_token(kept, rate, *path) / (1 - rate)
 
     def jitter(self, layer: int) -> np.ndarray | float:
         """Factors between 1 - jitter and 1 + jitter."""
-        amount, width = self.model["router"]["jitter"], self.model["hidden_size"]
-        if not amount:
-            return 1.0
-        uniform = jax.random.uniform
-        return self._by_token((JITTER, layer), lambda key: uniform(key, (width,), jnp.float32, 1 - amount, 1 + amount))
+        amount = self.model["router"]["jitter"]
+        return self._by_token(noise, amount, JITTER, layer) if amount else 1.0
+
+
+def kept(key: Any, rate: float, width: int) -> jax.Array:
+    return jax.random.bernoulli(key, 1 - rate, (width,))
+
+
+def noise(key: Any, amount: float, width: int) -> jax.Array:
+    return jax.random.uniform(key, (width,), jnp.float32, 1 - amount, 1 + amount)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def draw_by_token(draw: Any, amount: float, width: int, key: Any, path: Any, ids: Any) -> jax.Array:
+    """`[len(ids), width]`; one program for all masks of a kind."""
+    for number in path:
+        key = jax.random.fold_in(key, number)
+    return jax.vmap(lambda token: draw(jax.random.fold_in(key, token), amount, width))(ids)
 
 
 class NoDraws:
@@ -379,5 +391,6 @@ def numbers_and_gradients(model: Options, weights: Arrays, batch: Arrays, draws,
     choices = [[{} for _ in range(depth)] for _ in batch["tokens"]]  # made by NumPy; they have no gradient
     _, logged = step(np, model, wide, batch, draws, biases, choices)
     with jax.enable_x64(True):
-        gradients = jax.grad(lambda w: step(jnp, model, w, batch, draws, biases, choices)[0])(wide)
+        # One program: operation by operation they would be hundreds.
+        gradients = jax.jit(jax.grad(lambda w: step(jnp, model, w, batch, draws, biases, choices)[0]))(wide)
         return logged, {name: np.asarray(g) for name, g in gradients.items()}
