@@ -1,6 +1,7 @@
 """The JSON schema for editors: it accepts valid configs and rejects the mistakes that a schema can detect."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import jsonschema
@@ -12,11 +13,15 @@ from megajax.config.json_schema import json_schema, main
 from megajax.schema.tree import Loader
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-SCHEMA = jsonschema.Draft202012Validator(json_schema())
+
+
+@cache
+def schema() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json_schema())
 
 
 def mistakes(text: str) -> list[str]:
-    return [error.message for error in SCHEMA.iter_errors(yaml.load(text, Loader))]
+    return [error.message for error in schema().iter_errors(yaml.load(text, Loader))]
 
 
 def test_the_command_prints_a_valid_schema(capsys):

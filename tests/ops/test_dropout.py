@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.ops import dropout
 
-IDS = jnp.arange(1000, 1000 + 64)
+IDS = np.arange(1000, 1000 + 64, dtype=np.int32)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from mesh_models import MODELS
 from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
@@ -29,11 +30,13 @@ from megajax.training.step import TrainProgram
 STEPS = {"adamw": 3, "sgd": 2}
 
 TRIPLE = {"data": 2, "fsdp": 2, "tensor": 2}
+ONE_LAYER = MODELS["llama"] | {"num_layers": 1}
 
 OPTIONS = {
     "gemma": GEMMA,
     # The stored arrays of an odd width are padded.
     "padded_gpt2": {
+        "num_layers": 2,
         "hidden_size": 35,
         "num_heads": 4,
         "num_kv_heads": 2,
@@ -124,14 +127,14 @@ def test_documents_packed_by_work_train_on_a_mesh_as_on_one_device(table, differ
     ids=case_name,
 )
 def test_low_precision_trains_as_one_device_does_within_its_rounding(table, difference, compute, mesh):
-    config = make(table, table.MODELS["llama"] | {"num_layers": 1}, mesh, 2, precision={"compute": compute})
+    config = make(table, ONE_LAYER, mesh, 2, precision={"compute": compute})
     coarse = {"bfloat16": 8, "float16": 1}[compute]  # 8 against 11 bits
     assert_agrees(difference(config), scalar=5e-4 * coarse, gradient=1e-2 * coarse)
 
 
 def test_gradients_reduced_in_bfloat16_are_close(table, reference):
-    config = make(table, "llama", {"data": 2, "fsdp": 2}, precision={"gradients": "bfloat16"})
-    expected = reference(make(table, "llama"))
+    config = make(table, ONE_LAYER, {"data": 2, "fsdp": 2}, precision={"gradients": "bfloat16"})
+    expected = reference(make(table, ONE_LAYER))
     found = table.compare(table.train(config, expected.initial), expected)
     assert_agrees(found, gradient=1e-2, scalar=1e-2)
     assert found.worst[1] > table.GRADIENT_TOLERANCE, "they were not reduced in bfloat16"
@@ -168,6 +171,6 @@ def test_the_evaluation_loss_is_that_of_the_reference(table):
 
 
 def test_the_table_sees_a_gradient_that_counts_twice(table, reference):
-    expected = reference(make(table, "llama"))
+    expected = reference(make(table, ONE_LAYER))
     doubled = {name: g * (2 if name.endswith("mlp.gate") else 1) for name, g in expected.gradients.items()}
     assert len(table.compare(replace(expected, gradients=doubled), expected).problems()) == 1

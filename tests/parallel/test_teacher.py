@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trainers import QuickTrainer
 
 import megajax
 from megajax.config.checks import check_mesh
@@ -135,22 +136,22 @@ def test_rules_about_the_objective_and_the_mesh_are_the_trained_models(table):
 
 
 def test_a_run_reads_the_teachers_weights(table, tmp_path, monkeypatch):
-    """The teacher is the checkpoint of another run; a checkpoint of the student has none of it."""
+    """The teacher is the checkpoint of another run; a checkpoint of the student has none of it. Neither needs to learn."""
     monkeypatch.chdir(tmp_path)
     data = {"data": {"kind": "synthetic"}, "logging": {"norms_interval": 0}}
 
-    def run(name, steps, **changes):
-        config = make(table, {"fsdp": 2}, run={"name": name, "dir": name, "steps": steps, "log_interval": 1}, **changes)
-        trainer = Trainer(config, jax.devices()[:2])
+    def run(name, **changes):
+        config = make(table, {"fsdp": 2}, run={"name": name, "dir": name, "steps": 1, "log_interval": 1}, **changes)
+        trainer = QuickTrainer(config, jax.devices()[:2])
         trainer.run()
         return trainer
 
     of_teacher = {"teacher": {}, "objective": {"kind": "next_token", "settings": {}}}
     narrow = {"model": {**TINY, "num_layers": 1}, "microbatches": 1}
     wider = {**TINY, "num_layers": 1, "num_heads": 4, "tie_embeddings": True}
-    base = run("teacher", 1, **narrow | {"model": wider}, **of_teacher, **data)
+    base = run("teacher", **narrow | {"model": wider}, **of_teacher, **data)
     teacher = {"teacher": {"model": wider, "source": "teacher"}, **narrow}
-    trained = run("student", 1, **teacher, **data)
+    trained = run("student", **teacher, **data)
     for name, w in base.state.params.items():
         found = trained.state.frozen[f"teacher.{name}"]
         np.testing.assert_array_equal(canonical(trained, f"teacher.{name}", found), canonical(base, name, w))
