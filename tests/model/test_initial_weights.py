@@ -1,6 +1,7 @@
 """Initial values of every parameter: their spread, and what they depend on."""
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -40,8 +41,9 @@ INITIAL["step_bias"] = INITIAL["decay_bias"]
 INTO_THE_STREAM = (".output", ".down", ".shared_down")
 
 
-def initial(settings: dict, **changes) -> tuple[ModelConfig, dict, dict]:
-    config = ModelConfig.model_validate({**settings, **changes})
+@cache
+def initial(case: str, depth_scaled: bool) -> tuple[ModelConfig, dict, dict]:
+    config = ModelConfig.model_validate(CASES[case] | {"depth_scaled_init": depth_scaled})
     model = Transformer(config)
     arrays = {name: np.asarray(w) for name, w in init_parameters(model, 5, config.init_std).items()}
     return config, arrays, parameters(model)
@@ -51,7 +53,7 @@ def initial(settings: dict, **changes) -> tuple[ModelConfig, dict, dict]:
     "case", [pytest.param(name, marks=pytest.mark.long if name in ("llama", "experts") else []) for name in CASES]
 )
 def test_matrices_have_the_std_norms_are_one_biases_zero_and_recurrences_their_intervals(case):
-    config, arrays, declared = initial(CASES[case], depth_scaled_init=False)
+    config, arrays, declared = initial(case, depth_scaled=False)
     for name, w in arrays.items():
         role = declared[name].role
         if role in ("matrix", "embedding"):
@@ -73,8 +75,8 @@ def test_matrices_have_the_std_norms_are_one_biases_zero_and_recurrences_their_i
 
 @pytest.mark.parametrize("case", CASES)
 def test_depth_scaling_divides_what_is_added_to_the_residual_stream_by_the_root_of_the_branches(case):
-    config, plain, _ = initial(CASES[case], depth_scaled_init=False)
-    scaled = initial(CASES[case], depth_scaled_init=True)[1]
+    config, plain, _ = initial(case, depth_scaled=False)
+    scaled = initial(case, depth_scaled=True)[1]
     for name, w in plain.items():
         factor = 1 / math.sqrt(2 * config.num_layers) if name.endswith(INTO_THE_STREAM) else 1
         np.testing.assert_allclose(scaled[name], factor * w, rtol=1e-6, err_msg=name)

@@ -248,7 +248,7 @@ def test_cross_attention_is_to_the_keys_of_the_same_document(check_op, rng):
     scores = Scores(0.3, None, "reference")
     check_op(lambda q, k, v: cross_attention(q, k, v, ranges, scores), plain, arguments)
     halves = [jnp.asarray(a, jnp.bfloat16) for a in arguments]
-    out, pull = jax.vjp(lambda q, k, v: cross_attention(q, k, v, ranges, scores), *halves)
+    out, pull = jax.vjp(jax.jit(lambda q, k, v: cross_attention(q, k, v, ranges, scores)), *halves)
     assert {str(a.dtype) for a in (out, *pull(out))} == {"bfloat16"}
 
 
@@ -448,10 +448,8 @@ def test_the_last_tokens_attend_to_a_cache_as_to_the_whole_sequence(qkv, rng, ne
     sinks = rng.normal(size=heads[0])
     caches = (jnp.asarray(a.swapaxes(1, 2), jnp.float32) for a in (k, v))
     visible = np.arange(S) <= np.arange(S - new, S)[:, None]
-    found = cached_attention(
-        jnp.asarray(q[:, -new:], jnp.float32),
-        *caches,
-        jnp.asarray(np.broadcast_to(visible, (2, new, S))),
-        AttentionSettings(softcap=2.0, sinks=jnp.asarray(sinks, jnp.float32)),
-    )
+    visible = jnp.asarray(np.broadcast_to(visible, (2, new, S)))
+    settings = AttentionSettings(softcap=2.0, sinks=jnp.asarray(sinks, jnp.float32))
+    run = jax.jit(lambda q, k, v: cached_attention(q, k, v, visible, settings))
+    found = run(jnp.asarray(q[:, -new:], jnp.float32), *caches)
     np.testing.assert_allclose(found, numpy_attention(q, k, v, sinks, softcap=2.0)[:, -new:], rtol=1e-4, atol=1e-5)

@@ -105,7 +105,7 @@ def test_an_operand_has_the_bits_of_its_format(name, tensor):
     rng = np.random.default_rng(1)
     rows, K = SHAPES[name]
     x = rng.standard_normal((rows, K)) * 2.0 ** rng.integers(-30, 20, (rows, 1)) * 2.0 ** rng.integers(-6, 6, K)
-    x = np.array(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
+    x = x.astype(jnp.bfloat16).astype(np.float32)
     x[:, :32] *= np.arange(rows)[:, None] % 3 > 0  # some blocks of zeros
     if name == "nvfp4":
         x /= np.float32(2.0**20)  # its scales have the range of E4M3
@@ -121,9 +121,9 @@ def test_an_operand_has_the_bits_of_its_format(name, tensor):
     assert (found.factor is None) == (factor is None) and (factor is None or found.factor == factor)
     spread = scales.repeat(-(-rows // len(scales)) if found.block[0] == 1 else found.block[0], 0)[:rows]
     whole = values * spread.repeat(found.block[1], 1)[:, :K]
-    np.testing.assert_array_equal(np.asarray(found.numbers(jnp.bfloat16), np.float32), whole)  # BF16 holds them
+    numbers, elements, stored = jax.jit(lambda found: (found.numbers(jnp.bfloat16), *found.stored()))(found)
+    np.testing.assert_array_equal(np.asarray(numbers, np.float32), whole)  # BF16 holds them
     assert 0.01 < np.linalg.norm(whole * (factor or 1) - x) / np.linalg.norm(x) < 0.2
-    elements, stored = found.stored()
     np.testing.assert_array_equal(np.asarray(elements).astype(np.float32), values)
     np.testing.assert_array_equal(np.asarray(stored).astype(np.float32), spread)
 
@@ -133,14 +133,15 @@ def test_an_operand_has_the_bits_of_its_format(name, tensor):
 def test_zeros_stay_zeros_and_what_is_not_finite_makes_a_product_nan(name, bad):
     recipe, x = IMPLEMENTATIONS[name], np.zeros((2, 128), np.float32)
 
+    @jax.jit
     def product(x):
         amax = jnp.abs(x).max()
         a, b = (recipe.quantised(a, "input", amax, None) for a in (x, jnp.ones_like(x)))
-        return np.asarray(multiply(a, b, jnp.float32, "emulated"))
+        return multiply(a, b, jnp.float32, "emulated")
 
     np.testing.assert_array_equal(product(x), 0)
     x[1, 70] = bad
-    found = product(x)
+    found = np.asarray(product(x))
     assert np.isnan(found[1]).all() and (name == "nvfp4" or not found[0].any())
 
 
@@ -156,17 +157,17 @@ def test_random_rounding_goes_to_the_two_next_numbers_and_its_mean_is_the_number
 
 
 def test_random_bits_depend_on_a_numbers_indices_alone_and_are_even():
-    tokens, columns = jnp.arange(4096, dtype=jnp.uint32), jnp.arange(64, dtype=jnp.uint32)
-    seed = jnp.uint32(77)
-    bits = np.asarray(random_bits(seed, tokens, columns))
-    part = random_bits(seed, tokens[1000:1300], columns[16:32])
+    tokens, columns = np.arange(4096, dtype=np.uint32), np.arange(64, dtype=np.uint32)
+    seed, run = np.uint32(77), jax.jit(random_bits)
+    bits = np.asarray(run(seed, tokens, columns))
+    part = run(seed, tokens[1000:1300], columns[16:32])
     np.testing.assert_array_equal(part, bits[1000:1300, 16:32])
     uniform = bits / 2.0**32
     for mean in (uniform.mean(0), uniform.mean(1)):  # of tokens, of columns: a standard deviation is 0.29 / sqrt(count)
         assert np.abs(mean - 0.5).max() < 5 * 0.289 / math.sqrt(uniform.size / len(mean))
     for first, second in ((uniform[1:], uniform[:-1]), (uniform[:, 1:], uniform[:, :-1])):
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.01
-    assert np.mean(np.asarray(random_bits(seed + 1, tokens, columns)) == bits) < 1e-4
+    assert np.mean(np.asarray(run(seed + 1, tokens, columns)) == bits) < 1e-4
 
 
 def test_the_hadamard_transform_leaves_a_product_as_it_is():

@@ -113,14 +113,8 @@ def test_padding_and_masked_tokens_get_no_gradient(batch):
     logits, targets, mask = batch
     targets[3] = -1
     targets[7] = PADDED + 100
-    loss, _, gradient = chunk_loss_and_grad(
-        jnp.asarray(logits, jnp.float32),
-        jnp.asarray(targets),
-        jnp.asarray(mask),
-        1.0,
-        "float32",
-        **vocabulary(softcap=4.0),
-    )
+    run = jax.jit(lambda *batch: chunk_loss_and_grad(*batch, 1.0, "float32", **vocabulary(softcap=4.0)))
+    loss, _, gradient = map(np.asarray, run(jnp.asarray(logits, jnp.float32), targets, mask))
     assert np.isfinite(loss)
     assert not np.any(gradient[:, TRUE:]) and not np.any(gradient[mask == 0])
     assert np.all(np.any(gradient[mask == 1], axis=1))

@@ -36,7 +36,7 @@ def run_reference(logits, *batch, **options):
     with jax.enable_x64(True):
         logits, (vocabulary, others) = jnp.asarray(np.asarray(logits, np.float64)), divided(options)
         rest = {"scale": SCALE, "dtype": "float64", "vocabulary": vocabulary, **others}
-        return [np.asarray(a) for a in chunk_loss_and_grad(logits, *batch, **rest)]
+        return [np.asarray(a) for a in jax.jit(partial(chunk_loss_and_grad, **rest))(logits, *batch)]
 
 
 def check(error, found, expected, tolerance=1e-5):

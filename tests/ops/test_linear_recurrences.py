@@ -165,7 +165,7 @@ def test_a_device_gets_its_initial_state_from_those_before_it(rng, error, op, by
 def test_equal_keys_do_not_spoil_the_inverse(rng, error):
     """Sums of powers of this matrix have terms up to 1e18, which cancel."""
     a = np.tril(np.ones((64, 64)), -1)
-    found, pull = jax.vjp(unit_lower_inverse, jnp.asarray(a, jnp.float32))
+    found, pull = jax.vjp(jax.jit(unit_lower_inverse), jnp.asarray(a, jnp.float32))
     assert error(found, np.linalg.inv(np.eye(64) + a)) < TOLERANCE
     cotangent = rng.normal(size=a.shape)
     inverse = np.linalg.inv(np.eye(64) + a)
@@ -205,8 +205,9 @@ def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, by_ch
     """
     *tokens, initial = (jnp.asarray(a, jnp.float32) for a in drawn(rng, 3, d=32, w=32, by_channel=by_channel))
     tokens, starts = tokens[: 5 if rule is change else 4], None
-    definition = recurrent_gated_delta_rule if rule is change else recurrent_state_space
+    definition = jax.jit(recurrent_gated_delta_rule if rule is change else recurrent_state_space)
     run = partial(token_by_token, rule, *tokens[:4], starts, initial, *tokens[4:])
+    run = jax.jit(run, static_argnames=("implementation", "interpret"))
     out, state = run(count=jnp.array([0, 2]), implementation=implementation, interpret=True)
     expected, last = definition(*tokens, initial=initial)
     assert error(out, expected) < TOLERANCE

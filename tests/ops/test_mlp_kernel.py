@@ -1,5 +1,7 @@
 """The kernel of the gated MLP's backward pass, interpreted, against the plain functions in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from megajax.ops.mlp_activation import activate_and_gradient
 from megajax.ops.mlp_kernel import activate_and_gradient as kernel
 
 
+@partial(jax.jit, static_argnums=0)
 def plain(kind, x, dy):
     act, pull = jax.vjp(lambda x: activate(kind, x), x)
     return act, pull(dy)[0]
@@ -27,9 +30,10 @@ def test_the_kernel_has_the_activation_and_its_gradient(rng, error, kind, shape)
     x = np.float64(jnp.asarray(x, jnp.bfloat16))  # rounding must not move it over the clamp
     with jax.enable_x64(True):
         expected_act, expected = plain(kind, jnp.asarray(x), jnp.asarray(dy))
-    gradient, act = kernel(kind, jnp.asarray(x, jnp.float32), jnp.asarray(dy, jnp.float32), interpret=True)
+    run = jax.jit(partial(kernel, kind, interpret=True))
+    gradient, act = run(jnp.asarray(x, jnp.float32), jnp.asarray(dy, jnp.float32))
     assert error(act, expected_act) < 1e-6 and error(gradient, expected) < 1e-6
-    gradient, act = kernel(kind, jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16), interpret=True)
+    gradient, act = run(jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16))
     assert act.dtype == gradient.dtype == jnp.bfloat16
     assert error(act, expected_act) < 1e-2 and error(gradient, expected) < 1e-2
 
@@ -54,16 +58,22 @@ def test_the_kernels_of_experts_have_the_rows_that_hold_something(rng, error, wi
         of_rows = np.repeat(bias, (*sizes[:2], 10 - sum(sizes[:2])), axis=0) if has_bias else 0
         return activate("swiglu", x + of_rows) * weights[:, None]
 
+    def with_gradients(x, weights, dy):
+        act, pull = jax.vjp(plain, x, weights)
+        return act, *pull(dy)
+
+    def kernels(x, weights, dy, *of_groups):
+        act = expert_kernel.activate("swiglu", x, weights, *of_groups, interpret=True)
+        return act, *expert_kernel.activate_and_gradient("swiglu", x, weights, dy, *of_groups, interpret=True)
+
     with jax.enable_x64(True):
-        expected, pull = jax.vjp(plain, jnp.asarray(x), jnp.asarray(weights))
-        dx, dweights = pull(jnp.asarray(dy))
+        expected, dx, dweights = jax.jit(with_gradients)(x, weights, dy)
     held = np.arange(10) < rows
-    x32, weights32, dy32, bias32 = (jnp.asarray(a, jnp.float32) for a in (x, weights, dy, bias))
+    x32, weights32, dy32, bias32 = (a.astype(np.float32) for a in (x, weights, dy, bias))
     # What no row was written to is not a number, and must not matter.
-    garbage = jnp.where(held[:, None], x32, jnp.nan)
+    garbage = np.where(held[:, None], x32, np.float32(np.nan))
     of_groups = jnp.asarray(sizes), bias32 if has_bias else None
-    act = expert_kernel.activate("swiglu", garbage, weights32, *of_groups, interpret=True)
-    found = expert_kernel.activate_and_gradient("swiglu", garbage, weights32, dy32, *of_groups, interpret=True)
-    for one, other in zip((act, *found), (expected, expected, dx, dweights), strict=True):
+    found = jax.jit(kernels)(garbage, weights32, dy32, *of_groups)
+    for one, other in zip(found, (expected, expected, dx, dweights), strict=True):
         other = np.where(held.reshape(-1, *(1,) * (other.ndim - 1)), other, 0)
         assert error(one, other) < 1e-6 if rows else not np.any(one)

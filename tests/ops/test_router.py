@@ -60,7 +60,8 @@ def test_groups_limit_the_choice(logits, k, groups, chosen, score):
     """The groups with the largest sum of their best k / chosen (DeepSeek-V3), or with the largest value (V2)."""
     values = sigmoid(logits)
     size = EXPERTS // groups
-    for token, found in zip(values, np.asarray(router.choose(values, k, groups, chosen, score)), strict=True):
+    choices = np.asarray(jax.jit(lambda values: router.choose(values, k, groups, chosen, score))(values))
+    for token, found in zip(values, choices, strict=True):
         in_groups = token.reshape(groups, size)
         best = in_groups.max(1) if score == "max" else np.sort(in_groups, axis=1)[:, -max(k // chosen, 1) :].sum(1)
         allowed = np.argsort(-best)[:chosen]
@@ -87,24 +88,29 @@ def test_weights_of_the_chosen(logits, function, pre_softmax, normalise):
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_losses_and_entropy(logits, function):
     k, sequences = 2, np.repeat(np.arange(3), TOKENS // 3)
-    experts = np.asarray(router.choose(logits, k))
+
+    @jax.jit
+    def found(logits):
+        experts = router.choose(logits, k)
+        counts, by_sequence = router.count(experts, EXPERTS), router.count_by_sequence(experts, sequences, 3, EXPERTS)
+        whole = router.balance_loss(logits, counts.astype(jnp.float32), function, k, TOKENS)
+        parts = router.balance_loss(logits, by_sequence[sequences], function, k, TOKENS // 3)
+        numbers = whole / TOKENS, parts / TOKENS, router.z_loss(logits), router.entropy(logits, function)
+        return experts, counts, by_sequence, *numbers
+
+    experts, counts, by_sequence, whole, in_parts, z_loss, entropy = map(np.asarray, found(logits))
     p = softmax(logits) if function == "softmax" else sigmoid(logits) / sigmoid(logits).sum(-1, keepdims=True)
     chosen = (experts[..., None] == np.arange(EXPERTS)).sum(1)
-    counts = router.count(experts, EXPERTS)
     assert np.array_equal(counts, chosen.sum(0)) and counts.dtype == jnp.int32
-    by_sequence = router.count_by_sequence(experts, sequences, 3, EXPERTS)
     assert np.array_equal(by_sequence, [chosen[sequences == b].sum(0) for b in range(3)])
 
-    found = router.balance_loss(logits, counts.astype(jnp.float32), function, k, TOKENS) / TOKENS
     expected = EXPERTS * np.sum(chosen.mean(0) / k * p.mean(0))  # Switch Transformers, equation 4
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    length = TOKENS // 3
-    found = router.balance_loss(logits, by_sequence[sequences], function, k, length) / TOKENS
+    np.testing.assert_allclose(whole, expected, rtol=1e-5)
     parts = [(chosen[sequences == b].mean(0) / k, p[sequences == b].mean(0)) for b in range(3)]
-    np.testing.assert_allclose(found, np.mean([EXPERTS * np.sum(f * q) for f, q in parts]), rtol=1e-5)
+    np.testing.assert_allclose(in_parts, np.mean([EXPERTS * np.sum(f * q) for f, q in parts]), rtol=1e-5)
 
-    np.testing.assert_allclose(router.z_loss(logits), np.sum(np.log(np.exp(logits).sum(-1)) ** 2), rtol=1e-5)
-    np.testing.assert_allclose(router.entropy(logits, function), -np.sum(p * np.log(p)), rtol=1e-5)
+    np.testing.assert_allclose(z_loss, np.sum(np.log(np.exp(logits).sum(-1)) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(entropy, -np.sum(p * np.log(p)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["probability", "position"])
@@ -148,9 +154,10 @@ def test_identical_tokens_are_kept_by_their_position_whatever_the_last_bits_of_t
     exact = np.tile(np.array([[0.5, 0.5], [0.7, 0.3]]), (TOKENS // 2, 1))
     experts, ids = jnp.tile(jnp.array([[0, 1]]), (TOKENS, 1)), jnp.arange(TOKENS)
 
+    run = jax.jit(lambda weights: router.within_capacity(experts, weights, ids, EXPERTS, 18, lambda arrays: arrays))
+
     def kept(error: np.ndarray) -> np.ndarray:
-        weights = jnp.asarray(exact * (1 + error), dtype)
-        return np.asarray(router.within_capacity(experts, weights, ids, EXPERTS, 18, lambda arrays: arrays))
+        return np.asarray(run(jnp.asarray(exact * (1 + error), dtype)))
 
     expected = np.ones((TOKENS, 2), bool)
     expected[12::2, 0] = False  # of expert 0 the last six of weight 0.5, of expert 1 those of 0.3
@@ -161,7 +168,8 @@ def test_identical_tokens_are_kept_by_their_position_whatever_the_last_bits_of_t
 
 def test_weights_that_differ_by_a_part_in_500_are_told_apart():
     weights = jnp.array([[1 - 2e-3], [1], [1 - 4e-3]])
-    found = router.within_capacity(jnp.zeros((3, 1), int), weights, jnp.arange(3), 2, 2, lambda arrays: arrays)
+    experts, ids = np.zeros((3, 1), int), np.arange(3)
+    found = jax.jit(lambda w: router.within_capacity(experts, w, ids, 2, 2, lambda arrays: arrays))(weights)
     assert found.tolist() == [[True], [True], [False]]
 
 
