@@ -136,7 +136,7 @@ def test_rules_about_the_objective_and_the_mesh_are_the_trained_models(table):
 
 
 def test_a_run_reads_the_teachers_weights(table, tmp_path, monkeypatch):
-    """The teacher is the checkpoint of another run; a checkpoint of the student has none of it. Neither needs to learn."""
+    """The teacher is the checkpoint of another run; a checkpoint of the student has none of it. Neither run learns."""
     monkeypatch.chdir(tmp_path)
     data = {"data": {"kind": "synthetic"}, "logging": {"norms_interval": 0}}
 
