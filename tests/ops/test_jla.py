@@ -114,7 +114,8 @@ def test_devices_exchange_states_between_the_kernels(installed, rng, starts):
     devices, (B, S) = 3, (2, 30)
     *arguments, _ = drawn(gated_delta_rule, rng, False, S=S)
     weights = jnp.asarray(rng.integers(-2, 3, arguments[2].shape), jnp.float32)
-    starts = jnp.zeros((B, S), bool).at[0, list(starts)].set(True).at[1, [*starts, *([29] if starts else [])]].set(True)
+    first, starts = starts, np.zeros((B, S), bool)
+    starts[0, list(first)] = starts[1, [*first, *([29] if first else [])]] = True
 
     def before(transition, final):
         transitions, finals = (lax.all_gather(a, "context") for a in (transition, final))
@@ -129,13 +130,14 @@ def test_devices_exchange_states_between_the_kernels(installed, rng, starts):
     def on_one(*arguments):
         return jnp.sum(recurrent_gated_delta_rule(*arguments, starts)[0] * weights)
 
-    cut = [a.reshape(B, devices, -1, *a.shape[2:]).swapaxes(0, 1) for a in (starts, weights, *arguments)]
+    whole = map(np.asarray, (starts, weights, *arguments))
+    cut = [a.reshape(B, devices, -1, *a.shape[2:]).swapaxes(0, 1) for a in whole]
     on_devices = jax.vmap(jax.value_and_grad(on_device, range(2, 7)), axis_name="context")
     losses, gradients = jax.jit(on_devices)(*cut)
     loss, expected = jax.jit(jax.value_and_grad(on_one, range(5)))(*arguments)
-    np.testing.assert_allclose(losses.sum(), loss, atol=1e-4)  # of 720 numbers
+    np.testing.assert_allclose(np.sum(losses), loss, atol=1e-4)  # of 720 numbers
     for found, correct, tolerance in zip(gradients, expected, (*[BF16] * 3, 1e-4, 1e-4), strict=True):  # BF16, FP32
-        found = found.swapaxes(0, 1).reshape(correct.shape)
+        found = np.asarray(found).swapaxes(0, 1).reshape(correct.shape)
         assert np.linalg.norm(found - correct) < tolerance * np.linalg.norm(correct)
 
 

@@ -3,15 +3,15 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from single_device import stored
 
 from megajax.mesh import AXES, build_mesh
 from megajax.optim.matrices import MatrixLayout, on_whole_matrices
-from megajax.sharding import place, to_canonical, to_stored
+from megajax.sharding import place, to_canonical
 
 # Several matrices a device, so that their order shows; each with axes that divide rows, columns, or hold copies.
 PARAMETERS = {
@@ -34,7 +34,7 @@ def test_each_matrix_meets_its_own_array_on_every_mesh(name, mesh):
     owned = layout.owned((layout.inputs, layout.outputs), sizes)
 
     def on_mesh(x, own):
-        return jax.device_put(to_stored(jnp.asarray(x), own), NamedSharding(devices, own.spec))
+        return jax.device_put(stored(x, own, x.dtype), NamedSharding(devices, own.spec))
 
     rng = np.random.default_rng(0)
     x = rng.integers(1, 1000, shape).astype(np.float32)
@@ -45,5 +45,7 @@ def test_each_matrix_meets_its_own_array_on_every_mesh(name, mesh):
     )
     out, slots = jax.jit(compute)({name: on_mesh(x, placement)}, {name: {"kept": on_mesh(kept, owned)}})
     assert placement.spec[0] == P("pipeline")[0]
-    np.testing.assert_array_equal(to_canonical(out[name], placement).reshape(matrices.shape), matrices + 2000 * kept)
-    np.testing.assert_array_equal(to_canonical(slots[name]["kept"], owned), kept + 3 * matrices)
+    np.testing.assert_array_equal(
+        to_canonical(np.asarray(out[name]), placement).reshape(matrices.shape), matrices + 2000 * kept
+    )
+    np.testing.assert_array_equal(to_canonical(np.asarray(slots[name]["kept"]), owned), kept + 3 * matrices)

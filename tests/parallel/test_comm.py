@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from single_device import stored
 
 from megajax.errors import ConfigError
 from megajax.kernel_choice import Kernels
@@ -17,7 +18,7 @@ from megajax.mesh import AXES, build_mesh, mesh_sizes
 from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
-from megajax.sharding import place, to_canonical, to_stored
+from megajax.sharding import place, to_canonical
 from megajax.step_plan import Collectives
 from megajax.weights.weight import Weight, WeightDtypes, global_norm
 
@@ -281,13 +282,13 @@ def test_a_stored_weight_is_whole_when_it_is_computed_with(sizes, name):
     weights, placements, mesh = make_weights({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
     placement = placements[name]
     whole = np.arange(math.prod(placement.shape), dtype=np.float32).reshape(placement.shape)
-    stored = jax.device_put(to_stored(jnp.asarray(whole), placement), NamedSharding(mesh, placement.spec))
+    shards = jax.device_put(stored(whole, placement, whole.dtype), NamedSharding(mesh, placement.spec))
 
     def local(shard):
         return weights[name].gather_per_layer(weights[name].gather_per_step(shard))[(None,) * len(AXES)]
 
     run = jax.shard_map(local, mesh=mesh, in_specs=placement.spec, out_specs=P(*AXES), check_vma=False)
-    found = np.asarray(jax.jit(run)(stored))
+    found = np.asarray(jax.jit(run)(shards))
     for index in devices_of(found):
         assert np.array_equal(found[index], own_share(placement, whole, index, sizes)), index
 
@@ -321,8 +322,8 @@ def test_the_global_norm_counts_every_number_once(sizes):
     rng = np.random.default_rng(3)
     whole = {name: rng.normal(size=p.shape).astype(np.float32) for name, p in placements.items()}
     specs = {name: p.spec for name, p in placements.items()}
-    stored = {
-        name: jax.device_put(to_stored(jnp.asarray(g), placements[name]), NamedSharding(mesh, specs[name]))
+    shards = {
+        name: jax.device_put(stored(g, placements[name], g.dtype), NamedSharding(mesh, specs[name]))
         for name, g in whole.items()
     }
     run = jax.shard_map(
@@ -333,7 +334,7 @@ def test_the_global_norm_counts_every_number_once(sizes):
         check_vma=False,
     )
     expected = math.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in whole.values()))
-    assert float(jax.jit(run)(stored)) == pytest.approx(expected, rel=1e-6)
+    assert float(jax.jit(run)(shards)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_weights_are_gathered_in_the_compute_dtype_and_reduced_in_the_gradients():

@@ -102,14 +102,17 @@ def test_a_layer_multiplies_the_numbers_of_the_format(name, implementation, inte
     recipe = IMPLEMENTATIONS[name]
     (x, w, dy), found = products("column_linear", recipe, np.random.default_rng(2), implementation)
 
-    quantised = jax.jit(recipe.quantised, static_argnums=1)
+    @partial(jax.jit, static_argnums=1)
+    def rounded(x, tensor):
+        blocks = recipe.quantised(x, tensor, jnp.abs(x).max(), None)
+        return blocks.numbers(jnp.float32), blocks.factor
 
     def numbers(x, tensor):
-        blocks = quantised(jnp.asarray(x), tensor, jnp.abs(x).max(), None)
-        return np.asarray(blocks.numbers(jnp.float32), np.float64) * (blocks.factor or 1)
+        of_blocks, factor = rounded(x, tensor)
+        return np.asarray(of_blocks, np.float64) * (1 if factor is None else np.asarray(factor))
 
     turned = jax.jit(nvfp4.hadamard) if name == "nvfp4" else lambda x: x
-    x_t, dy_t = (numbers(turned(jnp.asarray(a.T)), tensor) for a, tensor in ((x, "input"), (dy, "gradient")))
+    x_t, dy_t = (numbers(turned(a.T), tensor) for a, tensor in ((x, "input"), (dy, "gradient")))
     expected = numbers(x, "input") @ numbers(w.T, "weight").T, numbers(dy, "gradient") @ numbers(w, "weight").T
     for own, by_hand, exact in zip(found, (*expected, x_t @ dy_t.T), (x @ w, dy @ w.T, x.T @ dy), strict=True):
         assert np.linalg.norm(own - by_hand) < 1e-6 * np.linalg.norm(by_hand)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from single_device import stored
 
 from megajax.config import ModelConfig
 from megajax.mesh import AXES, build_mesh
 from megajax.model.block import Block
-from megajax.sharding import place, to_canonical, to_stored
+from megajax.sharding import place, to_canonical
 from megajax.weights.table import side_by_side
 from megajax.weights.weight import Weight, WeightDtypes, fuse
 
@@ -119,7 +120,7 @@ def devices(mesh):
 
 def stored_arrays(placed, mesh, values):
     return {
-        name: jax.device_put(to_stored(jnp.asarray(w), placed[name]), NamedSharding(mesh, placed[name].spec))
+        name: jax.device_put(stored(w, placed[name], w.dtype), NamedSharding(mesh, placed[name].spec))
         for name, w in values.items()
     }
 
@@ -130,8 +131,8 @@ def test_a_device_computes_with_its_share_of_each_parameter_side_by_side(sizes, 
     weights, placements, mesh = build(sizes, parameters)
     values = whole_numbers(parameters)
 
-    def local(stored):
-        gathered = {name: weights[name].gather_per_step(w) for name, w in fuse(weights, stored).items()}
+    def local(shards):
+        gathered = {name: weights[name].gather_per_step(w) for name, w in fuse(weights, shards).items()}
         return {n: weights[n].gather_per_layer(w)[(None,) * len(AXES)] for n, w in gathered.items()}
 
     specs = {name: placement.spec for name, placement in placements.items()}
@@ -189,8 +190,8 @@ def test_all_or_some_layers_are_fused_and_split_in_the_same_way(layers):
     def split(gradients):
         return {part: g for name, w in gradients.items() for part, g in weights[name].split(w).items()}
 
-    def local(stored):
-        some, every = fuse(weights, {name: w[layers] for name, w in stored.items()}), fuse(weights, stored)
+    def local(shards):
+        some, every = fuse(weights, {name: w[layers] for name, w in shards.items()}), fuse(weights, shards)
         cut_after = jax.tree.map(lambda w: w[layers], (every, split(every)))
         return (some, split(some)), cut_after
 
