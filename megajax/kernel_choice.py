@@ -29,7 +29,7 @@ REFERENCE_LONGEST_ON_GPUS = 8192
 AMPERE = 8.0  # the least compute capability with BF16, and the least of megajax's kernels
 INSTEAD_OF_OWN = "use kernels.attention=reference"
 ALL_EXPERTS = "use kernels.grouped_matmul=reference, which multiplies all rows by the weights of all experts"
-FP8_EXPERTS = "the kernel for GPUs other than Hopper has no FP8", f"set precision.fp8.recipe=none or {ALL_EXPERTS}"
+WITHOUT_FP8, EMULATED = "precision.fp8.recipe=none", "precision.fp8.backend=emulated"  # the latter of recipes in blocks
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Kernels:
                 config.precision.compute,
                 (model.hidden_size, width),
                 fp8=settings.chosen.has_kernels or of_fp8 == "pallas",
+                without_fp8=EMULATED if settings.chosen.in_blocks else WITHOUT_FP8,
                 over_tensor=not whole and sizes["tensor"] > 1,
             )
         recurrent: tuple[ops.LinearAttentionImplementation, str] = "reference", "no linear recurrences"
@@ -338,20 +339,22 @@ def choose_grouped_matmul(
     dtype: Any,
     widths: tuple[int, ...],
     fp8: bool = False,
+    without_fp8: str = WITHOUT_FP8,
     over_tensor: bool = False,
 ) -> tuple[ops.GroupedImplementation, str]:
     """The implementation for `kernels.grouped_matmul` (auto or an implementation), and the reason, for the log.
 
-    `widths` are all widths of operands and of results, `dtype` is that of results. With `fp8` operands are in FP8;
-    `over_tensor` says whether `tensor` divides one of the widths.
+    `widths` are all widths of operands and of results, `dtype` is that of results. With `fp8` operands are in FP8,
+    unless the config has `without_fp8`; `over_tensor` says whether `tensor` divides one of the widths.
     Raises ConfigError if the kernel cannot run, or none for auto on a GPU: the reference multiplies all rows by the
     weights of all groups.
     """
     if requested == "reference":
         return "reference", "kernels.grouped_matmul=reference"
     for_all = _grouped_obstacle(hardware, jnp.dtype(dtype))
-    hopper = for_all or _hopper_grouped_obstacle(hardware, widths, fp8, over_tensor)
-    triton = for_all or (FP8_EXPERTS if fp8 else None)
+    cure = f"set {without_fp8} or {ALL_EXPERTS}" if fp8 else "use kernels.grouped_matmul=triton"
+    hopper = for_all or _hopper_grouped_obstacle(hardware, widths, fp8, over_tensor, cure)
+    triton = for_all or (("the kernel for GPUs other than Hopper has no FP8", cure) if fp8 else None)
     if hopper is None and requested != "triton":
         return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
     if triton is None and requested != "pallas":
@@ -374,7 +377,7 @@ def _grouped_obstacle(hardware: Hardware, dtype: Any) -> Obstacle | None:
 
 
 def _hopper_grouped_obstacle(
-    hardware: Hardware, widths: tuple[int, ...], fp8: bool, over_tensor: bool
+    hardware: Hardware, widths: tuple[int, ...], fp8: bool, over_tensor: bool, cure: str
 ) -> Obstacle | None:
     """Why the Hopper kernel cannot run; None if it can."""
     if hardware.capability != HOPPER.capability:
@@ -384,8 +387,7 @@ def _hopper_grouped_obstacle(
 
     multiple = columns(fp8)
     if any(width % multiple for width in widths):
-        instead = f"set precision.fp8.recipe=none or {ALL_EXPERTS}" if fp8 else "use kernels.grouped_matmul=triton"
-        instead = f"add tensor to mesh.experts_over, or {instead}" if over_tensor else instead
+        instead = f"add tensor to mesh.experts_over, or {cure}" if over_tensor else cure
         given = ", ".join(str(width) for width in widths)
         name = "FP8 kernel" if fp8 else "Hopper kernel"
         return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead

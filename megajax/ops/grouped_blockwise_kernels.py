@@ -5,6 +5,7 @@ group, so the blocks of a group's columns begin with its first row. Numbers and 
 transpose's steps after the last one, are undefined.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,12 @@ def gated_backward(
 
 def quantise_weights(w: jax.Array, which: str, *, interpret: bool = False) -> ScaledOperand:
     """w [E, in, out] → [E, out, in] for an "input", [E, in, out] for a "gradient"."""
-    return jax.vmap(lambda matrix: quantise_weight(matrix, which, interpret=interpret))(w)
+    quantise = jax.vmap(lambda matrix: quantise_weight(matrix, which, interpret=interpret))
+    E, size = len(w), math.prod(w.shape[1:])
+    if addressable(E, size, 1) == E:
+        return quantise(w)
+    parts = [quantise(w[start : start + 2**31 // size]) for start in range(0, E, 2**31 // size)]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 def _over_steps(

@@ -111,6 +111,15 @@ def test_blocks_of_experts_begin_with_the_first_row_of_their_group(rng):
             np.testing.assert_array_equal(columns[1][first // BLOCK], expected.scales[:, block])
 
 
+def test_matrices_of_many_experts_are_in_arrays_that_triton_can_address():
+    """Its addresses of FP8 arrays between 2 and 4 GiB are wrong; of 256 experts of DeepSeek-V3, 128 on a device."""
+    w = jax.ShapeDtypeStruct((128, 7168, 4096), jnp.bfloat16)
+    traced = jax.make_jaxpr(partial(grouped_blockwise_kernels.quantise_weights, which="input"))(w)
+    assert [out.shape for out in traced.out_avals] == [(128, 4096, 7168), (128, 7168 // BLOCK, 4096 // BLOCK)]
+    arrays = [equation.outvars[0].aval for equation in traced.eqns if equation.primitive.name == "pallas_call"]
+    assert sum(array.size for array in arrays) == w.size and all(array.size <= 2**31 for array in arrays)
+
+
 INTERPRETED = {"blocks": 1, "interpret": plgpu.InterpretGPUParams(detect_races=False)}
 
 
