@@ -11,15 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# As for the tests: with other flags compiling takes three times as long.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
-    + " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/references"))
+import virtual_devices
+
+os.environ.update(virtual_devices.ENVIRONMENT)
 
 from first_gradients import EXPERTS, MODEL, difference, first_gradients, make
 

@@ -37,9 +37,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/references"))
+import virtual_devices
+
+os.environ.update(virtual_devices.ENVIRONMENT)
 
 import jax
 import numpy as np

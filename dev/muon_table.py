@@ -11,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/references"))
+import virtual_devices
+
+os.environ.update(virtual_devices.ENVIRONMENT)
 
 from muon import muon_cases
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import virtual_devices
 
 CACHE_BYTES = 2**30
 FREE_BYTES = 4 * 2**30
@@ -27,19 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # eighth of the time of their collection.
 gc.set_threshold(300_000, 20, 100)
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# NumPy's threads wait in a loop for small products: two thirds of the CPU time of tests with many of them.
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-# XLA's older emitters of fused loops compile a train step in about half the time of its new ones.
-EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-# By default LLVM compiles a program in up to 32 parts: its common functions again in each.
-ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
+os.environ.update(virtual_devices.ENVIRONMENT)
 # Programs for GPUs have the same operations without it, and compile in half the time.
-NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
-FLAGS = f"--xla_force_host_platform_device_count=8 {EMITTERS} {ONE_PART} {NO_AUTOTUNING}"
-os.environ["XLA_FLAGS"] = WITH_FLAGS = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
-# LLVM's optimisations take longer than the tests they would speed up; the HLO is the same without them.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["XLA_FLAGS"] = WITH_FLAGS = f"{os.environ['XLA_FLAGS']} --xla_gpu_autotune_level=0"
 # Source lines in programs took a tenth of the time of tracing and compiling; names of scopes stay.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
