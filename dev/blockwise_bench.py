@@ -19,17 +19,31 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_t
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from megajax.ops import block_formats, blockwise_fp8_kernels, blockwise_kernel, fp8_kernels, fp8_reference
+from megajax.ops import (
+    block_formats,
+    block_matmul,
+    blockwise_fp8_kernels,
+    blockwise_kernel,
+    fp8_kernels,
+    fp8_reference,
+    grouped_blockwise_kernels,
+)
 from megajax.ops.block_formats import BlockOperand
+from megajax.ops.block_matmul import BlockWeight
 from megajax.ops.blockwise_fp8 import Blockwise
+from megajax.ops.blockwise_fp8_kernels import ScaledOperand
+from megajax.ops.grouped_matmul import GroupedImplementation
 from megajax.ops.grouped_matmul_block import MatmulTiling
 
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 LAYERS = [(32768, 4096, 28672), (32768, 14336, 4096), (32768, 4096, 6144)]  # tokens, in, out
 TINY = [(256, 128, 384)]
+EXPERTS = [(8192, 2048, 2816, 16), (32768, 4096, 28672, 8), (98304, 2048, 2816, 64)]  # rows, in, out, experts
+PARTS = ["check", "quantise", "variants", "experts", "speed"]
 
 
 def seconds(function: Callable[[], Any], calls: int) -> float:
@@ -77,15 +91,16 @@ def operands(M: int, N: int, K: int, square: bool):
     found = []
     for x, tensor in ((a, "input"), (b, "weight" if square else "gradient")):
         operand = recipe.quantised(x.astype(jnp.float32), tensor, None, None)
-        found += [jnp.pad(operand.values, ((0, 0), (0, -K % 128))).astype(E4M3), operand.scales.T]
+        values = jnp.pad(operand.values, ((0, 0), (0, -K % 128))).astype(E4M3)
+        found.append(ScaledOperand(values, operand.scales.T))
     return found
 
 
-def expected(a, a_scales, b, b_scales) -> jax.Array:
+def expected(a: ScaledOperand, b: ScaledOperand) -> jax.Array:
     """The emulated product in FP32."""
-    square = b_scales.shape[1] != len(b)
+    square = b.scales.shape[1] != len(b.values)
     found = []
-    for values, scales, block in ((a, a_scales, (1, 128)), (b, b_scales, (128 if square else 1, 128))):
+    for (values, scales), block in ((a, (1, 128)), (b, (128 if square else 1, 128))):
         numbers = values.astype(jnp.float32)
         found.append(BlockOperand(numbers, scales.T, None, block, block_formats.E4M3, None).numbers(jnp.bfloat16))
     return lax.dot_general(found[0], found[1], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
@@ -142,13 +157,9 @@ def quantisers(T: int, F: int, tiny: bool, warps: list[int]) -> None:
     for n in warps:
         how = {"warps": n, "interpret": tiny}
         report(f"quantise {name} warps {n}", 4 * size, "GB/s", partial(blockwise_fp8_kernels.quantise, **how), x)
-        report(
-            f"weight {name} warps {n}",
-            3 * size,
-            "GB/s",
-            partial(blockwise_fp8_kernels.quantise_weight, which="input", **how),
-            x,
-        )
+        for which in ("input", "gradient"):
+            quantise = partial(blockwise_fp8_kernels.quantise_weight, which=which, **how)
+            report(f"weight for {which} {name} warps {n}", 3 * size, "GB/s", quantise, x)
         report(
             f"swiglu {name} warps {n}", 6 * size, "GB/s", partial(blockwise_fp8_kernels.gated, "swiglu", **how), gate_up
         )
@@ -189,11 +200,17 @@ def variants(blockwise: Mapping[str, Callable], T: int, D: int, F: int, calls: i
     return best
 
 
+def uneven(R: int, E: int) -> list[int]:
+    """The sizes of E groups of R rows at most."""
+    shares = np.random.default_rng(1).dirichlet(np.full(E, 8.0))
+    return [int(share * R) for share in shares]
+
+
 def speeds(best: Mapping[bool, Callable], T: int, D: int, F: int, calls: Sequence[int]) -> None:
     """The speed of the three products of a layer beside cuBLASLt with one scale, for each number of `calls`."""
     for name, M, N, K, square in matmuls(T, D, F):
         given, work, title = operands(M, N, K, square), 2e-12 * M * N * K, f"{name} {M}x{K}x{N}"
-        (a, _, b, _), one = given, jnp.float32(1)
+        ((a, _), (b, _)), one = given, jnp.float32(1)
         for many in calls:
             cublas, own = partial(fp8_kernels.matmul, dtype=BF16), partial(best[square], dtype=BF16)
             report(f"{title} cuBLASLt, one scale, {many} calls", work, "TFLOP/s", cublas, a, b, one, calls=many)
@@ -201,13 +218,62 @@ def speeds(best: Mapping[bool, Callable], T: int, D: int, F: int, calls: Sequenc
         del given, a, b  # before those of the next product are made
 
 
+def experts(R: int, D: int, N: int, sizes: Sequence[int], tiny: bool, how: dict) -> None:
+    """Rows of groups: each product against emulation, then its speed, and that of the quantisers."""
+    groups, keys = jnp.asarray(sizes, jnp.int32), jax.random.split(jax.random.key(0), 3)
+    x, dy = (jax.random.normal(key, (R, size), BF16) for key, size in zip(keys, (D, N), strict=False))
+    w = jax.random.normal(keys[2], (len(sizes), D, N), BF16) / 64
+    weight, quantiser = BlockWeight(w, None, None, Blockwise(), "pallas"), {"interpret": tiny}
+    emulation: GroupedImplementation = "reference" if tiny else "pallas"
+    rows = partial(grouped_blockwise_kernels.quantise, group_sizes_e=groups, **quantiser)
+    both, both_dy = jax.jit(rows)(x), jax.jit(rows)(dy)
+    matrices = {
+        which: jax.jit(partial(grouped_blockwise_kernels.quantise_weights, which=which, **quantiser))(w)
+        for which in ("input", "gradient")
+    }
+    multiply = partial(blockwise_kernel.grouped_matmul, group_sizes_e=groups, dtype=BF16, rows=R, **how)
+    gradient = partial(blockwise_kernel.grouped_weight_gradient, group_sizes_e=groups, dtype=BF16, **how)
+    emulated = partial(block_matmul.grouped_product, group_sizes_e=groups, max_over_devices=lambda a: a)
+    cases = {
+        "forward": (
+            multiply,
+            (both.rows, matrices["input"]),
+            lambda: emulated(x, weight, which="input", implementation=emulation),
+        ),
+        "dx": (
+            multiply,
+            (both_dy.rows, matrices["gradient"]),
+            lambda: emulated(dy, weight, which="gradient", implementation=emulation),
+        ),
+        "dw": (
+            gradient,
+            (both.columns, both_dy.columns),
+            lambda: block_matmul.grouped_weight_gradient(x, dy, weight, groups, lambda a: a, emulation).values,
+        ),
+    }
+    for name, (kernel, given, wanted) in cases.items():
+        title = f"{len(sizes)} experts, {name} {R}x{D}x{N}"
+        if R <= 8192:  # emulation needs the memory of several copies
+            relative, largest = errors(jax.jit(kernel)(*given), jax.jit(wanted)())
+            print(f"{title:<64}error {float(relative):.1e}, largest {float(largest):.1e}", flush=True)
+        report(title, 2e-12 * sum(sizes) * D * N, "TFLOP/s", kernel, *given, calls=1 if tiny else 10)
+    report(f"quantise rows {R}x{D}", 4e-9 * R * D, "GB/s", rows, x)
+    weights, F = jnp.abs(x[:, 0]).astype(jnp.float32), N // 2
+    gated = partial(grouped_blockwise_kernels.gated, "swiglu", weights_r=weights, group_sizes_e=groups, **quantiser)
+    report(f"swiglu {R}x{F}", 6e-9 * R * F, "GB/s", lambda up: gated(gate_up_rf=up), dy)
+    backward = partial(grouped_blockwise_kernels.gated_backward, "swiglu", **quantiser)
+    report(
+        f"swiglu backward {R}x{F}", 10e-9 * R * F, "GB/s", lambda up, d: backward(up, weights, d, groups), dy, dy[:, :F]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--part", choices=["check", "variants", "speed", "quantise"], action="append")
+    parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--tilings", nargs="+", default=[""])
     args = parser.parse_args()
-    tiny, parts = args.tiny, args.part or ["check", "variants", "speed", "quantise"]
+    tiny, parts = args.tiny, args.part or PARTS
     how: dict = {"blocks": 2, "interpret": plgpu.InterpretGPUParams(detect_races=False)} if tiny else {}
     tilings = [MatmulTiling(*map(int, text.split("x"))) if text else blockwise_kernel.TILING for text in args.tilings]
     if tiny:
@@ -223,6 +289,11 @@ def main() -> None:
     best = {square: next(iter(blockwise.values())) for square in (True, False)}
     if "variants" in parts:
         best |= variants(blockwise, *layers[0], calls)
+    if "experts" in parts and tiny:
+        experts(300, 128, 256, (70, 0, 3, 207), tiny, how | {"tiling": tilings[0]})
+    elif "experts" in parts:
+        for R, D, N, E in EXPERTS:
+            experts(R, D, N, uneven(R, E), tiny, how)
     for layer in layers if "speed" in parts else []:
         speeds(best, *layer, (calls, 100) if layer == layers[0] and not tiny else (calls,))
 

@@ -90,7 +90,7 @@ def product(x: TokenPiece | BothWays, w: BlockWeight, which: str, dtype: Any) ->
     """`x @ w` of a layer's "input", or `dy @ w.T` of its output "gradient"."""
     if isinstance(x, BothWays):
         assert x.rows is not None
-        return blockwise_kernel.matmul(*x.rows, *blockwise_fp8_kernels.quantise_weight(w.values, which), dtype)
+        return blockwise_kernel.matmul(x.rows, blockwise_fp8_kernels.quantise_weight(w.values, which), dtype)
     bits = None if w.noise is None or x.token_ids is None else w.noise.bits(x.token_ids, 0)
     return multiply(w.quantise(x.values, which, x.amax, bits), w.quantised(which), dtype, w.implementation)
 
@@ -101,7 +101,7 @@ def weight_gradient(
     """`x.T @ dy`, summed over the pieces, which are as in `product`."""
     if w.implementation == "pallas":
         pairs = zip(xs, dys, strict=True)
-        products = [blockwise_kernel.matmul(*x.columns, *dy.columns, dtype) for x, dy in pairs]
+        products = [blockwise_kernel.matmul(x.columns, dy.columns, dtype) for x, dy in pairs]
         return w.with_gradient(reduce(jnp.add, products))
     inputs, gradients = ([w.transformed(piece.values) for piece in pieces] for pieces in (xs, dys))
     amaxes = [w.amax_of(operands, max_over_devices) for operands in (inputs, gradients)]

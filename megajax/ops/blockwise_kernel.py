@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.ops.barriers import not_before
+from megajax.ops.blockwise_fp8_kernels import ScaledOperand
 from megajax.ops.grouped_matmul_block import COMPUTE, MatmulTiling, ThreadBlock, launch
 from megajax.ops.grouped_matmul_kernel import MULTIPROCESSORS, GroupedRows, GroupedTransposes
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, row_tiles, step_bounds
@@ -34,10 +35,8 @@ TILING = MatmulTiling(stages=3, slots=4)  # the fastest, or nearly, on an H100
 # It traces and lowers the kernel of equal products once.
 @partial(jax.jit, static_argnames=("dtype", "tiling", "blocks", "interpret"))
 def matmul(
-    a_mk: jax.Array,
-    a_scales_km: jax.Array,
-    b_nk: jax.Array,
-    b_scales_kn: jax.Array,
+    a_mk: ScaledOperand,
+    b_nk: ScaledOperand,
     dtype: Any,
     *,
     tiling: MatmulTiling = TILING,
@@ -46,11 +45,11 @@ def matmul(
 ) -> jax.Array:
     """`a @ b.T` of E4M3 [M, K] and [N, K] → [M, N] in `dtype`.
 
-    The FP32 scales have the blocks of K first: [K / 128, M], and [K / 128, N] or, of blocks of 128 x 128,
-    [K / 128, N / 128]. K is a multiple of 128, M and N are multiples of 16; the result is copied if N is none of 64.
+    The scales are [K / 128, M], and [K / 128, N] or, of blocks of 128 x 128, [K / 128, N / 128]. K is a multiple of
+    128, M and N are multiples of 16; the result is copied if N is none of 64.
     """
-    M, N = len(a_mk), len(b_nk)
-    of_columns = b_scales_kn.shape[1] == N
+    M, N = len(a_mk.values), len(b_nk.values)
+    of_columns = b_nk.scales.shape[1] == N
     tiling = replace(tiling, loads=3 + of_columns)
 
     def kernel(a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref, *memory) -> None:
@@ -59,15 +58,13 @@ def matmul(
 
     out = jax.ShapeDtypeStruct((M, pl.cdiv(N, WIDTH) * WIDTH), dtype)  # TMA stores whole buffers
     call = _launch(kernel, "blockwise_matmul", tiling, out, blocks, interpret)
-    return call(a_mk, a_scales_km, b_nk, b_scales_kn)[:, :N]
+    return call(*a_mk, *b_nk)[:, :N]
 
 
 @partial(jax.jit, static_argnames=("dtype", "rows", "tiling", "blocks", "interpret"))
 def grouped_matmul(
-    x_rk: jax.Array,
-    x_scales_kr: jax.Array,
-    w_enk: jax.Array,
-    w_scales_ekn: jax.Array,
+    x_rk: ScaledOperand,
+    w_enk: ScaledOperand,
     group_sizes_e: jax.Array,
     dtype: Any,
     rows: int,
@@ -78,7 +75,7 @@ def grouped_matmul(
 ) -> jax.Array:
     """Rows of x [R, K] times the w [E, N, K] of their group, both E4M3 → [rows, N] in `dtype`.
 
-    The FP32 scales are [K / 128, R] and [E, K / 128, N / 128]. R is a multiple of 8, K and N are multiples of 128.
+    The scales are [K / 128, R] and [E, K / 128, N / 128]. R is a multiple of 8, K and N are multiples of 128.
     Rows after the last group are zeros, even if x has NaN there.
     """
     tiling = replace(tiling, loads=3)
@@ -88,17 +85,15 @@ def grouped_matmul(
         work: Any = _GroupedProduct(tiling, None, True, *tensors)
         _ScaledBlock(tiling, *memory).run(work)
 
-    out = jax.ShapeDtypeStruct((rows, w_enk.shape[1]), dtype)
+    out = jax.ShapeDtypeStruct((rows, w_enk.values.shape[1]), dtype)
     call = _launch(kernel, "grouped_matmul_blockwise", tiling, out, blocks, interpret)
-    return call(row_tiles(group_sizes_e, rows, tiling.rows), x_rk, x_scales_kr, w_enk, w_scales_ekn)
+    return call(row_tiles(group_sizes_e, rows, tiling.rows), *x_rk, *w_enk)
 
 
 @partial(jax.jit, static_argnames=("dtype", "tiling", "blocks", "interpret"))
 def grouped_weight_gradient(
-    x_mp: jax.Array,
-    x_scales_pm: jax.Array,
-    dy_np: jax.Array,
-    dy_scales_pn: jax.Array,
+    x_mp: ScaledOperand,
+    dy_np: ScaledOperand,
     group_sizes_e: jax.Array,
     dtype: Any,
     *,
@@ -108,7 +103,7 @@ def grouped_weight_gradient(
 ) -> jax.Array:
     """x_e dy_eᵀ over the columns of each group: x [M, P] and dy [N, P] in E4M3 → [E, M, N] in `dtype`.
 
-    The FP32 scales are [P / 128, M] and [P / 128, N]. Groups are aligned to steps (`grouped_rows`), with zeros after
+    The scales are [P / 128, M] and [P / 128, N]. Groups are aligned to steps (`grouped_rows`), with zeros after
     each; M and N are multiples of 128. Zeros for empty groups.
     """
     tiling = replace(tiling, loads=4)
@@ -118,9 +113,9 @@ def grouped_weight_gradient(
         work: Any = _GroupedGradient(tiling, None, *tensors)
         _ScaledBlock(tiling, *memory).run(work)
 
-    out = jax.ShapeDtypeStruct((len(group_sizes_e), len(x_mp), len(dy_np)), dtype)
+    out = jax.ShapeDtypeStruct((len(group_sizes_e), len(x_mp.values), len(dy_np.values)), dtype)
     call = _launch(kernel, "grouped_weight_gradient_blockwise", tiling, out, blocks, interpret)
-    return call(step_bounds(group_sizes_e), x_mp, x_scales_pm, dy_np, dy_scales_pn)
+    return call(step_bounds(group_sizes_e), *x_mp, *dy_np)
 
 
 def _launch(

@@ -303,11 +303,11 @@ class _Blockwise(_Steps):
     def product(self, x: BothWays, w: BlockWeight, which: str) -> jax.Array:
         assert x.rows is not None
         matrices = grouped_blockwise_kernels.quantise_weights(w.values, which)
-        return blockwise_kernel.grouped_matmul(*x.rows, *matrices, self.group_sizes, self.dtype, len(self.weights))
+        return blockwise_kernel.grouped_matmul(x.rows, matrices, self.group_sizes, self.dtype, len(self.weights))
 
     def weight_gradient(self, x: BothWays, dy: BothWays, w: BlockWeight) -> BlockWeight:
-        tensors = *x.columns, *dy.columns
-        return w.with_gradient(blockwise_kernel.grouped_weight_gradient(*tensors, self.group_sizes, self.dtype))
+        tensors = x.columns, dy.columns, self.group_sizes
+        return w.with_gradient(blockwise_kernel.grouped_weight_gradient(*tensors, self.dtype))
 
 
 # Biases. That of `up` is added within the activation, except in FP8.

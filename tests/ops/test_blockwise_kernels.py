@@ -13,7 +13,7 @@ from megajax.ops import ExpertKernels, ExpertMatrices, ExpertMlp, blockwise_kern
 from megajax.ops import blockwise_fp8_kernels as kernels
 from megajax.ops.block_matmul import BlockWeight
 from megajax.ops.blockwise_fp8 import BLOCK, Blockwise
-from megajax.ops.blockwise_fp8_kernels import BothWays
+from megajax.ops.blockwise_fp8_kernels import BothWays, ScaledOperand
 from megajax.ops.blockwise_kernel import matmul
 from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.grouped_matmul_block import MatmulTiling
@@ -71,7 +71,7 @@ def test_products_of_each_block_are_scaled_and_added_in_fp32(rng, tensor):
         np.asarray(operands[0].numbers(jnp.float32), np.float64)
         @ np.asarray(operands[1].numbers(jnp.float32), np.float64).T
     )
-    given = [array for x in operands for array in (x.values.astype(x.element.dtype), x.scales.T)]
+    given = [ScaledOperand(x.values.astype(x.element.dtype), x.scales.T) for x in operands]
     tiling = MatmulTiling(rows=128, cols=64, stages=2, slots=3)
     found = matmul(*given, jnp.float32, tiling=tiling, blocks=1, interpret=plgpu.InterpretGPUParams(detect_races=False))
     assert found.shape == (M, N)
@@ -131,7 +131,7 @@ def test_products_of_experts_are_scaled_and_added_in_fp32(rng):
     x_scales, w_scales = (np.exp2(rng.integers(-6, 6, shape)) for shape in ((K // BLOCK, R), (E, K // BLOCK, 1)))
     x[sum(SIZES) :] = np.nan
     how, sizes = INTERPRETED | {"tiling": MatmulTiling(rows=128, cols=64, stages=2, slots=3)}, jnp.asarray(SIZES)
-    given = x, np.float32(x_scales), w, np.float32(w_scales)
+    given = (ScaledOperand(*map(jnp.asarray, each)) for each in ((x, x_scales), (w, w_scales)))
     found = blockwise_kernel.grouped_matmul(*given, sizes, jnp.float32, R, **how)
     expected, gradients = np.zeros((R, N)), np.zeros((E, K, N))
     columns = np.zeros((K + N, 4 * BLOCK), x.dtype)
@@ -141,14 +141,13 @@ def test_products_of_experts_are_scaled_and_added_in_fp32(rng):
         expected[rows] = own @ (matrix * w_scales[e].repeat(BLOCK, 0).T).T
         columns[:, column : column + len(own)] = np.concatenate([x[rows], dy[rows]], 1).T
         blocks = slice(column, column + -(-len(own) // BLOCK) * BLOCK)
-        scaled = np.float64(columns[:, blocks]) * scales[blocks.start // BLOCK : blocks.stop // BLOCK].T.repeat(
-            BLOCK, 1
-        )
+        scaled = np.float64(columns[:, blocks]) * scales.T.repeat(BLOCK, 1)[:, blocks]
         gradients[e] = scaled[:K] @ scaled[K:].T
     assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
     np.testing.assert_array_equal(found[sum(SIZES) :], 0)
-    scales = np.asarray(scales, np.float32)
-    given = columns[:K], scales[:, :K], columns[K:], scales[:, K:]
+    given = (
+        ScaledOperand(jnp.asarray(columns[own]), jnp.asarray(scales[:, own])) for own in (slice(K), slice(K, None))
+    )
     found = blockwise_kernel.grouped_weight_gradient(*given, sizes, jnp.float32, **how)
     assert np.linalg.norm(found - gradients) < 1e-6 * np.linalg.norm(gradients)
     np.testing.assert_array_equal(found[1], 0)
