@@ -125,8 +125,8 @@ class Reader:
             block = jax.device_put(waiting.popleft().result(), device)
             if i + READERS < len(pieces):
                 waiting.append(pool.submit(self._read, pieces[i + READERS]))
-            wanted = self.tensor.without_starts(piece.wanted)
-            shard = _with_piece(shard, block, np.array(piece.start), self.tensor, self.rest, wanted, piece.lengths)
+            how = self.tensor.conversion, self.rest, self.tensor.without_starts(piece.wanted), piece.lengths
+            shard = _with_piece(shard, block, np.array(piece.start), *how)
             shard.block_until_ready()  # or the host would keep blocks whose transfer waits
         return shard
 

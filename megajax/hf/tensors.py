@@ -103,6 +103,11 @@ class Tensor:
             s if i < len(ours) and ours[i] in whole else slice(0, s.stop - s.start) for i, s in enumerate(wanted)
         )
 
+    @property
+    def conversion(self) -> "Tensor":
+        """What `to_ours` and `multiplied` depend on: the same for tensors that one program can convert."""
+        return Tensor("", "", self.pattern, selected=self.selected, factor=self.factor)
+
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of this part of a tensor, for the parameter's `shape` without its stacked dimensions.
 
