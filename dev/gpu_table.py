@@ -57,7 +57,7 @@ def kernel(op: hlo.Op) -> str | None:
     own = "Hopper" if op.target.startswith("mosaic_gpu") else "Triton"
     if operations.ranged_attention(op):
         return f"attention ({own})"
-    if operations.is_own_matmul(op, operations.OWN_MATMULS[:2]):
+    if operations.is_own_matmul(op, operations.EXPERTS_MATMULS):
         return f"experts' matmul ({own})"
     name = LIBRARY_CALLS.get(op.target)
     if name is None and op.kind == "custom-call" and op.target.startswith("__cudnn$fmha"):

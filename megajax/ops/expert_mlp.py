@@ -97,7 +97,8 @@ def expert_mlp(
     are zeros, and so are their gradients and those of their weights. In FP8 the gradient and the amaxes are returned in
     their fields of `Fp8Weight`.
     """
-    compute = _mlp if _quantised_steps(mlp, matrices.up) is None else _fp8_mlp
+    steps = _quantised_steps(mlp, matrices.up)
+    compute = _mlp if steps is None else partial(_fp8_mlp, steps)
     return compute(mlp, rows, weights, matrices, group_sizes)
 
 
@@ -156,13 +157,13 @@ def _weight_gradient(mlp: ExpertMlp, group_sizes: jax.Array, x: jax.Array, dy: j
     return weight_gradient(x, dy, group_sizes, w.dtype, implementation=implementation)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_mlp(mlp, rows, weights, matrices, group_sizes):
-    return _fp8_mlp_forward(mlp, rows, weights, matrices, group_sizes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fp8_mlp(steps, mlp, rows, weights, matrices, group_sizes):
+    return _fp8_mlp_forward(steps, mlp, rows, weights, matrices, group_sizes)[0]
 
 
-def _fp8_mlp_forward(mlp, rows, weights, matrices, group_sizes):
-    run, (w_up, w_down, biases) = _steps(mlp, matrices, group_sizes, weights, rows.dtype), matrices
+def _fp8_mlp_forward(steps: "type[_Steps]", mlp, rows, weights, matrices, group_sizes):
+    run, (w_up, w_down, biases) = steps(mlp, group_sizes, weights, rows.dtype), matrices
     x = run.quantised(rows, w_up, "input")
     up = checkpoint_name(_plus_up(run.product(x, w_up, "input"), biases, group_sizes), "gate_up")
     act = run.activated(up, w_down)
@@ -171,9 +172,9 @@ def _fp8_mlp_forward(mlp, rows, weights, matrices, group_sizes):
     return y, (*transposed, up, weights, matrices, group_sizes)
 
 
-def _fp8_mlp_backward(mlp, residuals, dy):
-    x, act, up, weights, matrices, group_sizes = residuals
-    run, (w_up, w_down, biases) = _steps(mlp, matrices, group_sizes, weights, dy.dtype), matrices
+def _fp8_mlp_backward(steps: "type[_Steps]", mlp, residuals, dy):
+    x, act, up, weights, (w_up, w_down, biases), group_sizes = residuals
+    run = steps(mlp, group_sizes, weights, dy.dtype)
     dys = run.quantised(dy, w_down, "gradient")
     dact = run.product(dys, w_down, "gradient")
     if biases is None and mlp.activation in mlp_kernel.KINDS:
@@ -190,12 +191,6 @@ def _fp8_mlp_backward(mlp, residuals, dy):
 
 
 _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
-
-
-def _steps(mlp: ExpertMlp, matrices: ExpertMatrices, group_sizes, weights, dtype) -> "_Steps":
-    steps = _quantised_steps(mlp, matrices.up)
-    assert steps is not None
-    return steps(mlp, group_sizes, weights, dtype)
 
 
 @dataclass(frozen=True)

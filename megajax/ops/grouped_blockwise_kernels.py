@@ -19,17 +19,20 @@ from jax.experimental.pallas import triton as plgpu
 from megajax.ops.blockwise_fp8 import BLOCK
 from megajax.ops.blockwise_fp8_kernels import E4M3, WARPS, BothWays, ScaledOperand, power_scaled, quantise_weight
 from megajax.ops.fp8_kernels import CastTiling, halves
-from megajax.ops.grouped_fp8_kernels import TilePass, addressable, gated_backward_pass, gated_pass
+from megajax.ops.grouped_fp8_kernels import (
+    TilePass,
+    addressable,
+    gated_backward_pass,
+    gated_pass,
+    gradient_of_weights,
+    read_tiles,
+)
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, padded_rows, steps
 
-TILING, NARROW = CastTiling(STEP, BLOCK, WARPS), CastTiling(STEP, BLOCK, WARPS // 2)  # the fastest on an H100
 
-
-def quantise(
-    x_rf: jax.Array, group_sizes_e: jax.Array, *, tiling: CastTiling = TILING, interpret: bool = False
-) -> BothWays:
+def quantise(x_rf: jax.Array, group_sizes_e: jax.Array, *, warps: int = WARPS, interpret: bool = False) -> BothWays:
     """x [R, F] of groups → [R, F] and [F, P], P as `padded_rows`, which may be longer; F is a multiple of 128."""
-    how = TilePass("grouped_blockwise_quantise", lambda x: ((x,), ()), 1, 0, tiling, interpret)
+    how = TilePass("grouped_blockwise_quantise", lambda x: ((x,), ()), 1, 0, _tiling(warps), interpret)
     return _over_steps(how, [x_rf[:, None]], None, group_sizes_e)[0]
 
 
@@ -39,11 +42,11 @@ def gated(
     weights_r: jax.Array,
     group_sizes_e: jax.Array,
     *,
-    tiling: CastTiling = NARROW,
+    warps: int = WARPS // 2,
     interpret: bool = False,
 ) -> BothWays:
     """activation(gate) · up · weight: gate_up [R, 2F], gate first → [R, F] and [F, P]."""
-    return _over_steps(gated_pass(kind, tiling, interpret), [halves(gate_up_rf)], weights_r, group_sizes_e)[0]
+    return _over_steps(gated_pass(kind, _tiling(warps), interpret), [halves(gate_up_rf)], weights_r, group_sizes_e)[0]
 
 
 def gated_backward(
@@ -53,17 +56,16 @@ def gated_backward(
     dact_rf: jax.Array,
     group_sizes_e: jax.Array,
     *,
-    tiling: CastTiling = TILING,
+    warps: int = WARPS,
     interpret: bool = False,
 ) -> tuple[BothWays, jax.Array]:
     """For dact [R, F] the gradients of gate_up, [R, 2F] and [2F, P], and of the weights [R], in their dtype.
 
     The gradient of the weights is 0 after the last group.
     """
-    how, operands = gated_backward_pass(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
+    how, operands = gated_backward_pass(kind, _tiling(warps), interpret), [halves(gate_up_rf), dact_rf[:, None]]
     quantised, [sums] = _over_steps(how, operands, weights_r, group_sizes_e)
-    dweights = jnp.where(jnp.arange(len(weights_r)) < group_sizes_e.sum(), sums.sum(axis=0), 0)
-    return quantised, dweights.astype(weights_r.dtype)
+    return quantised, gradient_of_weights(sums, weights_r, group_sizes_e)
 
 
 def quantise_weights(w: jax.Array, which: str, *, interpret: bool = False) -> ScaledOperand:
@@ -74,6 +76,10 @@ def quantise_weights(w: jax.Array, which: str, *, interpret: bool = False) -> Sc
         return quantise(w)
     parts = [quantise(w[start : start + 2**31 // size]) for start in range(0, E, 2**31 // size)]
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+
+
+def _tiling(warps: int) -> CastTiling:
+    return CastTiling(STEP, BLOCK, warps)
 
 
 def _over_steps(
@@ -112,24 +118,17 @@ def _kernel(how: TilePass, parts: list[int], weighted: bool) -> Callable[..., No
     """The kernel for operands with these numbers of parts."""
 
     def kernel(step_ref: Any, *refs: Any) -> None:
-        operands, results = refs[: len(parts)], refs[len(parts) + weighted :]
-        q_ref, scales_ref, q_t_ref, scales_t_ref, *sums_refs = results
+        q_ref, scales_ref, q_t_ref, scales_t_ref, *sums_refs = refs[len(parts) + weighted :]
         f, zero = pl.program_id(0), np.int32(0)
         first, count = step_ref[0, 0], step_ref[0, 1]
         rows, features = pl.ds(first, STEP), pl.ds(f * BLOCK, BLOCK)
         held = lax.iota(jnp.int32, STEP) < count
         mask = jnp.broadcast_to(held[:, None], (STEP, BLOCK))
 
-        def load(ref: Any, part: int) -> jax.Array:
-            return plgpu.load(ref.at[rows, np.int32(part), features], mask=mask, other=0.0).astype(jnp.float32)
-
         @pl.when(count > 0)
         def _some_rows() -> None:
-            tiles = [load(ref, part) for ref, n in zip(operands, parts, strict=True) for part in range(n)]
-            if weighted:
-                weight = plgpu.load(refs[len(parts)].at[rows], mask=held, other=0.0).astype(jnp.float32)
-                tiles.append(jnp.broadcast_to(weight[:, None], mask.shape))
-            values, sums = how.compute(*tiles)
+            weight = refs[len(parts)] if weighted else None
+            values, sums = how.compute(*read_tiles(refs[: len(parts)], parts, weight, (rows, features), held, mask))
             for part, value in enumerate(values):
                 part, magnitude = np.int32(part), lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(0x7FFFFFFF)
                 q, scale = power_scaled(value, magnitude, 1)

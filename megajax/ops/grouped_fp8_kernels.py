@@ -35,6 +35,8 @@ __all__ = [
     "gated_backward_pass",
     "gated_cast_transpose",
     "gated_pass",
+    "gradient_of_weights",
+    "read_tiles",
 ]
 
 TILING = CastTiling()
@@ -107,8 +109,13 @@ def gated_backward_cast_transpose(
     """
     how, operands = gated_backward_pass(kind, tiling, interpret), [halves(gate_up_rf), dact_rf[:, None]]
     q, q_t, [sums], largest = _over_steps(how, operands, weights_r, group_sizes_e, scale, dtype)
-    dweights = jnp.where(jnp.arange(len(weights_r)) < group_sizes_e.sum(), sums.sum(axis=0), 0)
-    return q, q_t, largest, dweights.astype(weights_r.dtype)
+    return q, q_t, largest, gradient_of_weights(sums, weights_r, group_sizes_e)
+
+
+def gradient_of_weights(sums_fr: jax.Array, weights_r: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
+    """The sums over tiles' features, added up: the gradient of the weights [R], in their dtype."""
+    dweights = jnp.where(jnp.arange(len(weights_r)) < group_sizes_e.sum(), sums_fr.sum(axis=0), 0)
+    return dweights.astype(weights_r.dtype)
 
 
 def gated_amax(
@@ -204,7 +211,7 @@ def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any)
     block_t, block_f = tile = how.tiling.tokens, how.tiling.features
 
     def kernel(step_ref, *refs: Any) -> None:
-        operands, amax_ref = refs[: len(parts)], refs[-1]
+        amax_ref = refs[-1]
         f, t = pl.program_id(0), pl.program_id(1)
         first, count = step_ref[0, 0], step_ref[0, 1]
         before = lax.rem(t, np.int32(STEP // block_t)) * block_t  # rows of the step in other tiles
@@ -213,15 +220,9 @@ def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any)
         inside = f * block_f + lax.iota(jnp.int32, block_f) < F
         mask = jnp.broadcast_to(held[:, None] & inside[None] if F % block_f else held[:, None], tile)
 
-        def load(ref, part: int) -> jax.Array:
-            return plgpu.load(ref.at[rows, np.int32(part), columns], mask=mask, other=0.0).astype(jnp.float32)
-
         def compute():
-            tiles = [load(ref, part) for ref, n in zip(operands, parts, strict=True) for part in range(n)]
-            if weighted:
-                weight = plgpu.load(refs[len(parts)].at[rows], mask=held, other=0.0).astype(jnp.float32)
-                tiles.append(jnp.broadcast_to(weight[:, None], tile))
-            values, sums = how.compute(*tiles)
+            weight = refs[len(parts)] if weighted else None
+            values, sums = how.compute(*read_tiles(refs[: len(parts)], parts, weight, (rows, columns), held, mask))
             if dtype is None:
                 return largest_magnitude(values), (), ()
             scaled = [value * refs[len(parts) + weighted][0] for value in values]
@@ -251,6 +252,22 @@ def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any)
                 plgpu.store(ref.at[f, rows], total, mask=held)
 
     return kernel
+
+
+def read_tiles(
+    operands: Sequence[Any], parts: Sequence[int], weights: Any, tile: tuple[pl.Slice, pl.Slice], held: Any, mask: Any
+) -> list[jax.Array]:
+    """The FP32 tiles at (rows, features) of all parts of refs [R, parts, F], and of the weights [R] of `held` rows."""
+    rows, features = tile
+
+    def load(ref: Any, part: int) -> jax.Array:
+        return plgpu.load(ref.at[rows, np.int32(part), features], mask=mask, other=0.0).astype(jnp.float32)
+
+    tiles = [load(ref, part) for ref, n in zip(operands, parts, strict=True) for part in range(n)]
+    if weights is not None:
+        weight = plgpu.load(weights.at[rows], mask=held, other=0.0).astype(jnp.float32)
+        tiles.append(jnp.broadcast_to(weight[:, None], mask.shape))
+    return tiles
 
 
 def addressable(rows: int, width: int, multiple: int) -> int:

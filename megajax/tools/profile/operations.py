@@ -18,7 +18,8 @@ from megajax.tools.profile import hlo
 
 BF16_FLOPS, FP8_FLOPS, MEMORY_BYTES, NVLINK_BYTES = 989e12, 1979e12, 4.8e12, 450e9  # a second
 PALLAS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # the beginnings of the targets of Pallas's kernels
-OWN_MATMULS = ("grouped_matmul", "grouped_weight_gradient", "blockwise_matmul")  # and of the names of megajax's own
+EXPERTS_MATMULS = ("grouped_matmul", "grouped_weight_gradient")  # and of the names of megajax's own matmuls
+OWN_MATMULS = (*EXPERTS_MATMULS, "blockwise_matmul")
 CORE = "core_attention"  # the scope of attention itself, without its projections and positions
 # Names of the step's parts (`jax.named_scope`); the innermost one counts.
 SCOPES = ("embedding", *DECLARED, CORE, "router", "norm", "head", "weights", "gradients", "optimizer")
@@ -72,7 +73,7 @@ def part_of(op: hlo.Op) -> tuple[str, str]:
         return ATTENTION, "matmuls" if is_matmul(op) or is_plain_matmul(op) else "elementwise"
     if is_matmul(op):
         shape = "×".join(map(str, matmul_shape(op))) + (" FP8" if is_fp8(op) else "")
-        shape = f"experts {shape}" if is_own_matmul(op, OWN_MATMULS[:2]) else shape
+        shape = f"experts {shape}" if is_own_matmul(op, EXPERTS_MATMULS) else shape
         return (apart[scope], f"matmul {shape}") if scope in apart else (MATMULS, shape)
     if is_plain_matmul(op):
         return (apart[scope], "matmul") if scope in apart else (MATMULS, scope)
@@ -103,7 +104,7 @@ def is_matmul(op: hlo.Op) -> bool:
 
 
 def is_own_matmul(op: hlo.Op, names: tuple[str, ...] = OWN_MATMULS) -> bool:
-    """Whether it is one of megajax's kernels with these names; the first two are those of experts."""
+    """Whether it is one of megajax's kernels with these names."""
     return op.target.startswith(PALLAS) and any(scope.startswith(names) for scope in op.scopes)
 
 
