@@ -14,6 +14,7 @@ from mesh_models import GPT2
 from model_options import GEMMA
 
 from megajax.config.checks import check_mesh
+from megajax.layout.backward_parts import backward_parts
 from megajax.mesh import AXES, build_mesh
 from megajax.sharding import EMPTY, stored_layers
 from megajax.training.batches import to_global
@@ -23,7 +24,7 @@ STEPS = 2
 SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
 # Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
 MODELS = {
-    "llama": {**SMALL, "num_layers": 6, "num_kv_heads": 2},
+    "llama": {**SMALL, "num_layers": 8, "num_kv_heads": 2},
     "gpt2 of 3": {**SMALL, **GPT2, "num_layers": 3, "dropout": 0.2},
     "gemma": {**SMALL, **GEMMA, "num_layers": 4},
 }
@@ -36,7 +37,7 @@ CASES = [
         *("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 8, {"remat": {"policy": "selective"}}),
         marks=pytest.mark.smoke,
     ),
-    # One operation a tick: the backward pass of a stage's three layers in two parts.
+    # One operation a tick: the backward pass of a stage's four layers in two parts.
     ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "1f1b", 1, 4, {"remat": {"policy": "save_matmuls"}}),
     # The last virtual stage is empty. Stages do not divide the tokens of a microbatch; no token of the first is valid.
     pytest.param(
@@ -97,6 +98,9 @@ def test_stages_train_as_one_device_does(
     config = make_config(model, mesh, schedule, virtual_stages, microbatches, sections)
     if microbatches == 32:
         assert config.batch.global_size // 32 * config.batch.sequence_length // 2 % 2, "stages divide the tokens"
+    if schedule == "1f1b" and virtual_stages == 1:
+        sizes = check_mesh(config, math.prod(mesh.values()))
+        assert backward_parts(config, sizes, "cpu").slots, "the stages run in lockstep"
     assert_agrees(difference(config))
 
 
