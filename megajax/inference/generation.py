@@ -59,7 +59,7 @@ class Generator:
         check_decoding(model)
         self.model, self.sampling, self.multiple = model, sampling, multiple
         self.drafter, self.verified = Drafter(model, sampling) if model.speculate else None, None
-        self.stop = jnp.array([*model.stop_tokens, NONE], jnp.int32)
+        self.stop = np.array([*model.stop_tokens, NONE], np.int32)
         self._prefill = jax.jit(self._prefill_program, static_argnames=("size", "room"))
         self._decode = jax.jit(self._decode_program, donate_argnames="progress")
 
@@ -98,13 +98,14 @@ class Generator:
         read = tokens, lengths, np.uint32(seed), sources, images
         progress = self._prefill(self.model.weights, *read, size=size, room=room)
         while True:
-            active, self.verified = _on_host((progress.active(limits), progress.verified))
+            done, count, self.verified = _on_host((progress.done, progress.count, progress.verified))
+            active = np.asarray(progress._replace(done=done, count=count).active(limits))
             if chunk is not None or not active.any():
                 rows = zip(_on_host(progress.tokens), limits, strict=True)
                 yield [[int(token) for token in row[:limit] if token != NONE] for row, limit in rows]
             if not active.any():
                 return
-            ends = np.minimum(limits, _on_host(progress.count)[active].min() + (chunk or most))
+            ends = np.minimum(limits, count[active].min() + (chunk or most))
             progress = self._decode(self.model.weights, progress, ends)
 
     def _padded(self, prompts: Sequence[Sequence[int]], growing: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,8 @@ from megajax.model.block import layer_state
 from megajax.model.sublayer import State
 from megajax.sharding import BLOCKS, COMPUTED_IN_FP32, place_in_use
 
+FUSED_BYTES = 2**26  # of small parameters that one program fuses
+
 
 class ModelWeights(NamedTuple):
     """A pytree with all arrays of a model."""
@@ -53,7 +55,7 @@ def abstract_state(model: Transformer, mesh: Mesh) -> dict[str, dict[str, jax.Sh
 
 
 def from_parameters(model: Transformer, params: "Parameters", state: Mapping[str, State], mesh: Mesh) -> ModelWeights:
-    """The weights of canonical parameters, popped one by one, so that each is freed when it has been fused."""
+    """The weights of canonical parameters, popped one by one, so that a large one is freed when it has been fused."""
     outer = {name: params.pop(name) for name in parameters(model) if not name.startswith(BLOCKS)}
     count = sum(map(len, stacked_layers(model.config).values()))
     layers: list[dict[str, jax.Array]] = [{} for _ in range(count)]
@@ -62,24 +64,33 @@ def from_parameters(model: Transformer, params: "Parameters", state: Mapping[str
         block = model.blocks[kind]
         axes = {name: parameter.axes for name, parameter in parameters(block).items()}  # with "layers" first
         fused = {member: name for name, members in block.fused.items() for member in members}
-        for group in dict.fromkeys(fused.get(name, name) for name in axes):
+        groups = [*dict.fromkeys(fused.get(name, name) for name in axes)]
+        stacked: dict[str, jax.Array] = {}
+        rows_of: dict[str, tuple[str, ...]] = {}  # the groups of `stacked`, with the logical axes of a row
+        for group in groups:
             members = [name for name in axes if fused.get(name, name) == group]
-            stacked = {name: params.pop(f"{BLOCKS}{kind}.{name}") for name in members}
-            logical = tuple(axis for axis in axes[members[0]][1:] if axis != "head")
-            rows = _rows(stacked, block=block, group=group, axes=logical, mesh=mesh)
-            for layer, row in zip(held, rows, strict=True):
-                layers[layer][group] = row
+            stacked |= {name: params.pop(f"{BLOCKS}{kind}.{name}") for name in members}
+            rows_of[group] = tuple(axis for axis in axes[members[0]][1:] if axis != "head")
+            if group == groups[-1] or sum(array.nbytes for array in stacked.values()) >= FUSED_BYTES:
+                rows = _rows(stacked, block=block, axes=tuple(rows_of.items()), mesh=mesh)
+                stacked, rows_of = {}, {}
+                for layer, row in zip(held, rows, strict=True):
+                    layers[layer] |= row
         for name, array in state.get(kind, {}).items():
             for row, layer in enumerate(held):
                 states[layer][name] = array[row]
     return ModelWeights(outer, tuple(layers), tuple(states))
 
 
-@partial(jax.jit, static_argnames=("block", "group", "axes", "mesh"))
+@partial(jax.jit, static_argnames=("block", "axes", "mesh"))
 def _rows(
-    stacked: dict[str, jax.Array], *, block: Block, group: str, axes: tuple[str, ...], mesh: Mesh
-) -> tuple[jax.Array, ...]:
-    """The fused weight `group` of each layer, from the `stacked` parameters that it consists of."""
-    rows = tuple(block.fuse(stacked)[group])
-    sharding = NamedSharding(mesh, place_in_use(rows[0].shape, axes, mesh_sizes(mesh)))
-    return tuple(lax.with_sharding_constraint(row, sharding) for row in rows)
+    stacked: dict[str, jax.Array], *, block: Block, axes: tuple[tuple[str, tuple[str, ...]], ...], mesh: Mesh
+) -> tuple[dict[str, jax.Array], ...]:
+    """The fused weights of each layer by name, those in `axes`, from the `stacked` parameters that they consist of."""
+
+    def placed(row: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return lax.with_sharding_constraint(row, NamedSharding(mesh, place_in_use(row.shape, axes, mesh_sizes(mesh))))
+
+    whole = block.fuse(stacked)
+    rows = {group: [placed(row, of_row) for row in whole[group]] for group, of_row in axes}
+    return tuple(dict(zip(rows, layer, strict=True)) for layer in zip(*rows.values(), strict=True))

@@ -137,7 +137,7 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
     np.testing.assert_allclose(loaded.weights.outer["embedding.tokens"], weights["embedding.tokens"])
     query = weights["blocks.dense.attention.query"][1].reshape(len(weights["embedding.tokens"][0]), -1)
     np.testing.assert_allclose(
-        loaded.weights.layers[1]["attention.qkv"][:, : query.shape[1]], query, atol=1e-6, err_msg=name
+        np.asarray(loaded.weights.layers[1]["attention.qkv"])[:, : query.shape[1]], query, atol=1e-6, err_msg=name
     )
 
 
@@ -165,11 +165,11 @@ def test_adapters_are_added_before_weights_are_rounded(run):
     """Those of BF16 are the sum of the rounded base and the adapter's FP32 product, rounded once."""
     name, base, trainer = run
     a, b = (
-        np.asarray(trainer.state.params[f"blocks.dense.attention.query_lora_{which}"][1], np.float64) for which in "ab"
+        np.asarray(trainer.state.params[f"blocks.dense.attention.query_lora_{which}"], np.float64)[1] for which in "ab"
     )
     change = 6.0 / 2 * a @ b.reshape(len(b), -1)
     plain, found = (
-        np.asarray(model.weights.layers[1]["attention.qkv"][:, : change.shape[1]], np.float64)
+        np.asarray(model.weights.layers[1]["attention.qkv"], np.float64)[:, : change.shape[1]]
         for model in (from_hf(base, dtype="bfloat16"), load_run(trainer.run_dir, dtype="bfloat16"))
     )
     np.testing.assert_allclose(found, plain + change, rtol=2**-8, atol=1e-6, err_msg=name)

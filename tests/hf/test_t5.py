@@ -90,7 +90,7 @@ def test_logits_and_all_gradients_are_those_of_transformers(weights, name):
         return -chosen.mean(), logits
 
     assert {*own} == {*parameters(network)}
-    (found, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(own)
+    (found, logits), gradients = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(own))
     assert relative(logits, stored["logits"]) < TOLERANCE and relative(found, stored["loss"]) < TOLERANCE
     theirs = dict(their_tensors(gradients, family_for(model).tensors(model), model, np.dtype("float32"), {}))
     assert len(theirs) == sum(key.startswith("gradient:") for key in stored.files)
@@ -155,7 +155,7 @@ def test_generation_with_cached_cross_keys_is_that_of_whole_sequences(weights, n
     (model, own), stored = weights[name], np.load(FILES / f"{name}.npz")
     config = config_for(model.model_dump(), **mesh)
     devices = build_mesh(check_mesh(config, 2), jax.devices()[:2])
-    generator = Generator(LanguageModel(config, {n: jnp.asarray(w) for n, w in own.items()}, {}, devices), GREEDY, 8)
+    generator = Generator(LanguageModel(config, jax.device_put(own), {}, devices), GREEDY, 8)
     prompts = [row[:n].tolist() for row, n in zip(stored["encoder_tokens"], stored["lengths"], strict=True)]
     (*_, found) = generator.tokens(prompts, 8)
     assert found == stored["generated"][:, 1:].tolist()

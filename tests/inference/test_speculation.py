@@ -60,7 +60,7 @@ def test_greedy_tokens_are_those_without_drafts(settings, drafts):
 
     if settings is not WINDOWS:  # stopping does not depend on the kind of attention
         return
-    generator.stop = jnp.array([expected[0][5], -1])  # in the middle of a step's tokens or at its end
+    generator.stop = np.array([expected[0][5], -1])  # in the middle of a step's tokens or at its end
     cut = [tokens[: tokens.index(expected[0][5])] if expected[0][5] in tokens else tokens for tokens in expected]
     generator._decode.clear_cache()
     assert [*generator.tokens(PROMPTS, NEW)][-1] == cut
@@ -168,7 +168,7 @@ def test_steps_of_ended_sequences_count_neither_tokens_nor_drafts():
     )
     generator = object.__new__(Generator)
     generator.model = SimpleNamespace(mesh=build_mesh({}, jax.devices()[:1]), kernels=Kernels(), max_length=16)
-    generator.stop = jnp.array([-1])
+    generator.stop = np.array([-1])
     state = GenerationState((), jnp.full((4, 8), -1), rows + 1, rows + 5, jnp.zeros(4, bool), rows)
     state = state._replace(drafts=drafts, verified=Verified(jnp.int32(0), jnp.zeros(2, int)))
     after = jax.jit(partial(generator._speculative_step, drafter))(jnp.array([8, 8, 8, 4]), None, state)
