@@ -17,6 +17,7 @@ batch, `sequence · S + index`. Every mask is drawn for one token, by `fold_in(k
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,12 @@ class Draws:
     def __init__(self, model: Options, shape: tuple[int, int, int], seed: int, step: int):
         self.model, self.shape = model, shape
         self.key, self.drawn = jax.random.fold_in(jax.random.key(seed + 1), step), dict[Any, np.ndarray]()
+
+    def of(self, drawn: dict[Any, Any]) -> "Draws":
+        """These factors in place of drawn ones, such as those of some microbatches."""
+        other = copy(self)
+        other.drawn = drawn
+        return other
 
     def _by_token(self, draw: Any, amount: float, *path: int) -> np.ndarray:
         if path not in self.drawn:
@@ -113,7 +120,7 @@ def turned(xp, model: Options, x, positions):
     frequencies = (model["rope_theta"] ** (-np.arange(half) / half)).astype(np.float32)
     angles = (positions.astype(np.float32)[..., None, None] * frequencies).astype(np.float64)
     first, second = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos, sin = xp.cos(angles), xp.sin(angles)
     return xp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
@@ -208,11 +215,7 @@ def mixture(xp, model: Options, w, bias, x, jitter, real, shared_numbers: dict):
         shared_numbers["kept"] = kept_assignments(model, chosen, np.asarray(weights), is_real)
     kept = shared_numbers["kept"]
     weights = xp.where(kept, weights, 0)
-    of_experts = [
-        feed_forward(xp, model, h, {f"moe.{n}": w[f"moe.{n}"][e] for n in ("gate", "up", "down")}, "moe.")
-        for e in range(E)
-    ]
-    y: Any = sum(weights[:, e, None] * out for e, out in enumerate(of_experts))
+    y: Any = (weights.T[..., None] * feed_forward(xp, model, h, w, "moe.")).sum(0)  # of all experts `[E, T, D]`
     if model["shared_expert_ffn_hidden_size"]:
         shared = feed_forward(xp, model, h, w, "moe.shared_")
         gate = sigmoid(xp, h @ w["moe.shared_router"])[:, None] if model["shared_expert_gate"] else 1.0
@@ -232,7 +235,7 @@ def mixture(xp, model: Options, w, bias, x, jitter, real, shared_numbers: dict):
         aux += r["global_loss"] * E * ((counted.sum(0) / (k * tokens)) * (means.sum(0) / tokens)).sum()
     if r["sequence_loss"]:  # the same of each sequence, and their mean
         lengths, by_sequence = real.sum(1), counted.reshape(B, S, E).sum(1)
-        real_lengths = np.maximum(lengths, 1)[:, None]
+        real_lengths = xp.maximum(lengths, 1)[:, None]
         own = E * ((by_sequence / (k * real_lengths)) * (means.reshape(B, S, E).sum(1) / real_lengths)).sum(1)
         aux += r["sequence_loss"] * own.sum() / (lengths > 0).sum()
     if r["global_loss"] or r["sequence_loss"]:
@@ -267,11 +270,10 @@ def token_losses(xp, model: Options, weights, h, targets):
     return normaliser - xp.where(is_target, logits, 0).sum(-1), normaliser**2
 
 
-def shifted(a: np.ndarray, documents: np.ndarray, by: int) -> np.ndarray:
+def shifted(xp, a, documents, by: int):
     """`a [B, S]` of the token `by` places later; 0 where that is in another document or behind the end."""
-    out = np.zeros_like(a)
-    out[:, :-by] = np.where(documents[:, by:] == documents[:, :-by], a[:, by:], 0)
-    return out
+    later = xp.where(documents[:, by:] == documents[:, :-by], a[:, by:], 0)
+    return xp.concatenate([later, xp.zeros_like(a[:, :by])], 1)
 
 
 def kinds(model: Options) -> list[str]:
@@ -308,7 +310,7 @@ def microbatch(xp, model: Options, weights, biases, fields, draws, m: int, numbe
     sums = {"loss": (losses * counted).sum(), "z_loss": model["z_loss"] * (squares * counted).sum()}
     for module in range(model["mtp_layers"]):
         layer, w = model["num_layers"] + module, layer_weights(weights, "mtp", module)
-        tokens = fields["targets"] if module == 0 else shifted(fields["targets"], fields["documents"], module)
+        tokens = fields["targets"] if module == 0 else shifted(xp, fields["targets"], fields["documents"], module)
         embedded = own(draws.dropout(0, module)) * weights["embedding.tokens"][tokens]
         pair = [
             normalised(xp, model, embedded, w, "join.embedding_norm"),
@@ -330,15 +332,26 @@ def microbatch(xp, model: Options, weights, biases, fields, draws, m: int, numbe
         )
         metrics.append(measured)
         h = normalised(xp, model, x, w, "final_norm")
-        targets, mask = (shifted(fields[n], fields["documents"], module + 1) for n in ("targets", "loss_mask"))
+        targets, mask = (shifted(xp, fields[n], fields["documents"], module + 1) for n in ("targets", "loss_mask"))
         own_losses, own_squares = token_losses(xp, model, weights, h, targets)
         sums[f"mtp_loss/{module}"] = (own_losses * mask).sum()
         sums[f"mtp_z_loss/{module}"] = model["z_loss"] * (own_squares * mask).sum()
     return sums, metrics
 
 
-def step(xp, model: Options, weights, batch: Arrays, draws, biases=None, numbers=None):
+def counted_tokens(model: Options, fields: Arrays) -> dict[str, Any]:
+    """The tokens that each mean loss is over, by its name."""
+    counted = {"loss": max(fields["loss_mask"].sum(), 1)}
+    for k in range(model["mtp_layers"]):
+        pairs = zip(fields["loss_mask"], fields["documents"], strict=True)
+        counted[f"mtp_loss/{k}"] = max(sum(shifted(np, mask, own, k + 1).sum() for mask, own in pairs), 1)
+    return counted
+
+
+def step(xp, model: Options, weights, batch: Arrays, draws, biases=None, numbers=None, counted=None, total_M=0):
     """(the number that the gradient is of, the logged numbers) of a batch `[M, B, S]`.
+
+    Of some of a batch's microbatches with `counted` and `total_M` of the batch: their share of the first number.
 
     Losses are means over the counted tokens of all microbatches together. The routers' are means over the
     microbatches, summed over the layers; the entropy is a mean over both; counts are sums over the microbatches, by
@@ -347,16 +360,13 @@ def step(xp, model: Options, weights, batch: Arrays, draws, biases=None, numbers
     M = len(batch["tokens"])
     depth = model["mtp_layers"]
     numbers = [[{} for _ in range(model["num_layers"] + depth)] for _ in range(M)] if numbers is None else numbers
-    full = np.zeros_like(batch["tokens"])
+    full = np.zeros(batch["tokens"].shape, int)
     fields = {"documents": full, "real": full == 0, **batch}
     runs = [
         microbatch(xp, model, weights, biases or {}, {n: a[m] for n, a in fields.items()}, draws, m, numbers[m])
         for m in range(M)
     ]
-    counted = {"loss": max(fields["loss_mask"].sum(), 1)}
-    for k in range(depth):
-        masks = [shifted(fields["loss_mask"][m], fields["documents"][m], k + 1) for m in range(M)]
-        counted[f"mtp_loss/{k}"] = max(np.sum(masks), 1)
+    counted = counted or counted_tokens(model, fields)
     totals = {name: sum(sums[name] for sums, _ in runs) for name in runs[0][0]}
     logged: dict[str, Any] = {name: totals[name] / counted["loss"] for name in ("loss", "z_loss")}
     whole = logged["loss"] + logged["z_loss"]
@@ -369,7 +379,7 @@ def step(xp, model: Options, weights, batch: Arrays, draws, biases=None, numbers
     for name in ("aux_loss", "router_z_loss"):
         values = [metrics[name] for layers in of_layers for metrics in layers if name in metrics]
         if values:
-            logged[name] = sum(values) / M
+            logged[name] = sum(values) / (total_M or M)
             whole += logged[name]
     layers = [[own[i] for own in of_layers if "expert_counts" in own[i]] for i in range(len(of_layers[0]))]
     layers = [own for own in layers if own]
@@ -378,7 +388,7 @@ def step(xp, model: Options, weights, batch: Arrays, draws, biases=None, numbers
         logged["router_entropy"] = sum(entropies) / len(entropies)
         for name in ("expert_counts", "dropped_tokens"):
             if name in layers[0][0]:
-                logged[name] = np.array([sum(metrics[name] for metrics in own) for own in layers])
+                logged[name] = xp.stack([sum(metrics[name] for metrics in own) for own in layers])
     largest = [metrics["max_attention_score"] for own in of_layers for metrics in own]
     logged["max_attention_score"] = xp.stack(largest).max()
     return whole, logged
@@ -390,7 +400,17 @@ def numbers_and_gradients(model: Options, weights: Arrays, batch: Arrays, draws,
     depth = model["num_layers"] + model["mtp_layers"]
     choices = [[{} for _ in range(depth)] for _ in batch["tokens"]]  # made by NumPy; they have no gradient
     _, logged = step(np, model, wide, batch, draws, biases, choices)
+    fields = {"documents": np.zeros(batch["tokens"].shape, int), "real": np.ones(batch["tokens"].shape, bool), **batch}
+    counted, total_M = counted_tokens(model, fields), len(fields["tokens"])
+
+    def share(w, fields, drawn, choices):
+        return step(jnp, model, w, fields, draws.of(drawn), biases, choices, counted, total_M)[0]
+
     with jax.enable_x64(True):
-        # One program: operation by operation they would be hundreds.
-        gradients = jax.jit(jax.grad(lambda w: step(jnp, model, w, batch, draws, biases, choices)[0]))(wide)
-        return logged, {name: np.asarray(g) for name, g in gradients.items()}
+        # One program, of one microbatch: operation by operation they would be hundreds.
+        gradient, total = jax.jit(jax.grad(share)), dict[str, np.ndarray]()
+        for m in range(total_M):
+            own = jax.tree.map(lambda a, m=m: a[m : m + 1], (fields, draws.drawn))
+            for name, g in gradient(wide, *own, choices[m : m + 1]).items():
+                total[name] = total.get(name, 0) + np.asarray(g)
+    return logged, total
