@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megajax.checkpoint.storage import (
     SUBDIRECTORY,
     checkpoint_folder,
@@ -22,7 +20,7 @@ from megajax.data import tokenizers
 from megajax.errors import ConfigError
 from megajax.files import CONFIG, METRICS, is_number, replace_copy, replace_text
 from megajax.hf import beside
-from megajax.schema.tree import Loader, read_file, show
+from megajax.schema.tree import read_file, show
 
 CONFIGS, EXTENSIONS, SET_ASIDE = "configs", "extensions", "set_aside"
 
@@ -72,7 +70,7 @@ def write_config(run_dir: Path, config: Config, step: int) -> None:
     history = run_dir / CONFIGS
     history.mkdir(exist_ok=True)
     later = [path for path in history.glob("*.yaml") if is_number(path.stem) and int(path.stem) > step]
-    if step == 0 or later or before != yaml.load(text, Loader):
+    if step == 0 or later or before != config.model_dump(mode="json"):
         if before and step > 0 and not any(history.iterdir()):
             replace_copy(run_dir / CONFIG, history / "0.yaml")
         for path in later:

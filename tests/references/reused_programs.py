@@ -21,12 +21,14 @@ import pytest
 from single_device import stored
 
 from megajax.model.parameters import _initial, parameters
+from megajax.training import summary
 
-KEPT = 64  # functions, each holds its compiled program, or weights
+KEPT = 64  # functions, each holds its compiled program, weights, or estimates
 # A test that replaces something here has steps of its own, of DRAWN first states too.
 DRAWN = ("config", "layout", "mesh", "model", "optim", "options", "schema", "sharding")
 DRAWN = ("jax", "optax", *(f"megajax.{name}" for name in DRAWN))
-TRACED = tuple(f"megajax.{name}" for name in ("ops", "parallel", "step", "step_plan", "training.step", "weights"))
+TRACED = ("estimate", "ops", "parallel", "step", "step_plan", "training.step", "training.summary", "weights")
+TRACED = tuple(f"megajax.{name}" for name in TRACED)
 TRACED += DRAWN
 
 
@@ -38,6 +40,7 @@ class ReusedPrograms:
         self._known: OrderedDict[str, Any] = OrderedDict()
         for name in ("step_program", "eval_step"):
             self._share(kind, name)
+        self._share_estimates()
         own = kind._first
 
         def first(program, params: bool, teacher: bool):
@@ -66,6 +69,19 @@ class ReusedPrograms:
         shared = cached_property(lambda program: self._of(program, name, own) if self.active else own(program))
         shared.__set_name__(kind, name)
         setattr(kind, name, shared)
+
+    def _share_estimates(self) -> None:
+        """Of the memory that a start prints, which is traced: a tenth of a short run."""
+        own = summary.estimate_memory
+
+        def shared(plan: Any) -> Any:
+            if not self.active:
+                return own(plan)
+            facts = repr((plan.sizes, plan.hardware, plan.kernels, plan.edges))
+            key = json.dumps(["memory", settings_of(plan.config), facts])
+            return self._kept(key, lambda: own(plan))
+
+        summary.estimate_memory = shared
 
     def _of(self, program: Any, name: str, make: Callable) -> Any:
         key = json.dumps([name, settings_of(program.config), str(program.mesh), str(program.mesh.devices.flatten())])
