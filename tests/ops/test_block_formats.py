@@ -115,13 +115,18 @@ def test_an_operand_has_the_bits_of_its_format(name, tensor):
         amax, factor = None, None
         block = {"blockwise": (128 if tensor == "weight" else 1, 128), "mxfp8": (1, 32)}[name]
         values, scales = in_powers_of_two(x, *block)
-    found = jax.jit(lambda x, amax: IMPLEMENTATIONS[name].quantised(x, tensor, amax, None))(x, amax)
+
+    @jax.jit
+    def run(x, amax):
+        found = IMPLEMENTATIONS[name].quantised(x, tensor, amax, None)
+        return found, found.numbers(jnp.bfloat16), *found.stored()
+
+    found, numbers, elements, stored = run(x, amax)
     np.testing.assert_array_equal(found.scales, scales)
     np.testing.assert_array_equal(found.values, values)
     assert (found.factor is None) == (factor is None) and (factor is None or found.factor == factor)
     spread = scales.repeat(-(-rows // len(scales)) if found.block[0] == 1 else found.block[0], 0)[:rows]
     whole = values * spread.repeat(found.block[1], 1)[:, :K]
-    numbers, elements, stored = jax.jit(lambda found: (found.numbers(jnp.bfloat16), *found.stored()))(found)
     np.testing.assert_array_equal(np.asarray(numbers, np.float32), whole)  # BF16 holds them
     assert 0.01 < np.linalg.norm(whole * (factor or 1) - x) / np.linalg.norm(x) < 0.2
     np.testing.assert_array_equal(np.asarray(elements).astype(np.float32), values)

@@ -25,10 +25,11 @@ quantised = jax.jit(RECIPE.quantised, static_argnums=1)
 
 def assert_quantised(found: BothWays, x: jax.Array, tensor: str, differ: float = 0.0) -> None:
     """As operands of sums over both dimensions; up to a share of numbers and scales that `differ`."""
+    found, x = jax.device_get((found, x))
     for blocks, values in zip(found, (x, x.T), strict=True):
         assert blocks is not None
-        expected = quantised(values.astype(jnp.float32), tensor, None, None)
-        own = np.asarray(blocks.values).astype(np.float32)
+        expected = jax.device_get(quantised(values.astype(np.float32), tensor, None, None))
+        own = blocks.values.astype(np.float32)
         assert own.shape[1] == -(-values.shape[1] // BLOCK) * BLOCK and not own[:, values.shape[1] :].any()
         assert np.mean(own[:, : values.shape[1]] != expected.values) <= differ
         assert np.mean(blocks.scales.T != expected.scales) <= differ
@@ -39,23 +40,31 @@ def test_a_tensor_is_quantised_along_both_dimensions(rng):
     shape = 160, 200
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 20, (160, 1)) * 2.0 ** rng.integers(-6, 6, 200)
     x[:3, :BLOCK], x[130, 7] = 0, np.inf
-    x = jnp.asarray(x, jnp.bfloat16)
-    finite = x.at[130, 7].set(1)
-    assert_quantised(kernels.quantise(finite, interpret=True), finite, "input")
-    weight = [kernels.quantise_weight(finite, which, interpret=True) for which in ("gradient", "input")]
-    assert_quantised(BothWays(*weight), finite, "weight")
-    rows, columns = kernels.quantise(x, interpret=True)
+    x = np.asarray(x, jnp.bfloat16)
+    finite = x.copy()
+    finite[130, 7] = 1
+    quantise = jax.jit(partial(kernels.quantise, interpret=True))
+    assert_quantised(quantise(finite), finite, "input")
+    for_weight = jax.jit(partial(kernels.quantise_weight, interpret=True), static_argnums=1)
+    assert_quantised(BothWays(*(for_weight(finite, which) for which in ("gradient", "input"))), finite, "weight")
+    rows, columns = jax.device_get(quantise(x))
     assert rows is not None and np.isnan(rows.scales[0, 130]) and np.isfinite(rows.scales[1]).all()
     assert np.isnan(columns.scales[1, 7]) and np.isfinite(columns.scales[0]).all()
 
 
 def test_a_gated_activation_and_its_gradient_are_quantised_where_they_are_computed(rng):
     """Where the last bit of FP32 differs a number may round to the next one."""
-    gate_up, dact = (jnp.asarray(rng.standard_normal((160, n * BLOCK)), jnp.float32) for n in (2, 1))
-    act, pull = jax.vjp(lambda gate_up: activate("swiglu", gate_up), gate_up)
-    assert_quantised(kernels.gated("swiglu", gate_up, interpret=True), act, "input", differ=1e-3)
-    found = kernels.gated_backward("swiglu", gate_up, dact, interpret=True)
-    assert_quantised(found, pull(dact)[0], "gradient", differ=1e-3)
+    gate_up, dact = (np.asarray(rng.standard_normal((160, n * BLOCK)), np.float32) for n in (2, 1))
+
+    @jax.jit
+    def run(gate_up, dact):
+        act, pull = jax.vjp(lambda gate_up: activate("swiglu", gate_up), gate_up)
+        found = kernels.gated("swiglu", gate_up, interpret=True)
+        return found, act, kernels.gated_backward("swiglu", gate_up, dact, interpret=True), pull(dact)[0]
+
+    found, act, found_gradient, gradient = run(gate_up, dact)
+    assert_quantised(found, act, "input", differ=1e-3)
+    assert_quantised(found_gradient, gradient, "gradient", differ=1e-3)
 
 
 @pytest.mark.parametrize("tensor", ["weight", "gradient"])
@@ -66,14 +75,17 @@ def test_products_of_each_block_are_scaled_and_added_in_fp32(rng, tensor):
         rng.standard_normal((rows, K)) * 2.0 ** rng.integers(-6, 6, (rows, K // BLOCK)).repeat(BLOCK, 1)
         for rows in (M, N)
     )
-    operands = [quantised(jnp.float32(x), which, None, None) for x, which in ((a, "input"), (b, tensor))]
-    expected = (
-        np.asarray(operands[0].numbers(jnp.float32), np.float64)
-        @ np.asarray(operands[1].numbers(jnp.float32), np.float64).T
-    )
-    given = [ScaledOperand(x.values.astype(x.element.dtype), x.scales.T) for x in operands]
     tiling = MatmulTiling(rows=128, cols=64, stages=2, slots=3)
-    found = matmul(*given, jnp.float32, tiling=tiling, blocks=1, interpret=plgpu.InterpretGPUParams(detect_races=False))
+    how = {"tiling": tiling, "blocks": 1, "interpret": plgpu.InterpretGPUParams(detect_races=False)}
+
+    @jax.jit
+    def run(a, b):
+        operands = [RECIPE.quantised(x, which, None, None) for x, which in ((a, "input"), (b, tensor))]
+        given = [ScaledOperand(x.values.astype(x.element.dtype), x.scales.T) for x in operands]
+        return matmul(*given, jnp.float32, **how), [x.numbers(jnp.float32) for x in operands]
+
+    found, numbers = run(np.float32(a), np.float32(b))
+    expected = np.asarray(numbers[0], np.float64) @ np.asarray(numbers[1], np.float64).T
     assert found.shape == (M, N)
     assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
 
@@ -94,16 +106,16 @@ def test_blocks_of_experts_begin_with_the_first_row_of_their_group(rng):
     x = rng.standard_normal((R, BLOCK)) * 2.0 ** rng.integers(-6, 6, (R, 1))
     x[sum(SIZES) :] = np.nan
     x = np.asarray(x, jnp.bfloat16)
-    both = grouped_blockwise_kernels.quantise(jnp.asarray(x), jnp.asarray(SIZES), interpret=True)
+    both = jax.jit(partial(grouped_blockwise_kernels.quantise, interpret=True))(x, np.array(SIZES, np.int32))
     rows, columns = (tuple(np.asarray(array, np.float32) for array in operand or ()) for operand in both)
-    expected = quantised(x.astype(np.float32), "input", None, None)
+    expected = jax.device_get(quantised(x.astype(np.float32), "input", None, None))
     used = slice(sum(SIZES))
     np.testing.assert_array_equal(rows[0][used], expected.values[used])
     np.testing.assert_array_equal(rows[1].T[used], expected.scales[used])
     for own, column in groups():
         padded = np.zeros((2 * BLOCK, BLOCK), np.float32)
         padded[: own.stop - own.start] = x[own]
-        expected = quantised(padded.T, "input", None, None)
+        expected = jax.device_get(quantised(padded.T, "input", None, None))
         for block in range(-(-(own.stop - own.start) // BLOCK)):
             first = column + block * BLOCK
             values = expected.values[:, block * BLOCK : (block + 1) * BLOCK]
@@ -130,12 +142,12 @@ def test_products_of_experts_are_scaled_and_added_in_fp32(rng):
     w = np.asarray(rng.standard_normal((E, N, K)), jnp.float8_e4m3fn)
     x_scales, w_scales = (np.exp2(rng.integers(-6, 6, shape)) for shape in ((K // BLOCK, R), (E, K // BLOCK, 1)))
     x[sum(SIZES) :] = np.nan
-    how, sizes = INTERPRETED | {"tiling": MatmulTiling(rows=128, cols=64, stages=2, slots=3)}, jnp.asarray(SIZES)
-    given = (ScaledOperand(*map(jnp.asarray, each)) for each in ((x, x_scales), (w, w_scales)))
-    found = blockwise_kernel.grouped_matmul(*given, sizes, jnp.float32, R, **how)
+    how, sizes = INTERPRETED | {"tiling": MatmulTiling(rows=128, cols=64, stages=2, slots=3)}, np.array(SIZES, np.int32)
+    given = (ScaledOperand(*each) for each in ((x, np.float32(x_scales)), (w, np.float32(w_scales))))
+    found = np.asarray(blockwise_kernel.grouped_matmul(*given, sizes, jnp.float32, R, **how))
     expected, gradients = np.zeros((R, N)), np.zeros((E, K, N))
     columns = np.zeros((K + N, 4 * BLOCK), x.dtype)
-    scales = np.exp2(rng.integers(-6, 6, (4, K + N)))
+    scales = np.exp2(rng.integers(-6, 6, (4, K + N)), dtype=np.float32)
     for e, (rows, column) in enumerate(groups()):
         own, matrix = np.float64(x[rows]) * x_scales.T[rows].repeat(BLOCK, 1), np.float64(w[e])
         expected[rows] = own @ (matrix * w_scales[e].repeat(BLOCK, 0).T).T
@@ -145,10 +157,8 @@ def test_products_of_experts_are_scaled_and_added_in_fp32(rng):
         gradients[e] = scaled[:K] @ scaled[K:].T
     assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
     np.testing.assert_array_equal(found[sum(SIZES) :], 0)
-    given = (
-        ScaledOperand(jnp.asarray(columns[own]), jnp.asarray(scales[:, own])) for own in (slice(K), slice(K, None))
-    )
-    found = blockwise_kernel.grouped_weight_gradient(*given, sizes, jnp.float32, **how)
+    given = (ScaledOperand(columns[own], scales[:, own]) for own in (slice(K), slice(K, None)))
+    found = np.asarray(blockwise_kernel.grouped_weight_gradient(*given, sizes, jnp.float32, **how))
     assert np.linalg.norm(found - gradients) < 1e-6 * np.linalg.norm(gradients)
     np.testing.assert_array_equal(found[1], 0)
 

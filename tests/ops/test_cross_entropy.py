@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def vocabulary(z_loss=0.0, smoothing=0.0, **of_vocabulary: Any) -> dict[str, Any
 def sharded(shards, logits, targets, mask, dtype="float32", **options):
     """The op on every shard of the vocabulary at once, with real reductions over a named axis."""
     width = logits.shape[1] // shards
-    pieces = jnp.stack(jnp.split(jnp.asarray(logits), shards, axis=1))
+    pieces = np.stack(np.split(np.asarray(logits), shards, axis=1))
 
     def one(piece, index):
         shard = vocabulary(
@@ -73,8 +74,9 @@ def sharded(shards, logits, targets, mask, dtype="float32", **options):
         )
         return chunk_loss_and_grad(piece, jnp.asarray(targets), jnp.asarray(mask), 1.0, dtype, **shard)
 
-    loss, z_term, gradients = jax.jit(jax.vmap(one, axis_name="vocab"))(pieces, jnp.arange(shards))
-    return loss, z_term, jnp.concatenate(list(gradients), axis=1)
+    run = jax.jit(jax.vmap(one, axis_name="vocab"))
+    loss, z_term, gradients = jax.device_get(run(pieces, np.arange(shards)))
+    return loss, z_term, np.concatenate(list(gradients), axis=1)
 
 
 @pytest.mark.smoke
@@ -100,7 +102,7 @@ def test_any_sharding_of_the_vocabulary_gives_the_same(x64, error, batch, shards
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_are_float32(error, batch, dtype):
-    logits = jnp.asarray(batch[0], dtype)
+    logits = np.asarray(batch[0], jnp.dtype(dtype))
     arguments = (np.asarray(logits, np.float64), *batch[1:])
     loss, z_term, gradient = sharded(2, logits, *batch[1:], z_loss=1e-2, softcap=5.0)
     assert loss.dtype == z_term.dtype == jnp.float32
@@ -114,7 +116,7 @@ def test_padding_and_masked_tokens_get_no_gradient(batch):
     targets[3] = -1
     targets[7] = PADDED + 100
     run = jax.jit(lambda *batch: chunk_loss_and_grad(*batch, 1.0, "float32", **vocabulary(softcap=4.0)))
-    loss, _, gradient = map(np.asarray, run(jnp.asarray(logits, jnp.float32), targets, mask))
+    loss, _, gradient = map(np.asarray, run(np.asarray(logits, np.float32), targets, mask))
     assert np.isfinite(loss)
     assert not np.any(gradient[:, TRUE:]) and not np.any(gradient[mask == 0])
     assert np.all(np.any(gradient[mask == 1], axis=1))
@@ -122,20 +124,22 @@ def test_padding_and_masked_tokens_get_no_gradient(batch):
 
 def test_the_mask_weighs_tokens(error, batch, rng):
     logits, targets, _ = batch
-    logits, weights = jnp.asarray(logits, jnp.float32), rng.uniform(0, 2, TOKENS)
-    rest = {"scale": 1.0, "dtype": "float32", **vocabulary()}
-    loss, _, gradient = chunk_loss_and_grad(logits, targets, jnp.asarray(weights), **rest)
-    _, _, unweighted = chunk_loss_and_grad(logits, targets, jnp.ones(TOKENS, bool), **rest)
+    logits, weights = np.asarray(logits, np.float32), rng.uniform(0, 2, TOKENS)
+    run = jax.jit(lambda *batch: chunk_loss_and_grad(*batch, 1.0, "float32", **vocabulary()))
+    loss, _, gradient = run(logits, targets, weights)
+    _, _, unweighted = run(logits, targets, np.ones(TOKENS, bool))
     assert loss == pytest.approx(numpy_cross_entropy(np.asarray(logits, np.float64), targets, weights)[0], rel=1e-6)
     assert error(gradient, np.asarray(unweighted) * weights[:, None]) < 1e-6
 
 
 def test_scale_and_dtype_are_those_of_the_gradient(error, batch):
-    logits = jnp.asarray(batch[0], jnp.float32)
-    loss, z_term, gradient = chunk_loss_and_grad(
-        logits, *batch[1:], scale=8.0, dtype="bfloat16", **vocabulary(z_loss=1e-2)
-    )
-    plain = chunk_loss_and_grad(logits, *batch[1:], scale=1.0, dtype="float32", **vocabulary(z_loss=1e-2))
+    @partial(jax.jit, static_argnames=("scale", "dtype"))
+    def run(*batch, scale, dtype):
+        return chunk_loss_and_grad(*batch, scale=scale, dtype=dtype, **vocabulary(z_loss=1e-2))
+
+    batch = np.float32(batch[0]), *batch[1:]
+    loss, z_term, gradient = run(*batch, scale=8.0, dtype="bfloat16")
+    plain = jax.device_get(run(*batch, scale=1.0, dtype="float32"))
     assert (loss, z_term) == plain[:2]
     assert gradient.dtype == jnp.bfloat16
     assert error(gradient, 8.0 * plain[2]) < 4e-3
@@ -144,9 +148,9 @@ def test_scale_and_dtype_are_those_of_the_gradient(error, batch):
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_large_logits_neither_overflow_nor_vanish(batch, shift):
     logits, targets, mask = batch
-    moved = jnp.asarray(np.round(logits) + shift, jnp.float32)
+    moved = np.asarray(np.round(logits) + shift, np.float32)
     loss, _, gradient = sharded(4, moved, targets, mask)
-    still, _, gradient_still = sharded(4, jnp.asarray(np.round(logits), jnp.float32), targets, mask)
+    still, _, gradient_still = sharded(4, np.asarray(np.round(logits), np.float32), targets, mask)
     np.testing.assert_allclose(loss, still, rtol=1e-6)
     np.testing.assert_allclose(gradient, gradient_still, rtol=1e-5, atol=1e-7)
 
@@ -162,5 +166,6 @@ def test_each_reduction_is_called_once(batch):
         return reduce
 
     reductions: dict[str, Any] = {"reduce_max": record("max"), "reduce_sum": record("sum")}
-    chunk_loss_and_grad(*batch, scale=1.0, dtype="float32", **vocabulary(z_loss=0.1, **reductions))
+    run = partial(chunk_loss_and_grad, scale=1.0, dtype="float32", **vocabulary(z_loss=0.1, **reductions))
+    jax.eval_shape(run, *batch)
     assert calls == [("max", (TOKENS,)), ("sum", (2, TOKENS))]

@@ -27,21 +27,21 @@ def plain(kind, x, dy):
 def test_the_kernel_has_the_activation_and_its_gradient(rng, error, kind, shape):
     spread = 6.0 if kind == "clamped_swiglu" else 1.0
     x, dy = spread * rng.normal(size=(shape[0], 2 * shape[1])), rng.normal(size=shape)
-    x = np.float64(jnp.asarray(x, jnp.bfloat16))  # rounding must not move it over the clamp
+    x = np.float64(np.asarray(x, jnp.bfloat16))  # rounding must not move it over the clamp
     with jax.enable_x64(True):
-        expected_act, expected = plain(kind, jnp.asarray(x), jnp.asarray(dy))
+        expected_act, expected = plain(kind, x, dy)
     run = jax.jit(partial(kernel, kind, interpret=True))
-    gradient, act = run(jnp.asarray(x, jnp.float32), jnp.asarray(dy, jnp.float32))
+    gradient, act = run(np.asarray(x, jnp.float32), np.asarray(dy, jnp.float32))
     assert error(act, expected_act) < 1e-6 and error(gradient, expected) < 1e-6
-    gradient, act = run(jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16))
+    gradient, act = run(np.asarray(x, jnp.bfloat16), np.asarray(dy, jnp.bfloat16))
     assert act.dtype == gradient.dtype == jnp.bfloat16
     assert error(act, expected_act) < 1e-2 and error(gradient, expected) < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu2"])
 def test_the_plain_form_is_the_activation_and_its_vjp(rng, kind):
-    x = jnp.asarray(rng.normal(size=(4, 12)), jnp.float32)
-    dy = jnp.asarray(rng.normal(size=activate(kind, x).shape), jnp.float32)
+    x = np.asarray(rng.normal(size=(4, 12)), jnp.float32)
+    dy = np.asarray(rng.normal(size=jax.eval_shape(partial(activate, kind), x).shape), jnp.float32)
     found = jax.jit(lambda x, dy: activate_and_gradient(kind, x, dy, "reference"))(x, dy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, plain(kind, x, dy))
 
@@ -72,7 +72,7 @@ def test_the_kernels_of_experts_have_the_rows_that_hold_something(rng, error, wi
     x32, weights32, dy32, bias32 = (a.astype(np.float32) for a in (x, weights, dy, bias))
     # What no row was written to is not a number, and must not matter.
     garbage = np.where(held[:, None], x32, np.float32(np.nan))
-    of_groups = jnp.asarray(sizes), bias32 if has_bias else None
+    of_groups = np.asarray(sizes), bias32 if has_bias else None
     found = jax.jit(kernels)(garbage, weights32, dy32, *of_groups)
     for one, other in zip(found, (expected, expected, dx, dweights), strict=True):
         other = np.where(held.reshape(-1, *(1,) * (other.ndim - 1)), other, 0)

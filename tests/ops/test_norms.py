@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,21 +41,21 @@ def test_layer_norm_without_bias(check_op, rng):
 
 def test_layer_norm_survives_a_mean_large_beside_the_spread(error, rng):
     x = (1000.0 + rng.normal(size=(5, 64))).astype(np.float32)
-    found = layer_norm(jnp.asarray(x), jnp.ones(64), None, EPSILON)
+    found = jax.jit(lambda x, w: layer_norm(x, w, None, EPSILON))(x, np.ones(64, np.float32))
     assert error(found, numpy_layer_norm(x.astype(np.float64), np.ones(64))) < 1e-4
 
 
 def test_weights_multiply_before_the_result_is_rounded(rng):
-    x = jnp.asarray(rng.normal(size=(11, 40)), jnp.bfloat16)
-    weight = jnp.asarray(1.0 + 0.1 * rng.normal(size=40), jnp.float32)
+    x = np.asarray(rng.normal(size=(11, 40)), jnp.bfloat16)
+    weight = np.asarray(1.0 + 0.1 * rng.normal(size=40), np.float32)
     exact = numpy_rms_norm(np.asarray(x, np.float64), np.asarray(weight, np.float64))
     # One rounding to bfloat16 is off by at most half a unit of its 8 significant bits.
-    found = np.asarray(rms_norm(x, weight, EPSILON), np.float64)
+    found = np.asarray(jax.jit(lambda x, w: rms_norm(x, w, EPSILON))(x, weight), np.float64)
     assert np.all(np.abs(found - exact) <= 2.0**-8 * 1.001 * np.abs(exact))
 
 
 def test_the_backward_pass_keeps_only_the_inputs(kept_for_backward):
-    x, weight = jnp.ones((16, 40), jnp.bfloat16), jnp.ones(40)
+    x, weight = np.ones((16, 40), jnp.bfloat16), np.ones(40, np.float32)
     inputs = [((16, 40), "bfloat16"), ((40,), "float32")]
     assert kept_for_backward(lambda x, w: rms_norm(x, w, EPSILON), x, weight) == inputs
     layer = kept_for_backward(lambda x, w, b: layer_norm(x, w, b, EPSILON), x, weight, weight)

@@ -70,10 +70,10 @@ def expected(q, k, v, first, end, softcap, dout, whole_lse=None, whole_out=None)
     return out, lse, np.einsum("bnqk,bknh->bqnh", ds, k), dk, dv
 
 
-def tensors(rng, N=1, K=1, SK=SK, H=H, W=H, B=B) -> list[jax.Array]:
+def tensors(rng, N=1, K=1, SK=SK, H=H, W=H, B=B) -> list[np.ndarray]:
     """q, k, v and dout; values are W wide."""
     shapes = (SQ, N, H), (SK, K, H), (SK, K, W), (SQ, N, W)
-    return [jnp.asarray(rng.normal(size=(B, *shape)), jnp.bfloat16) for shape in shapes]
+    return [np.asarray(rng.normal(size=(B, *shape)), jnp.bfloat16) for shape in shapes]
 
 
 @functools.cache
@@ -84,8 +84,8 @@ def compiled(softcap, kernels) -> tuple:
     return tuple(jax.jit(functools.partial(f, **how)) for f in (module.attend, module.attend_backward))
 
 
-def as_arrays(first, end) -> tuple[jax.Array, jax.Array]:
-    return jnp.asarray(first, jnp.int32)[None], jnp.asarray(end, jnp.int32)[None]
+def as_arrays(first, end) -> tuple[np.ndarray, np.ndarray]:
+    return np.asarray(first, jnp.int32)[None], np.asarray(end, jnp.int32)[None]
 
 
 @both_kernels
@@ -114,11 +114,11 @@ def test_heads_may_have_sinks(rng, error, monkeypatch):
     """Of two sequences with other documents."""
     monkeypatch.setattr(partial_attention, "Options", functools.partial(Options, interpret=True))
     q, k, v, dout = (a[:, :50] for a in tensors(rng, N=2, K=1, B=2))
-    sinks = jnp.array([-1.0, 2.0])
+    sinks = np.array([-1.0, 2.0])
     found = gradients(q, k, v, sinks, dout, "pallas")
     assert [a.dtype for a in found] == [jnp.bfloat16] * 4 + [jnp.float32]
     with jax.enable_x64(True):
-        right = gradients(*(jnp.asarray(a, jnp.float64) for a in (q, k, v, sinks, dout)), "reference")
+        right = gradients(*(np.asarray(a, jnp.float64) for a in (q, k, v, sinks, dout)), "reference")
     for one, other in zip(found, right, strict=True):
         assert error(one, other) < 1e-2
 
@@ -141,8 +141,8 @@ def gradients(q, k, v, sinks, dout, implementation) -> tuple[jax.Array, ...]:
 def check(tensors, error, first, end, softcap, kernels) -> None:
     q, k, v, dout = tensors
     forward, backward = compiled(softcap, kernels)
-    out, lse = forward(q, k, v, as_arrays(first, end))
-    gradients = backward(q, k, v, as_arrays(first, end), (out, lse), dout)
+    out, lse = whole = jax.device_get(forward(q, k, v, as_arrays(first, end)))
+    gradients = jax.device_get(backward(q, k, v, as_arrays(first, end), whole, dout))
     assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (B, q.shape[2], q.shape[1])
     expected_out, expected_lse, *expected_gradients = expected(q, k, v, first, end, softcap, dout)
     seen = np.isfinite(expected_lse)
@@ -161,7 +161,7 @@ def test_parts_of_the_keys_add_up_to_all(rng, error, kernels):
     first, end = np.arange(SQ), np.arange(SQ) + 250  # over both parts for most queries
     _, backward = compiled(None, kernels)
     out, lse, *right = expected(q, k, v, first, end, None, dout)
-    whole = jnp.asarray(out, q.dtype), jnp.asarray(lse, jnp.float32)
+    whole = np.asarray(out, q.dtype), np.asarray(lse, jnp.float32)
     dq = 0.0
     for at in (0, SK):
         part = slice(at, at + SK)
@@ -176,8 +176,8 @@ def test_what_the_kernels_do_not_take_is_refused(rng):
     q, k, v, _ = tensors(rng, N=4, K=2)
     seen, options = as_arrays(*ranges("documents")), Options(SCALE)
     with pytest.raises(ValueError, match="float32"):
-        attend(q.astype(jnp.float32), k, v, seen, options)
+        attend(q.astype(np.float32), k, v, seen, options)
     with pytest.raises(ValueError, match="64 wide and values 256"):
-        attend(q, k, jnp.concatenate([v] * 4, axis=-1), seen, options)
+        attend(q, k, np.concatenate([v] * 4, axis=-1), seen, options)
     with pytest.raises(ValueError, match="3 query heads"):
         attend(q[:, :, :3], k, v, seen, options)

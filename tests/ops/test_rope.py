@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,8 +37,9 @@ def test_rotation_value_and_gradient(check_op, rng, head_dim, fraction):
 
 
 def test_the_rest_of_a_partly_rotated_head_passes_unchanged(rng):
-    x = jnp.asarray(rng.normal(size=(1, 9, 2, 40)), jnp.bfloat16)
-    out = apply_rope(x, jnp.arange(9)[None], rope_frequencies(40, 1e4, 0.4, None))
+    x = np.asarray(rng.normal(size=(1, 9, 2, 40)), jnp.bfloat16)
+    run = jax.jit(lambda x: apply_rope(x, jnp.arange(9)[None], rope_frequencies(40, 1e4, 0.4, None)))
+    out = np.asarray(run(x))
     np.testing.assert_array_equal(out[..., 16:], x[..., 16:])
     assert not np.array_equal(out[:, 1:, :, :16], x[:, 1:, :, :16])
 
@@ -45,10 +47,10 @@ def test_the_rest_of_a_partly_rotated_head_passes_unchanged(rng):
 def test_scores_depend_on_the_distance_alone(x64, rng):
     frequencies = rope_frequencies(16, 1e4, 1.0, None)
     q, k = rng.normal(size=(2, 1, 1, 1, 16))
+    turned = jax.jit(lambda x, position: apply_rope(x, position, frequencies))
 
     def score(i, j):
-        turned = [apply_rope(jnp.asarray(x), jnp.array([[p]]), frequencies) for x, p in ((q, i), (k, j))]
-        return float(jnp.vdot(*turned))
+        return float(np.vdot(turned(q, np.array([[i]])), turned(k, np.array([[j]]))))
 
     assert score(7, 3) == pytest.approx(score(1007, 1003), rel=1e-9)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)

@@ -15,6 +15,7 @@ from megajax.ops import router
 from megajax.ops.experts import most_rows
 
 TOKENS, EXPERTS = 24, 8
+choose = jax.jit(router.choose, static_argnums=(1, 2, 3, 4))
 
 
 @pytest.fixture
@@ -33,16 +34,21 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("k", [1, 2, 8])
 def test_the_best_experts_are_chosen_in_their_order(logits, k):
-    assert np.array_equal(router.choose(logits, k), np.argsort(-logits, axis=-1, kind="stable")[:, :k])
+    assert np.array_equal(choose(logits, k), np.argsort(-logits, axis=-1, kind="stable")[:, :k])
 
 
 def test_logits_of_bf16_tokens_are_those_of_fp32():
     """The weight has all 24 bits of FP32: with BF16 weights the error would be 2e-3."""
     random = np.random.default_rng(5)
-    x = jnp.asarray(random.standard_normal((TOKENS, 64)), jnp.bfloat16)
+    x = np.asarray(random.standard_normal((TOKENS, 64)), jnp.bfloat16)
     weight, d = (random.standard_normal(shape).astype(np.float32) for shape in ((64, EXPERTS), (TOKENS, EXPERTS)))
-    logits, pull = jax.vjp(jax.jit(lambda x, w: router.router_logits(x, w, "pallas")), x, weight)
-    of_x, of_weight = pull(d)
+
+    @jax.jit
+    def run(x, weight, d):
+        logits, pull = jax.vjp(lambda x, w: router.router_logits(x, w, "pallas"), x, weight)
+        return logits, *pull(d)
+
+    logits, of_x, of_weight = run(x, weight, d)
     exact, *wide = np.asarray(x, np.float64), *(np.asarray(a, np.float64) for a in (weight, d))
     np.testing.assert_allclose(logits, exact @ wide[0], rtol=1e-6, atol=1e-6 * 64**0.5)
     np.testing.assert_allclose(of_weight, exact.T @ wide[1], rtol=1e-6, atol=1e-6 * TOKENS**0.5)
@@ -51,7 +57,7 @@ def test_logits_of_bf16_tokens_are_those_of_fp32():
 
 
 def test_equal_scores_choose_the_lower_index():
-    assert router.choose(jnp.zeros((1, 4)), 2).tolist() == [[0, 1]]
+    assert choose(np.zeros((1, 4), np.float32), 2).tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize("score", ["sum", "max"])
@@ -60,7 +66,7 @@ def test_groups_limit_the_choice(logits, k, groups, chosen, score):
     """The groups with the largest sum of their best k / chosen (DeepSeek-V3), or with the largest value (V2)."""
     values = sigmoid(logits)
     size = EXPERTS // groups
-    choices = np.asarray(jax.jit(lambda values: router.choose(values, k, groups, chosen, score))(values))
+    choices = np.asarray(choose(values, k, groups, chosen, score))
     for token, found in zip(values, choices, strict=True):
         in_groups = token.reshape(groups, size)
         best = in_groups.max(1) if score == "max" else np.sort(in_groups, axis=1)[:, -max(k // chosen, 1) :].sum(1)
@@ -73,8 +79,9 @@ def test_groups_limit_the_choice(logits, k, groups, chosen, score):
 @pytest.mark.parametrize("pre_softmax", [False, True])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_weights_of_the_chosen(logits, function, pre_softmax, normalise):
-    experts = np.asarray(router.choose(logits, 3))
-    found = router.routing_weights(logits, experts, function, pre_softmax, normalise, 2.5)
+    experts = np.asarray(choose(logits, 3))
+    run = jax.jit(lambda *of_tokens: router.routing_weights(*of_tokens, function, pre_softmax, normalise, 2.5))
+    found = run(logits, experts)
     chosen = np.take_along_axis(logits, experts, 1)
     if function == "softmax" and not pre_softmax:
         expected = softmax(chosen)
@@ -118,9 +125,9 @@ def test_an_expert_takes_its_capacity_of_all_devices_tokens(logits, policy):
     """Two devices, whose tokens stand in no order; many weights are equal."""
     k, capacity = 3, router.expert_capacity(0.5, TOKENS, 3, EXPERTS)
     assert capacity == 5  # 4.5, rounded up
-    experts, ids = router.choose(logits, k), jnp.asarray(np.random.default_rng(5).permutation(TOKENS) + 7, jnp.uint32)
-    weights = jnp.round(jnp.abs(logits[:, :k])) if policy == "probability" else jnp.zeros((TOKENS, k))
-    experts, weights, ids = tokens = tuple(map(np.asarray, (experts, weights, ids)))
+    ids = np.asarray(np.random.default_rng(5).permutation(TOKENS) + 7, np.uint32)
+    weights = np.round(np.abs(logits[:, :k])) if policy == "probability" else np.zeros((TOKENS, k), np.float32)
+    experts, weights, ids = tokens = np.asarray(choose(logits, k)), weights, ids
     within = jax.jit(
         lambda *own: router.within_capacity(*own, EXPERTS, capacity, lambda _: jax.tree.map(jnp.asarray, tokens))
     )
@@ -152,12 +159,12 @@ def test_the_capacity_is_the_exact_share_rounded_up():
 def test_identical_tokens_are_kept_by_their_position_whatever_the_last_bits_of_their_weights(dtype):
     """Twelve tokens of each of two kinds, with weights that are a few last bits of FP32 away on another mesh."""
     exact = np.tile(np.array([[0.5, 0.5], [0.7, 0.3]]), (TOKENS // 2, 1))
-    experts, ids = jnp.tile(jnp.array([[0, 1]]), (TOKENS, 1)), jnp.arange(TOKENS)
+    experts, ids = np.tile([[0, 1]], (TOKENS, 1)), np.arange(TOKENS)
 
     run = jax.jit(lambda weights: router.within_capacity(experts, weights, ids, EXPERTS, 18, lambda arrays: arrays))
 
     def kept(error: np.ndarray) -> np.ndarray:
-        return np.asarray(run(jnp.asarray(exact * (1 + error), dtype)))
+        return np.asarray(run(np.asarray(exact * (1 + error), dtype)))
 
     expected = np.ones((TOKENS, 2), bool)
     expected[12::2, 0] = False  # of expert 0 the last six of weight 0.5, of expert 1 those of 0.3
@@ -167,7 +174,7 @@ def test_identical_tokens_are_kept_by_their_position_whatever_the_last_bits_of_t
 
 
 def test_weights_that_differ_by_a_part_in_500_are_told_apart():
-    weights = jnp.array([[1 - 2e-3], [1], [1 - 4e-3]])
+    weights = np.float32([[1 - 2e-3], [1], [1 - 4e-3]])
     experts, ids = np.zeros((3, 1), int), np.arange(3)
     found = jax.jit(lambda w: router.within_capacity(experts, w, ids, 2, 2, lambda arrays: arrays))(weights)
     assert found.tolist() == [[True], [True], [False]]
@@ -175,9 +182,9 @@ def test_weights_that_differ_by_a_part_in_500_are_told_apart():
 
 def test_sinkhorn_evens_out_experts(logits):
     logits = logits + np.linspace(0, 6, EXPERTS, dtype=np.float32)  # the last expert's would be nearly every token's
-    plain = np.bincount(np.asarray(router.choose(logits, 1)).ravel(), minlength=EXPERTS)
-    balanced = router.sinkhorn(logits, TOKENS, lambda x: x)
-    even = np.bincount(np.asarray(router.choose(balanced, 1)).ravel(), minlength=EXPERTS)
+    plain = np.bincount(np.asarray(choose(logits, 1)).ravel(), minlength=EXPERTS)
+    balanced = jax.jit(lambda logits: router.sinkhorn(logits, TOKENS, lambda x: x))(logits)
+    even = np.bincount(np.asarray(choose(balanced, 1)).ravel(), minlength=EXPERTS)
     assert plain.max() >= 7 and even.max() <= 4
     cost, by_expert = softmax(logits), np.ones(EXPERTS)
     for _ in range(20):
@@ -192,12 +199,13 @@ def test_the_bias_moves_towards_balance():
 
 
 def test_jitter_belongs_to_the_token_and_forced_balance_is_even():
-    x, ids = jnp.ones((6, 4)), jnp.arange(6, dtype=jnp.uint32)
-    noisy = router.jitter(x, 0.1, jax.random.key(0), ids)
-    assert np.array_equal(noisy[2:4], router.jitter(x[2:4], 0.1, jax.random.key(0), ids[2:4]))
-    assert 0 < jnp.abs(noisy - 1).max() <= 0.1 and len(np.unique(noisy)) > 20
-    experts = router.balanced_choice(jnp.arange(16, dtype=jnp.uint32), 2, EXPERTS)
-    assert np.array_equal(router.count(experts, EXPERTS), [4] * EXPERTS)
+    x, ids = np.ones((6, 4), np.float32), np.arange(6, dtype=np.uint32)
+    jitter = jax.jit(lambda x, ids: router.jitter(x, 0.1, jax.random.key(0), ids))
+    noisy = np.asarray(jitter(x, ids))
+    assert np.array_equal(noisy[2:4], jitter(x[2:4], ids[2:4]))
+    assert 0 < np.abs(noisy - 1).max() <= 0.1 and len(np.unique(noisy)) > 20
+    counts = jax.jit(lambda ids: router.count(router.balanced_choice(ids, 2, EXPERTS), EXPERTS))
+    assert np.array_equal(counts(np.arange(16, dtype=np.uint32)), [4] * EXPERTS)
 
 
 @pytest.mark.usefixtures("x64")

@@ -1,7 +1,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +17,7 @@ def test_the_kernel_is_the_convolution(monkeypatch, length, channels, first, has
     (B, W), rng = (2, 4), np.random.default_rng(length)
 
     def drawn(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+        return np.asarray(rng.normal(size=shape), np.float32)
 
     x, weight, bias = drawn(B, length, first + channels + 2), drawn(W, channels), drawn(channels)
     before = drawn(B, W - 1, channels) if has_before else None
@@ -26,7 +25,7 @@ def test_the_kernel_is_the_convolution(monkeypatch, length, channels, first, has
     for row, start in ((0, length // 2), (1, 3), (1, 4)):  # two sequences, with documents of one token
         if start < length:
             position[row, start:] = np.arange(length - start)
-    position = jnp.asarray(position, jnp.int32)
+    position = np.asarray(position, np.int32)
 
     tiling = kernel.Tiling(8, 4, 16, 1)
     for name in ("convolve", "gradients"):

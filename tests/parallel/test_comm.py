@@ -276,43 +276,47 @@ def own_share(placement, whole, index, sizes):
     return whole
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES[:2]], ids=mesh_id)
-def test_a_stored_weight_is_whole_when_it_is_computed_with(sizes, name):
-    weights, placements, mesh = make_weights({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
-    placement = placements[name]
-    whole = np.arange(math.prod(placement.shape), dtype=np.float32).reshape(placement.shape)
-    shards = jax.device_put(stored(whole, placement, whole.dtype), NamedSharding(mesh, placement.spec))
+def test_a_stored_weight_is_whole_when_it_is_computed_with(sizes):
+    weights, placements, mesh = make_weights({"fsdp": 1, **sizes})
+    whole = {n: np.arange(math.prod(p.shape), dtype=np.float32).reshape(p.shape) for n, p in placements.items()}
+    specs = {name: placement.spec for name, placement in placements.items()}
+    shards = {
+        name: jax.device_put(stored(whole[name], p, np.dtype("float32")), NamedSharding(mesh, p.spec))
+        for name, p in placements.items()
+    }
 
-    def local(shard):
-        return weights[name].gather_per_layer(weights[name].gather_per_step(shard))[(None,) * len(AXES)]
+    def local(shards):
+        gathered = {n: weights[n].gather_per_layer(weights[n].gather_per_step(shard)) for n, shard in shards.items()}
+        return {name: w[(None,) * len(AXES)] for name, w in gathered.items()}
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=placement.spec, out_specs=P(*AXES), check_vma=False)
-    found = np.asarray(jax.jit(run)(shards))
-    for index in devices_of(found):
-        assert np.array_equal(found[index], own_share(placement, whole, index, sizes)), index
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(*AXES), check_vma=False)
+    for name, found in jax.device_get(jax.jit(run)(shards)).items():
+        for index in devices_of(found):
+            expected = own_share(placements[name], whole[name], index, sizes)
+            assert np.array_equal(found[index], expected), (name, index)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES[:2]], ids=mesh_id)
-def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes, name):
-    weights, placements, mesh = make_weights({"fsdp": 1, **sizes}, {name: PARAMETERS[name]})
-    placement = placements[name]
-    whole = np.zeros(placement.shape, np.float32)
-    index_of = np.arange(whole.size).reshape(whole.shape)  # where each number of a share belongs
-    first = (0,) * len(AXES)
-    shares = coded(sizes, *own_share(placement, index_of, first, sizes).shape)
-    for index in devices_of(shares):
-        np.add.at(whole.reshape(-1), own_share(placement, index_of, index, sizes), shares[index])
+def test_a_gradient_is_the_sum_of_all_devices_shares_where_its_weight_lies(sizes):
+    weights, placements, mesh = make_weights({"fsdp": 1, **sizes})
+    whole = {name: np.zeros(placement.shape, np.float32) for name, placement in placements.items()}
+    shares, first = {}, (0,) * len(AXES)
+    for name, placement in placements.items():
+        index_of = np.arange(whole[name].size).reshape(placement.shape)  # where each number of a share belongs
+        shares[name] = coded(sizes, *own_share(placement, index_of, first, sizes).shape)
+        for index in devices_of(shares[name]):
+            np.add.at(whole[name].reshape(-1), own_share(placement, index_of, index, sizes), shares[name][index])
 
-    def local(share):
-        share = share.reshape(share.shape[len(AXES) :])
-        return reduce_per_step(weights[name], weights[name].reduce_per_layer(share))
+    def local(shares):
+        own = {name: share.reshape(share.shape[len(AXES) :]) for name, share in shares.items()}
+        return {n: reduce_per_step(weights[n], weights[n].reduce_per_layer(share)) for n, share in own.items()}
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=placement.spec, check_vma=False)
-    found = jax.jit(run)(shares)
-    assert found.shape == placement.stored_shape
-    assert np.array_equal(to_canonical(found, placement), whole)
+    specs = {name: placement.spec for name, placement in placements.items()}
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=specs, check_vma=False)
+    for name, found in jax.device_get(jax.jit(run)(shares)).items():
+        assert found.shape == placements[name].stored_shape
+        assert np.array_equal(to_canonical(found, placements[name]), whole[name]), name
 
 
 @pytest.mark.parametrize("sizes", [*MESHES, *KV_MESHES], ids=mesh_id)

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -78,7 +77,7 @@ def test_auto_gathers_up_to_eight_devices_or_as_many_as_a_token_has_experts(devi
 def test_each_row_arrives_where_a_plain_loop_says_and_comes_back(kind, room):
     experts = routed(kind)
     coded = np.stack([np.indices((DEVICES, ROWS))[0], np.indices((DEVICES, ROWS))[1]], axis=2) + 1  # no zeros
-    arrived, sizes, back, rounds = map(np.asarray, on_devices(room)(jnp.asarray(experts), jnp.float32(coded)))
+    arrived, sizes, back, rounds = map(np.asarray, on_devices(room)(experts, np.float32(coded)))
     expected = plain_arrivals(experts)
     for device in range(DEVICES):
         count = len(expected[device])
@@ -97,24 +96,29 @@ def test_each_row_arrives_where_a_plain_loop_says_and_comes_back(kind, room):
 @pytest.mark.smoke
 def test_assignments_are_sorted_by_expert_and_summed_by_token():
     experts = routed("some dropped")[0]
-    permutation = ops.sort_by_expert(jnp.asarray(experts), EXPERTS, ROWS)
+    x, weights = np.random.default_rng(1).integers(1, 9, (TOKENS, 3)).astype(np.float32), np.float32(range(1, ROWS + 1))
+
+    @jax.jit
+    def run(experts, x, weights):
+        permutation = ops.sort_by_expert(experts, EXPERTS, ROWS)
+        rows = ops.dispatch(x, permutation, K)
+        weighted = rows * ops.permute(weights, permutation)[:, None]  # those of assignments
+        return permutation, rows, ops.combine(weighted, permutation, K)
+
+    permutation, rows, combined = run(experts, x, weights)
     flat = experts.reshape(-1)
     np.testing.assert_array_equal(permutation.order, np.argsort(flat, kind="stable"))
     np.testing.assert_array_equal(permutation.group_sizes, np.bincount(flat, minlength=EXPERTS + 1)[:EXPERTS])
-    x = np.random.default_rng(1).integers(1, 9, (TOKENS, 3)).astype(np.float32)
-    rows = ops.dispatch(jnp.asarray(x), permutation, K)
     np.testing.assert_array_equal(rows, np.repeat(x, K, axis=0)[np.argsort(flat, kind="stable")])
-    weights = np.arange(1.0, ROWS + 1, dtype=np.float32)  # of assignments
-    weighted = np.asarray(rows) * np.asarray(ops.permute(jnp.asarray(weights), permutation))[:, None]
     expected = x * weights.reshape(TOKENS, K).sum(axis=1, keepdims=True)
-    np.testing.assert_array_equal(ops.combine(jnp.asarray(weighted), permutation, K), expected)
+    np.testing.assert_array_equal(combined, expected)
 
 
 def test_an_expert_draws_by_the_token_and_the_number_of_its_assignment(monkeypatch):
     """Dropout and rounding at random: id · k + number, in the order of the rows that the experts get."""
 
     class Matrices:
-        num_experts, token_ids = EXPERTS, jnp.array([7, 3, 90, 4, 5], jnp.uint32)
+        num_experts, token_ids = EXPERTS, np.array([7, 3, 90, 4, 5], np.uint32)
 
         def with_ids(self, ids):
             return ids
@@ -123,8 +127,9 @@ def test_an_expert_draws_by_the_token_and_the_number_of_its_assignment(monkeypat
     experts, k = routed("all")[0], np.uint32(K)
     mlp: Any = None
     matrices: Any = Matrices()
-    found = ops.apply_experts(mlp, jnp.zeros((TOKENS, 1)), jnp.asarray(experts), jnp.ones((TOKENS, K)), matrices, None)
-    np.testing.assert_array_equal(found[:, 0], K * k * np.asarray(matrices.token_ids) + K * (K - 1) // 2)
+    run = jax.jit(lambda x, experts, weights: ops.apply_experts(mlp, x, experts, weights, matrices, None))
+    found = run(np.zeros((TOKENS, 1), np.float32), experts, np.ones((TOKENS, K), np.float32))
+    np.testing.assert_array_equal(np.asarray(found)[:, 0], K * k * np.asarray(matrices.token_ids) + K * (K - 1) // 2)
 
 
 @pytest.mark.parametrize("over", [("expert",), ("expert", "tensor")])
@@ -148,9 +153,9 @@ def test_experts_with_biases_on_a_mesh_are_those_of_a_plain_loop(dispatch, over)
     matrices = (P(over, None, width), P(over, width), P(over, width), P(over))
     mesh = build_mesh(sizes, jax.devices()[:DEVICES])
     run = jax.shard_map(local, mesh=mesh, in_specs=(*[tokens] * 3, *matrices), out_specs=tokens, check_vma=False)
-    arrays = (jnp.float32(a) for a in (weights, up, down, up_bias, down_bias))
+    arrays = (np.float32(a) for a in (weights, up, down, up_bias, down_bias))
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(run)(jnp.float32(x), jnp.asarray(experts), *arrays)
+        found = jax.jit(run)(np.float32(x), experts, *arrays)
     hidden = np.einsum("ntd,edf->ntef", x, up) + up_bias
     hidden = 0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
     outputs = np.einsum("ntef,efd->nted", hidden, down) + down_bias

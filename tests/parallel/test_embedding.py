@@ -62,10 +62,10 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
         check_vma=False,
     )
     rng = np.random.default_rng(0)
-    params = {n: jnp.asarray(rng.standard_normal(w.shape), w.dtype) for n, w in program.abstract_state.params.items()}
+    params = {n: rng.standard_normal(w.shape).astype(w.dtype) for n, w in program.abstract_state.params.items()}
     tokens = rng.integers(0, 250, program.plan.batch_shape)
     dx = rng.standard_normal((tokens.size, 20))
-    found, gradient = jax.jit(run)(params, {n: jnp.asarray(tokens) for n in program.abstract_batch}, jnp.asarray(dx))
+    found, gradient = jax.jit(run)(params, dict.fromkeys(program.abstract_batch, tokens), dx)
     weights = np.asarray(params[TOKENS])[:, :20]
     np.testing.assert_array_equal(found, factor * weights[tokens.reshape(-1)])
     expected = np.zeros_like(weights, dtype=np.float64)

@@ -102,10 +102,15 @@ def test_tokens_of_the_encoder_beyond_the_vocabulary_are_refused(table):
 def test_the_encoders_dropout_has_masks_of_its_own(table):
     """Tokens of the decoder have the same numbers, and the step's key."""
     key, encoder = jax.random.key(3), EncoderLayers(make(table, {}).model)
-    tokens = {"encoder_tokens": jnp.zeros((2, SOURCE), jnp.int32)}
-    inputs = encoder.inputs(tokens, jnp.array([4, 5]), Comm(), key, {})
-    assert inputs.token_ids.tolist() == [*range(4 * SOURCE, 6 * SOURCE)]
-    masks = [ops.dropout(jnp.ones((2 * SOURCE, 8)), 0.5, k, inputs.token_ids) for k in (key, inputs.dropout_key)]
+
+    @jax.jit
+    def run(tokens, rows):
+        inputs = encoder.inputs({"encoder_tokens": tokens}, rows, Comm(), key, {})
+        ids, keys = inputs.token_ids, (key, inputs.dropout_key)
+        return ids, [ops.dropout(jnp.ones((2 * SOURCE, 8)), 0.5, k, ids) for k in keys]
+
+    ids, masks = jax.device_get(run(np.zeros((2, SOURCE), np.int32), np.array([4, 5])))
+    assert ids.tolist() == [*range(4 * SOURCE, 6 * SOURCE)]
     assert 0.3 < float((masks[0] == masks[1]).mean()) < 0.7
 
 
@@ -121,11 +126,16 @@ def test_the_encoders_masks_are_of_the_tokens_place_in_the_batch(table, part):
             return part[axis]
 
     half, encoder = SOURCE // 2, EncoderLayers(make(table, {}).model)
-    tokens = {"encoder_tokens": jnp.zeros((2, half), jnp.int32)}
-    inputs = encoder.inputs(tokens, jnp.array([4, 5]), Device(), None, {})
+
+    @jax.jit
+    def run(tokens, rows):
+        inputs = encoder.inputs({"encoder_tokens": tokens}, rows, Device(), None, {})
+        return inputs.token_ids, inputs.positions
+
+    ids, positions = run(np.zeros((2, half), np.int32), np.array([4, 5]))
     first = (4 + part["tensor"]) * SOURCE + part["context"] * half
-    assert inputs.token_ids.tolist() == [*range(first, first + half)]
-    assert inputs.positions.tolist() == [[*range(part["context"] * half, (part["context"] + 1) * half)]] * 2
+    assert ids.tolist() == [*range(first, first + half)]
+    assert positions.tolist() == [[*range(part["context"] * half, (part["context"] + 1) * half)]] * 2
 
 
 def test_flops_are_those_of_both_stacks(table):

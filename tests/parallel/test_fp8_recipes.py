@@ -71,7 +71,7 @@ def products(layer, recipe, rng, implementation="emulated"):
         return y, *pull(dy)
 
     with jax.default_matmul_precision("highest"):
-        return (x, w, dy), run(x, w, dy)
+        return (x, w, dy), jax.device_get(run(x, w, dy))
 
 
 @pytest.mark.parametrize("layer", ["column_linear", "row_linear", "replicated_linear"])
@@ -102,18 +102,22 @@ def test_a_layer_multiplies_the_numbers_of_the_format(name, implementation, inte
     recipe = IMPLEMENTATIONS[name]
     (x, w, dy), found = products("column_linear", recipe, np.random.default_rng(2), implementation)
 
-    @partial(jax.jit, static_argnums=1)
     def rounded(x, tensor):
         blocks = recipe.quantised(x, tensor, jnp.abs(x).max(), None)
         return blocks.numbers(jnp.float32), blocks.factor
 
-    def numbers(x, tensor):
-        of_blocks, factor = rounded(x, tensor)
+    @jax.jit
+    def all_rounded(x, w, dy):
+        turned = nvfp4.hadamard if name == "nvfp4" else lambda x: x
+        tensors = (x, "input"), (w.T, "weight"), (dy, "gradient"), (w, "weight")
+        tensors += (turned(x.T), "input"), (turned(dy.T), "gradient")
+        return [rounded(*each) for each in tensors]
+
+    def numbers(of_blocks, factor):
         return np.asarray(of_blocks, np.float64) * (1 if factor is None else np.asarray(factor))
 
-    turned = jax.jit(nvfp4.hadamard) if name == "nvfp4" else lambda x: x
-    x_t, dy_t = (numbers(turned(a.T), tensor) for a, tensor in ((x, "input"), (dy, "gradient")))
-    expected = numbers(x, "input") @ numbers(w.T, "weight").T, numbers(dy, "gradient") @ numbers(w, "weight").T
+    by_rows, w_t, dy_rows, by_inputs, x_t, dy_t = (numbers(*each) for each in all_rounded(x, w, dy))
+    expected = by_rows @ w_t.T, dy_rows @ by_inputs.T
     for own, by_hand, exact in zip(found, (*expected, x_t @ dy_t.T), (x @ w, dy @ w.T, x.T @ dy), strict=True):
         assert np.linalg.norm(own - by_hand) < 1e-6 * np.linalg.norm(by_hand)
         assert 0.01 < np.linalg.norm(own - exact) / np.linalg.norm(exact) < (0.2 if name == "nvfp4" else 0.05)

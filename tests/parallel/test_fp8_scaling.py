@@ -63,11 +63,16 @@ def test_five_steps_of_a_history_by_hand(algorithm, margin, gradient_format, gra
     scaling = scaling_of(config)
     history = scaling.first_history()
     by_layer = np.float32([1.0, 10.0])
+
+    @jax.jit
+    def recorded(history, weights, pairs):
+        history = scaling.record(history, weights, pairs)
+        return history, scaling.scales(history, {})
+
     for amax, after, chosen in zip(AMAX, HISTORIES, CHOSEN[algorithm], strict=True):
         inputs = amax * by_layer
-        pairs = {name: jnp.stack([inputs, inputs / 100], axis=1) for name in LINEAR}
-        history = scaling.record(history, {name: jnp.asarray(3 * inputs) for name in LINEAR}, pairs)
-        scales = scaling.scales(history, {})
+        pairs = {name: np.stack([inputs, inputs / 100], axis=1) for name in LINEAR}
+        history, scales = recorded(history, {name: 3 * inputs for name in LINEAR}, pairs)
         for name in LINEAR:
             for tensor, factor, most in (
                 ("input", 1.0, E4M3_MAX),
@@ -82,9 +87,9 @@ def test_five_steps_of_a_history_by_hand(algorithm, margin, gradient_format, gra
 
 def test_each_linear_layer_has_a_history_of_its_own():
     scaling = scaling_of(make_config())
-    weights = {name: jnp.full(L, 100.0 + i) for i, name in enumerate(LINEAR)}
-    pairs = {name: jnp.full((L, 2), jnp.float32([10.0 + i, 20.0 + i])) for i, name in enumerate(LINEAR)}
-    history = scaling.record(scaling.first_history(), weights, pairs)
+    weights = {name: np.full(L, 100.0 + i, np.float32) for i, name in enumerate(LINEAR)}
+    pairs = {name: np.full((L, 2), [10.0 + i, 20.0 + i], np.float32) for i, name in enumerate(LINEAR)}
+    history = jax.device_get(jax.jit(scaling.record)(scaling.first_history(), weights, pairs))
     newest = {name: float(values[0, 0]) for name, values in history.items()}
     first = {"input": 10, "gradient": 20, "weight": 100}
     assert newest == {f"{name}.{t}": first[t] + i for i, name in enumerate(LINEAR) for t in first}
@@ -97,16 +102,17 @@ def test_an_empty_history_gives_a_first_guess_for_each_tensor():
     # init_std is 0.25, and a batch has 64 tokens.
     guesses = {"input": 16.0, "weight": 2.0, "gradient": 64 / 64}
     largest = {"input": E4M3_MAX, "weight": E4M3_MAX, "gradient": E5M2_MAX}
-    for scales in scaling.scales(history, {}).values():
+    for scales in jax.jit(lambda history: scaling.scales(history, {}))(history).values():
         for tensor, guess in guesses.items():
             np.testing.assert_allclose(scales[tensor], [largest[tensor] / 2 / guess] * L, rtol=1e-6)
 
 
 def test_with_most_recent_a_step_of_zeros_leaves_the_scale_of_the_steps_before():
     scaling = scaling_of(make_config(amax_algorithm="most_recent"))
-    history = {name: jnp.tile(jnp.float32([0.0, 5.0, 0.0]), (L, 1)) for name in scaling.names}
-    before = {name: jnp.tile(jnp.float32([5.0, 0.0, 0.0]), (L, 1)) for name in scaling.names}
-    jax.tree.map(np.testing.assert_array_equal, scaling.scales(history, {}), scaling.scales(before, {}))
+    history = {name: np.tile(np.float32([0.0, 5.0, 0.0]), (L, 1)) for name in scaling.names}
+    before = {name: np.tile(np.float32([5.0, 0.0, 0.0]), (L, 1)) for name in scaling.names}
+    scales = jax.jit(lambda history: scaling.scales(history, {}))
+    jax.tree.map(np.testing.assert_array_equal, scales(history), scales(before))
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
@@ -207,9 +213,11 @@ def test_a_history_shifts_by_one_with_each_step_but_a_skipped_one(steps):
 
 def test_a_step_with_an_infinite_amax_is_skipped_though_its_loss_and_gradients_are_finite(steps):
     """Quantisation clips an infinite weight to the largest of the history, so nothing else shows it."""
-    state, name = jax.tree.map(jnp.asarray, steps.states[2]), "blocks.dense.mlp.down"
-    before = replace(state, params=state.params | {name: state.params[name].at[1, 0, 0].set(jnp.inf)})
-    kept = jax.tree.map(np.array, before)
+    kept, name = steps.states[2], "blocks.dense.mlp.down"
+    weight = np.array(kept.params[name])
+    weight[1, 0, 0] = np.inf
+    kept = replace(kept, params=kept.params | {name: weight})
+    before = jax.device_put(kept)
     loss, _ = steps.program.eval_step(before.weights, before.layer_state, steps.batches[2])
     compute = jax.jit(gradient_function(steps.program.graph, steps.program.mesh))
     _, gradients, *_ = compute(before.weights, before.layer_state, steps.batches[2], before.step, before.loss_scale)
@@ -232,7 +240,7 @@ def test_a_step_is_scaled_by_what_its_algorithm_reads_of_the_history(steps, algo
     state, batch = steps.states[3], steps.batches[2]
 
     def loss(change):
-        history = {name: jnp.asarray(change(values)) for name, values in state.layer_state["fp8"].items()}
+        history = {name: change(values) for name, values in state.layer_state["fp8"].items()}
         return float(program.eval_step(state.params, {"fp8": history}, batch)[0])
 
     def with_columns(*factors):
@@ -260,9 +268,9 @@ def test_amaxes_are_the_largest_of_all_microbatches_and_devices():
         rows = tokens[[*chosen]]
         fields = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "loss_mask": np.ones((4, 16), np.float32)}
         fields["positions"] = np.broadcast_to(np.arange(16), (4, 16))
-        state, _ = program.train_step(jax.tree.map(jnp.asarray, first), to_global(program, fields))
+        state, _ = program.train_step(jax.device_put(first), to_global(program, fields))
         history = state.layer_state["fp8"]
-        found[chosen] = {name: np.asarray(values[:, 0]) for name, values in history.items() if "weight" not in name}
+        found[chosen] = {name: np.asarray(values)[:, 0] for name, values in history.items() if "weight" not in name}
     alone = {name: np.stack([found[(row,) * 4][name] for row in places]) for name in found[0, 1, 2, 3]}
     jax.tree.map(np.testing.assert_array_equal, found[0, 1, 2, 3], {name: a.max(0) for name, a in alone.items()})
     for tensor in ("input", "gradient"):  # else one microbatch, or one device, would do

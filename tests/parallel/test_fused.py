@@ -176,7 +176,7 @@ def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_use
 
     specs = {name: placement.spec for name, placement in placements.items()}
     run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=specs, check_vma=False)
-    found = jax.jit(run)(gradients)
+    found = jax.device_get(jax.jit(run)(gradients))
     assert set(found) == set(parameters)
     for name, placement in placements.items():
         assert found[name].shape == placement.stored_shape, name
@@ -206,8 +206,8 @@ def test_devices_that_share_a_kv_head_take_it_and_sum_its_gradient():
     """Hand-worked: two KV heads, four devices; rank r's gradient of its head is 1, 10, 100, 1000."""
     parameters = {name: block()[name] for name in ("attention.key", "attention.output")}
     weights, placements, mesh = build({"tensor": 4}, parameters)
-    key = jnp.stack([jnp.full((3, 16, 2), 5.0), jnp.full((3, 16, 2), 7.0)], axis=2)
-    output = jnp.zeros((3, 8, 2, 16))
+    key = np.stack([np.full((3, 16, 2), value, np.float32) for value in (5, 7)], axis=2)
+    output = np.zeros((3, 8, 2, 16), np.float32)
 
     def local(key, output):
         own = fuse(weights, {"attention.key": key, "attention.output": output})["attention.qkv"]
@@ -216,7 +216,7 @@ def test_devices_that_share_a_kv_head_take_it_and_sum_its_gradient():
 
     specs = tuple(placements[name].spec for name in ("attention.key", "attention.output"))
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, None, "tensor"), P()), check_vma=False)
-    own, gradient = jax.jit(run)(key, output)
+    own, gradient = jax.device_get(jax.jit(run)(key, output))
     assert own[0, 0].tolist() == [5, 5, 5, 5, 7, 7, 7, 7], "two numbers of a head on each device"
     assert gradient.shape == (3, 16, 2, 2)
     np.testing.assert_allclose(gradient, np.broadcast_to([[11.0, 11.0], [1100.0, 1100.0]], gradient.shape), rtol=1e-6)

@@ -79,7 +79,7 @@ def steps(table) -> SimpleNamespace:
 
 
 def test_loss_and_gradients_are_those_of_the_merged_weights(steps):
-    loss, expected = steps.expected({n: w for n, w in steps.weights.items() if n.endswith((A, B))})
+    loss, expected = jax.device_get(steps.expected({n: w for n, w in steps.weights.items() if n.endswith((A, B))}))
     assert float(steps.metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert steps.gradients.keys() == expected.keys() and len(expected) == 6
     for name, gradient in expected.items():
@@ -135,9 +135,9 @@ def test_steps_on_a_mesh_equal_those_on_one_device(table, model, mesh, options):
 
 def test_the_dropout_of_an_adapter_is_the_same_in_every_process():
     """Its key is made from the layer and the weight's CRC-32; Python's hash differs between processes."""
-    weights = {name: jnp.ones((2, 2)) for name in ("mlp.down", "mlp.down_lora_a", "mlp.down_lora_b")}
+    weights = {name: np.ones((2, 2), np.float32) for name in ("mlp.down", "mlp.down_lora_a", "mlp.down_lora_b")}
     fused: Any = {"mlp.down": SimpleNamespace(columns={"mlp.down": slice(0, 2)})}
-    inputs: Any = SimpleNamespace(adapter_key=jax.random.key(0), token_ids=jnp.arange(2))
+    inputs: Any = SimpleNamespace(adapter_key=jax.random.key(0), token_ids=np.arange(2))
     found = adapted(weights, fused, LoraConfig(**ALL), inputs, layer=5)["mlp.down"].key
     expected = jax.random.fold_in(jax.random.fold_in(inputs.adapter_key, 5), 0x2AB29F11)
     assert found == expected
@@ -148,14 +148,16 @@ def test_each_kind_of_layer_drops_the_inputs_of_its_adapter_alone(layer):
     """By the documented rule: a number is dropped by the bits of its token's and its column's key."""
     rng, rate = np.random.default_rng(0), 0.4
     x, base, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 6), (6, 4), (6, 2), (2, 4)))
-    key, tokens = jax.random.key(7), jnp.array([3, 9, 11, 200, 4], jnp.uint32)
+    key, tokens = jax.random.key(7), np.array([3, 9, 11, 200, 4], np.uint32)
     comm = MeshComm(dict.fromkeys(AXES, 1), Kernels(), Collectives(), deterministic=False, frozen=True)
     with jax.default_matmul_precision("highest"):
-        found = getattr(comm, layer)(jnp.asarray(x), Adapted(*map(jnp.asarray, (base, a, b)), key, tokens, rate))
-    draws = [
-        [int(jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, token), column))[0]) for column in range(6)]
-        for token in tokens
-    ]
+        found = jax.jit(lambda x, *w: getattr(comm, layer)(x, Adapted(*w, key, tokens, rate)))(x, base, a, b)
+
+    @jax.jit
+    def draw(token, column):
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, token), column))[0]
+
+    draws = [[int(draw(token, column)) for column in range(6)] for token in tokens]
     kept = np.array(draws) >= np.uint32(rate * 2**32)
     assert 0 < kept.sum() < kept.size
     np.testing.assert_allclose(found, x @ base + np.where(kept, x / (1 - rate), 0) @ a @ b, rtol=1e-4, atol=1e-5)

@@ -52,18 +52,18 @@ def test_an_empty_slot_sends_no_token_to_an_expert(table):
     model = Transformer(make(table, EVERY_SECOND, {}, 1).model)
     rng, (B, S) = np.random.default_rng(0), (2, 8)
     shapes = {name: p.shape[1:] for name, p in parameters(model.blocks["moe"]).items()}
-    weights = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
-    positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    inputs = BlockInputs(positions, TokenPositions(positions), jnp.arange(B * S), None, layer_loss_scale=jnp.float32(1))
-    x = jnp.asarray(rng.standard_normal((B * S, 32)), jnp.float32)
+    weights = {name: np.float32(rng.standard_normal(shape)) for name, shape in shapes.items()}
+    x = np.float32(rng.standard_normal((B * S, 32)))
 
     @jax.jit
     def run(weights, filled):
         block, state = model.blocks["moe"], {"moe.is_real_layer": filled}
+        at, ids = jnp.broadcast_to(jnp.arange(S), (B, S)), jnp.arange(B * S)
+        inputs = BlockInputs(at, TokenPositions(at), ids, None, layer_loss_scale=jnp.float32(1))
         ctx = LayerContext(Comm(), inputs, 1, LayerKind("moe", None), state=state)
         return block.apply(block.fuse(weights), x, ctx)[0]
 
-    without = run(weights | {"moe.down": 0 * weights["moe.down"]}, True)
+    without = np.asarray(run(weights | {"moe.down": 0 * weights["moe.down"]}, True))
     np.testing.assert_array_equal(run(weights, False), without)
     assert np.abs(run(weights, True) - without).max() > 1
 
@@ -87,8 +87,8 @@ def test_initial_numbers_are_those_of_the_layer_in_the_model(table):
     """Whatever rows hold it: two stages' here, two virtual stages each."""
     config = make(table, FIRST_DENSE, {"pipeline": 2}, 2, pipeline={"virtual_stages": 2})
     model, rows = nnx.Dict({"blocks": nnx.Dict({"moe": Few()})}), stored_rows(config, 2)["moe"]
-    (plain,) = init_parameters(model, 7, 0.1).values()
-    (stored,) = init_parameters(model, 7, 0.1, {"blocks.moe.few": rows}).values()
+    draw = jax.jit(lambda: [init_parameters(model, 7, 0.1, held) for held in ({}, {"blocks.moe.few": rows})])
+    (plain,), (stored,) = (initial.values() for initial in jax.device_get(draw()))
     for row, layer in enumerate(rows):
         expected = np.zeros(3) if layer == EMPTY else plain[layer - 1]
         np.testing.assert_array_equal(stored[row], expected)
@@ -138,7 +138,7 @@ def test_weights_in_fp8_are_measured_in_the_slots_of_their_layers():
     measure = jax.shard_map(
         program.graph.layers.weights.weight_amax, mesh=program.mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
-    found = jax.jit(measure)({name: jnp.asarray(w) for name, w in params.items()})
+    found = jax.jit(measure)(params)
 
     def largest(name: str) -> np.ndarray:
         return np.abs(params[name]).reshape(len(params[name]), -1).max(axis=1)

@@ -110,7 +110,7 @@ def expected(table):
             own, plain = (expected_loss(kind, logits, batch) for kind in (name, "plain"))
             return own, plain if name == "smoothed" else own  # label smoothing is for training only
 
-        weights = {n: jnp.asarray(w) for n, w in table.weights_of(config).items()}
+        weights = table.weights_of(config)
         with jax.default_matmul_precision("highest"):
             return jax.jit(jax.value_and_grad(losses, has_aux=True))(weights)
 

@@ -125,12 +125,12 @@ def test_losses_and_gradients_are_those_of_the_paper():
         "positions": np.broadcast_to(np.arange(S), (ROWS, S)),
         "segment_ids": np.array([np.repeat(np.arange(len(each)), each) for each in DOCUMENTS]),
     }
-    params = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
+    params = {name: np.asarray(w, np.float32) for name, w in weights.items()}
     sums, found, *_ = jax.jit(gradient_function(program.graph, program.mesh))(
-        params, {}, to_global(program, fields), jnp.int32(0), jnp.float32(1)
+        params, {}, to_global(program, fields), np.int32(0), np.float32(1)
     )
     with jax.enable_x64(True):
-        exact = {name: jnp.asarray(w, jnp.float64) for name, w in params.items()}
+        exact = {name: np.asarray(w, np.float64) for name, w in params.items()}
         run = jax.jit(jax.value_and_grad(lambda w: by_the_paper(w, tokens, mask), has_aux=True))
         (_, (loss, modules)), expected = jax.device_get(run(exact))
     np.testing.assert_allclose([sums["loss"], *sums["mtp_loss"]], [loss, *modules], rtol=1e-5)

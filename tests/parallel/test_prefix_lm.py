@@ -1,7 +1,6 @@
 """Prefix-LM on a mesh, with documents, against megajax/reference.py, and in use."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from megajax.config.checks import check_mesh
@@ -37,7 +36,7 @@ def test_loss_and_gradients_are_those_of_the_reference(table):
 
 def test_generated_tokens_are_the_likeliest_ones_after_a_prefix_seen_whole(table):
     config = make(table, {})
-    weights, network = jax.tree.map(jnp.asarray, table.weights_of(config)), Transformer(config.model)
+    weights, network = jax.device_put(table.weights_of(config)), Transformer(config.model)
     model = LanguageModel(config, dict(weights), {}, build_mesh({}, jax.devices()[:1]))
     prompts = [[3, 1, 4, 1, 5], [9, 2]]
     [found] = Generator(model, Sampling(temperature=0), 8).tokens(prompts, 6)

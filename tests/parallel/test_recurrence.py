@@ -87,7 +87,7 @@ def test_four_devices_of_context_have_the_states_of_one(table):
 def test_what_it_cannot_do_is_refused(table):
     """Drafts that are not accepted stay in its state; in a pipeline prediction modules get pieces of sequences."""
     config = table.make_config(MODEL | {"mtp_layers": 1}, {})
-    weights = {name: jnp.asarray(w) for name, w in table.weights_of(config).items()}
+    weights = jax.device_put(table.weights_of(config))
     language_model = LanguageModel(config, weights, {}, build_mesh({}, jax.devices()[:1]), speculate=1)
     with pytest.raises(InputError, match=r"drafts.*Recurrence \(block recurrent\).*SUPPORTS"):
         Generator(language_model)

@@ -74,7 +74,7 @@ def block():
     rng = np.random.default_rng(0)
 
     def array(*shape):
-        return jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32)
+        return np.asarray(0.3 * rng.standard_normal(shape), np.float32)
 
     weights = tuple({"up": array(8, 12), "bias": array(12), "down": array(12, 8)} for _ in range(2))
     return SimpleNamespace(weights=weights, x=array(5, 8), dy=array(5, 8))
@@ -101,10 +101,15 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("run", RUNS)
 def test_both_parts_together_have_the_result_of_one_pass(block, run):
     backward = backward_of(RUNS[run](layer))
-    dx, gradients, extra = backward(block.weights, [block.x], block.dy)
-    split = SplitBackward(backward, block.weights, [block.x], block.dy)
-    found_dx, vectors, found_extra, later = split.inputs(block.weights, [block.x], block.dy)
-    matrices = split.weights(block.weights, later)
+
+    @jax.jit
+    def both(weights, x, dy):
+        split = SplitBackward(backward, weights, [x], dy)
+        *inputs, later = split.inputs(weights, [x], dy)
+        return backward(weights, [x], dy), inputs, split.weights(weights, later)
+
+    found = both(block.weights, block.x, block.dy)
+    (dx, gradients, extra), (found_dx, vectors, found_extra), matrices = jax.device_get(found)
     assert [set(v) for v in vectors] == [{"bias"}] * 2
     assert [set(m) for m in matrices] == [{"up", "down"}] * 2
     assert_close(found_dx, dx)
@@ -131,9 +136,13 @@ def test_the_arguments_of_its_construction_are_only_examples(block):
     backward = backward_of(layer)
     split = SplitBackward(backward, block.weights, [block.x], block.dy)
     weights, x, dy = jax.tree.map(lambda a: 2 * a - 1, (block.weights, block.x, block.dy))
-    later = split.inputs(weights, [x], dy)[3]
-    expected = backward(weights, [x], dy)[1]
-    for found, layer_gradients in zip(split.weights(weights, later), expected, strict=True):
+
+    @jax.jit
+    def run(weights, x, dy):
+        later = split.inputs(weights, [x], dy)[3]
+        return split.weights(weights, later), backward(weights, [x], dy)[1]
+
+    for found, layer_gradients in zip(*jax.device_get(run(weights, x, dy)), strict=True):
         for name, gradient in found.items():
             assert_close(gradient, layer_gradients[name])
 
@@ -144,11 +153,15 @@ def test_a_gradient_may_be_an_input_or_equal_another_gradient():
         both = dy.T @ saved[0]
         return 2 * dy, ({"same": dy, "twin": both, "other": both, "constant": jnp.ones((2, 2))},), {}
 
-    dy, x = jnp.arange(6.0).reshape(2, 3), jnp.arange(4.0).reshape(2, 2)
-    split = SplitBackward(backward, (), [x], dy)
-    dx, vectors, _, later = split.inputs((), [x], dy)
-    (found,) = split.weights((), later)
-    (expected,) = backward((), [x], dy)[1]
+    dy, x = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(4, dtype=np.float32).reshape(2, 2)
+
+    @jax.jit
+    def run(x, dy):
+        split = SplitBackward(backward, (), [x], dy)
+        dx, vectors, _, later = split.inputs((), [x], dy)
+        return dx, vectors, split.weights((), later), backward((), [x], dy)[1]
+
+    dx, vectors, (found,), (expected,) = run(x, dy)
     np.testing.assert_array_equal(dx, 2 * dy)
     assert vectors == ({},) and found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -210,8 +223,8 @@ def test_a_block_of_the_model_is_split_in_two(table, monkeypatch, model, policy)
     )
     rng = np.random.default_rng(0)
     abstract = program.abstract_state.params
-    params = {n: jnp.asarray(0.1 * rng.standard_normal(w.shape), jnp.float32) for n, w in abstract.items()}
-    tokens = jnp.asarray(rng.integers(0, 250, program.plan.batch_shape), jnp.int32)
+    params = {n: np.asarray(0.1 * rng.standard_normal(w.shape), np.float32) for n, w in abstract.items()}
+    tokens = np.asarray(rng.integers(0, 250, program.plan.batch_shape), np.int32)
     batch = {name: tokens for name in program.abstract_batch}
     assert jax.jit(run)(params, {**batch, "positions": tokens % 16}) < 1e-5
 

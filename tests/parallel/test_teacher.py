@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from trainers import QuickTrainer
@@ -61,7 +60,7 @@ def weights_of(table, config):
 def expected(table):
     """(loss, gradients) of the plain models."""
     config, batch = make(table, {}), fields()
-    weights = {n: jnp.asarray(w) for n, w in weights_of(table, config).items()}
+    weights = weights_of(table, config)
     own = {n.removeprefix("teacher."): w for n, w in weights.items() if n.startswith("teacher.")}
 
     def loss(student):

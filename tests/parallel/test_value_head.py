@@ -85,7 +85,7 @@ def expected(table):
                 losses = -(jax.nn.one_hot(batch["labels"].astype(int), outputs) * jax.nn.log_softmax(found)).sum(-1)
             return (batch["loss_mask"] * losses).sum() / batch["loss_mask"].sum()
 
-        weights = {name: jnp.asarray(w) for name, w in weights_of(table, config).items()}
+        weights = weights_of(table, config)
         with jax.default_matmul_precision("highest"):
             return jax.jit(jax.value_and_grad(loss))(weights)
 
