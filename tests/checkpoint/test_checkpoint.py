@@ -97,7 +97,8 @@ def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
     for index, sizes in enumerate(MESHES):
         trainer = make_trainer(f"run{index}", **sizes)
         adam = trainer.state.optimizer.slots["adamw"]
-        moved = adam | {name: {n: w * w for n, w in trainer.state.params.items()} for name in ("mu", "nu")}
+        squares = jax.jit(lambda params: [jax.tree.map(jax.numpy.square, params) for _ in range(2)])
+        moved = adam | dict(zip(("mu", "nu"), squares(trainer.state.params), strict=True))
         trainer.state = replace(trainer.state, optimizer=OptimizerState(None, {"adamw": moved}))
         found = read(save(trainer))
         params = {path.removeprefix("params/"): a for path, a in found.items() if path.startswith("params/")}
@@ -169,9 +170,8 @@ def test_every_mesh_restores_the_checkpoint_of_another_bit_for_bit(make_trainer)
         for name, placement in restored.program.placements.items():
             array = np.asarray(restored.state.params[name])
             assert array.shape == placement.stored_shape
-            assert np.count_nonzero(array) == np.count_nonzero(
-                restored.state.params[name][tuple(slice(size) for size in placement.shape)]
-            )  # the padding is zero
+            unpadded = array[tuple(slice(size) for size in placement.shape)]
+            assert np.count_nonzero(array) == np.count_nonzero(unpadded)  # the padding is zero
 
 
 @pytest.mark.long

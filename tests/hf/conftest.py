@@ -2,7 +2,9 @@
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from megajax.hf import reader
@@ -24,5 +26,15 @@ def unpack(tmp_path):
 
 @pytest.fixture
 def small_pieces(monkeypatch) -> None:
-    """Folders are read in several pieces for a matrix, one for a norm."""
+    """Folders are read in several pieces for a matrix, one for a norm.
+
+    One device converts the pieces of all: each would compile its own program.
+    """
     monkeypatch.setattr(reader, "PIECE_BYTES", 1000)
+    with_piece, put, first = reader._with_piece, jax.device_put, jax.devices()[0]
+
+    def on_first(shard: jax.Array, block: jax.Array, *how: Any) -> jax.Array:
+        home = shard.device
+        return put(with_piece(put(shard, first), put(block, first), *how), home)
+
+    monkeypatch.setattr(reader, "_with_piece", on_first)

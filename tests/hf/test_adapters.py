@@ -135,7 +135,7 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
     assert float(loss / tokens) == pytest.approx(float(expected), rel=1e-5)
     loaded = load_run(trainer.run_dir)  # for generation, merged on the devices
     np.testing.assert_allclose(loaded.weights.outer["embedding.tokens"], weights["embedding.tokens"])
-    query = weights["blocks.dense.attention.query"][1].reshape(len(weights["embedding.tokens"][0]), -1)
+    query = np.asarray(weights["blocks.dense.attention.query"])[1].reshape(weights["embedding.tokens"].shape[1], -1)
     np.testing.assert_allclose(
         np.asarray(loaded.weights.layers[1]["attention.qkv"])[:, : query.shape[1]], query, atol=1e-6, err_msg=name
     )

@@ -1,7 +1,6 @@
 """Attention sinks in the model: a logit for each query head, one more score of every softmax, without a value."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import ModelConfig
@@ -55,6 +54,6 @@ def test_logits_are_those_of_a_softmax_with_a_column_more():
     assert sinks.shape == (2, 4) and sinks.role == "bias", "they start at zero and do not decay"
     weights["blocks.dense.attention.sinks"] = rng.normal(0, 2, (2, 4))
     tokens = rng.integers(0, 20, S)
-    arrays = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
+    arrays = {name: np.asarray(w, np.float32) for name, w in weights.items()}
     found = jax.jit(lambda model, tokens: model(tokens))(bind(model, arrays), tokens[None])[0]
     np.testing.assert_allclose(found, logits_by_hand(weights, tokens), rtol=1e-4, atol=1e-4)

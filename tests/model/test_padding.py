@@ -35,11 +35,15 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
 def route(settings: dict, h: np.ndarray, weight: np.ndarray):
     """(the part, then of `MoE.route`: experts and weights of each token, metrics)."""
     part = MoE(make_config(MIXTRAL | {"hidden_size": D, "router": settings}).model)
-    positions, ids = jnp.tile(jnp.arange(S), (len(LENGTHS), 1)), jnp.arange(len(IS_REAL))
-    real = RealTokens(jnp.asarray(IS_REAL), *map(jnp.int32, (np.maximum(LENGTHS, 1), LENGTHS.sum(), 3)))
-    inputs = BlockInputs(positions, TokenPositions(positions), ids, None, layer_loss_scale=jnp.float32(1), real=real)
-    ctx = LayerContext(Comm(), inputs, 0, LayerKind("moe", None))
-    return part, *jax.jit(lambda weight, h: part.route({"router": weight}, h, ctx))(weight, h)
+
+    @jax.jit
+    def run(weight, h):
+        at, ids = jnp.tile(jnp.arange(S), (len(LENGTHS), 1)), jnp.arange(len(IS_REAL))
+        real = RealTokens(jnp.asarray(IS_REAL), *map(jnp.int32, (np.maximum(LENGTHS, 1), LENGTHS.sum(), 3)))
+        inputs = BlockInputs(at, TokenPositions(at), ids, None, layer_loss_scale=jnp.float32(1), real=real)
+        return part.route({"router": weight}, h, LayerContext(Comm(), inputs, 0, LayerKind("moe", None)))
+
+    return part, *jax.device_get(run(weight, h))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -63,7 +67,7 @@ def test_losses_and_counts_are_those_of_the_real_tokens(tokens):
     z = np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
     np.testing.assert_allclose(metrics["router_z_loss"], z, rtol=1e-5)
     np.testing.assert_allclose(metrics["router_entropy"], -np.sum(p * np.log(p)) / len(p), rtol=1e-5)
-    state = part.updated_state({"expert_bias": jnp.zeros(E)}, metrics)
+    state = jax.jit(part.updated_state)({"expert_bias": np.zeros(E, np.float32)}, metrics)
     assert np.array_equal(state["expert_bias"], 0.25 * np.sign(chosen.sum(0).mean() - chosen.sum(0)))
 
     metrics = route({"sequence_loss": 1.0}, *tokens)[-1]

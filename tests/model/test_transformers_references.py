@@ -53,8 +53,7 @@ def load(path):
         widths = [(0, ours - theirs) for ours, theirs in zip(parameter.shape, stored[name].shape, strict=True)]
         weights[name] = np.pad(stored[name], widths, constant_values=3.0)
     state = {
-        kind: {name: jnp.asarray(stored[f"blocks.{kind}.{name}"]) for name in own}
-        for kind, own in layer_state(config.model).items()
+        kind: {name: stored[f"blocks.{kind}.{name}"] for name in own} for kind, own in layer_state(config.model).items()
     }
     return stored, config, weights, state
 
@@ -66,6 +65,7 @@ def relative(ours, theirs):
 def check_gradients(stored, gradients):
     """Those that are stored are as these."""
     checked = [key.removeprefix("gradient:") for key in stored.files if key.startswith("gradient:")]
+    gradients = jax.device_get(gradients)
     assert checked
     for name in checked:
         theirs = stored[f"gradient:{name}"]

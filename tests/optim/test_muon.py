@@ -43,9 +43,9 @@ def test_newton_schulz_is_numpys_in_parts_of_one_or_several_steps(named, columns
     values = 1 / i, 1 / i**2, np.exp(-i / 5), np.where(i < 3, 1, 3e-3), np.where(i < 3, 1, 3e-2)
     x = np.stack([random.standard_normal((64, columns)), *((left * own) @ right.T for own in values)])
     expected, compute = np.stack([orthogonal(matrix, named) for matrix in x]), jax.jit(newton_schulz, static_argnums=1)
-    found = compute(jnp.asarray(x, jnp.float32), tuple(steps))
+    found = compute(np.asarray(x, np.float32), tuple(steps))
     np.testing.assert_allclose(found, expected, atol=3e-5)
-    found = compute(jnp.asarray(x, jnp.bfloat16), tuple(steps)).astype(jnp.float32)
+    found = np.asarray(compute(np.asarray(x, jnp.bfloat16), tuple(steps))).astype(np.float32)
     for matrix, own, exact in zip(x, found, expected, strict=True):
         rounded = orthogonal_in_bf16(matrix, steps)
         assert np.linalg.norm(own - exact) < 2 * np.linalg.norm(rounded - exact) < 0.6 * np.linalg.norm(exact)
@@ -56,7 +56,7 @@ def orthogonal_in_bf16(x, steps):
     """The published program, with every result rounded to BF16."""
 
     def rounded(array):
-        return np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64)
+        return array.astype(jnp.bfloat16).astype(np.float64)
 
     x = rounded(x / np.linalg.norm(x))
     for a, b, c in steps:

@@ -34,12 +34,12 @@ def build(tiny, text, tmp_path_factory):
 def save_random(trainer, steps) -> dict[int, dict[str, dict[str, np.ndarray]]]:
     """Save checkpoints with random arrays near the initial ones; the arrays by step, field of the state and name."""
     rng, saved = np.random.default_rng(0), {}
-    noisy = lambda a: np.asarray(a + 0.02 * rng.standard_normal(a.shape), a.dtype)  # noqa: E731
+    noisy = lambda a: np.asarray(np.asarray(a) + 0.02 * rng.standard_normal(a.shape), a.dtype)  # noqa: E731
     for step in steps:
         fields = {"params": trainer.state.params, "ema": trainer.state.ema, "layer_state": trainer.state.layer_state}
         fields = jax.tree.map(noisy, fields)
         saved[step] = fields
-        trainer.state = replace(trainer.state, **jax.tree.map(jax.numpy.asarray, fields))
+        trainer.state = replace(trainer.state, **jax.device_put(fields))
         trainer.step = step
         trainer.save()
     trainer.close()
@@ -79,7 +79,7 @@ def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys)
 
     started = build("started", f"checkpoint.init_from={out}")
     loss = started.evaluate()
-    as_arrays = lambda tree: jax.tree.map(lambda a: jax.numpy.asarray(a, np.float32), tree)  # noqa: E731
+    as_arrays = lambda tree: jax.device_put(jax.tree.map(lambda a: np.asarray(a, np.float32), tree))  # noqa: E731
     started.state = replace(started.state, params=as_arrays(expected), layer_state={"moe": as_arrays(state)})
     assert loss == pytest.approx(started.evaluate(), rel=1e-6)
     for step in (2, 5, 7):  # the mean is none of the checkpoints

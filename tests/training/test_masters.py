@@ -123,7 +123,7 @@ def test_weights_of_another_run_are_split():
     assert not (first.params or first.ema or first.master_low_bits), (
         "those of the other run would need room beside them"
     )
-    state = saver.with_weights(first, (jax.tree.map(jnp.asarray, given), {}))
+    state = saver.with_weights(first, (jax.device_put(given), {}))
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state)
     for name, w in masters(program, state).items():
         np.testing.assert_array_equal(bits(w), bits(given[name]))

@@ -158,7 +158,9 @@ def test_three_steps_equal_plain_numpy(make_program, gpt_gradients, kind, clip):
     gradients_of = gpt_gradients(program)
     state = program.init_state()
     # Norms and biases start at one and zero: moved, so that decay shows on them.
-    params = {n: w + 0.05 * jax.random.normal(jax.random.key(7), w.shape) for n, w in state.params.items()}
+    rng = np.random.default_rng(7)
+    moved = {n: np.asarray(w) + np.float32(0.05 * rng.standard_normal(w.shape)) for n, w in state.params.items()}
+    params = {n: jax.device_put(w, state.params[n].sharding) for n, w in moved.items()}
     state = replace(state, params=params)
     weights = to_numpy(state.params)
     directions = {name: reference() for name in weights}
@@ -193,7 +195,7 @@ def test_half_precision_keeps_fp32_masters_that_move_by_less_than_half_precision
     name = "blocks.dense.mlp.up"
     moved = np.asarray(state.params[name]) - before[name]
     assert np.mean(np.abs(moved) > 0.5e-6) > 0.9
-    half = [np.asarray(jnp.asarray(w, compute)) for w in (state.params[name], before[name])]
+    half = [np.asarray(w).astype(jnp.dtype(compute)) for w in (state.params[name], before[name])]
     assert np.mean(half[0] == half[1]) > 0.9
     # It computes in half precision and stays near single.
     single = make_program("precision.compute=float32")

@@ -33,7 +33,9 @@ def build(make_config, tmp_path):
 def test_weights_only_checkpoints_start_other_runs_and_are_not_resumed(build, tmp_path, capsys):
     run_dir = tmp_path / "run"
     trainer = build("run.steps=3", WEIGHTS_ONLY, "mesh.fsdp=8", devices=8)
-    biases = jax.tree.map(lambda a: jax.numpy.arange(a.size, dtype=a.dtype).reshape(a.shape), trainer.state.layer_state)
+    biases = jax.tree.map(
+        lambda a: jax.device_put(np.arange(a.size, dtype=a.dtype).reshape(a.shape)), trainer.state.layer_state
+    )
     trainer.state, trainer.step = replace(trainer.state, layer_state=biases), 3
     trainer.save()
     trainer.close()
@@ -50,7 +52,9 @@ def test_weights_only_checkpoints_start_other_runs_and_are_not_resumed(build, tm
             np.testing.assert_array_equal(found[name], array)
     for name, array in bias.items():
         np.testing.assert_array_equal(other.state.layer_state["moe"][name], array)
-    assert other.step == 0 and not any(np.any(m) for m in other.state.optimizer.slots["adamw"]["mu"].values())
+    assert other.step == 0 and not any(
+        np.any(np.asarray(m)) for m in other.state.optimizer.slots["adamw"]["mu"].values()
+    )
 
     path = run_dir / "checkpoints" / "3"
     for overrides in (("run.steps=5", WEIGHTS_ONLY), ("run.steps=5",)):
