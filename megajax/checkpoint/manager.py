@@ -47,6 +47,11 @@ from megajax.model.lora import is_adapter
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jump
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
+REPLICA_SLICE = 2**20  # bytes; replicas write an array together if each writes as many
+
+# By default they share every array, and the first save compiles a slice for each shape.
+_array_handler: Any = ocp.type_handlers.get_type_handler(jax.Array)
+_array_handler._min_slice_bytes_for_replica_parallel = REPLICA_SLICE
 
 
 @dataclass(frozen=True)

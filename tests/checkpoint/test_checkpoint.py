@@ -92,7 +92,8 @@ def canonical(trainer) -> list[np.ndarray]:
     ]
 
 
-def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
+def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer, monkeypatch):
+    """And no replica writes a slice of so small an array, which would take a program for each shape."""
     first = None
     for index, sizes in enumerate(MESHES):
         trainer = make_trainer(f"run{index}", **sizes)
@@ -100,7 +101,9 @@ def test_names_and_shapes_on_disk_are_canonical_on_every_mesh(make_trainer):
         squares = jax.jit(lambda params: [jax.tree.map(jax.numpy.square, params) for _ in range(2)])
         moved = adam | dict(zip(("mu", "nu"), squares(trainer.state.params), strict=True))
         trainer.state = replace(trainer.state, optimizer=OptimizerState(None, {"adamw": moved}))
-        found = read(save(trainer))
+        with monkeypatch.context() as patch:
+            patch.delattr(jax.lax, "slice_in_dim")  # which orbax calls
+            found = read(save(trainer))
         params = {path.removeprefix("params/"): a for path, a in found.items() if path.startswith("params/")}
         assert {name: a.shape for name, a in params.items()} == CANONICAL
         for moment in ("mu", "nu"):
