@@ -141,9 +141,10 @@ OPTIONS = {
     "packed, window on both sides": {"segments": DOCUMENTS, "window": 17, "causal": False},
 }
 CASES = [
-    ("ring", 4, "packed, in zig-zag"),
-    ("ring", 8, "packed, window, soft-cap, wide values"),
-    # ("ring", 8) has a window too, sinks have the next row of "ring" and ("all_to_all+ring", 2).
+    # ("all_to_all+ring", 4) has this order of the chunks.
+    pytest.param("ring", 4, "packed, in zig-zag", marks=pytest.mark.long),
+    ("ring", 4, "packed, window, soft-cap, wide values"),
+    # The row before has a window too, sinks have the next row of "ring" and ("all_to_all+ring", 2).
     pytest.param("ring", 4, "window, with sinks", marks=pytest.mark.long),
     ("all_gather", 8, "packed, with sinks"),
     ("ring", 4, "packed, with sinks, on both sides"),
@@ -154,7 +155,7 @@ CASES = [
     ("dynamic", 8, "groups, window on both sides, soft-cap"),
     # 2 KV heads: pairs of devices share the heads
     ("all_to_all+ring", 4, "packed, in zig-zag"),
-    # ("ring", 8) has these options, and the next row a window with pairs.
+    # "ring" has these options, and the next row a window with pairs.
     pytest.param("all_to_all+ring", 8, "packed, window, soft-cap, wide values", marks=pytest.mark.long),
     ("all_to_all+ring", 2, "window, with sinks"),
 ]
@@ -224,7 +225,7 @@ def library_backward(q, k, v, _, q_seqlen, kv_seqlen, *rest, scale, mask_type, *
     [
         ("ring", 4, "narrow values"),
         ("all_gather", 4, "both sides"),
-        ("all_to_all+ring", 8, "with sinks"),
+        ("all_to_all+ring", 4, "with sinks"),
     ],
 )
 def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, name):
