@@ -57,9 +57,9 @@ def make_run(tmp_path):
         sizes = {"global_size": 8, "num_microbatches": 2, "sequence_length": 32}
         config = make_config(model, {"data": 1}, batch=sizes, run={"dir": str(tmp_path / "run"), "steps": 9})
         declared = parameters(Transformer(config.model))
-        weights = {parameter: jax.numpy.asarray(pattern(parameter, p.shape)) for parameter, p in declared.items()}
+        weights = jax.device_put({parameter: pattern(parameter, p.shape) for parameter, p in declared.items()})
         state = {
-            kind: {key: jax.numpy.asarray(pattern(f"{kind} {key}", a.shape)) for key, a in own.items()}
+            kind: jax.device_put({key: pattern(f"{kind} {key}", a.shape) for key, a in own.items()})
             for kind, own in layer_state(config.model).items()
         }
         (tmp_path / "run").mkdir()
