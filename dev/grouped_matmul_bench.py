@@ -43,7 +43,7 @@ from megajax.ops import (
     grouped_matmul_triton,
 )
 from megajax.ops import grouped_matmul_kernel as kernel
-from megajax.ops.expert_mlp import expert_mlp
+from megajax.ops.expert_mlp import Route, expert_mlp
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
 from megajax.ops.grouped_rows import STEP
 from megajax.tools.plan.compile import described_devices, no_gpu_needed
@@ -319,7 +319,7 @@ def layer(tiny: bool, rows, weights, up, down, group_sizes, dy):
             replace(w, gradient=jnp.zeros(w.values.shape, dy.dtype), amax=jnp.zeros(2, jnp.float32)) for w in (up, down)
         )
     matrices = ExpertMatrices(up, down)
-    y, pull = jax.vjp(partial(expert_mlp, mlp, group_sizes=group_sizes), rows, weights, matrices)
+    y, pull = jax.vjp(partial(expert_mlp, mlp, Route(group_sizes)), rows, weights, matrices)
     drows, dweights, (*gradients, _) = pull(dy)
     gradients = [(w.gradient, w.amax) if isinstance(w, Fp8Weight) else w for w in gradients]
     return y, drows, dweights, gradients

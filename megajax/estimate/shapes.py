@@ -6,7 +6,7 @@ is one `kernel` here, which declares its work, and keeps for the backward pass w
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from megajax.jax_internals import Primitive
 from megajax.kernel_choice import Kernels
 from megajax.model.comm import Comm, TokenPositions
 from megajax.ops import AttentionSettings
-from megajax.ops.expert_mlp import ExpertMlp, expert_mlp
-from megajax.ops.experts import most_rows
+from megajax.ops.expert_mlp import ExpertMlp, Route
+from megajax.ops.experts import apply_experts, most_rows
 from megajax.options.remat import ATTENTION
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
@@ -67,6 +67,28 @@ class ShapeRing(TensorRing):
         return y[: len(y) // self.size]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ShapeRoute(Route):
+    """Rows on their way to experts and back; of `[T]` tokens, `R` rows arrive."""
+
+    found: list[jax.Array]
+    R: int = field(metadata={"static": True})
+    T: int = field(metadata={"static": True})
+
+    def send(self, x: jax.Array, *numbers: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(self._sent(a, self.R) for a in (x, *numbers))
+
+    def back(self, rows: jax.Array, *numbers: jax.Array) -> tuple[jax.Array, ...]:
+        return self._sent(rows, self.T), *numbers
+
+    def rows(self, tokens: int) -> int:
+        return self.R
+
+    def _sent(self, a: jax.Array, length: int) -> jax.Array:
+        return kernel.bind(a, *self.found, self.group_sizes, results=(((length, *a.shape[1:]), a.dtype),))[0]
+
+
 class ShapeComm(MeshComm):
     """The communication points of one of several devices, with shapes alone."""
 
@@ -93,11 +115,9 @@ class ShapeComm(MeshComm):
             x, experts, weights = (self.all_gather_tokens(a) for a in (x, experts, weights))
         rows = most_rows(self.shards.experts * len(x), experts.shape[1], matrices.num_experts, capacity)
         numbers = [((n,), INT32) for n in (rows, experts.size, matrices.num_experts)]
-        routes = [checkpoint_name(a, "routing") for a in kernel.bind(experts, results=tuple(numbers))]
-        received = checkpoint_name(_sent(x, routes, (rows, x.shape[1])), "dispatched")
-        row_weights = checkpoint_name(_sent(weights.reshape(-1), routes, (rows,)), "routing")
-        mlp = ExpertMlp(activation, self.expert_parallel.kernels)
-        y: Any = _sent(expert_mlp(mlp, received, row_weights, matrices, routes[-1]), routes, x.shape)
+        *found, group_sizes = kernel.bind(experts, results=tuple(numbers))
+        route, mlp = ShapeRoute(group_sizes, found, rows, len(x)), ExpertMlp(activation, self.expert_parallel.kernels)
+        y: jax.Array = apply_experts(mlp, route, x, weights, matrices)
         return y if whole else self.reduce_scatter_tokens(y)
 
     def size(self, axes: str | Sequence[str]) -> int:
@@ -174,12 +194,3 @@ def _recurrence(products: float, q: jax.Array, k: jax.Array, v: jax.Array, *gate
 
 
 _recurrence.defvjp(lambda products, *arrays: (_recurrence(products, *arrays), arrays), _not_run)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sent(x: jax.Array, routes: Arrays, shape: tuple[int, ...]) -> jax.Array:
-    """Rows on their way to experts, or back."""
-    return kernel.bind(x, *routes, results=((shape, x.dtype),))[0]
-
-
-_sent.defvjp(lambda x, routes, shape: (_sent(x, routes, shape), routes), _not_run)

@@ -101,7 +101,8 @@ class WholeSequences(Comm):
             first = lax.axis_index(over) * count if over else 0
             local_experts = jnp.where((experts >= first) & (experts < first + count), experts - first, count)
             mlp = ops.ExpertMlp(activation, self.kernels.experts)
-            y = ops.apply_experts(mlp, x, local_experts, weights, matrices, capacity)
+            route = ops.SortedRoute.of(local_experts, count, capacity)
+            y = ops.apply_experts(mlp, route, x, weights, matrices)
             return lax.psum(y.astype(jnp.float32), over).astype(y.dtype) if over else y
 
         tokens = P(dividing(len(x), token_axes, self.sizes))

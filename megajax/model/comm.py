@@ -149,7 +149,8 @@ class Comm:
         `experts` and `weights` `[T / tensor, k]` are those of own tokens. `matrices` are those of this device's
         experts, or its share of them. No expert has more assignments than `capacity`.
         """
-        return ops.apply_experts(ops.ExpertMlp(activation), x, experts, weights, matrices, capacity)
+        route = ops.SortedRoute.of(experts, matrices.num_experts, capacity)
+        return ops.apply_experts(ops.ExpertMlp(activation), route, x, weights, matrices)
 
     @jax.named_scope("core_attention")
     def attend(

@@ -16,8 +16,8 @@ from megajax.ops.cached_attention import cached_attention
 from megajax.ops.cross_entropy import LossImplementation, Vocabulary, chunk_log_probs, chunk_loss_and_grad
 from megajax.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from megajax.ops.dropout import dropout
-from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices, ExpertMlp
-from megajax.ops.experts import apply_experts
+from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices, ExpertMlp, Route
+from megajax.ops.experts import SortedRoute, apply_experts
 from megajax.ops.gated_norm import GatedNorm, gated_norm
 from megajax.ops.grouped_matmul import GroupedImplementation
 from megajax.ops.linear_recurrence import LinearAttentionImplementation, Prepare, StateBefore
@@ -47,6 +47,8 @@ __all__ = [
     "LinearAttentionImplementation",
     "LossImplementation",
     "Prepare",
+    "Route",
+    "SortedRoute",
     "StateBefore",
     "Vocabulary",
     "activate",

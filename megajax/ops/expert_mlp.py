@@ -1,7 +1,9 @@
 """The MLP of experts: grouped matmuls, and between them the activation times each row's routing weight, in BF16 or FP8.
 
 In FP8 each tensor is quantised together with its transpose where it is computed, with one scale for all experts or, in
-`blockwise`, with scales of blocks. The backward pass keeps the transposes, and the activation's input in BF16.
+`blockwise`, with scales of blocks. The backward pass keeps the transposes, and the activation's input in BF16. Tokens
+and gradients that have one scale are quantised before they are sent to their experts: half as many bytes, and the same
+numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -72,6 +74,33 @@ class ExpertMatrices(NamedTuple):
         return ExpertMatrices(up, down, self.biases)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Route:
+    """The way of tokens to the rows of their experts and back; in this class the tokens are these rows already.
+
+    `numbers` are arrays with one number for each assignment of a token to an expert.
+    """
+
+    group_sizes: jax.Array  # [E] int32: the rows of each expert; those of all are before the others
+
+    def send(self, x: jax.Array, *numbers: jax.Array) -> tuple[jax.Array, ...]:
+        """Tokens `[T, D]` of any dtype → rows `[R, D]`, and the numbers of each row `[R]`."""
+        return x, *numbers
+
+    def back(self, rows: jax.Array, *numbers: jax.Array) -> tuple[jax.Array, ...]:
+        """The transpose of `send`: the sum of each token's rows, and the numbers of each assignment."""
+        return rows, *numbers
+
+    def rows(self, tokens: int) -> int:
+        """R for this number of tokens."""
+        return tokens
+
+    def has_expert(self, tokens: int) -> jax.Array:
+        """Whether each token is sent to an expert, `[T]`; the others may be non-finite."""
+        return jnp.arange(tokens) < self.group_sizes.sum()
+
+
 class ExpertKernels(NamedTuple):
     """The implementations of the experts' matmuls and activations."""
 
@@ -88,18 +117,16 @@ class ExpertMlp:
     max_over_devices: MaxOverDevices = lambda amax: amax  # in FP8 with current scaling: amaxes over all devices
 
 
-def expert_mlp(
-    mlp: ExpertMlp, rows: jax.Array, weights: jax.Array, matrices: ExpertMatrices, group_sizes: jax.Array
-) -> jax.Array:
-    """Rows `[R, D]` sorted by expert → `[R, D]`: weight · MLP of the row's expert.
+def expert_mlp(mlp: ExpertMlp, route: Route, x: jax.Array, weights: jax.Array, matrices: ExpertMatrices) -> jax.Array:
+    """Tokens `[T, D]` → `[T, D]`: the sum of weight · MLP of the expert over a token's assignments.
 
-    The weight `[R]` multiplies the activation, so the backward pass does not need the output. Rows after the last group
-    are zeros, and so are their gradients and those of their weights. In FP8 the gradient and the amaxes are returned in
-    their fields of `Fp8Weight`.
+    The weight of each assignment multiplies the activation, so the backward pass does not need the output. Rows after
+    the last group are zeros, and so are their gradients and those of their weights. In FP8 the gradient and the amaxes
+    are returned in their fields of `Fp8Weight`.
     """
     steps = _quantised_steps(mlp, matrices.up)
     compute = _mlp if steps is None else partial(_fp8_mlp, steps)
-    return compute(mlp, rows, weights, matrices, group_sizes)
+    return compute(mlp, route, x, weights, matrices)
 
 
 def _quantised_steps(mlp: ExpertMlp, w: LinearWeight) -> "type[_Steps] | None":
@@ -111,22 +138,29 @@ def _quantised_steps(mlp: ExpertMlp, w: LinearWeight) -> "type[_Steps] | None":
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(mlp, rows, weights, matrices, group_sizes):
+def _mlp(mlp, route, x, weights, matrices):
     """The backward pass recomputes the activation."""
-    return _mlp_forward(mlp, rows, weights, matrices, group_sizes)[0]
+    return _mlp_forward(mlp, route, x, weights, matrices)[0]
 
 
-def _mlp_forward(mlp, rows, weights, matrices, group_sizes):
+def _mlp_forward(mlp, route: Route, x, weights, matrices):
+    ids, group_sizes = matrices.token_ids, route.group_sizes
+    rows, weights, *ids = route.send(x, weights, *([] if ids is None else [ids]))
+    rows, weights = checkpoint_name(rows, "dispatched"), checkpoint_name(weights, "routing")
+    if ids:
+        matrices = matrices.with_ids(checkpoint_name(ids[0], "routing"))
     multiply = partial(_product, mlp, group_sizes, "input")
     up, bias = checkpoint_name(multiply(rows, matrices.up), "gate_up"), matrices.biases and matrices.biases.up
     act = activate_weighted(mlp.activation, up, weights, group_sizes, mlp.kernels.elementwise, bias)
     y = _plus_down(multiply(act, matrices.down), matrices.biases, weights, group_sizes)
-    return y, (rows, weights, up, matrices, group_sizes)
+    return route.back(y)[0], (route, rows, weights, up, matrices)
 
 
 def _mlp_backward(mlp, residuals, dy):
-    rows, weights, up, (w_up, w_down, biases), group_sizes = residuals
+    route, rows, weights, up, (w_up, w_down, biases) = residuals
+    group_sizes = route.group_sizes
     multiply, gradient = partial(_product, mlp, group_sizes, "gradient"), partial(_weight_gradient, mlp, group_sizes)
+    (dy,) = route.send(dy)
     dact = multiply(dy, w_down)
     act, dup, dweights = activate_weighted_and_gradient(
         mlp.activation, up, weights, dact, group_sizes, mlp.kernels.elementwise, biases and biases.up
@@ -135,7 +169,7 @@ def _mlp_backward(mlp, residuals, dy):
     drows = multiply(dup, w_up)
     dw_up = gradient(rows, dup, w_up)
     dweights, dbiases = _bias_gradients(mlp, biases, weights, dweights, dup, dy, group_sizes)
-    return drows, dweights, ExpertMatrices(dw_up, dw_down, dbiases), None
+    return None, *route.back(drows, dweights), ExpertMatrices(dw_up, dw_down, dbiases)
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -158,27 +192,33 @@ def _weight_gradient(mlp: ExpertMlp, group_sizes: jax.Array, x: jax.Array, dy: j
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fp8_mlp(steps, mlp, rows, weights, matrices, group_sizes):
-    return _fp8_mlp_forward(steps, mlp, rows, weights, matrices, group_sizes)[0]
+def _fp8_mlp(steps, mlp, route, x, weights, matrices):
+    return _fp8_mlp_forward(steps, mlp, route, x, weights, matrices)[0]
 
 
-def _fp8_mlp_forward(steps: "type[_Steps]", mlp, rows, weights, matrices, group_sizes):
-    run, (w_up, w_down, biases) = steps(mlp, group_sizes, weights, rows.dtype), matrices
-    x = run.quantised(rows, w_up, "input")
-    up = checkpoint_name(_plus_up(run.product(x, w_up, "input"), biases, group_sizes), "gate_up")
-    act = run.activated(up, w_down)
-    transposed = (operand.without_rows() for operand in (x, act))
+def _fp8_mlp_forward(steps: "type[_Steps]", mlp, route: Route, x, weights, matrices):
+    run, (w_up, w_down, biases) = steps(mlp, route, route.rows(len(x)), x.dtype), matrices
+    group_sizes = route.group_sizes
+    rows, weights = run.sent(x, w_up, "input", weights)
+    weights = checkpoint_name(weights, "routing")
+    up = checkpoint_name(_plus_up(run.product(rows, w_up, "input"), biases, group_sizes), "gate_up")
+    act = run.activated(up, weights, w_down)
+    transposed = (operand.without_rows() for operand in (rows, act))
     y = _plus_down(run.product(act, w_down, "input"), biases, weights, group_sizes)
-    return y, (*transposed, up, weights, matrices, group_sizes)
+    return route.back(y)[0], (*transposed, up, route, weights, matrices)
 
 
 def _fp8_mlp_backward(steps: "type[_Steps]", mlp, residuals, dy):
-    x, act, up, weights, (w_up, w_down, biases), group_sizes = residuals
-    run = steps(mlp, group_sizes, weights, dy.dtype)
-    dys = run.quantised(dy, w_down, "gradient")
+    rows, act, up, route, weights, (w_up, w_down, biases) = residuals
+    run, group_sizes = steps(mlp, route, route.rows(len(dy)), dy.dtype), route.group_sizes
+    if biases is None:
+        (dys,) = run.sent(dy, w_down, "gradient")
+    else:  # their gradients are those of numbers that are not quantised
+        (dy,) = route.send(dy)
+        dys = run.quantised(dy, w_down, "gradient")
     dact = run.product(dys, w_down, "gradient")
     if biases is None and mlp.activation in mlp_kernel.KINDS:
-        dup, dweights = run.gated_gradient(up, dact, w_up)
+        dup, dweights = run.gated_gradient(up, weights, dact, w_up)
         dbiases = None
     else:
         how = group_sizes, mlp.kernels.elementwise
@@ -186,8 +226,8 @@ def _fp8_mlp_backward(steps: "type[_Steps]", mlp, residuals, dy):
         dweights, dbiases = _bias_gradients(mlp, biases, weights, dweights, dup, dy, group_sizes)
         dup = run.quantised(dup, w_up, "gradient")
     drows = run.product(dup, w_up, "gradient")
-    gradients = run.weight_gradient(x, dup, w_up), run.weight_gradient(act, dys, w_down)
-    return drows, dweights, ExpertMatrices(*gradients, dbiases), None
+    gradients = run.weight_gradient(rows, dup, w_up), run.weight_gradient(act, dys, w_down)
+    return None, *route.back(drows, dweights), ExpertMatrices(*gradients, dbiases)
 
 
 _fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
@@ -198,19 +238,28 @@ class _Steps(ABC):
     """The steps of the MLP in FP8; `which` is a matrix's "input" or its output's "gradient"."""
 
     mlp: ExpertMlp
-    group_sizes: jax.Array
-    weights: jax.Array
+    route: Route
+    rows: int
     dtype: Any  # of results
+
+    @property
+    def group_sizes(self) -> jax.Array:
+        return self.route.group_sizes
+
+    def sent(self, x: jax.Array, w: Any, which: str, *numbers: jax.Array) -> tuple[Any, *tuple[jax.Array, ...]]:
+        """The quantised rows of tokens, and the numbers of each row."""
+        rows, *numbers_of_rows = self.route.send(x, *numbers)
+        return self.quantised(checkpoint_name(rows, "dispatched"), w, which), *numbers_of_rows
 
     @abstractmethod
     def quantised(self, rows: jax.Array, w: Any, which: str) -> Any: ...
 
     @abstractmethod
-    def activated(self, up: jax.Array, w: Any) -> Any:
-        """The weighted activation."""
+    def activated(self, up: jax.Array, weights: jax.Array, w: Any) -> Any:
+        """The activation times the weights of rows."""
 
     @abstractmethod
-    def gated_gradient(self, up: jax.Array, dact: jax.Array, w: Any) -> tuple[Any, jax.Array]:
+    def gated_gradient(self, up: jax.Array, weights: jax.Array, dact: jax.Array, w: Any) -> tuple[Any, jax.Array]:
         """The gradients of a gated activation's input `up` and of the weights."""
 
     @abstractmethod
@@ -221,10 +270,10 @@ class _Steps(ABC):
     def weight_gradient(self, x: Any, dy: Any, w: Any) -> Any:
         """`x.T @ dy` of each expert."""
 
-    def weighted(self, up: jax.Array) -> jax.Array:
+    def weighted(self, up: jax.Array, weights: jax.Array) -> jax.Array:
         """The weighted activation, not quantised."""
         how = self.group_sizes, self.mlp.kernels.elementwise
-        return activate_weighted(self.mlp.activation, up, self.weights, *how)
+        return activate_weighted(self.mlp.activation, up, weights, *how)
 
 
 @dataclass(frozen=True)
@@ -238,21 +287,34 @@ class _Fp8(_Steps):
     def scale(self, w: Fp8Weight, which: str, amax: Callable[[], jax.Array]) -> tuple[jax.Array, Any]:
         return fp8.operand_scale(w, which, amax, self.mlp.max_over_devices)
 
+    def sent(self, x: jax.Array, w: Fp8Weight, which: str, *numbers: jax.Array) -> tuple[Any, *tuple[jax.Array, ...]]:
+        """The amax and the scale are those of the rows: each token that has an expert is in one of them."""
+        x = jnp.where(self.route.has_expert(len(x))[:, None], x, 0)
+        amax = fp8.amax(x)
+        scale, dtype = self.scale(w, which, lambda: amax)
+        as_bytes = jax.lax.bitcast_convert_type(fp8.quantize(x, scale, dtype), jnp.uint8)
+        sent, *numbers_of_rows = self.route.send(as_bytes, *numbers)
+        rows = checkpoint_name(jax.lax.bitcast_convert_type(sent, dtype), "dispatched")
+        transposed = self.quantisers.transpose(rows, self.group_sizes)
+        return Operand(rows, transposed, 1 / scale, amax), *numbers_of_rows
+
     def quantised(self, rows: jax.Array, w: Fp8Weight, which: str) -> Operand:
         scale, dtype = self.scale(w, which, lambda: self.quantisers.amax(rows, self.group_sizes))
         q, q_t, amax = self.quantisers.cast_transpose(rows, self.group_sizes, scale, dtype)
         return Operand(q, q_t, 1 / scale, amax)
 
-    def activated(self, up: jax.Array, w: Fp8Weight) -> Operand:
+    def activated(self, up: jax.Array, weights: jax.Array, w: Fp8Weight) -> Operand:
         if self.mlp.activation not in mlp_kernel.KINDS:
-            return self.quantised(self.weighted(up), w, "input")
-        tensors = self.mlp.activation, up, self.weights
+            return self.quantised(self.weighted(up, weights), w, "input")
+        tensors = self.mlp.activation, up, weights
         scale, dtype = self.scale(w, "input", lambda: self.quantisers.gated_amax(*tensors, self.group_sizes))
         q, q_t, amax = self.quantisers.gated_cast_transpose(*tensors, self.group_sizes, scale, dtype)
         return Operand(q, q_t, 1 / scale, amax)
 
-    def gated_gradient(self, up: jax.Array, dact: jax.Array, w: Fp8Weight) -> tuple[Operand, jax.Array]:
-        tensors = self.mlp.activation, up, self.weights, dact, self.group_sizes
+    def gated_gradient(
+        self, up: jax.Array, weights: jax.Array, dact: jax.Array, w: Fp8Weight
+    ) -> tuple[Operand, jax.Array]:
+        tensors = self.mlp.activation, up, weights, dact, self.group_sizes
         scale, dtype = self.scale(w, "gradient", lambda: self.quantisers.gated_backward_amax(*tensors))
         q, q_t, amax, dweights = self.quantisers.gated_backward_cast_transpose(*tensors, scale, dtype)
         return Operand(q, q_t, 1 / scale, amax), dweights
@@ -266,7 +328,7 @@ class _Fp8(_Steps):
             x.inverse_scale * w.inverse_scale,
             self.group_sizes,
             self.dtype,
-            rows=len(self.weights),  # values may have more
+            rows=self.rows,  # values may have more
             implementation=self.mlp.kernels.grouped_matmul,
         )
 
@@ -286,19 +348,21 @@ class _Blockwise(_Steps):
     def quantised(self, rows: jax.Array, w: BlockWeight, which: str) -> BothWays:
         return grouped_blockwise_kernels.quantise(rows, self.group_sizes)
 
-    def activated(self, up: jax.Array, w: BlockWeight) -> BothWays:
+    def activated(self, up: jax.Array, weights: jax.Array, w: BlockWeight) -> BothWays:
         if self.mlp.activation not in mlp_kernel.KINDS:
-            return self.quantised(self.weighted(up), w, "input")
-        return grouped_blockwise_kernels.gated(self.mlp.activation, up, self.weights, self.group_sizes)
+            return self.quantised(self.weighted(up, weights), w, "input")
+        return grouped_blockwise_kernels.gated(self.mlp.activation, up, weights, self.group_sizes)
 
-    def gated_gradient(self, up: jax.Array, dact: jax.Array, w: BlockWeight) -> tuple[BothWays, jax.Array]:
-        tensors = up, self.weights, dact, self.group_sizes
+    def gated_gradient(
+        self, up: jax.Array, weights: jax.Array, dact: jax.Array, w: BlockWeight
+    ) -> tuple[BothWays, jax.Array]:
+        tensors = up, weights, dact, self.group_sizes
         return grouped_blockwise_kernels.gated_backward(self.mlp.activation, *tensors)
 
     def product(self, x: BothWays, w: BlockWeight, which: str) -> jax.Array:
         assert x.rows is not None
         matrices = grouped_blockwise_kernels.quantise_weights(w.values, which)
-        return blockwise_kernel.grouped_matmul(x.rows, matrices, self.group_sizes, self.dtype, len(self.weights))
+        return blockwise_kernel.grouped_matmul(x.rows, matrices, self.group_sizes, self.dtype, self.rows)
 
     def weight_gradient(self, x: BothWays, dy: BothWays, w: BlockWeight) -> BlockWeight:
         tensors = x.columns, dy.columns, self.group_sizes

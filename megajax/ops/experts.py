@@ -1,9 +1,6 @@
-"""Tokens to their experts and back: rows sorted by expert, the experts' MLP, rows summed by token.
+"""Tokens to their experts and back: rows sorted by expert, the experts' MLP, rows summed by token."""
 
-The permutation uses gathers in both directions and in both passes, so no scatter has to add rows.
-"""
-
-from functools import partial
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -11,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import router
-from megajax.ops.expert_mlp import ExpertMatrices, ExpertMlp, expert_mlp
+from megajax.ops.expert_mlp import ExpertMatrices, ExpertMlp, Route, expert_mlp
 from megajax.ops.numerics import wide
 
 
@@ -47,87 +44,56 @@ def sort_by_expert(experts: jax.Array, num_experts: int, rows: int) -> Permutati
     return Permutation(order[:rows], inverse, router.count(experts, num_experts))
 
 
-def apply_experts(
-    mlp: ExpertMlp,
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    matrices: ExpertMatrices,
-    capacity: int | None,
-) -> jax.Array:
-    """`x [T, D]` → `[T, D]`: Σ over a token's assignments `[T, k]` of weight · MLP of the expert.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SortedRoute(Route):
+    """Tokens to rows sorted by expert. Both directions are gathers, so no scatter has to add rows."""
 
-    An assignment to E adds nothing. An expert has at most `capacity` assignments.
-    """
-    k, E = experts.shape[1], matrices.num_experts
-    permutation = sort_by_expert(experts, E, most_rows(len(x), k, E, capacity))
-    permutation = jax.tree.map(lambda a: checkpoint_name(a, "routing"), permutation)
-    rows = checkpoint_name(dispatch(x, permutation, k), "dispatched")
-    row_weights = checkpoint_name(permute(weights.reshape(-1), permutation), "routing")
+    permutation: Permutation
+    is_routed: jax.Array  # [T]: whether a token has an expert
+    k: int = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, experts: jax.Array, num_experts: int, capacity: int | None) -> "SortedRoute":
+        """For `experts [T, k]`; an assignment to E adds nothing, and an expert has at most `capacity` assignments."""
+        T, k = experts.shape
+        permutation = sort_by_expert(experts, num_experts, most_rows(T, k, num_experts, capacity))
+        return cls(permutation.group_sizes, permutation, jnp.any(experts < num_experts, axis=1), k)
+
+    def send(self, x: jax.Array, *numbers: jax.Array) -> tuple[jax.Array, ...]:
+        order = self.permutation.order
+        return x[order // self.k], *(each[order] for each in numbers)
+
+    def back(self, rows: jax.Array, *numbers: jax.Array) -> tuple[jax.Array, ...]:
+        """The sum is in float32."""
+        by_token = self._of_assignments(rows).reshape(-1, self.k, rows.shape[-1])
+        tokens = by_token.astype(wide(rows.dtype)).sum(axis=1).astype(rows.dtype)
+        return tokens, *map(self._of_assignments, numbers)
+
+    def rows(self, tokens: int) -> int:
+        return len(self.permutation.order)
+
+    def has_expert(self, tokens: int) -> jax.Array:
+        return self.is_routed
+
+    def _of_assignments(self, rows: jax.Array) -> jax.Array:
+        """Sorted rows → the rows of the assignments, `[T·k, ...]`; zeros for those past the last row."""
+        order, inverse = self.permutation.order, self.permutation.inverse
+        if len(order) == len(inverse):
+            return rows[inverse]
+        return rows.at[inverse].get(mode="fill", fill_value=0)
+
+
+def apply_experts(
+    mlp: ExpertMlp, route: Route, x: jax.Array, weights: jax.Array, matrices: ExpertMatrices
+) -> jax.Array:
+    """`x [T, D]` → `[T, D]`: Σ over a token's assignments, with weights `[T, k]`, of weight · MLP of the expert."""
     if matrices.token_ids is not None:
-        matrices = matrices.with_ids(assignment_ids(matrices.token_ids, k)[permutation.order])
-    y = expert_mlp(mlp, rows, row_weights, matrices, permutation.group_sizes)
-    return combine(y, permutation, k)
+        matrices = matrices.with_ids(assignment_ids(matrices.token_ids, weights.shape[1]))
+    route = jax.tree.map(lambda a: checkpoint_name(a, "routing"), route)
+    return expert_mlp(mlp, route, x, weights.reshape(-1), matrices)
 
 
 def assignment_ids(token_ids: jax.Array, k: int) -> jax.Array:
     """The id of each of a token's k assignments, `[T·k]` uint32."""
     return (token_ids[:, None] * jnp.uint32(k) + jnp.arange(k, dtype=jnp.uint32)).reshape(-1)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dispatch(x: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    """`x [T, D]` → `[R, D]`: the token of each sorted assignment."""
-    return x[permutation.order // k]
-
-
-def _dispatch_forward(x, permutation, k):
-    return dispatch(x, permutation, k), permutation
-
-
-def _dispatch_backward(k, permutation, dy):
-    return _sum_of_assignments(dy, permutation, k), None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def combine(y: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    """Sorted rows `[R, D]` → `[T, D]`: the sum of each token's rows, in float32."""
-    return _sum_of_assignments(y, permutation, k)
-
-
-def _combine_forward(y, permutation, k):
-    return combine(y, permutation, k), permutation
-
-
-def _combine_backward(k, permutation, dx):
-    return dx[permutation.order // k], None
-
-
-combine.defvjp(_combine_forward, _combine_backward)
-
-
-def _sum_of_assignments(rows: jax.Array, permutation: Permutation, k: int) -> jax.Array:
-    by_token = _of_assignments(rows, permutation).reshape(-1, k, rows.shape[-1])
-    return by_token.astype(wide(rows.dtype)).sum(axis=1).astype(rows.dtype)
-
-
-def _of_assignments(rows: jax.Array, permutation: Permutation) -> jax.Array:
-    """Sorted rows → the rows of the assignments, `[T·k, ...]`; zeros for those past the last row."""
-    if len(permutation.order) == len(permutation.inverse):
-        return rows[permutation.inverse]
-    return rows.at[permutation.inverse].get(mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def permute(values: jax.Array, permutation: Permutation) -> jax.Array:
-    """`values [T·k]`, one number per assignment, in sorted order."""
-    return values[permutation.order]
-
-
-permute.defvjp(
-    lambda values, permutation: (permute(values, permutation), permutation),
-    lambda permutation, dy: (_of_assignments(dy, permutation), None),
-)

@@ -37,6 +37,7 @@ __all__ = [
     "gated_pass",
     "gradient_of_weights",
     "read_tiles",
+    "transpose",
 ]
 
 TILING = CastTiling()
@@ -72,6 +73,39 @@ def cast_transpose(
     how = TilePass("grouped_quantise", compute, 1, 0, tiling, interpret)
     q, q_t, _, largest = _over_steps(how, [x_rf[:, None]], None, group_sizes_e, scale, dtype)
     return q, q_t, largest
+
+
+def transpose(
+    q_rf: jax.Array, group_sizes_e: jax.Array, *, tiling: CastTiling = TILING, interpret: bool = False
+) -> jax.Array:
+    """The transpose [F, P] of rows [R, F] that are quantised already."""
+    (R, F), block_t, block_f = q_rf.shape, tiling.tokens, tiling.features
+    P, tiles = padded_rows(R, len(group_sizes_e)), STEP // tiling.tokens
+    missing = addressable(R, F, ALIGNMENT) - R
+
+    def kernel(step_ref, rows_ref, transposed_ref) -> None:
+        f, before = pl.program_id(0), lax.rem(pl.program_id(1), np.int32(tiles)) * block_t
+        first, held = step_ref[0, 0] + before, lax.iota(jnp.int32, block_t) < step_ref[0, 1] - before
+        inside = f * block_f + lax.iota(jnp.int32, block_f) < F
+        mask = jnp.broadcast_to(held[:, None] & inside[None] if F % block_f else held[:, None], (block_t, block_f))
+
+        @pl.when(step_ref[0, 1] > 0)
+        def _some_rows():  # zeros after the step's last row are written too
+            tile = plgpu.load(rows_ref.at[pl.ds(first, block_t), pl.ds(f * block_f, block_f)], mask=mask, other=0)
+            plgpu.store(transposed_ref, tile.T, mask=inside[:, None] if F % block_f else None)
+
+    bits = lax.bitcast_convert_type(q_rf, jnp.uint8)
+    transposed = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(F, block_f), P // block_t),
+        in_specs=[pl.BlockSpec((1, 2), lambda f, t: (lax.div(t, np.int32(tiles)), 0)), pl.BlockSpec()],
+        out_specs=pl.BlockSpec((block_f, block_t), lambda f, t: (f, t)),
+        out_shape=jax.ShapeDtypeStruct((F, addressable(P, F, STEP)), jnp.uint8),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps),
+        interpret=interpret,
+        name="grouped_transpose",
+    )(steps(group_sizes_e, P), jnp.pad(bits, ((0, missing), (0, 0))) if missing else bits)
+    return lax.bitcast_convert_type(transposed, q_rf.dtype)
 
 
 def gated_cast_transpose(

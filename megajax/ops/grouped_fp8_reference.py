@@ -25,6 +25,14 @@ def cast_transpose(x_rf: jax.Array, group_sizes_e: jax.Array, scale: jax.Array, 
     return _quantise(_used(x_rf, group_sizes_e), group_sizes_e, scale, dtype)
 
 
+def transpose(q_rf: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
+    """The transpose [F, P] of rows [R, F] that are quantised already."""
+    first, count = jnp.split(steps(group_sizes_e, padded_rows(len(q_rf), len(group_sizes_e))), 2, axis=1)
+    column = jnp.arange(STEP)
+    rows, held = (first + column).reshape(-1), (column < count).reshape(-1)
+    return jnp.where(held[:, None], q_rf.at[rows].get(mode="clip"), jnp.zeros((), q_rf.dtype)).T
+
+
 def gated_cast_transpose(
     kind: str, gate_up_rf: jax.Array, weights_r: jax.Array, group_sizes_e: jax.Array, scale: jax.Array, dtype: Any
 ) -> Quantised:
@@ -87,10 +95,5 @@ def _gated_backward(kind: str, gate_up: jax.Array, weights: jax.Array, dact: jax
 
 
 def _quantise(values_rf: jax.Array, group_sizes_e: jax.Array, scale: jax.Array, dtype: Any) -> Quantised:
-    R, E = values_rf.shape[0], group_sizes_e.shape[0]
     q_rf = quantize(values_rf, scale, dtype)
-    first, count = jnp.split(steps(group_sizes_e, padded_rows(R, E)), 2, axis=1)
-    column = jnp.arange(STEP)
-    rows, held = (first + column).reshape(-1), (column < count).reshape(-1)
-    q_pf = jnp.where(held[:, None], q_rf.at[rows].get(mode="clip"), jnp.zeros((), dtype))
-    return q_rf, q_pf.T, amax_of_all(values_rf)
+    return q_rf, transpose(q_rf, group_sizes_e), amax_of_all(values_rf)

@@ -15,7 +15,7 @@ from megajax.ops.block_matmul import BlockWeight
 from megajax.ops.blockwise_fp8 import BLOCK, Blockwise
 from megajax.ops.blockwise_fp8_kernels import BothWays, ScaledOperand
 from megajax.ops.blockwise_kernel import matmul
-from megajax.ops.expert_mlp import expert_mlp
+from megajax.ops.expert_mlp import Route, expert_mlp
 from megajax.ops.grouped_matmul_block import MatmulTiling
 from megajax.ops.mlp_activation import activate
 
@@ -183,7 +183,7 @@ def test_experts_compute_what_is_emulated(rng, monkeypatch):
 
         def apply(rows, weights, up_values, down_values):
             used = ExpertMatrices(replace(up, values=up_values), replace(down, values=down_values))
-            return expert_mlp(mlp, rows, weights, used, jnp.asarray(SIZES))
+            return expert_mlp(mlp, Route(jnp.asarray(SIZES)), rows, weights, used)
 
         y, pull = jax.vjp(apply, rows, weights, *matrices)
         return y, *pull(dy)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops import Biases, ExpertMatrices, ExpertMlp, apply_experts
+from megajax.ops import Biases, ExpertMatrices, ExpertMlp, Route, SortedRoute, apply_experts
 from megajax.ops.expert_mlp import expert_mlp
 from megajax.ops.fp8 import Fp8Weight
 from megajax.tools.plan.compile import compiled, no_gpu_needed
@@ -117,7 +117,7 @@ def test_value_and_gradients(rng, error, kind, scales, dtype, room):
 
     @jax.jit
     def run(x, weights, up, down, sizes, dy):
-        run = partial(expert_mlp, ExpertMlp(kind, max_over_devices=lambda amax: room * amax), group_sizes=sizes)
+        run = partial(expert_mlp, ExpertMlp(kind, max_over_devices=lambda amax: room * amax), Route(sizes))
         y, pull = jax.vjp(lambda x, weights, *w: run(x, weights, ExpertMatrices(*w)), x, weights, up, down)
         return y, *pull(dy)
 
@@ -145,7 +145,8 @@ def test_tokens_go_through_experts_in_fp8(rng, error):
     @jax.jit
     def run(x, up, down, biases):
         def apply(x, weights, biases):
-            return apply_experts(ExpertMlp("swiglu"), x, experts, weights, ExpertMatrices(up, down, biases), None)
+            route = SortedRoute.of(experts, 4, None)
+            return apply_experts(ExpertMlp("swiglu"), route, x, weights, ExpertMatrices(up, down, biases))
 
         y, pull = jax.vjp(apply, x, weights, biases)
         return y, *jax.tree.leaves(pull(y))
@@ -187,7 +188,7 @@ def test_biases_and_their_gradients_are_those_of_a_loop_over_experts(rng, error)
 
     def loss(x, weights, matrices, biases):
         chosen, given = jnp.asarray(experts).at[4, 1].set(E), ExpertMatrices(*matrices, Biases(*biases))
-        y = apply_experts(ExpertMlp("clamped_swiglu"), x, chosen, weights, given, None)
+        y = apply_experts(ExpertMlp("clamped_swiglu"), SortedRoute.of(chosen, E, None), x, weights, given)
         return jnp.sum(y * dy)
 
     value, found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(x, weights, matrices, biases)

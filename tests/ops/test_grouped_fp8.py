@@ -139,7 +139,8 @@ def compiled_quantisers(module):
 
     @jax.jit
     def all_of_them(arrays, sizes):
-        return {o: run(module, o, arrays, sizes, dtype, **interpreted(module)) for o, dtype in OPERATIONS.items()}
+        found = {o: run(module, o, arrays, sizes, dtype, **interpreted(module)) for o, dtype in OPERATIONS.items()}
+        return found, module.transpose(found["cast"][0][0], sizes, **interpreted(module))
 
     return all_of_them
 
@@ -148,8 +149,11 @@ def compiled_quantisers(module):
 @each_size
 def test_rows_of_groups_are_quantised(rng, sizes, module):
     arrays = tensors(rng, 48, sizes)  # not whole tiles
-    for operation, found in jax.device_get(compiled_quantisers(module)(arrays, np.asarray(sizes, np.int32))).items():
+    quantised, transposed = jax.device_get(compiled_quantisers(module)(arrays, np.asarray(sizes, np.int32)))
+    for operation, found in quantised.items():
         check(*found, operation, arrays, sizes, OPERATIONS[operation])
+    alone = transpose(np.asarray(quantised["cast"][0][0]), sizes)
+    np.testing.assert_array_equal(bits(transposed)[:, : alone.shape[1]], bits(alone))
 
 
 @each_module
@@ -170,6 +174,10 @@ def test_arrays_that_triton_cannot_address_are_larger():
     quantise = functools.partial(grouped_fp8_kernels.cast_transpose, scale=jnp.float32(1), dtype=E4M3)
     q, q_t, _ = jax.eval_shape(quantise, x, jax.ShapeDtypeStruct((8,), jnp.int32))
     assert q.size > 2**32 < q_t.size and q.shape[0] % 8 == q_t.shape[1] % STEP == 0
+    rows, sizes = jax.ShapeDtypeStruct(x.shape, E4M3), jax.ShapeDtypeStruct((8,), jnp.int32)
+    traced = jax.make_jaxpr(grouped_fp8_kernels.transpose)(rows, sizes)
+    assert [each.invars[-1].aval.size > 2**32 for each in traced.eqns if "pallas" in each.primitive.name] == [True]
+    assert traced.out_avals[0].size > 2**32
 
 
 # Matmuls

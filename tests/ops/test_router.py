@@ -227,7 +227,8 @@ def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
 
     def ours(x, weights, w_up, w_down):
         matrices = ops.ExpertMatrices(w_up, w_down)
-        return ops.apply_experts(ops.ExpertMlp(activation), x, experts, weights, matrices, None)
+        route = ops.SortedRoute.of(experts, E, None)
+        return ops.apply_experts(ops.ExpertMlp(activation), route, x, weights, matrices)
 
     assert most_rows(T, k, E) == T * 2 and most_rows(T, k, 1) == T and most_rows(T, k, E, T // 2) == T // 2 * E
 

@@ -100,18 +100,19 @@ def test_assignments_are_sorted_by_expert_and_summed_by_token():
 
     @jax.jit
     def run(experts, x, weights):
-        permutation = ops.sort_by_expert(experts, EXPERTS, ROWS)
-        rows = ops.dispatch(x, permutation, K)
-        weighted = rows * ops.permute(weights, permutation)[:, None]  # those of assignments
-        return permutation, rows, ops.combine(weighted, permutation, K)
+        route = ops.SortedRoute.of(experts, EXPERTS, None)
+        rows, row_weights = route.send(x, weights)
+        back = route.back(rows * row_weights[:, None], row_weights)
+        return route.permutation, rows, *back, route.has_expert(TOKENS)
 
-    permutation, rows, combined = run(experts, x, weights)
+    permutation, rows, summed, returned, has_expert = run(experts, x, weights)
     flat = experts.reshape(-1)
     np.testing.assert_array_equal(permutation.order, np.argsort(flat, kind="stable"))
     np.testing.assert_array_equal(permutation.group_sizes, np.bincount(flat, minlength=EXPERTS + 1)[:EXPERTS])
     np.testing.assert_array_equal(rows, np.repeat(x, K, axis=0)[np.argsort(flat, kind="stable")])
-    expected = x * weights.reshape(TOKENS, K).sum(axis=1, keepdims=True)
-    np.testing.assert_array_equal(combined, expected)
+    np.testing.assert_array_equal(summed, x * weights.reshape(TOKENS, K).sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(returned, weights)
+    np.testing.assert_array_equal(has_expert, (experts < EXPERTS).any(axis=1))
 
 
 def test_an_expert_draws_by_the_token_and_the_number_of_its_assignment(monkeypatch):
@@ -123,12 +124,19 @@ def test_an_expert_draws_by_the_token_and_the_number_of_its_assignment(monkeypat
         def with_ids(self, ids):
             return ids
 
-    monkeypatch.setattr(ops, "expert_mlp", lambda mlp, rows, weights, ids, sizes: rows + ids[:, None])
+    def ids_of_rows(mlp, route, x, weights, ids):
+        return route.back(route.send(x, ids)[1][:, None].astype(np.float32))[0]
+
+    monkeypatch.setattr(ops, "expert_mlp", ids_of_rows)
     experts, k = routed("all")[0], np.uint32(K)
     mlp: Any = None
     matrices: Any = Matrices()
-    run = jax.jit(lambda x, experts, weights: ops.apply_experts(mlp, x, experts, weights, matrices, None))
-    found = run(np.zeros((TOKENS, 1), np.float32), experts, np.ones((TOKENS, K), np.float32))
+
+    def run(x, experts, weights):
+        route = ops.SortedRoute.of(experts, EXPERTS, None)
+        return ops.apply_experts(mlp, route, x, weights, matrices)
+
+    found = jax.jit(run)(np.zeros((TOKENS, 1), np.float32), experts, np.ones((TOKENS, K), np.float32))
     np.testing.assert_array_equal(np.asarray(found)[:, 0], K * k * np.asarray(matrices.token_ids) + K * (K - 1) // 2)
 
 

@@ -10,6 +10,8 @@ import jax
 
 from megajax import ops
 from megajax.ops.block_matmul import MaxOverDevices
+from megajax.ops.expert_mlp import Route
+from megajax.ops.experts import SortedRoute
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class ExpertParallel:
         self, activation: str, x, experts, weights, matrices: ops.ExpertMatrices, capacity: int | None
     ) -> jax.Array:
         """Own tokens `x [T, D]`, their `experts` and `weights` `[T, k]`, own experts' `matrices` → `[T, D]`."""
-        return ops.apply_experts(self.mlp(activation), x, experts, weights, matrices, capacity)
+        mlp = ops.ExpertMlp(activation, self.kernels, self.max_over_devices)
+        return ops.apply_experts(mlp, self.route(experts, matrices.num_experts, capacity), x, weights, matrices)
 
-    def mlp(self, activation: str) -> ops.ExpertMlp:
-        return ops.ExpertMlp(activation, self.kernels, self.max_over_devices)
+    def route(self, experts: jax.Array, num_experts: int, capacity: int | None) -> Route:
+        """The way of own tokens, with `experts [T, k]`, to their experts, `num_experts` on each device."""
+        return SortedRoute.of(experts, num_experts, capacity)

@@ -10,50 +10,21 @@ Why not `lax.ragged_all_to_all`, which sends the k·T·(n - 1)/n rows at once: d
 """
 
 import math
-from functools import partial
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import experts as ops
+from megajax.ops.experts import SortedRoute
 from megajax.options.dispatch import ROOM
 from megajax.parallel import collectives
 from megajax.parallel.experts.contract import ExpertParallel
 
 Axes = tuple[str, ...]
 Arrays = tuple[jax.Array, ...]
-
-
-class Exchanged(ExpertParallel):
-    def apply(self, activation, x, experts, weights, matrices, capacity) -> jax.Array:
-        (T, k), local, axes, size = experts.shape, matrices.num_experts, self.axes, self.devices
-        room = math.ceil(min(1, ROOM / size) * T * k)
-        permutation = ops.sort_by_expert(experts, local * size, T * k)
-        routes = routes_of(
-            axes, permutation.group_sizes, size, room, (T * k, ops.most_rows(size * T, k, local, capacity))
-        )
-        permutation, routes = jax.tree.map(lambda a: checkpoint_name(a, "routing"), (permutation, routes))
-
-        def send(source: RowRanges, target: RowRanges, *arrays: jax.Array) -> Arrays:
-            return exchange(axes, room, routes.rounds, source, target, arrays)
-
-        own_weights: jax.Array = ops.permute(weights.reshape(-1), permutation)
-        rows: jax.Array = ops.dispatch(x, permutation, k)
-        sent = [rows, own_weights[:, None]]
-        if matrices.token_ids is not None:  # as numbers that can be differentiated
-            ids = ops.assignment_ids(matrices.token_ids, k)[permutation.order]
-            sent.append(jnp.stack([ids >> 16, ids & 0xFFFF], axis=1).astype(jnp.float32))
-        received, row_weights, *halves = send(routes.sent, routes.arrived, *sent)
-        received, row_weights = checkpoint_name(received, "dispatched"), checkpoint_name(row_weights, "routing")[:, 0]
-        if halves:
-            halves = checkpoint_name(lax.stop_gradient(halves[0]), "routing").astype(jnp.uint32)
-            matrices = matrices.with_ids(halves[:, 0] << 16 | halves[:, 1])
-        y: jax.Array = ops.expert_mlp(self.mlp(activation), received, row_weights, matrices, routes.group_sizes)
-        (y,) = send(routes.arrived, routes.sent, y)
-        return ops.combine(y, permutation, k)
 
 
 class RowRanges(NamedTuple):
@@ -111,7 +82,6 @@ def routes_of(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[i
     return Routes(*sides, rounds, arrived.sum(axis=0))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def exchange(axes: Axes, room: int, rounds: jax.Array, source: RowRanges, target: RowRanges, arrays: Arrays) -> Arrays:
     """Send the rows of all `arrays [R, ...]` from the segments `source` to `target` → `[rows, ...]`, other rows zero.
 
@@ -134,13 +104,35 @@ def exchange(axes: Axes, room: int, rounds: jax.Array, source: RowRanges, target
     return lax.fori_loop(1, rounds, lambda round, arrived: sent(round * room, arrived), arrived)
 
 
-def _exchange_forward(axes, room, rounds, source, target, arrays):
-    return exchange(axes, room, rounds, source, target, arrays), (rounds, source, target)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExchangedRoute(SortedRoute):
+    """Own tokens to rows sorted by expert, and these to the experts' devices."""
+
+    routes: Routes
+    axes: Axes = field(metadata={"static": True})
+    room: int = field(metadata={"static": True})
+
+    def send(self, x: jax.Array, *numbers: jax.Array) -> Arrays:
+        return self._exchange(self.routes.sent, self.routes.arrived, *super().send(x, *numbers))
+
+    def back(self, rows: jax.Array, *numbers: jax.Array) -> Arrays:
+        return super().back(*self._exchange(self.routes.arrived, self.routes.sent, rows, *numbers))
+
+    def rows(self, tokens: int) -> int:
+        return len(self.routes.arrived.number)
+
+    def _exchange(self, source: RowRanges, target: RowRanges, rows: jax.Array, *numbers: jax.Array) -> Arrays:
+        arrays = rows, *(each[:, None] for each in numbers)
+        rows, *numbers_there = exchange(self.axes, self.room, self.routes.rounds, source, target, arrays)
+        return rows, *(each[:, 0] for each in numbers_there)
 
 
-def _exchange_backward(axes, room, residuals, dy):
-    rounds, source, target = residuals
-    return None, None, None, exchange(axes, room, rounds, target, source, dy)
-
-
-exchange.defvjp(_exchange_forward, _exchange_backward)
+class Exchanged(ExpertParallel):
+    def route(self, experts, num_experts, capacity) -> ExchangedRoute:
+        (T, k), axes, size = experts.shape, self.axes, self.devices
+        room = math.ceil(min(1, ROOM / size) * T * k)
+        route = SortedRoute.of(experts, num_experts * size, None)
+        rows = T * k, ops.most_rows(size * T, k, num_experts, capacity)
+        routes = routes_of(axes, route.group_sizes, size, room, rows)
+        return ExchangedRoute(routes.group_sizes, route.permutation, route.is_routed, k, routes, axes, room)
