@@ -64,6 +64,10 @@ class QueryGradient(_Gradient):
     def columns(self) -> int:
         return 64 if self.widths[0] > 128 else 128  # as many as fit into shared memory
 
+    @property
+    def stages(self) -> int:
+        return 4 if self.widths[0] <= 64 else 2
+
     def scratch(self, dtype: Any) -> dict[str, Any]:
         H, W = self.widths
         return {
@@ -141,6 +145,10 @@ class KeyValueGradient(_Gradient):
 
     columns = 64
     last_tile_first = False
+
+    @property
+    def stages(self) -> int:
+        return 3 if self.widths[0] <= 64 else 2  # a third one is slower for keys of 192
 
     def grid(self, length: int, batch: int, kv_heads: int) -> dict[str, int]:
         """Tiles are the slowest axis: this was 6 % faster for packed documents, and not slower for one document."""

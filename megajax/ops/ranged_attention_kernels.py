@@ -56,7 +56,7 @@ class RangedAttentionKernel:
     """The base class of the three kernels. `group` query heads read one KV head."""
 
     columns = 128  # of a tile
-    stages = 2
+    stages = 2  # buffer slots
     # The longest tiles start first: with causal attention the last queries see the most keys, and the first keys are
     # seen by the most queries.
     last_tile_first = True

@@ -133,7 +133,7 @@ class Device:
             seconds.traffic["tensor"] = self.over_tensor(work, bool(flops))
         if work.has_experts and self.plan.collectives.expert_shards > 1:
             seconds.matmuls *= 1 + IMBALANCE * math.log2(self.plan.collectives.expert_shards)
-            seconds.traffic["expert"] = self.dispatch()
+            seconds.traffic["expert"] = self.dispatch(fp8)
         return seconds
 
     def matmuls(self, work: SublayerWork, fp8: bool) -> float:
@@ -233,14 +233,19 @@ class Device:
         seconds *= OVER_CONTEXT if self.sizes["context"] > 1 else 1
         return PassSeconds(attention=seconds * (IN_CHUNKS if self.plan.kernels.linear_attention == "reference" else 1))
 
-    def dispatch(self) -> Traffic:
-        """Rows sent to experts and back, forward and backward; nothing hides them."""
+    def dispatch(self, fp8: bool) -> Traffic:
+        """Rows sent to experts and back, forward and backward; nothing hides them.
+
+        With one FP8 scale tokens are sent to their experts as FP8, and gradients unless biases need them whole.
+        """
         shards, axes = self.plan.collectives.expert_shards, self.config.mesh.experts_over
         stream = self.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
         between = any(axis in self.between_hosts for axis in axes)
         bandwidth = self.rates.group_bytes(between, min(self.stride(axis) for axis in axes))
         rows = self.plan.collectives.dispatch.rows_per_token(shards, self.config.model.experts_per_token)
-        sent = 4.5 * stream * rows * (shards - 1) / shards
+        model, as_fp8 = self.config.model, fp8 and self.plan.fp8.chosen.has_kernels
+        halved = (1 if model.mlp_bias else 2) if as_fp8 else 0
+        sent = (4.5 - halved / 2) * stream * rows * (shards - 1) / shards
         return Traffic(sent, sent / bandwidth, sent / bandwidth)
 
     def head(self) -> float:
