@@ -26,6 +26,7 @@ from megajax.checkpoint import checksums
 from megajax.checkpoint.arrays import check_shapes
 from megajax.checkpoint.best import BestByLoss
 from megajax.checkpoint.description import compare_descriptions, describe_model
+from megajax.checkpoint.orbax_internals import share_among_replicas
 from megajax.checkpoint.storage import (
     SUBDIRECTORY,
     checkpoint_folder,
@@ -49,9 +50,7 @@ LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jum
 LARGE_LAYER = 2**18  # bytes of a layer in one device's shard
 REPLICA_SLICE = 2**20  # bytes; replicas write an array together if each writes as many
 
-# By default they share every array, and the first save compiles a slice for each shape.
-_array_handler: Any = ocp.type_handlers.get_type_handler(jax.Array)
-_array_handler._min_slice_bytes_for_replica_parallel = REPLICA_SLICE
+share_among_replicas(REPLICA_SLICE)
 
 
 @dataclass(frozen=True)

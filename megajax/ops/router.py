@@ -279,5 +279,8 @@ def updated_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
 
     Loss-free balancing (Wang et al. 2024, DeepSeek-V3): up for experts below the mean, down for those above it.
     """
-    counts = counts.astype(jnp.float32)
-    return bias + rate * jnp.sign(counts.mean(axis=-1, keepdims=True) - counts)
+    # In integers: a compiled mean is a product with 1 / E, which may lie beside the count that it equals.
+    mean, rest = jnp.divmod(counts.sum(axis=-1, keepdims=True), counts.shape[-1])
+    below, above = counts < mean, counts > mean
+    direction = jnp.where(below, 1, jnp.where(above, -1, rest > 0))
+    return bias + rate * direction.astype(jnp.float32)

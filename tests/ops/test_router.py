@@ -194,8 +194,14 @@ def test_sinkhorn_evens_out_experts(logits):
 
 
 def test_the_bias_moves_towards_balance():
-    bias = router.updated_bias(jnp.zeros((1, 3)), jnp.array([[1, 4, 7]]), 0.5)
-    assert bias.tolist() == [[0.5, 0.0, -0.5]]
+    """Compiled too: an expert whose count is the mean stays."""
+    update = jax.jit(lambda bias, counts: router.updated_bias(bias, counts, 0.5))
+    counts = np.array([[1, 4, 7], [2, 2, 3], [1, 3, 3]], np.int32)
+    assert update(np.zeros((3, 3), np.float32), counts).tolist() == [
+        [0.5, 0, -0.5],
+        [0.5, 0.5, -0.5],
+        [0.5, -0.5, -0.5],
+    ]
 
 
 def test_jitter_belongs_to_the_token_and_forced_balance_is_even():
