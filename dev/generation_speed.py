@@ -21,7 +21,7 @@ import numpy as np
 
 from megajax import build_mesh, load_config
 from megajax.inference.comm import LayerCache
-from megajax.inference.generation import Generator
+from megajax.inference.generation import Generator, PaddedPrompts
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
 from megajax.inference.weights import abstract_parameters
@@ -59,9 +59,9 @@ class Programs:
         self.model, self.batch = model, batch
         generator, room = Generator(model, Sampling(temperature=0)), tokens + 1
         prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, prompt)).astype(np.int32)
-        self.prompts = prompts, np.full(batch, prompt, np.int32), np.uint32(0)
-        prefill = generator._prefill.lower(model.weights, *self.prompts, size=prompt + tokens, room=room)
-        self.start = jax.eval_shape(generator._prefill, model.weights, *self.prompts, size=prompt + tokens, room=room)
+        self.prompts = PaddedPrompts(prompts, np.full(batch, prompt, np.int32), np.uint32(0))
+        prefill = generator._prefill.lower(model.weights, self.prompts, size=prompt + tokens, room=room)
+        self.start = jax.eval_shape(generator._prefill, model.weights, self.prompts, size=prompt + tokens, room=room)
         decode = generator._decode.lower(model.weights, self.start, self.ends(tokens))
         self.prefill, self.decode = prefill.compile(), decode.compile()
 
@@ -82,7 +82,7 @@ class Programs:
         firsts, steps, early = [], [], tokens // 4
         for _ in range(3):
             begin = time.perf_counter()
-            progress = jax.block_until_ready(self.prefill(self.model.weights, *self.prompts))
+            progress = jax.block_until_ready(self.prefill(self.model.weights, self.prompts))
             firsts.append(time.perf_counter() - begin)
             progress = jax.block_until_ready(self.decode(self.model.weights, progress, self.ends(early)))
             begin = time.perf_counter()
@@ -98,7 +98,7 @@ class Programs:
     def kernels(self, count: int, tokens: int = 16) -> str:
         """The kernels of a decode step by their time, without their numbers: a line for each of the first `count`."""
         decode, weights = self.decode, self.model.weights
-        progress = jax.block_until_ready(decode(weights, self.prefill(weights, *self.prompts), self.ends(8)))
+        progress = jax.block_until_ready(decode(weights, self.prefill(weights, self.prompts), self.ends(8)))
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 jax.block_until_ready(decode(weights, progress, self.ends(8 + tokens)))

@@ -28,6 +28,16 @@ LENGTH_MULTIPLE = 64  # of lengths, by default
 NONE = -1  # instead of a token after the end of a sequence
 
 
+class PaddedPrompts(NamedTuple):
+    """The prompts of a batch: arrays of the host or of the devices."""
+
+    tokens: Any  # [B, P] int32, padded at their ends
+    lengths: Any  # [B] int32
+    seed: Any  # uint32
+    sources: Any = None  # tokens and lengths of what an encoder reads
+    images: Any = None  # the fields of a batch with pictures
+
+
 class GenerationState(NamedTuple):
     """The state between tokens."""
 
@@ -95,8 +105,8 @@ class Generator:
         room = self._rounded(min(max_tokens, self.model.max_length), growing)
         if any(pictures):
             images = self._image_fields(pictures, lengths, tokens.shape[1])
-        read = tokens, lengths, np.uint32(seed), sources, images
-        progress = self._prefill(self.model.weights, *read, size=size, room=room)
+        padded_prompts = PaddedPrompts(tokens, lengths, np.uint32(seed), sources, images)
+        progress = self._prefill(self.model.weights, padded_prompts, size=size, room=room)
         while True:
             done, count, self.verified = _on_host((progress.done, progress.count, progress.verified))
             active = np.asarray(progress._replace(done=done, count=count).active(limits))
@@ -140,9 +150,10 @@ class Generator:
             )
 
     def _prefill_program(
-        self, weights: ModelWeights, tokens, lengths, seed, sources=None, images=None, *, size: int, room: int
+        self, weights: ModelWeights, prompts: PaddedPrompts, *, size: int, room: int
     ) -> GenerationState:
-        """Prompts `[B, P]` padded at their ends → the state with the first new token; caches of `size` slots."""
+        """The state with the first new token of each prompt; caches of `size` slots."""
+        tokens, lengths, seed, sources, images = prompts
         B, written = len(tokens), self.drafter.written if self.drafter else 1
         comm = Prefill(self.model.mesh, self.model.kernels, self.model.max_length, lengths, size, written)
         prefix = lengths if self.model.config.prefix_lm else None
