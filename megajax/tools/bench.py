@@ -103,12 +103,14 @@ def bench(name: str, overrides: list[str], warmup: int = WARMUP_STEPS, timed: in
         print(fold(summary(trainer.program, flags), sys.stderr), file=sys.stderr)
         finished, losses = [], []
         running = trainer.train_step(trainer.next_batch())
-        for step in range(1, steps + 1):
+        for _ in range(steps):
             # The next step starts before the host waits for the last one, so that the device never waits for the host.
-            following = trainer.train_step(trainer.next_batch()) if step < steps else running
+            # After the last one too: the host gets a loss later while another step runs.
+            following = trainer.train_step(trainer.next_batch())
             losses.append(float(running["loss"]))
             finished.append(time.perf_counter())
             running = following
+        float(running["loss"])
         first_step = time.time() - process_start_time() - (time.perf_counter() - finished[0])
         times = sorted(step_seconds(finished, warmup))
         trainer.checkpoints.close()
