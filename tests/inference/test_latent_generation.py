@@ -6,7 +6,7 @@ import pytest
 from mesh_models import LATENT_MODELS
 from models_in_use import build, greedy_tokens
 
-from megajax.inference.generation import Generator
+from megajax.inference.generation import Generator, PaddedPrompts
 from megajax.inference.sampling import Sampling
 
 PROMPTS, NEW = [[3, 5, 9, 11, 17], [100, 7], [1] * 9, [8, 3, 1, 2]], 12
@@ -24,7 +24,7 @@ def test_cached_latents_give_the_tokens_of_whole_sequences(name, options):
 
     program = generator._prefill.eval_shape(
         model.weights,
-        *(np.zeros((4, 64), np.int32), np.zeros(4, np.int32), np.uint32(0)),
+        PaddedPrompts(np.zeros((4, 64), np.int32), np.zeros(4, np.int32), np.uint32(0)),
         **{"size": 128, "room": 64},
     )
     slots = options.get("sliding_window", 128)
