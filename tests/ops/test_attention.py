@@ -29,24 +29,22 @@ SEGMENTS = np.stack([np.repeat([1, 2, 3], [11, 19, 7]), np.repeat([5, 0], [30, 7
 
 
 def numpy_attention(q, k, v, sinks=None, *, window=None, segment_ids=None, softcap=None, scale=None, causal=True):
-    """One query at a time, over the keys that it may see, and its head's sink."""
+    """Of each row and head a softmax over the keys that a query may see, and the head's sink."""
     out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    for b, i, n in np.ndindex(q.shape[:3]):
+    i, j = np.ogrid[: q.shape[1], : q.shape[1]]
+    seen = np.full((len(i), len(i)), True)
+    seen &= (j <= i) if causal else True
+    seen &= True if window is None else abs(i - j) < window
+    for b, n in np.ndindex(q.shape[0], q.shape[2]):
         kv = n * k.shape[2] // q.shape[2]
-        seen = [
-            j
-            for j in range(q.shape[1])
-            if (j <= i or not causal)
-            and (window is None or abs(i - j) < window)
-            and (segment_ids is None or segment_ids[b, i] == segment_ids[b, j])
-        ]
-        scores = scale * k[b, seen, kv] @ q[b, i, n]
+        visible = seen if segment_ids is None else seen & (segment_ids[b][:, None] == segment_ids[b])
+        scores = scale * q[b, :, n] @ k[b, :, kv].T
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
-        weights = np.exp(scores)
-        total = weights.sum() + (0 if sinks is None else np.exp(sinks[n]))
-        out[b, i, n] = weights / total @ v[b, seen, kv]
+        weights = np.where(visible, np.exp(scores), 0)
+        total = weights.sum(1, keepdims=True) + (0 if sinks is None else np.exp(sinks[n]))
+        out[b, :, n] = weights / total @ v[b, :, kv]
     return out
 
 
