@@ -37,7 +37,7 @@ class Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(token)
 
 
-class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # pyright: ignore[reportGeneralTypeIssues]
     """Quotes text only if `Loader` would read it as another type; short lists stay on one line."""
 
     yaml_implicit_resolvers = {}
