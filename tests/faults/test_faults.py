@@ -18,6 +18,7 @@ EVERY = 7  # steps between the checkpoints of LONG
 @pytest.fixture
 def lab(tmp_path):
     settings = ("run.steps=20000", "run.eval_interval=20", f"checkpoint.keep_every={EVERY}", "model.num_layers=1")
+    settings += ("mesh.data=4", "mesh.tensor=1")  # compiles faster than with `tensor`
     lab = Lab(tmp_path, random.Random(SEED), (*LONG, *settings))
     yield lab
     lab.close()

@@ -54,7 +54,7 @@ def test_requests_are_answered_as_by_the_reference(references, adapter):
         adapter._loglikelihood_tokens([(("", ""), [1], [2] * 65)])
     # Tokens 1 to 26 are letters: the likeliest ones after "c" (a prompt of the beginning of a text and one letter).
     whole, cut = (
-        adapter.generate_until([Request(("c", {"until": until, "max_gen_toks": 6}))])[0]
+        adapter.generate_until([Request(("c", {"until": until, "max_gen_toks": 12}))])[0]
         for until in ([], ["?", "", "a"])
     )
     assert cut == whole.partition("a")[0]
