@@ -165,4 +165,5 @@ def shards_of(plan: StepPlan, block: Block) -> Shards:
         return Shards(tensor)
     limited = model.router.capacity_factor is not None
     tokens = math.prod(plan.sizes[axis] for axis in (*BATCH_AXES, "context")) if limited else 1
-    return Shards(tensor, plan.collectives.expert_shards, "tensor" in plan.config.mesh.experts_over, tokens)
+    own, over_tensor = plan.collectives, "tensor" in plan.config.mesh.experts_over
+    return Shards(tensor, own.expert_shards, over_tensor, tokens, own.dispatch)

@@ -20,7 +20,8 @@ from megajax.kernel_choice import Kernels
 from megajax.model.comm import Comm, TokenPositions
 from megajax.ops import AttentionSettings
 from megajax.ops.expert_mlp import ExpertMlp, Route
-from megajax.ops.experts import apply_experts, most_rows
+from megajax.ops.experts import apply_experts
+from megajax.options.dispatch import ALL_GATHER, Dispatch
 from megajax.options.remat import ATTENTION
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
@@ -47,6 +48,7 @@ class Shards:
     experts: int = 1  # they have different experts
     experts_over_tensor: bool = False  # whether they include the devices of `tensor`
     tokens: int = 1  # they have different tokens: only the experts' capacity depends on it
+    dispatch: Dispatch = ALL_GATHER
 
     @property
     def experts_over(self) -> tuple[str, ...]:
@@ -95,7 +97,10 @@ class ShapeComm(MeshComm):
     def __init__(self, shards: Shards, frozen: bool = False):
         """`frozen`: the linear layers' weights have no gradients, except adapters."""
         one: dict[str, int] = dict.fromkeys(AXES, 1)
-        super().__init__(one, Kernels(), Collectives(experts_over=shards.experts_over), False, frozen)
+        collectives = Collectives(
+            dispatch=shards.dispatch, experts_over=shards.experts_over, expert_shards=shards.experts
+        )
+        super().__init__(one, Kernels(), collectives, False, frozen)
         self.shards = shards
         self.linear_attention = ShapeRecurrences()
         self.set_tensor_parallel(replace(self.tensor_parallel, ring=ShapeRing(shards.tensor, copied=False)))
@@ -113,7 +118,7 @@ class ShapeComm(MeshComm):
         whole = self.shards.experts_over_tensor
         if not whole:
             x, experts, weights = (self.all_gather_tokens(a) for a in (x, experts, weights))
-        rows = most_rows(self.shards.experts * len(x), experts.shape[1], matrices.num_experts, capacity)
+        rows = self.expert_parallel.rows(len(x), experts.shape[1], matrices.num_experts, capacity)
         numbers = [((n,), INT32) for n in (rows, experts.size, matrices.num_experts)]
         *found, group_sizes = kernel.bind(experts, results=tuple(numbers))
         route, mlp = ShapeRoute(group_sizes, found, rows, len(x)), ExpertMlp(activation, self.expert_parallel.kernels)

@@ -8,12 +8,13 @@ numbers.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops import (
@@ -24,6 +25,7 @@ from megajax.ops import (
     grouped_fp8_reference,
     mlp_kernel,
 )
+from megajax.ops.barriers import not_before
 from megajax.ops.block_matmul import BlockWeight, MaxOverDevices, grouped_product, grouped_weight_gradient
 from megajax.ops.blockwise_fp8_kernels import BothWays
 from megajax.ops.fp8 import Fp8Weight, Operand
@@ -40,7 +42,7 @@ from megajax.ops.mlp_activation import (
     activate_weighted,
     activate_weighted_and_gradient,
 )
-from megajax.ops.numerics import wide
+from megajax.ops.numerics import added, wide
 
 LinearWeight = jax.Array | Fp8Weight | BlockWeight  # as a layer uses it
 
@@ -100,6 +102,15 @@ class Route:
         """Whether each token is sent to an expert, `[T]`; the others may be non-finite."""
         return jnp.arange(tokens) < self.group_sizes.sum()
 
+    @property
+    def rounds(self) -> jax.Array | None:
+        """The number of rounds in which the rows of all tokens are computed; this is the first. None: there is one."""
+        return None
+
+    def round(self, index: jax.Array) -> "Route":
+        """The way of the rows of a later round."""
+        raise NotImplementedError
+
 
 class ExpertKernels(NamedTuple):
     """The implementations of the experts' matmuls and activations."""
@@ -124,9 +135,72 @@ def expert_mlp(mlp: ExpertMlp, route: Route, x: jax.Array, weights: jax.Array, m
     the last group are zeros, and so are their gradients and those of their weights. In FP8 the gradient and the amaxes
     are returned in their fields of `Fp8Weight`.
     """
-    steps = _quantised_steps(mlp, matrices.up)
-    compute = _mlp if steps is None else partial(_fp8_mlp, steps)
-    return compute(mlp, route, x, weights, matrices)
+    return _mlp(_quantised_steps(mlp, matrices.up), mlp, route, x, weights, matrices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mlp(steps: "type[_Steps] | None", mlp, route, x, weights, matrices):
+    return _mlp_forward(steps, mlp, route, x, weights, matrices)[0]
+
+
+def _mlp_forward(steps, mlp: ExpertMlp, route: Route, x, weights, matrices):
+    """The first round's residuals are kept; the backward pass computes those of the others again."""
+    forward, _ = _passes(steps)
+    y, saved = forward(mlp, route, x, weights, matrices)
+    if (rounds := route.rounds) is None:
+        return y, (saved, None)
+    if steps is not None or isinstance(matrices.up, BlockWeight):  # devices may agree on scales in every round
+        rounds = checkpoint_name(mlp.max_over_devices(rounds), "routing")
+
+    def add_round(r: jax.Array, y: jax.Array) -> jax.Array:
+        return added(y, forward(mlp, route.round(r), x, weights, matrices)[0])
+
+    return lax.fori_loop(1, rounds, add_round, y), (saved, (rounds, route, x, weights, matrices))
+
+
+def _mlp_backward(steps, mlp: ExpertMlp, residuals, dy):
+    """The gradients of matrices have a loop of their own: a pipeline may compute them later."""
+    (forward, backward), (saved, later) = _passes(steps), residuals
+    *of_tokens, of_matrices = backward(mlp, saved, dy)
+    if later is None:
+        return None, *of_tokens, of_matrices
+    rounds, route, *arguments = later
+
+    def gradients(r: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, ExpertMatrices]:
+        return backward(mlp, forward(mlp, route.round(r), *arguments)[1], dy)
+
+    def add_round(r: jax.Array, total: list[jax.Array]) -> list[jax.Array]:
+        return jax.tree.map(added, total, [*gradients(r, dy)[:2]])
+
+    of_tokens = lax.fori_loop(1, rounds, add_round, of_tokens)
+    of_tokens, dy_after = not_before((of_tokens, dy))  # devices might exchange rows of both loops in other orders
+
+    def add_matrices(r: jax.Array, total: ExpertMatrices) -> ExpertMatrices:
+        return _sum_of_gradients(total, gradients(r, dy_after)[2])
+
+    return None, *of_tokens, lax.fori_loop(1, rounds, add_matrices, of_matrices)
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _passes(steps: "type[_Steps] | None") -> tuple[Callable, Callable]:
+    """Forward and backward pass of one round."""
+    if steps is None:
+        return _bf16_forward, _bf16_backward
+    return partial(_fp8_forward, steps), partial(_fp8_backward, steps)
+
+
+def _sum_of_gradients(total: ExpertMatrices, new: ExpertMatrices) -> ExpertMatrices:
+    """Gradients of two rounds added; the amaxes in an `Fp8Weight` are the larger ones."""
+
+    def one(total: Any, new: Any) -> Any:
+        if not isinstance(total, Fp8Weight):
+            return jax.tree.map(added, total, new)
+        assert total.amax is not None and total.gradient is not None
+        return replace(total, gradient=added(total.gradient, new.gradient), amax=jnp.maximum(total.amax, new.amax))
+
+    return jax.tree.map(one, total, new, is_leaf=lambda a: isinstance(a, Fp8Weight))
 
 
 def _quantised_steps(mlp: ExpertMlp, w: LinearWeight) -> "type[_Steps] | None":
@@ -137,13 +211,7 @@ def _quantised_steps(mlp: ExpertMlp, w: LinearWeight) -> "type[_Steps] | None":
     return _Blockwise if in_kernels else None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(mlp, route, x, weights, matrices):
-    """The backward pass recomputes the activation."""
-    return _mlp_forward(mlp, route, x, weights, matrices)[0]
-
-
-def _mlp_forward(mlp, route: Route, x, weights, matrices):
+def _bf16_forward(mlp, route: Route, x, weights, matrices):
     ids, group_sizes = matrices.token_ids, route.group_sizes
     rows, weights, *ids = route.send(x, weights, *([] if ids is None else [ids]))
     rows, weights = checkpoint_name(rows, "dispatched"), checkpoint_name(weights, "routing")
@@ -156,7 +224,8 @@ def _mlp_forward(mlp, route: Route, x, weights, matrices):
     return route.back(y)[0], (route, rows, weights, up, matrices)
 
 
-def _mlp_backward(mlp, residuals, dy):
+def _bf16_backward(mlp, residuals, dy):
+    """It recomputes the activation."""
     route, rows, weights, up, (w_up, w_down, biases) = residuals
     group_sizes = route.group_sizes
     multiply, gradient = partial(_product, mlp, group_sizes, "gradient"), partial(_weight_gradient, mlp, group_sizes)
@@ -169,10 +238,7 @@ def _mlp_backward(mlp, residuals, dy):
     drows = multiply(dup, w_up)
     dw_up = gradient(rows, dup, w_up)
     dweights, dbiases = _bias_gradients(mlp, biases, weights, dweights, dup, dy, group_sizes)
-    return None, *route.back(drows, dweights), ExpertMatrices(dw_up, dw_down, dbiases)
-
-
-_mlp.defvjp(_mlp_forward, _mlp_backward)
+    return *route.back(drows, dweights), ExpertMatrices(dw_up, dw_down, dbiases)
 
 
 def _product(mlp: ExpertMlp, group_sizes: jax.Array, which: str, x: jax.Array, w: jax.Array | BlockWeight) -> jax.Array:
@@ -191,12 +257,7 @@ def _weight_gradient(mlp: ExpertMlp, group_sizes: jax.Array, x: jax.Array, dy: j
     return weight_gradient(x, dy, group_sizes, w.dtype, implementation=implementation)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fp8_mlp(steps, mlp, route, x, weights, matrices):
-    return _fp8_mlp_forward(steps, mlp, route, x, weights, matrices)[0]
-
-
-def _fp8_mlp_forward(steps: "type[_Steps]", mlp, route: Route, x, weights, matrices):
+def _fp8_forward(steps: "type[_Steps]", mlp, route: Route, x, weights, matrices):
     run, (w_up, w_down, biases) = steps(mlp, route, route.rows(len(x)), x.dtype), matrices
     group_sizes = route.group_sizes
     rows, weights = run.sent(x, w_up, "input", weights)
@@ -208,7 +269,7 @@ def _fp8_mlp_forward(steps: "type[_Steps]", mlp, route: Route, x, weights, matri
     return route.back(y)[0], (*transposed, up, route, weights, matrices)
 
 
-def _fp8_mlp_backward(steps: "type[_Steps]", mlp, residuals, dy):
+def _fp8_backward(steps: "type[_Steps]", mlp, residuals, dy):
     rows, act, up, route, weights, (w_up, w_down, biases) = residuals
     run, group_sizes = steps(mlp, route, route.rows(len(dy)), dy.dtype), route.group_sizes
     if biases is None:
@@ -227,10 +288,7 @@ def _fp8_mlp_backward(steps: "type[_Steps]", mlp, residuals, dy):
         dup = run.quantised(dup, w_up, "gradient")
     drows = run.product(dup, w_up, "gradient")
     gradients = run.weight_gradient(rows, dup, w_up), run.weight_gradient(act, dys, w_down)
-    return None, *route.back(drows, dweights), ExpertMatrices(*gradients, dbiases)
-
-
-_fp8_mlp.defvjp(_fp8_mlp_forward, _fp8_mlp_backward)
+    return *route.back(drows, dweights), ExpertMatrices(*gradients, dbiases)
 
 
 @dataclass(frozen=True)

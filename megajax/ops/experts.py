@@ -1,5 +1,6 @@
 """Tokens to their experts and back: rows sorted by expert, the experts' MLP, rows summed by token."""
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +19,13 @@ class Permutation(NamedTuple):
     order: jax.Array  # [R] int32: the assignment in each sorted row
     inverse: jax.Array  # [T·k] int32: the sorted row of each assignment; those to no expert may be past R
     group_sizes: jax.Array  # [E] int32
+
+    def part(self, start: jax.Array | int, rows: int) -> "Permutation":
+        """`rows` sorted rows from `start` on; `inverse` of other assignments is past them."""
+        order = self.order.at[start + jnp.arange(rows)].get(mode="clip")
+        inverse = self.inverse - start
+        inverse = jnp.where(inverse < 0, rows, inverse)
+        return Permutation(order, inverse, rows_within(self.group_sizes, start, rows)[1])
 
 
 def most_rows(tokens: int, k: int, num_experts: int, capacity: int | None = None) -> int:
@@ -44,6 +52,43 @@ def sort_by_expert(experts: jax.Array, num_experts: int, rows: int) -> Permutati
     return Permutation(order[:rows], inverse, router.count(experts, num_experts))
 
 
+class Rounds(NamedTuple):
+    """The rounds in which a number of rows that only a step knows is computed, each with a known number of rows."""
+
+    most: int  # rows at the most, of all rounds
+    first: int  # rows of the first round
+    rows: int  # of each later round
+
+    @classmethod
+    def of(cls, share: float, most: int, room: float, later_room: float) -> "Rounds":
+        """With room for multiples of an even `share` of the rows in the first round and in each later one."""
+        return cls(most, *(min(most, math.ceil(factor * share)) for factor in (room, later_room)))
+
+    def number(self, rows: jax.Array) -> jax.Array | None:
+        """How many rounds `rows` rows need; None if any number fits into the first."""
+        return None if self.most <= self.first else 1 - jnp.minimum(self.first - rows, 0) // self.rows
+
+    def start(self, round: jax.Array) -> jax.Array:
+        """The first row of a later round."""
+        return self.first + (round - 1) * self.rows
+
+
+def rows_within(sizes: jax.Array, start: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
+    """Of rows in ranges of `sizes [..., L]`, one after the other, those from row `start` on, `count` at the most.
+
+    Returns (how many rows of each range are before them, how many of them each range has).
+    """
+    ends = jnp.cumsum(sizes, axis=-1) - start
+    skipped = sizes - jnp.clip(ends, 0, sizes)
+    return skipped, jnp.clip(ends, 0, count) - jnp.clip(ends - sizes, 0, count)
+
+
+def sum_of_tokens(rows: jax.Array, tokens: int) -> jax.Array:
+    """Rows of assignments `[T·k, D]` → `[T, D]`, added in float32."""
+    by_token = rows.reshape(tokens, -1, rows.shape[-1])
+    return by_token.astype(wide(rows.dtype)).sum(axis=1).astype(rows.dtype)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SortedRoute(Route):
@@ -65,10 +110,8 @@ class SortedRoute(Route):
         return x[order // self.k], *(each[order] for each in numbers)
 
     def back(self, rows: jax.Array, *numbers: jax.Array) -> tuple[jax.Array, ...]:
-        """The sum is in float32."""
-        by_token = self._of_assignments(rows).reshape(-1, self.k, rows.shape[-1])
-        tokens = by_token.astype(wide(rows.dtype)).sum(axis=1).astype(rows.dtype)
-        return tokens, *map(self._of_assignments, numbers)
+        of_assignments = self._of_assignments(rows)
+        return sum_of_tokens(of_assignments, len(of_assignments) // self.k), *map(self._of_assignments, numbers)
 
     def rows(self, tokens: int) -> int:
         return len(self.permutation.order)

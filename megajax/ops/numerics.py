@@ -12,6 +12,11 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def added(total: jax.Array, new: jax.Array) -> jax.Array:
+    """`total + new`, added in FP32 and rounded to the dtype of `total`."""
+    return (total.astype(wide(total.dtype)) + new.astype(wide(new.dtype))).astype(total.dtype)
+
+
 def keep_inputs_only(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`function` with a backward pass that recomputes it from its inputs.
 

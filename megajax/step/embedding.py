@@ -18,11 +18,12 @@ from megajax.layout.kinds import IMAGES
 from megajax.model.sublayer import BlockInputs, normalise, scale_embeddings
 from megajax.model.vision import INDEX, place_images
 from megajax.ops.barriers import not_repeated
+from megajax.ops.numerics import added
 from megajax.parallel import collectives
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step_plan import StepPlan
-from megajax.weights.sums import added, after_microbatch, of_microbatch
+from megajax.weights.sums import after_microbatch, of_microbatch
 from megajax.weights.weight import row_major
 
 TOKENS, POSITIONS = "embedding.tokens", "embedding.positions"

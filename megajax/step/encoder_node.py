@@ -6,13 +6,13 @@ from typing import Any
 import jax
 
 from megajax.model.encoder import Encoder
+from megajax.ops.numerics import added
 from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.sharding import ENCODER
 from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.vjp import Residuals
 from megajax.step_plan import StepPlan
-from megajax.weights.sums import added
 
 
 class EncoderNode:

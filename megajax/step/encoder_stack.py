@@ -9,6 +9,7 @@ from megajax.model.cross_attention import END_OF_KEYS, FIRST_KEY
 from megajax.model.encoder_layers import ENDS, SEGMENTS, STARTS, TOKENS, EncoderLayers, bias_stream
 from megajax.model.sublayer import RELATIVE_BIAS, BlockInputs, normalise
 from megajax.ops import documents_of, same_documents
+from megajax.ops.numerics import added
 from megajax.options.registered import ENCODER_KIND
 from megajax.sharding import ENCODER
 from megajax.step.embedding import TOKENS as TABLE
@@ -16,7 +17,6 @@ from megajax.step.embedding import Embedding
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.second_stack import SecondStack
 from megajax.step_plan import StepPlan
-from megajax.weights.sums import added
 from megajax.weights.weight import WeightDtypes
 
 SEGMENTS_KEY = "data.reset_attention"

@@ -19,6 +19,7 @@ from megajax.layout.prediction_modules import MODULES, MTP
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.ops.barriers import not_before
+from megajax.ops.numerics import added
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.embedding import TOKENS, Embedding
 from megajax.step.head import NORMS, LossHead
@@ -27,7 +28,6 @@ from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step.stack.stack_weights import ByGroup, GroupMetrics, GroupWeights
 from megajax.step_plan import ExtraPlan, StepPlan
-from megajax.weights.sums import added
 from megajax.weights.weight import Weight
 
 DROPOUT = 2**31 + 2  # and the depth: folded into the step's key for the dropout of a module's embedded tokens

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.model.sublayer import BlockInputs, add_metrics
+from megajax.ops.numerics import added
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
-from megajax.weights.sums import added
 
 HIDDEN = "hidden"  # the residual stream, [T / tensor, D]
 Arrays = Mapping[str, jax.Array]

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.errors import ConfigError
+from megajax.ops.numerics import added
 from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES, Section
@@ -23,7 +24,6 @@ from megajax.step.head import NORMS, ChunkLoss, LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
 from megajax.step.teacher import STREAM, TeacherHead
 from megajax.step_plan import StepPlan
-from megajax.weights.sums import added
 
 SHARES = (*BATCH_AXES, "context", "pipeline")  # the axes that divide the tokens at the head
 

@@ -12,11 +12,11 @@ import jax
 
 from megajax.model.second_layers import SecondLayers
 from megajax.model.sublayer import BlockInputs
+from megajax.ops.numerics import added
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.stack.layers import LayerStack
 from megajax.step_plan import StepPlan
-from megajax.weights.sums import added
 from megajax.weights.table import block_weights
 from megajax.weights.weight import WeightDtypes
 

@@ -9,12 +9,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from megajax.ops.numerics import added
+
 Arrays = Mapping[str, jax.Array]
-
-
-def added(total: jax.Array, gradient: jax.Array) -> jax.Array:
-    """`total + gradient`, added in FP32 and rounded to the dtype of `total`."""
-    return (total.astype(jnp.float32) + gradient.astype(jnp.float32)).astype(total.dtype)
 
 
 def of_microbatch(totals: Arrays) -> dict[str, jax.Array]:

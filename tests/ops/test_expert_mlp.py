@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from megajax.ops import Biases, ExpertMatrices, ExpertMlp, Route, SortedRoute, apply_experts
-from megajax.ops.expert_mlp import expert_mlp
+from megajax.ops.expert_mlp import ExpertKernels, expert_mlp
 from megajax.ops.fp8 import Fp8Weight
+from megajax.parallel.experts import gathered_tokens
 from megajax.tools.plan.compile import compiled, no_gpu_needed
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -156,6 +159,50 @@ def test_tokens_go_through_experts_in_fp8(rng, error):
     expected = run(x.astype(np.float32), w_up, w_down, Biases(*biases32))
     for one, other, limit in zip(found, expected, (0.06, *(0.12,) * 4), strict=True):  # gradients have fewer bits
         assert 1e-3 < error(one, other) < limit
+
+
+@pytest.mark.parametrize("scales", [None, GIVEN], ids=["unquantised", "given scales"])
+def test_rows_in_several_rounds_give_the_numbers_of_one_round(rng, error, scales, monkeypatch):
+    """Each round has a part of the rows; FP8's amaxes are those of all."""
+    dtype = jnp.float32 if scales is None else jnp.bfloat16
+    x, dy = (np.asarray(rng.normal(size=(40, D)), dtype) for _ in range(2))
+    weights, experts = (
+        np.asarray(rng.random((40, 2)), np.float32),
+        np.stack([rng.permutation(5)[:2] for _ in range(40)]),
+    )
+    up, down = (np.asarray(rng.normal(size=size) / 6, np.float32) for size in ((4, D, 2 * F), (4, F, D)))
+    if scales is not None:
+        up, down = (fp8_weight(w, scales, name, E5M2)[0] for w, name in ((up, "up"), (down, "down")))
+
+    def of_rooms(first, later):
+        monkeypatch.setattr(gathered_tokens, "ROOM", first)
+        monkeypatch.setattr(gathered_tokens, "LATER_ROOM", later)
+
+        @jax.jit
+        @partial(jax.shard_map, mesh=Mesh(jax.devices()[:1], "x"), in_specs=P(), out_specs=P(), check_vma=False)
+        def run(x, weights, up, down):
+            route = gathered_tokens.GatheredExperts(("x",), 1, ExpertKernels(), lambda a: a).route(experts, 4, None)
+
+            def mlp(x, weights, *matrices):
+                return apply_experts(ExpertMlp("swiglu"), route, x, weights, ExpertMatrices(*matrices))
+
+            y, pull = jax.vjp(mlp, x, weights, up, down)
+            dx, dweights, *dws = pull(dy)
+            dws = dws if scales is None else [a for dw in dws for a in (dw.gradient, dw.amax)]
+            return (y, dx, dweights, *dws), 1 if route.rounds is None else route.rounds
+
+        return jax.device_get(run(x, weights, up, down))
+
+    used = np.count_nonzero(experts < 4)
+    found, rounds = of_rooms(0.25, 0.125)
+    assert rounds == 1 + -(-(used - 20) // 10) > 4
+    expected, rounds = of_rooms(1, 1)
+    assert rounds == 1
+    for one, other in zip(found, expected, strict=True):
+        # A sum over rounds in BF16 is rounded once more for each round.
+        assert error(one, other) < (1e-6 if scales is None else 4e-3)
+        if scales is not None and one.shape == (2,):
+            np.testing.assert_array_equal(one, other)
 
 
 def biased_loss(x, experts, weights, matrices, biases, dy):

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -14,8 +15,10 @@ from megajax.mesh import AXES as MESH_AXES
 from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import Biases, ExpertMatrices
+from megajax.ops.experts import Rounds
 from megajax.options.dispatch import DISPATCHES, choose_dispatch
-from megajax.parallel.experts.exchanged import exchange, routes_of
+from megajax.parallel.experts import exchanged, gathered_tokens
+from megajax.parallel.experts.exchanged import Assignments, ExchangedRoute
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import Collectives
 
@@ -36,32 +39,43 @@ def routed(kind: str) -> np.ndarray:
     return experts.reshape(DEVICES, TOKENS, K)
 
 
-def plain_arrivals(experts: np.ndarray) -> list[list[tuple[int, int]]]:
-    """For each device the (sender, assignment) of its rows: by its experts, then by sender, then by assignment."""
-    return [
-        [
-            (sender, assignment)
-            for expert in range(device * LOCAL, (device + 1) * LOCAL)
-            for sender in range(DEVICES)
-            for assignment in np.flatnonzero(experts[sender].reshape(-1) == expert)
-        ]
-        for device in range(DEVICES)
-    ]
+def plain_arrivals(experts: np.ndarray, start: int, room: int) -> list[list[tuple[int, int]]]:
+    """For each device the (sender, assignment) of a round's rows: by its experts, then by sender, then by assignment.
+
+    In a round a device sends another one `room` of the rows between them, by expert, from number `start` on.
+    """
+    flat = experts.reshape(DEVICES, -1)
+    arrivals = []
+    for device in range(DEVICES):
+        found = []
+        for sender in range(DEVICES):
+            own = np.flatnonzero(flat[sender] // LOCAL == device)
+            own = own[np.argsort(flat[sender, own], kind="stable")]
+            found += [(flat[sender, assignment], sender, assignment) for assignment in own[start : start + room]]
+        arrivals.append([(sender, assignment) for _, sender, assignment in sorted(found)])
+    return arrivals
 
 
-def on_devices(room: int):
+def on_devices(room: int, later: int, rounds: int):
     mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(2, 2), AXES)
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
-    def run(experts, rows):
-        """Own assignments' `rows` → (those that arrive, how many for each own expert, the rows sent back, rounds)."""
+    def run(experts, x, numbers):
+        """By round (rows of tokens and numbers that arrive, how many for each own expert, sums and numbers that come
+        back), and the number of rounds.
+        """
         permutation = ops.sort_by_expert(experts[0], EXPERTS, ROWS)
-        most = ops.most_rows(DEVICES * TOKENS, K, LOCAL)
-        routes = routes_of(AXES, permutation.group_sizes, DEVICES, room, (ROWS, most))
-        there = exchange(AXES, room, routes.rounds, routes.sent, routes.arrived, (rows[0][permutation.order],))
-        (back,) = exchange(AXES, room, routes.rounds, routes.arrived, routes.sent, there)
-        return there[0][None], routes.group_sizes[None], back[permutation.inverse][None], routes.rounds[None]
+        counts = jax.lax.all_gather(permutation.group_sizes, AXES).reshape(DEVICES, DEVICES, LOCAL)
+        assignments = Assignments(permutation, jnp.any(experts[0] < EXPERTS, axis=1), counts)
+        first = ExchangedRoute.of_round(assignments, AXES, Rounds(ROWS, room, later), 0, room)
+        found = []
+        for index in range(rounds):
+            route = first.round(jnp.int32(index)) if index else first
+            rows, theirs = route.send(x[0], numbers[0])
+            found.append((rows, theirs, route.group_sizes, *route.back(rows * theirs[:, None], theirs)))
+        count = 1 if first.rounds is None else first.rounds
+        return jax.tree.map(lambda a: jnp.asarray(a)[None], (found, count))
 
     return run
 
@@ -73,24 +87,32 @@ def test_auto_gathers_up_to_eight_devices_or_as_many_as_a_token_has_experts(devi
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["all", "some dropped", "all to one device"])
-@pytest.mark.parametrize("room", [1, 3, ROWS])
-def test_each_row_arrives_where_a_plain_loop_says_and_comes_back(kind, room):
+@pytest.mark.parametrize(("room", "later"), [(3, 2), (ROWS, 1)])
+def test_each_row_arrives_where_a_plain_loop_says_and_comes_back(kind, room, later):
     experts = routed(kind)
-    coded = np.stack([np.indices((DEVICES, ROWS))[0], np.indices((DEVICES, ROWS))[1]], axis=2) + 1  # no zeros
-    arrived, sizes, back, rounds = map(np.asarray, on_devices(room)(experts, np.float32(coded)))
-    expected = plain_arrivals(experts)
-    for device in range(DEVICES):
-        count = len(expected[device])
-        np.testing.assert_array_equal(arrived[device, :count] - 1, np.array(expected[device]).reshape(count, 2))
-        assert not arrived[device, count:].any()
-        own = experts.reshape(-1) - device * LOCAL
-        assert sizes[device].tolist() == [np.count_nonzero(own == expert) for expert in range(LOCAL)]
-    kept = experts.reshape(DEVICES, ROWS, 1) < EXPERTS
-    np.testing.assert_array_equal(back, np.where(kept, coded, 0))
     fullest = max(
         np.count_nonzero(experts[sender] // LOCAL == device) for sender in range(DEVICES) for device in range(DEVICES)
     )
-    assert rounds.tolist() == [-(-fullest // room)] * DEVICES
+    rounds = 1 + max(0, -(-(fullest - room) // later))
+    x = np.random.default_rng(1).integers(1, 9, (DEVICES, TOKENS, 3)).astype(np.float32)
+    numbers = np.float32(1 + np.arange(DEVICES * ROWS).reshape(DEVICES, ROWS))
+    found, count = jax.tree.map(np.asarray, on_devices(room, later, rounds)(experts, x, numbers))
+    assert count.tolist() == [rounds] * DEVICES
+    summed, returned = np.zeros_like(x), np.zeros_like(numbers)
+    for index, (rows, theirs, sizes, back, numbers_back) in enumerate(found):
+        start, count = (room + (index - 1) * later, later) if index else (0, room)
+        expected = plain_arrivals(experts, start, count)
+        for device in range(DEVICES):
+            senders, assignments = np.array(expected[device], int).reshape(-1, 2).T
+            np.testing.assert_array_equal(theirs[device, : len(senders)], numbers[senders, assignments])
+            np.testing.assert_array_equal(rows[device, : len(senders)], x[senders, assignments // K])
+            assert not rows[device, len(senders) :].any() and not theirs[device, len(senders) :].any()
+            own = experts.reshape(DEVICES, ROWS)[senders, assignments] - device * LOCAL
+            assert sizes[device].tolist() == np.bincount(own, minlength=LOCAL).tolist()
+        summed, returned = summed + back, returned + numbers_back
+    kept = np.where(experts.reshape(DEVICES, ROWS) < EXPERTS, numbers, 0)
+    np.testing.assert_array_equal(returned, kept)
+    np.testing.assert_array_equal(summed, x * kept.reshape(DEVICES, TOKENS, K).sum(axis=2, keepdims=True))
 
 
 @pytest.mark.smoke
@@ -142,8 +164,10 @@ def test_an_expert_draws_by_the_token_and_the_number_of_its_assignment(monkeypat
 
 @pytest.mark.parametrize("over", [("expert",), ("expert", "tensor")])
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
-def test_experts_with_biases_on_a_mesh_are_those_of_a_plain_loop(dispatch, over):
-    """Each bias once, whether `tensor` divides the experts' widths or the experts."""
+def test_experts_with_biases_on_a_mesh_are_those_of_a_plain_loop(dispatch, over, monkeypatch):
+    """Each bias once, whether `tensor` divides the experts' widths or the experts; also in several rounds of rows."""
+    for module in exchanged, gathered_tokens:
+        monkeypatch.setattr(module, "ROOM", 0.5)
     D, F, rng = 6, 8, np.random.default_rng(3)
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 2, "tensor": 2}
     x, weights = rng.normal(size=(DEVICES, TOKENS, D)), rng.random((DEVICES, TOKENS, K))

@@ -11,7 +11,7 @@ import jax
 from megajax import ops
 from megajax.ops.block_matmul import MaxOverDevices
 from megajax.ops.expert_mlp import Route
-from megajax.ops.experts import SortedRoute
+from megajax.ops.experts import SortedRoute, most_rows
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,7 @@ class ExpertParallel:
     def route(self, experts: jax.Array, num_experts: int, capacity: int | None) -> Route:
         """The way of own tokens, with `experts [T, k]`, to their experts, `num_experts` on each device."""
         return SortedRoute.of(experts, num_experts, capacity)
+
+    def rows(self, tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
+        """The rows of own experts for which a device with that many tokens has room; by default for the worst case."""
+        return most_rows(self.devices * tokens, k, num_experts, capacity)

@@ -1,15 +1,14 @@
 """`all_to_all`: every assignment's row is sent to its expert's device, where rows are sorted by expert (Lepikhin et al.
 2020).
 
-The all-to-all has blocks of equal size, with `ROOM` times an even share of the k·T rows, and is repeated until
-the rows of the fullest pair of devices have been sent. With balanced devices that is once: ROOM·k·T·(n - 1)/n rows. The
-buffer of arrived rows has room for the worst case, all assignments to one device, or for the experts' capacity. Rows of
-dropped assignments are not sent.
+The all-to-all has blocks of equal size. Those of the first round have `ROOM` times an even share of the k·T rows, so
+(n - 1)/n · ROOM·k·T rows are sent, and ROOM·k·T have room where they arrive. With balanced devices all rows fit. Else
+the experts compute the others in further, smaller rounds (`ops/expert_mlp.py`). Rows of dropped assignments are not
+sent.
 
 Why not `lax.ragged_all_to_all`, which sends the k·T·(n - 1)/n rows at once: docs/records/log.md, 2026-11-25.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops import experts as ops
-from megajax.ops.experts import SortedRoute
+from megajax.ops.expert_mlp import Route
+from megajax.ops.experts import Permutation, Rounds, most_rows, rows_within, sort_by_expert, sum_of_tokens
 from megajax.options.dispatch import ROOM
 from megajax.parallel import collectives
 from megajax.parallel.experts.contract import ExpertParallel
+
+LATER_ROOM = 0.5  # as ROOM, of each round after the first
 
 Axes = tuple[str, ...]
 Arrays = tuple[jax.Array, ...]
@@ -35,20 +36,17 @@ class RowRanges(NamedTuple):
 
     starts: jax.Array  # [n, L]
     sizes: jax.Array
-    device: jax.Array  # [rows]: the other device
-    number: jax.Array  # [rows], in the order of sending; -1 if the row is in no segment
 
-    @classmethod
-    def of(cls, starts: jax.Array, sizes: jax.Array, rows: int) -> "RowRanges":
-        """The segments with these `starts` and `sizes`, both `[n, L]`, among `rows` rows."""
-        first, size, row = starts.reshape(-1), sizes.reshape(-1), jnp.arange(rows)
-        order = jnp.argsort(2 * first + (size > 0))  # a segment with rows is after the empty ones at its start
-        segment = order[jnp.searchsorted(first[order], row, side="right", method="scan_unrolled") - 1]
-        offset, before = row - first[segment], (jnp.cumsum(sizes, axis=1) - sizes).reshape(-1)
-        number = jnp.where(offset < size[segment], offset + before[segment], -1)
-        return cls(starts, sizes, segment // starts.shape[1], number)
+    def pairs_of(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """(the other device, the number in the order of sending) of each of `rows` rows; -1 if it is in no range."""
+        first, size, row = self.starts.reshape(-1), self.sizes.reshape(-1), jnp.arange(rows)
+        order = jnp.argsort(2 * first + (size > 0))  # a range with rows is after the empty ones at its start
+        found = order[jnp.searchsorted(first[order], row, side="right", method="scan_unrolled") - 1]
+        offset, before = row - first[found], (jnp.cumsum(self.sizes, axis=1) - self.sizes).reshape(-1)
+        number = jnp.where(offset < size[found], offset + before[found], -1)
+        return found // self.starts.shape[1], number
 
-    def of_pairs(self, numbers: jax.Array) -> jax.Array:
+    def rows_of(self, numbers: jax.Array) -> jax.Array:
         """The rows of each pair with these `numbers [N]` in the order of sending → `[n, N]`; any row past its last."""
         ends = jnp.cumsum(self.sizes, axis=1)
         expert = jnp.sum(numbers[None, :, None] >= ends[:, None, :], axis=2)
@@ -56,83 +54,99 @@ class RowRanges(NamedTuple):
         return numbers + jnp.take_along_axis(self.starts + self.sizes - ends, expert, axis=1)
 
 
-class Routes(NamedTuple):
-    """Rows sorted by expert on every device ↔ rows on their experts' devices, sorted by expert, then by sender."""
+class Assignments(NamedTuple):
+    """The assignments of all devices of a group, as one of them knows them."""
 
-    sent: RowRanges  # own assignments
-    arrived: RowRanges  # those of own experts
-    rounds: jax.Array  # number of all-to-alls: the same on all devices of a group
-    group_sizes: jax.Array  # number of rows received for each own expert
-
-
-def routes_of(axes: Axes, counts: jax.Array, size: int, room: int, rows: tuple[int, int]) -> Routes:
-    """The routes of this device's `counts [E]` rows for each expert; `size` devices have E / size experts each.
-
-    An all-to-all has `room` rows for each pair of devices. `rows`: those of own assignments, and for those that arrive.
-    """
-    rank = lax.axis_index(axes)
-    counts = collectives.all_gather(counts, axes).reshape(size, size, -1)  # [senders, receivers, own experts]
-    sent = counts[rank]
-    starts = (jnp.cumsum(sent) - sent.reshape(-1)).reshape(sent.shape)
-    arrived = counts[:, rank]
-    by_expert = arrived.T.reshape(-1)
-    arrives_at = (jnp.cumsum(by_expert) - by_expert).reshape(arrived.T.shape).T
-    rounds = -(-jnp.max(counts.sum(axis=2)) // room)
-    sides = RowRanges.of(starts, sent, rows[0]), RowRanges.of(arrives_at, arrived, rows[1])
-    return Routes(*sides, rounds, arrived.sum(axis=0))
-
-
-def exchange(axes: Axes, room: int, rounds: jax.Array, source: RowRanges, target: RowRanges, arrays: Arrays) -> Arrays:
-    """Send the rows of all `arrays [R, ...]` from the segments `source` to `target` → `[rows, ...]`, other rows zero.
-
-    `rounds` all-to-alls of each array send `room` rows from each device to each other. The arrays share a loop because
-    XLA may run independent loops at once on CPUs, and then their collectives meet each other's (docs/records/log.md).
-    """
-    device, number = target.device, target.number
-
-    def sent(first: jax.Array | int, arrived: Arrays) -> Arrays:
-        """`arrived` with the rows whose numbers are from `first` to `first + room - 1`."""
-        rows = source.of_pairs(first + jnp.arange(room)).reshape(-1)
-        place, now = device * room + number - first, (number >= first) & (number < first + room)
-        done = []
-        for x, y in zip(arrays, arrived, strict=True):
-            blocks = collectives.all_to_all(x.at[rows].get(mode="clip"), axes, 0, 0, tiled=True)
-            done.append(jnp.where(now[:, None], blocks.at[place].get(mode="clip"), y))
-        return tuple(done)
-
-    arrived = sent(0, tuple(jnp.zeros((len(number), *x.shape[1:]), x.dtype) for x in arrays))
-    return lax.fori_loop(1, rounds, lambda round, arrived: sent(round * room, arrived), arrived)
+    permutation: Permutation  # of its own
+    is_routed: jax.Array  # [T]: whether an own token has an expert
+    counts: jax.Array  # [senders, receivers, L]: how many each sender has for each expert
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ExchangedRoute(SortedRoute):
-    """Own tokens to rows sorted by expert, and these to the experts' devices."""
+class ExchangedRoute(Route):
+    """Own assignments to rows on their experts' devices, sorted by expert, then by sender: those of one round.
 
-    routes: Routes
+    An index past the last row means that there is none.
+    """
+
+    sent: jax.Array  # [n·room]: the assignment in each row that is sent
+    arrived: jax.Array  # [n·room]: which of the rows from other devices each of the experts' rows is
+    sent_back: jax.Array  # [n·room]: the experts' row in each row that is sent back
+    came_back: jax.Array  # [T·k]: which of the rows that come back each assignment has
+    assignments: Assignments
     axes: Axes = field(metadata={"static": True})
-    room: int = field(metadata={"static": True})
+    in_rounds: Rounds = field(metadata={"static": True})  # of the rows of a pair of devices
+
+    @classmethod
+    def of_round(
+        cls, assignments: Assignments, axes: Axes, in_rounds: Rounds, start: jax.Array | int, room: int
+    ) -> "ExchangedRoute":
+        """`room` rows of each pair of devices, from number `start` on."""
+        permutation, rank, n = assignments.permutation, lax.axis_index(axes), len(assignments.counts)
+        own, here = assignments.counts[rank], assignments.counts[:, rank]
+        skipped, sizes = rows_within(own, start, room)
+        ranges = RowRanges((jnp.cumsum(own) - own.reshape(-1)).reshape(own.shape) + skipped, sizes)
+        _, sizes = rows_within(here, start, room)
+        by_expert = sizes.T.reshape(-1)
+        arrivals = RowRanges((jnp.cumsum(by_expert) - by_expert).reshape(sizes.T.shape).T, sizes)
+
+        def places(ranges: RowRanges, rows: int) -> jax.Array:
+            device, number = ranges.pairs_of(rows)
+            return jnp.where(number < 0, n * room, device * room + number)
+
+        numbers = jnp.arange(room)
+        return cls(
+            sizes.sum(axis=0),
+            permutation.order.at[ranges.rows_of(numbers).reshape(-1)].get(mode="clip"),
+            places(arrivals, n * room),
+            arrivals.rows_of(numbers).reshape(-1),
+            places(ranges, len(permutation.order))[permutation.inverse],
+            assignments,
+            axes,
+            in_rounds,
+        )
 
     def send(self, x: jax.Array, *numbers: jax.Array) -> Arrays:
-        return self._exchange(self.routes.sent, self.routes.arrived, *super().send(x, *numbers))
+        k = len(self.came_back) // len(x)
+        arrays = self._exchange(x[self.sent // k], *(each[self.sent] for each in numbers))
+        return tuple(a.at[self.arrived].get(mode="fill", fill_value=0) for a in arrays)
 
     def back(self, rows: jax.Array, *numbers: jax.Array) -> Arrays:
-        return super().back(*self._exchange(self.routes.arrived, self.routes.sent, rows, *numbers))
+        arrays = self._exchange(*(a.at[self.sent_back].get(mode="clip") for a in (rows, *numbers)))
+        rows, *numbers_here = (a.at[self.came_back].get(mode="fill", fill_value=0) for a in arrays)
+        return sum_of_tokens(rows, len(self.assignments.is_routed)), *numbers_here
 
     def rows(self, tokens: int) -> int:
-        return len(self.routes.arrived.number)
+        return len(self.arrived)
 
-    def _exchange(self, source: RowRanges, target: RowRanges, rows: jax.Array, *numbers: jax.Array) -> Arrays:
-        arrays = rows, *(each[:, None] for each in numbers)
-        rows, *numbers_there = exchange(self.axes, self.room, self.routes.rounds, source, target, arrays)
-        return rows, *(each[:, 0] for each in numbers_there)
+    def has_expert(self, tokens: int) -> jax.Array:
+        return self.assignments.is_routed
+
+    @property
+    def rounds(self) -> jax.Array | None:
+        return self.in_rounds.number(self.assignments.counts.sum(axis=2).max())
+
+    def round(self, index: jax.Array) -> "ExchangedRoute":
+        start, room = self.in_rounds.start(index), self.in_rounds.rows
+        return self.of_round(self.assignments, self.axes, self.in_rounds, start, room)
+
+    def _exchange(self, *arrays: jax.Array) -> Arrays:
+        return tuple(collectives.all_to_all(a, self.axes, 0, 0, tiled=True) for a in arrays)
 
 
 class Exchanged(ExpertParallel):
     def route(self, experts, num_experts, capacity) -> ExchangedRoute:
-        (T, k), axes, size = experts.shape, self.axes, self.devices
-        room = math.ceil(min(1, ROOM / size) * T * k)
-        route = SortedRoute.of(experts, num_experts * size, None)
-        rows = T * k, ops.most_rows(size * T, k, num_experts, capacity)
-        routes = routes_of(axes, route.group_sizes, size, room, rows)
-        return ExchangedRoute(routes.group_sizes, route.permutation, route.is_routed, k, routes, axes, room)
+        (T, k), n = experts.shape, self.devices
+        permutation = sort_by_expert(experts, num_experts * n, T * k)
+        counts = collectives.all_gather(permutation.group_sizes, self.axes).reshape(n, n, num_experts)
+        assignments = Assignments(permutation, jnp.any(experts < num_experts * n, axis=1), counts)
+        in_rounds = self.rounds(T, k, num_experts, capacity)
+        return ExchangedRoute.of_round(assignments, self.axes, in_rounds, 0, in_rounds.first)
+
+    def rows(self, tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
+        return self.devices * self.rounds(tokens, k, num_experts, capacity).first
+
+    def rounds(self, tokens: int, k: int, num_experts: int, capacity: int | None) -> Rounds:
+        """The rounds of the rows of a pair of devices."""
+        return Rounds.of(tokens * k / self.devices, most_rows(tokens, k, num_experts, capacity), ROOM, LATER_ROOM)

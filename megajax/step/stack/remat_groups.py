@@ -14,12 +14,12 @@ from megajax.model.sublayer import BlockInputs, LayerContext
 from megajax.model.vision import add_image_features
 from megajax.ops.barriers import not_merged
 from megajax.ops.fp8 import Fp8Weight
+from megajax.ops.numerics import added
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.stack.stack_weights import GroupMetrics, GroupProgram, GroupWeights, StackWeights
 from megajax.step.stack.vjp import ResidualLayout, Residuals, SplitBackward, with_policy
 from megajax.step_plan import StepPlan
 from megajax.weights.adapters import adapted
-from megajax.weights.sums import added
 
 
 class StreamGradients(NamedTuple):

@@ -14,9 +14,9 @@ from jax import lax
 from megajax.layout.segments import LayerSegment
 from megajax.model.sublayer import BlockInputs
 from megajax.ops.barriers import not_repeated
+from megajax.ops.numerics import added
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, GroupMetrics, GroupWeights
-from megajax.weights.sums import added
 
 
 @dataclass
