@@ -75,6 +75,7 @@ class Collectives:
     expert_shards: int = 1  # number of devices along `experts_over`
     copied: bool = False  # copy engines send the pieces over `tensor`
     tied: bool = False  # a linear layer's input gradient waits for its weight gradients
+    defers: bool = False  # a pipeline may compute weight gradients later than the others
 
 
 @dataclass(frozen=True)
@@ -440,6 +441,7 @@ class StepPlan:
             expert_shards=self.config.expert_shards(self.sizes),
             copied=self.hardware.copied_permutations,
             tied=self.ties_gradients,
+            defers=self.is_pipelined and self.pipeline.schedule == "zero_bubble",
         )
 
     @property

@@ -126,6 +126,7 @@ class ExpertMlp:
     activation: str
     kernels: ExpertKernels = ExpertKernels()
     max_over_devices: MaxOverDevices = lambda amax: amax  # in FP8 with current scaling: amaxes over all devices
+    defers: bool = False  # whether the gradients of matrices may be computed later than the others
 
 
 def expert_mlp(mlp: ExpertMlp, route: Route, x: jax.Array, weights: jax.Array, matrices: ExpertMatrices) -> jax.Array:
@@ -159,26 +160,26 @@ def _mlp_forward(steps, mlp: ExpertMlp, route: Route, x, weights, matrices):
 
 
 def _mlp_backward(steps, mlp: ExpertMlp, residuals, dy):
-    """The gradients of matrices have a loop of their own: a pipeline may compute them later."""
     (forward, backward), (saved, later) = _passes(steps), residuals
     *of_tokens, of_matrices = backward(mlp, saved, dy)
     if later is None:
         return None, *of_tokens, of_matrices
     rounds, route, *arguments = later
 
-    def gradients(r: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, ExpertMatrices]:
-        return backward(mlp, forward(mlp, route.round(r), *arguments)[1], dy)
+    def add_rounds(total: Any, dy: jax.Array, part: slice) -> Any:
+        """`total`, the part of (dx, dweights, gradients of matrices), with that of the later rounds."""
 
-    def add_round(r: jax.Array, total: list[jax.Array]) -> list[jax.Array]:
-        return jax.tree.map(added, total, [*gradients(r, dy)[:2]])
+        def add_round(r: jax.Array, total: Any) -> Any:
+            gradients = backward(mlp, forward(mlp, route.round(r), *arguments)[1], dy)
+            return _sum_of_gradients(total, gradients[part])
 
-    of_tokens = lax.fori_loop(1, rounds, add_round, of_tokens)
+        return lax.fori_loop(1, rounds, add_round, total)
+
+    if not mlp.defers:
+        return None, *add_rounds((*of_tokens, of_matrices), dy, slice(3))
+    of_tokens = add_rounds((*of_tokens,), dy, slice(2))
     of_tokens, dy_after = not_before((of_tokens, dy))  # devices might exchange rows of both loops in other orders
-
-    def add_matrices(r: jax.Array, total: ExpertMatrices) -> ExpertMatrices:
-        return _sum_of_gradients(total, gradients(r, dy_after)[2])
-
-    return None, *of_tokens, lax.fori_loop(1, rounds, add_matrices, of_matrices)
+    return None, *of_tokens, *add_rounds((of_matrices,), dy_after, slice(2, 3))
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -191,7 +192,7 @@ def _passes(steps: "type[_Steps] | None") -> tuple[Callable, Callable]:
     return partial(_fp8_forward, steps), partial(_fp8_backward, steps)
 
 
-def _sum_of_gradients(total: ExpertMatrices, new: ExpertMatrices) -> ExpertMatrices:
+def _sum_of_gradients[Gradients](total: Gradients, new: Gradients) -> Gradients:
     """Gradients of two rounds added; the amaxes in an `Fp8Weight` are the larger ones."""
 
     def one(total: Any, new: Any) -> Any:

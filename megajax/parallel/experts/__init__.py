@@ -24,4 +24,4 @@ def expert_parallel(
     """The experts of a layer on this mesh."""
     devices = collectives.expert_shards
     experts = IMPLEMENTATIONS[collectives.dispatch.name] if devices > 1 else ExpertParallel
-    return experts(collectives.experts_over, devices, kernels, max_over_devices)
+    return experts(collectives.experts_over, devices, kernels, max_over_devices, collectives.defers)

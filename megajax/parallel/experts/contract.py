@@ -22,12 +22,13 @@ class ExpertParallel:
     devices: int  # along them
     kernels: ops.ExpertKernels
     max_over_devices: MaxOverDevices
+    defers: bool = False  # as `Collectives.defers`
 
     def apply(
         self, activation: str, x, experts, weights, matrices: ops.ExpertMatrices, capacity: int | None
     ) -> jax.Array:
         """Own tokens `x [T, D]`, their `experts` and `weights` `[T, k]`, own experts' `matrices` → `[T, D]`."""
-        mlp = ops.ExpertMlp(activation, self.kernels, self.max_over_devices)
+        mlp = ops.ExpertMlp(activation, self.kernels, self.max_over_devices, self.defers)
         return ops.apply_experts(mlp, self.route(experts, matrices.num_experts, capacity), x, weights, matrices)
 
     def route(self, experts: jax.Array, num_experts: int, capacity: int | None) -> Route:
