@@ -70,7 +70,8 @@ class Activations:
         At first the gradients of the output, of the activation and of its input products are live, and the activation;
         at the end those of the products, of the input and of the weights (`weight_gradients` bytes). By then the
         gradients of another layer (`reduced` bytes), which are live at first, are reduced. The residual stream always
-        has a gradient. Where all is recomputed, XLA exchanges the rows of the next layer's experts early: then two
+        has a gradient. A later round of experts' rows has gradients of the weights that are added to the first's. Where
+        all is recomputed, XLA exchanges the rows of the next layer's experts early: then two
         layers' rows and their gradients are live.
         """
         mlp, D, number = self.last(block), self.config.model.hidden_size, self.compute * self.tokens
@@ -78,6 +79,8 @@ class Activations:
         early = 3 * number * mlp.rows if policy.keeps_input and not self.collectives.dispatch.gathers_tokens else 0
         of_mlp = 2 * number * D + early + number * (mlp.rows + mlp.products)
         of_mlp += max(2 * width + reduced, weight_gradients)
+        if mlp.rows and self.collectives.dispatch.has_rounds(self.collectives.expert_shards):
+            of_mlp = max(of_mlp, 2 * number * D + 2 * weight_gradients)
         return int(max(of_mlp, number * self.scores, number * self.recurrence(block)))
 
     def shared_by_passes(self, block: str) -> float:

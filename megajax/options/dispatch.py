@@ -3,11 +3,10 @@
 It does not import jax: parallel/experts has what each dispatch computes.
 """
 
+import math
 from dataclasses import dataclass
 
 from megajax.options.registry import AUTO, Registry
-
-ROOM = 1.25  # of an all-to-all's blocks; see `Dispatch.room`
 
 
 @dataclass(frozen=True)
@@ -15,20 +14,22 @@ class Dispatch:
     """A way to send tokens to experts, by its declarations."""
 
     name: str  # for `communication.experts`
-    room: float | None  # rows sent to each device, as a multiple of an even share; None: each device gets all tokens
-
-    @property
-    def gathers_tokens(self) -> bool:
-        """Whether each device gets all tokens; else an assignment's row is sent to its expert's device only."""
-        return self.room is None
+    gathers_tokens: bool = False  # each device gets all tokens; else a row goes to its expert's device only
+    # The room for an expert's rows, or for those sent to a device, as a multiple of an even share. The experts compute
+    # more rows in further rounds. By default any number has room.
+    room: float = math.inf
 
     def rows_per_token(self, devices: int, experts_per_token: int) -> float:
         """The rows that are sent for each token, if the experts are divided over `devices`."""
-        return devices if self.room is None else min(devices, self.room) * experts_per_token
+        return devices if self.gathers_tokens else min(devices, self.room) * experts_per_token
+
+    def has_rounds(self, devices: int) -> bool:
+        """Whether experts divided over `devices` may need more than one round."""
+        return devices > self.room
 
 
-ALL_TO_ALL = Dispatch("all_to_all", room=ROOM)
-ALL_GATHER = Dispatch("all_gather", room=None)
+ALL_TO_ALL = Dispatch("all_to_all", room=1.25)
+ALL_GATHER = Dispatch("all_gather", gathers_tokens=True, room=4)
 DISPATCHES = Registry("dispatch", ALL_TO_ALL, ALL_GATHER, words=(AUTO,))
 
 

@@ -67,7 +67,7 @@ class OneByOne(ExpertParallel):
 @pytest.fixture
 def registered():
     context.register_context(ContextStrategy("everything"), Everything)
-    experts.register_dispatch(Dispatch("one_by_one", room=None), OneByOne)
+    experts.register_dispatch(Dispatch("one_by_one", gathers_tokens=True), OneByOne)
     register_remat(RematPolicy("attention_outputs", keep=("attention",)))
     register_activation("reglu", Gated(jax.nn.relu))
     yield
@@ -117,7 +117,7 @@ def test_a_name_that_is_not_registered_is_a_sentence(key, choices):
     ("register", "option", "problem"),
     [
         (context.register_context, ContextStrategy("ring"), "the context strategy ring exists already"),
-        (experts.register_dispatch, Dispatch("auto", None), "the dispatch auto exists already"),
+        (experts.register_dispatch, Dispatch("auto"), "the dispatch auto exists already"),
         (register_activation, "swiglu", "the activation swiglu exists already"),
     ],
 )

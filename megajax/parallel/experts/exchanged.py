@@ -18,11 +18,11 @@ from jax import lax
 
 from megajax.ops.expert_mlp import Route
 from megajax.ops.experts import Permutation, Rounds, most_rows, rows_within, sort_by_expert, sum_of_tokens
-from megajax.options.dispatch import ROOM
+from megajax.options.dispatch import ALL_TO_ALL
 from megajax.parallel import collectives
 from megajax.parallel.experts.contract import ExpertParallel
 
-LATER_ROOM = 0.5  # as ROOM, of each round after the first
+ROOM, LATER_ROOM = ALL_TO_ALL.room, 0.5  # of the first round and of each later one, as multiples of an even share
 
 Axes = tuple[str, ...]
 Arrays = tuple[jax.Array, ...]

@@ -12,11 +12,12 @@ from jax import lax
 
 from megajax.ops import router
 from megajax.ops.experts import Permutation, Rounds, SortedRoute, most_rows, sort_by_expert
+from megajax.options.dispatch import ALL_GATHER
 from megajax.parallel import collectives
 from megajax.parallel.collectives import gather_tiles
 from megajax.parallel.experts.contract import ExpertParallel
 
-ROOM, LATER_ROOM = 4, 1  # rows of the first round and of each later one, as multiples of an even share
+ROOM, LATER_ROOM = ALL_GATHER.room, 1  # of the first round and of each later one, as multiples of an even share
 
 
 @jax.tree_util.register_dataclass
