@@ -84,15 +84,12 @@ def transpose(
     missing = addressable(R, F, ALIGNMENT) - R
 
     def kernel(step_ref, rows_ref, transposed_ref) -> None:
-        f, before = pl.program_id(0), lax.rem(pl.program_id(1), np.int32(tiles)) * block_t
-        first, held = step_ref[0, 0] + before, lax.iota(jnp.int32, block_t) < step_ref[0, 1] - before
-        inside = f * block_f + lax.iota(jnp.int32, block_f) < F
-        mask = jnp.broadcast_to(held[:, None] & inside[None] if F % block_f else held[:, None], (block_t, block_f))
+        tile = StepTile.of(step_ref, tiling, F)
 
-        @pl.when(step_ref[0, 1] > 0)
-        def _some_rows():  # zeros after the step's last row are written too
-            tile = plgpu.load(rows_ref.at[pl.ds(first, block_t), pl.ds(f * block_f, block_f)], mask=mask, other=0)
-            plgpu.store(transposed_ref, tile.T, mask=inside[:, None] if F % block_f else None)
+        @pl.when(tile.count > 0)
+        def _some_rows():
+            values = plgpu.load(rows_ref.at[tile.rows, tile.columns], mask=tile.mask, other=0)
+            plgpu.store(transposed_ref, values.T, mask=tile.mask_of_transpose)
 
     bits = lax.bitcast_convert_type(q_rf, jnp.uint8)
     transposed = pl.pallas_call(
@@ -240,19 +237,40 @@ def _over_steps(
     return q.reshape(q.shape[0], -1), q_t.reshape(-1, q_t.shape[-1]), sums, largest
 
 
-def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any) -> Callable:
-    """The kernel for operands with these numbers of parts; dtype None: only the amax."""
-    block_t, block_f = tile = how.tiling.tokens, how.tiling.features
+class StepTile(NamedTuple):
+    """A program's tile of a step's rows."""
 
-    def kernel(step_ref, *refs: Any) -> None:
-        amax_ref = refs[-1]
+    count: jax.Array  # the step's rows
+    rows: pl.Slice
+    columns: pl.Slice
+    held: jax.Array  # [tokens]: whether a row is one of the step's
+    mask: jax.Array  # [tokens, features]: and a column one of F
+    inside: jax.Array | None  # [features]: whether a column is one of F; None: all are
+
+    @classmethod
+    def of(cls, step_ref: Any, tiling: CastTiling, F: int) -> "StepTile":
+        block_t, block_f = tiling.tokens, tiling.features
         f, t = pl.program_id(0), pl.program_id(1)
         first, count = step_ref[0, 0], step_ref[0, 1]
         before = lax.rem(t, np.int32(STEP // block_t)) * block_t  # rows of the step in other tiles
         rows, columns = pl.ds(first + before, block_t), pl.ds(f * block_f, block_f)
         held = lax.iota(jnp.int32, block_t) < count - before
         inside = f * block_f + lax.iota(jnp.int32, block_f) < F
-        mask = jnp.broadcast_to(held[:, None] & inside[None] if F % block_f else held[:, None], tile)
+        mask = jnp.broadcast_to(held[:, None] & inside[None] if F % block_f else held[:, None], (block_t, block_f))
+        return cls(count, rows, columns, held, mask, inside if F % block_f else None)
+
+    @property
+    def mask_of_transpose(self) -> jax.Array | None:
+        """Zeros after the step's last row are written too."""
+        return None if self.inside is None else self.inside[:, None]
+
+
+def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any) -> Callable:
+    """The kernel for operands with these numbers of parts; dtype None: only the amax."""
+
+    def kernel(step_ref, *refs: Any) -> None:
+        amax_ref, tile = refs[-1], StepTile.of(step_ref, how.tiling, F)
+        count, rows, columns, held, mask, _ = tile
 
         def compute():
             weight = refs[len(parts)] if weighted else None
@@ -267,7 +285,7 @@ def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any)
         def nothing():
             if dtype is None:
                 return count, (), ()  # count is 0
-            return count, how.parts * (jnp.zeros(tile, dtype),), how.sums * (jnp.zeros(block_t, jnp.float32),)
+            return count, how.parts * (jnp.zeros(mask.shape, dtype),), how.sums * (jnp.zeros(held.shape, jnp.float32),)
 
         # The results come from a branch, so the compiler cannot transpose before the arithmetic. With weights, which it
         # would then load in two layouts, it would do all arithmetic twice.
@@ -278,12 +296,12 @@ def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any)
         @pl.when(count > 0)
         def _some_rows():
             q_ref, q_t_ref, *sums_refs = refs[len(parts) + weighted + 1 : -1]
-            within = inside[:, None] if F % block_f else None  # zeros after the last row are written too
+            within = tile.mask_of_transpose
             for part, q in enumerate(qs):
                 plgpu.store(q_ref.at[rows, np.int32(part), columns], q, mask=mask)
                 plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=within)
             for ref, total in zip(sums_refs, sums, strict=True):
-                plgpu.store(ref.at[f, rows], total, mask=held)
+                plgpu.store(ref.at[pl.program_id(0), rows], total, mask=held)
 
     return kernel
 
