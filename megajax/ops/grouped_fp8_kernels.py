@@ -269,7 +269,7 @@ def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any)
     """The kernel for operands with these numbers of parts; dtype None: only the amax."""
 
     def kernel(step_ref, *refs: Any) -> None:
-        amax_ref, tile = refs[-1], StepTile.of(step_ref, how.tiling, F)
+        amax_ref, f, tile = refs[-1], pl.program_id(0), StepTile.of(step_ref, how.tiling, F)
         count, rows, columns, held, mask, _ = tile
 
         def compute():
@@ -301,7 +301,7 @@ def _kernel(how: TilePass, parts: list[int], F: int, weighted: bool, dtype: Any)
                 plgpu.store(q_ref.at[rows, np.int32(part), columns], q, mask=mask)
                 plgpu.store(q_t_ref.at[np.int32(part)], q.T, mask=within)
             for ref, total in zip(sums_refs, sums, strict=True):
-                plgpu.store(ref.at[pl.program_id(0), rows], total, mask=held)
+                plgpu.store(ref.at[f, rows], total, mask=held)
 
     return kernel
 
