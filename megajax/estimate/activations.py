@@ -71,8 +71,8 @@ class Activations:
         at the end those of the products, of the input and of the weights (`weight_gradients` bytes). By then the
         gradients of another layer (`reduced` bytes), which are live at first, are reduced. The residual stream always
         has a gradient. A later round of experts' rows has gradients of the weights that are added to the first's. Where
-        all is recomputed, XLA exchanges the rows of the next layer's experts early: then two
-        layers' rows and their gradients are live.
+        all is recomputed, XLA exchanges the rows of the next layer's experts early: then two layers' rows and their
+        gradients are live.
         """
         mlp, D, number = self.last(block), self.config.model.hidden_size, self.compute * self.tokens
         width = number * mlp.width

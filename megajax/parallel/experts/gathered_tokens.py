@@ -26,7 +26,7 @@ class GatheredRoute(SortedRoute):
     """The tokens of all devices to the rows of own experts: those of one round."""
 
     whole: Permutation | None  # of all rounds, if more than one may be needed
-    largest: jax.Array  # the rows of the device that has most
+    largest: jax.Array | None  # the rows of the device that has most, likewise
     axes: tuple[str, ...] = field(metadata={"static": True})
     in_rounds: Rounds = field(metadata={"static": True})
 
@@ -39,7 +39,7 @@ class GatheredRoute(SortedRoute):
 
     @property
     def rounds(self) -> jax.Array | None:
-        return self.in_rounds.number(self.largest)
+        return None if self.largest is None else self.in_rounds.number(self.largest)
 
     def round(self, index: jax.Array) -> "GatheredRoute":
         assert self.whole is not None
@@ -52,12 +52,12 @@ class GatheredExperts(ExpertParallel):
         everyones = gather_tiles(experts, self.axes, 0)
         own = everyones - lax.axis_index(self.axes) * num_experts
         own = jnp.where((own >= 0) & (own < num_experts), own, num_experts)  # else an expert of another device
-        (T, k), n, whole = experts.shape, self.devices, None
+        (T, k), n, whole, largest = experts.shape, self.devices, None, None
         in_rounds = self.rounds(T, k, num_experts, capacity)
         permutation = sort_by_expert(own, num_experts, in_rounds.most)
         if in_rounds.first < in_rounds.most:
             permutation, whole = permutation.part(0, in_rounds.first), permutation
-        largest = router.count(everyones, num_experts * n).reshape(n, -1).sum(axis=1).max()
+            largest = router.count(everyones, num_experts * n).reshape(n, -1).sum(axis=1).max()
         is_routed = jnp.any(experts < num_experts * n, axis=1)
         return GatheredRoute(permutation.group_sizes, permutation, is_routed, k, whole, largest, self.axes, in_rounds)
 
