@@ -13,13 +13,16 @@ import pytest
 
 import megajax
 from megajax.config import DataConfig
+from megajax.data.chat_samples import open_chat
 from megajax.data.encoding import TextEncoder
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import make_loader
 from megajax.data.megatron import MegatronBlend
+from megajax.data.packing import RowPacking
 from megajax.data.preprocess import _settings as preprocess_settings
 from megajax.data.text import open_text
 from megajax.data.tokenizers import load_tokenizer
+from megajax.layout.attention_pairs import AttentionPairs
 
 REFERENCE = Path(__file__).parents[1] / "data_files/chat.json"
 CHANGED = {  # by kind of data: settings, each with a second value; FOLDER is the test's
@@ -145,6 +148,16 @@ def test_a_setting_that_changes_what_is_stored_is_in_its_name(folder, kind):
 def test_every_key_of_the_data_is_in_the_test_above():
     walked = {setting.removeprefix("data.") for settings in CHANGED.values() for setting in settings}
     assert {*DataConfig.model_fields} - {*ELSEWHERE} == {name for name in walked if "." not in name}
+
+
+def test_all_that_decides_the_work_of_balanced_rows_is_in_the_name(folder, monkeypatch):
+    changed = {"layers": ((8, 1),), "causal": False}
+    assert changed.keys() == AttentionPairs.__dataclass_fields__.keys()
+    for number, fields in enumerate(({}, *({name: own} for name, own in changed.items())), start=1):
+        packing = RowPacking("balanced", AttentionPairs(**fields))
+        monkeypatch.setattr(RowPacking, "of", lambda config, packing=packing: packing)
+        open_chat(config_of(folder, "chat", "shared"), str(folder / "a.jsonl"))
+        assert len([*(folder / "shared").glob("*/key.json")]) == number
 
 
 def test_every_file_of_a_glob_is_in_the_name_of_what_is_stored(folder):

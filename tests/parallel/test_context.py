@@ -266,6 +266,15 @@ def test_the_logged_imbalance_is_the_busiest_devices_keys_over_those_of_a_mean_o
     )
 
 
+def test_the_logged_shares_of_groups_are_those_of_the_largest_group_of_each_microbatch():
+    """Of four microbatches of two rows of three tokens."""
+    sizes = jnp.array([[[1] * 3, [1] * 3], [[1] * 3, [2] * 3], [[4] * 3, [1] * 3], [[2] * 3, [2] * 3]])
+    _, metrics = token_order.add_token_positions({"tokens": 0 * sizes, token_order.GROUP_SIZE: sizes}, 4)
+    shares = {"context_groups/1": 0.25, "context_groups/2": 0.5, "context_groups/4": 0.25}
+    sums = {"loss": 2.0, "attention_imbalance": 1.5, **metrics}
+    assert token_order.layout_metrics(sums) == {"attention_imbalance": 1.5} | shares
+
+
 def test_each_device_has_an_early_and_a_late_chunk():
     assert token_order.chunk_order(4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
     assert token_order.stored_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]

@@ -7,7 +7,9 @@ from memory_table import GIB, Row
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
+from megajax.estimate.activations import Activations
 from megajax.estimate.memory import estimate_memory, second_activations
+from megajax.estimate.weight_elements import StepWeights
 from megajax.options.context import ALL_GATHER, RING
 from megajax.step.pipeline.schedules import assign_buffer_slots, make_schedule
 from megajax.step_plan import StepPlan
@@ -85,6 +87,8 @@ def test_with_few_tokens_it_needs_most_at_the_end_when_the_embedding_gets_its_gr
 def test_an_update_has_the_moments_of_the_largest_parameter_that_come_from_the_host_and_go_back():
     few = ("remat.policy=full", "batch.sequence_length=8", "kernels.loss_chunk_tokens=4", "optimizer.offload=1")
     assert small(*few).working == 2 * 8 * V * D // 2  # the embedding's shard, two FP32 moments
+    # From files a small parameter comes meanwhile: the keys of 2 heads of all layers
+    assert small(*few, "optimizer.offload_dir=/disk").working == 2 * 8 * (V * D + 9 * D * 32) // 2
 
 
 def test_a_head_of_one_chunk_gets_its_gradient_last_beside_the_first_layers():
@@ -137,6 +141,15 @@ def test_loops_cast_the_experts_of_their_layer_only_and_once_a_step_what_other_d
     assert 2 * cast < memory.weights < 2 * (cast + 9 * of_experts // 2)
 
 
+def test_a_later_round_of_experts_rows_has_gradients_of_weights_that_are_added_to_the_first_rounds():
+    wide, few = EXPERTS.replace("size: 64", "size: 1024"), ("batch.sequence_length=8", "kernels.loss_chunk_tokens=4")
+    two = ("mesh.fsdp=1", "mesh.expert=2", "communication.experts=all_to_all", "kernels.scan_unroll=1")
+    memory = small(*two, *few, wide, "remat.policy=full")
+    layer = QKV + ATTENTION + NORMS + 8 * D + 3 * 4 * D * 1024  # with the router and half of the experts
+    # Gradients of the output and of the residual stream, a copy of the layer's input, and gradients of weights twice
+    assert memory.working == 2 * 8 * (2 * D + D) + 2 * 2 * layer
+
+
 def test_frozen_experts_keep_no_rows_for_gradients_of_weights():
     adapters = ("lora.rank=4", "checkpoint.init_from=elsewhere")
     trained, frozen = (
@@ -182,6 +195,14 @@ def plan_of(gpus: int = 1, **sections: dict) -> StepPlan:
     sections |= {"model": model | sections.pop("model", {}), "batch": batch, "data": {"kind": "synthetic"}}
     config = Config.model_validate(sections)
     return Candidate.of(config, check_mesh(config, gpus)).plan
+
+
+def test_a_stages_first_and_last_layers_are_whole_after_the_gather_of_a_step():
+    plan = plan_of(4, model={"num_layers": 8}, mesh={"pipeline": 2, "fsdp": 2}, batch={"num_microbatches": 2})
+    layers = StepWeights(plan, Activations(plan).blocks, 2).layers(range(4))
+    matrices, norms = 64 * 16 * 12 + 64 * 64 + 3 * 64 * 64, 2 * 64
+    assert layers.per_step == (2 + 2 / 2) * matrices + 4 * norms and layers.whole == 4 * (matrices + norms)
+    assert layers.gathered_bytes == 2 * 2 * matrices
 
 
 def kept_before(plan: StepPlan) -> int:

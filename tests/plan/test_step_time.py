@@ -97,6 +97,8 @@ def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
     assert looped.losses["copies of saved activations"] == looped.loops
     fp8 = small(precision={"fp8": {"recipe": "current"}})
     assert fp8.conversions - plain.conversions == pytest.approx(4.8 * 4 * LAYER / memory)
+    half = small(precision={"fp8": {"recipe": "current", "first_bf16_layers": 2}})
+    assert half.matmuls == pytest.approx((fp8.matmuls + plain.matmuls) / 2) and fp8.matmuls < plain.matmuls
     offloaded = small(optimizer={"offload": 1})  # two moments of each matrix, in FP32
     assert offloaded.optimizer - plain.optimizer == pytest.approx(8 * (4 * MATRICES + 2 * V * D) / 33e9)
     two = small(2, mesh={"data": 2})
@@ -135,6 +137,10 @@ def test_collectives_of_activations_and_uneven_experts_by_hand():
     # All tokens to both devices, a half of them from the other
     sent = divided.activations["expert"]
     assert sent.sent == 4 * 4.5 * 2 * T / 2 * D * 2 / 2 and sent.exposed == sent.seconds == sent.sent / H200.link_bytes
+    for biased, times in ((False, 3.5), (True, 4.0)):  # half of the bytes of the tokens and, without biases, gradients
+        model = experts | {"num_experts": 8, "mlp_bias": biased}
+        fp8 = small(2, mesh={"expert": 2}, model=model, precision={"fp8": {"recipe": "current"}}).activations["expert"]
+        assert fp8.sent == sent.sent * times / 4.5
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

@@ -53,10 +53,13 @@ def numpy_norms(arrays):
 
 
 def test_norms_equal_numpy(make_config):
-    """Of weights in shards."""
+    """Of weights in shards; a step that is not finite updates nothing."""
     program, state, batch = prepared(make_config, 2, "batch.num_microbatches=1", "mesh.fsdp=2")
     norms = Norms(program)
     assert norms.before(3, state, batch) == {}
+    scale = jax.device_put(jnp.float32(np.nan), state.loss_scale.sharding)
+    skipped = jax.device_get(norms.before(2, replace(state, loss_scale=scale), batch))
+    assert all(not own.any() for name, own in skipped.items() if name.startswith("update_ratio"))
     logged = jax.device_get(norms.before(2, state, batch))
 
     before = jax.device_get(state.params)
