@@ -20,6 +20,7 @@ from megajax.hf.quantising import StoredForm
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
+from megajax.training import saving
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
@@ -79,6 +80,8 @@ def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name, r
     # On a mesh each turns pieces or shards of its own, so those of many kinds; of the others the names count.
     mesh = MESHES.get(name, {"fsdp": 2} if name in IN_PIECES else {})
     folder, stored = unpack(name), stored_weights(name)
+    # Another test has the check of the numbers, which is one more program of each model.
+    monkeypatch.setattr(saving, "_are_finite", lambda arrays: [True] * len(arrays))
     put, device_put = [], jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, to=None, **how: put.append(to) or device_put(x, to, **how))
     found = read(folder, config_for(read_model(folder), mesh))

@@ -75,8 +75,16 @@ def test_matrices_have_the_std_norms_are_one_biases_zero_and_recurrences_their_i
 
 @pytest.mark.parametrize("case", CASES)
 def test_depth_scaling_divides_what_is_added_to_the_residual_stream_by_the_root_of_the_branches(case):
-    config, plain, _ = initial(case, depth_scaled=False)
-    scaled = initial(case, depth_scaled=True)[1]
-    for name, w in plain.items():
-        factor = 1 / math.sqrt(2 * config.num_layers) if name.endswith(INTO_THE_STREAM) else 1
-        np.testing.assert_allclose(scaled[name], factor * w, rtol=1e-6, err_msg=name)
+    """By what each parameter declares, and of two models by their numbers."""
+    plain, scaled = (
+        parameters(Transformer(ModelConfig.model_validate(CASES[case] | {"depth_scaled_init": on})))
+        for on in (False, True)
+    )
+    factors = {n: 1 / math.sqrt(2 * SMALL["num_layers"]) if n.endswith(INTO_THE_STREAM) else 1 for n in plain}
+    assert {name: p.scale for name, p in scaled.items()} == pytest.approx(
+        {name: factors[name] * p.scale for name, p in plain.items()}
+    )
+    if case in ("gpt2", "modules"):
+        arrays, others = (initial(case, depth_scaled)[1] for depth_scaled in (True, False))
+        for name, w in others.items():
+            np.testing.assert_allclose(arrays[name], factors[name] * w, rtol=1e-6, err_msg=name)

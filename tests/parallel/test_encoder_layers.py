@@ -43,7 +43,8 @@ PACKED = {"data": {"reset_attention": True}, "model": {"dropout": 0.0}}  # masks
 
 def make(table, mesh, model=None, microbatches=1, **sections) -> Config:
     batch = {"global_size": ROWS, "sequence_length": LENGTH}
-    return table.make_config(T5 | (model or {}), mesh, microbatches=microbatches, steps=1, batch=batch, **sections)
+    sections |= {"microbatches": microbatches, "steps": 1, "optimizer": "sgd"}
+    return table.make_config(T5 | (model or {}), mesh, batch=batch, **sections)
 
 
 def fields(packed: bool) -> dict[str, np.ndarray]:

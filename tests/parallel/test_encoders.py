@@ -35,7 +35,8 @@ def examples():
 
 def make(table, mesh, model=None, microbatches=2, **sections) -> Config:
     batch = {"global_size": ROWS, "sequence_length": LENGTH}
-    return table.make_config(MODEL | (model or {}), mesh, microbatches=microbatches, steps=1, batch=batch, **sections)
+    sections |= {"microbatches": microbatches, "steps": 1, "optimizer": "sgd"}
+    return table.make_config(MODEL | (model or {}), mesh, batch=batch, **sections)
 
 
 def fields():

@@ -61,7 +61,7 @@ OBJECTIVES = {
 def make(table, name, mesh) -> Config:
     batch = {"global_size": ROWS, "sequence_length": LENGTH}
     sections = {"batch": batch, "objective": OBJECTIVES[name], "kernels": {"loss_chunk_tokens": 5}}
-    return table.make_config(TINY, mesh, microbatches=2, steps=1, **sections)
+    return table.make_config(TINY, mesh, microbatches=2, steps=1, optimizer="sgd", **sections)
 
 
 def fields_of(name):

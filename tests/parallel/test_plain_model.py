@@ -43,11 +43,12 @@ DEEPSEEK_ROUTER = {
     "loss_counts": "top_scores",
     "z_loss": 0.1,
 }
+NO_SHARED_EXPERT = {"shared_expert_ffn_hidden_size": 0, "shared_expert_gate": False}
 MODELS = {
     "dense": TINY | GPT2 | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0, "qk_norm": "layernorm"},
     "softmax": SOFTMAX,
     # With prediction modules, and scores that are measured and clipped.
-    "sigmoid": SOFTMAX | {"mtp_layers": 2, "qk_clip": 0.5, "router": DEEPSEEK_ROUTER},
+    "sigmoid": SOFTMAX | {"mtp_layers": 2, "qk_clip": 0.5, "router": DEEPSEEK_ROUTER} | NO_SHARED_EXPERT,
 }
 DOCUMENTS = {"kind": "synthetic", "reset_attention": True, "reset_positions": True}
 DATA = {"dense": DOCUMENTS, "softmax": UNPACKED, "sigmoid": DOCUMENTS}
@@ -65,7 +66,7 @@ VALUE, GRADIENT = 1e-6, 1e-5
 def make(table, name, mesh, **pipeline):
     sections = {"batch": {"global_size": ROWS, "sequence_length": LENGTH}, "run": {"steps": 2, "seed": SEED}}
     sections["pipeline"] = pipeline
-    optimizer = "muon" if "qk_clip" in MODELS[name] else "adamw"
+    optimizer = "muon" if "qk_clip" in MODELS[name] else "sgd"  # which has no part in what is compared
     return table.make_config(MODELS[name], mesh, microbatches=2, optimizer=optimizer, data=DATA[name], **sections)
 
 

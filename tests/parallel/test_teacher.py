@@ -40,7 +40,7 @@ def make(table, mesh, **changes):
         "kernels": {"loss_chunk_tokens": 5},
     }
     model = changes.pop("model", TINY)
-    return table.make_config(model, mesh, **{"microbatches": 2, "steps": 1, **sections, **changes})
+    return table.make_config(model, mesh, **{"microbatches": 2, "steps": 1, "optimizer": "sgd", **sections, **changes})
 
 
 def fields():

@@ -49,7 +49,8 @@ PACKED = {"data": {"reset_attention": True}}
 def make(table, name: str, mesh, microbatches=1, vision=None, **sections) -> Config:
     batch = {"global_size": ROWS, "sequence_length": LENGTH}
     model = MODELS[name] | {"vision": MODELS[name]["vision"] | (vision or {})}
-    return table.make_config(model, mesh, microbatches=microbatches, steps=1, batch=batch, **sections)
+    sections = {"optimizer": "sgd", "microbatches": microbatches, "steps": 1, "batch": batch} | sections
+    return table.make_config(model, mesh, **sections)
 
 
 def fields(name: str) -> dict[str, np.ndarray]:
