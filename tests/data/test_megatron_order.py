@@ -229,12 +229,13 @@ def test_the_rest_of_a_validation_set_is_a_padded_sample(tmp_path, make_megatron
     found = gpt_indices(np.array([5, 3]), None, 3, seed, drop_last=False)
     assert found.rows.tolist() == [[0, 0], [0, 3], [1, 1], [1, 2]]
     assert sorted(found.shuffle.tolist()) == [0, 1, 2]
-    config = make_megatron(train=prefix, valid=prefix, seed=seed, sequence_length=3, global_size=1)
+    sets = (SimpleNamespace(name="same", prefix=prefix),)
+    config = make_megatron(train=prefix, valid=prefix, valid_sets=sets, seed=seed, sequence_length=3, global_size=1)
     config.run.steps, config.run.eval_steps, config.data.drop_last_validation_sample = 1, 2, False
     opened = datasets(config)
     assert len(opened["valid"]) == 3 and len(opened["train"]) == 2
     i = found.shuffle.tolist().index(2)
-    assert opened["valid"][i].tolist() == [16, 17, 0, 0]
+    assert opened["valid"][i].tolist() == opened["valid/same"][i].tolist() == [16, 17, 0, 0]
     assert opened["valid"].document_lengths(i).tolist() == [2, 2]
     for packing in (Packing(), Packing(mask_end_of_document_loss=True)):
         batch = make_batch(opened["valid"], [i], packing)

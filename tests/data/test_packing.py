@@ -302,9 +302,14 @@ def test_samples_hold_each_token_of_the_stream_once_in_windows(documents, method
     assert samples.tokens_per_sample == 16
     stream = DocumentSamples(dataset, (0, 60), 15, 5, order)
     for window in range(2 * samples.num_tokens // 128):  # windows of 8 rows, some over the end of an epoch
-        ranges = stream._order.ranges(window * 128, 128)  # type: ignore[union-attr]
+        ranges = [*stream._order.ranges(window * 128, 128)]  # type: ignore[union-attr]
         expected = sorted(token for start, stop in ranges for token in range(start, stop))
         rows = [samples[index] for index in range(8 * window, 8 * window + 8)]
+        if order == "shuffled":  # an order of each window's own, which never changes
+            filled = fill_rows(np.array([stop - start for start, stop in ranges]), 8, 16, RowPacking(method))
+            firsts = np.array([ranges[row[0].item][0] + row[0].start for row in filled])
+            shuffle = np.random.Generator(np.random.PCG64((5, window, 1))).permutation(8)
+            assert [row[0] for row in rows] == firsts[shuffle].tolist()
         assert sorted(np.concatenate(rows).tolist()) == expected
         for index, row in enumerate(rows, 8 * window):
             lengths = samples.document_lengths(index)

@@ -293,6 +293,19 @@ def test_granite_4_without_mamba_is_read_and_written(tmp_path):
     assert written["mamba_n_heads"] * written["mamba_d_head"] == written["mamba_expand"] * 2560
 
 
+def test_multipliers_of_an_input_are_not_those_of_biases(tmp_path):
+    """Falcon-H1's keys are (W (in · x) + b) · key, and its other biases have the multiplier of their output alone."""
+    biased = PUBLISHED["falcon_h1_0_5b"] | {"attention_bias": True, "mlp_bias": True}
+    biased |= {"attention_in_multiplier": 4.0, "key_multiplier": 0.5}
+    model = ModelConfig.model_validate(read_model(write_config(tmp_path, biased)))
+    found = {t.ours.split(".", 2)[-1]: t.factor for t in family_for(model, "falcon_h1").tensors(model)}
+    gate, down = biased["mlp_multipliers"]
+    names = "query_bias key_bias value_bias output_bias".split()
+    assert [found[f"attention.{name}"] for name in names] == [1, 0.5, 1, 0.9375]
+    assert [found[f"mlp.{name}_bias"] for name in ("gate", "up", "down")] == [gate, 1, down]
+    assert [found[f"attention.{name}"] for name in ("query", "key", "value")] == [4, 2, 4]
+
+
 @pytest.mark.smoke
 def test_multipliers_are_undone_exactly_for_all_numbers_of_bfloat16():
     """Every finite BF16 number, times the factors of published models, in FP32 and back."""

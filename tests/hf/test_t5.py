@@ -145,6 +145,8 @@ def test_absent_keys_have_the_values_of_transformers(tmp_path):
         True,
         True,
     )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "tie_word_embeddings": False}))
+    assert not ModelConfig.model_validate(read_model(tmp_path)).scale_head  # as in T5 1.1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops import Vocabulary, chunk_loss_and_grad
+from megajax.ops import Vocabulary, chunk_log_probs, chunk_loss_and_grad
 
 TOKENS, PADDED, TRUE = 13, 48, 41
 OPTIONS: list[dict[str, float]] = [
@@ -98,6 +98,14 @@ def test_any_sharding_of_the_vocabulary_gives_the_same(x64, error, batch, shards
     np.testing.assert_allclose(losses, np.full(shards, loss), rtol=1e-12)
     np.testing.assert_allclose(z_terms, np.full(shards, z_term), rtol=1e-12)
     assert error(gradient, numpy_gradient(*batch, **options)) < 1e-8
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_log_probabilities_of_targets_are_those_of_the_loss(x64, batch, softcap):
+    logits, targets, _ = batch
+    expected = -numpy_per_token(logits, targets, np.ones(TOKENS), softcap=softcap)[0]
+    found = chunk_log_probs(jnp.asarray(logits), jnp.asarray(targets), Vocabulary(TRUE, softcap=softcap))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -78,6 +78,7 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
     x = (random.standard_normal((3, 64)) * 1e-4).astype(np.float32)
     x = np.square(x) if second else x
     x[0, 0], x[1] = 0, 0
+    x[2, 0] = 1e-16 if second else x[2, 0]  # below the least code of its block
     draws = random.integers(0, 2**32, (1500, *x.shape), dtype=np.uint32)
     once = lambda bits: from_blocks(to_blocks(jnp.asarray(x), (1, 16), second, bits), (1, 16), second)  # noqa: E731
     values = np.asarray(jax.jit(jax.vmap(once))(draws), np.float64)
@@ -85,6 +86,7 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
     assert not values[:, x == 0].any()
     if second:
         inside = x > scale * 2.0**-21
+        assert not inside[2, 0] and np.allclose(values[:, 2, 0], scale[2, 0] * 2 ** (-254 / 12), rtol=1e-5)
         assert (values[:, x > 0] > 0).all()
         width = x * (2 ** (1 / 12) - 1)  # of the interval around x, at most
     else:

@@ -353,7 +353,7 @@ def test_weights_are_gathered_in_the_compute_dtype_and_reduced_in_the_gradients(
         assert w.dtype == jnp.bfloat16
         assert own["norm"].gather_per_step(norm).dtype == jnp.float32, "norms stay exact"
         gradient = down.reduce_per_layer(w.astype(jnp.float32))
-        return reduce_per_step(down, gradient)
+        return reduce_per_step(down, gradient.astype(jnp.float32))  # as sums over microbatches are
 
     spec = placements["down"].spec
     run = jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False)

@@ -14,7 +14,7 @@ from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES as MESH_AXES
 from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
-from megajax.ops.expert_mlp import Biases, ExpertMatrices
+from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices
 from megajax.ops.experts import Rounds
 from megajax.options.dispatch import DISPATCHES, choose_dispatch
 from megajax.parallel.experts import exchanged, gathered_tokens
@@ -113,6 +113,22 @@ def test_each_row_arrives_where_a_plain_loop_says_and_comes_back(kind, room, lat
     kept = np.where(experts.reshape(DEVICES, ROWS) < EXPERTS, numbers, 0)
     np.testing.assert_array_equal(returned, kept)
     np.testing.assert_array_equal(summed, x * kept.reshape(DEVICES, TOKENS, K).sum(axis=2, keepdims=True))
+
+
+def test_a_token_has_an_expert_whichever_device_has_the_expert():
+    experts = routed("some dropped")
+    experts[1, 2] = EXPERTS
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(2, 2), AXES)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    def run(experts):
+        kinds = exchanged.Exchanged, gathered_tokens.GatheredExperts
+        routes = [kind(AXES, DEVICES, ExpertKernels(), lambda a: a).route(experts[0], LOCAL, None) for kind in kinds]
+        return [route.has_expert(TOKENS)[None] for route in routes]
+
+    for found in run(experts):
+        np.testing.assert_array_equal(found, (experts < EXPERTS).any(axis=2))
 
 
 @pytest.mark.smoke

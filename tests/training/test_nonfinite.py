@@ -12,10 +12,11 @@ import pytest
 from megajax import train
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
+from megajax.optim.optimizer import OptimizerState
 from megajax.step.gradients import gradient_function
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
-from megajax.training.step import TrainProgram
+from megajax.training.step import TrainProgram, TrainState, _update_loss_scale
 
 
 def build(config, devices=1):
@@ -164,6 +165,16 @@ def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16):
     assert scales == [2.0 ** (28 - i) for i in range(len(scales))]
     assert numbers(state.params) != before
     assert float(state.loss_scale) == scales[-1]
+
+
+def test_the_good_steps_of_the_loss_scale_are_counted_again_after_it_has_doubled():
+    """From 1,998 of 2,000 steps on; the fourth one is bad."""
+    zero, found = jnp.int32(0), []
+    state = TrainState({}, OptimizerState(None, {}), {}, zero, jnp.float32(16), jnp.int32(1998), zero, zero)
+    for finite in (True, True, True, False, True):
+        state = _update_loss_scale(state, jnp.bool_(finite))
+        found.append((float(state.loss_scale), int(state.scale_age)))
+    assert found == [(16, 1999), (32, 0), (32, 1), (16, 0), (16, 1)]
 
 
 @pytest.mark.long
