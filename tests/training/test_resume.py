@@ -8,6 +8,7 @@ import pytest
 from jax._src.compilation_cache import decompress_executable
 
 from megajax.errors import InputError
+from megajax.optim import slot_files
 from megajax.training.loop import Trainer
 
 
@@ -28,7 +29,8 @@ WIDTH = ("model.hidden_size=36", "model.head_dim=8", "model.num_layers=1")
 
 def test_a_run_saved_on_one_mesh_goes_on_on_another(tmp_path, make_config, read_metrics, monkeypatch):
     """Also with optimizer state in files, of which a checkpoint knows nothing."""
-    monkeypatch.setattr("megajax.optim.slot_files.IN_MEMORY", ())  # where the tests' files are
+    # Where the tests' files are. Not by setattr, which would keep other tests' programs away (reused_programs.py).
+    monkeypatch.setitem(vars(slot_files), "IN_MEMORY", ())
 
     def config(run_dir, offload, *more):
         run_dir = tmp_path / run_dir
