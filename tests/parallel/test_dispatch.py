@@ -1,6 +1,6 @@
 """The plan of the rows that devices exchange for their experts: coded by sender and assignment, against NumPy loops."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -56,24 +56,23 @@ def plain_arrivals(experts: np.ndarray, start: int, room: int) -> list[list[tupl
     return arrivals
 
 
-def on_devices(room: int, later: int, rounds: int):
+@cache
+def on_devices(room: int, later: int, is_first: bool):
     mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(2, 2), AXES)
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
-    def run(experts, x, numbers):
-        """By round (rows of tokens and numbers that arrive, how many for each own expert, sums and numbers that come
+    @partial(jax.shard_map, mesh=mesh, in_specs=(*[P(AXES)] * 3, P()), out_specs=P(AXES), check_vma=False)
+    def run(experts, x, numbers, index):
+        """Of a round (rows of tokens and numbers that arrive, how many for each own expert, sums and numbers that come
         back), and the number of rounds.
         """
         permutation = ops.sort_by_expert(experts[0], EXPERTS, ROWS)
         counts = jax.lax.all_gather(permutation.group_sizes, AXES).reshape(DEVICES, DEVICES, LOCAL)
         assignments = Assignments(permutation, jnp.any(experts[0] < EXPERTS, axis=1), counts)
         first = ExchangedRoute.of_round(assignments, AXES, Rounds(ROWS, room, later), 0, room)
-        found = []
-        for index in range(rounds):
-            route = first.round(jnp.int32(index)) if index else first
-            rows, theirs = route.send(x[0], numbers[0])
-            found.append((rows, theirs, route.group_sizes, *route.back(rows * theirs[:, None], theirs)))
+        route = first if is_first else first.round(index)
+        rows, theirs = route.send(x[0], numbers[0])
+        found = rows, theirs, route.group_sizes, *route.back(rows * theirs[:, None], theirs)
         count = 1 if first.rounds is None else first.rounds
         return jax.tree.map(lambda a: jnp.asarray(a)[None], (found, count))
 
@@ -96,10 +95,11 @@ def test_each_row_arrives_where_a_plain_loop_says_and_comes_back(kind, room, lat
     rounds = 1 + max(0, -(-(fullest - room) // later))
     x = np.random.default_rng(1).integers(1, 9, (DEVICES, TOKENS, 3)).astype(np.float32)
     numbers = np.float32(1 + np.arange(DEVICES * ROWS).reshape(DEVICES, ROWS))
-    found, count = jax.tree.map(np.asarray, on_devices(room, later, rounds)(experts, x, numbers))
-    assert count.tolist() == [rounds] * DEVICES
     summed, returned = np.zeros_like(x), np.zeros_like(numbers)
-    for index, (rows, theirs, sizes, back, numbers_back) in enumerate(found):
+    for index in range(rounds):
+        run = on_devices(room, later, is_first=index == 0)
+        (rows, theirs, sizes, back, numbers_back), count = jax.device_get(run(experts, x, numbers, np.int32(index)))
+        assert count.tolist() == [rounds] * DEVICES
         start, count = (room + (index - 1) * later, later) if index else (0, room)
         expected = plain_arrivals(experts, start, count)
         for device in range(DEVICES):
