@@ -110,6 +110,16 @@ def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
     assert lockstep.ticks == pytest.approx(6 * (150e-6 + stream))
 
 
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize(
+    "model", [{"mtp_layers": 1}, {"encoder": {"kind": "layers", "num_layers": 2, "sequence_length": 512}}]
+)
+def test_stages_share_the_layers_before_and_after_the_models(model, virtual_stages):
+    batch, stages = {"num_microbatches": 4}, {"virtual_stages": virtual_stages}
+    staged = small(2, mesh={"pipeline": 2}, pipeline=stages, model=model, batch=dict(batch))
+    assert 2 * staged.matmuls == pytest.approx(small(model=model, batch=dict(batch)).matmuls)
+
+
 def test_the_first_layers_gathers_and_a_share_of_the_others_are_exposed_where_layers_hide_them():
     """Two microbatches of four layers: one of 8 layers' gathers is alone, 0.47 of the others takes from computation."""
     batch = {"global_size": 1024, "num_microbatches": 2}

@@ -234,10 +234,10 @@ class _Step:
         config, (layers, remat, copies) = self.config, self.slots()
         remat, loops = (remat, copies + self.casts()) if recomputes else (PassSeconds(), 0.0)
         again = remat.total
-        if extra := len(extra_layers(config.model)):
-            kind = extra_kind(config.model)
-            layers += self.device.layer(kind, self.plan.segments[-1].fp8) * (extra / self.sizes["pipeline"])
         M, R = config.batch.num_microbatches, config.pipeline.virtual_stages if self.plan.is_pipelined else 1
+        if extra := len(extra_layers(config.model)):  # each stage runs them for its share of the tokens, once
+            kind = extra_kind(config.model)
+            layers += self.device.layer(kind, self.plan.segments[-1].fp8) * (extra / (self.sizes["pipeline"] * R))
         head = self.device.head()
         stage = layers * (M * R)
         useful = M * R * (layers.total + again + loops) + M * head
