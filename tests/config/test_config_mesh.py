@@ -1,5 +1,6 @@
 """`check_mesh`: sizes filled in, and everything that the mesh must divide; all numbers worked out by hand."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from config_errors import first_place
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.options.context import STRATEGIES
 
 BASE = """\
 model:
@@ -226,6 +228,15 @@ def test_the_devices_of_context_share_the_heads_where_they_can(name, overrides, 
     loaded = load_config(name, overrides.split())
     chosen, why = loaded.choose_context(check_mesh(loaded, devices))
     assert chosen.name == strategy and reason in why
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_strategies_have_a_bias_of_the_scores(strategy):
+    overrides = ["model.position=relative", "data.reset_attention=true", f"communication.context={strategy}"]
+    refused = pytest.raises(ConfigError, match="model.position=relative cannot be combined with communication")
+    with nullcontext() if strategy in ("all_gather", "all_to_all") else refused:
+        load_config(DENSE, ["mesh.context=4", *overrides])
 
 
 REFUSED_BEFORE_DEVICES_ARE_KNOWN = {

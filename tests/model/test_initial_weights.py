@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from mesh_models import GPT2, MODELS
 
 from megajax.config import ModelConfig
 from megajax.model import Transformer, init_parameters, parameters
+from megajax.model.width import std_factor
 
 SMALL = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "init_std": 0.05}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -71,6 +73,25 @@ def test_matrices_have_the_std_norms_are_one_biases_zero_and_recurrences_their_i
     matrices = [w.ravel()[:8] for name, w in arrays.items() if declared[name].role in ("matrix", "embedding")]
     matrices += [row.ravel()[:8] for n, w in arrays.items() if "blocks" in n and w.any() and w.std() for row in w[1:]]
     assert len(np.unique(np.array(matrices), axis=0)) == len(matrices), "of all parameters and layers others"
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (("embed", "vocab"), True),
+        (("layers", "embed", "router"), True),
+        (("layers", "embed"), True),  # the gate of a shared expert
+        (("embed", "outputs"), True),  # of an objective's own head
+        (("modules", "embed", "mlp"), False),
+        (("layers", "mlp", "embed"), False),
+        (("vocab", "embed"), False),
+    ],
+)
+def test_outputs_whose_number_does_not_grow_have_the_std_of_the_head(axes, expected):
+    """With four times the width a fourth, and half for an inner matrix."""
+    config = ModelConfig.model_validate(SMALL | {"mup_base_width": 8})
+    factor = std_factor(config, SimpleNamespace(axes=axes, role="matrix"))
+    assert factor == (1 / 4 if expected else 1 / 2)
 
 
 @pytest.mark.parametrize("case", CASES)

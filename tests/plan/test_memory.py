@@ -8,7 +8,7 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.estimate.activations import Activations
-from megajax.estimate.memory import estimate_memory, second_activations
+from megajax.estimate.memory import estimate_memory, peaks, second_activations
 from megajax.estimate.weight_elements import StepWeights
 from megajax.options.context import ALL_GATHER, RING
 from megajax.step.pipeline.schedules import assign_buffer_slots, make_schedule
@@ -203,6 +203,23 @@ def test_a_stages_first_and_last_layers_are_whole_after_the_gather_of_a_step():
     matrices, norms = 64 * 16 * 12 + 64 * 64 + 3 * 64 * 64, 2 * 64
     assert layers.per_step == (2 + 2 / 2) * matrices + 4 * norms and layers.whole == 4 * (matrices + norms)
     assert layers.gathered_bytes == 2 * 2 * matrices
+
+
+def test_a_pipeline_keeps_the_carry_of_a_tick_and_several_pending_gradients_of_the_head():
+    """Of two stages with two layers each: gpipe has five slots, 1f1b with one operation a tick two."""
+    layer, stream = 2 * 32 * (16 * 16 + LSE + 2 * 64 + 2 * 64), 2 * 32 * 64
+    for schedule, expected in (("gpipe", 5 * 2 * layer + layer + 6 * stream), ("1f1b", 2 * 2 * layer + 2 * stream)):
+        sections = {"mesh": {"pipeline": 2}, "batch": {"num_microbatches": 4}, "pipeline": {"schedule": schedule}}
+        assert next(peaks(plan_of(2, **sections))).activations == expected  # in the head
+
+
+def test_stages_share_the_values_of_prediction_modules():
+    more = []
+    for gpus in (1, 2):
+        sections = {"mesh": {"pipeline": gpus}, "batch": {"num_microbatches": 4}, "model": {"mtp_layers": 2}}
+        head, modules, *_ = peaks(plan_of(gpus, **sections, kernels={"scan_unroll": 4 // gpus}))
+        more.append(modules.activations - head.activations)
+    assert more[0] == 2 * more[1] > 0
 
 
 def kept_before(plan: StepPlan) -> int:

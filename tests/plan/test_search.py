@@ -40,9 +40,11 @@ def test_the_fastest_that_fit_come_first_one_of_each_mesh(best):
 
 
 def test_the_files_own_values_of_varied_keys_need_not_suit_what_is_pinned(eight_layers, tmp_path):
-    """16 microbatches do not divide a batch of 2, and tensor 8 does not divide one head."""
+    """16 microbatches do not divide a batch of 2, tensor 8 does not divide one head, some layers need policy full."""
     path = tmp_path / "own.yaml"
-    path.write_text(f"include: {eight_layers(8)}\nbatch: {{num_microbatches: 16}}\nmesh: {{tensor: 8}}\n")
+    own = "batch: {num_microbatches: 16}\nmesh: {tensor: 8}\nremat: {policy: full, layers: 2}\n"
+    path.write_text(f"include: {eight_layers(8)}\n{own}")
+    assert Search(path, ["remat.policy=none"], 2, H200).base.remat.layers is None
     pinned = ["batch.global_size=2"]
     search = Search(path, pinned, 2, H200)
     [fastest] = search.best(1)

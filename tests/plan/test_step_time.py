@@ -153,6 +153,14 @@ def test_collectives_of_activations_and_uneven_experts_by_hand():
         assert fp8.sent == sent.sent * times / 4.5
 
 
+def test_rows_of_experts_over_two_axes_use_the_network_cards_of_all_gpus_of_a_host():
+    """Experts over 16 neighbours, in two hosts."""
+    model = {"block_pattern": ["experts"], "num_experts": 16, "expert_ffn_hidden_size": 1024}
+    mesh = {"expert": 8, "context": 2, "experts_over": ["expert", "context"]}
+    rows = small(16, mesh=mesh, model=model, batch={"global_size": 8}).activations["expert"]
+    assert rows.seconds == pytest.approx(rows.sent / (8 * H200.network_bytes))
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_the_head_reads_and_writes_the_sum_of_its_gradients_between_chunks(chunks):
     """By hand, of 64 tokens: six operations for each token and weight, 3.5 bytes for each logit, and the FP32 sums."""
