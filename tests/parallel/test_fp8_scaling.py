@@ -217,7 +217,7 @@ def test_a_step_with_an_infinite_amax_is_skipped_though_its_loss_and_gradients_a
     weight = np.array(kept.params[name])
     weight[1, 0, 0] = np.inf
     kept = replace(kept, params=kept.params | {name: weight})
-    before = jax.device_put(kept)
+    before = jax.device_put(kept, steps.program.state_shardings)  # or else the step is compiled again
     loss, _ = steps.program.eval_step(before.weights, before.layer_state, steps.batches[2])
     compute = jax.jit(gradient_function(steps.program.graph, steps.program.mesh))
     _, gradients, *_ = compute(before.weights, before.layer_state, steps.batches[2], before.step, before.loss_scale)
@@ -268,7 +268,7 @@ def test_amaxes_are_the_largest_of_all_microbatches_and_devices():
         rows = tokens[[*chosen]]
         fields = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "loss_mask": np.ones((4, 16), np.float32)}
         fields["positions"] = np.broadcast_to(np.arange(16), (4, 16))
-        state, _ = program.train_step(jax.device_put(first), to_global(program, fields))
+        state, _ = program.train_step(jax.device_put(first, program.state_shardings), to_global(program, fields))
         history = state.layer_state["fp8"]
         found[chosen] = {name: np.asarray(values)[:, 0] for name, values in history.items() if "weight" not in name}
     alone = {name: np.stack([found[(row,) * 4][name] for row in places]) for name in found[0, 1, 2, 3]}
