@@ -153,7 +153,9 @@ def fp16(make_config):
 
 
 def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16):
-    batch, state = good_batch(fp16), replace(fp16.init_state(), loss_scale=jnp.float32(2.0**28))
+    batch, state = good_batch(fp16), fp16.init_state()
+    # With the sharding of the step's result, or else the second step is compiled again.
+    state = replace(state, loss_scale=jax.device_put(np.float32(2**28), state.loss_scale.sharding))
     before, scales = numbers(state.params), []
     for step in range(1, 20):
         state, metrics = fp16.train_step(state, batch)
