@@ -120,6 +120,15 @@ def test_stages_share_the_layers_before_and_after_the_models(model, virtual_stag
     assert 2 * staged.matmuls == pytest.approx(small(model=model, batch=dict(batch)).matmuls)
 
 
+def test_a_prediction_module_is_a_layer_behind_a_projection_of_both_streams():
+    """With full recomputation all but the last matmul runs again."""
+    modules, plain = (small(model={"mtp_layers": n}, remat={"policy": "full"}) for n in (2, 0))
+    module = MATRICES + 2 * D * D
+    assert modules.matmuls / plain.matmuls == pytest.approx(1 + 2 * module / (4 * MATRICES))
+    again = (modules.recomputed.matmuls - plain.recomputed.matmuls) / 2
+    assert again / (plain.matmuls / 4) == pytest.approx((module - D * 1024) / MATRICES / 3)
+
+
 def test_the_first_layers_gathers_and_a_share_of_the_others_are_exposed_where_layers_hide_them():
     """Two microbatches of four layers: one of 8 layers' gathers is alone, 0.47 of the others takes from computation."""
     batch = {"global_size": 1024, "num_microbatches": 2}

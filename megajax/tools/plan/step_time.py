@@ -193,11 +193,8 @@ class _Step:
                 equal[kind, segment.fp8, segment.policy, last, self.plan.is_pipelined or segment.iterations > 1] += 1
         layers, remat, copies = PassSeconds(), PassSeconds(), 0.0
         for (kind, fp8, policy, last, copied), count in equal.items():
-            work = self.device.layer(kind, fp8)
-            again = self.recomputed(kind, work, policy)
-            if policy.keeps_input and last:
-                again += self.device.unused(kind, fp8) * -FORWARD
-            layers, remat = layers + work * count, remat + again * count
+            layers += self.device.layer(kind, fp8) * count
+            remat += self.recomputed(kind, fp8, policy, last) * count
             copies += count * self.device.saved(kind, policy) if copied else 0.0
         copies = COPIES * copies / self.rates.memory_bytes
         if self.plan.second_stack is not None:  # each stage runs it for its share of the microbatches
@@ -209,13 +206,14 @@ class _Step:
                 layers += own[0] * (FORWARD * share)
         return layers, remat, copies
 
-    def recomputed(self, kind: LayerKind, work: PassSeconds, policy: RematPolicy) -> PassSeconds:
-        """A layer's forward pass, or the part that its remat policy computes again.
+    def recomputed(self, kind: LayerKind, fp8: bool, policy: RematPolicy, last: bool) -> PassSeconds:
+        """A layer's forward pass, or the part that its remat policy computes again; `last` of its remat group or not.
 
         Collectives and matmuls run again unless the results of all of them are kept.
         """
+        work = self.device.layer(kind, fp8)
         if policy.keeps_input:
-            return work * FORWARD
+            return (work + self.device.unused(kind, fp8) * -1 if last else work) * FORWARD
         attention = 0.0 if policy.keeps(ATTENTION) else work.attention
         if policy.keeps_all:
             return PassSeconds(attention=attention) * FORWARD
@@ -233,11 +231,12 @@ class _Step:
         """The parts of the step; without `recomputes` no recomputation, and no copies of what is saved."""
         config, (layers, remat, copies) = self.config, self.slots()
         remat, loops = (remat, copies + self.casts()) if recomputes else (PassSeconds(), 0.0)
-        again = remat.total
         M, R = config.batch.num_microbatches, config.pipeline.virtual_stages if self.plan.is_pipelined else 1
         if extra := len(extra_layers(config.model)):  # each stage runs them for its share of the tokens, once
-            kind = extra_kind(config.model)
-            layers += self.device.layer(kind, self.plan.segments[-1].fp8) * (extra / (self.sizes["pipeline"] * R))
+            kind, last, share = extra_kind(config.model), self.plan.segments[-1], extra / (self.sizes["pipeline"] * R)
+            layers += self.device.layer(kind, last.fp8) * share
+            remat += self.recomputed(kind, last.fp8, last.policy, last=True) * share if recomputes else PassSeconds()
+        again = remat.total
         head = self.device.head()
         stage = layers * (M * R)
         useful = M * R * (layers.total + again + loops) + M * head

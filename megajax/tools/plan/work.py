@@ -15,7 +15,7 @@ import numpy as np
 from megajax.config import LoraConfig
 from megajax.estimate.activations import shards_of
 from megajax.estimate.costs import attention_flops, head_parameter_count
-from megajax.estimate.traces import BlockTrace, LayerForm, Shards, SublayerWork, traces
+from megajax.estimate.traces import OTHERS, BlockTrace, LayerForm, Shards, SublayerWork, traces
 from megajax.layout.kinds import LayerKind, extra_layers
 from megajax.mesh import axes_across
 from megajax.ops.linear_recurrence import CHUNK
@@ -112,7 +112,8 @@ class Device:
         fp8 = fp8 and self.plan.kernels.fp8 != "emulated"
         if (kind, fp8) not in self._layers:
             parts = [self.part(kind, name, fp8) for name in self.blocks[kind.block].names]
-            self._layers[kind, fp8] = sum(parts, PassSeconds())
+            others = self.traces.of(kind.block).parts[OTHERS]  # of a prediction module the projection
+            self._layers[kind, fp8] = sum(parts, PassSeconds(self.matmuls(others, False)))
         return self._layers[kind, fp8]
 
     def trace_of(self, block: str) -> BlockTrace:
