@@ -222,6 +222,23 @@ def test_stages_share_the_values_of_prediction_modules():
     assert more[0] == 2 * more[1] > 0
 
 
+def test_virtual_stages_divide_a_stages_weights_and_gradients():
+    found = []
+    for virtual_stages in (1, 2):
+        pipeline = {"virtual_stages": virtual_stages, "schedule": "gpipe"}
+        sections = {"mesh": {"pipeline": 2, "fsdp": 2}, "batch": {"num_microbatches": 2}, "pipeline": pipeline}
+        head = next(peaks(plan_of(4, **sections)))
+        found.append((head.parameters, head.optimizer, head.gradients, head.weights))
+    assert found[0] == found[1]
+
+
+def test_each_prediction_module_has_weights_of_its_own():
+    plan = plan_of(model={"mtp_layers": 2})
+    matrices, norms = 64 * 16 * 12 + 64 * 64 + 3 * 64 * 64 + 2 * 64 * 64, 5 * 64  # with both of the join and its own
+    modules = StepWeights(plan, Activations(plan).blocks, 2).extra_layers
+    assert (modules.stored, modules.whole) == (2 * (matrices + norms),) * 2
+
+
 def kept_before(plan: StepPlan) -> int:
     assert plan.second_stack is not None
     return second_activations(plan, plan.second_stack)

@@ -170,6 +170,19 @@ def test_rows_of_experts_over_two_axes_use_the_network_cards_of_all_gpus_of_a_ho
     assert rows.seconds == pytest.approx(rows.sent / (8 * H200.network_bytes))
 
 
+def test_latents_are_sent_over_tensor_in_place_of_attentions_input_only():
+    """Three collectives of each part's input, the latents of queries and keys or the stream, and two of its output."""
+    latent = {"num_kv_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    sent = small(2, mesh={"tensor": 2}, model=latent | {"qk_rope_head_dim": 16}).activations["tensor"].sent
+    assert sent == 4 * T * 2 * (3 * (32 + 64 + 16) + 2 * D + 5 * D) / 2
+
+
+def test_experts_over_tensor_have_the_rows_of_the_tokens_that_its_devices_share():
+    experts = {"block_pattern": ["experts"], "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 1024}
+    one, half = small(model=experts), small(2, mesh={"tensor": 2, "experts_over": ["tensor"]}, model=experts)
+    assert half.matmuls / one.matmuls == pytest.approx(1.124 / 2, rel=1e-3)  # but for the router
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_the_head_reads_and_writes_the_sum_of_its_gradients_between_chunks(chunks):
     """By hand, of 64 tokens: six operations for each token and weight, 3.5 bytes for each logit, and the FP32 sums."""
