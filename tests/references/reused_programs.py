@@ -23,7 +23,7 @@ from single_device import stored
 from megajax.model.parameters import _initial, parameters
 from megajax.training import summary
 
-KEPT = 64  # functions, each holds its compiled program, weights, or estimates
+KEPT = 80  # functions, each holds its compiled program, weights, or estimates
 # A test that replaces something here has steps of its own, of DRAWN first states too.
 DRAWN = ("config", "layout", "mesh", "model", "optim", "options", "schema", "sharding")
 DRAWN = ("jax", "optax", *(f"megajax.{name}" for name in DRAWN))
@@ -49,7 +49,7 @@ class ReusedPrograms:
             if not params or program.plan.teacher is not None:
                 return self._of(program, f"init {params} {teacher}", lambda p: own(p, params, teacher))
             name = f"init {shapes_of(program)}"
-            make = self._of(program, name, lambda p: jax.jit(p._first_state, out_shardings=p.state_shardings))
+            make = self._of(program, name, self._first_state)
             weights, places = self._weights(program), program.placements
             return lambda: make({n: stored(w, places[n], np.dtype(np.float32)) for n, w in weights.items()})
 
@@ -86,6 +86,14 @@ class ReusedPrograms:
     def _of(self, program: Any, name: str, make: Callable) -> Any:
         key = json.dumps([name, settings_of(program.config), str(program.mesh), str(program.mesh.devices.flatten())])
         return self._kept(key, lambda: make(program))
+
+    def _first_state(self, program: Any) -> Callable:
+        """Jitted first weights → the first state: programs of other settings compute it alike."""
+        shapes = {n: jax.ShapeDtypeStruct(p.stored_shape, np.float32) for n, p in program.placements.items()}
+        traced, shardings = jax.make_jaxpr(program._first_state)(shapes), program.state_shardings
+        constants = [np.asarray(constant).tolist() for constant in traced.consts]
+        key = json.dumps(["first", str(traced), constants, str(shardings), str(program.mesh.devices.flatten())])
+        return self._kept(key, lambda: jax.jit(program._first_state, out_shardings=shardings))
 
     def _weights(self, program: Any) -> dict[str, np.ndarray]:
         """The first weights of a program's model in their canonical shapes."""
