@@ -24,9 +24,9 @@ FILES = sorted(DATA_FILES.glob("tiny_*.npz"))
 ON_A_MESH = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "olmo2")
 ON_A_MESH += ("nemotron_h", "kimi_linear", "modernbert")
 ON_A_MESH = tuple(f"tiny_{name}" for name in ON_A_MESH)
-# On one device its gradients are computed with the logits: Mamba-2 beside attention. Those of gated DeltaNet are long:
-# tests/ops/test_linear_recurrences.py differentiates its recurrence, test_hybrids.py the layer on a mesh.
-WITH_GRADIENTS = ("tiny_falcon_h1",)
+# Mamba-2 and gated DeltaNet. tests/ops/test_linear_recurrences.py differentiates the recurrences, test_context.py and
+# test_hybrids.py the layers on meshes.
+HYBRIDS = ("tiny_falcon_h1", "tiny_qwen3_next")
 SMOKE = ("tiny_gpt2", "tiny_llama", "tiny_mixtral", "tiny_deepseek_v3")
 # Their blocks are among those of qwen3_next and nemotron_h.
 LONG = ("tiny_qwen3_5_text", "tiny_qwen3_5_moe_text", "tiny_mamba2")
@@ -76,16 +76,22 @@ def check_gradients(stored, gradients):
 
 @pytest.mark.parametrize("path", LOGITS)
 def test_logits_are_those_of_transformers(path):
-    """Of WITH_GRADIENTS the loss and its gradients too."""
-    check(path, path.stem in WITH_GRADIENTS)
+    loss, weights, stored = compared(path)
+    logits = jax.jit(lambda w: loss(w)[1])(weights)
+    assert relative(logits, stored["logits"]) < TOLERANCE
 
 
 @pytest.mark.long
-def test_gradients_of_gated_deltanet_are_those_of_transformers():
-    check(DATA_FILES / "tiny_qwen3_next.npz", with_gradients=True)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_gradients_on_one_device_are_those_of_transformers(name):
+    loss, weights, stored = compared(DATA_FILES / f"{name}.npz")
+    (found, _), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
+    assert relative(found, stored["loss"]) < TOLERANCE
+    check_gradients(stored, gradients)
 
 
-def check(path, with_gradients: bool):
+def compared(path):
+    """(weights → (loss, logits), weights, transformers' arrays) of a file."""
     stored, config, weights, state = load(path)
     network, tokens = Transformer(config.model), stored["tokens"]
 
@@ -94,12 +100,7 @@ def check(path, with_gradients: bool):
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
         return -chosen.mean(), logits
 
-    if not with_gradients:
-        assert relative(jax.jit(lambda w: loss(w)[1])(weights), stored["logits"]) < TOLERANCE
-        return
-    (found, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
-    assert relative(logits, stored["logits"]) < TOLERANCE and relative(found, stored["loss"]) < TOLERANCE
-    check_gradients(stored, gradients)
+    return loss, weights, stored
 
 
 @pytest.mark.parametrize(
