@@ -69,7 +69,7 @@ def permutations_are_copied() -> bool:
 def variables(config: Config) -> dict[str, str]:
     """Environment variables for this config besides XLA's flags."""
     found = {}
-    if config.mesh.tensor > 1 or config.mesh.context > 1:
+    if config.mesh.tensor > 1 or config.mesh.context > 1 or config.communication.overlap_experts:
         # Kernels start in launch order: a transfer gets its multiprocessors before the kernel that hides it takes all
         # of them. Otherwise it would wait for the end of the matmul. Megatron sets this variable for the same reason.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

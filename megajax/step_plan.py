@@ -371,7 +371,25 @@ class StepPlan:
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are added to sums over microbatches, as a pipeline always does."""
-        return self.config.batch.num_microbatches > 1 or self.is_pipelined
+        return self.num_microbatches > 1 or self.is_pipelined
+
+    @property
+    def microbatches_at_once(self) -> int:
+        """How many microbatches pass the layers side by side."""
+        return 2 if self.config.communication.overlap_experts else 1
+
+    @property
+    def passes(self) -> int:
+        """How often a step passes the layers, forward and backward."""
+        return self.num_microbatches // self.microbatches_at_once
+
+    @property
+    def with_large_microbatches(self) -> Self:
+        """The plan whose microbatches are those that this one computes at once: it needs as much memory."""
+        config, off = self.config, {"overlap_experts": False}
+        batch = config.batch.model_copy(update={"num_microbatches": self.passes, "schedule": None})
+        communication = config.communication.model_copy(update=off)
+        return replace(self, config=config.model_copy(update={"batch": batch, "communication": communication}))
 
     @property
     def accumulation(self) -> jnp.dtype:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
 from megajax.config.effects import warn_without_effect
 from megajax.config.encoder_checks import check_encoder, check_encoder_on_mesh
-from megajax.config.expert_checks import check_experts
+from megajax.config.expert_checks import check_experts, check_overlap
 from megajax.config.extensions import check_hook_settings, settings_of
 from megajax.config.fitting import axis_sizes, microbatch_numbers, microbatches_cure
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
@@ -79,6 +79,7 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     check_stages(config, sizes)
     with_teacher(config, sizes, check_context)
     check_local_batch(config, sizes)
+    check_overlap(config, sizes)
     check_fp8_shapes(config, sizes)
     check_parts(config, sizes)
     check_encoder_on_mesh(config, sizes)

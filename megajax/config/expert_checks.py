@@ -1,6 +1,6 @@
 """Checks for mixtures of experts: layers, groups and scores."""
 
-from megajax.config.sentences import counted, divisors, fail, format_keys, listed
+from megajax.config.sentences import counted, divisors, fail, format_axis, format_keys, listed
 from megajax.layout.kinds import expert_layers
 from megajax.schema.config import Config
 from megajax.schema.layer_sections import RouterConfig
@@ -27,6 +27,25 @@ def check_experts(config: Config) -> None:
         fail(config, problem, "lower them, or set model.num_experts=null", *keys, "model.num_experts")
     _check_groups(config, model)
     _check_router(config, model.router)
+
+
+def check_overlap(config: Config, sizes: dict[str, int]) -> None:
+    """`communication.overlap_experts` needs experts on other devices, and pairs of microbatches."""
+    key, number, batch = "communication.overlap_experts", "batch.num_microbatches", config.batch
+    if not config.communication.overlap_experts:
+        return
+    setting, off = format_keys(config, key), f"set {key}=false"
+    if config.model.num_experts is None or config.expert_shards(sizes) == 1:
+        problem = f"{setting} overlaps exchanges with experts on other devices, and a device has all experts itself"
+        fail(config, problem, f"set mesh.expert to 2 or more, or {off}", key, "mesh.expert")
+    if sizes["pipeline"] > 1:
+        problem = f"{setting} pairs microbatches, which {format_axis(config, sizes, 'pipeline')} runs one by one"
+        fail(config, problem, f"set mesh.pipeline=1, or {off}", key, "mesh.pipeline")
+    microbatch = batch.global_size // batch.num_microbatches
+    for size in (size for _, size in batch.sizes_by_tokens if size // microbatch % 2):
+        problem = f"{setting} pairs microbatches, and steps of {counted(size, 'sequence')} have an odd number,"
+        problem += f" {size // microbatch}, of them"
+        fail(config, problem, f"use an even {number} for each size of a batch, or {off}", key, number)
 
 
 def _check_groups(config: Config, model: ModelConfig) -> None:

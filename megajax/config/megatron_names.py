@@ -28,8 +28,8 @@ use-distributed-optimizer | | mesh.data always stores weights and optimizer stat
 use-torch-fsdp2, use-megatron-fsdp, use-custom-fsdp, data-parallel-sharding-strategy str=optim_grads_params,
     num-distributed-optimizer-instances int=1 | mesh.fsdp | instead of mesh.data, for ZeRO-3
 overlap-grad-reduce, overlap-param-gather, overlap-p2p-communication flag->overlap_p2p_comm, tp-comm-overlap,
-    moe-shared-expert-overlap, overlap-moe-expert-parallel-comm | | communication always overlaps with computation
-    where possible
+    moe-shared-expert-overlap | | communication always overlaps with computation where possible
+overlap-moe-expert-parallel-comm | communication.overlap_experts
 global-batch-size int | batch.global_size
 rampup-batch-size many, step-batch-size-schedule str | batch.schedule | such as '0: START, T: START + INCREMENT' with
     the tokens T = samples of the ramp-up * batch.sequence_length / number of increments

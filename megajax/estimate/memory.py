@@ -51,6 +51,7 @@ def estimate_memory(plan: StepPlan) -> MemoryEstimate:
 
 def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     """The peaks of a step, one of which is the largest."""
+    plan = plan if plan.microbatches_at_once == 1 else plan.with_large_microbatches
     step = _Pipelined(plan) if plan.is_pipelined else _Step(plan)
     teacher = plan.config.teacher.model
     if plan.second_stack is not None:

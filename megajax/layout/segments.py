@@ -69,13 +69,14 @@ def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | No
     """Estimated seconds that XLA needs for a layer on a mesh of `sizes` (default: one device), on two cores.
 
     In a pipeline the program contains a layer twice per virtual stage: once for ticks with one operation, and
-    once for ticks in which they run several.
+    once for ticks in which they run several. Two microbatches side by side have it twice too.
     """
     sizes = sizes or {}
     tensor, staged = sizes.get("tensor", 1), sizes.get("pipeline", 1) > 1
     matmuls = MOE_SECONDS if kind.has_experts else FP8_SECONDS if config.fp8_layers else DENSE_SECONDS
     pieces = SECONDS_OF_PIECE * tensor if tensor > 1 else 0
-    return (matmuls + pieces) * (2 * config.pipeline.virtual_stages if staged else 1)
+    copies = 2 if config.communication.overlap_experts else 1
+    return (matmuls + pieces) * (2 * config.pipeline.virtual_stages if staged else copies)
 
 
 def plan_segments(

@@ -143,6 +143,11 @@ class CommunicationConfig(Section):
         description="Tokens to experts on other devices; auto: all_gather up to 8 devices or up to"
         " experts_per_token, else all_to_all.",
     )
+    overlap_experts: bool = Field(
+        default=False,
+        description="Two microbatches pass the layers side by side, so that one computes while tokens of the other go"
+        " to their experts and back. Activations need the memory of both.",
+    )
 
 
 class KernelsConfig(Section):

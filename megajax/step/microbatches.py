@@ -3,7 +3,7 @@
 A pipeline runs parts of the list with the same functions, `run_forward_nodes` and `run_backward_nodes`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops.barriers import not_before
+from megajax.ops.numerics import wide
 from megajax.step.graph import Graph
 from megajax.step.nodes import Arrays, InnerNode, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.stack.pairs import PairedStack, of_each, pair_of
 from megajax.step.stack.stack_weights import ByGroup, GroupWeights
 from megajax.step.stack.vjp import replayed
 
@@ -22,22 +24,61 @@ type Sums = dict[str, ByGroup[GroupWeights]]  # `StepArrays.sums`
 def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Results]:
     """(gradients of the table, other results) of the batch `[M, B, S]`, summed over its microbatches.
 
-    Gradients accumulate in place. A single microbatch runs without a loop, and nothing is added.
+    Gradients accumulate in place. What runs once has no loop, and nothing is added.
     """
+    train_next, loops = _train_one, (jnp.arange(len(batch["tokens"])), dict(batch))
+    if graph.plan.microbatches_at_once > 1:
+        train_next, loops = _train_pair, jax.tree.map(lambda a: a.reshape(-1, 2, *a.shape[1:]), loops)
 
-    def microbatch(table: Table, sums: Sums, index: Any, fields: Arrays) -> tuple[Table, Results]:
-        of_step, at = arrays._replace(sums=sums), graph.microbatch(fields, index, arrays)
-        streams, saved = run_forward_nodes(graph.inner, of_step, at, save=True)
-        gradients, table, results = graph.turn(of_step, streams, at, table)
-        _, table, found = run_backward_nodes(graph.inner, of_step, saved, gradients, at, table)
-        return table, results.joined(found)
+    def microbatches(table: Table, sums: Sums, index: Any, fields: Arrays) -> tuple[Table, Results]:
+        return train_next(graph, arrays._replace(sums=sums), index, fields, table)
 
-    zeros, loops = graph.table.zero_gradients(arrays.table), (jnp.arange(len(batch["tokens"])), dict(batch))
-    first = jax.tree.map(lambda a: a[0], loops)
-    if len(batch["tokens"]) == 1:
-        return microbatch(zeros, {}, 0, first[1])
+    zeros, first = graph.table.zero_gradients(arrays.table), jax.tree.map(lambda a: a[0], loops)
+    if len(loops[0]) == 1:
+        return microbatches(zeros, {}, *first)
     sums = graph.zero_sums(arrays, (graph.layers, *graph.before))
-    return sum_over(graph, jax.make_jaxpr(microbatch, return_shape=True)(zeros, sums, *first), zeros, sums, loops)
+    return sum_over(graph, jax.make_jaxpr(microbatches, return_shape=True)(zeros, sums, *first), zeros, sums, loops)
+
+
+def _train_one(graph: Graph, arrays: StepArrays, index: Any, fields: Arrays, table: Table) -> tuple[Table, Results]:
+    """(`table` plus gradients, other results) of a microbatch with the fields `[B, S]`."""
+    at = graph.microbatch(fields, index, arrays)
+    streams, saved = run_forward_nodes(graph.inner, arrays, at, save=True)
+    gradients, table, results = graph.turn(arrays, streams, at, table)
+    _, table, found = run_backward_nodes(graph.inner, arrays, saved, gradients, at, table)
+    return table, results.joined(found)
+
+
+def _train_pair(graph: Graph, arrays: StepArrays, index: Any, fields: Arrays, table: Table) -> tuple[Table, Results]:
+    """The same of two microbatches, with fields `[2, B, S]`, which pass the layers side by side.
+
+    The other nodes run for one microbatch after the other.
+    """
+    each = [{name: a[i] for name, a in fields.items()} for i in range(2)]
+    batches: Any = [graph.microbatch(own, index[i], arrays) for i, own in enumerate(each)]
+    others = [node for node in graph.inner if node is not graph.layers]  # all run before the layers
+    streams, saved = zip(*(run_forward_nodes(others, arrays, at, save=True) for at in batches), strict=True)
+    layers, gradients = PairedStack(graph.layers), list[Streams]()
+    of_turns, of_others = list[Results](), list[Results]()
+    given, saved_layers = layers.forward(arrays, pair_of(*streams), batches, save=True)
+    for own, new, at in zip(streams, of_each(given), batches, strict=True):
+        dx, table, results = graph.turn(arrays, own | new, at, table)
+        gradients.append(dx)
+        of_turns.append(results)
+    dx, _, results = layers.backward(arrays, saved_layers, pair_of(*gradients), batches, {})
+    for of_nodes, own, new, at in zip(saved, gradients, of_each(dx), batches, strict=True):
+        _, table, found = run_backward_nodes(others, arrays, of_nodes, own | new, at, table)
+        arrays = arrays._replace(sums={name: found.gradients.get(name, a) for name, a in arrays.sums.items()})
+        of_others.append(found)
+    return table, _of_both(of_turns, arrays.sums).joined(results).joined(_of_both(of_others, arrays.sums))
+
+
+def _of_both(results: Sequence[Results], in_place: Collection[str]) -> Results:
+    """The results of two microbatches; gradients that are not `in_place` are added in FP32."""
+    one, other = results
+    apart = {name: own for name, own in one.gradients.items() if name not in in_place}
+    exact = jax.tree.map(lambda g: g.astype(wide(g.dtype)), apart)
+    return one._replace(gradients={**one.gradients, **exact}).plus(other, in_place)
 
 
 def sum_over(graph: Graph, traced: Any, zeros: Table, sums: Sums, loops: Any) -> tuple[Table, Results]:

@@ -141,15 +141,15 @@ def _outside(graph: Graph, weight: Weight) -> Chain:
 def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Chain]:
     """The chains of a weight of a stack's layers."""
     counts = Counter[_Passes]()
-    trains, microbatches = stack in graph.stacks, graph.plan.num_microbatches
+    trains, times = stack in graph.stacks, graph.plan.passes
     for s, segment in enumerate(stack.segments):
         for j in stack.weights.kinds[kind].indices_in_body(segment):
             u, slot, weight = j // segment.group_size, segment.start + j, stack.weights.weights[kind][name]
             is_kept, copies = slot in stack.weights.plan.kept_slots, stack.weights.kinds[kind].copies(segment)
-            passes = (1 + (not stack.kept_for_backward(s, u)) if trains else 1) * microbatches
+            passes = (1 + (not stack.kept_for_backward(s, u)) if trains else 1) * times
             in_fp8 = segment.fp8 and stack.weights.scaling.quantises(name)
             casts = passes if not in_fp8 and stack.weights.kept_in_stack(weight, segment, slot) else 1
-            reductions = 1 if is_kept else microbatches
+            reductions = 1 if is_kept else times
             counts[_Passes(in_fp8, 1 if is_kept else passes, reductions, casts)] += copies
     return [_of_layer(graph, stack, kind, name, passes, count) for passes, count in counts.items()]
 
@@ -176,7 +176,7 @@ def _of_layer(graph: Graph, stack: LayerStack, kind: str, name: str, passes: _Pa
     gradient = _edge(chain.backward, weight, "reduce", passes.reductions, weight.reduce_per_layer, gradient)
     if graph.plan.sums_gradients:
         gradient = jax.ShapeDtypeStruct(gradient.shape, weight.sum_dtype)
-        chain.backward.append(Edge("sum over the microbatches", graph.plan.num_microbatches, gradient))
+        chain.backward.append(Edge("sum over the microbatches", graph.plan.passes, gradient))
     gradient = _edge(chain.backward, weight, "reduce", 1, weight.reduce_per_step, gradient)
     gradient = _edge(chain.backward, weight, "sum over copies", 1, weight.complete, gradient)
     _edge(chain.backward, weight, "split", 1, weight.split, gradient)

@@ -48,7 +48,8 @@ def summary(
         f"gathered weights {memory_size(memory.weights)}, activations {memory_size(memory.activations)}, "
         f"working buffers {memory_size(memory.working)}, total {memory_size(memory.total)}",
         f"batch      {counted(batch.global_size, 'sequence')} of {counted(batch.sequence_length, 'token')}, "
-        f"{counted(batch.num_microbatches, 'microbatch')} of {counted(plan.sequences, 'sequence')} per device",
+        f"{counted(batch.num_microbatches, 'microbatch')} of {counted(plan.sequences, 'sequence')} per device"
+        + (", two at a time" if plan.microbatches_at_once > 1 else ""),
         *_ramp_up(program, batch_sizes or BatchSizes.of(config)),
         f"precision  {config.precision.compute}, {_weights_and_gradients(plan)}, {_fp8(program)}",
         f"kernels    attention: {kernels.attention} ({kernels.attention_reason}); layers: {_layers(plan)}; "

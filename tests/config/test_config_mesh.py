@@ -190,6 +190,27 @@ REFUSED = [
         "communication.context=dynamic puts a row's documents into another order, which the rows of an encoder do not"
         " follow (the command line: communication.context=dynamic): use communication.context=auto.",
     ),
+    (
+        "communication.overlap_experts=true model.num_experts=4 mesh.data=2",
+        2,
+        "communication.overlap_experts=true overlaps exchanges with experts on other devices, and a device has all"
+        " experts itself (the command line: communication.overlap_experts=true): set mesh.expert to 2 or more, or set"
+        " communication.overlap_experts=false.",
+    ),
+    (
+        "communication.overlap_experts=true model.num_experts=4 mesh.expert=2 batch.num_microbatches=3",
+        2,
+        "communication.overlap_experts=true pairs microbatches, and steps of 24 sequences have an odd number, 3, of"
+        " them (the command line: communication.overlap_experts=true): use an even batch.num_microbatches for each size"
+        " of a batch, or set communication.overlap_experts=false.",
+    ),
+    (
+        "communication.overlap_experts=true model.num_experts=4 mesh.expert=2 mesh.pipeline=-1",
+        4,
+        "communication.overlap_experts=true pairs microbatches, which mesh.pipeline=2 (from -1) runs one by one (the"
+        " command line: communication.overlap_experts=true): set mesh.pipeline=1, or set"
+        " communication.overlap_experts=false.",
+    ),
 ]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import DEEPSEEK, MIXTRAL, PADDED, UNEVEN, UNPACKED, uneven_weights
+from mesh_models import DEEPSEEK, MIXTRAL, PADDED, QWEN3_VL, UNEVEN, UNPACKED, uneven_weights
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
@@ -26,7 +26,19 @@ GPT_OSS = ONE_LAYER | {
     "sliding_window": 5,
     "router": {"logit_bias": True, "capacity_factor": 1.5},
 }
-MODELS = {"deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "sinkhorn": SINKHORN, "capacity": CAPACITY, "position": POSITION}
+# Their own dropout, jitter and losses in each microbatch
+ROUTER = DEEPSEEK | {"num_layers": 1}
+TOWER = QWEN3_VL | {"num_experts": 4, "experts_per_token": 2}
+PAIRS = {"experts": "all_to_all", "overlap_experts": True}
+MODELS = {
+    "router": ROUTER,
+    "tower": TOWER,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "sinkhorn": SINKHORN,
+    "capacity": CAPACITY,
+    "position": POSITION,
+}
 MODELS["uneven"] = {**UNEVEN, "num_layers": 1, "mlp_bias": True}
 
 # model, mesh, microbatches, other sections
@@ -46,6 +58,16 @@ CASES = [
         {"communication": {"experts": "all_gather"}, "data": UNPACKED},
         marks=pytest.mark.smoke,
     ),
+    # Two pairs of microbatches, and one pair without a loop.
+    ("router", {"expert": 2}, 4, {"communication": PAIRS}),
+    pytest.param(
+        "deepseek",
+        {"expert": 2, "fsdp": 2, "tensor": 2},
+        2,
+        {"communication": PAIRS, "remat": {"policy": "full"}},
+        marks=pytest.mark.long,
+    ),
+    pytest.param("tower", {"expert": 2, "fsdp": 2}, 4, {"communication": PAIRS}, marks=pytest.mark.long),
 ]
 
 

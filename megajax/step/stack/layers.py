@@ -172,7 +172,7 @@ class LayerStack:
             if stores.segments is not None and s not in stores.segments:
                 continue  # of another part of the backward pass
             if s in self.between:
-                dx = dx._replace(x=dx.x + gradients[self.between[s]])
+                dx = dx._replace(x=jax.tree.map(jnp.add, dx.x, gradients[self.between[s]]))
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (dx, state), (index, residuals) = carry, loop

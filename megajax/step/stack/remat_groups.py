@@ -25,8 +25,8 @@ from megajax.weights.adapters import adapted
 class StreamGradients(NamedTuple):
     """The gradients of the streams that layers read."""
 
-    x: jax.Array  # of the residual stream, [T / tensor, D]
-    streams: dict[str, jax.Array] = {}  # of the other streams: sums over the layers so far, in FP32
+    x: Any  # of the residual stream, [T / tensor, D]; in `pairs.py` two
+    streams: dict[str, Any] = {}  # of the other streams: sums over the layers so far, in FP32
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["program"])

@@ -159,8 +159,7 @@ class _Step:
         gather, reduce = self.weight_bytes
         found, held = {}, dict(self.stored.parameters)
         # From the storage shards outwards: fsdp layer by layer, the other axes once a step.
-        microbatches = self.config.batch.num_microbatches
-        free = HIDING * computation * microbatches  # of computation that hides nothing yet
+        free = HIDING * computation * self.config.batch.num_microbatches  # of computation that hides nothing yet
         for axis in ("fsdp", "data", "expert", "context"):
             # Weights of experts that an axis divides stay on their devices.
             held = {axes: number * (self.sizes[axis] if axis in axes else 1) for axes, number in held.items()}
@@ -168,7 +167,7 @@ class _Step:
             if self.sizes[axis] == 1 or not gathered:
                 continue
             layer_by_layer = axis == "fsdp" and not self.plan.is_pipelined
-            times = microbatches if layer_by_layer else 1
+            times = self.plan.passes if layer_by_layer else 1
             hidden = free if layer_by_layer else min(free, HIDING * computation)
             before = self.device.collective(axis, times * gather * gathered)
             after = self.device.collective(axis, times * (reduce + (gather if layer_by_layer else 0)) * gathered)
@@ -264,7 +263,7 @@ class _Step:
 
     def conversions(self) -> float:
         """Seconds of casts of weights and gradients, and of the sums of microbatches' gradients."""
-        again = self.config.batch.num_microbatches - 1
+        again = self.plan.passes - 1
         summed = 2 + 2 * self.plan.accumulation.itemsize  # a gradient is read, its sum is read and written
         moved = (WHOLE_BYTES + again * summed) * self.whole
         if self.config.precision.fp8.chosen.has_kernels:
