@@ -51,8 +51,9 @@ def estimate_memory(plan: StepPlan) -> MemoryEstimate:
 
 def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     """The peaks of a step, one of which is the largest."""
-    plan = plan if plan.microbatches_at_once == 1 else plan.with_large_microbatches
-    step = _Pipelined(plan) if plan.is_pipelined else _Step(plan)
+    if in_pairs := plan.microbatches_at_once > 1:
+        plan = plan.with_large_microbatches
+    step = _Pipelined(plan) if plan.is_pipelined else _Step(plan, in_pairs)
     teacher = plan.config.teacher.model
     if plan.second_stack is not None:
         held = second_activations(plan, plan.second_stack)
@@ -91,8 +92,9 @@ def second_activations(step: StepPlan, plan: StepPlan) -> int:
 class _Step:
     """The live arrays of a step without a pipeline."""
 
-    def __init__(self, plan: StepPlan):
-        self.plan, self.config, self.sizes = plan, plan.config, plan.sizes
+    def __init__(self, plan: StepPlan, in_pairs: bool = False):
+        """`in_pairs`: a microbatch of the plan is two, whose gradients of a layer are added when both are there."""
+        self.plan, self.config, self.sizes, self.in_pairs = plan, plan.config, plan.sizes, in_pairs
         self.slots, self.segments, self.activations = plan.layer_slots, plan.segments, Activations(plan)
         self.compute = self.activations.compute
         self.rounds = plan.layer_table.shape[1]  # each with layers in all slots
@@ -175,6 +177,7 @@ class _Step:
         head = self.weights.non_block_by_name[HEAD] if self.has_head and not self.late_head else Elements()
         non_block = self.weights.non_block_as_stored.stored - self.last_gradients + head.whole - head.stored
         gradients = self.accumulated(FP32 * non_block, done) + self.gradient_stacks
+        gradients += self.compute * layers.whole if self.in_pairs else 0
         peak = replace(
             self.always,
             gradients=gradients,
