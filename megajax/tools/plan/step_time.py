@@ -157,20 +157,21 @@ class _Step:
     def weights(self, computation: float) -> dict[str, Traffic]:
         """Gathers and reductions of weights; `computation`: seconds of a microbatch's layers."""
         gather, reduce = self.weight_bytes
-        found, held = {}, dict(self.stored.parameters)
-        # From the storage shards outwards: fsdp layer by layer, the other axes once a step.
-        free = HIDING * computation * self.config.batch.num_microbatches  # of computation that hides nothing yet
-        for axis in ("fsdp", "data", "expert", "context"):
+        found, held, gathered = {}, dict(self.stored.parameters), {}
+        # From the storage shards outwards: the other axes gather once a step what `fsdp` gathers layer by layer.
+        for axis in ("data", "expert", "context", "fsdp"):
             # Weights of experts that an axis divides stay on their devices.
             held = {axes: number * (self.sizes[axis] if axis in axes else 1) for axes, number in held.items()}
-            gathered = sum(number for axes, number in held.items() if axis in axes)
-            if self.sizes[axis] == 1 or not gathered:
+            gathered[axis] = sum(number for axes, number in held.items() if axis in axes)
+        free = HIDING * computation * self.config.batch.num_microbatches  # of computation that hides nothing yet
+        for axis in ("fsdp", "data", "expert", "context"):
+            if self.sizes[axis] == 1 or not gathered[axis]:
                 continue
             layer_by_layer = axis == "fsdp" and not self.plan.is_pipelined
             times = self.plan.passes if layer_by_layer else 1
             hidden = free if layer_by_layer else min(free, HIDING * computation)
-            before = self.device.collective(axis, times * gather * gathered)
-            after = self.device.collective(axis, times * (reduce + (gather if layer_by_layer else 0)) * gathered)
+            before = self.device.collective(axis, times * gather * gathered[axis])
+            after = self.device.collective(axis, times * (reduce + (gather if layer_by_layer else 0)) * gathered[axis])
             forward, backward = before.seconds, after.seconds
             first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
             late = max(0.0, forward - hidden * FORWARD) + max(0.0, backward - hidden * (1 - FORWARD))
