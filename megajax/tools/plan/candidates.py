@@ -34,7 +34,7 @@ class Candidate:
     def storage(self) -> "Storage":
         config, sizes = self.config, self.plan.sizes
         stages = (config.pipeline.virtual_stages, config.pipeline.layout) if sizes["pipeline"] > 1 else None
-        sections = config.model, config.lora, config.optimizer, config.precision
+        sections = config.model, config.lora, config.optimizer, config.precision, config.objective, config.teacher
         return _storage(_Stored((*sections, stages, config.mesh.experts_over, *sizes.values()), self.plan))
 
     def fits(self, limit: float) -> bool:
