@@ -1,0 +1,253 @@
+"""What is exact in the planner and the estimates, whatever their fitted constants: work that devices share, sums."""
+
+import math
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megajax.config import Config
+from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
+from megajax.estimate.activations import Activations
+from megajax.estimate.costs import flops_per_token
+from megajax.estimate.memory import peaks
+from megajax.estimate.weight_elements import Elements, StepWeights
+from megajax.options.remat import POLICIES
+from megajax.sharding import BLOCKS
+from megajax.tools.plan import work
+from megajax.tools.plan.candidates import Candidate
+from megajax.tools.plan.rates import H200
+from megajax.tools.plan.step_time import StepTime
+
+# Rates that do not depend on sizes: with one the time is that of FLOPs alone, with the other of bytes alone.
+FLAT = replace(H200, bf16_half_rate=0, fp8_half_rate=0, attention_half_rate=0, bf16_flops=1.0, fp8_flops=2.0)
+FLOPS = replace(FLAT, attention_flops=((64, 1.0),), memory_bytes=1e40)
+BYTES = replace(FLAT, bf16_flops=1e60, fp8_flops=1e60, attention_flops=((64, 1e60),), memory_bytes=1.0)
+
+D, V, LENGTH, ROWS = 64, 128, 128, 8
+DENSE = {"num_layers": 4, "hidden_size": D, "num_heads": 4, "ffn_hidden_size": 256, "vocab_size": V}
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 64}
+TOWER = {"image_token": 9, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 64, "patch_size": 2}
+RECURRENCE = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 16}
+MODELS: dict[str, dict] = {
+    "dense": {},
+    "biases": {"attention_bias": True, "mlp_bias": True, "norm": "layernorm"},
+    "windows": {"sliding_window": 32, "layer_pattern": ["local", "global"]},
+    "both sides": {"causal": False},
+    "experts": EXPERTS | {"shared_expert_ffn_hidden_size": 64},
+    "mixed": EXPERTS | {"moe_layer_interval": 2},
+    "modules": {"mtp_layers": 2},
+    "latent": {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    "encoder": {"encoder": {"kind": "layers", "num_layers": 2, "sequence_length": 64}},
+    "vision": {"vision": TOWER | {"patches_per_row": 64, "merge": 2}},
+    "hybrid": {"block_pattern": ["gated_deltanet", "dense"], "linear_attention": RECURRENCE},
+}
+STAGES = {"mesh": {"pipeline": 2}, "batch": {"num_microbatches": 4}}
+MESHES: dict[str, dict] = {
+    **{axis: {"mesh": {axis: 2}} for axis in ("fsdp", "tensor", "context", "expert")},
+    "experts over tensor": {"mesh": {"tensor": 2, "experts_over": ["tensor"]}},
+    "experts over fsdp": {"mesh": {"fsdp": 2, "experts_over": ["fsdp"]}},
+    "pipeline": STAGES,
+    "virtual stages": STAGES | {"pipeline": {"virtual_stages": 2}},
+}
+TWO_KINDS = ("windows", "mixed", "hybrid")  # virtual stages of one layer would have empty slots, which take time
+CASES = [
+    (model, mesh)
+    for model in MODELS
+    for mesh in MESHES
+    if ("expert" not in mesh or model in ("experts", "mixed"))
+    and mesh != ("virtual stages" if model in TWO_KINDS else "pipeline")
+    and (model not in ("biases", "both sides") or mesh == "tensor")
+]
+
+
+@pytest.fixture(autouse=True)
+def even_experts(monkeypatch):
+    """Experts without partly empty tiles, whose devices have the same rows."""
+    monkeypatch.setattr(work, "TILE", 0)
+    monkeypatch.setattr(work, "IMBALANCE", 0)
+
+
+def make(name: str, gpus: int = 1, **sections: dict) -> Candidate:
+    model = DENSE | MODELS[name] | sections.pop("model", {})
+    batch = {"global_size": ROWS, "sequence_length": LENGTH} | sections.pop("batch", {})
+    config = Config.model_validate({"model": model, "batch": batch, "data": {"kind": "synthetic"}, **sections})
+    return Candidate.of(config, check_mesh(config, gpus))
+
+
+@cache
+def on(name: str, mesh: str | None) -> Candidate:
+    """A model on one device, or on two."""
+    return make(name) if mesh is None else make(name, 2, **{key: dict(value) for key, value in MESHES[mesh].items()})
+
+
+def flops(candidate: Candidate) -> StepTime:
+    return candidate.time(FLOPS)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("hybrid", "vision")])
+def test_work_of_a_device_is_the_flops_of_its_tokens(name):
+    """A recurrence takes the time of its bytes; a tower's patches and projector count in the FLOPs only."""
+    step = flops(on(name, None))
+    expected = ROWS * LENGTH * flops_per_token(on(name, None).config)
+    assert step.matmuls + step.attention + step.head == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_devices_share_the_work_of_one(name, mesh):
+    one, two = flops(on(name, None)), flops(on(name, mesh))
+    assert 2 * two.head == pytest.approx(one.head)
+    if (name, mesh) == ("latent", "context"):  # each device projects all keys
+        assert 2 * two.matmuls > one.matmuls
+    else:
+        assert 2 * two.matmuls == pytest.approx(one.matmuls)
+        if name != "hybrid":
+            assert 2 * two.attention == pytest.approx(one.attention)
+        # Buffers of experts' rows have room for those of several devices, and `tensor` divides their widths only.
+        if name not in ("experts", "mixed") or not ("expert" in mesh or mesh == "tensor"):
+            assert 2 * on(name, mesh).time(BYTES).elementwise == pytest.approx(on(name, None).time(BYTES).elementwise)
+
+
+MATRICES = ("matrix", "embedding")  # roles
+# Those that all devices of `tensor` have whole: routers, projections of prediction modules and to latents
+WHOLE = {"experts": 4 * D * 8, "mixed": 2 * D * 8, "modules": 2 * 2 * D * D, "latent": 4 * D * (32 + 32 + 8)}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [case for case in CASES if case[1] != "tensor" or case[0] in WHOLE])
+def test_devices_hold_each_matrix_once_with_its_moments(name, mesh):
+    """Vectors are on all devices, those of layers on their stage."""
+    candidate = on(name, mesh)
+    sizes = {name: (math.prod(p.shape), p.role) for name, p in on(name, None).plan.declared.items()}
+    on_stages = f"{BLOCKS}(?!mtp)" if candidate.plan.is_pipelined else "$"
+    vectors = (n for key, (n, role) in sizes.items() if role not in MATRICES and not re.match(on_stages, key))
+    expected = sum(n for n, _ in sizes.values()) + sum(vectors) + (WHOLE[name] if "tensor" in mesh else 0)
+    memory, state = candidate.memory, candidate.storage.state
+    assert 2 * memory.parameters == 4 * expected and 2 * memory.optimizer == 8 * expected
+    assert 2 * sum(state.parameters.values()) == expected
+    assert candidate.storage.bytes == memory.parameters + memory.optimizer
+    weights, plan = StepWeights(candidate.plan, Activations(candidate.plan).blocks, 2), candidate.plan
+    rounds = plan.layer_table.shape[1]
+    layers = weights.layers(range(len(plan.layer_slots)))
+    parts = [*weights.non_block_by_name.values(), weights.extra_layers, *[layers] * rounds]
+    assert 2 * sum(parts, Elements()).stored == expected
+
+
+def linear(candidate: Candidate) -> dict[str, float]:
+    """What a step has of each layer."""
+    work_of, bytes_of, memory = flops(candidate), candidate.time(BYTES), next(peaks(candidate.plan))
+    times = {"matmuls": work_of.matmuls, "attention": work_of.attention, "elementwise": bytes_of.elementwise}
+    again = {"recomputed": work_of.recomputed.matmuls, "recomputed bytes": bytes_of.recomputed.elementwise}
+    sent = {axis: traffic.sent for axis, traffic in work_of.activations.items()}
+    held = {"parameters": memory.parameters, "optimizer": memory.optimizer, "saved": memory.activations}
+    return times | again | sent | held
+
+
+KINDS = {
+    "mixed": ({"moe_layer_interval": 1}, {"moe_layer_interval": 4, "first_dense_layers": 4}),
+    "windows": ({"layer_pattern": ["local"]}, {"layer_pattern": ["global"]}),
+    "hybrid": ({"block_pattern": ["gated_deltanet"]}, {"block_pattern": ["dense"]}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_of_two_kinds_have_the_mean_of_models_of_one(name):
+    """No kind has the numbers of the other, which are computed once for each."""
+    settings = {"mesh": {"tensor": 2}, "kernels": {"scan_unroll": 4}, "remat": {"policy": "selective"}}
+    both, *each = (linear(make(name, 2, model=m, **settings)) for m in ({}, *KINDS[name]))
+    assert {key: 2 * value for key, value in both.items()} == pytest.approx(
+        {key: each[0][key] + each[1][key] for key in both}
+    )
+    assert each[0] != each[1]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("dense", "tensor"), ("experts", "expert"), ("latent", "tensor")])
+def test_half_of_the_layers_in_fp8_have_half_of_the_difference(name, mesh):
+    wide = {"experts": {"hidden_size": 128, "expert_ffn_hidden_size": 128}, "latent": {"qk_rope_head_dim": 16}}
+    none, half, every = (
+        linear(
+            make(name, 2, model=wide.get(name, {}), mesh={mesh: 2}, precision={"fp8": fp8}, kernels={"scan_unroll": 4})
+        )
+        for fp8 in ({}, {"recipe": "current", "first_bf16_layers": 2}, {"recipe": "current"})
+    )
+    assert {key: 2 * value for key, value in half.items()} == pytest.approx({k: none[k] + every[k] for k in half})
+    assert every["matmuls"] < none["matmuls"]
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "data": 2}, {"tensor": 2, "context": 2}])
+def test_twice_the_microbatches_are_twice_the_work_with_the_same_memory(mesh):
+    name = "modules" if "fsdp" in mesh else "dense"
+    one, two = (
+        make(name, math.prod(mesh.values()), mesh=mesh, batch={"num_microbatches": n, "global_size": 4 * n})
+        for n in (2, 4)
+    )
+    first, second = flops(one), flops(two)
+    for part in ("matmuls", "attention", "head", "elementwise"):
+        assert getattr(second, part) == pytest.approx(2 * getattr(first, part))
+    assert second.optimizer == first.optimizer and two.memory == one.memory
+    assert {k: t.sent for k, t in second.activations.items()} == {k: 2 * t.sent for k, t in first.activations.items()}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("gradients", "reduced"), [("float32", 4), ("bfloat16", 2)])
+def test_traffic_of_weights_is_that_of_their_matrices(microbatches, gradients, reduced):
+    """docs/parallelism.md: once a step over the other axes, then twice a microbatch over `fsdp`, in BF16."""
+    sections = {"batch": {"num_microbatches": microbatches, "global_size": 16}, "precision": {"gradients": gradients}}
+    declared = on("experts", None).plan.declared
+    matrices = {n: math.prod(p.shape) for n, p in declared.items() if p.role in MATRICES}
+    experts = sum(number for name, number in matrices.items() if "experts" in declared[name].axes)
+    others = sum(matrices.values()) - experts
+    sent = flops(make("experts", 8, mesh={"fsdp": 2, "data": 2, "expert": 2}, **sections)).weights
+    assert sent["fsdp"].sent == microbatches * (2 + 2 + reduced) * (others + experts / 2) / 2
+    # Of the shards of `fsdp` over four devices; experts, which `expert` divides, over two
+    per_step = sent["data"].sent + sent["expert"].sent
+    assert per_step == (2 + reduced) * (others / 2 * 3 / 4 + experts / 2 / 2 / 2)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_rows_of_experts_are_those_of_the_documented_formula(devices):
+    """docs/experts.md, rows of D numbers in BF16: four and a half times in each of four layers."""
+    for dispatch, sent in (("all_to_all", 1.25 * 2 * (devices - 1) / devices), ("all_gather", devices - 1)):
+        candidate = make("experts", devices, mesh={"expert": devices}, communication={"experts": dispatch})
+        bytes_of_tokens = ROWS * LENGTH / devices * D * 2
+        assert flops(candidate).activations["expert"].sent == pytest.approx(4 * 4.5 * sent * bytes_of_tokens)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "hybrid", "latent"])
+def test_policies_save_at_most_what_none_saves_and_compute_the_rest_again(name):
+    # Whether attention, and elementwise work with matmuls or without, run again
+    again = {"none": (0, 0, False), "full": (1, 1, True), "selective": (1, 0, False)}
+    again |= {"save_matmuls": (0, 1, False), "offload": (0, 1, False)}
+    assert again.keys() == POLICIES.keys()
+    saved = {}
+    for policy, (attention, elementwise, matmuls) in again.items():
+        candidate = make(name, remat={"policy": policy}, kernels={"scan_unroll": 4})
+        numbers, segment = Activations(candidate.plan), candidate.plan.segments[0]
+        block = candidate.plan.layer_slots[0].block
+        saved[policy] = numbers.saved(block, segment, False)
+        assert saved[policy] + numbers.recomputed(block, segment, False) >= saved["none"] >= saved[policy] > 0
+        step, moved = flops(candidate), candidate.time(BYTES)
+        assert step.recomputed.attention == pytest.approx(attention * step.attention / 3)
+        assert moved.recomputed.elementwise == pytest.approx(elementwise * moved.elementwise / 3)
+        assert 0 <= step.recomputed.matmuls < step.matmuls / 3 and (step.recomputed.matmuls > 0) == matmuls
+        assert all(min(vars(peak).values()) >= 0 for peak in peaks(candidate.plan))
+
+
+def test_a_stored_state_is_that_of_its_config_and_not_of_an_earlier_one():
+    import_extensions(["docs/examples/distillation.py"])
+    teacher = {"model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": V}}
+    found = set()
+    for sections in (
+        {},
+        {"optimizer": {"state": "int8"}},
+        {"lora": {"rank": 4}, "checkpoint": {"init_from": "elsewhere"}},
+        {"model": {"tie_embeddings": True}},
+        {"mesh": {"fsdp": 2, "experts_over": ["fsdp"]}},
+        {"mesh": {"tensor": 2}},
+        {"objective": {"kind": "distillation", "settings": {}}, "teacher": teacher},
+    ):
+        candidate = make("experts", 2, **({"mesh": {"fsdp": 2}} | sections))
+        assert candidate.storage.bytes == candidate.memory.parameters + candidate.memory.optimizer
+        found.add(candidate.storage.bytes)
+    assert len(found) >= 6
