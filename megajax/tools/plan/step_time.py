@@ -152,7 +152,11 @@ class _Step:
     @cached_property
     def weight_bytes(self) -> tuple[float, float]:
         """(bytes of a weight that are gathered, of its gradient that are reduced), per parameter."""
-        return self.device.number, 4 if self.config.precision.gradients == "float32" else 2
+        number, fp8_layers = self.device.number, len(self.config.fp8_layers)
+        if self.config.precision.fp8.chosen.has_kernels:  # layers' matrices are gathered in FP8
+            in_fp8 = self.stored.in_layers / self.parameters * fp8_layers / self.config.model.num_layers
+            number -= (number - 1) * in_fp8
+        return number, 4 if self.config.precision.gradients == "float32" else 2
 
     def weights(self, computation: float) -> dict[str, Traffic]:
         """Gathers and reductions of weights; `computation`: seconds of a microbatch's layers."""
