@@ -371,7 +371,7 @@ class StepPlan:
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are added to sums over microbatches, as a pipeline always does."""
-        return self.num_microbatches > 1 or self.is_pipelined
+        return self.passes > 1 or self.is_pipelined
 
     @property
     def microbatches_at_once(self) -> int:
@@ -385,11 +385,14 @@ class StepPlan:
 
     @property
     def with_large_microbatches(self) -> Self:
-        """The plan whose microbatches are those that this one computes at once: it needs as much memory."""
-        config, off = self.config, {"overlap_experts": False}
+        """The plan whose microbatches are those that this one computes at once.
+
+        It needs as much memory for layers, and at least as much for what runs for one microbatch after the other.
+        """
+        config = self.config
         batch = config.batch.model_copy(update={"num_microbatches": self.passes, "schedule": None})
-        communication = config.communication.model_copy(update=off)
-        return replace(self, config=config.model_copy(update={"batch": batch, "communication": communication}))
+        changed = {"batch": batch, "communication": config.communication.one_by_one}
+        return replace(self, config=config.model_copy(update=changed))
 
     @property
     def accumulation(self) -> jnp.dtype:

@@ -69,7 +69,8 @@ def _of_several_keys(config: Config) -> list[Unread]:
     one_document = data.kind == "synthetic" and data.synthetic_documents is None
     together = not any(value(config, key) for key in separate)
     stores = data.order == "megatron" or data.kind in ("chat", "text") or data.is_remote
-    one_microbatch = config.batch.num_microbatches == 1 and config.mesh.pipeline == 1
+    at_once = 2 if config.communication.overlap_experts else 1
+    one_pass = config.batch.num_microbatches <= at_once and config.mesh.pipeline == 1
     router = "model.router.expert_bias"
     ungrouped = not model.router.expert_bias and model.router.num_groups == 1
     fixed = model.vision is not None and model.vision.fixed_grid is not None
@@ -84,7 +85,7 @@ def _of_several_keys(config: Config) -> list[Unread]:
         Unread(not stores, "data.order", ("data.index_cache",)),
         Unread(one_document, "data.synthetic_documents", separate),
         Unread(together, "data.reset_attention", ("data.synthetic_documents",)),
-        Unread(one_microbatch, "batch.num_microbatches", ("precision.accumulation",)),
+        Unread(one_pass, "batch.num_microbatches", ("precision.accumulation",)),
         Unread((config.logging.profile_start or 0) > run.steps, "run.steps", ("logging.profile_start",)),
         Unread(config.logging.norms_interval > run.steps, "run.steps", ("logging.norms_interval",)),
     ]

@@ -1,5 +1,6 @@
 """Checks for mixtures of experts: layers, groups and scores."""
 
+from megajax.config.fitting import microbatches_cure
 from megajax.config.sentences import counted, divisors, fail, format_axis, format_keys, listed
 from megajax.layout.kinds import expert_layers
 from megajax.schema.config import Config
@@ -35,7 +36,10 @@ def check_overlap(config: Config, sizes: dict[str, int]) -> None:
     if not config.communication.overlap_experts:
         return
     setting, off = format_keys(config, key), f"set {key}=false"
-    if config.model.num_experts is None or config.expert_shards(sizes) == 1:
+    if config.model.num_experts is None:
+        problem = f"{setting} overlaps exchanges with experts, and the model has none"
+        fail(config, problem, f"{off}, or set model.num_experts", key, "model.num_experts")
+    if config.expert_shards(sizes) == 1:
         problem = f"{setting} overlaps exchanges with experts on other devices, and a device has all experts itself"
         fail(config, problem, f"set mesh.expert to 2 or more, or {off}", key, "mesh.expert")
     if sizes["pipeline"] > 1:
@@ -45,7 +49,7 @@ def check_overlap(config: Config, sizes: dict[str, int]) -> None:
     for size in (size for _, size in batch.sizes_by_tokens if size // microbatch % 2):
         problem = f"{setting} pairs microbatches, and steps of {counted(size, 'sequence')} have an odd number,"
         problem += f" {size // microbatch}, of them"
-        fail(config, problem, f"use an even {number} for each size of a batch, or {off}", key, number)
+        fail(config, problem, f"{microbatches_cure(config, sizes)}, or {off}", key, number)
 
 
 def _check_groups(config: Config, model: ModelConfig) -> None:

@@ -5,7 +5,7 @@ A `Config` is frozen, hashable and complete: keys that are not set get their val
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
@@ -85,7 +85,9 @@ class BatchConfig(Section):
 
     global_size: Sequences = Field(description="Sequences per step, over all devices and microbatches.")
     num_microbatches: Sequences = Field(
-        default=1, description="Number of parts of the global batch, computed one after the other."
+        default=1,
+        description="Number of parts of the global batch, computed one after the other (with"
+        " communication.overlap_experts in pairs).",
     )
     sequence_length: Annotated[Tokens, AtMost("model.max_positions")] = Field(description="Tokens per sequence.")
     schedule: BatchSchedule | None = Field(
@@ -148,6 +150,11 @@ class CommunicationConfig(Section):
         description="Two microbatches pass the layers side by side, so that one computes while tokens of the other go"
         " to their experts and back. Activations need the memory of both.",
     )
+
+    @property
+    def one_by_one(self) -> Self:
+        """For layers that no two microbatches pass side by side."""
+        return self.model_copy(update={"overlap_experts": False})
 
 
 class KernelsConfig(Section):
@@ -280,6 +287,7 @@ class Config(Section):
             return None
         plain = self.precision.model_copy(update={"fp8": Fp8Config()})
         sections = {"model": self.teacher.model, "teacher": TeacherConfig(), "lora": LoraConfig(), "precision": plain}
+        sections |= {"communication": self.communication.one_by_one}
         return self.model_copy(update=sections | {"objective": ObjectiveConfig(), "remat": RematConfig()})
 
     @property
@@ -303,6 +311,7 @@ class Config(Section):
         sections = {"model": self.model.of_vision, "batch": batch, "data": packed, "lora": LoraConfig()}
         if self.kernels.attention == "cudnn":  # which takes no documents
             sections["kernels"] = self.kernels.model_copy(update={"attention": "auto"})
+        sections |= {"communication": self.communication.one_by_one}
         return self.model_copy(update=sections)
 
     @property

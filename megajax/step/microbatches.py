@@ -50,9 +50,9 @@ def _train_one(graph: Graph, arrays: StepArrays, index: Any, fields: Arrays, tab
 
 
 def _train_pair(graph: Graph, arrays: StepArrays, index: Any, fields: Arrays, table: Table) -> tuple[Table, Results]:
-    """The same of two microbatches, with fields `[2, B, S]`, which pass the layers side by side.
+    """(`table` plus gradients, other results) of two microbatches with the fields `[2, B, S]`.
 
-    The other nodes run for one microbatch after the other.
+    They pass the layers side by side (`stack/pairs.py`). The other nodes run for one microbatch after the other.
     """
     each = [{name: a[i] for name, a in fields.items()} for i in range(2)]
     batches: Any = [graph.microbatch(own, index[i], arrays) for i, own in enumerate(each)]

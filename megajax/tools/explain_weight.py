@@ -31,6 +31,7 @@ from megajax.jax_internals import ClosedJaxpr, Jaxpr
 from megajax.kernel_choice import HOPPER
 from megajax.mesh import AXES
 from megajax.model.lora import adapters
+from megajax.ops.numerics import wide
 from megajax.sharding import Placement
 from megajax.step.graph import Graph
 from megajax.step.stack.layers import LayerStack
@@ -141,7 +142,7 @@ def _outside(graph: Graph, weight: Weight) -> Chain:
 def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Chain]:
     """The chains of a weight of a stack's layers."""
     counts = Counter[_Passes]()
-    trains, times = stack in graph.stacks, graph.plan.passes
+    trains, times = stack in graph.stacks, _times(graph, stack)
     for s, segment in enumerate(stack.segments):
         for j in stack.weights.kinds[kind].indices_in_body(segment):
             u, slot, weight = j // segment.group_size, segment.start + j, stack.weights.weights[kind][name]
@@ -152,6 +153,11 @@ def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Ch
             reductions = 1 if is_kept else times
             counts[_Passes(in_fp8, 1 if is_kept else passes, reductions, casts)] += copies
     return [_of_layer(graph, stack, kind, name, passes, count) for passes, count in counts.items()]
+
+
+def _times(graph: Graph, stack: LayerStack) -> int:
+    """How often a step passes a stack: in pairs of microbatches only the model's layers."""
+    return graph.plan.passes if stack is graph.layers else graph.plan.num_microbatches
 
 
 def _of_layer(graph: Graph, stack: LayerStack, kind: str, name: str, passes: _Passes, count: int) -> Chain:
@@ -173,10 +179,13 @@ def _of_layer(graph: Graph, stack: LayerStack, kind: str, name: str, passes: _Pa
     used = jax.eval_shape(weight.with_gradient, w)
     gradient = used.gradient if passes.in_fp8 else used
     chain.backward.append(Edge("gradient", graph.plan.num_microbatches, gradient))
+    if _times(graph, stack) < graph.plan.num_microbatches:
+        gradient = jax.ShapeDtypeStruct(gradient.shape, wide(gradient.dtype))
+        chain.backward.append(Edge("sum of two microbatches", graph.plan.passes, gradient))
     gradient = _edge(chain.backward, weight, "reduce", passes.reductions, weight.reduce_per_layer, gradient)
     if graph.plan.sums_gradients:
         gradient = jax.ShapeDtypeStruct(gradient.shape, weight.sum_dtype)
-        chain.backward.append(Edge("sum over the microbatches", graph.plan.passes, gradient))
+        chain.backward.append(Edge("sum over the microbatches", _times(graph, stack), gradient))
     gradient = _edge(chain.backward, weight, "reduce", 1, weight.reduce_per_step, gradient)
     gradient = _edge(chain.backward, weight, "sum over copies", 1, weight.complete, gradient)
     _edge(chain.backward, weight, "split", 1, weight.split, gradient)

@@ -191,6 +191,12 @@ REFUSED = [
         " follow (the command line: communication.context=dynamic): use communication.context=auto.",
     ),
     (
+        "communication.overlap_experts=true mesh.data=2",
+        2,
+        "communication.overlap_experts=true overlaps exchanges with experts, and the model has none (the command line:"
+        " communication.overlap_experts=true): set communication.overlap_experts=false, or set model.num_experts.",
+    ),
+    (
         "communication.overlap_experts=true model.num_experts=4 mesh.data=2",
         2,
         "communication.overlap_experts=true overlaps exchanges with experts on other devices, and a device has all"
@@ -201,8 +207,8 @@ REFUSED = [
         "communication.overlap_experts=true model.num_experts=4 mesh.expert=2 batch.num_microbatches=3",
         2,
         "communication.overlap_experts=true pairs microbatches, and steps of 24 sequences have an odd number, 3, of"
-        " them (the command line: communication.overlap_experts=true): use an even batch.num_microbatches for each size"
-        " of a batch, or set communication.overlap_experts=false.",
+        " them (the command line: communication.overlap_experts=true): use 2, 4, 6 or 12, or set"
+        " communication.overlap_experts=false.",
     ),
     (
         "communication.overlap_experts=true model.num_experts=4 mesh.expert=2 mesh.pipeline=-1",

@@ -24,6 +24,7 @@ class PairedStack(LayerStack):
     """The passes of a stack for two microbatches: its streams are pairs, `batch` is a tuple of two microbatches."""
 
     def __init__(self, stack: LayerStack):
+        assert not stack.plan.is_pipelined
         vars(self).update(vars(stack))
         self.groups: Any = PairedGroups(stack.groups)
 
@@ -39,7 +40,7 @@ class PairedGroups:
     """The passes of a stack's remat groups for two microbatches; their results are added, except streams."""
 
     def __init__(self, groups: RematGroups):
-        self.groups, self.at, self.like_gradients = groups, groups.at, groups.like_gradients
+        self.groups, self.at = groups, groups.at
 
     def forward(
         self, at: Group, weights: GroupWeights, x: tuple[jax.Array, ...], inputs: Inputs, save: bool

@@ -52,6 +52,8 @@ class Run:
         if sizes["pipeline"] == 1:
             one_stage = {"schedule": "1f1b", "virtual_stages": 1, "layout": None}
             config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=one_stage)})
+        if sizes["pipeline"] > 1 or config.expert_shards(sizes) == 1:
+            config = config.model_copy(update={"communication": config.communication.one_by_one})
         self.program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
         self.saver = StateSaver(self.program)
         self.saved: Arrays = {}  # the state in the checkpoint
