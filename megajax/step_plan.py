@@ -376,7 +376,7 @@ class StepPlan:
     @property
     def microbatches_at_once(self) -> int:
         """How many microbatches pass the layers side by side."""
-        return 2 if self.config.communication.overlap_experts else 1
+        return self.config.communication.microbatches_at_once
 
     @property
     def passes(self) -> int:

@@ -32,7 +32,7 @@ def check_experts(config: Config) -> None:
 
 def check_overlap(config: Config, sizes: dict[str, int]) -> None:
     """`communication.overlap_experts` needs experts on other devices, and pairs of microbatches."""
-    key, number, batch = "communication.overlap_experts", "batch.num_microbatches", config.batch
+    key, batch = "communication.overlap_experts", config.batch
     if not config.communication.overlap_experts:
         return
     setting, off = format_keys(config, key), f"set {key}=false"
@@ -46,10 +46,11 @@ def check_overlap(config: Config, sizes: dict[str, int]) -> None:
         problem = f"{setting} pairs microbatches, which {format_axis(config, sizes, 'pipeline')} runs one by one"
         fail(config, problem, f"set mesh.pipeline=1, or {off}", key, "mesh.pipeline")
     microbatch = batch.global_size // batch.num_microbatches
-    for size in (size for _, size in batch.sizes_by_tokens if size // microbatch % 2):
+    at_once = config.communication.microbatches_at_once
+    for size in (size for _, size in batch.sizes_by_tokens if size // microbatch % at_once):
         problem = f"{setting} pairs microbatches, and steps of {counted(size, 'sequence')} have an odd number,"
         problem += f" {size // microbatch}, of them"
-        fail(config, problem, f"{microbatches_cure(config, sizes)}, or {off}", key, number)
+        fail(config, problem, f"{microbatches_cure(config, sizes)}, or {off}", key, "batch.num_microbatches")
 
 
 def _check_groups(config: Config, model: ModelConfig) -> None:

@@ -54,7 +54,7 @@ def microbatch_numbers(config: Config, sizes: dict[str, int]) -> list[int]:
         if microbatch // shards * batch.sequence_length // sizes["context"] % sizes["tensor"]:
             return False
         counts = [size // microbatch for size in all_sizes]
-        if config.communication.overlap_experts and any(count % 2 for count in counts):
+        if any(count % config.communication.microbatches_at_once for count in counts):
             return False
         in_rounds = config.pipeline.virtual_stages == 1 or not any(count % stages for count in counts)
         return stages == 1 or (min(counts) >= stages and in_rounds)
@@ -66,5 +66,5 @@ def microbatches_cure(config: Config, sizes: dict[str, int]) -> str:
     """The values of `batch.num_microbatches` to use; if none fits the mesh, what the batch must be for one."""
     if usable := microbatch_numbers(config, sizes):
         return f"use {listed(usable)}"
-    stages = max(sizes["pipeline"], 2 if config.communication.overlap_experts else 1)
-    return f"use {stages}, and make batch.global_size a multiple of {stages * config.batch_shards(sizes)}"
+    least = max(sizes["pipeline"], config.communication.microbatches_at_once)
+    return f"use {least}, and make batch.global_size a multiple of {least * config.batch_shards(sizes)}"

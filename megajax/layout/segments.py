@@ -75,8 +75,8 @@ def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | No
     tensor, staged = sizes.get("tensor", 1), sizes.get("pipeline", 1) > 1
     matmuls = MOE_SECONDS if kind.has_experts else FP8_SECONDS if config.fp8_layers else DENSE_SECONDS
     pieces = SECONDS_OF_PIECE * tensor if tensor > 1 else 0
-    copies = 2 if config.communication.overlap_experts else 1
-    return (matmuls + pieces) * (2 * config.pipeline.virtual_stages if staged else copies)
+    copies = 2 * config.pipeline.virtual_stages if staged else config.communication.microbatches_at_once
+    return (matmuls + pieces) * copies
 
 
 def plan_segments(

@@ -152,6 +152,11 @@ class CommunicationConfig(Section):
     )
 
     @property
+    def microbatches_at_once(self) -> int:
+        """How many microbatches pass the layers side by side."""
+        return 2 if self.overlap_experts else 1
+
+    @property
     def one_by_one(self) -> Self:
         """For layers that no two microbatches pass side by side."""
         return self.model_copy(update={"overlap_experts": False})

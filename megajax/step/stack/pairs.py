@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.sublayer import BlockInputs, add_metrics
-from megajax.ops.numerics import wide
+from megajax.ops.numerics import added, wide
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, GroupMetrics, GroupWeights
@@ -55,7 +55,7 @@ class PairedGroups:
         own = [StreamGradients(x, streams) for x, streams in zip(dy.x, of_each(dy.streams), strict=True)]
         each = [self.groups.backward(at, weights, *one) for one in zip(saved, own, inputs, strict=True)]
         dx, gradients, amax = zip(*each, strict=True)
-        gradient = jax.tree.map(lambda a, b: a.astype(wide(a.dtype)) + b.astype(wide(b.dtype)), *gradients)
+        gradient = jax.tree.map(lambda a, b: added(a.astype(wide(a.dtype)), b), *gradients)
         return paired(*dx), gradient, jax.tree.map(jnp.maximum, *amax)
 
 

@@ -38,7 +38,7 @@ def shrink(
     stages = units.pipeline if extra_layers(config.model) else 1
     length = _multiple((units.width // 2 * stages if precision == "fp8" else 2) * units.context * units.tensor, TOKENS)
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
-    microbatches *= 2 if config.communication.overlap_experts else 1  # two pairs
+    microbatches *= config.communication.microbatches_at_once  # two pairs
     # Chats remain chats, because their batches have padding; nothing reads them. Pictures are random ones.
     packed, is_chat = config.data.reset_attention, config.data.kind == "chat" and config.model.vision is None
     small: dict[str, dict[str, Any]] = {
