@@ -82,7 +82,7 @@ from single_device import (
 from megajax.config import Config
 from megajax.layout.backward_parts import backward_parts
 from megajax.mesh import AXES
-from megajax.step.pipeline.schedules import KINDS
+from megajax.options.pipeline_schedules import KINDS
 
 SETTINGS = {
     "mesh": ("model", "optimizer", "mesh", "M"),

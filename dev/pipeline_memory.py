@@ -16,8 +16,9 @@ from pathlib import Path
 
 from megajax.config import load_config
 from megajax.console import user_errors
+from megajax.options.pipeline_schedules import KINDS
 from megajax.step.pipeline.buffers import schedule_of
-from megajax.step.pipeline.schedules import KINDS, assign_buffer_slots
+from megajax.step.pipeline.schedules import assign_buffer_slots
 from megajax.tools.plan.compile import compile_for_gpus
 from megajax.tools.profile import hlo
 from megajax.training.step import TrainProgram

@@ -25,7 +25,8 @@ import megajax.tools.schedule as drawing
 from megajax import svg
 from megajax.console import user_errors
 from megajax.errors import InputError
-from megajax.step.pipeline.schedules import KINDS, Schedule
+from megajax.options.pipeline_schedules import KINDS
+from megajax.step.pipeline.schedules import Schedule
 from megajax.step.pipeline.simulator import Costs, simulate, tick_starts
 from megajax.tools.profile import trace
 

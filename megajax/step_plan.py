@@ -38,6 +38,7 @@ from megajax.model.trained import frozen_parts, is_trained, second_stack, trains
 from megajax.model.transformer import Transformer, declared_model
 from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
+from megajax.options.pipeline_schedules import defers
 from megajax.options.registered import OWN_OBJECTIVES
 from megajax.options.remat import RematPolicy
 from megajax.schema.config import PipelineConfig
@@ -462,7 +463,7 @@ class StepPlan:
             expert_shards=self.config.expert_shards(self.sizes),
             copied=self.hardware.copied_permutations,
             tied=self.ties_gradients,
-            defers=self.is_pipelined and self.pipeline.schedule == "zero_bubble",
+            defers=self.is_pipelined and defers(self.pipeline.schedule),
         )
 
     @property

@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from megajax.options.context import STRATEGIES, ContextStrategy, choose_context
 from megajax.options.dispatch import DISPATCHES, Dispatch, choose_dispatch
+from megajax.options.pipeline_schedules import Kind
 from megajax.options.registry import AUTO
 from megajax.options.remat import NONE, POLICIES, RematPolicy
 from megajax.options.schedules import TAIL
@@ -65,7 +66,7 @@ class MeshConfig(Section):
 class PipelineConfig(Section):
     """The schedule of the stages of `mesh.pipeline`, and the layers of each."""
 
-    schedule: Literal["gpipe", "1f1b", "zero_bubble"] = Field(
+    schedule: Kind = Field(
         default="1f1b",
         description="gpipe: all forward passes, then all backward passes; 1f1b: one forward, one backward;"
         " zero_bubble: as 1f1b, with weight gradients deferred to idle times.",

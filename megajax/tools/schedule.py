@@ -16,7 +16,8 @@ from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.layout.backward_parts import PARTS
-from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, ScheduleTable, make_schedule
+from megajax.options.pipeline_schedules import KINDS
+from megajax.step.pipeline.schedules import IDLE, Schedule, ScheduleTable, make_schedule
 from megajax.step.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
 from megajax.svg import FAINT, INK, empty_picture, hexadecimal, pixels, rectangle, text, text_width, written
 

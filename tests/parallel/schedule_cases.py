@@ -2,7 +2,7 @@
 
 import itertools
 
-from megajax.step.pipeline.schedules import KINDS
+from megajax.options.pipeline_schedules import KINDS
 
 # (stages, microbatches, virtual stages): fewer and more microbatches than stages, whole groups with virtual stages
 SIZES = [

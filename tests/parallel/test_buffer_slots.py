@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from schedule_cases import CASES
 
-from megajax.step.pipeline.schedules import IDLE, KINDS, assign_buffer_slots, make_schedule
+from megajax.options.pipeline_schedules import KINDS
+from megajax.step.pipeline.schedules import IDLE, assign_buffer_slots, make_schedule
 from megajax.step.pipeline.simulator import Costs, replay, simulate
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from schedule_cases import CASES, SIZES
 
-from megajax.step.pipeline.schedules import IDLE, KINDS, Schedule, ScheduleTable, check, make_schedule
+from megajax.options.pipeline_schedules import KINDS
+from megajax.step.pipeline.schedules import IDLE, Schedule, ScheduleTable, check, make_schedule
 from megajax.step.pipeline.simulator import Costs, sends, simulate
 
 COSTS = (Costs(), Costs(1.0, 1.3, 0.7), Costs(2.0, 0.5, 3.0))

@@ -16,7 +16,9 @@ from megajax.estimate.memory import peaks
 from megajax.estimate.optimizer_memory import state_bytes
 from megajax.estimate.weight_elements import Elements, StepWeights
 from megajax.optim.slots import OptimizerSlots
+from megajax.options.pipeline_schedules import KINDS as SCHEDULES
 from megajax.sharding import BLOCKS
+from megajax.step.pipeline.buffers import schedule_of
 from megajax.tools.plan import work
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
@@ -237,6 +239,14 @@ def test_policies_save_at_most_what_none_saves_and_compute_the_rest_again(name):
         assert moved.recomputed.elementwise == pytest.approx(elementwise * moved.elementwise / 3)
         assert 0 <= step.recomputed.matmuls < step.matmuls / 3 and (step.recomputed.matmuls > 0) == matmuls
         assert all(min(vars(peak).values()) >= 0 for peak in peaks(candidate.plan))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plan_defers_weight_gradients_where_its_schedule_does(kind, stages):
+    sections = {"mesh": {"pipeline": stages}, "batch": {"num_microbatches": 4}, "pipeline": {"schedule": kind}}
+    plan = make("dense", stages, **sections).plan
+    assert plan.collectives.defers == any(tick.split for tick in schedule_of(plan).flags)
 
 
 def test_a_stored_state_is_that_of_its_config_and_not_of_an_earlier_one():

@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Kind = Literal["gpipe", "1f1b", "zero_bubble"]
-KINDS: tuple[Kind, ...] = ("gpipe", "1f1b", "zero_bubble")
+from megajax.options.pipeline_schedules import KINDS, Kind, defers
+
 IDLE = -1
 
 
@@ -181,7 +181,7 @@ def make_schedule(
     at_once = first_backward + position + fill - stage
     deferred = np.minimum(stage, M * R)
     weight = _table(ticks, reversed_order, np.where(position < deferred, ticks - deferred + position, at_once))
-    return Schedule(kind, P, M, R, forward, backward, weight if kind == "zero_bubble" else None)
+    return Schedule(kind, P, M, R, forward, backward, weight if defers(kind) else None)
 
 
 def _one_operation_a_tick(P: int, M: int, parts: int) -> Schedule:
