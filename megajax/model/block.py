@@ -25,6 +25,7 @@ from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
 from megajax.model.sublayer import LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 from megajax.ops.barriers import not_repeated
+from megajax.schema.fields import cached
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
 BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are numbers of nodes
@@ -228,15 +229,21 @@ def blocks_of(config: ModelConfig) -> dict[str, Block]:
     return {kind: BLOCK_CLASSES.get(kind, Block)(config, kind) for kind in stacked_layers(config)}
 
 
+@cached
+def _declared_blocks(config: ModelConfig) -> dict[str, Block]:
+    """`blocks_of` to read declarations from; a run asks for them a dozen times before its first step."""
+    return blocks_of(config)
+
+
 def linear_layers(config: ModelConfig) -> tuple[str, ...]:
     """The names of the linear layers' weights in all kinds of blocks of the model."""
-    return tuple(dict.fromkeys(name for block in blocks_of(config).values() for name in block.linear_layers))
+    return tuple(dict.fromkeys(name for block in _declared_blocks(config).values() for name in block.linear_layers))
 
 
 def layer_state(config: ModelConfig) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """The layers' state that is not a parameter, by kind of block and name, `[L, ...]`; it starts as zeros."""
     layers = stacked_layers(config)
-    states = {kind: block.layer_state for kind, block in blocks_of(config).items()}
+    states = {kind: block.layer_state for kind, block in _declared_blocks(config).items()}
     return {
         kind: {name: jax.ShapeDtypeStruct((len(layers[kind]), *a.shape), a.dtype) for name, a in state.items()}
         for kind, state in states.items()

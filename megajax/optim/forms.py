@@ -46,10 +46,14 @@ class StateArray:
         return on_host(sharding) if self.on_host else sharding
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array, with the padding of its placement; without a placement that of a scalar."""
+        return () if self.placement is None else self.placement.stored_shape
+
+    @property
     def bytes(self) -> int:
         """Of the whole array, with the padding of its placement."""
-        shape = () if self.placement is None else self.placement.stored_shape
-        return math.prod(shape) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 class Form:

@@ -59,11 +59,8 @@ class Update:
 
     def first(self, masters: Named) -> Updated:
         """The state of step 0 with these FP32 weights."""
-
-        def zeros(array: Any) -> jax.Array:
-            return jnp.zeros(() if array.placement is None else array.placement.stored_shape, array.dtype)
-
-        averages, optimizer = self.first_averages(masters), jax.tree.map(zeros, self.slots.stored.optimizer)
+        optimizer = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self.slots.stored.optimizer)
+        averages = self.first_averages(masters)
         params, low_bits = self.halves(masters)
         return Updated(params, averages, optimizer, low_bits)
 

@@ -27,6 +27,8 @@ CONFIGS, EXTENSIONS, SET_ASIDE = "configs", "extensions", "set_aside"
 
 def previous_config(run_dir: Path) -> dict[str, Any]:
     """The values of the last start's `config.yaml`, by section; empty if there is no readable one."""
+    if not (run_dir / CONFIG).is_file():
+        return {}  # `read_file` looks for files with similar names
     try:
         values = read_file(run_dir / CONFIG).values
     except ConfigError:

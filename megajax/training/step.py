@@ -138,7 +138,7 @@ class TrainProgram:
         params, ema, optimizer, low_bits = self.update.slots.stored
         scalar: Any = StateArray(None, jnp.int32)
         scale: Any = StateArray(None, jnp.float32)
-        layer_state = jax.tree.map(lambda leaf: StateArray(None, leaf.dtype), jax.eval_shape(self._first_layer_state))
+        layer_state = jax.tree.map(lambda leaf: StateArray(None, leaf.dtype), self._layer_state)
         masters, untrained = self._divided(self.placements)
         params: Any = {n: params.get(n) or StateArray(placement, jnp.float32) for n, placement in masters.items()}
         frozen: Any = {name: StateArray(placement, self.frozen_dtype(name)) for name, placement in untrained.items()}
@@ -160,12 +160,12 @@ class TrainProgram:
     @cached_property
     def abstract_state(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings."""
-        shapes = {name: jax.ShapeDtypeStruct(p.stored_shape, jnp.float32) for name, p in self.placements.items()}
-        return jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-            jax.eval_shape(self._first_state, shapes),  # no random numbers are traced
-            self.state_shardings,
-        )
+
+        def abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+        shapes = replace(self.stored, layer_state=self._layer_state)
+        return jax.tree.map(abstract, shapes, self.state_shardings)
 
     @cached_property
     def by_size(self) -> dict[int, "TrainProgram"]:
@@ -322,14 +322,16 @@ class TrainProgram:
         """The state of step 0 with the FP32 weights `stored`."""
         masters, frozen = self._divided(stored)
         frozen = {name: w.astype(self.frozen_dtype(name)) for name, w in frozen.items()}
-        zero, scale, layer_state = jnp.zeros((), jnp.int32), self.first_loss_scale, self._first_layer_state()
+        zero, scale = jnp.zeros((), jnp.int32), self.first_loss_scale
+        layer_state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._layer_state)
         params, ema, optimizer, low_bits = self.update.first(masters)
         return TrainState(params, optimizer, layer_state, zero, scale, zero, zero, zero, frozen, ema, low_bits)
 
-    def _first_layer_state(self) -> dict[str, dict[str, jax.Array]]:
-        state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer_state(self.config.model))
-        history = Scaling(self.plan).first_history()
-        return state | {FP8: history} if history else state
+    @cached_property
+    def _layer_state(self) -> dict[str, Any]:
+        """The shapes of the layers' state, which starts as zeros."""
+        state, histories = layer_state(self.config.model), Scaling(self.plan).histories
+        return state | {FP8: histories} if histories else state
 
     def frozen_dtype(self, name: str) -> Any:
         """The dtype of a frozen weight: that in which the step computes with it."""

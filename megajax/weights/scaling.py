@@ -43,12 +43,13 @@ class Scaling:
         """The histories' names."""
         return [f"{layer}.{tensor}" for layer in self.layers for tensor in TENSORS]
 
-    def first_history(self) -> History:
-        """Empty histories for delayed scaling; other recipes have none."""
+    @property
+    def histories(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The histories for delayed scaling, which start as zeros; other recipes have none."""
         if not self.settings.chosen.keeps_history:
             return {}
         shape = (self.num_layers, self.settings.amax_history_length)
-        return {name: jnp.zeros(shape, jnp.float32) for name in self.names}
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in self.names}
 
     def scales(
         self,

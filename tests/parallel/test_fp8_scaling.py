@@ -41,6 +41,10 @@ def scaling_of(config) -> Scaling:
     return Scaling(StepPlan.make(config, dict.fromkeys(AXES, 1), Hardware("cpu")))
 
 
+def first_history(scaling: Scaling) -> dict[str, jax.Array]:
+    return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in scaling.histories.items()}
+
+
 LINEAR = linear_layers(make_config().model)
 
 
@@ -61,7 +65,7 @@ CHOSEN = {"max": [4.0, 7.0, 7.0, 7.0, 2.0], "most_recent": AMAX}
 def test_five_steps_of_a_history_by_hand(algorithm, margin, gradient_format, gradient_max):
     config = make_config(amax_algorithm=algorithm, margin=margin, format=gradient_format)
     scaling = scaling_of(config)
-    history = scaling.first_history()
+    history = first_history(scaling)
     by_layer = np.float32([1.0, 10.0])
 
     @jax.jit
@@ -89,7 +93,7 @@ def test_each_linear_layer_has_a_history_of_its_own():
     scaling = scaling_of(make_config())
     weights = {name: np.full(L, 100.0 + i, np.float32) for i, name in enumerate(LINEAR)}
     pairs = {name: np.full((L, 2), [10.0 + i, 20.0 + i], np.float32) for i, name in enumerate(LINEAR)}
-    history = jax.device_get(jax.jit(scaling.record)(scaling.first_history(), weights, pairs))
+    history = jax.device_get(jax.jit(scaling.record)(first_history(scaling), weights, pairs))
     newest = {name: float(values[0, 0]) for name, values in history.items()}
     first = {"input": 10, "gradient": 20, "weight": 100}
     assert newest == {f"{name}.{t}": first[t] + i for i, name in enumerate(LINEAR) for t in first}
@@ -97,7 +101,7 @@ def test_each_linear_layer_has_a_history_of_its_own():
 
 def test_an_empty_history_gives_a_first_guess_for_each_tensor():
     scaling = scaling_of(make_config(margin=1))
-    history = scaling.first_history()
+    history = first_history(scaling)
     assert all(values.shape == (L, LENGTH) and not values.any() for values in history.values())
     # init_std is 0.25, and a batch has 64 tokens.
     guesses = {"input": 16.0, "weight": 2.0, "gradient": 64 / 64}
@@ -132,13 +136,13 @@ def test_the_histories_know_nothing_of_the_loss_scale(loss_scale):
 
 def test_current_scaling_keeps_no_history_and_scales_weights_by_themselves():
     scaling = scaling_of(make_config("current"))
-    assert scaling.first_history() == {}
+    assert scaling.histories == {}
     amax = {name: jnp.float32([7.0, 14.0]) for name in LINEAR}
     assert scaling.record({}, amax, {}) == {}
     for scales in scaling.scales({}, amax).values():
         assert list(scales) == ["weight"]
         np.testing.assert_allclose(scales["weight"], [64.0, 32.0], rtol=1e-6)
-    assert scaling_of(make_config("none")).first_history() == {}
+    assert scaling_of(make_config("none")).histories == {}
 
 
 # Train steps
