@@ -198,7 +198,7 @@ class BlockTrace:
             if origin is TOKENS and used:
                 part, _, _ = self.weights[min(used)][0].partition(".")
                 part = part if part in work else OTHERS
-            for inside in _inside(equation):
+            for inside in jaxprs_inside(equation):
                 arguments = operands[len(operands) - len(inside.invars) :]
                 part = self._add(inside, arguments, times * equation.params.get("length", 1), work, part)
             if equation.primitive is kernel and origin is TOKENS and (per_key := equation.params.get("per_key")):
@@ -303,7 +303,7 @@ def _streams(model: ModelConfig, shards: Shards, dtype: Any) -> tuple[dict[str, 
     return streams | {encoder.NAME: Shape((len(stream) // shards.tensor, *stream.shape[1:]), dtype)}, fields
 
 
-def _inside(equation: JaxprEqn) -> Iterator[Jaxpr]:
+def jaxprs_inside(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that an equation runs forward."""
     for value in equation.params.values():
         for each in value if isinstance(value, tuple) else (value,):

@@ -5,7 +5,9 @@ import re
 from dataclasses import replace
 from functools import cache
 
+import jax
 import pytest
+from jax.interpreters import partial_eval
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
@@ -14,7 +16,9 @@ from megajax.estimate.activations import Activations
 from megajax.estimate.costs import flops_per_token
 from megajax.estimate.memory import peaks
 from megajax.estimate.optimizer_memory import state_bytes
+from megajax.estimate.traces import jaxprs_inside
 from megajax.estimate.weight_elements import Elements, StepWeights
+from megajax.mesh import build_mesh
 from megajax.optim.slots import OptimizerSlots
 from megajax.options.pipeline_schedules import KINDS as SCHEDULES
 from megajax.sharding import BLOCKS
@@ -22,6 +26,7 @@ from megajax.step.pipeline.buffers import schedule_of
 from megajax.tools.plan import work
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
+from megajax.training.step import TrainProgram
 
 # Rates that do not depend on sizes: with one the time is that of FLOPs alone, with the other of bytes alone.
 FLAT = replace(H200, bf16_half_rate=0, fp8_half_rate=0, attention_half_rate=0, bf16_flops=1.0, fp8_flops=2.0)
@@ -109,6 +114,73 @@ def test_devices_share_the_work_of_one(name, mesh):
         # Buffers of experts' rows have room for those of several devices, and `tensor` divides their widths only.
         if name not in ("experts", "mixed") or not ("expert" in mesh or mesh == "tensor"):
             assert 2 * on(name, mesh).time(BYTES).elementwise == pytest.approx(on(name, None).time(BYTES).elementwise)
+
+
+def weight_products(jaxpr, times: int = 1) -> int:
+    """FLOPs of products with weights, which have no batch dimensions, in a step as it is traced."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive is jax.lax.dot_general_p:
+            (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+            depth = math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
+            found += 0 if batch else 2 * times * depth * equation.outvars[0].aval.size
+        inside = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        found += sum(weight_products(each, inside) for each in jaxprs_inside(equation))
+    return found
+
+
+def traced_products(candidate: Candidate) -> int:
+    """`weight_products` of the operations that a step's results need."""
+    devices = jax.devices()[: math.prod(candidate.plan.sizes.values())]
+    program = TrainProgram.build(candidate.config, build_mesh(candidate.plan.sizes, devices))
+    jaxpr = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
+    return weight_products(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "policy"),
+    [("biases", "fsdp", "full"), ("modules", "tensor", "none"), ("latent", "tensor", "none")],
+)
+def test_matmuls_are_those_of_the_traced_step(name, mesh, policy):
+    candidate = make(name, 2, mesh={mesh: 2}, remat={"policy": policy}, kernels={"scan_unroll": 4})
+    step = candidate.time(FLOPS)
+    assert step.matmuls + step.recomputed.matmuls + step.head == pytest.approx(traced_products(candidate))
+
+
+RANK = 8
+LORA = {"rank": RANK, "targets": ["output"]}
+
+
+def test_frozen_matrices_have_no_gradients_and_their_inputs_have_some():
+    """Four of six operations, as in the traced step, where nothing needs the gradient of the first layer's input."""
+    frozen, plain = (
+        make("dense", 2, mesh={"tensor": 2}, kernels={"scan_unroll": 4}, **own) for own in ({"lora": LORA}, {})
+    )
+    tokens, layer, adapters, head = ROWS * LENGTH / 2, 4 * D * D + 3 * D * 256, 2 * D * RANK, D * V
+    step, trained = frozen.time(FLOPS), plain.time(FLOPS)
+    assert trained.matmuls == tokens * 4 * 6 * layer and step.matmuls == tokens * 4 * (4 * layer + 6 * adapters)
+    assert step.head == tokens * 4 * head == trained.head * 4 / 6 and step.attention == trained.attention
+    assert step.matmuls + step.head - tokens * 2 * (4 * D * D + D * RANK) == traced_products(frozen)
+    # The forward pass has half of the matmuls' work, but for adapters, and a third of attention's.
+    computed = step.matmuls + step.attention
+    assert step.forward * computed == pytest.approx(tokens * 4 * 2 * (layer + adapters) + step.attention / 3)
+    assert step.matrices * computed == pytest.approx(tokens * 4 * 2 * adapters)
+    again = make("dense", 2, mesh={"tensor": 2}, remat={"policy": "full"}, lora=LORA).time(FLOPS).recomputed
+    assert again.matmuls == pytest.approx(tokens * 4 * 2 * (layer + adapters - D * 256))  # the last one does not
+    # Inputs and outputs of a linear layer are read or written four times in BF16 for its adapter.
+    extra = frozen.time(BYTES).elementwise - plain.time(BYTES).elementwise
+    assert extra == pytest.approx(tokens * 4 * 4 * 2 * 2 * D)
+
+
+def test_frozen_weights_are_gathered_and_neither_reduced_nor_updated():
+    """Of an adapter of attention's output A is whole on all devices, B is stored in shards."""
+    sections = {"mesh": {"fsdp": 2, "data": 2}, "lora": LORA, "batch": {"num_microbatches": 2}}
+    step, matrices = make("dense", 4, **sections).time(BYTES), 4 * (4 * D * D + 3 * D * 256) + 2 * D * V
+    whole, shards = 4 * D * RANK, 4 * RANK * D
+    assert step.weights["fsdp"].sent == 2 * ((2 + 2) * (matrices + shards) + 4 * shards) / 2
+    assert step.weights["data"].sent == (2 * (matrices + shards) + 4 * shards) / 2 / 2
+    assert step.optimizer == 31.5 * (whole + shards / 4)
+    assert step.conversions == (16 + 2 + 2 * 4) * (whole + shards)  # and one sum with another microbatch's gradient
 
 
 MATRICES = ("matrix", "embedding")  # roles

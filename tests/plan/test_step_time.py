@@ -155,7 +155,8 @@ def test_collectives_of_activations_and_uneven_experts_by_hand():
     assert divided.matmuls / whole.matmuls == pytest.approx(1.124, rel=1e-3)  # but for the router
     # All tokens to both devices, a half of them from the other
     sent = divided.activations["expert"]
-    assert sent.sent == 4 * 4.5 * 2 * T / 2 * D * 2 / 2 and sent.exposed == sent.seconds == sent.sent / H200.link_bytes
+    assert sent.sent == 4 * 4.5 * 2 * T / 2 * D * 2 / 2
+    assert sent.exposed == sent.seconds == pytest.approx(sent.sent / H200.link_bytes)
     for biased, times in ((False, 3.5), (True, 4.0)):  # half of the bytes of the tokens and, without biases, gradients
         model = experts | {"num_experts": 8, "mlp_bias": biased}
         fp8 = small(2, mesh={"expert": 2}, model=model, precision={"fp8": {"recipe": "current"}}).activations["expert"]

@@ -79,11 +79,12 @@ class _Stored:
 def _storage(stored: _Stored) -> Storage:
     plan, placements = stored.plan, stored.plan.placements
     count = {name: math.prod(p.stored_shape) // shards(plan, p) for name, p in placements.items()}
-    by_axes = Counter[tuple[str, ...]]()
+    by_axes, trained = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for name, placement in placements.items():
         by_axes[placement.storage_axes] += count[name]
+        trained[placement.storage_axes] += count[name] * plan.is_trained(name)
     in_layers = sum(number for name, number in count.items() if name.startswith(BLOCKS))
     slots = OptimizerSlots.of(plan, plan.trained, placements)
     state = state_bytes(plan, slots)
-    stored_state = StoredState(by_axes, in_layers, matrix_operations(slots), state.on_host)
+    stored_state = StoredState(by_axes, trained, in_layers, matrix_operations(slots), state.on_host)
     return Storage(stored_state, state.weights + state.optimizer)

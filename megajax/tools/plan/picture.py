@@ -11,7 +11,6 @@ from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, writt
 from megajax.tools import schedule as schedules
 from megajax.tools.plan.report import AXES_SHOWN, mesh_text
 from megajax.tools.plan.search import Found
-from megajax.tools.plan.step_time import FORWARD
 from megajax.tools.plan.work import Traffic
 
 WIDTH, LEFT, RIGHT, TOP, ROW, GAP, BELOW = 1400, 150, 30, 96, 34, 10, 34  # pixels
@@ -61,9 +60,10 @@ def of_pipeline(found: Found) -> str:
     schedule, time = schedule_of(found.candidate.plan), found.time
     layers = time.layers / schedule.microbatches
     again = (time.recomputed.total + time.loops) / schedule.microbatches
-    forward = FORWARD * layers + time.head / schedule.microbatches
+    forward, matrices = time.forward * layers, time.matrices * layers
+    backward, head = layers - forward - matrices + again, time.head / schedule.microbatches
     send = time.ticks / schedule.ticks
-    costs = [round(MILLISECONDS * s, 1) for s in (forward, FORWARD * layers + again, FORWARD * layers, send)]
+    costs = [round(MILLISECONDS * s, 1) for s in (forward + head, backward, matrices, send)]
     return schedules.svg(schedule, Costs(*costs), "ms")
 
 
@@ -99,12 +99,11 @@ def of_phases(found: Found) -> str:
 def phases_of(found: Found) -> Iterator[StepPhase]:
     """The phases of a step without a pipeline.
 
-    A third of a layer's work and of its collectives is the forward pass. Over `fsdp` weights are gathered in every
-    microbatch; over other axes before the first and after the last.
+    Over `fsdp` weights are gathered in every microbatch; over other axes before the first and after the last.
     """
     time, count = found.time, found.candidate.config.batch.num_microbatches
     first, again = time.computation / count, (time.recomputed.total + time.loops) / count
-    shares = {"forward": FORWARD, "backward": 1 - FORWARD}
+    shares = {"forward": time.forward, "backward": 1 - time.forward}
     for microbatch in range(count):
         edge = {"forward": microbatch == 0, "backward": microbatch == count - 1}
         for name in ("forward", "head", "backward"):

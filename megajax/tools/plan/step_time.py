@@ -17,7 +17,7 @@ from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.schedules import Flags, Schedule
 from megajax.step_plan import StepPlan
 from megajax.tools.plan.rates import Rates
-from megajax.tools.plan.work import Device, PassSeconds, Traffic, added
+from megajax.tools.plan.work import Device, Passes, PassSeconds, Traffic, added
 
 UPDATE_BYTES = 31.5  # per stored parameter: gradient, its norm, both moments and the weight, read and written
 WHOLE_BYTES = 16.0  # per gathered parameter: casts of the weight and of its gradient
@@ -25,7 +25,6 @@ WHOLE_BYTES = 16.0  # per gathered parameter: casts of the weight and of its gra
 HOST_BYTES = 33e9
 # The same of moments in files: a disk that reads 2.0 and writes 2.6 GB/s, one after the other, beside no computation.
 DISK_BYTES = 1.1e9
-FORWARD = 1 / 3  # share of the forward pass in a layer's time
 HIDING = 0.9  # part of the computation that hides collectives of weights and gradients
 PACE = 0.0108  # the slowest of several GPUs sets the pace: slower for each doubling, up to those of a host
 # Collectives of weights take multiprocessors, memory and power from the computation that hides them: this part of their
@@ -34,7 +33,7 @@ INTERFERENCE = 0.47
 # A pipeline's buffers, and the stacked arrays of a loop: reads and writes of saved activations that unrolled layers do
 # not have.
 COPIES = 1.9
-CAST_BYTES = 6  # of a weight that a loop casts in each pass
+CAST_BYTES = 6  # of a weight that is cast: of a frozen one once a step, in a loop in each pass
 FP8_BYTES = 4.8  # of a weight that is quantised in place of cast, once a step: its largest magnitude, both layouts
 TICK_SECONDS = 150e-6  # of the loop and the launches of a tick
 
@@ -57,6 +56,8 @@ class StepTime:
     ticks: float  # of a pipeline: sends to the next stage, and the loop
     sends: Traffic
     waiting: float  # for the slowest GPU
+    forward: float  # share of the forward pass in `layers`
+    matrices: float  # the same of gradients of matrices
     between_hosts: frozenset[str] = frozenset()  # axes whose groups are on several hosts
 
     @property
@@ -82,7 +83,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        counted_apart = ("recomputed", "activations", "weights", "sends", "between_hosts")
+        counted_apart = ("recomputed", "activations", "weights", "sends", "forward", "matrices", "between_hosts")
         seconds = (getattr(self, f.name) for f in fields(self) if f.name not in counted_apart)
         return sum(seconds) + self.recomputed.total + sum(self.communication.values())
 
@@ -110,12 +111,13 @@ class StepTime:
 class StoredState:
     """The state of a device.
 
-    parameters: their number, by the axes that shard them in storage only. in_layers: the number of those in layers.
-    matrices: operations of the optimizer's matmuls, by their smallest dimension. on_host: bytes of moments on the host,
-    or in files.
+    parameters: their number, by the axes that shard them in storage only; trained: of those that have gradients.
+    in_layers: the number of those in layers. matrices: operations of the optimizer's matmuls, by their smallest
+    dimension. on_host: bytes of moments on the host, or in files.
     """
 
     parameters: Counter[tuple[str, ...]]
+    trained: Counter[tuple[str, ...]]
     in_layers: int
     matrices: Mapping[int, float]
     on_host: float
@@ -146,8 +148,11 @@ class _Step:
         self.stored, self.device, self.rates = stored, Device(plan, rates), rates
         self.plan, self.config, self.sizes = plan, plan.config, plan.sizes
         self.parameters = sum(stored.parameters.values())
-        shards = {axes: math.prod(self.sizes[axis] for axis in axes) for axes in stored.parameters}
-        self.whole = sum(shards[axes] * number for axes, number in stored.parameters.items())  # after all gathers
+        # After all gathers
+        self.whole, self.trained = (
+            sum(math.prod(self.sizes[axis] for axis in axes) * number for axes, number in held.items())
+            for held in (stored.parameters, stored.trained)
+        )
 
     @cached_property
     def weight_bytes(self) -> tuple[float, float]:
@@ -158,15 +163,10 @@ class _Step:
             number -= (number - 1) * in_fp8
         return number, 4 if self.config.precision.gradients == "float32" else 2
 
-    def weights(self, computation: float) -> dict[str, Traffic]:
-        """Gathers and reductions of weights; `computation`: seconds of a microbatch's layers."""
+    def weights(self, computation: float, share: float) -> dict[str, Traffic]:
+        """Gathers and reductions of weights; `computation`: seconds of a microbatch's layers, `share` of it forward."""
         gather, reduce = self.weight_bytes
-        found, held, gathered = {}, dict(self.stored.parameters), {}
-        # From the storage shards outwards: the other axes gather once a step what `fsdp` gathers layer by layer.
-        for axis in ("data", "expert", "context", "fsdp"):
-            # Weights of experts that an axis divides stay on their devices.
-            held = {axes: number * (self.sizes[axis] if axis in axes else 1) for axes, number in held.items()}
-            gathered[axis] = sum(number for axes, number in held.items() if axis in axes)
+        found, gathered, reduced = {}, self.gathered(self.stored.parameters), self.gathered(self.stored.trained)
         free = HIDING * computation * self.config.batch.num_microbatches  # of computation that hides nothing yet
         for axis in ("fsdp", "data", "expert", "context"):
             if self.sizes[axis] == 1 or not gathered[axis]:
@@ -175,27 +175,38 @@ class _Step:
             times = self.plan.passes if layer_by_layer else 1
             hidden = free if layer_by_layer else min(free, HIDING * computation)
             before = self.device.collective(axis, times * gather * gathered[axis])
-            after = self.device.collective(axis, times * (reduce + (gather if layer_by_layer else 0)) * gathered[axis])
+            again = gather * gathered[axis] if layer_by_layer else 0.0
+            after = self.device.collective(axis, times * (reduce * reduced[axis] + again))
             forward, backward = before.seconds, after.seconds
             first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
-            late = max(0.0, forward - hidden * FORWARD) + max(0.0, backward - hidden * (1 - FORWARD))
-            share = self.device.bandwidth(axis) / self.rates.link_bytes
+            late = max(0.0, forward - hidden * share) + max(0.0, backward - hidden * (1 - share))
+            speed = self.device.bandwidth(axis) / self.rates.link_bytes
             # The first layer's gathers and the last reductions have no computation beside them.
-            exposed = max(late, first + INTERFERENCE * share * (forward + backward - first))
+            exposed = max(late, first + INTERFERENCE * speed * (forward + backward - first))
             found[axis] = Traffic(before.sent + after.sent, forward + backward, exposed)
             free = max(0.0, free - (forward + backward - late))
         return found
 
+    def gathered(self, stored: Mapping[tuple[str, ...], int]) -> dict[str, int]:
+        """The number of parameters of this device after a gather over each axis."""
+        held, found = dict(stored), {}
+        # From the storage shards outwards: the other axes gather once a step what `fsdp` gathers layer by layer.
+        for axis in ("data", "expert", "context", "fsdp"):
+            # Weights of experts that an axis divides stay on their devices.
+            held = {axes: number * (self.sizes[axis] if axis in axes else 1) for axes, number in held.items()}
+            found[axis] = sum(number for axes, number in held.items() if axis in axes)
+        return found
+
     # The step
 
-    def slots(self) -> tuple[PassSeconds, PassSeconds, float]:
+    def slots(self) -> tuple[Passes, PassSeconds, float]:
         """Of the layers of a virtual stage, for one microbatch: (their work, what is recomputed, seconds of copies)."""
         equal = Counter[tuple[LayerKind, bool, RematPolicy, bool, bool]]()
         for segment in self.plan.segments:
             for i in range(segment.count):
                 kind, last = self.plan.layer_slots[segment.start + i], (i + 1) % segment.group_size == 0
                 equal[kind, segment.fp8, segment.policy, last, self.plan.is_pipelined or segment.iterations > 1] += 1
-        layers, remat, copies = PassSeconds(), PassSeconds(), 0.0
+        layers, remat, copies = Passes(), PassSeconds(), 0.0
         for (kind, fp8, policy, last, copied), count in equal.items():
             layers += self.device.layer(kind, fp8) * count
             remat += self.recomputed(kind, fp8, policy, last) * count
@@ -207,7 +218,7 @@ class _Step:
             if self.plan.second_stack.trains_layers:
                 layers, remat, copies = layers + own[0] * share, remat + own[1] * share, copies + own[2] * share
             else:
-                layers += own[0] * (FORWARD * share)
+                layers += Passes(own[0].forward * share)
         return layers, remat, copies
 
     def recomputed(self, kind: LayerKind, fp8: bool, policy: RematPolicy, last: bool) -> PassSeconds:
@@ -215,16 +226,16 @@ class _Step:
 
         Collectives and matmuls run again unless the results of all of them are kept.
         """
-        work = self.device.layer(kind, fp8)
+        work = self.device.layer(kind, fp8).forward
         if policy.keeps_input:
-            return (work + self.device.unused(kind, fp8) * -1 if last else work) * FORWARD
+            return work + self.device.unused(kind, fp8) * -1 if last else work
         attention = 0.0 if policy.keeps(ATTENTION) else work.attention
         if policy.keeps_all:
-            return PassSeconds(attention=attention) * FORWARD
+            return PassSeconds(attention=attention)
         names = set(self.device.blocks[kind.block].saved_names) - {ATTENTION}
         if all(map(policy.keeps, names)):
-            return PassSeconds(attention=attention, elementwise=work.elementwise) * FORWARD
-        return replace(work, attention=attention) * FORWARD
+            return PassSeconds(attention=attention, elementwise=work.elementwise)
+        return replace(work, attention=attention)
 
     def casts(self) -> float:
         """Seconds of a microbatch's casts of weights: in loops, which do it in both passes."""
@@ -240,10 +251,10 @@ class _Step:
             kind, last, share = extra_kind(config.model), self.plan.segments[-1], extra / (self.sizes["pipeline"] * R)
             layers += self.device.layer(kind, last.fp8) * share
             remat += self.recomputed(kind, last.fp8, last.policy, last=True) * share if recomputes else PassSeconds()
-        again = remat.total
+        again, whole = remat.total, layers.total
         head = self.device.head()
-        stage = layers * (M * R)
-        useful = M * R * (layers.total + again + loops) + M * head
+        stage, shares = whole * (M * R), [each.total / whole.total for each in (layers.forward, layers.matrices)]
+        useful = M * R * (whole.total + again + loops) + M * head
         busy, ticks, sends = useful, 0.0, Traffic()
         if self.plan.is_pipelined:
             busy, ticks, sends = self.pipelined(layers, again + loops, head)
@@ -259,10 +270,12 @@ class _Step:
             optimizer=self.update(),
             conversions=self.conversions(),
             activations={axis: each for axis, each in stage.traffic.items() if each.sent},
-            weights=self.weights(R * (layers.total + again) + head),
+            weights=self.weights(R * (whole.total + again) + head, shares[0]),
             bubble=busy - useful,
             ticks=ticks,
             sends=sends,
+            forward=shares[0],
+            matrices=shares[1],
             between_hosts=self.device.between_hosts,
         )
 
@@ -270,7 +283,9 @@ class _Step:
         """Seconds of casts of weights and gradients, and of the sums of microbatches' gradients."""
         again = self.plan.passes - 1
         summed = 2 + 2 * self.plan.accumulation.itemsize  # a gradient is read, its sum is read and written
-        moved = (WHOLE_BYTES + again * summed) * self.whole
+        moved = (WHOLE_BYTES + again * summed) * self.trained
+        if self.config.lora.rank is None:  # else frozen weights are stored in the compute dtype
+            moved += CAST_BYTES * (self.whole - self.trained)
         if self.config.precision.fp8.chosen.has_kernels:
             moved += FP8_BYTES * self.stored.in_layers
         return moved / self.rates.memory_bytes
@@ -279,23 +294,24 @@ class _Step:
         """Seconds of the optimizer."""
         matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.matrices.items())
         moved = self.stored.on_host / (DISK_BYTES if self.config.optimizer.offload_dir else HOST_BYTES)
-        return UPDATE_BYTES * self.parameters / self.rates.memory_bytes + matmuls + moved
+        return UPDATE_BYTES * self.stored.trained.total() / self.rates.memory_bytes + matmuls + moved
 
-    def pipelined(self, layers: PassSeconds, again: float, head: float) -> tuple[float, float, Traffic]:
+    def pipelined(self, layers: Passes, again: float, head: float) -> tuple[float, float, Traffic]:
         """(seconds of all ticks without sends, of their sends and loop, sends).
 
         `again`: what the backward pass recomputes, and the loops' cost.
         """
         schedule = schedule_of(self.plan)
-        third, ticks = FORWARD * layers.total, _ticks(schedule)
+        matrices, ticks = layers.matrices.total, _ticks(schedule)
         send = self.device.number * self.plan.tokens * self.config.model.hidden_size / self.sizes["tensor"]
         seconds, total, count = send / self.device.bandwidth("pipeline"), 0.0, ticks.total()
         for flags, number in ticks.items():
-            forward, backward = third * flags.forward, (third * (1 if flags.split else 2) + again) * flags.backward
+            forward = layers.forward.total * flags.forward
+            backward = (layers.backward.total + again + (0 if flags.split else matrices)) * flags.backward
             if schedule.backward_parts:  # on a stage one or the other
                 layers_of_tick = max(forward, self.largest_part * backward)
             else:
-                layers_of_tick = forward + backward + third * flags.weight
+                layers_of_tick = forward + backward + matrices * flags.weight
             total += number * (layers_of_tick + head * flags.head)
         sends = count * 2 / schedule.period if schedule.backward_parts else count
         traffic = Traffic(2 * send * count / schedule.period, seconds * sends, seconds * sends)

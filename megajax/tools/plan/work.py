@@ -18,16 +18,20 @@ from megajax.estimate.costs import attention_flops, head_parameter_count
 from megajax.estimate.traces import OTHERS, BlockTrace, LayerForm, Shards, SublayerWork, traces
 from megajax.layout.kinds import LayerKind, extra_layers
 from megajax.mesh import axes_across
+from megajax.model.lora import is_adapter
 from megajax.ops.linear_recurrence import CHUNK
 from megajax.options.remat import RematPolicy
 from megajax.schema.fields import AXES
+from megajax.sharding import BLOCKS
 from megajax.step_plan import StepPlan
 from megajax.tools.plan.rates import Rates
 
 FP32 = 4  # bytes
+FORWARD = 1 / 3  # share of the forward pass in the time of attention and of elementwise work
 # Elementwise work forward and backward, as reads or writes of an array:
 STREAM_PASSES = 11.0  # of the residual stream for a part of a layer: its norm and the addition of its output
 KEPT_PASSES = 3.3  # of the outputs of its matmuls and the input of its last one: activations, rotary positions
+ADAPTER_PASSES = 4  # of the inputs and outputs of linear layers with adapters
 ROUTED_PASSES = 8.7  # of the rows that experts receive: permutations and the sum over a token's experts
 ARRIVED_PASSES = 2  # of the buffers of arrived rows, which are written whole
 QUANTISE_PASSES = 1.6  # in FP8, of the inputs and outputs of its matmuls
@@ -70,7 +74,7 @@ def added(one: Mapping[str, Traffic], other: Mapping[str, Traffic]) -> dict[str,
 
 @dataclass
 class PassSeconds:
-    """Seconds of one layer's or head's forward and backward pass on one device."""
+    """Seconds of a pass on one device."""
 
     matmuls: float = 0
     attention: float = 0
@@ -93,52 +97,93 @@ class PassSeconds:
         traffic = {axis: each * factor for axis, each in self.traffic.items()}
         return PassSeconds(factor * self.matmuls, factor * self.attention, factor * self.elementwise, traffic)
 
+    @property
+    def in_thirds(self) -> "Passes":
+        """Forward and backward pass of work whose backward pass takes twice the time of the forward pass."""
+        return Passes(self * FORWARD, self * (1 - FORWARD))
+
+
+@dataclass
+class Passes:
+    """The passes of layers on one device."""
+
+    forward: PassSeconds = field(default_factory=PassSeconds)
+    backward: PassSeconds = field(default_factory=PassSeconds)  # without the gradients of matrices
+    matrices: PassSeconds = field(default_factory=PassSeconds)  # their gradients, which a schedule may defer
+
+    @property
+    def total(self) -> PassSeconds:
+        return self.forward + self.backward + self.matrices
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(self.forward + other.forward, self.backward + other.backward, self.matrices + other.matrices)
+
+    def __mul__(self, factor: float) -> "Passes":
+        return Passes(self.forward * factor, self.backward * factor, self.matrices * factor)
+
 
 class Device:
     """The work of one device of a plan."""
 
     def __init__(self, plan: StepPlan, rates: Rates):
         self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
+        self.frozen = not plan.trains_layers
         self.number = 4 if self.config.precision.compute == "float32" else 2  # bytes
         self.whole_experts = "tensor" in self.config.mesh.experts_over
         self.traces = traces(self.config.model, LoraConfig(), self.config.batch.sequence_length, "bfloat16")
         self.blocks = self.traces.blocks
-        self._layers: dict[tuple[LayerKind, bool], PassSeconds] = {}
+        self._layers: dict[tuple[LayerKind, bool], Passes] = {}
 
     # One layer
 
-    def layer(self, kind: LayerKind, fp8: bool) -> PassSeconds:
-        """The forward and backward pass of a layer for one microbatch."""
+    def layer(self, kind: LayerKind, fp8: bool) -> Passes:
+        """The passes of a layer for one microbatch."""
         fp8 = fp8 and self.plan.kernels.fp8 != "emulated"
         if (kind, fp8) not in self._layers:
             parts = [self.part(kind, name, fp8) for name in self.blocks[kind.block].names]
             others = self.traces.of(kind.block).parts[OTHERS]  # of a prediction module the projection
-            self._layers[kind, fp8] = sum(parts, PassSeconds(self.matmuls(others, False)))
+            self._layers[kind, fp8] = sum(parts, self.products(self.matmuls(others, False)) + self.adapters(kind))
         return self._layers[kind, fp8]
+
+    def products(self, seconds: float) -> Passes:
+        """Matmuls that take `seconds` forward: the gradient of the input does too, and that of a trained weight."""
+        once, none = PassSeconds(seconds), PassSeconds()
+        return Passes(once, once, none if self.frozen else once)
+
+    def adapters(self, kind: LayerKind) -> Passes:
+        """A layer's adapters."""
+        if (rank := self.config.lora.rank) is None:
+            return Passes()
+        own = [p for n, p in self.plan.declared.items() if n.startswith(f"{BLOCKS}{kind.block}.") and is_adapter(n)]
+        products = self.plan.tokens / self.sizes["tensor"] * sum(math.prod(p.shape[1:]) for p in own)
+        once = PassSeconds(2 * products / self.rates.matmul_flops(rank, False))
+        moved = ADAPTER_PASSES * self.number * products / rank
+        return Passes(once, once, once) + PassSeconds(elementwise=moved / self.rates.memory_bytes).in_thirds
 
     def trace_of(self, block: str) -> BlockTrace:
         """The trace on a device of `tensor` whose experts receive as many rows as a token has experts."""
         return self.traces.of(block, LayerForm(Shards(self.sizes["tensor"])))
 
-    def part(self, kind: LayerKind, name: str, fp8: bool) -> PassSeconds:
-        """The forward and backward pass of a part of a layer."""
+    def part(self, kind: LayerKind, name: str, fp8: bool) -> Passes:
+        """The passes of a part of a layer."""
         tokens, work = self.plan.tokens, self.traces.of(kind.block).parts[name]
         bytes_moved = tokens * self.passes(kind.block, name, fp8)
-        seconds = PassSeconds(self.matmuls(work, fp8), elementwise=bytes_moved / self.rates.memory_bytes)
+        products = self.matmuls(work, fp8)
+        found = PassSeconds(elementwise=bytes_moved / self.rates.memory_bytes).in_thirds
         flops = attention_flops(work, self.config.attended_length, kind.window, self.config.model.causal)
         if work.state:
-            seconds += self.recurrence(work)
+            found += self.recurrence(work).in_thirds
         elif flops:
-            seconds += self.attention(flops * tokens / self.sizes["tensor"], fp8)
+            found += self.attention(flops * tokens / self.sizes["tensor"], fp8)
         if self.sizes["tensor"] > 1:
-            seconds.traffic["tensor"] = self.over_tensor(work, bool(flops))
+            found += PassSeconds(traffic={"tensor": self.over_tensor(work, bool(flops))}).in_thirds
         if work.has_experts and self.plan.collectives.expert_shards > 1:
-            seconds.matmuls *= 1 + IMBALANCE * math.log2(self.plan.collectives.expert_shards)
-            seconds.traffic["expert"] = self.dispatch(fp8)
-        return seconds
+            products *= 1 + IMBALANCE * math.log2(self.plan.collectives.expert_shards)
+            found += PassSeconds(traffic={"expert": self.dispatch(fp8)}).in_thirds
+        return found + self.products(products)
 
     def matmuls(self, work: SublayerWork, fp8: bool) -> float:
-        """Seconds of a part's matmuls."""
+        """Seconds of a part's matmuls in one pass."""
         model, tokens, tensor = self.config.model, self.plan.tokens, self.sizes["tensor"]
         whole = work.has_experts and self.whole_experts
         smallest, waste = min(model.hidden_size, tokens, work.depth / (1 if whole else tensor)), 1.0
@@ -146,7 +191,7 @@ class Device:
             rows = tokens * self.plan.collectives.expert_shards / (tensor if whole else 1)  # of all experts together
             rows *= model.experts_per_token / (model.num_experts or 1)
             smallest, waste = min(smallest, rows), 1 + TILE / 2 / rows
-        flops = 6 * tokens * work.multiplications / tensor
+        flops = 2 * tokens * work.multiplications / tensor
         return waste * flops / self.matmul_flops(smallest, fp8)
 
     def matmul_flops(self, smallest: float, fp8: bool) -> float:
@@ -205,26 +250,26 @@ class Device:
             return 0
         return (model.q_lora_rank or model.hidden_size) + model.kv_lora_rank + (model.qk_rope_head_dim or 0)
 
-    def attention(self, flops: float, fp8: bool) -> PassSeconds:
+    def attention(self, flops: float, fp8: bool) -> Passes:
         """Attention of this device's queries, with the collectives of keys and values."""
         model, tokens, shards = self.config.model, self.plan.tokens, self.sizes["context"]
         rate = self.rates.attention(model.head_dim, self.config.batch.sequence_length)
         if shards == 1:
-            return PassSeconds(attention=flops / rate)
+            return PassSeconds(attention=flops / rate).in_thirds
         width = model.num_kv_heads * (model.head_dim + model.value_dim) / self.sizes["tensor"]
-        work = PassSeconds(attention=flops / rate / self.plan.collectives.context.attention_rate)
+        work, again = PassSeconds(attention=flops / rate / self.plan.collectives.context.attention_rate), Passes()
         if self.plan.sends_latents:
             assert model.kv_lora_rank and model.qk_nope_head_dim
-            # Keys and values of the others' tokens, in both passes, with their gradients; one's own again.
+            # Keys and values of the others' tokens, with their gradients; in the backward pass all of them again.
             heads = model.num_heads * (model.qk_nope_head_dim + model.value_dim) / self.sizes["tensor"]
-            flops = tokens * model.kv_lora_rank * heads * (8 * (shards - 1) + 2)
-            work.matmuls = flops / self.matmul_flops(model.kv_lora_rank, fp8)
+            own = 2 * tokens * model.kv_lora_rank * heads / self.matmul_flops(model.kv_lora_rank, fp8)
+            again = self.products(own * (shards - 1)) + Passes(backward=PassSeconds(own * shards))
             work.elementwise = KEPT_PASSES * self.number * tokens * (shards - 1) * (heads + width)
             work.elementwise /= self.rates.memory_bytes
             width = model.kv_lora_rank + (model.qk_rope_head_dim or 0)
         sent = self.collective("context", 4 * self.number * tokens * width * shards)
         work.traffic["context"] = Traffic(sent.sent, sent.seconds, CONTEXT_EXPOSED * sent.seconds)
-        return work
+        return work.in_thirds + again
 
     def recurrence(self, work: SublayerWork) -> PassSeconds:
         """A recurrence with its convolution, of this device's heads: their bytes take the time, also with kernels."""
@@ -253,9 +298,11 @@ class Device:
         """Seconds of head and loss of one microbatch, on the share of a stage."""
         model, tokens = self.config.model, self.plan.head_tokens
         weights = head_parameter_count(self.plan.transformer) / self.sizes["tensor"]
-        work = 6 * tokens * weights / self.rates.matmul_flops(model.hidden_size, False)
+        frozen = self.frozen and not self.plan.transformer.objective
+        work = (4 if frozen else 6) * tokens * weights / self.rates.matmul_flops(model.hidden_size, False)
         # A chunk of tokens reads and writes the sum of the weight's gradients.
-        moved = LOGIT_BYTES * tokens * weights / model.hidden_size + 2 * FP32 * weights * (self.plan.loss_chunks - 1)
+        sums = 0 if frozen else 2 * FP32 * weights * (self.plan.loss_chunks - 1)
+        moved = LOGIT_BYTES * tokens * weights / model.hidden_size + sums
         return (work + moved / self.rates.memory_bytes) * (1 + len(extra_layers(model)))
 
     # Collectives
