@@ -30,8 +30,9 @@ def test_communication_is_shown_by_axis_and_link(config, capsys):
     assert "| data 2 × fsdp 4 × tensor 2 | data |" in printed
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.endswith(tuple("0123456789"))}
     assert rows["data"][1:3] == ["between", "hosts"] and rows["tensor"][1:4] == ["within", "a", "host"]
-    # Of each part of eight layers five collectives of a stream of 8 × 4096 × 4096 numbers, half of it over two GPUs.
-    assert float(rows["tensor"][4]) == pytest.approx(8 * 2 * 5 * 8192 * 4096 * 2 / 2 / 1e9, abs=0.005)
+    # Of each part of eight layers four collectives of a stream of 8 × 4096 × 4096 numbers, half of it over two GPUs; of
+    # embedding and head four.
+    assert float(rows["tensor"][4]) == pytest.approx((8 * 2 + 1) * 4 * 8192 * 4096 * 2 / 2 / 1e9, abs=0.005)
     assert float(rows["tensor"][6]) < float(rows["tensor"][5])
 
 
@@ -79,13 +80,18 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     texts = [node.text or "" for node in ElementTree.fromstring(of_phases(found)).iter() if node.tag.endswith("text")]
     assert f"a step of {1e3 * found.time.total:,.1f} ms, 2 microbatches, estimated" in texts
     # The hints add up to the step's traffic without recomputation; those of the hidden and the exposed part are equal.
-    hints = "\n".join(box[0].text or "" for box in boxes if len(box))
+    hidden, exposed_hints = (
+        [box[0].text or "" for box in boxes if box.get("fill") == COLORS[part] and len(box)]
+        for part in ("hidden", "exposed")
+    )
+    assert set(hidden) <= set(exposed_hints)
+    hints = "\n".join(exposed_hints)
     for axis in ("data", "fsdp", "tensor"):
         figures = re.findall(rf"^{axis}, \w+: ([\d.]+) ms, ([\d.]+) ms exposed, ([\d.]+) GB$", hints, re.M)
-        ms, ms_exposed, gb = (sum(map(float, each)) / 2 for each in zip(*figures, strict=True))
+        ms, ms_exposed, gb = (sum(map(float, each)) for each in zip(*figures, strict=True))
         whole, again = found.time.traffic[axis], found.time.recomputed.traffic.get(axis, Traffic())
-        assert ms == pytest.approx(1e3 * (whole.seconds - again.seconds), abs=0.2)
-        assert ms_exposed == pytest.approx(1e3 * (whole.exposed - again.exposed), abs=0.2)
+        assert ms == pytest.approx(1e3 * (whole.seconds - again.seconds), abs=0.3)  # of six figures
+        assert ms_exposed == pytest.approx(1e3 * (whole.exposed - again.exposed), abs=0.3)
         assert gb == pytest.approx((whole.sent - again.sent) / 1e9, abs=0.002)
     # 14 pixels of each colour are the legend; what is recomputed is a part of the backward pass.
     assert widths[COLORS["exposed"]] - 14 == pytest.approx(scale * (exposed - recomputed), abs=0.2)
@@ -106,7 +112,8 @@ def test_the_picture_of_a_pipeline_has_its_stages(config, tmp_path, capsys):
     # rest, and copies.
     ms = {name: float(n) for name, n in re.findall(r"^  (\D*?) +([\d.]+) ms +[\d.]+%$", printed, re.M)}
     third, rest = ms["matmuls"] / 16 / 3, (ms["attention"] + ms["elementwise"]) / 16 / 3
-    copies, head = ms["copies of saved activations"] / 16, ms["head and loss"] / 16
+    copies = ms["copies of saved activations"] / 16
+    head = (ms["head and loss"] + ms["communication over pipeline"]) / 16
     [figures] = (each for each in texts if "costs: " in each)
     drawn = {name: float(n) for name, n in re.findall(r"(forward|backward|weight) ([\d.]+) ms", figures)}
     backward = third + 2 * rest + copies

@@ -116,25 +116,32 @@ def test_devices_share_the_work_of_one(name, mesh):
             assert 2 * on(name, mesh).time(BYTES).elementwise == pytest.approx(on(name, None).time(BYTES).elementwise)
 
 
-def weight_products(jaxpr, times: int = 1) -> int:
-    """FLOPs of products with weights, which have no batch dimensions, in a step as it is traced."""
-    found = 0
+def operations(jaxpr, times: int = 1):
+    """(operation, how often it runs) of a traced step."""
     for equation in jaxpr.eqns:
-        if equation.primitive is jax.lax.dot_general_p:
-            (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-            depth = math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
-            found += 0 if batch else 2 * times * depth * equation.outvars[0].aval.size
+        yield equation, times
         inside = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        found += sum(weight_products(each, inside) for each in jaxprs_inside(equation))
-    return found
+        for each in jaxprs_inside(equation):
+            yield from operations(each, inside)
 
 
-def traced_products(candidate: Candidate) -> int:
-    """`weight_products` of the operations that a step's results need."""
+def traced(candidate: Candidate) -> list:
+    """The `operations` that the results of a step need."""
     devices = jax.devices()[: math.prod(candidate.plan.sizes.values())]
     program = TrainProgram.build(candidate.config, build_mesh(candidate.plan.sizes, devices))
     jaxpr = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
-    return weight_products(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
+    return list(operations(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]))
+
+
+def traced_products(candidate: Candidate) -> int:
+    """FLOPs of a step's products with weights, which have no batch dimensions."""
+    found = 0
+    for operation, times in traced(candidate):
+        if operation.primitive is jax.lax.dot_general_p:
+            (contracted, _), (batch, _) = operation.params["dimension_numbers"]
+            depth = math.prod(operation.invars[0].aval.shape[dim] for dim in contracted)
+            found += 0 if batch else 2 * times * depth * operation.outvars[0].aval.size
+    return found
 
 
 @pytest.mark.parametrize(
@@ -145,6 +152,43 @@ def test_matmuls_are_those_of_the_traced_step(name, mesh, policy):
     candidate = make(name, 2, mesh={mesh: 2}, remat={"policy": policy}, kernels={"scan_unroll": 4})
     step = candidate.time(FLOPS)
     assert step.matmuls + step.recomputed.matmuls + step.head == pytest.approx(traced_products(candidate))
+
+
+def traced_bytes(candidate: Candidate, axis: str) -> float:
+    """Bytes that a device sends over an axis in gathers and sums of activations, which are in BF16 or FP8."""
+    found, size = 0.0, candidate.plan.sizes[axis]
+    for operation, times in traced(candidate):
+        if operation.params.get("axis_name") in (axis, (axis,)):
+            shares = {"all_gather": size - 1, "reduce_scatter": (size - 1) / size}.get(operation.primitive.name, 0)
+            arrays = [v.aval for v in operation.invars if v.aval.dtype.name in ("bfloat16", "uint8")]
+            found += times * shares * sum(a.size * a.dtype.itemsize for a in arrays)
+    return found
+
+
+FP8 = {"precision": {"fp8": {"recipe": "current"}}}
+GATHERED: dict[str, tuple[str, dict]] = {
+    "dense": ("biases", {}),
+    "recomputed": ("dense", {"remat": {"policy": "full"}}),
+    "in FP8": ("dense", FP8),
+    "one layer in BF16": ("dense", {"precision": {"fp8": {"recipe": "current", "last_bf16_layers": 1}}}),
+    "in blocks": ("dense", {"precision": {"fp8": {"recipe": "blockwise"}}, "model": {"hidden_size": 256}}),
+    "frozen": ("dense", {"lora": {"rank": 8, "targets": ["output"]}}),
+    "latent": ("latent", {}),
+    "modules": ("modules", {}),
+    "experts": ("experts", {"model": {"hidden_size": 128, "expert_ffn_hidden_size": 256}, **FP8}),
+}
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_what_tensor_gathers_and_sums_is_that_of_the_traced_step(case):
+    name, sections = GATHERED[case]
+    candidate = make(name, 2, mesh={"tensor": 2}, kernels={"scan_unroll": 4}, batch={"global_size": 2}, **sections)
+    found = traced_bytes(candidate, "tensor")
+    if case == "frozen":  # a token's numbers of width RANK are summed, and their gradient is gathered
+        found -= 4 * 2 * 2 * LENGTH * RANK * 2 / 2
+        # Nothing needs the gradient of the first layer's input, or of its attention.
+        found += 2 * 2 * LENGTH * D * 2 / 2
+    assert candidate.time(FLOPS).traffic["tensor"].sent == pytest.approx(found, rel=1e-9)
 
 
 RANK = 8

@@ -11,6 +11,7 @@ from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, writt
 from megajax.tools import schedule as schedules
 from megajax.tools.plan.report import AXES_SHOWN, mesh_text
 from megajax.tools.plan.search import Found
+from megajax.tools.plan.step_time import StepTime
 from megajax.tools.plan.work import Traffic
 
 WIDTH, LEFT, RIGHT, TOP, ROW, GAP, BELOW = 1400, 150, 30, 96, 34, 10, 34  # pixels
@@ -61,7 +62,7 @@ def of_pipeline(found: Found) -> str:
     layers = time.layers / schedule.microbatches
     again = (time.recomputed.total + time.loops) / schedule.microbatches
     forward, matrices = time.forward * layers, time.matrices * layers
-    backward, head = layers - forward - matrices + again, time.head / schedule.microbatches
+    backward, head = layers - forward - matrices + again, _head(time, schedule.microbatches).seconds
     send = time.ticks / schedule.ticks
     costs = [round(MILLISECONDS * s, 1) for s in (forward + head, backward, matrices, send)]
     return schedules.svg(schedule, Costs(*costs), "ms")
@@ -108,7 +109,7 @@ def phases_of(found: Found) -> Iterator[StepPhase]:
         edge = {"forward": microbatch == 0, "backward": microbatch == count - 1}
         for name in ("forward", "head", "backward"):
             if name == "head":
-                yield StepPhase(name, time.head / count)
+                yield _head(time, count)
                 continue
             traffic = {axis: each * (shares[name] / count) for axis, each in time.activations.items()}
             for axis, each in time.weights.items():
@@ -118,6 +119,11 @@ def phases_of(found: Found) -> Iterator[StepPhase]:
     yield StepPhase("casts", time.conversions)
     yield StepPhase("update", time.optimizer)
     yield StepPhase("waiting", time.waiting)
+
+
+def _head(time: StepTime, count: int) -> StepPhase:
+    """The head of one of `count` microbatches, with the collectives of the embedding."""
+    return StepPhase("head", time.head / count, {axis: each * (1 / count) for axis, each in time.around.items()})
 
 
 def _ms(seconds: float) -> str:

@@ -50,7 +50,8 @@ class StepTime:
     loops: float  # copies of saved activations in loops and pipelines, casts in loops
     optimizer: float
     conversions: float  # casts of weights and gradients, sums of gradients over microbatches
-    activations: Mapping[str, Traffic]  # their collectives, by axis
+    activations: Mapping[str, Traffic]  # of layers, their collectives by axis
+    around: Mapping[str, Traffic]  # the same of embedding and head
     weights: Mapping[str, Traffic]  # collectives of weights and their gradients
     bubble: float
     ticks: float  # of a pipeline: sends to the next stage, and the loop
@@ -63,13 +64,16 @@ class StepTime:
     @property
     def communication(self) -> dict[str, float]:
         """Exposed seconds, by axis, without those that are recomputed."""
-        return {axis: each.exposed for axis, each in added(self.activations, self.weights).items() if each.exposed}
+        found = added(added(self.activations, self.around), self.weights)
+        return {axis: each.exposed for axis, each in found.items() if each.exposed}
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """All collectives, and the sends of a pipeline, by axis."""
-        of_layers = added(added(self.activations, self.weights), self.recomputed.traffic)
-        return {axis: each for axis, each in added(of_layers, {"pipeline": self.sends}).items() if each.sent}
+        found = dict[str, Traffic]()
+        for part in (self.activations, self.around, self.weights, self.recomputed.traffic, {"pipeline": self.sends}):
+            found = added(found, part)
+        return {axis: each for axis, each in found.items() if each.sent}
 
     @property
     def layers(self) -> float:
@@ -83,8 +87,8 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        counted_apart = ("recomputed", "activations", "weights", "sends", "forward", "matrices", "between_hosts")
-        seconds = (getattr(self, f.name) for f in fields(self) if f.name not in counted_apart)
+        apart = ("recomputed", "activations", "around", "weights", "sends", "forward", "matrices", "between_hosts")
+        seconds = (getattr(self, f.name) for f in fields(self) if f.name not in apart)
         return sum(seconds) + self.recomputed.total + sum(self.communication.values())
 
     def link(self, axis: str) -> str:
@@ -254,23 +258,24 @@ class _Step:
         again, whole = remat.total, layers.total
         head = self.device.head()
         stage, shares = whole * (M * R), [each.total / whole.total for each in (layers.forward, layers.matrices)]
-        useful = M * R * (whole.total + again + loops) + M * head
+        useful = M * R * (whole.total + again + loops) + M * head.total
         busy, ticks, sends = useful, 0.0, Traffic()
         if self.plan.is_pipelined:
-            busy, ticks, sends = self.pipelined(layers, again + loops, head)
+            busy, ticks, sends = self.pipelined(layers, again + loops, head.total)
         gpus = min(math.prod(self.sizes.values()), self.rates.hosts_of)
         return StepTime(
             waiting=PACE * math.log2(gpus) * (busy + ticks),
             matmuls=stage.matmuls,
             attention=stage.attention,
-            head=M * head,
+            head=M * (head.matmuls + head.elementwise),
             elementwise=stage.elementwise,
             recomputed=remat * (M * R),
             loops=M * R * loops,
             optimizer=self.update(),
             conversions=self.conversions(),
             activations={axis: each for axis, each in stage.traffic.items() if each.sent},
-            weights=self.weights(R * (whole.total + again) + head, shares[0]),
+            around=(head * M).traffic,
+            weights=self.weights(R * (whole.total + again) + head.total, shares[0]),
             bubble=busy - useful,
             ticks=ticks,
             sends=sends,

@@ -42,13 +42,8 @@ OVER_CONTEXT = 1.67  # in units of its time on one device: the map of the state 
 IN_CHUNKS = 11.1  # the time of a recurrence without kernels, in units of that with them; from earlier code
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
 LOGIT_BYTES = 3.5  # of elementwise work for a logit
-TENSOR_EXPOSED = 0.40  # part of the time of collectives over `tensor` that their matmuls do not hide
+TENSOR_EXPOSED = 0.44  # part of the time of collectives over `tensor` that their matmuls in BF16 do not hide
 CONTEXT_EXPOSED = 0.29
-# Collectives over `tensor` of the input of a part of a layer (gathered in both passes, its gradient reduced), and of
-# its output (reduced, its gradient gathered).
-INPUT_COLLECTIVES, OUTPUT_COLLECTIVES = 3, 2
-# Of the experts' tokens, if `tensor` divides their widths: gathered and reduced in both passes. Nothing hides them.
-EXPERT_COLLECTIVES = 4
 IMBALANCE = 0.124  # work of the most loaded device's experts above the mean, for each doubling of the devices
 
 
@@ -176,7 +171,11 @@ class Device:
         elif flops:
             found += self.attention(flops * tokens / self.sizes["tensor"], fp8)
         if self.sizes["tensor"] > 1:
-            found += PassSeconds(traffic={"tensor": self.over_tensor(work, bool(flops))}).in_thirds
+            gather, total, *backward = self.over_tensor(work, bool(flops), fp8)
+            over_tensor = (
+                PassSeconds(traffic={"tensor": each}) for each in (gather + total, backward[0] + backward[1])
+            )
+            found += Passes(*over_tensor)
         if work.has_experts and self.plan.collectives.expert_shards > 1:
             products *= 1 + IMBALANCE * math.log2(self.plan.collectives.expert_shards)
             found += PassSeconds(traffic={"expert": self.dispatch(fp8)}).in_thirds
@@ -202,7 +201,10 @@ class Device:
         """The matmul of a layer whose output no backward pass needs, so that recomputation leaves it out: the last."""
         last = self.traces.of(kind.block).parts[self.blocks[kind.block].names[-1]]
         share = last.width * self.config.model.hidden_size / last.multiplications
-        return PassSeconds(self.matmuls(last, fp8) * share)
+        work = PassSeconds(self.matmuls(last, fp8) * share)
+        if self.sizes["tensor"] > 1:  # nor its sum over `tensor`
+            work.traffic["tensor"] = self.over_tensor(last, False, fp8)[1]
+        return work
 
     def saved(self, kind: LayerKind, policy: RematPolicy) -> float:
         """Bytes of a layer that are kept for the backward pass, with one remat policy."""
@@ -228,19 +230,27 @@ class Device:
             numbers += QUANTISE_PASSES * (saved + (rows or D) + D / tensor)
         return self.number * numbers
 
-    def over_tensor(self, part: SublayerWork, is_attention: bool) -> Traffic:
-        """The collectives of a part of a layer over `tensor`."""
-        model, number = self.config.model, self.number * self.plan.tokens
-        into = number * (self.latents if is_attention and self.latents else model.hidden_size)
-        out = number * model.hidden_size
-        hidden = self.collective("tensor", INPUT_COLLECTIVES * into + OUTPUT_COLLECTIVES * out, copied=True)
-        hidden = replace(hidden, exposed=TENSOR_EXPOSED * hidden.seconds)
+    def over_tensor(self, part: SublayerWork, is_attention: bool, fp8: bool) -> list[Traffic]:
+        """The collectives of a part of a layer: its input's gather, its output's sum, and those of their gradients.
+
+        The output's gradient is gathered, the input's is summed. With one FP8 scale, FP8 is gathered.
+        """
+        model, number, out = self.config.model, self.number, self.config.model.hidden_size
+        gathered = 1 if fp8 and self.plan.fp8.chosen.has_kernels else number
+        into = self.latents if is_attention and self.latents else out
+        faster = self.rates.fp8_flops / self.rates.bf16_flops * self.plan.fp8.chosen.matmul_speed if fp8 else 1.0
+        hides = (1 - TENSOR_EXPOSED) / faster
+        found = []
+        for sent, width in ((gathered, into), (number, out), (gathered, out), (number, into)):
+            hidden, whole = (
+                self.collective("tensor", self.plan.tokens * n * width, copied=True) for n in (number, sent)
+            )
+            found.append(replace(whole, exposed=max(0.0, whole.seconds - hides * hidden.seconds)))
         if not part.has_experts:
-            return hidden
-        of_shared = hidden if model.shared_expert_ffn_hidden_size else Traffic()
-        if "tensor" in self.config.mesh.experts_over:
-            return of_shared
-        return of_shared + self.collective("tensor", EXPERT_COLLECTIVES * out)
+            return found
+        # Nothing hides those of the experts' tokens, in the compute dtype.
+        own = Traffic() if self.whole_experts else self.collective("tensor", self.plan.tokens * number * out)
+        return [own + each if model.shared_expert_ffn_hidden_size else own for each in found]
 
     @cached_property
     def latents(self) -> int:
@@ -294,8 +304,8 @@ class Device:
         sent = (4.5 - halved / 2) * stream * rows * (shards - 1) / shards
         return Traffic(sent, sent / bandwidth, sent / bandwidth)
 
-    def head(self) -> float:
-        """Seconds of head and loss of one microbatch, on the share of a stage."""
+    def head(self) -> PassSeconds:
+        """Head and loss of one microbatch, on the share of a stage, with the collectives of embedding and head."""
         model, tokens = self.config.model, self.plan.head_tokens
         weights = head_parameter_count(self.plan.transformer) / self.sizes["tensor"]
         frozen = self.frozen and not self.plan.transformer.objective
@@ -303,7 +313,16 @@ class Device:
         # A chunk of tokens reads and writes the sum of the weight's gradients.
         sums = 0 if frozen else 2 * FP32 * weights * (self.plan.loss_chunks - 1)
         moved = LOGIT_BYTES * tokens * weights / model.hidden_size + sums
-        return (work + moved / self.rates.memory_bytes) * (1 + len(extra_layers(model)))
+        found, stream = PassSeconds(work, elementwise=moved / self.rates.memory_bytes), self.number * model.hidden_size
+        # Rows are summed, their gradients and the head's input gathered, and the gradient of that input summed.
+        rows = 2 * tokens + (1 if frozen else 2) * self.plan.tokens
+        if self.sizes["tensor"] > 1:
+            found.traffic["tensor"] = self.collective("tensor", rows * stream)
+        found *= 1 + len(extra_layers(model))
+        if self.sizes["pipeline"] > 1:  # stages share the tokens
+            shared = 2 * self.plan.tokens / self.sizes["tensor"]
+            found.traffic["pipeline"] = self.collective("pipeline", shared * stream)
+        return found
 
     # Collectives
 

@@ -31,7 +31,8 @@ def predict(config: Config, devices: int, rates: Rates) -> Rows:
         f"{EXPOSED}pipeline": time.ticks,
     }
     for axis in axes:
-        seconds[EXPOSED + axis] = time.communication.get(axis, 0.0) + again.get(axis, 0.0)
+        exposed = time.communication.get(axis, 0.0) + again.get(axis, 0.0)
+        seconds[EXPOSED + axis] = seconds.get(EXPOSED + axis, 0.0) + exposed
     return {row: 1e3 * own for row, own in seconds.items() if own}
 
 
