@@ -93,11 +93,12 @@ def on(name: str, mesh: str | None) -> Candidate:
     return make(name) if mesh is None else make(name, 2, **{key: dict(value) for key, value in MESHES[mesh].items()})
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("hybrid", "vision")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "hybrid"])
 def test_work_of_a_device_is_the_flops_of_its_tokens(name):
-    """A recurrence takes the time of its bytes; a tower's patches and projector count in the FLOPs only."""
+    """A recurrence takes the time of its bytes. Patches have no gradient, but count as other inputs in the FLOPs."""
     step = on(name, None).time(FLOPS)
     expected = ROWS * LENGTH * flops_per_token(on(name, None).config)
+    expected -= ROWS * 64 * 2 * (3 * 2 * 2 * 32) if name == "vision" else 0
     assert step.matmuls + step.attention + step.head == pytest.approx(expected)
 
 
@@ -154,14 +155,14 @@ def test_matmuls_are_those_of_the_traced_step(name, mesh, policy):
     assert step.matmuls + step.recomputed.matmuls + step.head == pytest.approx(traced_products(candidate))
 
 
-def traced_bytes(candidate: Candidate, axis: str) -> float:
-    """Bytes that a device sends over an axis in gathers and sums of activations, which are in BF16 or FP8."""
+def traced_bytes(candidate: Candidate, axis: str, dtypes: tuple[str, ...] = ("bfloat16", "uint8")) -> float:
+    """Bytes that a device sends over an axis, in arrays of these dtypes: by default activations, in BF16 or FP8."""
     found, size = 0.0, candidate.plan.sizes[axis]
     for operation, times in traced(candidate):
         if operation.params.get("axis_name") in (axis, (axis,)):
-            shares = {"all_gather": size - 1, "reduce_scatter": (size - 1) / size}.get(operation.primitive.name, 0)
-            arrays = [v.aval for v in operation.invars if v.aval.dtype.name in ("bfloat16", "uint8")]
-            found += times * shares * sum(a.size * a.dtype.itemsize for a in arrays)
+            shares = {"all_gather": size - 1, "reduce_scatter": (size - 1) / size, "ppermute": 1}
+            arrays = [v.aval for v in operation.invars if v.aval.dtype.name in dtypes]
+            found += times * shares.get(operation.primitive.name, 0) * sum(a.size * a.dtype.itemsize for a in arrays)
     return found
 
 
@@ -189,6 +190,37 @@ def test_what_tensor_gathers_and_sums_is_that_of_the_traced_step(case):
         # Nothing needs the gradient of the first layer's input, or of its attention.
         found += 2 * 2 * LENGTH * D * 2 / 2
     assert candidate.time(FLOPS).traffic["tensor"].sent == pytest.approx(found, rel=1e-9)
+
+
+PROJECTOR, PATCHES = "vision.projector.*", "vision.patch*"
+FROZEN: dict[str, list[tuple[str, float]]] = {
+    "nothing": [],
+    "the tower": [(PROJECTOR, 1.0), ("vision.*", 0.0)],
+    "the tower and the projector": [("vision.*", 0.0)],
+    "all but the projector": [(PROJECTOR, 1.0), ("*", 0.0)],
+    "all but the tower": [(PROJECTOR, 0.0), ("vision.*", 1.0), ("*", 0.0)],
+}
+
+
+@pytest.mark.parametrize(("frozen", "tensor"), [*((name, 1) for name in FROZEN), ("nothing", 2)])
+def test_matmuls_of_a_tower_are_those_of_the_traced_step(frozen, tensor):
+    groups = [{"parameters": [pattern], "learning_rate": rate} for pattern, rate in FROZEN[frozen]]
+    candidate = make("vision", tensor, mesh={"tensor": tensor}, batch={"global_size": 2}, optimizer={"groups": groups})
+    found, step = traced_products(candidate), candidate.time(FLOPS)
+    if frozen != "the tower and the projector":  # XLA does not run the projector's first matmul a second time
+        found -= 2 * (2 * 64 / 4) * (4 * 32) ** 2 / tensor
+    assert step.matmuls + step.head == pytest.approx(found)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_what_stages_send_is_that_of_the_traced_step(virtual_stages):
+    """Streams to the next stage and back, shares of the head's tokens, and embedding and head once a step."""
+    pipeline = {"schedule": "zero_bubble", "virtual_stages": virtual_stages}
+    candidate = make("dense", 4, mesh={"pipeline": 2, "fsdp": 2}, pipeline=pipeline, batch={"num_microbatches": 4})
+    step = candidate.time(FLOPS)
+    assert step.traffic["pipeline"].sent == traced_bytes(candidate, "pipeline", ("bfloat16", "float32"))
+    assert step.weights["pipeline"].sent == (2 + 4) * 2 * D * V / 2 / 2  # of fsdp's shard
+    assert step.weights["pipeline"].exposed == step.weights["pipeline"].seconds
 
 
 RANK = 8

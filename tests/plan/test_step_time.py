@@ -67,13 +67,12 @@ def test_traffic_is_the_bytes_that_collectives_send():
     assert 0 < sent.exposed < sent.seconds
     step = parts_of("mesh.fsdp=2", gpus=2)  # weights gathered twice in BF16, gradients reduced in FP32
     assert step.traffic["fsdp"].sent == pytest.approx((2 + 2 + 4) * (8 * 218.1e6 + 2 * 128256 * 4096) / 2, rel=0.01)
-    # Four microbatches of 8192 tokens, whose streams and gradients go one stage on in each of 4 + 2 - 1 periods, or
-    # with zero_bubble in each of 4 + 2 · 2 - 2 ticks; the head's are divided among the stages and gathered
-    staged = "mesh.fsdp=1", "mesh.pipeline=2", "batch.num_microbatches=4"
-    stream, heads = 8192 * 4096 * 2, 4 * 2 / 2
-    assert parts_of(*staged, gpus=2).traffic["pipeline"].sent == (2 * 5 + heads) * stream
-    step = parts_of(*staged, "pipeline.schedule=zero_bubble", gpus=2)
-    assert step.traffic["pipeline"].sent == (2 * 6 + heads) * stream
+    # Four microbatches of 8192 tokens, whose streams and gradients go one stage on in each of 4 + 2 - 1 periods or
+    # ticks. The head's are divided among the stages and gathered, and embedding and head are gathered once a step.
+    staged, stream = ("mesh.fsdp=1", "mesh.pipeline=2", "batch.num_microbatches=4"), 8192 * 4096 * 2
+    for schedule in ("1f1b", "zero_bubble"):
+        sent = parts_of(*staged, f"pipeline.schedule={schedule}", gpus=2).traffic["pipeline"].sent
+        assert sent == (2 * 5 + 4) * stream + (2 + 4) * 2 * 128256 * 4096 / 2
 
 
 # Four layers of D = 256, 4 heads of 64, 2 KV heads, F = 1024, V = 1024; 4 sequences of 512

@@ -172,21 +172,24 @@ class _Step:
         gather, reduce = self.weight_bytes
         found, gathered, reduced = {}, self.gathered(self.stored.parameters), self.gathered(self.stored.trained)
         free = HIDING * computation * self.config.batch.num_microbatches  # of computation that hides nothing yet
-        for axis in ("fsdp", "data", "expert", "context"):
+        for axis in ("fsdp", "data", "expert", "context", "pipeline"):
             if self.sizes[axis] == 1 or not gathered[axis]:
                 continue
             layer_by_layer = axis == "fsdp" and not self.plan.is_pipelined
             times = self.plan.passes if layer_by_layer else 1
             hidden = free if layer_by_layer else min(free, HIDING * computation)
-            before = self.device.collective(axis, times * gather * gathered[axis])
+            number = self.device.number if axis == "pipeline" else gather
+            before = self.device.collective(axis, times * number * gathered[axis])
             again = gather * gathered[axis] if layer_by_layer else 0.0
             after = self.device.collective(axis, times * (reduce * reduced[axis] + again))
             forward, backward = before.seconds, after.seconds
             first = (forward + backward) / max(len(self.plan.layer_slots), 1) / times
             late = max(0.0, forward - hidden * share) + max(0.0, backward - hidden * (1 - share))
             speed = self.device.bandwidth(axis) / self.rates.link_bytes
-            # The first layer's gathers and the last reductions have no computation beside them.
+            # The first layer's gathers and the last reductions have no computation beside them; embedding and head,
+            # which all stages have, are gathered before the first tick and reduced after the last one.
             exposed = max(late, first + INTERFERENCE * speed * (forward + backward - first))
+            exposed = forward + backward if axis == "pipeline" else exposed
             found[axis] = Traffic(before.sent + after.sent, forward + backward, exposed)
             free = max(0.0, free - (forward + backward - late))
         return found
@@ -195,7 +198,7 @@ class _Step:
         """The number of parameters of this device after a gather over each axis."""
         held, found = dict(stored), {}
         # From the storage shards outwards: the other axes gather once a step what `fsdp` gathers layer by layer.
-        for axis in ("data", "expert", "context", "fsdp"):
+        for axis in ("pipeline", "data", "expert", "context", "fsdp"):
             # Weights of experts that an axis divides stay on their devices.
             held = {axes: number * (self.sizes[axis] if axis in axes else 1) for axes, number in held.items()}
             found[axis] = sum(number for axes, number in held.items() if axis in axes)
@@ -223,6 +226,7 @@ class _Step:
                 layers, remat, copies = layers + own[0] * share, remat + own[1] * share, copies + own[2] * share
             else:
                 layers += Passes(own[0].forward * share)
+            layers += self.device.around_tower() * share
         return layers, remat, copies
 
     def recomputed(self, kind: LayerKind, fp8: bool, policy: RematPolicy, last: bool) -> PassSeconds:
@@ -319,7 +323,8 @@ class _Step:
                 layers_of_tick = forward + backward + matrices * flags.weight
             total += number * (layers_of_tick + head * flags.head)
         sends = count * 2 / schedule.period if schedule.backward_parts else count
-        traffic = Traffic(2 * send * count / schedule.period, seconds * sends, seconds * sends)
+        transfers = sends if schedule.backward_parts else sum(n * (f.forward + f.backward) for f, n in ticks.items())
+        traffic = Traffic(send * transfers, seconds * sends, seconds * sends)
         return total, TICK_SECONDS * count + seconds * sends, traffic
 
     @property

@@ -19,10 +19,12 @@ from megajax.estimate.traces import OTHERS, BlockTrace, LayerForm, Shards, Subla
 from megajax.layout.kinds import LayerKind, extra_layers
 from megajax.mesh import axes_across
 from megajax.model.lora import is_adapter
+from megajax.model.parameters import parameters
+from megajax.model.vision import VisionTower
 from megajax.ops.linear_recurrence import CHUNK
 from megajax.options.remat import RematPolicy
 from megajax.schema.fields import AXES
-from megajax.sharding import BLOCKS
+from megajax.sharding import BLOCKS, VISION
 from megajax.step_plan import StepPlan
 from megajax.tools.plan.rates import Rates
 
@@ -322,6 +324,23 @@ class Device:
         if self.sizes["pipeline"] > 1:  # stages share the tokens
             shared = 2 * self.plan.tokens / self.sizes["tensor"]
             found.traffic["pipeline"] = self.collective("pipeline", shared * stream)
+        return found
+
+    def around_tower(self) -> Passes:
+        """The embedding of patches and the projector of a vision tower, for one microbatch."""
+        vision, tower, found = self.config.model.vision, self.plan.second_stack, Passes()
+        if vision is None or tower is None:
+            return found
+        for name, p in parameters(VisionTower(self.config.model)).items():
+            if p.role != "matrix" or name.startswith(BLOCKS):
+                continue
+            rows, trained, above = tower.tokens, self.plan.is_trained(VISION + name), False  # `above` trained weights
+            if name.startswith("projector."):
+                rows, above = rows / vision.block, tower.trains_layers or (trained and name.endswith(".down"))
+            size, width = math.prod(p.shape), p.shape[-1]
+            rate = self.rates.matmul_flops(min(rows, size / width, width), False)
+            once, none = PassSeconds(2 * rows * size / self.sizes["tensor"] / rate), PassSeconds()
+            found += Passes(once, once if above else none, once if trained else none)
         return found
 
     # Collectives
