@@ -9,9 +9,11 @@ import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import virtual_devices
+from hypothesis.internal.conjecture import providers
 
 CACHE_BYTES = 2**30
 FREE_BYTES = 4 * 2**30
@@ -31,6 +33,8 @@ gc.set_threshold(300_000, 20, 100)
 os.environ.update(virtual_devices.ENVIRONMENT)
 # Programs for GPUs have the same operations without it, and compile in half the time.
 os.environ["XLA_FLAGS"] = WITH_FLAGS = f"{os.environ['XLA_FLAGS']} --xla_gpu_autotune_level=0"
+# Hypothesis would parse all modules of megajax and of the tests, for their constants: three seconds in each process.
+providers._get_local_constants = lambda: providers._local_constants
 # Source lines in programs took a tenth of the time of tracing and compiling; names of scopes stay.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
@@ -190,9 +194,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    """Every second process collects files from the last one on: in a new checkout each then compiles half of them."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(items: list) -> None:
-    """The longest files first; the order within a file stays."""
-    items.sort(key=lambda item: ORDER.get(item.path.name, len(LONGEST)))
+    """The longest files first, the others by path; the order within a file stays."""
+    items.sort(key=lambda item: (ORDER.get(item.path.name, len(LONGEST)), item.path))
+
+
+def pytest_sessionfinish() -> None:
+    """Pytest collects garbage five times at the end, which takes seconds with the programs of a whole run."""
+    gc.freeze()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

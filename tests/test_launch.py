@@ -333,7 +333,7 @@ def test_a_process_that_a_forwarded_signal_ends_before_its_first_step_was_stoppe
 
 # A launcher whose process waits for ever, with a worker that does too.
 WAITING = """
-import multiprocessing, sys, time
+import multiprocessing, sys, time, types
 from megajax import launch
 from megajax.config import load_config
 from megajax.data.workers import end_with_parent
@@ -350,8 +350,7 @@ def train(_):
 
 if __name__ == "__main__":
     if "--child" in sys.argv:
-        import megajax.train
-        megajax.train.main = train
+        sys.modules["megajax.train"] = types.SimpleNamespace(main=train)  # it would import jax
         sys.exit(launch.main(sys.argv[1:]))
     launcher = launch.Launcher(load_config(sys.argv[1]), [sys.argv[1]], 1, 0)
     command = launcher.command()

@@ -59,12 +59,12 @@ def run(read: Callable[[], object], at: int = 0) -> int:
         return in_function
 
     def in_call(frame, event, argument):
-        callers, each = [], frame
-        while each is not None:
-            callers.append(each.f_code.co_filename)
+        name, each = frame.f_code.co_filename, frame.f_back
+        if not name.startswith(PACKAGE) or name == ERRORS:
+            return None
+        while each is not None and each.f_code.co_filename != ERRORS:
             each = each.f_back
-        is_below = callers[0].startswith(PACKAGE) and ERRORS in callers[1:] and callers[0] != ERRORS
-        return in_function if is_below else None
+        return None if each is None else in_function
 
     sys.settrace(in_call)
     threading.settrace(in_call)  # of threads that read ahead

@@ -159,6 +159,7 @@ def test_the_descriptors_and_threads_end_with_the_files(tmp_path):
         links = [os.path.realpath(link) for link in folder.iterdir()]
         return sum(link.startswith(f"{tmp_path}/") for link in links)
 
+    gc.freeze()  # of the objects of all earlier tests nothing is looked for
     before = {*threading.enumerate()}
     files = SlotFiles(tmp_path, SIZES, 2, 0)
     one_update(files, 0)
@@ -167,6 +168,7 @@ def test_the_descriptors_and_threads_end_with_the_files(tmp_path):
     assert opened() == 2
     del files
     gc.collect()
+    gc.unfreeze()
     for thread in made:
         thread.join(20)
         assert not thread.is_alive()
