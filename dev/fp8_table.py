@@ -40,7 +40,7 @@ def table() -> str:
             cell = []
             for experts in (False, True):
                 try:
-                    found = fp8.choose(recipe, "xla", platform, capability, experts)
+                    found = fp8.choose(recipe, "xla", platform, capability)
                     if experts:
                         hardware, widths = Hardware(platform, capability), (2048, 768)
                         choose_grouped_matmul("auto", hardware, "bfloat16", widths, fp8=recipe.has_kernels)

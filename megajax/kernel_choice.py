@@ -96,12 +96,17 @@ class Kernels:
         of_fp8: Fp8Implementation = "reference"
         if settings.chosen.is_on:
             here = hardware.platform, hardware.capability
-            of_fp8 = fp8.choose(settings.chosen, settings.backend, *here, experts=bool(model.num_experts))
+            of_fp8 = fp8.choose(settings.chosen, settings.backend, *here)
         grouped: tuple[ops.GroupedImplementation, str] = "reference", "no experts"
         if model.num_experts:
             assert model.expert_ffn_hidden_size is not None
             whole = "tensor" in config.mesh.experts_over
             width = model.expert_ffn_hidden_size // (1 if whole else sizes["tensor"])
+            if of_fp8 == "cudnn" and config.kernels.grouped_matmul != "auto":
+                raise ConfigError(
+                    f"kernels.grouped_matmul={config.kernels.grouped_matmul}: experts' matmuls with precision.fp8."
+                    f"recipe={settings.recipe} are cuDNN's block-scaled ones: set it to auto, or {EMULATED}."
+                )
             grouped = choose_grouped_matmul(
                 config.kernels.grouped_matmul,
                 hardware,

@@ -31,6 +31,7 @@ class Minifloat(NamedTuple):
 
 E4M3 = Minifloat(3, -6, 448.0, jnp.float8_e4m3fn)
 E2M1 = Minifloat(1, 0, 6.0, jnp.float4_e2m1fn)
+Stored = tuple[jax.Array, jax.Array]  # elements [..., rows, K] and scales [..., rows, K / width] in their formats
 LEAST_SCALE = -126  # exponent: E8M0 goes to -127, but devices flush that FP32 number to zero
 
 
@@ -50,8 +51,8 @@ class BlockOperand:
         """The numbers without `factor`; BF16 holds them exactly, as far as its exponents reach."""
         return (self.values * spread(self.scales, self.block, self.values.shape)).astype(dtype)
 
-    def stored(self) -> tuple[jax.Array, jax.Array]:
-        """(elements `[rows, K]`, scales `[rows, K / width]`) in their formats."""
+    def stored(self) -> Stored:
+        """This operand without `factor`, as block-scaled dots take it."""
         scales = spread(self.scales, (self.block[0], 1), (len(self.values), self.scales.shape[1]))
         return self.values.astype(self.element.dtype), scales.astype(self.scale_dtype)
 
@@ -121,8 +122,8 @@ def random_bits(seed: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Arr
 def multiply(a_mk: BlockOperand, b_nk: BlockOperand, dtype: Any, implementation: Implementation) -> jax.Array:
     """`a @ b.T`, `[M, K]` and `[N, K]` → `[M, N]` in `dtype`; sums are in FP32."""
     if implementation == "cudnn":
-        (a, a_scales), (b, b_scales) = (operand.stored() for operand in (a_mk, b_nk))
-        product = jax.nn.scaled_matmul(a[None], b[None], a_scales[None], b_scales[None], jnp.float32)[0]
+        a, b = (jax.tree.map(lambda stored: stored[None], operand.stored()) for operand in (a_mk, b_nk))
+        product = scaled_dot(a, b)[0]
     else:
         exact = operand_dtype(dtype)
         product = lax.dot_general(
@@ -131,6 +132,12 @@ def multiply(a_mk: BlockOperand, b_nk: BlockOperand, dtype: Any, implementation:
     for operand in (a_mk, b_nk):
         product = product if operand.factor is None else product * operand.factor
     return product.astype(dtype)
+
+
+def scaled_dot(a_bmk: Stored, b_bnk: Stored) -> jax.Array:
+    """`a @ b.T` of stacks of operands without their factors: `[B, M, N]` FP32, one block-scaled call on Blackwell."""
+    (a, a_scales), (b, b_scales) = a_bmk, b_bnk
+    return jax.nn.scaled_matmul(a, b, a_scales, b_scales, jnp.float32)
 
 
 def operand_dtype(dtype: Any) -> Any:

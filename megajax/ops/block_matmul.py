@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from megajax.ops import blockwise_fp8_kernels, blockwise_kernel, fp8_reference, grouped_fp8_reference
-from megajax.ops.block_formats import BlockOperand, BlockRecipe, Implementation, multiply, operand_dtype, random_bits
+from megajax.ops import blockwise_fp8_kernels, blockwise_kernel, fp8_reference
+from megajax.ops.block_formats import BlockOperand, BlockRecipe, Implementation, multiply, random_bits
 from megajax.ops.blockwise_fp8_kernels import BothWays
-from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights
-from megajax.ops.grouped_matmul import weight_gradient as grouped_gradient
-from megajax.ops.grouped_rows import STEP, padded_rows, steps
 
 MaxOverDevices = Callable[[jax.Array], jax.Array]
 
@@ -113,68 +110,3 @@ def weight_gradient(
         total = found if total is None else total + found
     assert total is not None
     return w.with_gradient(total)
-
-
-# Experts: rows [R, F] sorted by expert, and the rows of a group are summed over in the gradient of its matrix
-
-
-def grouped_product(
-    x_rf: jax.Array,
-    w: BlockWeight,
-    group_sizes_e: jax.Array,
-    which: str,
-    max_over_devices: MaxOverDevices,
-    implementation: GroupedImplementation,
-) -> jax.Array:
-    """`product` of the rows of each group with the matrix of its expert, emulated."""
-    dtype = operand_dtype(x_rf.dtype)
-    has_factor, gradient = w.recipe.has_factor, which == "gradient"
-    amax = max_over_devices(grouped_fp8_reference.amax(x_rf, group_sizes_e)) if has_factor else None
-    bits = w.noise.bits(w.noise.token_ids, 0) if gradient and w.noise is not None else None
-    x = w.quantise(x_rf, which, amax, bits)
-
-    def quantised(matrix: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        found = w.quantise(matrix, "weight", w.amax)
-        return found.numbers(dtype), found.factor
-
-    matrices, factors = jax.vmap(quantised)(w.values if gradient else w.values.swapaxes(1, 2))
-    how = {"transpose_w": True, "implementation": _in_dtype(implementation, dtype)}
-    product = rows_times_weights(x.numbers(dtype), matrices, group_sizes_e, **how)
-    if x.factor is not None and factors is not None:
-        product = product * (x.factor * factors[0])
-    return product.astype(x_rf.dtype)
-
-
-def grouped_weight_gradient(
-    x_rf: jax.Array,
-    dy_rf: jax.Array,
-    w: BlockWeight,
-    group_sizes_e: jax.Array,
-    max_over_devices: MaxOverDevices,
-    implementation: GroupedImplementation,
-) -> BlockWeight:
-    """`weight_gradient` of the rows of each group: its blocks begin with its first row, and zeros fill the last."""
-    E, R = w.values.shape[0], len(x_rf)
-    first, count = jnp.split(steps(group_sizes_e, padded_rows(R, E)), 2, axis=1)
-    column = jnp.arange(STEP)
-    rows, held = (first + column).reshape(-1), (column < count).reshape(-1)
-    dtype, factor, operands = operand_dtype(x_rf.dtype), None, list[jax.Array]()
-    for tensor, values in (("input", x_rf), ("gradient", dy_rf)):
-        aligned = w.transformed(jnp.where(held[:, None], values.at[rows].get(mode="clip"), 0))
-        bits = None
-        if tensor == "gradient" and w.noise is not None:
-            filled = jnp.broadcast_to(~column.astype(jnp.uint32), first.shape[:1] + column.shape).reshape(-1)
-            ids = jnp.where(held, w.noise.token_ids.at[rows].get(mode="clip"), filled)
-            bits = w.noise.bits(ids, 1).T
-        found = w.quantise(aligned, tensor, w.amax_of([aligned], max_over_devices), bits)
-        operands.append(found.numbers(dtype).T)
-        factor = found.factor if factor is None or found.factor is None else factor * found.factor
-    sizes = -(-group_sizes_e // STEP) * STEP
-    x, dy = operands
-    gradient = grouped_gradient(x, dy, sizes, jnp.float32, implementation=_in_dtype(implementation, dtype))
-    return w.with_gradient((gradient if factor is None else gradient * factor).astype(x_rf.dtype))
-
-
-def _in_dtype(implementation: GroupedImplementation, dtype: Any) -> GroupedImplementation:
-    """The kernel has no FP32."""
-    return "reference" if dtype == jnp.float32 else implementation

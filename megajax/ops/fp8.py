@@ -89,17 +89,15 @@ def scale_for(amax: jax.Array, dtype: Any, margin: float = 0) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), usable, jnp.nan).astype(jnp.float32)
 
 
-def choose(
-    recipe: Fp8Recipe, backend: str, platform: str, compute_capability: str | None, experts: bool = False
-) -> Implementation:
-    """The implementation of a recipe's quantisation and matmuls for `precision.fp8.backend`, `experts`' too.
+def choose(recipe: Fp8Recipe, backend: str, platform: str, compute_capability: str | None) -> Implementation:
+    """The implementation of a recipe's quantisation and matmuls for `precision.fp8.backend`.
 
     Raises ConfigError if it cannot run: on GPUs without its kernels, or without Transformer Engine.
     """
     on_gpu = platform in ("gpu", "cuda")
     capability = None if compute_capability is None or not on_gpu else float(compute_capability)
     if recipe.in_blocks:
-        return _choose_for_blocks(recipe, backend, on_gpu, capability, experts)
+        return _choose_for_blocks(recipe, backend, on_gpu, capability)
     if capability is not None and capability < ADA:
         raise ConfigError(
             f"precision.fp8.recipe needs Ada GPUs or newer, and this one has compute capability "
@@ -113,9 +111,7 @@ def choose(
     return "transformer_engine"
 
 
-def _choose_for_blocks(
-    recipe: Fp8Recipe, backend: str, on_gpu: bool, capability: float | None, experts: bool
-) -> Implementation:
+def _choose_for_blocks(recipe: Fp8Recipe, backend: str, on_gpu: bool, capability: float | None) -> Implementation:
     """On GPUs nothing is emulated that is not asked for, because it is slower than BF16."""
     if not on_gpu or backend == "emulated":
         return "emulated"
@@ -126,8 +122,6 @@ def _choose_for_blocks(
         problem = f"has kernels for Hopper GPUs only, {here}"
     elif recipe.has_block_scaled_dot and capability is not None and capability < BLACKWELL:
         problem = f"needs Blackwell GPUs or newer, {here}"
-    elif experts and not recipe.has_hopper_kernels:
-        problem = "has no grouped kernels for experts"
     else:
         return "pallas" if recipe.has_hopper_kernels else "cudnn"
     other = "none" if capability is not None and capability < ADA else "current"

@@ -20,6 +20,7 @@ from megajax.mesh import AXES
 from megajax.ops import blockwise_fp8_kernels, blockwise_kernel, fp8, nvfp4
 from megajax.ops.block_matmul import BlockWeight, RoundingNoise
 from megajax.ops.block_recipes import IMPLEMENTATIONS, block_recipe
+from megajax.ops.grouped_block_matmul import grouped_product, grouped_weight_gradient
 from megajax.ops.grouped_matmul_block import MatmulTiling
 from megajax.options.fp8_recipes import RECIPES
 from megajax.parallel.mesh_comm import MeshComm
@@ -95,7 +96,11 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation"), [*((name, "emulated") for name in IMPLEMENTATIONS), ("blockwise", "pallas")]
+    ("name", "implementation"),
+    [
+        *((name, "emulated") for name in IMPLEMENTATIONS),
+        *(("mxfp8", "cudnn"), ("nvfp4", "cudnn"), ("blockwise", "pallas")),
+    ],
 )
 def test_a_layer_multiplies_the_numbers_of_the_format(name, implementation, interpreted):
     """Those of test_block_formats.py; FP4's gradients here to the nearest number."""
@@ -121,6 +126,55 @@ def test_a_layer_multiplies_the_numbers_of_the_format(name, implementation, inte
     for own, by_hand, exact in zip(found, (*expected, x_t @ dy_t.T), (x @ w, dy @ w.T, x.T @ dy), strict=True):
         assert np.linalg.norm(own - by_hand) < 1e-6 * np.linalg.norm(by_hand)
         assert 0.01 < np.linalg.norm(own - exact) / np.linalg.norm(exact) < (0.2 if name == "nvfp4" else 0.05)
+
+
+@pytest.mark.parametrize("implementation", ["emulated", "cudnn"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_experts_multiply_the_numbers_of_the_format(name, implementation):
+    """Each expert as a layer of its own, whose blocks of tokens begin with its first row; some experts need rounds."""
+    recipe, rng, sizes = IMPLEMENTATIONS[name], np.random.default_rng(3), np.array([17, 0, 301, 129, 1])
+    x, dy = (rng.standard_normal((512, F)).astype(np.float32) for F in (64, 96))
+    x[sizes.sum() :] = dy[sizes.sum() :] = np.nan  # rows of nobody
+    w = rng.standard_normal((5, 64, 96)).astype(np.float32)
+
+    @jax.jit
+    def run(x, w, dy, sizes):
+        used = BlockWeight(w, None, None, recipe, implementation).with_amax(w, lambda amax: amax)
+        how = lambda amax: amax, "reference"
+        products = (grouped_product(*each, *how) for each in ((x, used, sizes, "input"), (dy, used, sizes, "gradient")))
+        return *products, grouped_weight_gradient(x, dy, used, sizes, *how).values
+
+    with jax.default_matmul_precision("highest"):
+        y, dx, dw = jax.device_get(run(x, w, dy, jnp.asarray(sizes)))
+
+    @partial(jax.jit, static_argnums=1)
+    def numbers(x, tensor, amax):
+        blocks = recipe.quantised(x, tensor, amax, None)
+        return blocks.numbers(jnp.float32) * (1 if blocks.factor is None else blocks.factor)
+
+    def by_hand(x, tensor, amax):
+        """Of one shape, so that few programs are compiled; blocks of zeros are zeros."""
+        filled = np.zeros((96 if len(x) <= 96 else 384, 96 if x.shape[1] <= 96 else 384), np.float32)
+        filled[: len(x), : x.shape[1]] = x
+        return np.asarray(numbers(filled, tensor, amax), np.float64)[: len(x), : x.shape[1]]
+
+    ends = np.cumsum(sizes)
+    rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    filled = {t: np.zeros((5, 384, a.shape[1]), np.float32) for t, a in (("input", x), ("gradient", dy))}
+    for tensor, a in (("input", x), ("gradient", dy)):
+        for e, r in enumerate(rows):
+            filled[tensor][e, : len(a[r])] = a[r]
+    turned = {t: np.asarray(jax.vmap(lambda rows: recipe.transformed(rows.T))(a)) for t, a in filled.items()}
+    largest = {t: np.abs(a).max() for t, a in turned.items()}
+    amaxes = [np.abs(a[: ends[-1]]).max() for a in (x, dy)]
+    for e, r in enumerate(rows):
+        of_x, of_dy = by_hand(x[r], "input", amaxes[0]), by_hand(dy[r], "gradient", amaxes[1])
+        of_w, transposed = (by_hand(each, "weight", np.abs(w).max()) for each in (w[e], w[e].T))
+        across = [by_hand(turned[t][e], t, largest[t]) for t in ("input", "gradient")]
+        expected = of_x @ transposed.T, of_dy @ of_w.T, across[0] @ across[1].T
+        for own, hand in zip((y[r], dx[r], dw[e]), expected, strict=True):
+            assert np.linalg.norm(own - hand) <= 1e-6 * np.linalg.norm(hand)
+    assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
 
 
 # dev/fp8_mesh_table.py has more. By name: recipe, model, mesh, microbatches, the largest difference.
@@ -187,35 +241,32 @@ def test_an_extension_rounds_rows_to_integers():
 
 
 KERNELS = [
-    ("nvfp4", "xla", Hardware("cpu"), False, "emulated"),
-    ("blockwise", "xla", Hardware("cpu"), True, "emulated"),
-    ("mxfp8", "emulated", HOPPER, True, "emulated"),
-    ("mxfp8", "xla", BLACKWELL, False, "cudnn"),
-    ("nvfp4", "xla", BLACKWELL, False, "cudnn"),
+    ("nvfp4", "xla", Hardware("cpu"), "emulated"),
+    ("blockwise", "xla", Hardware("cpu"), "emulated"),
+    ("mxfp8", "emulated", HOPPER, "emulated"),
+    ("mxfp8", "xla", BLACKWELL, "cudnn"),
+    ("nvfp4", "xla", BLACKWELL, "cudnn"),
     (
         "nvfp4",
         "xla",
         HOPPER,
-        False,
         "nvfp4 needs Blackwell GPUs or newer, and this one has compute capability 9.0: set",
     ),
-    ("mxfp8", "xla", BLACKWELL, True, "mxfp8 has no grouped kernels for experts: set precision.fp8.backend=emulated"),
-    ("blockwise", "xla", HOPPER, True, "pallas"),
+    ("blockwise", "xla", HOPPER, "pallas"),
     (
         "blockwise",
         "xla",
         BLACKWELL,
-        False,
         "blockwise has kernels for Hopper GPUs only, and this one has compute capability 10.0: set",
     ),
-    ("int8_rows", "xla", HOPPER, False, "int8_rows has no kernels for GPUs"),
+    ("int8_rows", "xla", HOPPER, "int8_rows has no kernels for GPUs"),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "backend", "hardware", "experts", "expected"), KERNELS)
-def test_nothing_is_emulated_on_a_gpu_unless_it_is_asked_for(recipe, backend, hardware, experts, expected):
+@pytest.mark.parametrize(("recipe", "backend", "hardware", "expected"), KERNELS)
+def test_nothing_is_emulated_on_a_gpu_unless_it_is_asked_for(recipe, backend, hardware, expected):
     def choose():
-        return fp8.choose(RECIPES[recipe], backend, hardware.platform, hardware.capability, experts)
+        return fp8.choose(RECIPES[recipe], backend, hardware.platform, hardware.capability)
 
     if " " not in expected:
         assert choose() == expected
@@ -239,6 +290,19 @@ def test_experts_in_blocks_need_whole_blocks_and_the_hopper_kernel():
     assert (emulated.fp8, emulated.grouped_matmul) == ("emulated", "pallas")
     with pytest.raises(ConfigError, match="matmul=triton cannot run, .* has no FP8: set precision.fp8.backend=e"):
         choose("kernels.grouped_matmul=triton")
+
+
+def test_experts_have_block_scaled_matmuls_on_blackwell():
+    def choose(*overrides):
+        overrides = ["precision.fp8.recipe=nvfp4", "mesh.data=1", *overrides]
+        return Kernels.choose(load_config("mixtral_l2", overrides), dict.fromkeys(AXES, 1), BLACKWELL)
+
+    assert (choose().fp8, choose().grouped_matmul) == ("cudnn", "triton")  # the latter for layers in BF16
+    refused = "matmul=triton: .* with precision.fp8.recipe=nvfp4 are cuDNN's block-scaled ones: set it to auto, or prec"
+    with pytest.raises(ConfigError, match=refused):
+        choose("kernels.grouped_matmul=triton")
+    emulated = choose("kernels.grouped_matmul=triton", "precision.fp8.backend=emulated")
+    assert (emulated.fp8, emulated.grouped_matmul) == ("emulated", "triton")
 
 
 def test_one_scale_for_each_tensor_has_kernels_since_ada():
