@@ -43,7 +43,7 @@ def table() -> str:
                     found = fp8.choose(recipe, "xla", platform, capability)
                     if experts:
                         hardware, widths = Hardware(platform, capability), (2048, 768)
-                        choose_grouped_matmul("auto", hardware, "bfloat16", widths, fp8=recipe.has_kernels)
+                        choose_grouped_matmul("auto", hardware, "bfloat16", widths, recipe)
                     cell.append(NAMES[found] + ("" if found in have_run else ", not run"))
                 except ConfigError as error:
                     sentence = str(error).replace(f"recipe={name} ", "recipe=... ")

@@ -32,7 +32,10 @@ CASES = (
     "llama3_8b_l8 mesh.fsdp=1 model.num_layers=1 batch.global_size=1 precision.fp8.recipe=current",
     "mixtral_l2 mesh.data=1 model.num_layers=1 batch.global_size=1",
     "mixtral_l2 mesh.data=1 mesh.expert=2 model.num_layers=1 batch.global_size=2 --gpus 2",
+    "mixtral_l2 mesh.data=1 model.num_layers=1 batch.global_size=1 precision.fp8.recipe=current",
+    "mixtral_l2 mesh.data=1 model.num_layers=1 batch.global_size=1 precision.fp8.recipe=nvfp4",
     "qwen3_30b_l6 mesh.data=1 model.num_layers=1 batch.global_size=1",
+    "qwen3_30b_l6 mesh.data=1 mesh.expert=2 model.num_layers=1 batch.global_size=2 precision.fp8.recipe=mxfp8 --gpus 2",
 )
 HEADER = ("config", "GPU", "kernels", "GiB", "GiB of the GPU")
 

@@ -18,6 +18,7 @@ from megajax.mesh import within_processes
 from megajax.ops import fp8, jla
 from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.ops.ranged_attention_triton import WIDEST
+from megajax.options.fp8_recipes import Fp8Recipe
 from megajax.runtime import permutations_are_copied
 
 Obstacle = tuple[str, str]  # why a kernel cannot run, the cure
@@ -29,7 +30,8 @@ REFERENCE_LONGEST_ON_GPUS = 8192
 AMPERE = 8.0  # the least compute capability with BF16, and the least of megajax's kernels
 INSTEAD_OF_OWN = "use kernels.attention=reference"
 ALL_EXPERTS = "use kernels.grouped_matmul=reference, which multiplies all rows by the weights of all experts"
-WITHOUT_FP8, EMULATED = "precision.fp8.recipe=none", "precision.fp8.backend=emulated"  # the latter of recipes in blocks
+EMULATED = "precision.fp8.backend=emulated"  # of recipes in blocks
+BATCHED = "kernels.grouped_matmul=xla"
 
 
 @dataclass(frozen=True)
@@ -102,18 +104,12 @@ class Kernels:
             assert model.expert_ffn_hidden_size is not None
             whole = "tensor" in config.mesh.experts_over
             width = model.expert_ffn_hidden_size // (1 if whole else sizes["tensor"])
-            if of_fp8 == "cudnn" and config.kernels.grouped_matmul != "auto":
-                raise ConfigError(
-                    f"kernels.grouped_matmul={config.kernels.grouped_matmul}: experts' matmuls with precision.fp8."
-                    f"recipe={settings.recipe} are cuDNN's block-scaled ones: set it to auto, or {EMULATED}."
-                )
             grouped = choose_grouped_matmul(
                 config.kernels.grouped_matmul,
                 hardware,
                 config.precision.compute,
                 (model.hidden_size, width),
-                fp8=settings.chosen.has_kernels or of_fp8 == "pallas",
-                without_fp8=EMULATED if settings.chosen.in_blocks else WITHOUT_FP8,
+                recipe=settings.chosen if settings.chosen.is_on and of_fp8 != "emulated" else None,
                 over_tensor=not whole and sizes["tensor"] > 1,
             )
         recurrent: tuple[ops.LinearAttentionImplementation, str] = "reference", "no linear recurrences"
@@ -343,58 +339,68 @@ def choose_grouped_matmul(
     hardware: Hardware,
     dtype: Any,
     widths: tuple[int, ...],
-    fp8: bool = False,
-    without_fp8: str = WITHOUT_FP8,
+    recipe: Fp8Recipe | None = None,
     over_tensor: bool = False,
 ) -> tuple[ops.GroupedImplementation, str]:
     """The implementation for `kernels.grouped_matmul` (auto or an implementation), and the reason, for the log.
 
-    `widths` are all widths of operands and of results, `dtype` is that of results. With `fp8` operands are in FP8,
-    unless the config has `without_fp8`; `over_tensor` says whether `tensor` divides one of the widths.
-    Raises ConfigError if the kernel cannot run, or none for auto on a GPU: the reference multiplies all rows by the
-    weights of all groups.
+    `widths` are all widths of operands and of results, `dtype` is that of results. `recipe` is of operands that are
+    quantised; `over_tensor` says whether `tensor` divides one of the widths.
+    Raises ConfigError if the implementation cannot run, or none for auto on a GPU: the reference multiplies all rows by
+    the weights of all groups.
     """
     if requested == "reference":
         return "reference", "kernels.grouped_matmul=reference"
-    for_all = _grouped_obstacle(hardware, jnp.dtype(dtype))
-    cure = f"set {without_fp8} or {ALL_EXPERTS}" if fp8 else "use kernels.grouped_matmul=triton"
-    hopper = for_all or _hopper_grouped_obstacle(hardware, widths, fp8, over_tensor, cure)
-    triton = for_all or (("the kernel for GPUs other than Hopper has no FP8", cure) if fp8 else None)
-    if hopper is None and requested != "triton":
-        return "pallas", "the Hopper kernel fits this model" if requested == "auto" else "kernels.grouped_matmul=pallas"
-    if triton is None and requested != "pallas":
-        return "triton", hopper[0] if requested == "auto" and hopper else f"kernels.grouped_matmul={requested}"
-    by_hopper = requested == "pallas" or (requested == "auto" and hardware.capability == HOPPER.capability)
-    obstacle = hopper if by_hopper else triton
-    assert obstacle is not None
-    if requested == "auto" and not hardware.is_gpu:
-        return "reference", obstacle[0]
-    raise ConfigError(f"kernels.grouped_matmul={requested} cannot run, {obstacle[0]}: {obstacle[1]}.")
+    own = recipe is not None and recipe.has_hopper_kernels  # nothing else multiplies its blocks
+    cure = f"set {EMULATED} or {ALL_EXPERTS}" if own else f"use {BATCHED}"
+    of_kernels = _grouped_kernel_obstacle(hardware, jnp.dtype(dtype))
+    without_fp8 = None if recipe is None else ("the kernel for GPUs other than Hopper has no FP8", cure)
+    in_blocks = ("XLA does not multiply the blocks of this FP8 recipe", cure) if own else None
+    obstacles: dict[ops.GroupedImplementation, Obstacle | None] = {
+        "pallas": of_kernels or _hopper_grouped_obstacle(hardware, widths, recipe, over_tensor, cure),
+        "triton": of_kernels or without_fp8,
+        "xla": in_blocks or (_before_ampere(hardware, ALL_EXPERTS) if hardware.is_gpu else None),
+    }
+    if requested != "auto":
+        name = cast(ops.GroupedImplementation, requested)
+        if (obstacle := obstacles[name]) is not None:
+            raise ConfigError(f"kernels.grouped_matmul={name} cannot run, {obstacle[0]}: {obstacle[1]}.")
+        return name, f"kernels.grouped_matmul={name}"
+    if not hardware.is_gpu:
+        return "reference", f"the kernels need a GPU and this is {hardware.platform}"
+    reasons = dict[str, str]()  # in order, with the cures
+    for name, obstacle in obstacles.items():
+        if obstacle is None:
+            return name, "; ".join(reasons) or "the Hopper kernel fits this model"
+        reasons.setdefault(*obstacle)
+    problem, cure = next(iter(reasons.items()))
+    raise ConfigError(f"kernels.grouped_matmul=auto cannot run, {problem}: {cure}.")
 
 
-def _grouped_obstacle(hardware: Hardware, dtype: Any) -> Obstacle | None:
+def _grouped_kernel_obstacle(hardware: Hardware, dtype: Any) -> Obstacle | None:
     """Why no kernel for experts can run; None if one can."""
     if not hardware.is_gpu:
         return f"the kernel needs a GPU and this is {hardware.platform}", ALL_EXPERTS
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel does not support {dtype}", f"set precision.compute to bfloat16 or float16, or {ALL_EXPERTS}"
+        cure = f"set precision.compute to bfloat16 or float16, or use {BATCHED}"
+        return f"the kernel does not support {dtype}", cure
     return _before_ampere(hardware, ALL_EXPERTS)
 
 
 def _hopper_grouped_obstacle(
-    hardware: Hardware, widths: tuple[int, ...], fp8: bool, over_tensor: bool, cure: str
+    hardware: Hardware, widths: tuple[int, ...], recipe: Fp8Recipe | None, over_tensor: bool, cure: str
 ) -> Obstacle | None:
     """Why the Hopper kernel cannot run; None if it can."""
     if hardware.capability != HOPPER.capability:
         problem = f"the Hopper kernel needs compute capability 9.0 and this is {hardware.capability}"
-        return problem, "use kernels.grouped_matmul=triton"
+        return problem, "set it to auto"
     from megajax.ops.grouped_matmul_kernel import columns  # here: Mosaic takes half a second
 
-    multiple = columns(fp8)
+    multiple = columns(recipe is not None)
     if any(width % multiple for width in widths):
         instead = f"add tensor to mesh.experts_over, or {cure}" if over_tensor else cure
         given = ", ".join(str(width) for width in widths)
-        name = "FP8 kernel" if fp8 else "Hopper kernel"
+        name = "Hopper kernel" if recipe is None else "FP8 kernel"
         return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead
     return None
 

@@ -228,7 +228,8 @@ chunked, chunk, torch, naive, xla, jax, recurrent | reference
 """,
         "kernels.grouped_matmul": """
 megablox, gmm, grouped_gemm, cutlass, deepgemm, te, tokamax | auto | which is the fastest one
-ragged_dot, xla, loop, sequential, eager | reference
+batched, bmm, cublas | xla
+ragged_dot, loop, sequential, eager | reference
 """,
     }.items()
 }

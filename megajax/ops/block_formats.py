@@ -31,7 +31,7 @@ class Minifloat(NamedTuple):
 
 E4M3 = Minifloat(3, -6, 448.0, jnp.float8_e4m3fn)
 E2M1 = Minifloat(1, 0, 6.0, jnp.float4_e2m1fn)
-Stored = tuple[jax.Array, jax.Array]  # elements [..., rows, K] and scales [..., rows, K / width] in their formats
+Stored = tuple[jax.Array, ...]  # elements [..., rows, K] and scales [..., rows, K / width] in their formats
 LEAST_SCALE = -126  # exponent: E8M0 goes to -127, but devices flush that FP32 number to zero
 
 

@@ -1,4 +1,4 @@
-"""Matmuls of groups of rows, each group with its own weights: a plain reference and two kernels, one signature.
+"""Matmuls of groups of rows, each group with its own weights: a plain reference, two kernels, batched matmuls.
 
 They are the matmuls of experts, with or without a capacity. The group sizes are known only at run time.
 """
@@ -9,11 +9,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from megajax.ops import grouped_matmul_triton
+from megajax.ops import grouped_matmul_triton, grouped_matmul_xla
 from megajax.ops.grouped_rows import step_bounds
 from megajax.ops.numerics import wide
 
-GroupedImplementation = Literal["reference", "pallas", "triton"]
+GroupedImplementation = Literal["reference", "pallas", "triton", "xla"]
 
 
 def rows_times_weights(
@@ -33,6 +33,8 @@ def rows_times_weights(
         return _kernel().matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w, blocks=_multiprocessors())
     if implementation == "triton":
         return grouped_matmul_triton.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w)
+    if implementation == "xla":
+        return grouped_matmul_xla.matmul(x_tk, w, group_sizes_e, transpose_w=transpose_w)
     dtype = wide(x_tk.dtype)
     w = w.astype(x_tk.dtype)
     parts = jnp.where(_members(group_sizes_e, x_tk.shape[0])[..., None], x_tk, 0)
@@ -56,6 +58,8 @@ def weight_gradient(
         return _kernel().weight_gradient(x_tm, dy_tn, group_sizes_e, dtype, blocks=_multiprocessors())
     if implementation == "triton":
         return grouped_matmul_triton.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype)
+    if implementation == "xla":
+        return grouped_matmul_xla.weight_gradient(x_tm, dy_tn, group_sizes_e, dtype)
     parts = jnp.where(_members(group_sizes_e, x_tm.shape[0])[..., None], x_tm, 0)
     return jnp.einsum("etm,tn->emn", parts, dy_tn, preferred_element_type=wide(x_tm.dtype)).astype(dtype)
 
@@ -77,6 +81,8 @@ def fp8_rows_times_weights(
     if implementation == "pallas":
         how = {"rows": rows, "blocks": _multiprocessors()}
         return _kernel().fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, **how)
+    if implementation == "xla":
+        return grouped_matmul_xla.fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, rows=rows)
     x, w = x_tk[:rows].astype(jnp.float32), w_enk.astype(jnp.float32)
     out = rows_times_weights(x, w, group_sizes_e, transpose_w=True, implementation="reference")
     return (out * inverse_scale).astype(dtype)
@@ -99,6 +105,8 @@ def fp8_weight_gradient(
         return _kernel().fp8_weight_gradient(
             x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors()
         )
+    if implementation == "xla":
+        return grouped_matmul_xla.fp8_weight_gradient(x_mp, dy_np, inverse_scale, group_sizes_e, dtype)
     P = min(x_mp.shape[1], dy_np.shape[1])
     bounds = step_bounds(group_sizes_e)
     members = _between(bounds[:, 0], bounds[:, 1], P)[:, None]

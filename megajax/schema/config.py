@@ -174,9 +174,12 @@ class KernelsConfig(Section):
         default="auto",
         description="Attention kernel; pallas: megajax's for Hopper; triton: megajax's for any GPU since Ampere.",
     )
-    grouped_matmul: Annotated[Literal["auto", "pallas", "triton", "reference"], ReadIf("model.num_experts")] = Field(
-        default="auto",
-        description="Kernel of the experts' matmuls; pallas: for Hopper; triton: for any GPU since Ampere.",
+    grouped_matmul: Annotated[Literal["auto", "pallas", "triton", "xla", "reference"], ReadIf("model.num_experts")] = (
+        Field(
+            default="auto",
+            description="Kernel of the experts' matmuls; pallas: for Hopper; triton: for any GPU since Ampere; xla:"
+            " XLA's matmuls, batched over the experts.",
+        )
     )
     linear_attention: Literal["auto", "jla", "reference"] = Field(
         default="auto",

@@ -2,7 +2,7 @@
 
 Each run has one colour in all panels. The first panel has the training loss as a line and the evaluation loss as dots.
 The panels below have the load of experts, the learning rate and the gradient norm, and, if the losses of all runs
-coincide, the differences from the first run.
+coincide, the differences from the first run: their sizes or, with `--smooth`, those of the smoothed losses.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megajax import metrics_file
 from megajax.command_parser import CommandParser
@@ -29,7 +29,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x and y
 Runs = Mapping[str, Sequence[Record]]  # by name
 
 UNITS = {"step": "step", "tokens": "tokens", "hours": "hours since the first logged step"}
-COINCIDING = 0.01  # runs with a smaller median relative difference of the loss look the same in the loss panel
+COINCIDING = 0.02  # runs with a smaller median relative difference of the loss look the same in the loss panel
 WIDTH, LOSS_HEIGHT, PANEL_HEIGHT = 8.0, 4.0, 1.5  # inches
 
 
@@ -79,18 +79,25 @@ def smoothed(values: np.ndarray, smooth: float) -> np.ndarray:
     return found
 
 
-def differences(runs: Runs, x: str) -> dict[str, Curve]:
-    """|loss − first run's loss| / first run's loss, by run; empty unless the curves of all runs coincide."""
-    losses = {name: dict(zip(*curve(name, records, "loss"), strict=True)) for name, records in runs.items()}
+def differences(runs: Runs, x: str, smooth: float = 0.0) -> dict[str, Curve]:
+    """|loss − first run's loss| / first run's loss, by run; empty unless the curves of all runs coincide.
+
+    With `smooth`, of smoothed losses and with their sign: runs that read the same batches have much of their noise in
+    common.
+    """
+    losses = {}
+    for name, records in runs.items():
+        steps, values = curve(name, records, "loss")
+        losses[name] = dict(zip(steps, smoothed(values, smooth) if smooth else values, strict=True))
     (first, reference), *compared = losses.items()
     at_steps, at_positions = (curve(first, runs[first], "loss", unit)[0] for unit in ("step", x))
     positions = dict(zip(at_steps, at_positions, strict=True))  # a damaged file may have a step twice
     found = {}
     for name, losses_of_run in compared:
         shared = [step for step in reference if step in losses_of_run and reference[step]]
-        ratios = [abs(losses_of_run[step] - reference[step]) / abs(reference[step]) for step in shared]
-        found[name] = np.array([positions[step] for step in shared]), np.array(ratios)
-    coinciding = all(len(values) > 1 and np.median(values) < COINCIDING for _, values in found.values())
+        ratios = np.array([(losses_of_run[step] - reference[step]) / abs(reference[step]) for step in shared])
+        found[name] = np.array([positions[step] for step in shared]), ratios if smooth else np.abs(ratios)
+    coinciding = all(len(values) > 1 and np.median(np.abs(values)) < COINCIDING for _, values in found.values())
     return found if coinciding else {}
 
 
@@ -103,12 +110,15 @@ def draw(runs: Runs, *, x: str = "step", smooth: float = 0.0, baseline: float | 
             axes.plot(*curve(name, records, key, x), color=colors[name], linewidth=1)
 
     panels: list[tuple[str, Callable[[Axes], None]]] = []
-    if ratios := differences(runs, x):
+    if ratios := differences(runs, x, smooth):
 
         def draw_differences(axes: Axes) -> None:
             for name, points in ratios.items():
                 axes.plot(*points, color=colors[name], linewidth=1)
-            if any(values.any() for _, values in ratios.values()):
+            if smooth:
+                axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+                axes.set_ylim(-2 * COINCIDING, 2 * COINCIDING)
+            elif any(values.any() for _, values in ratios.values()):
                 axes.set_yscale("log")
 
         panels.append((f"relative difference\nfrom {next(iter(runs))}", draw_differences))

@@ -104,11 +104,7 @@ def _of_some_models(plan: StepPlan, sizes: Mapping[str, int], on_gpu: bool) -> I
         dispatch = plan.collectives.dispatch.name
         yield f"experts    {experts} per device, divided over {axes}; dispatch: {dispatch}"
     if config.model.num_experts:
-        chosen = f"{kernels.grouped_matmul} ({kernels.grouped_matmul_reason})"
-        if kernels.fp8 == "cudnn":
-            others = "" if len(config.fp8_layers) == config.model.num_layers else f"; in layers without it {chosen}"
-            chosen = f"block-scaled matmuls of cuDNN, batched over the experts{others}"
-        yield f"kernels    experts: {chosen}"
+        yield f"kernels    experts: {kernels.grouped_matmul} ({kernels.grouped_matmul_reason})"
     if recurrent_heads(config.model):
         yield f"kernels    recurrences: {kernels.linear_attention} ({kernels.linear_attention_reason})"
         if on_gpu and kernels.linear_attention == "reference":

@@ -224,10 +224,11 @@ def check_products(found, expected):
 
 
 @each_size
-def test_reference_products(rng, sizes):
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_products(rng, sizes, implementation):
     arrays = operands(rng, sizes)
     products = (
-        functools.partial(f, implementation="reference")
+        functools.partial(f, implementation=implementation)
         for f in (grouped_matmul.fp8_rows_times_weights, grouped_matmul.fp8_weight_gradient)
     )
     found = jax.jit(functools.partial(all_products, *products))(*arrays, np.asarray(sizes, np.int32))

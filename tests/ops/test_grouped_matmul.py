@@ -7,11 +7,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.errors import ConfigError
-from megajax.kernel_choice import Hardware, choose_grouped_matmul
+from megajax.kernel_choice import EMULATED, Hardware, choose_grouped_matmul
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops import grouped_matmul_triton as triton
+from megajax.ops import grouped_matmul_xla as xla
 from megajax.ops import grouped_rows
+from megajax.options.fp8_recipes import RECIPES
 
 T, D, F = 149, 64, 192
 SIZES = {
@@ -94,8 +96,11 @@ def test_tiles_hold_every_row_once(seed, height, alignment):
 
 @functools.cache
 def compiled(name):
-    """The three kernels, interpreted; compiled once for all sizes."""
-    if name == "pallas":
+    """The three matmuls, kernels interpreted; compiled once for all sizes."""
+    how: dict = {}
+    if name == "xla":
+        module = xla
+    elif name == "pallas":
         module, interpret = kernel, plgpu.InterpretGPUParams(detect_races=False)
         how = {"tiling": TILING, "blocks": 2, "interpret": interpret}
     else:  # neither width is whole tiles
@@ -112,7 +117,10 @@ def compiled(name):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("pallas", "uneven"), ("pallas", "nothing"), ("triton", "rows left over"), ("triton", "nothing")],
+    [
+        *(("pallas", "uneven"), ("pallas", "nothing"), ("triton", "rows left over"), ("triton", "nothing")),
+        *(("xla", "uneven"), ("xla", "nothing")),
+    ],
 )
 def test_kernels_agree_with_float64(rng, sizes, name):
     sizes = SIZES[sizes]
@@ -123,14 +131,15 @@ def test_kernels_agree_with_float64(rng, sizes, name):
     check([dw], expected[2:], 1e-6)
 
 
-def test_triton_reads_no_row_after_the_last_group(rng):
+@pytest.mark.parametrize("name", ["triton", "xla"])
+def test_rows_after_the_last_group_are_not_read(rng, name):
     """They are not written where many more rows fit than arrive."""
     sizes = SIZES["rows left over"]
     x, w, dy = tensors(rng, "bfloat16", sizes)
     group_sizes = np.asarray(sizes, jnp.int32)
     correct = in_float64(x, w, dy, sizes)
     x[sum(sizes) :] = dy[sum(sizes) :] = np.nan  # as if not written
-    for found, expected in zip(compiled("triton")(x, w, dy, group_sizes), correct, strict=True):
+    for found, expected in zip(compiled(name)(x, w, dy, group_sizes), correct, strict=True):
         check([found], [expected], 3e-3)
 
 
@@ -144,29 +153,44 @@ def test_hoppers_kernel_is_chosen_where_it_can_run_and_elsewhere_the_one_for_any
     assert choose("auto", platform="cpu", capability=None)[0] == "reference"
     for capability in ("8.0", "8.9", "9.0", "10.0"):
         assert choose("triton", capability=capability)[0] == "triton"
+        assert choose("xla", capability=capability)[0] == "xla"
+    assert choose("xla", platform="cpu", capability=None) == ("xla", "kernels.grouped_matmul=xla")
     for obstacle, reason in (({"capability": "10.0"}, "this is 10.0"), ({"widths": (2048, 1000)}, "2048, 1000")):
         name, why = choose("auto", **obstacle)
         assert name == "triton" and reason in why
-        with pytest.raises(ConfigError, match=f"kernels.grouped_matmul=pallas cannot run, .*{reason}"):
+        with pytest.raises(ConfigError, match=f"grouped_matmul=pallas cannot run, .*{reason}"):
             choose("pallas", **obstacle)
-    for requested in ("auto", "pallas", "triton"):
-        for obstacle in ({"dtype": "float32"}, {"capability": "7.0"}):
-            with pytest.raises(ConfigError, match=f"kernels.grouped_matmul={requested} cannot run, "):
-                choose(requested, **obstacle)
+    assert choose("auto", dtype="float32") == ("xla", "the kernel does not support float32")
+    for requested in ("pallas", "triton"):
+        with pytest.raises(
+            ConfigError, match=f"={requested} cannot run, .* float32: .*, or use kernels.grouped_matmul=xla"
+        ):
+            choose(requested, dtype="float32")
+    for requested in ("auto", "pallas", "triton", "xla"):
+        with pytest.raises(ConfigError, match=f"kernels.grouped_matmul={requested} cannot run, .* 7.0"):
+            choose(requested, capability="7.0")
 
 
 def test_whole_experts_are_the_cure_for_a_width_that_tensor_divides():
-    cure = "2880, 1440: add tensor to mesh.experts_over, or use kernels.grouped_matmul=triton"
-    with pytest.raises(ConfigError, match=cure):
+    with pytest.raises(
+        ConfigError, match="2880, 1440: add tensor to mesh.experts_over, or use kernels.grouped_matmul=xla"
+    ):
         choose("pallas", widths=(2880, 1440), over_tensor=True)
 
 
-def test_fp8_runs_on_hopper_alone_and_needs_whole_steps():
-    for requested in ("auto", "triton"):
-        with pytest.raises(ConfigError, match="other than Hopper has no FP8: set precision.fp8.recipe=none or "):
-            choose(requested, fp8=True, capability="8.9")
-    assert choose("auto", fp8=True)[0] == choose("auto", widths=(2048, 192))[0] == "pallas"
-    with pytest.raises(
-        ConfigError, match="multiples of 128 and these are 2048, 192: set precision.fp8.recipe=none or "
-    ):
-        choose("auto", widths=(2048, 192), fp8=True)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4", "blockwise"])
+def test_what_hoppers_kernel_cannot_do_of_fp8_is_batched_by_xla(recipe):
+    """But of `blockwise`, which nothing else multiplies."""
+    chosen, narrow = RECIPES[recipe], {"widths": (2048, 192)}
+    if recipe == "blockwise":
+        for requested in ("auto", "xla"):
+            with pytest.raises(ConfigError, match=f"={requested} cannot run, .*{EMULATED}"):
+                choose(requested, recipe=chosen, **narrow)
+        return
+    name, why = choose("auto", recipe=chosen, capability="10.0")
+    assert name == "xla" and "this is 10.0; the kernel for GPUs other than Hopper has no FP8" in why
+    with pytest.raises(ConfigError, match="other than Hopper has no FP8: use kernels.grouped_matmul=xla"):
+        choose("triton", recipe=chosen, capability="8.9")
+    if recipe == "current":
+        assert choose("auto", recipe=chosen)[0] == choose("auto", widths=(2048, 192))[0] == "pallas"
+        assert choose("auto", recipe=chosen, **narrow)[0] == "xla"

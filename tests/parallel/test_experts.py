@@ -115,9 +115,13 @@ def test_experts_with_biases_train_on_a_mesh_as_on_one_device(table, biased):
 
 
 def test_one_expert_may_take_every_token_and_others_none(table, reference):
-    """A bias before the router that one column of it agrees with, and three do not. Experts over three axes."""
+    """A bias before the router that one column of it agrees with, and three do not. Experts over three axes.
+
+    Matmuls are batched over the experts.
+    """
     mesh = {"expert": 2, "context": 2, "tensor": 2, "experts_over": ("expert", "context", "tensor")}
     sections = {"remat": {"policy": "save_matmuls"}, "communication": {"experts": "all_to_all"}, "data": PADDED}
+    sections["kernels"] = {"grouped_matmul": "xla"}
     config = make(table, "uneven", mesh, 1, sections)
     weights = uneven_weights(table.weights_of(config))
     expected = reference(config, weights)

@@ -293,16 +293,9 @@ def test_experts_in_blocks_need_whole_blocks_and_the_hopper_kernel():
 
 
 def test_experts_have_block_scaled_matmuls_on_blackwell():
-    def choose(*overrides):
-        overrides = ["precision.fp8.recipe=nvfp4", "mesh.data=1", *overrides]
-        return Kernels.choose(load_config("mixtral_l2", overrides), dict.fromkeys(AXES, 1), BLACKWELL)
-
-    assert (choose().fp8, choose().grouped_matmul) == ("cudnn", "triton")  # the latter for layers in BF16
-    refused = "matmul=triton: .* with precision.fp8.recipe=nvfp4 are cuDNN's block-scaled ones: set it to auto, or prec"
-    with pytest.raises(ConfigError, match=refused):
-        choose("kernels.grouped_matmul=triton")
-    emulated = choose("kernels.grouped_matmul=triton", "precision.fp8.backend=emulated")
-    assert (emulated.fp8, emulated.grouped_matmul) == ("emulated", "triton")
+    config = load_config("mixtral_l2", ["precision.fp8.recipe=nvfp4", "mesh.data=1"])
+    kernels = Kernels.choose(config, dict.fromkeys(AXES, 1), BLACKWELL)
+    assert (kernels.fp8, kernels.grouped_matmul) == ("cudnn", "xla")
 
 
 def test_one_scale_for_each_tensor_has_kernels_since_ada():
