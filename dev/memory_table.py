@@ -151,7 +151,8 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
 - *Loops over layers*: weights that are gathered once a step or in FP8, of the others those of one layer; the stacked
   activations; the stacked gradients of all loops but the last, which exist before the first one runs; one layer's
   activations, copied out of the stack; in the forward pass the activations of a whole body.
-- *Pipelines*: a buffer slot for each microbatch under way and one more; sums of gradients.
+- *Pipelines*: a buffer slot for each microbatch under way and one more; sums of gradients. An encoder or a tower runs
+  before the ticks, in a loop over the stage's microbatches, which copies what each keeps into its stacks.
 - *Attention without a kernel* (head sizes that cuDNN does not support): the scores in FP32, before and after the
   softmax, saved for each layer, and two more such arrays in the backward pass. With `context` none are saved.
 - *FP8*: weights that are gathered once a step need one byte, or two if no axis gathers them again, because the

@@ -56,8 +56,12 @@ def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     step = _Pipelined(plan) if plan.is_pipelined else _Step(plan, in_pairs)
     teacher = plan.config.teacher.model
     if plan.second_stack is not None:
-        held = second_activations(plan, plan.second_stack)
-        return (replace(each, activations=each.activations + held) for each in step.peaks())
+        held, microbatch = second_activations(plan, plan.second_stack)
+        found = [*step.peaks()]
+        if plan.is_pipelined and plan.num_microbatches > plan.sizes["pipeline"]:
+            # A loop over the stage's microbatches, before the ticks, copies what each keeps when its layers have run.
+            found.append(replace(step.in_head(), working=microbatch))
+        return (replace(each, activations=each.activations + held) for each in found)
     if teacher is None:
         return step.peaks()
     # A teacher's output: of one microbatch, in a pipeline of all
@@ -69,8 +73,8 @@ def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     )
 
 
-def second_activations(step: StepPlan, plan: StepPlan) -> int:
-    """Bytes that layers of an encoder or a tower keep until their backward pass, and of their stream.
+def second_activations(step: StepPlan, plan: StepPlan) -> tuple[int, int]:
+    """(bytes that layers of an encoder or a tower keep until their backward pass, with their stream; of a microbatch).
 
     In a pipeline a stage keeps those of its share of the microbatches, and the streams of all.
     """
@@ -81,12 +85,12 @@ def second_activations(step: StepPlan, plan: StepPlan) -> int:
         given = numbers.compute * tokens * vision.stream_parts * step.model.hidden_size
     kept = numbers.stream * (1 + len(plan.edges))  # before the norm or the projectors
     if not plan.trains_layers:
-        return kept + (microbatches if step.is_pipelined else 1) * given
+        return kept + (microbatches if step.is_pipelined else 1) * given, 0
     slots = [(s, s.start + i) for s in plan.segments for i in range(s.count)]
     saved = sum(numbers.saved(plan.layer_slots[slot].block, s, s.iterations > 1) for s, slot in slots)
     if not step.is_pipelined:
-        return saved + kept + given
-    return -(-microbatches // stages) * (saved + kept) + microbatches * given
+        return saved + kept + given, saved
+    return -(-microbatches // stages) * (saved + kept) + microbatches * given, saved
 
 
 class _Step:

@@ -241,7 +241,7 @@ def test_each_prediction_module_has_weights_of_its_own():
 
 def kept_before(plan: StepPlan) -> int:
     assert plan.second_stack is not None
-    return second_activations(plan, plan.second_stack)
+    return second_activations(plan, plan.second_stack)[0]
 
 
 def test_a_tower_with_features_of_its_layers_keeps_their_inputs_and_gives_more_streams():
@@ -262,6 +262,17 @@ def test_stages_keep_their_share_of_an_encoders_microbatches_rounded_up_and_the_
         batch = {"global_size": microbatches, "num_microbatches": microbatches}
         staged = kept_before(plan_of(2, model=encoder, batch=batch, mesh={"pipeline": 2}))
         assert staged == share * (one - stream) + microbatches * stream
+
+
+@pytest.mark.parametrize(("microbatches", "copies"), [(2, False), (4, True)])
+def test_a_loop_over_an_encoders_microbatches_copies_what_one_keeps(microbatches, copies):
+    """Each stage has half of them; XLA makes no loop for one."""
+    encoder = {"encoder": {"kind": "layers", "num_layers": 2, "sequence_length": 16}}
+    kept = kept_before(plan_of(model=encoder, batch={"global_size": 1})) - 2 * 2 * 16 * 64  # without two streams
+    batch = {"global_size": microbatches, "num_microbatches": microbatches}
+    found = [*peaks(plan_of(2, model=encoder, batch=batch, mesh={"pipeline": 2}))]
+    beside = [peak for peak in found if peak.working == kept]
+    assert len(beside) == copies and all(peak.activations >= found[0].activations for peak in beside)
 
 
 def test_a_teachers_output_is_kept_of_a_microbatch_and_by_stages_of_all():
