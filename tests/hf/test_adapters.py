@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -58,24 +59,32 @@ def make_config(folder: Path, run_dir: Path, name: str, *overrides: str):
 # The fused attention of GPT-2 is the harder of the two.
 @pytest.fixture(scope="module", params=[pytest.param("tiny_llama", marks=pytest.mark.long), "tiny_gpt2"])
 def run(request, tmp_path_factory):
-    """(name, folder of the base, trainer after four steps, saved after the second and the fourth)."""
-    directory = tmp_path_factory.mktemp(request.param)
-    with zipfile.ZipFile(FILES / f"{request.param}.zip") as archive:
+    """(name, folder of the base, trainer of a saved run whose adapters are random numbers)."""
+    trainer, rng = trainer_of(request.param, tmp_path_factory.mktemp(request.param)), np.random.default_rng(0)
+    drawn = {n: 0.2 * rng.normal(size=w.shape).astype(np.float32) for n, w in trainer.state.params.items()}
+    drawn = {n: jax.device_put(w, trainer.state.params[n].sharding) for n, w in drawn.items()}
+    trainer.state = replace(trainer.state, params=drawn)
+    trainer.save()
+    trainer.close()
+    return request.param, trainer.run_dir.parent / "base", trainer
+
+
+def trainer_of(name: str, directory: Path) -> Trainer:
+    """The trainer of a new run in this directory, whose base is beside it."""
+    with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
         archive.extractall(directory / "base")
-    config = make_config(directory / "base", directory / "run", request.param)
-    trainer = Trainer(config, devices=jax.devices()[:2])
+    return Trainer(make_config(directory / "base", directory / "run", name), devices=jax.devices()[:2])
+
+
+@pytest.mark.long
+def test_a_resumed_run_loads_its_base_again_and_goes_on_bit_for_bit(tmp_path):
+    name = "tiny_gpt2"
+    trainer, base = trainer_of(name, tmp_path), tmp_path / "base"
     for step in range(1, 5):
         trainer.train_step(trainer.next_batch())
         if step % 2 == 0:
             trainer.save()
     trainer.close()
-    return request.param, directory / "base", trainer
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("run", ["tiny_gpt2"], indirect=True)
-def test_a_resumed_run_loads_its_base_again_and_goes_on_bit_for_bit(run):
-    name, base, trainer = run
     config = make_config(base, trainer.run_dir, name, "checkpoint.resume_step=2")
     again = Trainer(config, devices=jax.devices()[:2])
     assert again.step == 2
