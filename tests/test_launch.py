@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -164,6 +165,19 @@ def test_it_gives_up_after_crashes_without_progress_and_a_checkpoint_resets_thei
 def test_a_process_with_a_mistake_is_not_restarted_when_it_takes_others_with_it(run):
     code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os._exit(2); time.sleep(0.5); os._exit(134)"
     assert run(code, processes=2)[:2] == (2, 1)
+
+
+@pytest.mark.parametrize(("statuses", "cause"), [((134, 2), 1), ((2, 134), 0), ((0, 134), 1), ((4, 75, 2), 2)])
+def test_of_processes_that_end_together_one_with_a_mistake_is_the_cause(config, devices, statuses, cause):
+    devices(len(statuses))
+    launcher = launch.Launcher(config, [], len(statuses), 0, SHORT)
+    launcher._sign = SimpleNamespace(renew=lambda: None, give=lambda: None)  # type: ignore[assignment]
+    children = [
+        SimpleNamespace(index=i, process=SimpleNamespace(returncode=s), has_ended=lambda: True)
+        for i, s in enumerate(statuses)
+    ]
+    first = launcher._wait(children, SimpleNamespace(copy=lambda _: None))  # type: ignore[arg-type]
+    assert first is children[cause]
 
 
 def test_the_survivors_of_a_crash_are_ended_and_the_event_names_the_cause(run, tmp_path):

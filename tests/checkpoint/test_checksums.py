@@ -81,7 +81,8 @@ def test_a_damaged_record_is_damage(checkpoint, change):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("../outside", 3), ("/etc/hostname", 3), ("state/\0", 3), ("x", float("inf")), ("x", "many")]
+    ("name", "size"),
+    [("../outside", 3), ("/etc/hostname", 3), ("state/\0", 3), ("x", float("inf")), ("x", "many"), ("x", 129)],
 )
 def test_a_forged_record_leads_to_no_other_file(checkpoint, name, size):
     record = json.loads((checkpoint / "checksums.json").read_text())

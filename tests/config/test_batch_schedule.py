@@ -87,6 +87,10 @@ REFUSED = {
     "{0: 0, 1K: 12}": "batch.schedule={'0': 0, 1K: 12} has steps without sequences (@): use 1 or more.",
     "{0: 12, 1K: 6}": "batch.schedule={'0': 12, 1K: 6} does not rise (@): give each size more tokens and more"
     " sequences than the one before it.",
+    "{0: 12, 1K: 12}": "batch.schedule={'0': 12, 1K: 12} does not rise (@): give each size more tokens and more"
+    " sequences than the one before it.",
+    "'0: 6, 1K: 8, 1000: 12'": "batch.schedule='0: 6, 1K: 8, 1000: 12' does not rise (@): give each size more tokens"
+    " and more sequences than the one before it.",
     "{0: 6, 2K: 8, 1K: 12}": "batch.schedule={'0': 6, 2K: 8, 1K: 12} does not rise (@): give each size more tokens"
     " and more sequences than the one before it.",
     "{0: 4, 1K: 8}": "batch.schedule='0: 4, 1K: 8' ends with 8 sequences, not with batch.global_size=12 (@): set"

@@ -186,6 +186,16 @@ def test_settings_of_training_come_back_from_the_arguments(key):
     assert back.settings[f"model.{key}"].value == TRAINING[key]
 
 
+@pytest.mark.parametrize(("name", "prefix"), [("v3", ""), ("gqa", "yarn_")])
+def test_every_number_of_yarn_is_an_argument(name, prefix):
+    scaling = {"kind": "yarn", "factor": 4.0, "original_max_positions": 16, "beta_fast": 24.0, "beta_slow": 2.5}
+    config = make_config(MODELS[name] | {"rope_scaling": scaling}, batch={"global_size": 8, "sequence_length": 32})
+    found = arguments_for(config, STEP, 40, (1, 1, 1))
+    named = {f"{prefix}beta_fast": 24.0, f"{prefix}beta_slow": 2.5, "rotary_scaling_factor": 4.0}
+    named[f"{prefix}original_max_position_embeddings"] = 16
+    assert {key: found[key] for key in named} == named
+
+
 # Megatron's flags of its activations (transformer_config): GELU is exact unless --openai-gelu, or fused with a bias.
 FLAGS = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu")
 

@@ -39,8 +39,7 @@ def one_update(files, update):
         files.write(chunk, [numbers(update + 1, chunk, device) for device in range(files.devices)])
 
 
-@pytest.mark.parametrize("memory", [0, 8 * 8192, 2**20], ids=["three chunks", "four chunks", "all chunks"])
-def test_each_update_reads_what_the_last_one_wrote(tmp_path, memory, monkeypatch):
+def make_writes_slow(monkeypatch):
     own = SlotFile.write
 
     def slow(self, data, position):  # a write that is late is read too early if nothing waits for it
@@ -48,6 +47,11 @@ def test_each_update_reads_what_the_last_one_wrote(tmp_path, memory, monkeypatch
         own(self, data, position)
 
     monkeypatch.setattr(SlotFile, "write", slow)
+
+
+@pytest.mark.parametrize("memory", [0, 8 * 8192, 2**20], ids=["three chunks", "four chunks", "all chunks"])
+def test_each_update_reads_what_the_last_one_wrote(tmp_path, memory, monkeypatch):
+    make_writes_slow(monkeypatch)
     files = SlotFiles(tmp_path, SIZES, 2, memory)
     assert files.slots == {0: 3, 8 * 8192: 4, 2**20: len(SIZES)}[memory]
     for update in range(4):
@@ -56,7 +60,8 @@ def test_each_update_reads_what_the_last_one_wrote(tmp_path, memory, monkeypatch
     np.testing.assert_array_equal(files.load(2, 1), numbers(4, 2, 1))
 
 
-def test_a_restart_forgets_what_was_read_ahead(tmp_path):
+def test_a_restart_forgets_what_was_read_ahead(tmp_path, monkeypatch):
+    make_writes_slow(monkeypatch)
     files = SlotFiles(tmp_path, SIZES, 1, 2**20)
     one_update(files, 0)
     files.read_ahead()
@@ -64,6 +69,7 @@ def test_a_restart_forgets_what_was_read_ahead(tmp_path):
     for chunk in range(len(SIZES)):
         files.store(chunk, 0, numbers(7, chunk, 0))
     one_update(files, 7)
+    one_update(files, 8)
     files.clear()
     one_update(files, 0)
 

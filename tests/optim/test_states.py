@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from mesh_models import EXPERT_MODELS, MODELS
 from single_device import make_config, train, weights_of
@@ -16,6 +17,7 @@ from megajax.optim.update import Update
 from megajax.options.optimizers import FORMS, OPTIMIZERS
 from megajax.sharding import place
 from megajax.step_plan import StepPlan
+from megajax.training.step import TrainProgram
 
 ONE = dict.fromkeys(AXES, 1)
 NAME, SHAPE = "blocks.dense.mlp.up", (2, 6, 16)
@@ -43,6 +45,22 @@ def numpy_bfloat16(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
     high = (low.view(np.uint32) + np.uint32(0x10000)).view(np.float32)
     position = (x.astype(np.float64) - low) / (high.astype(np.float64) - low)
     return np.where(position + (bits >> np.uint32(16)) / 2**16 >= 1, high, low)
+
+
+def test_each_optimizer_of_a_checkpoint_names_the_parameters_of_the_others():
+    """As optax's states do: without arrays."""
+    config = make_config(MODELS["llama"], optimizer={"kind": "muon"})
+    program = TrainProgram.build(config, build_mesh(ONE, jax.devices()[:1]))
+    tree, _ = program.update.slots.on_disk(program.abstract_state.optimizer)
+    held = dict[str, list[str]]()
+    for kind, inner in tree["inner_states"].items():
+        slots = inner["inner_state"]
+        for named in (slots[0] if isinstance(slots, tuple) else slots).values():
+            if isinstance(named, dict):
+                assert named.keys() == program.placements.keys(), kind
+                held[kind] = [name for name, x in named.items() if not isinstance(x, optax.MaskedNode)]
+    assert sorted(name for names in held.values() for name in names) == sorted(program.placements)
+    assert len(held) == 2 and "blocks.dense.mlp.up" in held["muon"] and "final_norm" not in held["muon"]
 
 
 def test_adamw_in_bfloat16_is_that_of_numpy():

@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from single_device import stored
 from megajax.errors import ConfigError
 from megajax.kernel_choice import Kernels
 from megajax.mesh import AXES, build_mesh, mesh_sizes
+from megajax.ops import AttentionSettings
 from megajax.parallel.collectives import sum_over_all
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.ring import TensorRing
@@ -198,6 +200,12 @@ def test_vocabulary_maxima_and_sums_run_over_tensor_alone(sizes):
         group = list(over(index, values, "tensor"))
         start = [10 * position(index, sizes, "tensor")] * 2
         assert np.array_equal(found[index], [np.max(group, axis=0), sum(group), start])
+
+
+def test_a_window_is_left_out_if_it_includes_every_token_of_all_devices():
+    comm, q, positions = make_comm({"context": 2}), jnp.zeros((1, 8, 1, 4)), SimpleNamespace(chunks=None)
+    windows = [comm._over_context(q, positions, AttentionSettings(w)).window for w in (3, 8, 15, 16, 17)]
+    assert windows == [3, 8, 15, None, None]
 
 
 @over_meshes

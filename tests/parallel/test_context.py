@@ -16,6 +16,7 @@ from megajax.config.checks import check_mesh
 from megajax.jax_internals import fused_attention_stablehlo
 from megajax.layout.context_groups import ContextGroups
 from megajax.mesh import build_mesh
+from megajax.model.comm import LatentKeys
 from megajax.ops.partial_attention import Scores
 from megajax.options.context import choose_context
 from megajax.parallel.context import context_attention, token_order
@@ -220,6 +221,13 @@ def library_backward(q, k, v, _, q_seqlen, kv_seqlen, *rest, scale, mask_type, *
     return dq, dk, dv
 
 
+def replace_library(monkeypatch):
+    """At its interface by plain arithmetic: the choice of blocks and masks is the GPU's."""
+    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", library_forward)
+    bound = SimpleNamespace(bind=library_backward)
+    monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_p_wrapper", bound)
+
+
 @pytest.mark.parametrize(
     ("strategy", "size", "name"),
     [
@@ -229,10 +237,7 @@ def library_backward(q, k, v, _, q_seqlen, kv_seqlen, *rest, scale, mask_type, *
     ],
 )
 def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, name):
-    """The library is replaced at its interface by plain arithmetic: the choice of blocks and masks is the GPU's."""
-    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", library_forward)
-    bound = SimpleNamespace(bind=library_backward)
-    monkeypatch.setattr(fused_attention_stablehlo, "_dot_product_attention_bwd_p_wrapper", bound)
+    replace_library(monkeypatch)
     q, k, v, dout = numbers(8, 2, 5 if name == "narrow values" else H)
     sinks = SINKS if name == "with sinks" else None
     arguments, causal = (q, k, v) if sinks is None else (q, k, v, sinks), name != "both sides"
@@ -241,6 +246,49 @@ def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, n
     np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
     directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
+        magnitude = np.sqrt(np.sum((gradient * direction) ** 2))
+        assert abs(np.sum(gradient * direction) - slope) < 1e-5 * magnitude
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_latents_in_parts_of_cudnn_have_the_gradients_of_plain_attention(monkeypatch, strategy):
+    """Each device sends latents and rotary keys, and applies the up-projection to those of the others too."""
+    replace_library(monkeypatch)
+    size, N, rank, nope, rotary, width = 2, 2, 6, 5, 3, 4
+    rng, order = np.random.default_rng(2), np.broadcast_to(token_order.stored_order(S, 2), (B, S))
+    shapes = (B, S, N, rotary + nope), (B, S, rank), (B, S, rotary), (rank, N * (nope + width)), (B, S, N, width)
+    q, latent, turned, up, dout = (rng.standard_normal(shape) for shape in shapes)
+
+    def plain(q, latent, turned, up):
+        k, v = np.split(latent @ up, [N * nope], axis=-1)
+        k = np.concatenate([np.repeat(turned[:, :, None], N, axis=2), k.reshape(B, S, N, nope)], axis=-1)
+        return plain_attention(q, k, v.reshape(B, S, N, width))
+
+    def local(q, latent, turned, dout, up):
+        batch, _ = token_order.add_token_positions({"tokens": q[None, ..., 0, 0]}, size)
+        positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
+        scores = Scores((rotary + nope) ** -0.5, None, "cudnn")
+        chosen, _ = choose_context(strategy, size, {}, True)
+        over_context = context_attention(chosen, size)(size, scores, None, True, True)
+
+        def attention(q, latent, turned, up):
+            keys = LatentKeys(latent.reshape(-1, rank), turned, up, nope, width)
+            return over_context.attend_latent(jnp.matmul, q, keys, positions)[0]
+
+        out, pull = jax.vjp(attention, q, latent, turned, up)
+        return out, *pull(dout)
+
+    mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
+    specs = {"in_specs": (*[SPEC] * 4, P()), "out_specs": (*[SPEC] * 4, P("context"))}
+    stored = (jnp.asarray(np.take(a, order[0], axis=1), jnp.float32) for a in (q, latent, turned, dout))
+    with jax.default_matmul_precision("highest"):
+        run = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))
+        *found, shares = run(*stored, jnp.asarray(up, jnp.float32))
+    out, *gradients = (np.asarray(a)[:, np.argsort(order[0])] for a in found)
+    arguments = q, latent, turned, up
+    np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
+    gradients.append(np.asarray(shares).reshape(size, *up.shape).sum(axis=0))
+    for gradient, direction, slope in zip(gradients, *gradients_of(plain, arguments, dout), strict=True):
         magnitude = np.sqrt(np.sum((gradient * direction) ** 2))
         assert abs(np.sum(gradient * direction) - slope) < 1e-5 * magnitude
 

@@ -46,9 +46,9 @@ def program(make_config) -> Any:
     return of
 
 
-def gib_of(built: TrainProgram, **batch: int) -> float:
-    """The estimate with another batch, where that of the program itself counts 8 GiB."""
-    config = built.config.model_copy(update={"batch": built.config.batch.model_copy(update=batch)})
+def gib_of(built: TrainProgram, section: str = "batch", **values: Any) -> float:
+    """The estimate with other values of a section, where that of the program itself counts 8 GiB."""
+    config = built.config.model_copy(update={section: getattr(built.config, section).model_copy(update=values)})
     plan = StepPlan.make(config, built.plan.sizes, built.plan.hardware)
     return 8 * estimate_memory(plan).total / estimate_memory(built.plan).total
 
@@ -70,6 +70,15 @@ def test_a_step_that_does_not_fit_names_what_would(program):
     )
     assert found[0].endswith("there are 7.9: set mesh.data=1 mesh.fsdp=2") and "remat.policy=" in found[2]
     assert str(error.value).endswith("`megajax plan CONFIG --gpus 2` finds the fastest settings that fit.")
+
+
+@pytest.mark.parametrize("limit", [7.9, 7.0, 6.0])
+def test_the_memory_of_a_remat_policy_is_its_own(program, limit):
+    built = program(limit)
+    with pytest.raises(InputError) as error:
+        check_memory(STEP, 8, built)
+    found = re.search(r"(?:set|,|or) remat.policy=(\w+) \(about ([\d.]+) GiB\)", str(error.value))
+    assert found and f"{gib_of(built, 'remat', policy=found[1], layers=None):.1f}" == found[2]
 
 
 def test_weights_are_sharded_over_all_devices_that_divide_the_batch(program):
