@@ -8,6 +8,8 @@ import os
 import re
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import jax
@@ -147,6 +149,18 @@ def test_checkpoints_in_a_bucket(build, bucket, tmp_path, capsys, scheme):
     assert (run / "set_aside/1/checkpoints").read_text() == f"{scheme}://b/x/set_aside/1\n"
     save(build(in_bucket), 5)
     assert complete_steps(run) == [4, 5]  # checkpoint.keep=2
+
+
+def test_no_part_of_a_checkpoint_looks_complete_while_it_is_moved_in_a_bucket(monkeypatch):
+    names, copied, removed = [f"b/3/{name}" for name in ("a", storage.COMMITTED, "z")], [], []
+    system = SimpleNamespace(
+        find=lambda top: names, cp_file=lambda name, new: copied.append((name, new)), rm_file=removed.append
+    )
+    monkeypatch.setattr(storage, "_system", lambda folder: (system, folder.removeprefix("gs://")))
+    move: Any = storage.move
+    move("gs://b/3", "gs://b/old/3")
+    assert sorted(copied) == [(name, name.replace("b/3", "b/old/3")) for name in sorted(names)]
+    assert copied[-1][0] == removed[0] == names[1] and sorted(removed) == sorted(names)
 
 
 def test_a_part_of_a_checkpoint_in_a_bucket_is_ignored_and_removed(build, bucket, tmp_path):

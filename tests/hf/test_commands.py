@@ -19,7 +19,7 @@ from megajax.config import ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
 from megajax.hf import compare as comparison
-from megajax.hf import reader
+from megajax.hf import importing, reader
 from megajax.hf.__main__ import main
 from megajax.hf.convert import read_folder, read_model
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors
@@ -88,6 +88,13 @@ def error_of(capsys, *arguments, lines: int = 1) -> str:
 
 def visible(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
+
+
+def test_an_import_computes_in_the_dtype_of_the_folder_by_either_name(with_tokenizer, tmp_path):
+    folder = with_tokenizer("tiny_mixtral")
+    for names in ({"dtype": "float32", "torch_dtype": None}, {"dtype": None, "torch_dtype": "float32"}):
+        change_json(folder / "config.json", **names)
+        assert importing._config(folder, tmp_path / "run").precision.compute == "float32", names
 
 
 def test_an_imported_run_has_the_weights_generates_and_starts_another_run(with_tokenizer, tmp_path, capsys):

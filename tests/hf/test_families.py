@@ -208,6 +208,8 @@ def test_options_of_published_families_that_few_models_set_are_kept_or_refused(t
     with pytest.raises(InputError, match="use_sliding_window=false with sliding_attention in layer_types"):
         model_of(model_type="smollm3", num_hidden_layers=4, **local)
     assert model_of(model_type="smollm3", num_hidden_layers=4, **local, use_sliding_window=True).sliding_window == 8
+    with pytest.raises(InputError, match="no_rope_layers has 2 entries, but the model has 4 layers"):
+        model_of(model_type="smollm3", num_hidden_layers=4, no_rope_layers=[1, 0])
 
 
 MAMBA = {"mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_head": 64, "mamba_d_state": 128}

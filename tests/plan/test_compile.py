@@ -15,9 +15,10 @@ import pytest
 from megajax.errors import InputError
 from megajax.ops.grouped_matmul_triton import chosen_tiling
 from megajax.ops.shared_memory import shared_memory
-from megajax.tools.compile import figures, verdict
+from megajax.tools.compile import _kinds, figures, verdict
 from megajax.tools.plan import compile, targets
 from megajax.tools.plan.rates import DEVICES
+from megajax.tools.profile import hlo
 
 
 def test_gpus_to_compile_for_are_whole_hosts():
@@ -105,6 +106,17 @@ def test_kernels_are_traced_for_the_shared_memory_of_a_gpu_that_does_not_exist()
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             assert shared_memory() == kib * 1024
             assert chosen_tiling().stages == stages and chosen_tiling().shared_memory <= kib * 1024
+
+
+def test_the_bytes_of_a_collective_are_those_of_the_whole_array():
+    whole, part = (hlo.Array("f32", (rows, 256)) for rows in (1024, 256))
+    for kind, operand, result in (
+        ("reduce-scatter", whole, part),
+        ("all-gather", part, whole),
+        ("all-reduce", whole, whole),
+    ):
+        op = hlo.Op(kind, kind, (result,), (operand,), "", 0, frozenset(), 0)
+        assert list(_kinds(op)) == [(kind, 2**20)]
 
 
 def test_the_figures_of_a_compiled_step_are_its_own():

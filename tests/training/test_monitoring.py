@@ -15,6 +15,7 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -364,6 +365,15 @@ def test_events_reach_a_command_with_the_error(build, tmp_path):
     event = json.loads((tmp_path / "events").read_text())
     assert (event["event"], event["status"]) == ("end", 2) and "a shard is gone" in event["text"]
     assert "megajax: error: a shard is gone." in (trainer.run_dir / "console.log").read_text()
+
+
+def test_a_command_that_fails_is_named_by_the_end_of_its_errors():
+    written = "a" * 300 + "the cause"
+    command = shlex.join([sys.executable, "-S", "-c", f"raise SystemExit({written!r})"])
+    config: Any = SimpleNamespace(logging=SimpleNamespace(on_event=command))
+    with pytest.raises(RuntimeError) as error:
+        events.deliver(config, {"event": "end"})
+    assert str(error.value) == f"status 1: {written[-200:]}"
 
 
 @pytest.mark.parametrize(
