@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
-from megajax.tools.plan import explain
+from megajax.tools.plan import explain, picture
 from megajax.tools.plan.__main__ import main
 from megajax.tools.plan.explain import mesh_overrides
 from megajax.tools.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
@@ -62,6 +62,22 @@ def test_the_largest_microbatch_and_longer_sequences_are_other_meshes_of_the_sam
     twice = ["batch.sequence_length=8192", "batch.global_size=8", "batch.num_microbatches=4"]
     now, other = (explained(config, [*mesh, *each], 16, H200) for each in ([pinned], twice))
     assert other.gib != now.gib and f": {more_time(other, now)}, {other.gib:.1f} GiB" in printed
+
+
+def test_a_pipelines_backward_pass_is_drawn_with_recomputation_and_copies(config, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(picture.schedules, "svg", lambda _, costs, unit: drawn.append((costs, unit)))
+    found = explained(
+        config, ["mesh.pipeline=2", "mesh.fsdp=4", "batch.num_microbatches=4", "remat.policy=full"], 8, H200
+    )
+    picture.of_pipeline(found)
+    [(costs, unit)], time = drawn, found.time
+    layers = time.matmuls + time.attention + time.elementwise + sum(t.exposed for t in time.activations.values())
+    again = time.recomputed.total + time.loops
+    M = found.candidate.config.batch.num_microbatches
+    seconds = ((1 - time.forward) * layers + again) / M
+    assert unit == "ms" and costs.backward + costs.weight == pytest.approx(1e3 * seconds, abs=0.11)
+    assert 1e3 * again / M > 1
 
 
 def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
