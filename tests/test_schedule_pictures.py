@@ -5,12 +5,14 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megajax.step.pipeline.schedules import make_schedule
 from megajax.step.pipeline.simulator import Costs
-from megajax.tools.schedule import READABLE_BOX, WIDEST_PLOT, draw, main, svg
+from megajax.tools.schedule import READABLE_BOX, WIDEST_PLOT, _label, draw, main, svg
 
 
 @pytest.mark.smoke
@@ -27,6 +29,12 @@ def test_the_drawing_of_a_small_schedule():
         "F: forward, B: gradients of inputs, W: gradients of weights",
         "number: microbatch; a to b: virtual stage 0 to 1; dot: no such operation",
     ]
+
+
+@pytest.mark.parametrize(("stages", "label"), [(1, "3"), (2, "3b"), (26, "3z"), (27, "3.26")])
+def test_virtual_stages_have_letters_as_far_as_they_reach(stages, label):
+    schedule: Any = SimpleNamespace(virtual_stages=stages)
+    assert _label(schedule, 3, stages - 1) == label
 
 
 def test_a_drawing_wider_than_the_terminal_is_broken_into_blocks():

@@ -108,9 +108,9 @@ def test_the_gpus_of_a_process_are_those_that_jax_was_told_to_use(chosen, used):
 def test_the_hash_of_the_code_changes_with_a_name_or_a_byte(tmp_path):
     shutil.copytree(Path(megajax.__file__).parent, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
     assert code_hash(tmp_path / "copy") == code_hash()
-    (tmp_path / "copy/svg.py").rename(tmp_path / "copy/gvs.py")
+    (tmp_path / "copy/svg.py").rename(tmp_path / "copy/svh.py")  # in the same place of the order
     renamed = code_hash(tmp_path / "copy")
-    with (tmp_path / "copy/gvs.py").open("a") as file:
+    with (tmp_path / "copy/svh.py").open("a") as file:
         file.write("\n")
     assert len({code_hash(), renamed, code_hash(tmp_path / "copy"), code_hash(extensions=["json"])}) == 4
 
