@@ -169,8 +169,10 @@ buffer assignment (`--xla_dump_to`) shows which arrays these are:
 
 Not counted: the operands of the gradients of short convolutions, in FP32, which XLA computes at the end of a microbatch
 (up to 8 % of `gated_deltanet_2b` and of a few layers of Mamba-2); room that XLA's allocation loses between arrays (6 %
-of `nemotron3_nano_l7`). cuDNN's workspace, which only a GPU tells (with `communication.context=all_gather` the peak of
-four H100s was 57.1 GiB where XLA plans 53.8). Copies of Adam's first moments of the MLP's weights, which XLA makes
+of `nemotron3_nano_l7`; of `qwen3_235b_a22b` with 2 layers below 8.5 of 11.0 GiB are live at the peak). cuDNN's
+workspace, which only a GPU tells (with `communication.context=all_gather` the peak of four H100s was 57.1 GiB where XLA
+plans 53.8). Experts' rows that are exchanged in the forward pass of a loop over layers (0.9 of 17.7 GiB of
+`gpt_oss_20b` below). Copies of Adam's first moments of the MLP's weights, which XLA makes
 early in the step if there are three or four loops over layers (2.6 GiB for the loops of four layers of Llama 3 8B on 8
 GPUs; 2.2 of 13.8 GiB for `qwen3_30b_a3b` with 8 layers below). XLA computes values again where a step needs more than {
         SCHEDULED
