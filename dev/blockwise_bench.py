@@ -27,9 +27,9 @@ from megajax.ops import (
     block_formats,
     blockwise_fp8_kernels,
     blockwise_kernel,
+    expert_block_matmul,
     fp8_kernels,
     fp8_reference,
-    grouped_block_matmul,
     grouped_blockwise_kernels,
 )
 from megajax.ops.block_formats import BlockOperand
@@ -233,7 +233,7 @@ def experts(R: int, D: int, N: int, sizes: Sequence[int], tiny: bool, how: dict)
     }
     multiply = partial(blockwise_kernel.grouped_matmul, group_sizes_e=groups, dtype=BF16, rows=R, **how)
     gradient = partial(blockwise_kernel.grouped_weight_gradient, group_sizes_e=groups, dtype=BF16, **how)
-    emulated = partial(grouped_block_matmul.grouped_product, group_sizes_e=groups, max_over_devices=lambda a: a)
+    emulated = partial(expert_block_matmul.grouped_product, group_sizes_e=groups, max_over_devices=lambda a: a)
     cases = {
         "forward": (
             multiply,
@@ -248,7 +248,7 @@ def experts(R: int, D: int, N: int, sizes: Sequence[int], tiny: bool, how: dict)
         "dw": (
             gradient,
             (both.columns, both_dy.columns),
-            lambda: grouped_block_matmul.grouped_weight_gradient(x, dy, weight, groups, lambda a: a, emulation).values,
+            lambda: expert_block_matmul.grouped_weight_gradient(x, dy, weight, groups, lambda a: a, emulation).values,
         ),
     }
     for name, (kernel, given, wanted) in cases.items():

@@ -282,7 +282,7 @@ save_dir, checkpoint_dir, ckpt_dir, checkpoint.path, out_dir, logdir, log_dir | 
 save_every, ckpt_interval, checkpoint_every, checkpoint.every, save_freq | run.checkpoint_interval
 checkpoint.load, init_checkpoint, pretrained, load_from | checkpoint.init_from
 resume | | the same command with the same run.dir resumes
-log_every, log_freq, log_steps | run.log_interval
+log_every, log_freq, log_steps, logging.interval, logging.log_interval, logging.steps | run.log_interval
 eval_every, eval_freq, val_interval, val_check_interval | run.eval_interval
 eval_batches, val_steps, limit_val_batches | run.eval_steps
 data.path, data.paths, data.prefix, data.dataset, data_dir, train_data, train_path, train_file | data.train | the

@@ -28,8 +28,8 @@ from megajax.ops import (
 from megajax.ops.barriers import not_before
 from megajax.ops.block_matmul import BlockWeight, MaxOverDevices
 from megajax.ops.blockwise_fp8_kernels import BothWays
+from megajax.ops.expert_block_matmul import grouped_product, grouped_weight_gradient
 from megajax.ops.fp8 import Fp8Weight, Operand
-from megajax.ops.grouped_block_matmul import grouped_product, grouped_weight_gradient
 from megajax.ops.grouped_matmul import (
     GroupedImplementation,
     fp8_rows_times_weights,

@@ -28,7 +28,6 @@ from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.errors import InputError
 from megajax.jax_internals import ClosedJaxpr, Jaxpr
-from megajax.kernel_choice import HOPPER
 from megajax.mesh import AXES
 from megajax.model.lora import adapters
 from megajax.ops.numerics import wide
@@ -36,6 +35,8 @@ from megajax.sharding import Placement
 from megajax.step.graph import Graph
 from megajax.step.stack.layers import LayerStack
 from megajax.step_plan import StepPlan
+from megajax.tools.plan import DEVICE_NAMES
+from megajax.tools.plan.rates import rates_of
 from megajax.weights.adapters import adapted
 from megajax.weights.weight import Weight, fuse
 
@@ -310,6 +311,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", help="such as blocks.dense.attention.query")
     made.add_argument("overrides", nargs="*", help="section.key=value")
     made.add_argument("--gpus", type=int, help="number of GPUs, where an axis of the mesh is -1")
+    made.add_argument("--device", default="h200", help=f"{', '.join(DEVICE_NAMES)} (default: {DEVICE_NAMES[0]})")
     return made
 
 
@@ -319,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(arguments)
         config = load_config(options.config, options.overrides)
         count = options.gpus or math.prod(max(1, getattr(config.mesh, axis)) for axis in AXES)
-        plan = StepPlan.make(config, check_mesh(config, count), HOPPER)
+        plan = StepPlan.make(config, check_mesh(config, count), rates_of(options.device).hardware)
         print("\n".join(lines(Graph.build(plan), options.name)))
     return 0
 

@@ -20,7 +20,7 @@ from megajax.mesh import AXES
 from megajax.ops import blockwise_fp8_kernels, blockwise_kernel, fp8, nvfp4
 from megajax.ops.block_matmul import BlockWeight, RoundingNoise
 from megajax.ops.block_recipes import IMPLEMENTATIONS, block_recipe
-from megajax.ops.grouped_block_matmul import grouped_product, grouped_weight_gradient
+from megajax.ops.expert_block_matmul import grouped_product, grouped_weight_gradient
 from megajax.ops.grouped_matmul_block import MatmulTiling
 from megajax.options.fp8_recipes import RECIPES
 from megajax.parallel.mesh_comm import MeshComm

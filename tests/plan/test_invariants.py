@@ -7,6 +7,7 @@ from functools import cache
 
 import jax
 import pytest
+import yaml
 from jax.interpreters import partial_eval
 
 from megajax.config import Config
@@ -25,7 +26,8 @@ from megajax.sharding import BLOCKS
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.tools.plan import work
 from megajax.tools.plan.candidates import Candidate
-from megajax.tools.plan.rates import H200
+from megajax.tools.plan.rates import H200, rates_of
+from megajax.tools.plan.search import explained
 from megajax.training.step import TrainProgram
 
 # Rates that do not depend on sizes: with one the time is that of FLOPs alone, with the other of bytes alone.
@@ -359,6 +361,31 @@ def test_matrices_of_layers_in_fp8_are_gathered_in_fp8(bf16_layers):
         sent = make("dense", 2, mesh={axis: 2}, precision={"fp8": fp8}).time(FLOPS).weights[axis].sent
         expected = bf16 * sum(sizes.values()) - saved * layers * (4 - bf16_layers) / 4
         assert sent == pytest.approx(expected / 2, rel=2e-3)
+
+
+def test_experts_batched_by_xla_multiply_a_quarter_more_rows():
+    batched = make("mixed", kernels={"grouped_matmul": "xla"}).time(FLOPS)
+    of_a_token = 2 * (
+        2 * 3 * D * 64 + D * 8
+    )  # two layers: matrices of two experts, and the router, which counts with them
+    assert batched.matmuls - on("mixed", None).time(FLOPS).matmuls == pytest.approx(ROWS * LENGTH * 6 * of_a_token / 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "kernels"),
+    [
+        ("a100", {}, ("triton", "reference")),
+        ("l40s", {"fp8": {"recipe": "current"}}, ("xla", "pallas")),
+        ("h100", {"fp8": {"recipe": "current"}}, ("xla", "pallas")),  # widths of less than 128
+        ("b200", {"fp8": {"recipe": "nvfp4"}}, ("xla", "cudnn")),
+    ],
+)
+def test_kernels_are_those_of_the_planned_gpu(tmp_path, device, settings, kernels):
+    model, batch = DENSE | EXPERTS, {"global_size": ROWS, "sequence_length": LENGTH}
+    content = {"model": model, "batch": batch, "data": {"kind": "synthetic"}, "precision": settings}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    found = explained(tmp_path / "config.yaml", [], 1, rates_of(device)).candidate.plan.kernels
+    assert (found.grouped_matmul, found.fp8) == kernels
 
 
 @pytest.mark.parametrize("devices", [2, 4])

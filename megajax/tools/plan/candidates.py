@@ -10,7 +10,7 @@ from typing import Any
 from megajax.config import Config
 from megajax.estimate.memory import MemoryEstimate, estimate_memory, peaks
 from megajax.estimate.optimizer_memory import matrix_operations, shards, state_bytes
-from megajax.kernel_choice import HOPPER
+from megajax.kernel_choice import HOPPER, Hardware
 from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import BLOCKS
 from megajax.step_plan import StepPlan
@@ -26,9 +26,9 @@ class Candidate:
     plan: StepPlan
 
     @classmethod
-    def of(cls, config: Config, sizes: Mapping[str, int]) -> "Candidate":
+    def of(cls, config: Config, sizes: Mapping[str, int], hardware: Hardware = HOPPER) -> "Candidate":
         """The candidate of a config that `check_mesh` accepts on these sizes. ConfigError: a kernel cannot run."""
-        return cls(config, StepPlan.make(config, sizes, HOPPER))
+        return cls(config, StepPlan.make(config, sizes, hardware))
 
     @cached_property
     def storage(self) -> "Storage":

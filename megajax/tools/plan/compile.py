@@ -28,9 +28,11 @@ from megajax.config.checks import check_mesh
 from megajax.errors import InputError, reading
 from megajax.files import read_gzip
 from megajax.json_files import parse
+from megajax.kernel_choice import HOPPER
 from megajax.mesh import build_mesh
 from megajax.runtime import memory_of, prepare_environment
-from megajax.tools.plan.targets import HOPPER, capability, target
+from megajax.tools.plan.rates import rates_of
+from megajax.tools.plan.targets import target
 
 HOST = 8  # GPUs
 CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
@@ -184,7 +186,7 @@ def described_devices(gpus: int, device: str = "h200") -> list[Any]:
 @contextmanager
 def no_gpu_needed(device: str = "h200") -> Iterator[None]:
     """Patches functions of jax (issue 23971), and of jax-linear-attention, that need a running GPU without reason."""
-    own = capability(device)
+    own = rates_of(device).hardware
     from megajax.jax_internals import fused_attention_stablehlo, pxla, xla_bridge
 
     with (
@@ -194,11 +196,15 @@ def no_gpu_needed(device: str = "h200") -> Iterator[None]:
         mock.patch.object(xla_bridge, "canonicalize_platform", lambda platform: platform),
         mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: CUDNN_VERSION),
         mock.patch.object(
-            fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= float(own)
+            fused_attention_stablehlo,
+            "check_compute_capability",
+            lambda least: float(least) <= float(own.capability or 0),
         ),
     ):
         for name in JLA_KERNELS if find_spec("jla") else ():
-            of_jla.enter_context(mock.patch(f"jla.ops.mosaic_gpu.{name}.is_hopper", lambda: own == HOPPER))
+            of_jla.enter_context(
+                mock.patch(f"jla.ops.mosaic_gpu.{name}.is_hopper", lambda: own.capability == HOPPER.capability)
+            )
         yield
 
 

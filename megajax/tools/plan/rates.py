@@ -16,6 +16,7 @@ from typing import Any, Self
 from megajax import json_files
 from megajax.errors import InputError, file_reader, shown
 from megajax.files import is_number, replace_text
+from megajax.kernel_choice import Hardware
 
 GIB = 2**30
 NOTES = "measured"  # the key of a file of rates with the device, the date and the rest that is no rate
@@ -39,7 +40,13 @@ class Rates:
     nccl_bytes: float  # the same, gathers and reductions by NCCL
     network_bytes: float  # between hosts, for each GPU
     hosts_of: int  # GPUs of a host
+    capability: str = "9.0"  # of CUDA
     origin: str = "measured"  # of the rates
+
+    @property
+    def hardware(self) -> Hardware:
+        """What the choice of kernels asks of these GPUs."""
+        return Hardware("gpu", self.capability)
 
     def matmul_flops(self, smallest: float, fp8: bool) -> float:
         """The rate of matmuls whose smallest dimension, of tokens or of the weight, has this size."""
@@ -67,7 +74,7 @@ class Rates:
 
 
 LARGEST = 1e30  # of a rate; its square is a float too
-KEYS = [field.name for field in fields(Rates) if field.name != "origin"]  # of a file of rates
+KEYS = [field.name for field in fields(Rates) if field.name not in ("origin", "capability")]  # of a file of rates
 NETWORK_SHARE = 0.8  # of a card's rate that collectives reach; not measured
 
 H200 = Rates(
@@ -88,11 +95,12 @@ H200 = Rates(
 )
 
 
-def _scaled(name: str, memory_gib: float, flops: float, memory: float, links: float) -> Rates:
+def _scaled(name: str, capability: str, memory_gib: float, flops: float, memory: float, links: float) -> Rates:
     """A GPU by the ratios of its data sheet to an H200's."""
     return replace(
         H200,
         name=name,
+        capability=capability,
         origin="an H200's, scaled by data sheets",
         memory_gib=memory_gib,
         peak_flops=H200.peak_flops * flops,
@@ -107,11 +115,13 @@ def _scaled(name: str, memory_gib: float, flops: float, memory: float, links: fl
 
 SCALED = {  # by the names in DEVICE_NAMES
     "h200": H200,
-    "h100": _scaled("H100", 73.2, 1.0, 3.35 / 4.8, 1.0),
-    "a100": replace(_scaled("A100", 73.6, 312 / 989, 2.039 / 4.8, 600 / 900), fp8_flops=H200.bf16_flops * 312 / 989),
+    "h100": _scaled("H100", "9.0", 73.2, 1.0, 3.35 / 4.8, 1.0),
+    "a100": replace(
+        _scaled("A100", "8.0", 73.6, 312 / 989, 2.039 / 4.8, 600 / 900), fp8_flops=H200.bf16_flops * 312 / 989
+    ),
     # Without NVLink: a collective has PCIe's 25 GB/s.
-    "l40s": _scaled("L40S", 41.4, 362 / 989, 0.864 / 4.8, 25 / 350),
-    "b200": _scaled("B200", 164.0, 2250 / 989, 8.0 / 4.8, 2.0),
+    "l40s": _scaled("L40S", "8.9", 41.4, 362 / 989, 0.864 / 4.8, 25 / 350),
+    "b200": _scaled("B200", "10.0", 164.0, 2250 / 989, 8.0 / 4.8, 2.0),
 }
 
 
@@ -155,8 +165,7 @@ def read_rates(path: Path, device: Rates) -> Rates:
 
 def write_rates(path: Path, rates: Rates, notes: Mapping[str, Any]) -> None:
     """Write a file that `read_rates` reads, with all fields and the notes."""
-    values = asdict(rates)
-    del values["origin"]
+    values = {key: value for key, value in asdict(rates).items() if key in KEYS}
     values["attention_flops"] = {str(width): rate for width, rate in rates.attention_flops}
     replace_text(path, json.dumps(values | {NOTES: notes}, indent=2) + "\n")
 

@@ -238,7 +238,7 @@ class Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = self._config(_as_overrides({**self.fixed, **settings}))
-        return Found(settings, Candidate.of(config, check_mesh(config, self.gpus)), self.rates)
+        return Found(settings, Candidate.of(config, check_mesh(config, self.gpus), self.rates.hardware), self.rates)
 
     def _sections(self, values: dict) -> dict:
         """The sections of a config, by name."""
@@ -393,5 +393,5 @@ def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> 
     config: Config = load_config(path, overrides)
     check_counted(config)
     check_fp8(config, rates)
-    candidate = Candidate.of(config, check_mesh(config, gpus))
+    candidate = Candidate.of(config, check_mesh(config, gpus), rates.hardware)
     return Found({}, candidate, rates)

@@ -11,7 +11,6 @@ from importlib.resources import files
 from megajax.runtime import MEMORY_FRACTION
 from megajax.tools.plan.rates import GIB, H200, rates_of
 
-HOPPER = "9.0"
 # As XLA's description names them; from NVIDIA's data sheets and CUDA's programming guide.
 AMPERE = {
     "core_count": 108,
@@ -28,19 +27,14 @@ ADA = {
     "threads_per_core_limit": 1536,
 }
 BLACKWELL = {"core_count": 148, "l2_cache_size": 132644864}
-# By the names of `rates`: compute capability, jax's name (it does not know an L40S, which is an L40 with other clocks)
-CHIPS: dict[str, tuple[str, str, dict[str, int]]] = {
-    "H200": (HOPPER, "NVIDIA H200", {}),
-    "H100": (HOPPER, "NVIDIA H100", {}),
-    "A100": ("8.0", "NVIDIA A100", AMPERE),
-    "L40S": ("8.9", "NVIDIA L40", ADA),
-    "B200": ("10.0", "NVIDIA B200", BLACKWELL),
+# By the names of `rates`: jax's name (it does not know an L40S, which is an L40 with other clocks), and what differs
+CHIPS: dict[str, tuple[str, dict[str, int]]] = {
+    "H200": ("NVIDIA H200", {}),
+    "H100": ("NVIDIA H100", {}),
+    "A100": ("NVIDIA A100", AMPERE),
+    "L40S": ("NVIDIA L40", ADA),
+    "B200": ("NVIDIA B200", BLACKWELL),
 }
-
-
-def capability(device: str) -> str:
-    """The compute capability of a device by its name in `rates`."""
-    return CHIPS[rates_of(device).name][0]
 
 
 def usable_bytes(device: str) -> float:
@@ -57,8 +51,8 @@ def target(device: str) -> str:
     rates = rates_of(device)
     if rates is H200:
         return text
-    number, name, figures = CHIPS[rates.name]
-    major, minor = number.split(".")
+    name, figures = CHIPS[rates.name]
+    major, minor = rates.capability.split(".")
     bandwidth = re.search(r"memory_bandwidth: (\d+)", text)
     assert bandwidth
     figures = figures | {
@@ -72,5 +66,5 @@ def target(device: str) -> str:
     accelerated = "\n    feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
     version = f"cuda_compute_capability {{\n    major: {major}\n    minor: {minor}{accelerated}\n  }}"
     text = re.sub(r"cuda_compute_capability \{.*?\}", version, text, flags=re.DOTALL)
-    text = text.replace("9.0a", f"{number}a" if accelerated else number)
+    text = text.replace("9.0a", f"{rates.capability}a" if accelerated else rates.capability)
     return text.replace("NVIDIA H200", name)

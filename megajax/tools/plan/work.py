@@ -21,6 +21,7 @@ from megajax.mesh import axes_across
 from megajax.model.lora import is_adapter
 from megajax.model.parameters import parameters
 from megajax.model.vision import VisionTower
+from megajax.ops.grouped_matmul_xla import FIRST
 from megajax.ops.linear_recurrence import CHUNK
 from megajax.options.remat import RematPolicy
 from megajax.schema.fields import AXES
@@ -191,7 +192,8 @@ class Device:
         if work.has_experts:
             rows = tokens * self.plan.collectives.expert_shards / (tensor if whole else 1)  # of all experts together
             rows *= model.experts_per_token / (model.num_experts or 1)
-            smallest, waste = min(smallest, rows), 1 + TILE / 2 / rows
+            batched = self.plan.kernels.grouped_matmul == "xla"
+            smallest, waste = min(smallest, rows), FIRST if batched else 1 + TILE / 2 / rows
         flops = 2 * tokens * work.multiplications / tensor
         return waste * flops / self.matmul_flops(smallest, fp8)
 

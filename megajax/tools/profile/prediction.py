@@ -17,7 +17,7 @@ def rates_of_kind(device_kind: str) -> Rates | None:
 
 def predict(config: Config, devices: int, rates: Rates) -> Rows:
     """The ms of each row of a step on `devices` GPUs. What is computed again counts in the rows of its kind."""
-    time = Candidate.of(config, check_mesh(config, devices)).time(rates)
+    time = Candidate.of(config, check_mesh(config, devices), rates.hardware).time(rates)
     again = {axis: each.exposed for axis, each in time.recomputed.traffic.items()}
     axes = {*time.communication, *again}
     seconds = {
