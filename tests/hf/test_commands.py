@@ -1,6 +1,7 @@
 """`python -m megajax.hf`: import, export, compare and plan, and each mistake as a sentence."""
 
 import json
+import math
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -291,6 +292,14 @@ def test_the_plan_counts_what_reading_reads(with_tokenizer, tmp_path, monkeypatc
         for device, bounds in zip(program.mesh.devices.flat, ours, strict=True):
             theirs = [slice(*s.indices(n)[:2]) for s, n in zip(expected[device], array.shape, strict=True)]
             assert list(bounds) == theirs, name
+
+    # Two processes both read what both have whole, in FP32.
+    pair = load_config(path, ["mesh.data=2"])
+    sizes = check_mesh(pair, 2)
+    [together], apart = plan(pair, sizes, folder, 2), plan(pair, sizes, folder, 1)
+    stored = place_all(declared, sizes)
+    whole = sum(math.prod(shape.shape) for name, shape in declared.items() if not stored[name].storage_axes)
+    assert sum(reads.size for reads in apart) - together.size == 4 * whole > 0
 
     arguments = [str(path), str(folder), "--devices", "8", "--per-process", "4"]
     assert main(["plan", *arguments, *(f"mesh.{axis}={size}" for axis, size in mesh.items())]) == 0

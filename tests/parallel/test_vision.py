@@ -17,7 +17,7 @@ from megajax.step_plan import StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
-ROWS, LENGTH, IMAGE = 8, 24, 49
+ROWS, LENGTH, IMAGE = 6, 24, 49
 TEXT = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -90,7 +90,8 @@ def groups(*parameters: list[str]) -> dict:
 
 ALL = ("language model", "vision tower", "projector")
 CASES = [
-    ("windows", {"pipeline": 2, "context": 2}, {"microbatches": 4}, ALL),
+    # Of three microbatches the second stage computes the tower of one.
+    ("windows", {"pipeline": 2, "context": 2}, {"microbatches": 3}, ALL),
     pytest.param(
         *("average", {"context": 2, "tensor": 2}, groups(["vision.projector.*"], ["vision.*"]), (ALL[0], ALL[2])),
         marks=pytest.mark.long,

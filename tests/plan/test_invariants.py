@@ -397,6 +397,16 @@ def test_rows_of_experts_are_those_of_the_documented_formula(devices):
         assert candidate.time(FLOPS).activations["expert"].sent == pytest.approx(4 * 4.5 * sent * bytes_of_tokens)
 
 
+def test_experts_with_a_capacity_save_that_many_rows():
+    def saved(factor):
+        plan = make("experts", model={"router": {"capacity_factor": factor}}).plan
+        return Activations(plan).saved(plan.layer_slots[0].block, plan.segments[0], False)
+
+    half, quarter = saved(1.0) - saved(0.5), saved(0.5) - saved(0.25)
+    of_a_row = 2 * (D + 2 * 64)  # the token, and the gate and the up side of an expert
+    assert half == pytest.approx(2 * quarter) and half >= ROWS * LENGTH * of_a_row  # of two rows of each token one
+
+
 @pytest.mark.parametrize("name", ["experts", "latent"])
 def test_policies_save_at_most_what_none_saves_and_compute_the_rest_again(name):
     # Whether attention, and elementwise work with matmuls or without, run again
