@@ -293,18 +293,23 @@ def test_the_plan_counts_what_reading_reads(with_tokenizer, tmp_path, monkeypatc
             theirs = [slice(*s.indices(n)[:2]) for s, n in zip(expected[device], array.shape, strict=True)]
             assert list(bounds) == theirs, name
 
-    # Two processes both read what both have whole, in FP32.
-    pair = load_config(path, ["mesh.data=2"])
-    sizes = check_mesh(pair, 2)
-    [together], apart = plan(pair, sizes, folder, 2), plan(pair, sizes, folder, 1)
-    stored = place_all(declared, sizes)
-    whole = sum(math.prod(shape.shape) for name, shape in declared.items() if not stored[name].storage_axes)
-    assert sum(reads.size for reads in apart) - together.size == 4 * whole > 0
-
     arguments = [str(path), str(folder), "--devices", "8", "--per-process", "4"]
     assert main(["plan", *arguments, *(f"mesh.{axis}={size}" for axis, size in mesh.items())]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[2].startswith("2 processes of 4 devices: 0.0 GB, of a folder of")
+
+
+def test_processes_read_what_all_have_whole_each(with_tokenizer, tmp_path, capsys):
+    folder = with_tokenizer("tiny_mixtral")
+    assert main(["config", str(folder)]) == 0
+    (tmp_path / "c.yaml").write_text(capsys.readouterr().out + RUN)
+    config = load_config(tmp_path / "c.yaml", ["mesh.data=2"])
+    sizes = check_mesh(config, 2)
+    [together], apart = plan(config, sizes, folder, 2), plan(config, sizes, folder, 1)
+    declared = parameters(Transformer(config.model))
+    stored = place_all(declared, sizes)
+    whole = sum(math.prod(shape.shape) for name, shape in declared.items() if not stored[name].storage_axes)
+    assert sum(reads.size for reads in apart) - together.size == 4 * whole > 0  # FP32
 
 
 LARGE = {
