@@ -12,7 +12,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -153,7 +153,16 @@ def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Ch
             casts = passes if not in_fp8 and stack.weights.kept_in_stack(weight, segment, slot) else 1
             reductions = 1 if is_kept else times
             counts[_Passes(in_fp8, 1 if is_kept else passes, reductions, casts)] += copies
-    return [_of_layer(graph, stack, kind, name, passes, count) for passes, count in counts.items()]
+    found = list[Chain]()
+    for passes, count in counts.items():
+        chain = _of_layer(graph, stack, kind, name, passes, count)
+        # A chain without collectives is the same, however often the layers' weights are gathered.
+        same = next((i for i, other in enumerate(found) if replace(other, layers=count) == chain), None)
+        if same is None:
+            found.append(chain)
+        else:
+            found[same] = replace(chain, layers=found[same].layers + count)
+    return found
 
 
 def _times(graph: Graph, stack: LayerStack) -> int:

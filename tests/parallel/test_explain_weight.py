@@ -116,6 +116,16 @@ def test_forms_of_fp8_adapters_and_fused_weights_are_named(table):
     assert "whole on each device" in rows and "all-reduce over fsdp, tensor: 256 B" in rows
 
 
+def test_layers_with_the_same_chain_are_one(table):
+    """Without shards over `fsdp` nothing is gathered, so the last layer, whose weights are kept, is as the others."""
+    config = table.make_config(CASES["dense"][1], {}, microbatches=1)
+    plan = StepPlan.make(config, check_mesh(config, 1), HOPPER)
+    page = explain_weight.lines(Graph.build(plan), "blocks.dense.mlp.down")
+    assert [line for line in page if "of one layer" in line] == [
+        f"\n{config.model.num_layers} layers of a device; of one layer:"
+    ]
+
+
 def test_a_name_that_the_model_lacks_is_answered_with_one_that_it_has(table):
     with pytest.raises(InputError, match=r"blocks\.dense\.mlp\.dwn.*blocks\.dense\.mlp\.down"):
         lines(table, "blocks.dense.mlp.dwn", "dense")
