@@ -86,7 +86,6 @@ def test_loss_and_gradients_are_those_of_the_plain_models(table, expected):
     assert before.keys() == state.frozen.keys() and all(np.array_equal(before[n], w) for n, w in state.frozen.items())
 
 
-@pytest.mark.long
 def test_a_teacher_draws_nothing(table):
     """Dropout and jitter of the training that it comes from are no part of the step."""
     drawing = {"dropout": 0.5, "router": {"jitter": 0.3}}
