@@ -1,8 +1,8 @@
 """The matmuls of experts with operands that are quantised in blocks: `block_matmul` for rows `[R, F]` sorted by expert.
 
 A block of a weight's gradient begins with the first row of an expert, and zeros fill an expert's last step of rows.
-Emulated, the numbers are multiplied by the grouped kernels of the compute dtype; block-scaled dots ("cudnn") are
-batched over the experts (`grouped_matmul_xla`).
+Emulated, and with the reference of grouped matmuls, the numbers are multiplied in the compute dtype; block-scaled dots
+("cudnn") are batched over the experts (`grouped_matmul_xla`).
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def grouped_product(
     max_over_devices: MaxOverDevices,
     implementation: GroupedImplementation,
 ) -> jax.Array:
-    """`product` of the rows of each group with the matrix of its expert; `implementation` is of what is emulated."""
+    """`product` of the rows of each group with the matrix of its expert."""
     has_factor, gradient = w.recipe.has_factor, which == "gradient"
     amax = max_over_devices(grouped_fp8_reference.amax(x_rf, group_sizes_e)) if has_factor else None
     bits = w.noise.bits(w.noise.token_ids, 0) if gradient and w.noise is not None else None
@@ -33,7 +33,7 @@ def grouped_product(
     matrices = w.values if gradient else w.values.swapaxes(1, 2)
     stacked = jax.vmap(lambda matrix: w.quantise(matrix, "weight", w.amax))(matrices)
     factor = None if x.factor is None or stacked.factor is None else x.factor * stacked.factor[0]
-    if w.implementation == "cudnn":
+    if w.implementation == "cudnn" and implementation == "xla":
         weights = jax.vmap(BlockOperand.stored)(stacked)
         return grouped_matmul_xla.product(scaled_dot, x.stored(), weights, group_sizes_e, x_rf.dtype, factor)
     dtype = operand_dtype(x_rf.dtype)
@@ -66,7 +66,7 @@ def grouped_weight_gradient(
             bits = w.noise.bits(ids, 1).T
         operands.append(w.quantise(aligned, tensor, w.amax_of([aligned], max_over_devices), bits))
     x, dy = operands
-    if w.implementation == "cudnn":
+    if w.implementation == "cudnn" and implementation == "xla":
         gradient = grouped_matmul_xla.sum_over_steps(scaled_dot, x.stored(), dy.stored(), group_sizes_e, R)
     else:
         dtype, sizes = operand_dtype(x_rf.dtype), -(-group_sizes_e // STEP) * STEP
