@@ -24,6 +24,7 @@ from megajax.config.checks import check_combinations, check_mesh
 from megajax.config.load import read_tree
 from megajax.config.sentences import counted, value
 from megajax.errors import ConfigError, InputError
+from megajax.ops.fp8 import ADA
 from megajax.options.fp8_recipes import CURRENT, NONE
 from megajax.options.remat import POLICIES
 from megajax.schema.tree import Tree, as_override, read_override
@@ -36,7 +37,6 @@ MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass
 SMALLEST = 24  # candidates with the fewest bytes that are asked whether anything fits without a pinned key
 SECTIONS = sorted({key.split(".")[0] for key in (*VARIED, FP8)})
 ROUNDING = 1e-9  # of a lower limit of a time
-WITHOUT_FP8 = ("A100",)
 SEQUENCE_LENGTH, SEQUENCES_OF_A_GPU = 4096, 4  # of a config that sets no batch
 
 
@@ -354,7 +354,7 @@ def check_hosts(gpus: int, rates: Rates) -> None:
 def check_fp8(config: Config, rates: Rates, asked: bool = False) -> None:
     """Raises InputError for FP8 on a GPU without it; `asked`: by --fp8."""
     recipe = config.precision.fp8.recipe
-    if rates.name in WITHOUT_FP8 and (asked or config.precision.fp8.chosen.is_on):
+    if float(rates.capability) < ADA and (asked or config.precision.fp8.chosen.is_on):
         setting = "--fp8" if asked else f"{FP8}={recipe} ({config.where(FP8)})"
         raise InputError(f"{setting} needs a GPU with FP8, which an {rates.name} is not: leave it out.")
 
