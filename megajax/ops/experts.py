@@ -1,6 +1,5 @@
 """Tokens to their experts and back: rows sorted by expert, the experts' MLP, rows summed by token."""
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,27 +49,6 @@ def sort_by_expert(experts: jax.Array, num_experts: int, rows: int) -> Permutati
     order = (jnp.sort(flat.astype(jnp.uint32) * count + numbers) % count).astype(jnp.int32)
     inverse = jnp.zeros(count, jnp.int32).at[order].set(numbers.astype(jnp.int32), unique_indices=True)
     return Permutation(order[:rows], inverse, router.count(experts, num_experts))
-
-
-class Rounds(NamedTuple):
-    """The rounds in which a number of rows that only a step knows is computed, each with a known number of rows."""
-
-    most: int  # rows at the most, of all rounds
-    first: int  # rows of the first round
-    rows: int  # of each later round
-
-    @classmethod
-    def of(cls, share: float, most: int, room: float, later_room: float) -> "Rounds":
-        """With room for multiples of an even `share` of the rows in the first round and in each later one."""
-        return cls(most, *(min(most, math.ceil(factor * share)) for factor in (room, later_room)))
-
-    def number(self, rows: jax.Array) -> jax.Array | None:
-        """How many rounds `rows` rows need; None if any number fits into the first."""
-        return None if self.most <= self.first else 1 - jnp.minimum(self.first - rows, 0) // self.rows
-
-    def start(self, round: jax.Array) -> jax.Array:
-        """The first row of a later round."""
-        return self.first + (round - 1) * self.rows
 
 
 def rows_within(sizes: jax.Array, start: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:

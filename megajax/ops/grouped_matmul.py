@@ -82,7 +82,8 @@ def fp8_rows_times_weights(
         how = {"rows": rows, "blocks": _multiprocessors()}
         return _kernel().fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, **how)
     if implementation == "xla":
-        return grouped_matmul_xla.fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, rows=rows)
+        dot = grouped_matmul_xla.dot_of_groups
+        return grouped_matmul_xla.product(dot, (x_tk,), (w_enk,), group_sizes_e, dtype, inverse_scale, rows)
     x, w = x_tk[:rows].astype(jnp.float32), w_enk.astype(jnp.float32)
     out = rows_times_weights(x, w, group_sizes_e, transpose_w=True, implementation="reference")
     return (out * inverse_scale).astype(dtype)
@@ -105,9 +106,11 @@ def fp8_weight_gradient(
         return _kernel().fp8_weight_gradient(
             x_mp, dy_np, inverse_scale, group_sizes_e, dtype, blocks=_multiprocessors()
         )
-    if implementation == "xla":
-        return grouped_matmul_xla.fp8_weight_gradient(x_mp, dy_np, inverse_scale, group_sizes_e, dtype)
     P = min(x_mp.shape[1], dy_np.shape[1])
+    if implementation == "xla":
+        dot = grouped_matmul_xla.dot_of_groups
+        found = grouped_matmul_xla.sum_over_steps(dot, (x_mp,), (dy_np,), group_sizes_e, P)
+        return (found * inverse_scale).astype(dtype)
     bounds = step_bounds(group_sizes_e)
     members = _between(bounds[:, 0], bounds[:, 1], P)[:, None]
     x, dy = (jnp.where(members, a[:, :P].astype(jnp.float32), 0) for a in (x_mp, dy_np))

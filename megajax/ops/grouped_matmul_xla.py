@@ -5,7 +5,6 @@ each, and multiplies them in one batched matmul; there are rounds until no group
 scales of blocks need no kernel of our own. With uneven groups the rounds also multiply rows that nobody needs.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from megajax.ops.grouped_rows import STEP, group_of_rows, running_sum
+from megajax.ops.grouped_rows import STEP, Rounds, group_of_rows, running_sum
 from megajax.ops.numerics import wide
 
 # Rows of each group in the first round and in a later one, as parts of an even share: gradients of weights are sums
@@ -22,15 +21,14 @@ from megajax.ops.numerics import wide
 FIRST, LATER = 1.25, 0.5
 
 Operand = tuple[jax.Array, ...]  # numbers, and of numbers in blocks their scales
-Dot = Callable[
-    [Operand, Operand], jax.Array
-]  # [E, H, K] and weights [E, N, K], or [E, M, K] and [E, N, K], summed over K
+# [E, M, K] and [E, N, K] → [E, M, N] of each group, summed over K
+Dot = Callable[[Operand, Operand], jax.Array]
 
 
 def matmul(x_tk: jax.Array, w: jax.Array, group_sizes_e: jax.Array, *, transpose_w: bool = False) -> jax.Array:
     """Rows of x [T, K] times the w of their group, [E, K, N] or with `transpose_w` [E, N, K] -> [T, N] in x's dtype."""
     w = w.astype(x_tk.dtype)
-    return product(_dot, (x_tk,), (w if transpose_w else w.swapaxes(1, 2),), group_sizes_e, x_tk.dtype)
+    return product(dot_of_groups, (x_tk,), (w if transpose_w else w.swapaxes(1, 2),), group_sizes_e, x_tk.dtype)
 
 
 def weight_gradient(x_tm: jax.Array, dy_tn: jax.Array, group_sizes_e: jax.Array, dtype: Any) -> jax.Array:
@@ -43,7 +41,7 @@ def weight_gradient(x_tm: jax.Array, dy_tn: jax.Array, group_sizes_e: jax.Array,
         x, dy = (
             jnp.where(held, a.at[starts[:, None] + index].get(mode="clip"), 0).swapaxes(1, 2) for a in (x_tm, dy_tn)
         )
-        return gradient_emn + _dot((x,), (dy,))
+        return gradient_emn + dot_of_groups((x,), (dy,))
 
     shape = len(group_sizes_e), x_tm.shape[1], dy_tn.shape[1]
     return _in_rounds(add, group_sizes_e, len(x_tm), jnp.zeros(shape, wide(x_tm.dtype))).astype(dtype)
@@ -103,28 +101,7 @@ def sum_over_steps(dot: Dot, x: Operand, dy: Operand, group_sizes_e: jax.Array, 
     return _in_rounds(add, group_sizes_e, rows, jnp.zeros((len(counts), len(x[0]), len(dy[0])), jnp.float32))
 
 
-def fp8_matmul(
-    x_tk: jax.Array,
-    w_enk: jax.Array,
-    inverse_scale: jax.Array,
-    group_sizes_e: jax.Array,
-    dtype: Any,
-    *,
-    rows: int | None = None,
-) -> jax.Array:
-    """Rows of x [T, K] times the w [E, N, K] of their group times a scalar -> [T, N] in `dtype`; E4M3 or E5M2."""
-    return product(_dot, (x_tk,), (w_enk,), group_sizes_e, dtype, inverse_scale, rows)
-
-
-def fp8_weight_gradient(
-    x_mp: jax.Array, dy_np: jax.Array, inverse_scale: jax.Array, group_sizes_e: jax.Array, dtype: Any
-) -> jax.Array:
-    """x_e dy_eᵀ over the columns of each group, times a scalar: x [M, P] and dy [N, P] -> [E, M, N] in `dtype`."""
-    found = sum_over_steps(_dot, (x_mp,), (dy_np,), group_sizes_e, min(x_mp.shape[1], dy_np.shape[1]))
-    return (found * inverse_scale).astype(dtype)
-
-
-def _dot(a: Operand, b: Operand) -> jax.Array:
+def dot_of_groups(a: Operand, b: Operand) -> jax.Array:
     """`a @ b.T` of each group; sums are in FP32 (FP64 for FP64)."""
     (x,), (y,) = a, b
     dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
@@ -135,6 +112,8 @@ def _in_rounds(
     add: Callable[[jax.Array | int, int, jax.Array], jax.Array], group_sizes_e: jax.Array, R: int, total: jax.Array
 ) -> jax.Array:
     """`add(first, height, total)` for the R rows of all groups: `height` of each group, from its row `first` on."""
-    first, later = (math.ceil(share * R / (len(group_sizes_e) * STEP)) * STEP for share in (FIRST, LATER))
-    rounds = jnp.maximum(pl.cdiv(jnp.max(group_sizes_e).astype(jnp.int32) - first, later), 0)
-    return lax.fori_loop(0, rounds, lambda r, total: add(first + r * later, later, total), add(0, first, total))
+    rounds = Rounds.of(R / (len(group_sizes_e) * STEP), pl.cdiv(R, STEP), FIRST, LATER)  # of steps
+    total = add(0, rounds.first * STEP, total)
+    if (number := rounds.number(pl.cdiv(jnp.max(group_sizes_e).astype(jnp.int32), STEP))) is None:
+        return total
+    return lax.fori_loop(1, number, lambda r, total: add(rounds.start(r) * STEP, rounds.rows * STEP, total), total)

@@ -1,8 +1,11 @@
-"""Layouts of groups of rows: tiles of rows for the grouped matmuls, and steps of the sum over rows.
+"""Layouts of groups of rows: rounds, tiles of rows for the grouped matmuls, and steps of the sum over rows.
 
 The transposes [F, P] of FP8 rows [R, F] are aligned to steps: each group starts at a multiple of STEP columns, with
 zeros before the next group. So kernels read whole steps, although a group may start at any row.
 """
+
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,27 @@ from jax.experimental import pallas as pl
 
 ALIGNMENT = 8  # a tile's first row is a multiple of this, the height of a swizzled tile in shared memory
 STEP = 128  # FP8 numbers: the width of a swizzled tile
+
+
+class Rounds(NamedTuple):
+    """The rounds in which a number of rows that only a step knows is computed, each with a known number of rows."""
+
+    most: int  # rows at the most, of all rounds
+    first: int  # rows of the first round
+    rows: int  # of each later round
+
+    @classmethod
+    def of(cls, share: float, most: int, room: float, later_room: float) -> "Rounds":
+        """With room for multiples of an even `share` of the rows in the first round and in each later one."""
+        return cls(most, *(min(most, math.ceil(factor * share)) for factor in (room, later_room)))
+
+    def number(self, rows: jax.Array) -> jax.Array | None:
+        """How many rounds `rows` rows need; None if any number fits into the first."""
+        return None if self.most <= self.first else 1 - jnp.minimum(self.first - rows, 0) // self.rows
+
+    def start(self, round: jax.Array) -> jax.Array:
+        """The first row of a later round."""
+        return self.first + (round - 1) * self.rows
 
 
 def row_tiles(group_sizes_e: jax.Array, T: int, height: int, alignment: int = ALIGNMENT) -> jax.Array:

@@ -15,7 +15,7 @@ from megajax.mesh import AXES as MESH_AXES
 from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices
-from megajax.ops.experts import Rounds
+from megajax.ops.grouped_rows import Rounds
 from megajax.options.dispatch import DISPATCHES, choose_dispatch
 from megajax.parallel.experts import exchanged, gathered_tokens
 from megajax.parallel.experts.exchanged import Assignments, ExchangedRoute

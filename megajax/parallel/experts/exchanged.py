@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops.expert_mlp import Route
-from megajax.ops.experts import Permutation, Rounds, most_rows, rows_within, sort_by_expert, sum_of_tokens
+from megajax.ops.experts import Permutation, most_rows, rows_within, sort_by_expert, sum_of_tokens
+from megajax.ops.grouped_rows import Rounds
 from megajax.options.dispatch import ALL_TO_ALL
 from megajax.parallel import collectives
 from megajax.parallel.experts.contract import ExpertParallel

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops import router
-from megajax.ops.experts import Permutation, Rounds, SortedRoute, most_rows, sort_by_expert
+from megajax.ops.experts import Permutation, SortedRoute, most_rows, sort_by_expert
+from megajax.ops.grouped_rows import Rounds
 from megajax.options.dispatch import ALL_GATHER
 from megajax.parallel import collectives
 from megajax.parallel.collectives import gather_tiles
