@@ -100,6 +100,8 @@ def test_curves_that_coincide_have_their_differences_beneath():
     assert [line.get_color() for line in difference.lines] == ["C1", "C2"]
     np.testing.assert_allclose(points(difference), [[[s, d] for s in (1, 2, 3)] for d in (1e-3, 2e-3)])
     assert len(plot.draw({"one": run(1), "two": run(1.1)}).axes) == 1
+    spike = [*run(1.001)[:2], {"step": 3, "loss": 12.0}]  # the others coincide
+    np.testing.assert_allclose(points(plot.draw({"one": run(1), "two": spike}).axes[1])[0][2], [3, 0.2])
     below = [{"step": 1, "loss": 9.8}, {"step": 2, "loss": 10.0}, {"step": 3, "loss": 9.9}]
     _, difference = plot.draw({"one": run(1), "two": below}, smooth=3).axes  # with the sign
     np.testing.assert_allclose(points(difference), [[[1, -0.01], [2, -0.01], [3, -0.005]]])

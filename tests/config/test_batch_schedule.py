@@ -98,6 +98,9 @@ REFUSED = {
     "{0: 3, 1K: 12}": "batch.schedule='0: 3, 1K: 12' has steps of 3 sequences, no multiple of the microbatches of"
     " batch.global_size=12 / batch.num_microbatches=6 = 2 (@): set batch.num_microbatches to 4 or 12, or use multiples"
     " of 2.",
+    "{0: 3, 1K: 12} mesh.pipeline=2": "batch.schedule='0: 3, 1K: 12' has steps of 3 sequences, no multiple of the"
+    " microbatches of batch.global_size=12 / batch.num_microbatches=6 = 2 (@): set batch.num_microbatches to 12, or use"
+    " multiples of 2.",
     "{0: 2, 1K: 12} mesh.pipeline=2": "batch.schedule='0: 2, 1K: 12' has steps of 2 sequences in 1 microbatch, fewer"
     " than mesh.pipeline=2 (@): use 4 or more, or raise batch.num_microbatches.",
     "{0: 6, 1K: 12} mesh.pipeline=-1": "batch.schedule='0: 6, 1K: 12' has steps of 6 sequences in 3 microbatches, fewer"

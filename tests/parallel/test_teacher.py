@@ -104,6 +104,10 @@ BAD = {
     "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),
     "vocabulary": ({"teacher": {"model": {**TEACHER, "vocab_size": 51}}}, "teacher.model.vocab_size=51, but .*=50"),
     "modules": ({"teacher": {"model": {**TEACHER, "mtp_layers": 1}}}, "teacher.model.mtp_layers is set"),
+    "bias": (
+        {"teacher": {"model": {**TEACHER, "router": {"expert_bias": True}}}},
+        "teacher.model.router.expert_bias is set.*remove it from teacher.model",
+    ),
     "experts": (
         {"teacher": {"model": {**TEACHER, "experts_per_token": 9}}},
         "^teacher: model.experts_per_token=9 is more than model.num_experts=4",

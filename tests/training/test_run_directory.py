@@ -22,7 +22,7 @@ from megajax.training import logs
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.run_lock import Leftovers
-from megajax.training.run_record import changed_keys
+from megajax.training.run_record import changed_keys, set_aside
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -153,6 +153,11 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(run_dir, build, 
     line = f"resuming from the checkpoint of step 2 in {run_dir / 'checkpoints'}"
     line += "" if verified else ", which has no checksums, so it is not verified"
     assert f"{line}\n" in printed
+
+
+def test_what_is_set_aside_gets_a_folder_of_its_own_whichever_were_removed(tmp_path):
+    (tmp_path / "set_aside" / "2").mkdir(parents=True)
+    assert [set_aside(tmp_path, 4, []) for _ in range(2)] == [f"{tmp_path}/set_aside/{n}" for n in (3, 4)]
 
 
 def test_an_evaluation_uses_the_checkpoint_before_a_damaged_one_and_writes_nothing(run_dir, build):

@@ -89,6 +89,14 @@ def test_a_lock_that_cannot_be_looked_up_is_watched_for_a_heartbeat(tmp_path, ow
         assert json.loads(path.read_text())["process"] == os.getpid()
 
 
+@pytest.mark.parametrize("key", ["host", "boot", "processes"])
+def test_a_process_number_of_another_host_start_or_container_says_nothing(tmp_path, owner, short_watch, key):
+    """There is a process with that number and start here too, but no heartbeat."""
+    owner(**{key: "another"})
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["process"] == os.getpid()
+
+
 def test_a_lock_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
     with RunLock(tmp_path) as lock:

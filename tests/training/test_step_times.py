@@ -6,12 +6,14 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from megajax.training import gpu_health
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.speed import Slowest, StepTimes, find_slowest
+from megajax.training.step_log import StepLog
 
 
 def test_the_time_of_a_process_is_that_in_which_it_does_not_wait_for_the_devices():
@@ -29,6 +31,17 @@ def test_the_time_of_a_process_is_that_in_which_it_does_not_wait_for_the_devices
     own = times.take()
     assert 0.04 <= own["data"] <= waited / steps + 1e-6 and 0.01 <= own["host"] < 0.03  # of a step
     assert times.take() == {"data": 0, "host": 0}
+
+
+def test_the_own_time_of_a_line_is_of_the_same_steps_as_its_step_time():
+    """Both begin again after an evaluation or a save."""
+    log = StepLog(Mock(), Mock())
+    log._meter = Mock()
+    with log.times.reading():
+        time.sleep(0.001)
+    log.restart(4)
+    log._meter.restart.assert_called_once_with(4)
+    assert log.times.take() == {"data": 0, "host": 0}
 
 
 def test_the_slowest_process_is_named_if_it_slows_down_the_others():

@@ -109,6 +109,10 @@ def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes)
         assert those[1].check(0.5) is None and those[1].check(1) is not None
     finally:
         relay.LOST.clear()
+    those, _ = processes(3, timeout=60)
+    assert those[0].check(14) is None  # of both others
+    those[0].signs[1] = {"suspicious": True}  # the collective failed there
+    assert those[0].check(0.5) is None and those[0].check(1) is not None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"step": 1}', "[" * 100_000], ids=lambda text: text[:9])

@@ -282,6 +282,14 @@ def test_the_gradients_of_an_optimizer_with_other_moments_are_computed(one, expe
         np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
 
 
+@pytest.mark.parametrize("reset", [(True, True), (True, False), (False, True), (False, False)])
+def test_documents_stay_as_separate_as_they_are(reset):
+    settings = dict(zip(("reset_attention", "reset_positions"), reset, strict=True))
+    data = LARGE["data"] | settings | ({"synthetic_documents": 2} if any(reset) else {})
+    small, _ = shrink(Config.model_validate(LARGE | {"data": data}), [SIZES], 2)
+    assert {key: getattr(small.data, key) for key in settings} == settings
+
+
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS.keys() - {"soap"}))
 def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
     model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32}
