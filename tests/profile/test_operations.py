@@ -239,7 +239,10 @@ def test_a_collective_is_one_of_the_axes_along_which_its_groups_differ(groups, a
 
 # Names in traces of H100s and H200s, each with one part of KERNELS only
 OF_KERNELS = {
-    "collectives": ("ncclDevKernel_AllGather_RING_LL", "MemcpyP2P"),
+    "collectives": (
+        *("ncclDevKernel_AllGather_RING_LL", "MemcpyP2P", "void stream_executor::gpu::AllReduceKernelImpl<float, 0>"),
+        "void stream_executor::gpu::MultiGpuBarrierKernelImpl<1>",
+    ),
     "attention": (
         *("cudnn_generated_fort_native_sdpa_sm90_fprop_f16", "cudnn_generated_fort_native_sdpa_sm80_bprop_f16"),
         *("fmha_v2_bf16_128_S_40_sm90", "flash_fwd_splitkv_kernel", "ranged_attention_keys"),

@@ -26,16 +26,17 @@ SIZES = {"pipeline": 1, "data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor
 def two_gpus() -> jax.profiler.ProfileData:
     """Two steps on two GPUs, 12 ms apart and 10 ms long; the matmul of GPU 1 takes longer than that of GPU 0.
 
+    GPU 0 begins its gather before its matmul ends, and waits for GPU 1, whose gather begins after its matmul.
     The host launches the second step 1.5 ms after the first one has ended.
     """
     planes: dict[str, dict[str, Sequence[Event]]] = {}
     launches = []
-    for gpu, matmul in ((0, 4), (1, 5)):
+    for gpu, matmul, gather in ((0, 4, 3), (1, 5, 1)):
         events = []
         for begin in (0, 12):
             for name, op, start, ms in (
                 ("nvjet_tst", "matmul", 0, matmul),
-                ("ncclDevKernel_AllGather_RING_LL", "gather-start", 3, 3),
+                ("ncclDevKernel_AllGather_RING_LL", "gather-start", 6 - gather, gather),
                 ("sdpa_bprop", "attend", 6, 2),
                 ("convert_dq", "attend", 8, 0.5),
                 ("convert_dq", "attend", 8.5, 0.5),
@@ -64,19 +65,32 @@ def kernels() -> dict[str, list[trace.Kernel]]:
 
 
 def test_a_step_is_divided_into_work_exposed_collectives_and_gaps(kernels, reading):
-    """Of each gather of 3 ms, 2 have no kernel beside them on GPU 0, and 1 on GPU 1. Half of the 11 ms is a step."""
+    """GPU 0's gather of 3 ms waits for 2, beside a matmul for 1 of them. Half of the 11 ms each is a step."""
     assert {device: len(own) for device, own in kernels.items()} == {"GPU 0": 12, "GPU 1": 12}
     shared = {"attention": 3, "norms and elementwise": 1, "host gaps": 0.75, "idle between kernels": 0.25}
     measured = timeline.measure(kernels, reading, STEPS)
-    assert measured.devices["GPU 0"] == pytest.approx({**shared, "matmuls": 4, "collectives over fsdp": 2})
-    assert measured.devices["GPU 1"] == pytest.approx({**shared, "matmuls": 5, "collectives over fsdp": 1})
-    # GPU 0 computes 1 ms less than GPU 1, so 1 of its 2 exposed ms is waiting.
+    gathered, waited = {"collectives over fsdp": 1}, {"waiting in collectives over fsdp": 1}
+    assert measured.devices["GPU 0"] == pytest.approx({**shared, "matmuls": 4, **gathered, **waited})
+    assert measured.devices["GPU 1"] == pytest.approx({**shared, "matmuls": 5, **gathered})
     mean = {**shared, "matmuls": 4.5, "collectives over fsdp": 1, "waiting for the slowest device": 0.5}
     assert measured.mean == pytest.approx(mean)
     assert measured.step == pytest.approx(11)
-    # Of each GPU its step, what it computes, communicates and waits, and of that for the host.
+    # Of each GPU its step, what it computes, communicates, waits for the other GPU and is idle, of that for the host.
     figures = [re.findall(r"\d+\.\d+", line) for line in device_lines(measured)]
-    assert figures == [["11.00", "8.00", "2.00", "1.00", "0.75"], ["11.00", "9.00", "1.00", "1.00", "0.75"]]
+    assert figures == [
+        ["11.00", "8.00", "1.00", "1.00", "1.00", "0.75"],
+        ["11.00", "9.00", "1.00", "0.00", "1.00", "0.75"],
+    ]
+
+
+def test_of_collectives_that_devices_did_not_run_as_often_no_time_is_waiting(kernels, reading):
+    transfers = timeline.transfer_times(kernels, reading)
+    assert sorted(transfers.values()) == pytest.approx([1, 1, 1, 1])
+    one_less = {**kernels, "GPU 1": [k for k in kernels["GPU 1"] if k.op != "gather-start" or k.start < 10]}
+    assert timeline.transfer_times(one_less, reading) == {}
+    assert timeline.transfer_times({"GPU 0": kernels["GPU 0"]}, reading).keys() == {
+        kernel for kernel in kernels["GPU 0"] if kernel.op == "gather-start"
+    }
 
 
 def test_the_table_has_each_rows_share_of_the_step_and_difference_from_the_prediction():
@@ -113,7 +127,9 @@ def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_ow
         "other programs": 1,
         "norms and elementwise": 2,
     }
-    assert timeline.unnamed_share({"GPU 0": own}, reading) == (4 + 5) / (4 + 20 + 5 + 3 + 1)
+    whole = 4 + 20 + 5 + 3 + 1
+    shares = timeline.unnamed({"GPU 0": own}, reading)
+    assert [*shares.items()] == [("ncclDevKernel_SendRecv", 5 / whole), ("nvjet_tst", 4 / whole)]
 
 
 def test_the_host_holds_a_device_back_only_where_it_is_late(reading):
@@ -173,6 +189,11 @@ def test_with_one_operation_a_tick_the_bubble_is_a_part_of_the_waits_for_other_s
     assert timeline.without_bubble(rows, schedule) == pytest.approx(
         rows | {"collectives over pipeline": 5.0, "pipeline bubble": 20.0}
     )
+    waited = rows | {"collectives over pipeline": 10.0, "waiting in collectives over pipeline": 15.0}
+    assert timeline.without_bubble(waited, schedule) == pytest.approx(
+        waited
+        | {"collectives over pipeline": 2.0, "waiting in collectives over pipeline": 3.0, "pipeline bubble": 20.0}
+    )
     few = rows | {"collectives over pipeline": 15.0}
     assert timeline.without_bubble(few, schedule) == pytest.approx(
         few | {"collectives over pipeline": 0.0, "pipeline bubble": 15.0}
@@ -187,7 +208,7 @@ def test_the_parts_have_rooflines_and_a_call_of_several_kernels_counts_once(kern
         "| attention | 3 | 3.00 | 27.3% | 2.00 | 67% | 3.00 (GPU 0) |",
         "| matmuls | 1 | 4.50 | 40.9% | 2.00 | 44% | 5.00 (GPU 1) |",
         "| norms and elementwise | 1 | 1.00 | 9.1% | 1.00 | 100% | 1.00 (GPU 0) |",
-        "| collectives | 1 | 3.00 | 27.3% | 1.00 | 33% | 3.00 (GPU 0) |",
+        "| collectives | 1 | 2.00 | 18.2% | 1.00 | 50% | 3.00 (GPU 0) |",
     ]
     longest = parts.operations(kernels, reading, STEPS, 1)
     assert longest[2:] == ["| matmul | matmuls, 10000×10000×9890 | mlp | 4.50 |"]
@@ -215,7 +236,7 @@ def test_of_many_devices_those_that_compute_longest_and_shortest_have_lines():
     first, *lines = device_lines(timeline.Measured({}, devices))
     assert first == "Of 12 devices, those that compute longest and shortest:"
     assert [line.partition(":")[0] for line in lines] == [f"GPU {n}" for n in (12, 11, 10, 9, 4, 3, 2, 1)]
-    rest = "exposed collectives 2.00, idle 1.00 (host gaps 0.50)"
+    rest = "exposed collectives 2.00, waiting in them 0.00, idle 1.00 (host gaps 0.50)"
     assert lines[0] == f"GPU 12: 15.00 ms a step: computing 12.00, {rest}"
     few = dict(list(devices.items())[:8])
     assert [line.partition(":")[0] for line in device_lines(timeline.Measured({}, few))] == [*few]

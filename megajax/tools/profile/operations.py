@@ -28,7 +28,7 @@ OPTIMIZER, COPIES, COLLECTIVES = "optimizer", "copies", "collectives"
 GROUPS = (ATTENTION, MATMULS, HEAD, ELEMENTWISE, OPTIMIZER, COPIES, COLLECTIVES)
 # Kernels whose operation the trace does not name, by a part of the kernel's name; the first that fits counts.
 KERNELS = (
-    (COLLECTIVES, ("nccl", "memcpyp2p")),
+    (COLLECTIVES, ("nccl", "memcpyp2p", "allreducekernel", "multigpubarrier")),
     (ATTENTION, ("fprop", "bprop", "fmha", "flash", "ranged_attention")),
     (HEAD, ("cross_entropy",)),
     (MATMULS, ("nvjet", "gemm", "cutlass", *OWN_MATMULS)),

@@ -25,7 +25,8 @@ from megajax.tools.profile.timeline import (
     computing,
     exposed,
     measure,
-    unnamed_share,
+    unnamed,
+    waiting,
 )
 from megajax.tools.profile.trace import Trace
 
@@ -133,7 +134,8 @@ def device_lines(measured: Measured) -> list[str]:
         gaps = rows.get(HOST, 0.0) + rows.get(IDLE, 0.0)
         lines.append(
             f"{device}: {sum(rows.values()):.2f} ms a step: computing {computing(rows):.2f}, exposed collectives "
-            f"{exposed(rows):.2f}, idle {gaps:.2f} (host gaps {rows.get(HOST, 0.0):.2f})"
+            f"{exposed(rows):.2f}, waiting in them {waiting(rows):.2f}, idle {gaps:.2f} (host gaps "
+            f"{rows.get(HOST, 0.0):.2f})"
         )
     return lines
 
@@ -141,12 +143,13 @@ def device_lines(measured: Measured) -> list[str]:
 def notes(trace: Trace, reading: Reading, rates: Rates | None) -> list[str]:
     """What the table cannot tell."""
     found, kernels = [], [kernel for own in trace.kernels.values() for kernel in own]
-    unnamed = unnamed_share(trace.kernels, reading)
-    if unnamed > SMALL:
+    shares = unnamed(trace.kernels, reading)
+    if (share := sum(shares.values())) > SMALL:
+        largest = ", ".join(f"{own:.1%} {name[:60]}" for name, own in list(shares.items())[:3])
         found.append(
-            f"{unnamed:.0%} of the kernels' time is of kernels whose operation the trace does not name, as in CUDA "
-            "graphs: they are sorted by their names only. For all names, trace a config (megajax profile CONFIG), or "
-            "start the run with XLA_FLAGS=--xla_gpu_enable_command_buffer= in its environment."
+            f"{share:.0%} of the kernels' time is of kernels whose operation the trace does not name, as in CUDA "
+            f"graphs: they are sorted by their names only ({largest}). For all names, trace a config (megajax profile "
+            "CONFIG), or start the run with XLA_FLAGS=--xla_gpu_enable_command_buffer= in its environment."
         )
     if not any(kernel.launched is not None for kernel in kernels):
         found.append("The trace has no launches, so it cannot tell what the host held back: all gaps count as idle.")

@@ -1,8 +1,9 @@
 """The time of a step on a device, divided by what the device did.
 
 At each moment the device computes, or it only communicates, or nothing runs. A moment in which a compute kernel runs
-belongs to that kernel, however many collectives run beside it; a collective has the rest: its exposed time. If several
-kernels of a kind run, the moment belongs to the one that began last. So the rows add up to the step.
+belongs to that kernel, however many collectives run beside it; a collective has the rest: its exposed time, after its
+wait for the device that comes to it last. If several kernels of a kind run, the moment belongs to the one that began
+last. So the rows add up to the step.
 """
 
 from collections import defaultdict
@@ -28,7 +29,7 @@ from megajax.tools.profile.trace import Kernel
 
 WAITING, BUBBLE = "waiting for the slowest device", "pipeline bubble"
 HOST, IDLE, OTHERS = "host gaps", "idle between kernels", "other programs"
-EXPOSED = "collectives over "  # and the axes
+EXPOSED, AT = "collectives over ", "waiting in collectives over "  # and the axes
 UNKNOWN_AXIS = "axes that the trace does not name"
 type Rows = dict[str, float]
 
@@ -86,13 +87,20 @@ class Reading:
         return is_collective(op) if op else group_of_kernel(kernel.name) == COLLECTIVES
 
 
-def rows_of(kernels: Sequence[Kernel], reading: Reading) -> Rows:
-    """The ms of each row between the first kernel's start and the last one's end, of one device."""
+def rows_of(kernels: Sequence[Kernel], reading: Reading, transfers: Mapping[Kernel, float] | None = None) -> Rows:
+    """The ms of each row between the first kernel's start and the last one's end, of one device.
+
+    `transfers` are those of `transfer_times`; without them no time counts as waiting.
+    """
     kernels = [kernel for kernel in kernels if kernel.end > kernel.start and not reading.contains_others(kernel)]
     rows: Rows = defaultdict(float)
     for start, end, running, following in _moments(kernels, reading.communicates):
         if running is not None:
-            rows[reading.row(running)] += end - start
+            row, waiting = reading.row(running), 0.0
+            if transfers and running in transfers and row.startswith(EXPOSED):
+                waiting = min(max(running.end - transfers[running] - start, 0.0), end - start)
+                rows[AT + row.removeprefix(EXPOSED)] += waiting
+            rows[row] += end - start - waiting
             continue
         # The host held the device back until it launched the next kernel.
         launched = following.launched if following is not None and following.launched is not None else start
@@ -100,6 +108,24 @@ def rows_of(kernels: Sequence[Kernel], reading: Reading) -> Rows:
         rows[HOST] += held
         rows[IDLE] += end - start - held
     return {row: ms for row, ms in rows.items() if ms}
+
+
+def transfer_times(kernels: Mapping[str, Sequence[Kernel]], reading: Reading) -> dict[Kernel, float]:
+    """The ms in which each collective transfers: the shortest run of it on any device, that of the last to come to it.
+
+    Of collectives that not all devices ran as often nothing is known.
+    """
+    runs: dict[str, dict[str, list[Kernel]]] = defaultdict(lambda: defaultdict(list))
+    for device, own in kernels.items():
+        for kernel in own:
+            if reading.communicates(kernel):
+                runs[kernel.op or kernel.name][device].append(kernel)
+    found: dict[Kernel, float] = {}
+    for by_device in runs.values():
+        if len(by_device) == len(kernels) and len({len(own) for own in by_device.values()}) == 1:
+            for run in zip(*by_device.values(), strict=True):
+                found |= dict.fromkeys(run, min(kernel.end - kernel.start for kernel in run))
+    return found
 
 
 def _moments(
@@ -133,15 +159,15 @@ def measure(
     kernels: Mapping[str, Sequence[Kernel]], reading: Reading, steps: int, schedule: Schedule | None = None
 ) -> Measured:
     """The rows of a step; `schedule` is that of a pipeline."""
+    transfers = transfer_times(kernels, reading)
     devices = {
-        device: {row: ms / steps for row, ms in rows_of(own, reading).items()} for device, own in kernels.items()
+        device: {row: ms / steps for row, ms in rows_of(own, reading, transfers).items()}
+        for device, own in kernels.items()
     }
-    most = max(computing(rows) for rows in devices.values())
-    changed = [without_bubble(without_waiting(rows, most), schedule) for rows in devices.values()]
     mean: Rows = defaultdict(float)
-    for rows in changed:
-        for row, ms in rows.items():
-            mean[row] += ms / len(changed)
+    for rows in devices.values():
+        for row, ms in without_bubble(rows, schedule).items():
+            mean[WAITING if row.startswith(AT) else row] += ms / len(devices)
     return Measured(dict(mean), devices)
 
 
@@ -150,22 +176,14 @@ def exposed(rows: Rows) -> float:
     return sum(ms for row, ms in rows.items() if row.startswith(EXPOSED))
 
 
+def waiting(rows: Rows) -> float:
+    """The time in which a device waited in a collective for another device, and computed nothing."""
+    return sum(ms for row, ms in rows.items() if row.startswith(AT))
+
+
 def computing(rows: Rows) -> float:
     """The time in which a device computed."""
-    return sum(ms for row, ms in rows.items() if row not in (HOST, IDLE)) - exposed(rows)
-
-
-def without_waiting(rows: Rows, most: float) -> Rows:
-    """Rows in which exposed collectives lack the time that this device needs less than the one that computes `most`.
-
-    A device that is done earlier waits in its next collective.
-    """
-    communicating = exposed(rows)
-    waiting = min(communicating, most - computing(rows))
-    if waiting <= 0:
-        return rows
-    kept = {row: ms * (1 - waiting / communicating) if row.startswith(EXPOSED) else ms for row, ms in rows.items()}
-    return {**kept, WAITING: waiting}
+    return sum(ms for row, ms in rows.items() if row not in (HOST, IDLE)) - exposed(rows) - waiting(rows)
 
 
 def idle_share(schedule: Schedule) -> float:
@@ -186,7 +204,7 @@ def without_bubble(rows: Rows, schedule: Schedule | None) -> Rows:
         return rows
     layers = ATTENTION, MATMULS, ELEMENTWISE
     if schedule.backward_parts:  # an idle stage waits in the next collective
-        waits = {row: ms for row, ms in rows.items() if row.startswith(EXPOSED) and "pipeline" in row}
+        waits = {row: ms for row, ms in rows.items() if row.startswith((EXPOSED, AT)) and "pipeline" in row}
         expected = sum(rows.get(row, 0.0) for row in layers) * (schedule.stages - 1) / schedule.microbatches
         bubble = min(expected, sum(waits.values()))
         return rows | {row: ms * (1 - bubble / sum(waits.values())) for row, ms in waits.items()} | {BUBBLE: bubble}
@@ -195,10 +213,14 @@ def without_bubble(rows: Rows, schedule: Schedule | None) -> Rows:
     return {row: ms * (1 - share) if row in layers else ms for row, ms in rows.items()} | {BUBBLE: bubble}
 
 
-def unnamed_share(kernels: Mapping[str, Sequence[Kernel]], reading: Reading) -> float:
-    """The share of the kernels' time whose operation the trace does not name, and whose row is not certain."""
+def unnamed(kernels: Mapping[str, Sequence[Kernel]], reading: Reading) -> dict[str, float]:
+    """Kernels whose operation the trace does not name, and whose row is not certain: shares of all kernels' time.
+
+    By the kernels' names, the largest first.
+    """
     own = [kernel for of_device in kernels.values() for kernel in of_device if reading.is_own(kernel)]
-    uncertain = [kernel for kernel in own if not reading.names(kernel) and not reading.only_axes(kernel.name)]
-    unnamed = sum(kernel.end - kernel.start for kernel in uncertain)
-    whole = sum(kernel.end - kernel.start for kernel in own)
-    return unnamed / whole if whole else 0.0
+    whole, found = sum(kernel.end - kernel.start for kernel in own), defaultdict[str, float](float)
+    for kernel in own:
+        if not reading.names(kernel) and not reading.only_axes(kernel.name):
+            found[kernel.name] += (kernel.end - kernel.start) / whole
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
