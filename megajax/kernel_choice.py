@@ -16,6 +16,7 @@ from megajax.layout.kinds import CROSS_ATTENTION, has_sublayer, layer_windows
 from megajax.layout.recurrent import channels_with_decays, recurrent_heads, recurrent_widths
 from megajax.mesh import within_processes
 from megajax.ops import fp8, jla
+from megajax.ops.blockwise_fp8 import BLOCK
 from megajax.ops.fp8 import Implementation as Fp8Implementation
 from megajax.ops.ranged_attention_triton import WIDEST
 from megajax.options.fp8_recipes import Fp8Recipe
@@ -394,13 +395,14 @@ def _hopper_grouped_obstacle(
     if hardware.capability != HOPPER.capability:
         problem = f"the Hopper kernel needs compute capability 9.0 and this is {hardware.capability}"
         return problem, "set it to auto"
-    from megajax.ops.grouped_matmul_kernel import columns  # here: Mosaic takes half a second
+    from megajax.ops.grouped_matmul_kernel import COLUMNS  # here: Mosaic takes half a second
 
-    multiple = columns(recipe is not None)
+    in_blocks = recipe is not None and recipe.has_hopper_kernels
+    multiple = BLOCK if in_blocks else COLUMNS
     if any(width % multiple for width in widths):
         instead = f"add tensor to mesh.experts_over, or {cure}" if over_tensor else cure
         given = ", ".join(str(width) for width in widths)
-        name = "Hopper kernel" if recipe is None else "FP8 kernel"
+        name = "kernel of this FP8 recipe" if in_blocks else "Hopper kernel"
         return f"the {name} needs widths that are multiples of {multiple} and these are {given}", instead
     return None
 

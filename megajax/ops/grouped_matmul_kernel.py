@@ -12,7 +12,7 @@ may be mixed. Sums stay in the tensor cores' accumulator, which keeps fewer bits
 "fast accumulation"); they are scaled in FP32 before they are rounded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,14 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from megajax.ops.grouped_matmul_block import STORE_ROWS, SWIZZLE, MatmulTiling, ThreadBlock, launch
 from megajax.ops.grouped_rows import ALIGNMENT, STEP, row_tiles, running_sum, step_bounds
 
-COLUMNS = 64  # the widths of 16-bit operands and of results are multiples of this
+COLUMNS = 64  # the widths of operands and of results are multiples of this
 MULTIPROCESSORS = 132  # of H100 SXM, H200 and GH200
 TILING = MatmulTiling()
-
-
-def columns(fp8: bool) -> int:
-    """The widths of operands must be multiples of this: in FP8, of a whole step of the sum."""
-    return STEP if fp8 else COLUMNS
 
 
 def matmul(
@@ -81,7 +76,8 @@ def fp8_matmul(
     def kernel(tiles_ref, scale_ref, x_ref, w_ref, out_ref, *memory) -> None:
         ThreadBlock(tiling, *memory).run(GroupedRows(tiling, scale_ref[0], True, tiles_ref, x_ref, w_ref, out_ref))
 
-    T, depth = x_tk.shape[0] if rows is None else rows, _depth(x_tk.dtype)
+    T, depth = x_tk.shape[0] if rows is None else rows, _depth(x_tk.dtype, x_tk.shape[1])
+    tiling = replace(tiling, stages=tiling.stages * STEP // depth)
     a = jax.ShapeDtypeStruct((tiling.rows, depth), x_tk.dtype)
     b = jax.ShapeDtypeStruct((tiling.block_cols, depth), w_enk.dtype)
     out = jax.ShapeDtypeStruct((T, w_enk.shape[1]), dtype)
@@ -153,9 +149,10 @@ def _scalar(scale: jax.Array) -> jax.Array:
     return scale.astype(jnp.float32).reshape(1)
 
 
-def _depth(dtype: Any) -> int:
-    """The depth of one step of the sum."""
-    return SWIZZLE // jnp.dtype(dtype).itemsize
+def _depth(dtype: Any, width: int = 0) -> int:
+    """The depth of one step of a sum over `width` numbers, if it is known: half steps if it is no whole steps."""
+    depth = SWIZZLE // jnp.dtype(dtype).itemsize
+    return depth // 2 if width % depth else depth
 
 
 @dataclass(frozen=True)
@@ -179,13 +176,13 @@ class GroupedRows:
 
     def steps(self, tile):
         (_, group, first, last), _ = tile
-        steps = pl.cdiv(self.x.shape[1], _depth(self.x.dtype))
+        steps = self.x.shape[1] // _depth(self.x.dtype, self.x.shape[1])
         return jnp.where((group < self.w.shape[0]) & (first < last), steps, 0)
 
     def load(self, tile, step, a, b, arrived):
         (start, group, _, _), col_tile = tile
         down = pl.ds(pl.multiple_of(start, ALIGNMENT), self.tiling.rows)
-        depth = _depth(self.x.dtype)
+        depth = _depth(self.x.dtype, self.x.shape[1])
         depth = pl.ds(step * depth, depth)
         across = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
         plgpu.copy_gmem_to_smem(self.x.at[down, depth], a, arrived)

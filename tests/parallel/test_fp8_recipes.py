@@ -283,7 +283,7 @@ def test_experts_in_blocks_need_whole_blocks_and_the_hopper_kernel():
 
     assert (choose().fp8, choose().grouped_matmul) == ("pallas", "pallas")
     narrow = "model.expert_ffn_hidden_size=1472"
-    needs = "FP8 kernel needs widths that are multiples of 128 and these are 4096, 1472"
+    needs = "kernel of this FP8 recipe needs widths that are multiples of 128 and these are 4096, 1472"
     with pytest.raises(ConfigError, match=f"{needs}: set precision.fp8.backend=emulated or use kernels"):
         choose(narrow)
     emulated = choose(narrow, "precision.fp8.backend=emulated")
