@@ -134,10 +134,10 @@ def multiply(a_mk: BlockOperand, b_nk: BlockOperand, dtype: Any, implementation:
     return product.astype(dtype)
 
 
-def scaled_dot(a_bmk: Stored, b_bnk: Stored) -> jax.Array:
-    """`a @ b.T` of stacks of operands without their factors: `[B, M, N]` FP32, one block-scaled call on Blackwell."""
+def scaled_dot(a_bmk: Stored, b_bnk: Stored, dtype: Any = jnp.float32) -> jax.Array:
+    """`a @ b.T` of stacks of operands without their factors: `[B, M, N]`, one block-scaled call on Blackwell."""
     (a, a_scales), (b, b_scales) = a_bmk, b_bnk
-    return jax.nn.scaled_matmul(a, b, a_scales, b_scales, jnp.float32)
+    return jax.nn.scaled_matmul(a, b, a_scales, b_scales, dtype)
 
 
 def operand_dtype(dtype: Any) -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.ops import grouped_fp8_reference, grouped_matmul_xla
-from megajax.ops.block_formats import BlockOperand, operand_dtype, scaled_dot
+from megajax.ops.block_formats import BlockOperand, Stored, operand_dtype, scaled_dot
 from megajax.ops.block_matmul import BlockWeight, MaxOverDevices
 from megajax.ops.grouped_matmul import GroupedImplementation, rows_times_weights, weight_gradient
 from megajax.ops.grouped_rows import STEP, padded_rows, steps
@@ -35,7 +35,12 @@ def grouped_product(
     factor = None if x.factor is None or stacked.factor is None else x.factor * stacked.factor[0]
     if w.implementation == "cudnn" and implementation == "xla":
         weights = jax.vmap(BlockOperand.stored)(stacked)
-        return grouped_matmul_xla.product(scaled_dot, x.stored(), weights, group_sizes_e, x_rf.dtype, factor)
+
+        def dot(a: Stored, b: Stored) -> jax.Array:
+            product = scaled_dot(a, b, x_rf.dtype if factor is None else jnp.float32)
+            return (product if factor is None else product * factor).astype(x_rf.dtype)
+
+        return grouped_matmul_xla.product(dot, x.stored(), weights, group_sizes_e)
     dtype = operand_dtype(x_rf.dtype)
     numbers = jax.vmap(lambda matrix: matrix.numbers(dtype))(stacked)
     how = {"transpose_w": True, "implementation": _in_dtype(implementation, dtype)}

@@ -3,6 +3,7 @@
 They are the matmuls of experts, with or without a capacity. The group sizes are known only at run time.
 """
 
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.ops import grouped_matmul_triton, grouped_matmul_xla
-from megajax.ops.grouped_rows import step_bounds
+from megajax.ops.grouped_rows import STEP, step_bounds
 from megajax.ops.numerics import wide
 
 GroupedImplementation = Literal["reference", "pallas", "triton", "xla"]
@@ -82,8 +83,14 @@ def fp8_rows_times_weights(
         how = {"rows": rows, "blocks": _multiprocessors()}
         return _kernel().fp8_matmul(x_tk, w_enk, inverse_scale, group_sizes_e, dtype, **how)
     if implementation == "xla":
-        dot = grouped_matmul_xla.dot_of_groups
-        return grouped_matmul_xla.product(dot, (x_tk,), (w_enk,), group_sizes_e, dtype, inverse_scale, rows)
+        sum_dtype = jnp.float32 if dtype == jnp.float16 else dtype  # unscaled sums overflow FP16
+
+        def dot(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
+            """On GPUs one FP8 matmul with the FP32 scale inside, as `fp8_reference.matmul`."""
+            product = grouped_matmul_xla.dot_of_groups(a, b, sum_dtype)
+            return (product * inverse_scale.astype(sum_dtype)).astype(dtype)
+
+        return grouped_matmul_xla.product(dot, (x_tk,), (w_enk,), group_sizes_e, rows)
     x, w = x_tk[:rows].astype(jnp.float32), w_enk.astype(jnp.float32)
     out = rows_times_weights(x, w, group_sizes_e, transpose_w=True, implementation="reference")
     return (out * inverse_scale).astype(dtype)
@@ -108,8 +115,9 @@ def fp8_weight_gradient(
         )
     P = min(x_mp.shape[1], dy_np.shape[1])
     if implementation == "xla":
-        dot = grouped_matmul_xla.dot_of_groups
-        found = grouped_matmul_xla.sum_over_steps(dot, (x_mp,), (dy_np,), group_sizes_e, P)
+        dot = partial(grouped_matmul_xla.dot_of_groups, dtype=jnp.float32)
+        rows = P - (len(group_sizes_e) - 1) * STEP
+        found = grouped_matmul_xla.sum_over_steps(dot, (x_mp,), (dy_np,), group_sizes_e, rows)
         return (found * inverse_scale).astype(dtype)
     bounds = step_bounds(group_sizes_e)
     members = _between(bounds[:, 0], bounds[:, 1], P)[:, None]

@@ -1,79 +1,110 @@
 """Matmuls of groups of rows by XLA's libraries, batched over the groups, for any GPU: the contract of `grouped_matmul`.
 
-A library's matmul has no groups of different sizes. So a round takes the next rows of each group, the same number of
-each, and multiplies them in one batched matmul; there are rounds until no group has rows left. FP8 and numbers with
-scales of blocks need no kernel of our own. With uneven groups the rounds also multiply rows that nobody needs.
+A library's matmul has no groups of different sizes. So a first round multiplies as many rows of each group in one
+batched matmul. The rows that are left then are cut into tiles, each of one group; a later round multiplies the next
+tiles, each with a copy of its group's weights. FP8 and numbers with scales of blocks need no kernel of our own.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from megajax.ops.grouped_rows import STEP, Rounds, group_of_rows, running_sum
+from megajax.ops.grouped_rows import STEP, group_of_rows, running_sum
 from megajax.ops.numerics import wide
 
-# Rows of each group in the first round and in a later one, as parts of an even share: gradients of weights are sums
-# over the rounds, so one should do for most routings.
-FIRST, LATER = 1.25, 0.5
+# Rows of each group in the first round, and of a tile, as parts of an even share. A tile of a gradient is taller,
+# because each adds to an FP32 gradient. docs/experts.md has the costs that they follow from.
+FIRST, TILE, GRADIENT_TILE = 1.125, 0.5, 1.0
+GROUPS_PER_TILE = 8  # a later round has a tile for this many groups
 
 Operand = tuple[jax.Array, ...]  # numbers, and of numbers in blocks their scales
-# [E, M, K] and [E, N, K] → [E, M, N] of each group, summed over K
-Dot = Callable[[Operand, Operand], jax.Array]
+Dot = Callable[[Operand, Operand], jax.Array]  # of some groups or tiles [B, M, K] and their weights → [B, M, N]
+
+
+class Tiles(NamedTuple):
+    """`height` rows of each of B groups."""
+
+    group: jax.Array  # [B] int32; a tile of group E has no rows
+    start: jax.Array  # [B] int32: its first row, counted from the group's first
+    height: int
+
+
+class TileRounds(NamedTuple):
+    """The rows of the first round and of the later ones."""
+
+    first: int  # of each group
+    height: int  # of a tile of a later round; 0: there is no later round
+    tiles: int  # of a later round
+
+    @classmethod
+    def of(cls, rows: int, groups: int, height: float) -> "TileRounds":
+        """For `rows` of all groups, with this height of a tile as a part of an even share; in whole steps."""
+        most = pl.cdiv(rows, STEP)
+        first, height = (min(most, max(1, round(part * most / groups))) for part in (FIRST, height))
+        return cls(first * STEP, min(height, most - first) * STEP, max(1, groups // GROUPS_PER_TILE))
+
+    def later(self, group_sizes_e: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Tiles]]:
+        """The number of later rounds, and the tiles of each, in the order of groups and rows."""
+        counts = pl.cdiv(jnp.maximum(group_sizes_e.astype(jnp.int32) - self.first, 0), self.height)
+        ends = running_sum(counts)
+
+        def tiles(round: jax.Array) -> Tiles:
+            tile = round * self.tiles + jnp.arange(self.tiles)
+            group = jnp.sum(tile[:, None] >= ends, axis=1, dtype=jnp.int32)
+            index = tile - (ends - counts).at[group].get(mode="clip")
+            return Tiles(group, self.first + index * self.height, self.height)
+
+        return pl.cdiv(ends[-1], self.tiles), tiles
 
 
 def matmul(x_tk: jax.Array, w: jax.Array, group_sizes_e: jax.Array, *, transpose_w: bool = False) -> jax.Array:
     """Rows of x [T, K] times the w of their group, [E, K, N] or with `transpose_w` [E, N, K] -> [T, N] in x's dtype."""
-    w = w.astype(x_tk.dtype)
-    return product(dot_of_groups, (x_tk,), (w if transpose_w else w.swapaxes(1, 2),), group_sizes_e, x_tk.dtype)
+
+    def dot(a: Operand, b: Operand) -> jax.Array:
+        return dot_of_groups(a, b if transpose_w else (b[0].swapaxes(1, 2),), x_tk.dtype)
+
+    return product(dot, (x_tk,), (w.astype(x_tk.dtype),), group_sizes_e)
 
 
 def weight_gradient(x_tm: jax.Array, dy_tn: jax.Array, group_sizes_e: jax.Array, dtype: Any) -> jax.Array:
     """x_eᵀ dy_e over the rows of each group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`."""
-    starts = running_sum(group_sizes_e) - group_sizes_e
 
-    def add(first: jax.Array | int, height: int, gradient_emn: jax.Array) -> jax.Array:
-        index = first + jnp.arange(height)
-        held = (index < group_sizes_e[:, None])[..., None]
-        x, dy = (
-            jnp.where(held, a.at[starts[:, None] + index].get(mode="clip"), 0).swapaxes(1, 2) for a in (x_tm, dy_tn)
-        )
-        return gradient_emn + dot_of_groups((x,), (dy,))
+    def of_tiles(tiles: Tiles) -> jax.Array:
+        ((x,), (dy,)) = (_rows_of(operand, tiles, group_sizes_e) for operand in ((x_tm,), (dy_tn,)))
+        return dot_of_groups((x.swapaxes(1, 2),), (dy.swapaxes(1, 2),), wide(x.dtype))
 
-    shape = len(group_sizes_e), x_tm.shape[1], dy_tn.shape[1]
-    return _in_rounds(add, group_sizes_e, len(x_tm), jnp.zeros(shape, wide(x_tm.dtype))).astype(dtype)
+    return _sum_over_tiles(of_tiles, group_sizes_e, len(x_tm)).astype(dtype)
 
 
-def product(
-    dot: Dot,
-    x: Operand,
-    w: Operand,
-    group_sizes_e: jax.Array,
-    dtype: Any,
-    factor: jax.Array | None = None,
-    rows: int | None = None,
-) -> jax.Array:
-    """Rows of x `[R, K]` times the w `[E, N, K]` of their group, times `factor`: `[rows, N]` in `dtype`.
+def product(dot: Dot, x: Operand, w: Operand, group_sizes_e: jax.Array, rows: int | None = None) -> jax.Array:
+    """`dot` of rows of x `[R, K]` and the w `[E, ...]` of their group: `[rows, N]`.
 
     Rows after the last group may hold NaN; their results are zeros. `rows`: R if not given.
     """
-    (E, N, _), R = w[0].shape, rows or len(x[0])
-    starts = running_sum(group_sizes_e) - group_sizes_e
-    group = group_of_rows(group_sizes_e, R)
-    position = jnp.where(group < E, jnp.arange(R) - starts.at[group].get(mode="clip"), -1)  # in its group
+    E, R = len(w[0]), rows or len(x[0])
+    rounds = TileRounds.of(R, E, TILE)
+    first = dot(_rows_of(x, _first_tiles(rounds, E), group_sizes_e), w)
+    starts, group = running_sum(group_sizes_e) - group_sizes_e, group_of_rows(group_sizes_e, R)
+    position = jnp.arange(R) - starts.at[group].get(mode="clip")  # in its group
+    found = first.reshape(E * rounds.first, -1).at[group * rounds.first + position].get(mode="clip")
+    found = jnp.where(((group < E) & (position < rounds.first))[:, None], found, 0)
+    if not rounds.height:
+        return found
+    number, tiles_of = rounds.later(group_sizes_e)
 
-    def add(first: jax.Array | int, height: int, product_rn: jax.Array) -> jax.Array:
-        taken = starts[:, None] + first + jnp.arange(height)
-        found = dot(jax.tree.map(lambda a: a.at[taken].get(mode="clip"), x), w).reshape(-1, N)
-        here = position - first
-        found = found.at[group * height + here].get(mode="clip")
-        found = (found if factor is None else found * factor).astype(dtype)
-        return jnp.where(((here >= 0) & (here < height))[:, None], found, product_rn)
+    def add(round: jax.Array, found: jax.Array) -> jax.Array:
+        tiles = tiles_of(round)
+        weights = jax.tree.map(lambda a: a.at[tiles.group].get(mode="clip"), w)
+        new = dot(_rows_of(x, tiles, group_sizes_e), weights)
+        index, held = _indices(tiles, group_sizes_e)
+        unused = R + jnp.arange(index.size).reshape(index.shape)  # dropped; all indices are different
+        return found.at[jnp.where(held, index, unused)].set(new, mode="drop", unique_indices=True)
 
-    return _in_rounds(add, group_sizes_e, R, jnp.zeros((R, N), dtype))
+    return lax.fori_loop(0, number, add, found)
 
 
 def sum_over_steps(dot: Dot, x: Operand, dy: Operand, group_sizes_e: jax.Array, rows: int) -> jax.Array:
@@ -83,37 +114,64 @@ def sum_over_steps(dot: Dot, x: Operand, dy: Operand, group_sizes_e: jax.Array, 
     more.
     """
     counts = pl.cdiv(group_sizes_e, STEP)
-    starts = running_sum(counts) - counts
     steps = x[0].shape[1] // STEP
     operands = jax.tree.map(lambda a: a.reshape(len(a), steps, -1), (x, dy))
 
-    def add(first: jax.Array | int, height: int, gradient_emn: jax.Array) -> jax.Array:
-        index = first // STEP + jnp.arange(height // STEP)
-        held = (index < counts[:, None])[:, None, :, None]
+    def of_tiles(tiles: Tiles) -> jax.Array:
+        index, held = _indices(Tiles(tiles.group, tiles.start // STEP, tiles.height // STEP), counts)
 
         def operand(of_steps: Operand) -> Operand:
-            numbers, *scales = (a.at[:, starts[:, None] + index].get(mode="clip").swapaxes(0, 1) for a in of_steps)
-            numbers = jnp.where(held, numbers, 0)  # not the scales: E8M0 has no zero
+            numbers, *scales = (a.at[:, index].get(mode="clip").swapaxes(0, 1) for a in of_steps)
+            numbers = jnp.where(held[:, None, :, None], numbers, 0)  # not the scales: E8M0 has no zero
             return tuple(a.reshape(*a.shape[:2], -1) for a in (numbers, *scales))
 
-        return gradient_emn + dot(*map(operand, operands))
+        return dot(*map(operand, operands))
 
-    return _in_rounds(add, group_sizes_e, rows, jnp.zeros((len(counts), len(x[0]), len(dy[0])), jnp.float32))
+    return _sum_over_tiles(of_tiles, group_sizes_e, rows)
 
 
-def dot_of_groups(a: Operand, b: Operand) -> jax.Array:
-    """`a @ b.T` of each group; sums are in FP32 (FP64 for FP64)."""
+def dot_of_groups(a: Operand, b: Operand, dtype: Any) -> jax.Array:
+    """`a @ b.T` of each group, in `dtype`; sums are in FP32 (FP64 for FP64).
+
+    On GPUs the library writes `dtype`; XLA would convert an FP32 product in a separate pass.
+    """
     (x,), (y,) = a, b
-    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     return lax.dot_general(x, y, (((2,), (2,)), ((0,), (0,))), preferred_element_type=dtype)
 
 
-def _in_rounds(
-    add: Callable[[jax.Array | int, int, jax.Array], jax.Array], group_sizes_e: jax.Array, R: int, total: jax.Array
-) -> jax.Array:
-    """`add(first, height, total)` for the R rows of all groups: `height` of each group, from its row `first` on."""
-    rounds = Rounds.of(R / (len(group_sizes_e) * STEP), pl.cdiv(R, STEP), FIRST, LATER)  # of steps
-    total = add(0, rounds.first * STEP, total)
-    if (number := rounds.number(pl.cdiv(jnp.max(group_sizes_e).astype(jnp.int32), STEP))) is None:
+def _sum_over_tiles(of_tiles: Callable[[Tiles], jax.Array], group_sizes_e: jax.Array, rows: int) -> jax.Array:
+    """The sum of `of_tiles(tiles)` `[B, M, N]` over the tiles of each group, `[E, M, N]`."""
+    E = len(group_sizes_e)
+    rounds = TileRounds.of(rows, E, GRADIENT_TILE)
+    total = of_tiles(_first_tiles(rounds, E))
+    if not rounds.height:
         return total
-    return lax.fori_loop(1, number, lambda r, total: add(rounds.start(r) * STEP, rounds.rows * STEP, total), total)
+    number, tiles_of = rounds.later(group_sizes_e)
+
+    def add(round: jax.Array, total: jax.Array) -> jax.Array:
+        tiles = tiles_of(round)
+        new = of_tiles(tiles)
+        # One after another: several may be of one group, and XLA's scatter would add those in any order.
+        return lax.fori_loop(0, rounds.tiles, lambda i, total: total.at[tiles.group[i]].add(new[i], mode="clip"), total)
+
+    return lax.fori_loop(0, number, add, total)
+
+
+def _first_tiles(rounds: TileRounds, E: int) -> Tiles:
+    return Tiles(jnp.arange(E), jnp.zeros(E, jnp.int32), rounds.first)
+
+
+def _rows_of(operand: Operand, tiles: Tiles, group_sizes_e: jax.Array) -> Operand:
+    """The rows `[B, height, K]` of tiles; numbers after a group's last row are zeros."""
+    index, held = _indices(tiles, group_sizes_e)
+    numbers, *scales = (a.at[index].get(mode="clip") for a in operand)
+    return jnp.where(held[..., None], numbers, 0), *scales
+
+
+def _indices(tiles: Tiles, group_sizes_e: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of the rows of tiles their indices and whether their group has them, `[B, height]`."""
+    E, sizes = len(group_sizes_e), group_sizes_e.astype(jnp.int32)
+    starts = running_sum(sizes) - sizes
+    start, size = (a.at[tiles.group].get(mode="clip")[:, None] for a in (starts, sizes))
+    row = tiles.start[:, None] + jnp.arange(tiles.height)
+    return start + row, (row < size) & (tiles.group < E)[:, None]

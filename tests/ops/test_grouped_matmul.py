@@ -143,6 +143,58 @@ def test_rows_after_the_last_group_are_not_read(rng, name):
         check([found], [expected], 3e-3)
 
 
+# Of 16 groups and 64 steps of 128 rows: round(1.125 · 64 / 16) = 4 steps of each first, then tiles of 2 steps, or of 4
+# for gradients, two a round. Sizes of the first groups; the tiles in use by group and first row; gradients' tiles.
+SKEWED = {
+    "within the first round": ((512, 0, 1, 511, *[512] * 12), [], []),
+    "a few": (
+        (2000, 0, 513, 512, 1025, 1),
+        [(0, 512), (0, 768), (0, 1024), (0, 1280), (0, 1536), (0, 1792), (2, 512), (4, 512), (4, 768), (4, 1024)],
+        [(0, 512), (0, 1024), (0, 1536), (2, 512), (4, 512), (4, 1024)],
+    ),
+    "an odd number": ((0, 513, 0, 0, 1024), [(1, 512), (4, 512), (4, 768)], [(1, 512), (4, 512)]),
+    "all in the last": (
+        (*[0] * 15, 8192),
+        [(15, start) for start in range(512, 8192, 256)],
+        [(15, start) for start in range(512, 8192, 512)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def skewed_products():
+    def run(x, w, dy, aligned_x, aligned_dy, sizes):
+        sums = xla.sum_over_steps(lambda *a: xla.dot_of_groups(*a, jnp.float32), aligned_x, aligned_dy, sizes, len(x))
+        out, dx = xla.matmul(x, w, sizes), xla.matmul(dy, w, sizes, transpose_w=True)
+        return out, dx, xla.weight_gradient(x, dy, sizes, jnp.float32), sums
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("case", SKEWED)
+def test_later_rounds_multiply_only_the_tiles_that_are_left(rng, skewed_products, case):
+    sizes, *expected = SKEWED[case]
+    sizes = np.array([*sizes, *[0] * (16 - len(sizes))], np.int32)
+    for height, tiles in zip((xla.TILE, xla.GRADIENT_TILE), expected, strict=True):
+        rounds = xla.TileRounds.of(8192, 16, height)
+        assert rounds == (512, int(512 * height), 2)
+        number, tiles_of = rounds.later(jnp.asarray(sizes))
+        found = [t for r in range(int(number)) for t in zip(*map(np.asarray, tiles_of(jnp.int32(r))[:2]), strict=True)]
+        assert int(number) == (len(tiles) + 1) // 2 and found[: len(tiles)] == tiles
+        assert all(group == 16 for group, _ in found[len(tiles) :])
+    x, w, dy = (rng.normal(size=s).astype(np.float32) for s in ((8192, 8), (16, 8, 24), (8192, 24)))
+    correct = in_float64(x, w, dy, sizes)
+    aligned = [np.zeros((a.shape[1], grouped_rows.padded_rows(8192, 16)), np.float32) for a in (x, dy)]
+    start = row = 0
+    for size in sizes:
+        for of, a in zip(aligned, (x, dy), strict=True):
+            of[:, start : start + size] = a[row : row + size].T
+        start, row = start + -(-size // 128) * 128, row + size
+    x[sizes.sum() :] = dy[sizes.sum() :] = np.nan
+    found = skewed_products(x, w, dy, (aligned[0],), (aligned[1],), sizes)
+    check(found, (*correct, correct[2]), 1e-6)
+
+
 def choose(requested, platform="gpu", capability="9.0", dtype="bfloat16", widths=(2048, 768), **others):
     return choose_grouped_matmul(requested, Hardware(platform, capability), dtype, widths, **others)
 
