@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from megajax.ops.barriers import not_repeated
 from megajax.ops.grouped_rows import STEP, group_of_rows, running_sum
 from megajax.ops.numerics import wide
 
@@ -55,7 +56,7 @@ class TileRounds(NamedTuple):
         def tiles(round: jax.Array) -> Tiles:
             tile = round * self.tiles + jnp.arange(self.tiles)
             group = jnp.sum(tile[:, None] >= ends, axis=1, dtype=jnp.int32)
-            index = tile - (ends - counts).at[group].get(mode="clip")
+            index = tile - _taken(ends - counts, group)
             return Tiles(group, self.first + index * self.height, self.height)
 
         return pl.cdiv(ends[-1], self.tiles), tiles
@@ -89,20 +90,21 @@ def product(dot: Dot, x: Operand, w: Operand, group_sizes_e: jax.Array, rows: in
     rounds = TileRounds.of(R, E, TILE)
     first = dot(_rows_of(x, _first_tiles(rounds, E), group_sizes_e), w)
     starts, group = running_sum(group_sizes_e) - group_sizes_e, group_of_rows(group_sizes_e, R)
-    position = jnp.arange(R) - starts.at[group].get(mode="clip")  # in its group
-    found = first.reshape(E * rounds.first, -1).at[group * rounds.first + position].get(mode="clip")
-    found = jnp.where(((group < E) & (position < rounds.first))[:, None], found, 0)
+    position = jnp.arange(R) - _taken(starts, group)  # in its group
+    index, held = not_repeated((group * rounds.first + position, (group < E) & (position < rounds.first)))
+    found = jnp.where(held[:, None], _taken(first.reshape(E * rounds.first, -1), index), 0)
     if not rounds.height:
         return found
     number, tiles_of = rounds.later(group_sizes_e)
 
     def add(round: jax.Array, found: jax.Array) -> jax.Array:
         tiles = tiles_of(round)
-        weights = jax.tree.map(lambda a: a.at[tiles.group].get(mode="clip"), w)
+        weights = jax.tree.map(lambda a: _taken(a, tiles.group), w)
         new = dot(_rows_of(x, tiles, group_sizes_e), weights)
         index, held = _indices(tiles, group_sizes_e)
         unused = R + jnp.arange(index.size).reshape(index.shape)  # dropped; all indices are different
-        return found.at[jnp.where(held, index, unused)].set(new, mode="drop", unique_indices=True)
+        index = not_repeated(jnp.where(held, index, unused))
+        return found.at[index].set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
     return lax.fori_loop(0, number, add, found)
 
@@ -121,7 +123,7 @@ def sum_over_steps(dot: Dot, x: Operand, dy: Operand, group_sizes_e: jax.Array, 
         index, held = _indices(Tiles(tiles.group, tiles.start // STEP, tiles.height // STEP), counts)
 
         def operand(of_steps: Operand) -> Operand:
-            numbers, *scales = (a.at[:, index].get(mode="clip").swapaxes(0, 1) for a in of_steps)
+            numbers, *scales = (_taken(a, index, 1).swapaxes(0, 1) for a in of_steps)
             numbers = jnp.where(held[:, None, :, None], numbers, 0)  # not the scales: E8M0 has no zero
             return tuple(a.reshape(*a.shape[:2], -1) for a in (numbers, *scales))
 
@@ -164,14 +166,22 @@ def _first_tiles(rounds: TileRounds, E: int) -> Tiles:
 def _rows_of(operand: Operand, tiles: Tiles, group_sizes_e: jax.Array) -> Operand:
     """The rows `[B, height, K]` of tiles; numbers after a group's last row are zeros."""
     index, held = _indices(tiles, group_sizes_e)
-    numbers, *scales = (a.at[index].get(mode="clip") for a in operand)
+    numbers, *scales = (_taken(a, index) for a in operand)
     return jnp.where(held[..., None], numbers, 0), *scales
 
 
 def _indices(tiles: Tiles, group_sizes_e: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of the rows of tiles their indices and whether their group has them, `[B, height]`."""
+    """Of the rows of tiles their indices and whether their group has them, `[B, height]`.
+
+    Else XLA computes them for every number that it gathers.
+    """
     E, sizes = len(group_sizes_e), group_sizes_e.astype(jnp.int32)
     starts = running_sum(sizes) - sizes
-    start, size = (a.at[tiles.group].get(mode="clip")[:, None] for a in (starts, sizes))
+    start, size = (_taken(a, tiles.group)[:, None] for a in (starts, sizes))
     row = tiles.start[:, None] + jnp.arange(tiles.height)
-    return start + row, (row < size) & (tiles.group < E)[:, None]
+    return not_repeated((start + row, (row < size) & (tiles.group < E)[:, None]))
+
+
+def _taken(a: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
+    """The parts of `a` at these indices of an axis, which are not negative; the last for those after it."""
+    return a.at[(slice(None),) * axis + (index,)].get(mode="clip", wrap_negative_indices=False)
