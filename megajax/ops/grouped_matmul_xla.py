@@ -29,7 +29,7 @@ Dot = Callable[[Operand, Operand], jax.Array]  # of some groups or tiles [B, M, 
 class Tiles(NamedTuple):
     """`height` rows of each of B groups."""
 
-    group: jax.Array  # [B] int32; a tile of group E has no rows
+    group: jax.Array  # [B] int32; E: the tile is after the last row of the last group
     start: jax.Array  # [B] int32: its first row, counted from the group's first
     height: int
 
@@ -175,11 +175,11 @@ def _indices(tiles: Tiles, group_sizes_e: jax.Array) -> tuple[jax.Array, jax.Arr
 
     Else XLA computes them for every number that it gathers.
     """
-    E, sizes = len(group_sizes_e), group_sizes_e.astype(jnp.int32)
+    sizes = group_sizes_e.astype(jnp.int32)
     starts = running_sum(sizes) - sizes
     start, size = (_taken(a, tiles.group)[:, None] for a in (starts, sizes))
     row = tiles.start[:, None] + jnp.arange(tiles.height)
-    return not_repeated((start + row, (row < size) & (tiles.group < E)[:, None]))
+    return not_repeated((start + row, row < size))
 
 
 def _taken(a: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
