@@ -454,11 +454,12 @@ class StepPlan:
 
     @cached_property
     def collectives(self) -> Collectives:
+        dispatch = self.config.dispatch(self.sizes)
         return Collectives(
             context=self.config.context_strategy(self.sizes),
             consecutive=self.has_consecutive_tokens,
             latents=self.sends_latents,
-            dispatch=self.config.dispatch(self.sizes),
+            dispatch=dispatch.with_little_room() if self.kernels.experts.multiply_unused_rows else dispatch,
             experts_over=self.config.mesh.experts_over,
             expert_shards=self.config.expert_shards(self.sizes),
             copied=self.hardware.copied_permutations,

@@ -119,6 +119,11 @@ class ExpertKernels(NamedTuple):
     grouped_matmul: GroupedImplementation = "reference"
     elementwise: ElementwiseImplementation = "reference"
 
+    @property
+    def multiply_unused_rows(self) -> bool:
+        """Whether rows without a token cost as much time as the others."""
+        return self.grouped_matmul == "xla"
+
 
 @dataclass(frozen=True)
 class ExpertMlp:

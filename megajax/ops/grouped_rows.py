@@ -25,7 +25,7 @@ class Rounds(NamedTuple):
     @classmethod
     def of(cls, share: float, most: int, room: float, later_room: float) -> "Rounds":
         """With room for multiples of an even `share` of the rows in the first round and in each later one."""
-        return cls(most, *(min(most, math.ceil(factor * share)) for factor in (room, later_room)))
+        return cls(most, *(math.ceil(min(most, factor * share)) for factor in (room, later_room)))
 
     def number(self, rows: jax.Array) -> jax.Array | None:
         """How many rounds `rows` rows need; None if any number fits into the first."""

@@ -4,9 +4,11 @@ It does not import jax: parallel/experts has what each dispatch computes.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megajax.options.registry import AUTO, Registry
+
+LITTLE_ROOM = 1.25
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,12 @@ class Dispatch:
         """Whether experts divided over `devices` may need more than one round."""
         return devices > self.room
 
+    def with_little_room(self) -> "Dispatch":
+        """For matmuls that multiply all rows that have room."""
+        return replace(self, room=min(self.room, LITTLE_ROOM)) if self.room < math.inf else self
 
-ALL_TO_ALL = Dispatch("all_to_all", room=1.25)
+
+ALL_TO_ALL = Dispatch("all_to_all", room=LITTLE_ROOM)
 ALL_GATHER = Dispatch("all_gather", gathers_tokens=True, room=4)
 DISPATCHES = Registry("dispatch", ALL_TO_ALL, ALL_GATHER, words=(AUTO,))
 

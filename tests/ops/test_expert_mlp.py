@@ -175,13 +175,13 @@ def test_rows_in_several_rounds_give_the_numbers_of_one_round(rng, error, scales
         up, down = (fp8_weight(w, scales, name, E5M2)[0] for w, name in ((up, "up"), (down, "down")))
 
     def of_rooms(first, later):
-        monkeypatch.setattr(gathered_tokens, "ROOM", first)
         monkeypatch.setattr(gathered_tokens, "LATER_ROOM", later)
 
         @jax.jit
         @partial(jax.shard_map, mesh=Mesh(jax.devices()[:1], "x"), in_specs=P(), out_specs=P(), check_vma=False)
         def run(x, weights, up, down):
-            route = gathered_tokens.GatheredExperts(("x",), 1, ExpertKernels(), lambda a: a).route(experts, 4, None)
+            dispatched = gathered_tokens.GatheredExperts(("x",), 1, ExpertKernels(), lambda a: a, room=first)
+            route = dispatched.route(experts, 4, None)
 
             def mlp(x, weights, *matrices):
                 return apply_experts(ExpertMlp("swiglu", defers=defers), route, x, weights, ExpertMatrices(*matrices))

@@ -1,15 +1,17 @@
 """Mixtures of experts train on any mesh as on one device: also their losses and, exactly, the counts of assignments."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh_models import DEEPSEEK, MIXTRAL, PADDED, QWEN3_VL, UNEVEN, UNPACKED, uneven_weights
 
+from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import bind
-from megajax.parallel.experts import gathered_tokens
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -84,7 +86,8 @@ def make(table, model, mesh, microbatches, sections):
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "sections"), CASES, ids=name_of)
 def test_experts_train_on_a_mesh_as_on_one_device(table, reference, model, mesh, microbatches, sections, monkeypatch):
     """Also if not all rows have room at once."""
-    monkeypatch.setattr(gathered_tokens, "ROOM", 0.5)
+    choose = Config.dispatch
+    monkeypatch.setattr(Config, "dispatch", lambda *arguments: replace(choose(*arguments), room=0.5))
     config = make(table, model, mesh, microbatches, sections)
     expected = reference(config)
     difference = table.compare(found := table.train(config, expected.initial), expected)

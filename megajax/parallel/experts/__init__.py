@@ -24,4 +24,5 @@ def expert_parallel(
     """The experts of a layer on this mesh."""
     devices = collectives.expert_shards
     experts = IMPLEMENTATIONS[collectives.dispatch.name] if devices > 1 else ExpertParallel
-    return experts(collectives.experts_over, devices, kernels, max_over_devices, collectives.defers)
+    room = collectives.dispatch.room
+    return experts(collectives.experts_over, devices, kernels, max_over_devices, collectives.defers, room)

@@ -4,6 +4,7 @@ The experts are divided over one or several mesh axes, `mesh.experts_over`; each
 experts. No assignment is dropped here. Assignments that the router has dropped have the expert index E and add nothing.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +24,7 @@ class ExpertParallel:
     kernels: ops.ExpertKernels
     max_over_devices: MaxOverDevices
     defers: bool = False  # as `Collectives.defers`
+    room: float = math.inf  # as `Dispatch.room`
 
     def apply(
         self, activation: str, x, experts, weights, matrices: ops.ExpertMatrices, capacity: int | None

@@ -1,8 +1,8 @@
 """`all_to_all`: every assignment's row is sent to its expert's device, where rows are sorted by expert (Lepikhin et al.
 2020).
 
-The all-to-all has blocks of equal size. Those of the first round have `ROOM` times an even share of the k·T rows, so
-(n - 1)/n · ROOM·k·T rows are sent, and ROOM·k·T have room where they arrive. With balanced devices all rows fit. Else
+The all-to-all has blocks of equal size. Those of the first round have `room` times an even share of the k·T rows, so
+(n - 1)/n · room·k·T rows are sent, and room·k·T have room where they arrive. With balanced devices all rows fit. Else
 the experts compute the others in further, smaller rounds (`ops/expert_mlp.py`). Rows of dropped assignments are not
 sent.
 
@@ -19,11 +19,10 @@ from jax import lax
 from megajax.ops.expert_mlp import Route
 from megajax.ops.experts import Permutation, most_rows, rows_within, sort_by_expert, sum_of_tokens
 from megajax.ops.grouped_rows import Rounds
-from megajax.options.dispatch import ALL_TO_ALL
 from megajax.parallel import collectives
 from megajax.parallel.experts.contract import ExpertParallel
 
-ROOM, LATER_ROOM = ALL_TO_ALL.room, 0.5  # of the first round and of each later one, as multiples of an even share
+LATER_ROOM = 0.5  # of each later round, as a multiple of an even share
 
 Axes = tuple[str, ...]
 Arrays = tuple[jax.Array, ...]
@@ -150,4 +149,5 @@ class Exchanged(ExpertParallel):
 
     def rounds(self, tokens: int, k: int, num_experts: int, capacity: int | None) -> Rounds:
         """The rounds of the rows of a pair of devices."""
-        return Rounds.of(tokens * k / self.devices, most_rows(tokens, k, num_experts, capacity), ROOM, LATER_ROOM)
+        most = most_rows(tokens, k, num_experts, capacity)
+        return Rounds.of(tokens * k / self.devices, most, self.room, LATER_ROOM)

@@ -1,6 +1,6 @@
 """`all_gather`: every device gets all tokens of its group and computes the assignments to its own experts.
 
-The sums are reduce-scattered. A device sends its T tokens to each of the n - 1 others. Its experts' rows have `ROOM`
+The sums are reduce-scattered. A device sends its T tokens to each of the n - 1 others. Its experts' rows have `room`
 times an even share of the assignments as their room; with more the experts compute the others in further rounds.
 """
 
@@ -13,12 +13,11 @@ from jax import lax
 from megajax.ops import router
 from megajax.ops.experts import Permutation, SortedRoute, most_rows, sort_by_expert
 from megajax.ops.grouped_rows import Rounds
-from megajax.options.dispatch import ALL_GATHER
 from megajax.parallel import collectives
 from megajax.parallel.collectives import gather_tiles
 from megajax.parallel.experts.contract import ExpertParallel
 
-ROOM, LATER_ROOM = ALL_GATHER.room, 1  # of the first round and of each later one, as multiples of an even share
+LATER_ROOM = 1  # of each later round, as a multiple of an even share
 
 
 @jax.tree_util.register_dataclass
@@ -67,4 +66,4 @@ class GatheredExperts(ExpertParallel):
 
     def rounds(self, tokens: int, k: int, num_experts: int, capacity: int | None) -> Rounds:
         """The rounds of own experts' rows."""
-        return Rounds.of(tokens * k, most_rows(self.devices * tokens, k, num_experts, capacity), ROOM, LATER_ROOM)
+        return Rounds.of(tokens * k, most_rows(self.devices * tokens, k, num_experts, capacity), self.room, LATER_ROOM)
