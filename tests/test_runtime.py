@@ -73,6 +73,7 @@ ORDER, HOST = "CUDA_DEVICE_MAX_CONNECTIONS", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
     [
         ("mesh.data=2", COMBINED),
         ("mesh.expert=2 model.num_experts=2", COMBINED),
+        ("mesh.expert=2 model.num_experts=2 communication.overlap_experts=true", COMBINED | {ORDER}),
         ("mesh.fsdp=-1", COMBINED | {REDUCTIONS}),
         ("mesh.context=2", COMBINED | {OVERLAP, ORDER}),
         ("mesh.tensor=2", COMBINED | {COMPONENTS, COPIED, ORDER}),

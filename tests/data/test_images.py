@@ -173,15 +173,17 @@ def test_patches_of_a_row_count_class_entries_and_other_towers_have_other_rows(
     ]
     config = config_of(tmp_path, "llava", write_lines(tmp_path, [{"messages": chat}] * 4), packing="first_fit")
 
-    def rows(class_token: bool) -> list[int]:
-        vision = config.model.vision.model_copy(update={"patches_per_row": 38, "class_token": class_token})
+    def rows(**changes) -> list[int]:
+        tower = {"patches_per_row": 38, "class_token": class_token} | changes
+        vision = config.model.vision.model_copy(update=tower)
         own = config.model_copy(update={"model": config.model.model_copy(update={"vision": vision})})
         samples = datasets(own)["train"]
         assert isinstance(samples, ChatSamples)
         return [len(samples.pictures(i)) for i in range(len(samples))]
 
-    rows(not class_token)  # stored in the same directory
-    assert rows(class_token) == expected
+    for other in ({"class_token": not class_token}, {"patches_per_row": 20}):
+        assert rows(**other) != expected  # stored in the same directory
+    assert rows() == expected
 
 
 @pytest.mark.parametrize("family", VISION)

@@ -392,6 +392,12 @@ def test_inspect_draws_the_balance_of_a_batch(write_documents, make_config, monk
         *(f"{f'row {row}':>23}     {work / 7:.2f} {'#' * 4 * work}" for row, work in enumerate((10, 4, 4, 10))),
     ]
     assert balance.balance_lines(make_config(sequence_length=3, train=prefix), samples) == []
+    with monkeypatch.context() as patch:  # the mean of two batches
+        patch.setattr(balance, "MOST_ROWS", 8)
+        patch.setattr(balance, "step_pairs", lambda _, sizes, step, packing: np.array(([10, 10, 4, 4], [7] * 4)[step]))
+        title, _, row, *_ = balance.balance_lines(config, samples)
+    assert title.endswith("in the first 2 batches of 4 sequences")
+    assert row == f"  sequential                1.00    {(20 / 14 + 1) / 2:.2f}    {(10 / 7 + 1) / 2:.2f}"
     heads = {"num_key_heads": 1, "num_value_heads": 1, "key_head_dim": 8, "value_head_dim": 8}
     recurrent = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "linear_attention": heads}
     config.__dict__["model"] = ModelConfig(**recurrent, block_pattern=("gated_deltanet",))

@@ -62,7 +62,8 @@ def test_a_path_may_have_equal_signs(tmp_path, monkeypatch):
         evaluate.data_sets(["a=b.jsonl", "d/a"])
 
 
-def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys):
+def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "WINDOWS_AT_ONCE", 2)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     model = megajax.from_hf(letters_folder)
     with pytest.raises(InputError, match="use megajax.from_hf"):

@@ -146,6 +146,31 @@ def test_a_device_computes_with_its_share_of_each_parameter_side_by_side(sizes, 
 
 
 @over_meshes
+def test_a_column_has_its_index_in_the_whole_weight_on_each_device(sizes, width):
+    """Random rounding of gradients depends on it; devices that share a KV head have its columns."""
+    parameters, tensor = block(width), sizes.get("tensor", 1)
+    weights, _, mesh = build(sizes, parameters)
+    matrices = ["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"]
+    run = jax.shard_map(
+        lambda: {name: weights[name].column_ids()[(None,) * len(AXES)] for name in matrices},
+        mesh=mesh,
+        in_specs=(),
+        out_specs=P(*AXES),
+        check_vma=False,
+    )
+    for name, found in jax.device_get(jax.jit(run)()).items():
+        columns, start = {}, 0
+        for part in FUSED[name]:
+            shape, axes = parameters[part]
+            own = shape[-2:] if axes[-1] == "head" else shape[-1:]
+            columns[part] = np.broadcast_to(start + np.arange(math.prod(own)).reshape(own), shape)
+            start += math.prod(own)
+        for index in devices(mesh):
+            share = fused_share(name, columns, parameters, index[AXES.index("tensor")], tensor)
+            assert np.array_equal(found[index], share[0, 0]), (name, index)
+
+
+@over_meshes
 def test_a_gradient_comes_back_where_its_parameter_lies_summed_over_all_that_used_it(sizes, width):
     """Each device's gradient identifies its position and, in separate bits that survive sums, the device."""
     parameters, tensor = block(width), sizes.get("tensor", 1)
