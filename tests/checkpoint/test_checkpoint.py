@@ -1,6 +1,8 @@
 """Checkpoints: canonical on disk whatever the mesh, usable by any mesh, safe from interrupted saves."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -320,3 +322,13 @@ def test_training_waits_for_the_copy_to_the_host_and_for_the_result(tmp_path):
     assert outcome is not None and outcome.error is None
     assert asking < outcome.waited <= copying + asking
     checkpoints.close()
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EFBIG", "EDQUOT", "EACCES", "EROFS"])
+def test_the_reason_of_a_failed_save_is_the_systems_text_alone(code):
+    text = os.strerror(getattr(errno, code))
+    assert manager.reason(OSError(getattr(errno, code), text, "/runs/7/checkpoints/100/d/0")) == text
+    assert (
+        manager.reason(ValueError(f"FAILED_PRECONDITION: Failed to write\n /runs: {text} [source locations=...]"))
+        == text
+    )

@@ -1,6 +1,7 @@
 """A run may change its FP8 recipe at a checkpoint: weights and moments stay, histories are kept as far as they go."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -92,6 +93,20 @@ def test_a_bf16_run_goes_on_in_fp8_and_back(make_trainer):
     again = make_trainer(6, delayed(4))
     assert again.step == 5
     assert not any(h.any() for h in histories(again).values())
+
+
+def test_a_shorter_history_keeps_its_newest_steps(make_trainer):
+    first = make_trainer(1, delayed(3))
+    first.state.layer_state["fp8"] = {
+        name: jnp.float32([[layer + each for each in (30, 20, 10)] for layer in range(len(history))])
+        for name, history in histories(first).items()
+    }
+    first.save()
+    first.checkpoints.close()
+    shorter = histories(make_trainer(2, delayed(2)))
+    assert len(shorter) == 12
+    for history in shorter.values():
+        np.testing.assert_array_equal(history, [[30, 20], [31, 21]])
 
 
 def test_a_run_with_delayed_scaling_exports_its_inputs_scales(make_trainer, tmp_path):

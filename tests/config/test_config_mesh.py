@@ -155,6 +155,14 @@ REFUSED = [
         " (the command line: mesh.tensor=4): make batch.sequence_length a multiple of 24.",
     ),
     (
+        # 16 tokens on each device of context; the 4 chunks of a sequence must divide its length too
+        "mesh.data=12 mesh.tensor=3 mesh.context=2 batch.sequence_length=32 model.num_heads=12 model.num_kv_heads=6"
+        " model.head_dim=8 model.vocab_multiple=3",
+        72,
+        "mesh.tensor=3 does not divide the tokens of a microbatch, 1 x batch.sequence_length=32 / mesh.context=2 = 16"
+        " (the command line: mesh.tensor=3): make batch.sequence_length a multiple of 12.",
+    ),
+    (
         "mesh.context=4",
         4,
         "mesh.context=4 cuts a sequence into 8 chunks, which do not divide batch.sequence_length=30"

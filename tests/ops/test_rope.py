@@ -125,3 +125,13 @@ def test_yarn_may_end_its_ramp_beyond_the_last_frequency():
     assert last > 4 and 0 < divided[3] < 1
     expected = 100 ** (-np.arange(4) / 4) * (1 - divided + divided / 4)
     np.testing.assert_allclose(rope_frequencies(8, 100.0, scaling=scaling | {"truncate": True}), expected, rtol=1e-6)
+
+
+def test_yarns_ramp_ends_at_the_last_of_the_rotated_numbers():
+    """As transformers limits it: 10^6 positions turn once at index 10.4, and a head of 8 has no index beyond 7."""
+    scaling = {"kind": "yarn", "factor": 4.0, "original_max_positions": 10**6, "beta_fast": 1e5, "beta_slow": 1.0}
+    first, last = (8 * np.log(1e6 / (2 * np.pi * turns)) / (2 * np.log(100)) for turns in (1e5, 1))
+    assert 0 < first < 1 and last > 10
+    divided = np.arange(4) / 7  # from 0 to 7
+    expected = 100 ** (-np.arange(4) / 4) * (1 - divided + divided / 4)
+    np.testing.assert_allclose(rope_frequencies(8, 100.0, scaling=scaling | {"truncate": True}), expected, rtol=1e-6)

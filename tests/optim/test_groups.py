@@ -148,6 +148,15 @@ def test_rates_with_mup_are_those_of_its_table(scale):
         assert rate == (1.0 if norm else of_matrices if matrix else 1 / 4), name
 
 
+def test_a_group_multiplies_muons_rate_of_the_parameters_that_it_leaves_to_adamw():
+    groups = [{"parameters": ["head", "*.mlp.up"], "learning_rate": 0.5}]
+    program = build(make(optimizer={"kind": "muon", "muon": {"adamw_rate": 0.3}, "groups": groups}))
+    found = rates(program.plan, program.plan.declared, program.update.slots)
+    expected = {"embedding.tokens": 0.3, "final_norm": 0.3, "head": 0.5 * 0.3}
+    expected |= {"blocks.dense.mlp.norm": 0.3, "blocks.dense.mlp.up": 0.5, "blocks.dense.mlp.down": 1.0}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("scale", "factors"), [("spectral", {"up": 2.0, "down": 1.0}), ("match_adamw", None)])
 def test_the_size_of_muons_updates_is_that_of_its_scale(scale, factors):
     """An orthogonal R x C matrix has the norm min(R, C)^0.5; up is [32, 128], down [128, 32]."""

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from megajax.errors import ThreadError
 from megajax.estimate.costs import flops_per_token
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
+from megajax.training.profiling import Profile
 
 KEYS = {
     "step",
@@ -236,6 +238,23 @@ def test_a_trace_that_the_end_of_the_run_cuts_short_is_written(run):
             jax.profiler.stop_trace()  # not left running for other tests
         except RuntimeError:
             pass
+
+
+def test_what_is_written_beside_a_trace_counts_the_steps_that_it_has(tmp_path, monkeypatch):
+    """The run ends after two of the three steps."""
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: Path(folder).mkdir())
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    logging = SimpleNamespace(profile_start=2, profile_steps=3)
+    program = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(jax.devices()[:4]).reshape(2, 2)))
+    run: Any = SimpleNamespace(program=program, state=SimpleNamespace(step=0), note=print)
+    run.config = SimpleNamespace(logging=logging, run=SimpleNamespace(dir=str(tmp_path)))
+    profile = Profile(run, lambda: "HloModule")
+    for run.step in range(3):
+        profile.before_step(run, {})
+        profile.on_step(run)
+    profile.on_end(run)
+    facts = json.loads((tmp_path / "profile/trace.json").read_text())
+    assert facts == {"steps": 2, "devices": 4, "device_kind": "cpu"}
 
 
 @pytest.mark.long
