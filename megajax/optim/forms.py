@@ -60,13 +60,14 @@ class Form:
     """FP32 numbers as they are; other forms derive from this one. Zeros in all arrays are zeros in each form."""
 
     is_rounded = False  # whether `encode` needs random bits
+    has_scales = False  # of blocks, so that `encode` reads the numbers twice
 
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> Any:
         """The arrays of a slot, as a tree of `StateArray`."""
         return StateArray(placement, jnp.float32)
 
-    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> Any:
-        """FP32 → the arrays; `bits` are 32 random ones for each number."""
+    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any, again: jax.Array) -> Any:
+        """FP32 → the arrays; `bits` are 32 random ones for each number. `again` is `x` for its scales."""
         return x
 
     def decode(self, stored: Any, placement: Placement, non_negative: bool) -> jax.Array:
@@ -87,7 +88,7 @@ class BFloat16(Form):
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> StateArray:
         return StateArray(placement, jnp.bfloat16)
 
-    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> jax.Array:
+    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any, again: Any) -> jax.Array:
         """The upper 16 of `bits` are added to those that are cut off, so the expected value is `x`."""
         sum_of = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)
         return jax.lax.bitcast_convert_type((sum_of >> 16).astype(jnp.uint16), jnp.bfloat16)
@@ -106,23 +107,26 @@ class Blocks:
 
 
 class Int8(Form):
-    is_rounded = True
+    is_rounded = has_scales = True
 
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> Blocks:
         codes = StateArray(placement, jnp.uint8 if non_negative else jnp.int8)
         return Blocks(codes, StateArray(scales_of(placement, sizes), jnp.float32))
 
-    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> Blocks:
-        return to_blocks(x, block_of(placement), non_negative, bits)
+    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any, again: jax.Array) -> Blocks:
+        return to_blocks(x, block_of(placement), non_negative, bits, again)
 
     def decode(self, stored: Blocks, placement: Placement, non_negative: bool) -> jax.Array:
         return from_blocks(stored, block_of(placement), non_negative)
 
 
-def to_blocks(x: jax.Array, block: tuple[int, int], second: bool, bits: jax.Array) -> Blocks:
-    """FP32 `x` in 8 bits, rounded stochastically; the expected value is `x`, unless a second moment is below q = 1."""
+def to_blocks(x: jax.Array, block: tuple[int, int], second: bool, bits: jax.Array, again: jax.Array) -> Blocks:
+    """FP32 `x` in 8 bits, rounded stochastically; the expected value is `x`, unless a second moment is below q = 1.
+
+    `again` is `x`; the scales are the largest of its numbers.
+    """
     dim, size = block
-    scales = jnp.max(_in_blocks(jnp.abs(x), dim, size), axis=dim + 1)
+    scales = jnp.max(_in_blocks(jnp.abs(again), dim, size), axis=dim + 1)
     share = x / _spread(jnp.where(scales > 0, scales, 1.0), dim, size)
     uniform = (bits >> 8).astype(jnp.float32) * 2.0**-24  # in [0, 1)
     if second:

@@ -57,10 +57,13 @@ class SlotArray:
         arrays = self.form.arrays(self.placement, self.non_negative, sizes)
         return jax.tree.map(lambda array: replace(array, on_host=on_host), arrays)
 
-    def encode(self, x: jax.Array, step: jax.Array | None) -> Any:
-        """FP32 → the arrays after the update `step`, on which random bits depend."""
+    def encode(self, x: jax.Array, step: jax.Array | None, again: jax.Array | None = None) -> Any:
+        """FP32 → the arrays after the update `step`, on which random bits depend.
+
+        `again` is `x`, computed a second time, if the form has scales.
+        """
         bits = random_bits(self.placement, seed_of(self.seed_name, step)) if self.form.is_rounded else None
-        return self.form.encode(x, self.placement, self.non_negative, bits)
+        return self.form.encode(x, self.placement, self.non_negative, bits, x if again is None else again)
 
     def decode(self, stored: Any) -> jax.Array:
         """The inverse of `encode`."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from megajax.ops.barriers import not_merged
 from megajax.optim.groups import clip, decays, rates
 from megajax.optim.matrices import on_whole_matrices
 from megajax.optim.offload import in_turn
@@ -139,11 +140,29 @@ class Update:
             directions, slots[member.kind] = self._directions_of(member, of_member, slots[member.kind])
             found |= directions
         rounded = None if held.rounded is None else held.rounded + 1
-        slots = self.slots.each(lambda array, x: array.encode(x, rounded), slots)
+        again = self._new_moments_again(gradients, held)
+        slots = self.slots.each(lambda array, x: array.encode(x, rounded, again.get(array.key)), slots)
         found = dict(sorted(found.items()))
         found = {n: d + self.decays[n] * masters[n] if self.decays[n] else d for n, d in found.items()}
         plain = {n for n, rate in self.rates.items() if isinstance(rate, float) and rate == 1.0}
         return {n: d if n in plain else self.rates[n] * d for n, d in found.items()}, OptimizerState(rounded, slots)
+
+    def _new_moments_again(self, gradients: Named, held: OptimizerState) -> dict[tuple[str, str], jax.Array]:
+        """By (slot, parameter) the new slots of shards that have scales, computed from the stored ones once more.
+
+        For the scales alone: XLA would write the FP32 numbers that it reads twice, 8 bytes for each weight.
+        """
+        if not self.slots.form.has_scales:
+            return {}
+        slots = self.slots.each(lambda array, stored: array.decode(stored), not_merged(held.slots))
+        found = dict[tuple[str, str], jax.Array]()
+        for member in self.slots.members:
+            of_member = {name: gradients[name] for name in member.placements if name in gradients}
+            _, after = member.optimizer.direction(of_member, slots[member.kind])
+            arrays = {slot: by_name for slot, by_name in after.items() if isinstance(by_name, dict)}
+            own = {slot: x.keys() - member.with_slots for slot, x in arrays.items()}
+            found |= {(slot, name): arrays[slot][name] for slot, names in own.items() for name in names}
+        return found
 
     def _directions_of(self, member: Member, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
         """Of one optimizer: of shards, then of whole matrices."""

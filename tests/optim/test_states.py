@@ -1,6 +1,7 @@
 """Moments in BF16 and int8 against plain NumPy, and on meshes."""
 
 import zlib
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -90,6 +91,31 @@ def test_adamw_in_bfloat16_is_that_of_numpy():
         mean, square = kept["mu"], kept["nu"]
 
 
+@pytest.mark.parametrize(("kind", "moments"), [("adamw", 2), ("muon", 1), ("lion", 1)])
+def test_the_numbers_whose_largest_is_a_scale_are_used_for_that_alone(kind, moments):
+    """They are computed a second time for the codes: else XLA writes them, 4 bytes each, between both passes."""
+    config = make_config(MODELS["llama"], optimizer={"kind": kind, "state": "int8"})
+    mesh, placement = build_mesh(ONE, jax.devices()[:1]), place(SHAPE, ("layers", "embed", "mlp"), ONE)
+    parameter = SimpleNamespace(axes=placement.axes, role="matrix", muon=True)
+    update = Update.build(StepPlan.of(config, mesh), {NAME: parameter}, {NAME: placement}, mesh)
+    zeros = {NAME: jnp.zeros(SHAPE)}
+    traced = jax.make_jaxpr(update.directions)(zeros, update.first(zeros).optimizer, zeros)
+    needed, equations = {*map(id, traced.jaxpr.outvars)}, []
+    for equation in reversed(traced.eqns):
+        if needed & {*map(id, equation.outvars)}:
+            needed |= {*map(id, equation.invars)}
+            equations.append(equation)
+    made_by = {var: equation for equation in equations for var in equation.outvars}
+    users = Counter(var for equation in equations for var in {*map(id, equation.invars)})
+    largest = [equation.invars[0] for equation in equations if equation.primitive.name == "reduce_max"]
+    assert len(largest) == moments
+    for var in largest:
+        while made_by[var].primitive.name in ("reshape", "abs"):
+            assert users[id(var)] == 1
+            var = made_by[var].invars[0]
+        assert users[id(var)] == 1 and made_by[var].primitive.name == "add"
+
+
 @pytest.mark.parametrize("second", [False, True])
 def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
     random = np.random.default_rng(1)
@@ -98,7 +124,7 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
     x[0, 0], x[1] = 0, 0
     x[2, 0] = 1e-16 if second else x[2, 0]  # below the least code of its block
     draws = random.integers(0, 2**32, (1500, *x.shape), dtype=np.uint32)
-    once = lambda bits: from_blocks(to_blocks(jnp.asarray(x), (1, 16), second, bits), (1, 16), second)  # noqa: E731
+    once = lambda bits: from_blocks(to_blocks(jnp.asarray(x), (1, 16), second, bits, jnp.asarray(x)), (1, 16), second)  # noqa: E731
     values = np.asarray(jax.jit(jax.vmap(once))(draws), np.float64)
     scale = np.repeat(np.abs(x).reshape(3, 4, 16).max(-1), 16, axis=1)
     assert not values[:, x == 0].any()
