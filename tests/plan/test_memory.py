@@ -150,6 +150,15 @@ def test_a_later_round_of_experts_rows_has_gradients_of_weights_that_are_added_t
     assert memory.working == 2 * 8 * (2 * D + D) + 2 * 2 * layer
 
 
+def test_where_all_is_recomputed_the_rows_of_the_next_layers_experts_are_exchanged_early():
+    two = ("mesh.fsdp=1", "mesh.expert=2", "communication.experts=all_to_all", "kernels.scan_unroll=9")
+    memory = small(*two, EXPERTS, "remat.policy=full")
+    rows = 1.25 * 2  # for each token, with room for a quarter more
+    layer = QKV + ATTENTION + NORMS + 8 * D + 3 * 4 * D * 64  # with the router and half of the experts
+    live = 2 * D + 4 * rows * D  # gradients of the output and of the residual stream; two layers' rows, their gradients
+    assert memory.working == 2 * T * (live + 8 + 2 * rows * 64) + 2 * layer  # and those of products, and of weights
+
+
 def test_frozen_experts_keep_no_rows_for_gradients_of_weights():
     adapters = ("lora.rank=4", "checkpoint.init_from=elsewhere")
     trained, frozen = (
