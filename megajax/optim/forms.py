@@ -60,15 +60,21 @@ class Form:
     """FP32 numbers as they are; other forms derive from this one. Zeros in all arrays are zeros in each form."""
 
     is_rounded = False  # whether `encode` needs random bits
-    has_scales = False  # of blocks, so that `encode` reads the numbers twice
+    has_scales = False  # of blocks, which an encoding needs before the first number
 
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> Any:
         """The arrays of a slot, as a tree of `StateArray`."""
         return StateArray(placement, jnp.float32)
 
-    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any, again: jax.Array) -> Any:
-        """FP32 → the arrays; `bits` are 32 random ones for each number. `again` is `x` for its scales."""
+    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> Any:
+        """FP32 → the arrays; `bits` are 32 random ones for each number."""
         return x
+
+    def encode_with_scales(
+        self, x: jax.Array, again: jax.Array, placement: Placement, non_negative: bool, bits: Any
+    ) -> Any:
+        """`encode`, if the form has scales with those of `again`, which has the numbers of `x`."""
+        return self.encode(x, placement, non_negative, bits)
 
     def decode(self, stored: Any, placement: Placement, non_negative: bool) -> jax.Array:
         """The arrays → FP32."""
@@ -88,7 +94,7 @@ class BFloat16(Form):
     def arrays(self, placement: Placement, non_negative: bool, sizes: Mapping[str, int]) -> StateArray:
         return StateArray(placement, jnp.bfloat16)
 
-    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any, again: Any) -> jax.Array:
+    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> jax.Array:
         """The upper 16 of `bits` are added to those that are cut off, so the expected value is `x`."""
         sum_of = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)
         return jax.lax.bitcast_convert_type((sum_of >> 16).astype(jnp.uint16), jnp.bfloat16)
@@ -113,17 +119,22 @@ class Int8(Form):
         codes = StateArray(placement, jnp.uint8 if non_negative else jnp.int8)
         return Blocks(codes, StateArray(scales_of(placement, sizes), jnp.float32))
 
-    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any, again: jax.Array) -> Blocks:
-        return to_blocks(x, block_of(placement), non_negative, bits, again)
+    def encode(self, x: jax.Array, placement: Placement, non_negative: bool, bits: Any) -> Blocks:
+        return self.encode_with_scales(x, x, placement, non_negative, bits)
+
+    def encode_with_scales(
+        self, x: jax.Array, again: jax.Array, placement: Placement, non_negative: bool, bits: Any
+    ) -> Blocks:
+        return to_blocks(x, again, block_of(placement), non_negative, bits)
 
     def decode(self, stored: Blocks, placement: Placement, non_negative: bool) -> jax.Array:
         return from_blocks(stored, block_of(placement), non_negative)
 
 
-def to_blocks(x: jax.Array, block: tuple[int, int], second: bool, bits: jax.Array, again: jax.Array) -> Blocks:
+def to_blocks(x: jax.Array, again: jax.Array, block: tuple[int, int], second: bool, bits: jax.Array) -> Blocks:
     """FP32 `x` in 8 bits, rounded stochastically; the expected value is `x`, unless a second moment is below q = 1.
 
-    `again` is `x`; the scales are the largest of its numbers.
+    `again` has the numbers of `x`; the scales are the largest of them.
     """
     dim, size = block
     scales = jnp.max(_in_blocks(jnp.abs(again), dim, size), axis=dim + 1)

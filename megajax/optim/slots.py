@@ -63,7 +63,8 @@ class SlotArray:
         `again` is `x`, computed a second time, if the form has scales.
         """
         bits = random_bits(self.placement, seed_of(self.seed_name, step)) if self.form.is_rounded else None
-        return self.form.encode(x, self.placement, self.non_negative, bits, x if again is None else again)
+        how = self.placement, self.non_negative, bits
+        return self.form.encode(x, *how) if again is None else self.form.encode_with_scales(x, again, *how)
 
     def decode(self, stored: Any) -> jax.Array:
         """The inverse of `encode`."""

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,17 @@ from megajax.config.checks import check
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
 from megajax.kernel_choice import Hardware
+from megajax.mesh import build_mesh
 from megajax.optim import Form, MomentForm, OptimizerKind, StateArray, register_form, register_optimizer, slots
 from megajax.optim.sgd import Sgd
+from megajax.optim.update import Update
 from megajax.options import optimizers as declared
 from megajax.schema.fields import AXES
+from megajax.sharding import place
 from megajax.step_plan import StepPlan
 from megajax.tools.verify.runs import Run
 
+ONE = dict.fromkeys(AXES, 1)
 PAGE = Path(__file__).parents[2] / "docs/extensions.md"
 MODEL = MODELS["llama"] | {"num_layers": 2}
 
@@ -59,13 +64,31 @@ def make(mesh, **sections):
     return make_config(MODEL, mesh, optimizer=optimizer, steps=4, **sections)
 
 
+def test_the_moments_are_kept_in_the_form():
+    def moments(state):
+        config = make({})
+        config = make_config(MODEL, {}, optimizer=config.optimizer.model_dump() | {"state": state})
+        mesh, placement = build_mesh(ONE, jax.devices()[:1]), place((2, 6, 16), ("layers", "embed", "mlp"), ONE)
+        parameter = SimpleNamespace(axes=placement.axes, role="matrix")
+        update = Update.build(StepPlan.of(config, mesh), {"w": parameter}, {"w": placement}, mesh)
+        gradient = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
+        zeros = {"w": jnp.zeros(gradient.shape)}
+        _, kept = jax.jit(update.directions)({"w": gradient}, update.first(zeros).optimizer, zeros)
+        return {slot: x["w"] for slot, x in kept.slots["laprop"].items() if isinstance(x, dict)}
+
+    found, exact = moments("test_float16"), moments("float32")
+    assert found.keys() == exact.keys() and exact
+    for slot, x in exact.items():
+        np.testing.assert_array_equal(found[slot], np.asarray(x).astype(np.float16), strict=True)
+
+
 @pytest.mark.long
 def test_they_train_on_meshes_as_on_one_device_and_resume(tmp_path):
     one = make({})
     weights = weights_of(one)
     config = make({"pipeline": 2, "tensor": 2}, batch={"num_microbatches": 2})
     np.testing.assert_allclose(train(config, weights).losses, train(one, weights).losses, rtol=1e-5)
-    run = Run(config, dict.fromkeys(AXES, 1) | {"pipeline": 2, "tensor": 2})
+    run = Run(config, ONE | {"pipeline": 2, "tensor": 2})
     whole = run.train(tmp_path)
     assert not whole.problems and {str(x.dtype) for n, x in run.saved.items() if ".mean." in n} == {"float16"}
     resumed = run.resume(tmp_path, run.saved)

@@ -124,7 +124,7 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
     x[0, 0], x[1] = 0, 0
     x[2, 0] = 1e-16 if second else x[2, 0]  # below the least code of its block
     draws = random.integers(0, 2**32, (1500, *x.shape), dtype=np.uint32)
-    once = lambda bits: from_blocks(to_blocks(jnp.asarray(x), (1, 16), second, bits, jnp.asarray(x)), (1, 16), second)  # noqa: E731
+    once = lambda bits: from_blocks(to_blocks(jnp.asarray(x), jnp.asarray(x), (1, 16), second, bits), (1, 16), second)  # noqa: E731
     values = np.asarray(jax.jit(jax.vmap(once))(draws), np.float64)
     scale = np.repeat(np.abs(x).reshape(3, 4, 16).max(-1), 16, axis=1)
     assert not values[:, x == 0].any()
