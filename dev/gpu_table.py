@@ -24,6 +24,7 @@ from megajax.tools.profile import hlo, operations
 
 RECORD, START = ROOT / "docs/records/gpu_table.md", "<!-- written by dev/gpu_table.py -->\n"
 GPUS = ("a100", "l40s", "h100", "b200")
+SMALL = "data.kind=synthetic batch.global_size=1 batch.num_microbatches=1 mesh.data=1 mesh.fsdp=1"
 # One layer of a kind stands for all: the kernels are the same.
 CASES = (
     "llama3_8b_l8 mesh.fsdp=1 model.num_layers=1 batch.global_size=1",
@@ -36,6 +37,17 @@ CASES = (
     "mixtral_l2 mesh.data=1 model.num_layers=1 batch.global_size=1 precision.fp8.recipe=nvfp4",
     "qwen3_30b_l6 mesh.data=1 model.num_layers=1 batch.global_size=1",
     "qwen3_30b_l6 mesh.data=1 mesh.expert=2 model.num_layers=1 batch.global_size=2 precision.fp8.recipe=mxfp8 --gpus 2",
+    f"models/gpt_oss_20b {SMALL} batch.sequence_length=4096 model.num_layers=2",
+    f"dsv2lite_l6 {SMALL} model.num_layers=2",
+    f"mamba2_2b {SMALL} model.num_layers=1",
+    f"gated_deltanet_2b {SMALL} model.num_layers=1",
+    f"kda_2b {SMALL} model.num_layers=1",
+    f"qwen3_next_l4 {SMALL}",
+    f"nemotron3_nano_l7 {SMALL}",
+    f"models/kimi_linear_48b_a3b {SMALL} batch.sequence_length=4096 model.num_layers=4",
+    f"models/flan_t5_large {SMALL} batch.sequence_length=512 model.num_layers=2",
+    f"models/qwen3_vl_8b {SMALL} batch.sequence_length=4096 model.num_layers=3",
+    f"models/modernbert_base {SMALL} batch.sequence_length=4096 model.num_layers=3 objective.kind=masked_tokens",
 )
 HEADER = ("config", "GPU", "kernels", "GiB", "GiB of the GPU")
 

@@ -173,7 +173,7 @@ def _rows_of(operand: Operand, tiles: Tiles, group_sizes_e: jax.Array) -> Operan
 def _indices(tiles: Tiles, group_sizes_e: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of the rows of tiles their indices and whether their group has them, `[B, height]`.
 
-    Else XLA computes them for every number that it gathers.
+    The barrier keeps XLA from computing them for every number that it gathers.
     """
     sizes = group_sizes_e.astype(jnp.int32)
     starts = running_sum(sizes) - sizes
