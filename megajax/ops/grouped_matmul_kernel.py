@@ -174,16 +174,18 @@ class GroupedRows:
         row_tile, col_tile = plgpu.planar_snake(index, (self.tiles[0, 4], col_tiles), 0, self.tiling.panel)
         return tuple(self.tiles[row_tile, field] for field in range(4)), col_tile
 
+    @property
+    def depth(self) -> int:
+        return _depth(self.x.dtype, self.x.shape[1])
+
     def steps(self, tile):
         (_, group, first, last), _ = tile
-        steps = self.x.shape[1] // _depth(self.x.dtype, self.x.shape[1])
-        return jnp.where((group < self.w.shape[0]) & (first < last), steps, 0)
+        return jnp.where((group < self.w.shape[0]) & (first < last), self.x.shape[1] // self.depth, 0)
 
     def load(self, tile, step, a, b, arrived):
         (start, group, _, _), col_tile = tile
         down = pl.ds(pl.multiple_of(start, ALIGNMENT), self.tiling.rows)
-        depth = _depth(self.x.dtype, self.x.shape[1])
-        depth = pl.ds(step * depth, depth)
+        depth = pl.ds(step * self.depth, self.depth)
         across = pl.ds(col_tile * self.tiling.block_cols, self.tiling.block_cols)
         plgpu.copy_gmem_to_smem(self.x.at[down, depth], a, arrived)
         w = self.w.at[group]

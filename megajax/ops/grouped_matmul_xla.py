@@ -75,7 +75,8 @@ def weight_gradient(x_tm: jax.Array, dy_tn: jax.Array, group_sizes_e: jax.Array,
     """x_eᵀ dy_e over the rows of each group: x [T, M] and dy [T, N] -> [E, M, N] in `dtype`."""
 
     def of_tiles(tiles: Tiles) -> jax.Array:
-        ((x,), (dy,)) = (_rows_of(operand, tiles, group_sizes_e) for operand in ((x_tm,), (dy_tn,)))
+        places = _indices(tiles, group_sizes_e)
+        ((x,), (dy,)) = (_rows_of(operand, *places) for operand in ((x_tm,), (dy_tn,)))
         return dot_of_groups((x.swapaxes(1, 2),), (dy.swapaxes(1, 2),), wide(x.dtype))
 
     return _sum_over_tiles(of_tiles, group_sizes_e, len(x_tm)).astype(dtype)
@@ -88,7 +89,7 @@ def product(dot: Dot, x: Operand, w: Operand, group_sizes_e: jax.Array, rows: in
     """
     E, R = len(w[0]), rows or len(x[0])
     rounds = TileRounds.of(R, E, TILE)
-    first = dot(_rows_of(x, _first_tiles(rounds, E), group_sizes_e), w)
+    first = dot(_rows_of(x, *_indices(_first_tiles(rounds, E), group_sizes_e)), w)
     starts, group = running_sum(group_sizes_e) - group_sizes_e, group_of_rows(group_sizes_e, R)
     position = jnp.arange(R) - _taken(starts, group)  # in its group
     index, held = not_repeated((group * rounds.first + position, (group < E) & (position < rounds.first)))
@@ -100,8 +101,8 @@ def product(dot: Dot, x: Operand, w: Operand, group_sizes_e: jax.Array, rows: in
     def add(round: jax.Array, found: jax.Array) -> jax.Array:
         tiles = tiles_of(round)
         weights = jax.tree.map(lambda a: _taken(a, tiles.group), w)
-        new = dot(_rows_of(x, tiles, group_sizes_e), weights)
         index, held = _indices(tiles, group_sizes_e)
+        new = dot(_rows_of(x, index, held), weights)
         unused = R + jnp.arange(index.size).reshape(index.shape)  # dropped; all indices are different
         index = not_repeated(jnp.where(held, index, unused))
         return found.at[index].set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
@@ -163,9 +164,8 @@ def _first_tiles(rounds: TileRounds, E: int) -> Tiles:
     return Tiles(jnp.arange(E), jnp.zeros(E, jnp.int32), rounds.first)
 
 
-def _rows_of(operand: Operand, tiles: Tiles, group_sizes_e: jax.Array) -> Operand:
-    """The rows `[B, height, K]` of tiles; numbers after a group's last row are zeros."""
-    index, held = _indices(tiles, group_sizes_e)
+def _rows_of(operand: Operand, index: jax.Array, held: jax.Array) -> Operand:
+    """The rows `[B, height, K]` at the `_indices` of tiles; numbers after a group's last row are zeros."""
     numbers, *scales = (_taken(a, index) for a in operand)
     return jnp.where(held[..., None], numbers, 0), *scales
 

@@ -160,8 +160,8 @@ class Update:
             of_member = {name: gradients[name] for name in member.placements if name in gradients}
             _, after = member.optimizer.direction(of_member, slots[member.kind])
             arrays = {slot: by_name for slot, by_name in after.items() if isinstance(by_name, dict)}
-            own = {slot: x.keys() - member.with_slots for slot, x in arrays.items()}
-            found |= {(slot, name): arrays[slot][name] for slot, names in own.items() for name in names}
+            for slot, by_name in arrays.items():
+                found |= {(slot, name): x for name, x in by_name.items() if name not in member.with_slots}
         return found
 
     def _directions_of(self, member: Member, gradients: Named, slots: Slots) -> tuple[Named, Slots]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megajax.options.registry import AUTO, Registry
 
-LITTLE_ROOM = 1.25
+LITTLE_ROOM = 1.25  # for rows that cost time also if no token has them
 
 
 @dataclass(frozen=True)
