@@ -202,10 +202,11 @@ class _Step:
     def while_reducing(self, peak: MemoryEstimate, slots: Sequence[int], above: range) -> MemoryEstimate:
         """A group's backward pass: the larger of its start and its end, which reduces the gradients of the group above.
 
-        At its start these gradients are in the compute dtype, or the operands of the last layer's are kept.
+        At its start these gradients are in the compute dtype, or the operands of the last layer's are kept; adapters'
+        do not wait.
         """
         waiting = self.compute * self.weights.layers(above, trained=True).reduced
-        if above.stop == self.backward_pass(slots).stop:
+        if above.stop == self.backward_pass(slots).stop and not self.weights.are_frozen:
             waiting = max(waiting, sum(self.activations.operands(self.slots[slot].block) for slot in above))
         start = replace(peak, working=peak.working + waiting)
         block = self.slots[slots[0]].block
@@ -223,7 +224,7 @@ class _Step:
     ) -> MemoryEstimate:
         """A group's backward pass with the gradients of the group above, which are reduced, or added to the sums.
 
-        The last layer's weight gradients may wait for it, with their operands.
+        The last layer's weight gradients may wait for it, with their operands; adapters' do not.
         """
         gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_at_once(above)
         together = self.backward_pass(slots)
@@ -234,7 +235,7 @@ class _Step:
             weights=peak.weights + before.gathered_bytes,  # gathered at the same time
             working=peak.working + more + self.pending(gradients),
         )
-        is_last = above.stop == together.stop and self.sizes["fsdp"] == 1
+        is_last = above.stop == together.stop and self.sizes["fsdp"] == 1 and not self.weights.are_frozen
         exchanges = not self.plan.collectives.dispatch.gathers_tokens  # the operands would be in its pool
         late = sum(self.activations.operands(self.slots[slot].block) for slot in above if is_last and not exchanges)
         return replace(peak, working=peak.working + (late if peak.total + late < SCHEDULED else 0))
@@ -452,8 +453,8 @@ class _Step:
         looped = {j for s in self.segments if s.iterations > 1 for j in self.slots_of(s) if not self.plan.is_pipelined}
         cast_slots = range(len(self.slots) if self.repeats else slots)
         in_loops = self.weights.layers([j for j in cast_slots if j in looped]).before_loops_bytes
-        outside = self.weights.layers([j for j in cast_slots if j not in looped], trained=self.weights.fuses_in_turn)
-        return self.rounds * (outside.per_step_bytes + in_loops)
+        outside = self.weights.unrolled_bytes([j for j in cast_slots if j not in looped])
+        return self.rounds * (outside + in_loops)
 
 
 class _Pipelined(_Step):

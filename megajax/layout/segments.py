@@ -16,11 +16,13 @@ from megajax.layout.kinds import LayerKind, attention_kinds, layer_kinds
 from megajax.options.remat import NONE, RematPolicy
 from megajax.schema.config import Config
 
-# Seconds that XLA may need to compile all layers by default, on two cores, without tracing and the rest of the step.
+# Seconds that XLA may need to compile all layers by default, without tracing and the rest of the step.
 COMPILE_SECONDS = 90
-# Seconds that XLA needs for one layer, forward and backward: measured with 8 to 32 layers for 1 to 64 H200s, on two
-# cores (docs/performance.md). With `tensor` a matmul has one piece per device.
-DENSE_SECONDS, FP8_SECONDS, MOE_SECONDS, SECONDS_OF_PIECE = 0.3, 1.0, 3.5, 0.2
+# Seconds that XLA needs for one layer, forward and backward (docs/performance.md): dense ones measured with 8 to 32
+# layers for 1 to 64 H200s on two cores; those with experts, with 8 to 27 layers, on the 32 cores of a host with two
+# H200s. Without a GPU those take two to four times as long: each sort has ten kernels then. FP8 comes on top. With
+# `tensor` a matmul has one piece per device.
+DENSE_SECONDS, MOE_SECONDS, SECONDS_OF_FP8, SECONDS_OF_PIECE = 0.3, 1.8, 0.7, 0.2
 # Number of parts of a long loop: the residuals of a loop live until its backward pass ends, beside its gradients.
 LOOPS = 8
 
@@ -66,14 +68,15 @@ def choose_unrolling(
 
 
 def layer_seconds(config: Config, kind: LayerKind, sizes: Mapping[str, int] | None = None) -> float:
-    """Estimated seconds that XLA needs for a layer on a mesh of `sizes` (default: one device), on two cores.
+    """Estimated seconds that XLA needs for a layer on a mesh of `sizes` (default: one device), on a GPU's host.
 
     In a pipeline the program contains a layer twice per virtual stage: once for ticks with one operation, and
     once for ticks in which they run several. Two microbatches side by side have it twice too.
     """
     sizes = sizes or {}
     tensor, staged = sizes.get("tensor", 1), sizes.get("pipeline", 1) > 1
-    matmuls = MOE_SECONDS if kind.has_experts else FP8_SECONDS if config.fp8_layers else DENSE_SECONDS
+    matmuls = MOE_SECONDS if kind.has_experts else DENSE_SECONDS
+    matmuls += SECONDS_OF_FP8 if config.fp8_layers else 0
     pieces = SECONDS_OF_PIECE * tensor if tensor > 1 else 0
     copies = 2 * config.pipeline.virtual_stages if staged else config.communication.microbatches_at_once
     return (matmuls + pieces) * copies

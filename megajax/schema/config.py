@@ -189,7 +189,7 @@ class KernelsConfig(Section):
     scan_unroll: Count | None = Field(
         default=None,
         description="Number of layers in one iteration of the loop over layers. Default: all layers if XLA compiles"
-        " them in about 90 s on two cores, else 1; on CPUs 1.",
+        " them in about 90 s, else 1; on CPUs 1.",
         json_schema_extra={"derived": "by compile time"},
     )
     loss_chunk_tokens: Count | None = Field(

@@ -44,13 +44,17 @@ def test_long_loops_are_cut_in_eight_on_gpus():
 def test_the_reason_for_loops_says_what_unrolled_layers_would_cost():
     config = make_config(96, experts={"moe_layer_interval": 1})
     kinds = layer_kinds(config.model)
-    assert choose_unrolling(config, "gpu", kinds) == (1, "looped: unrolled they would take about 6 min to compile")
-    assert choose_unrolling(config, "gpu", kinds[:4]) == (4, "unrolled: about 14 s of compilation")
+    assert choose_unrolling(config, "gpu", kinds) == (1, "looped: unrolled they would take about 3 min to compile")
+    assert choose_unrolling(config, "gpu", kinds[:4]) == (4, "unrolled: about 7 s of compilation")
     assert choose_unrolling(config, "cpu", kinds) == (1, "CPU")
+    in_fp8 = make_config(96, experts={"moe_layer_interval": 1}, precision={"fp8": {"recipe": "current"}})
+    assert choose_unrolling(in_fp8, "gpu", kinds[:36]).most == 36  # GPT-OSS-120B
+    assert choose_unrolling(in_fp8, "gpu", kinds[:48]).most == 1  # Qwen3-30B-A3B
+    assert choose_unrolling(config, "gpu", kinds[:48]).most == 48
     # Every round of a pipeline has its program, twice.
     sizes = {"pipeline": 4}
-    assert choose_unrolling(config, "gpu", kinds[:12], sizes).most == 12
-    assert choose_unrolling(config, "gpu", kinds[:14], sizes).most == 1
+    assert choose_unrolling(config, "gpu", kinds[:24], sizes).most == 24
+    assert choose_unrolling(config, "gpu", kinds[:26], sizes).most == 1
 
 
 @pytest.mark.smoke
