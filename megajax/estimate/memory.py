@@ -206,7 +206,7 @@ class _Step:
         do not wait.
         """
         waiting = self.compute * self.weights.layers(above, trained=True).reduced
-        if above.stop == self.backward_pass(slots).stop and not self.weights.are_frozen:
+        if above.stop == self.backward_pass(slots).stop and self.plan.trains_layers:
             waiting = max(waiting, sum(self.activations.operands(self.slots[slot].block) for slot in above))
         start = replace(peak, working=peak.working + waiting)
         block = self.slots[slots[0]].block
@@ -235,7 +235,7 @@ class _Step:
             weights=peak.weights + before.gathered_bytes,  # gathered at the same time
             working=peak.working + more + self.pending(gradients),
         )
-        is_last = above.stop == together.stop and self.sizes["fsdp"] == 1 and not self.weights.are_frozen
+        is_last = above.stop == together.stop and self.sizes["fsdp"] == 1 and self.plan.trains_layers
         exchanges = not self.plan.collectives.dispatch.gathers_tokens  # the operands would be in its pool
         late = sum(self.activations.operands(self.slots[slot].block) for slot in above if is_last and not exchanges)
         return replace(peak, working=peak.working + (late if peak.total + late < SCHEDULED else 0))

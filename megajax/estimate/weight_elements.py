@@ -88,16 +88,11 @@ class StepWeights:
         """Whether each pass of a layer fuses the weights that are stored in the compute dtype."""
         config = self.config
         halves = config.optimizer.master == "split" and not config.precision.fp8.chosen.has_kernels
-        return self.plain and (self.are_frozen or halves)
-
-    @property
-    def are_frozen(self) -> bool:
-        """Whether the layers' weights have no gradients, but adapters': they are stored in the compute dtype then."""
-        return self.config.lora.rank is not None
+        return self.plain and (config.lora.rank is not None or halves)
 
     def unrolled_bytes(self, slots: Sequence[int]) -> int:
         """Bytes of the weights in slots outside loops in the format that a step keeps, besides those as stored."""
-        if self.are_frozen and not self.plain:
+        if self.config.lora.rank is not None and not self.plain:  # frozen weights are stored in the compute dtype
             return self.layers(slots).before_loops_bytes
         return self.layers(slots, trained=self.fuses_in_turn).per_step_bytes
 
