@@ -169,12 +169,18 @@ def test_programs_and_links_are_timed_on_the_first_device_and_in_every_group():
     assert all(timing.seconds > 0 for timing in answer.timings)
 
 
-def test_a_rate_below_the_shipped_one_is_a_sentence():
+def test_a_rate_below_the_shipped_one_is_a_sentence(tmp_path):
     own = replace(H200, memory_bytes=0.8 * H200.memory_bytes, link_bytes=0.92 * H200.link_bytes, network_bytes=1.0)
     table, [slow] = rates.compared(own, ["memory_bytes", "link_bytes", "bf16_flops"], H200)
     assert slow.startswith("copy in memory: 3360 GB/s is 80% of the shipped rate (H200)")
     assert table.splitlines()[-1].split() == "gathers and reductions between hosts not measured 40 GB/s".split()
     assert not rates.compared(own, ["memory_bytes"], None)[1]
+    copies = [rates.Answer([Timing(COPY, 1, own.memory_bytes, 1.0)], None)]
+    last = [
+        rates.finish(tmp_path / f"{kind}.json", rates.Machine(kind, 8, 1), copies).splitlines()[-2:]
+        for kind in ("NVIDIA H200", "NVIDIA RTX A6000")
+    ]
+    assert last[0][0] == slow and last[1][1].startswith("There are no shipped rates of NVIDIA RTX A6000: ")
     shipped = rates.shipped_rates("NVIDIA H100 80GB HBM3")
     assert shipped is not None and shipped.name == "H100" and rates.shipped_rates("NVIDIA RTX A6000") is None
 

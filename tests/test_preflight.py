@@ -82,9 +82,12 @@ def test_rates_count_the_bytes_that_a_device_sends():
     assert measurements.matmul_rates("a", 100, lambda *_: 1e-3)[7].rate == pytest.approx(2 * 100**3 / 1e-3 / 1e12)
 
 
-def test_the_disk_is_measured_and_left_clean(tmp_path):
+def test_the_disk_is_measured_and_left_clean(tmp_path, monkeypatch):
+    """8 MiB by a clock that goes 5 seconds for writing and 1 for reading."""
+    seconds = iter([0, 5, 6, 7])
+    monkeypatch.setattr(measurements, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     write, read = disk_rates("a", tmp_path / "new", 8)
-    assert write.rate > 0 and read.rate > 0
+    assert [write.rate, read.rate] == pytest.approx([8 * 2**20 * 1e-9 / 5, 8 * 2**20 * 1e-9])
     assert not list((tmp_path / "new").iterdir())
 
 

@@ -156,6 +156,11 @@ def test_a_schedule_too_long_for_legible_boxes_is_shown_by_one_period():
     assert len(drawn) == 2 * 8 * 8 * 16 and min(float(node.get("width", 0)) for node in drawn) >= READABLE_BOX
     assert float(root.get("width", "0")) <= WIDEST_PLOT + 200
     ticks = {int(node.findtext(f"{SVG}title", "").rpartition("tick ")[2]) for node in drawn}
+    lines = sorted(float(node.get("x1", "")) for node in root.iter(f"{SVG}line") if node.get("stroke-dasharray"))
+    for node in drawn:  # between the lines of its tick
+        tick = int(node.findtext(f"{SVG}title", "").rpartition("tick ")[2]) - min(ticks)
+        x, width = float(node.get("x", "")), float(node.get("width", ""))
+        assert lines[tick] <= x + 0.03 and x + width <= lines[tick + 1] + 0.03
     assert f"{schedule.ticks} ticks" in picture
     assert f"shown: ticks {min(ticks)} to {max(ticks)}, one period" in picture
     assert "one period" not in svg(make_schedule("1f1b", 4, 8, 2), Costs())

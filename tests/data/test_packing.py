@@ -1,6 +1,8 @@
 """Packing by work: plain loops, properties, the imbalance of two distributions of lengths, and resuming."""
 
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -402,6 +404,17 @@ def test_inspect_draws_the_balance_of_a_batch(write_documents, make_config, monk
     recurrent = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "linear_attention": heads}
     config.__dict__["model"] = ModelConfig(**recurrent, block_pattern=("gated_deltanet",))
     assert balance.balance_lines(config, samples)[-1] == "  balanced                  1.00    1.00    1.00"
+
+
+def test_inspect_counts_the_groups_that_share_a_document(make_config):
+    """Rows of 16 for 2 devices: up to 8 tokens and padding fill a device each; of 9 or 16 tokens both have a part."""
+    rows = [(np.array(lengths), padding) for lengths, padding in (([5, 12], 10), ([8, 9], 9), ([9, 8], 8), ([17], 0))]
+    samples: Any = SimpleNamespace(document_lengths=lambda i: rows[i % 4][0], padding=lambda i: rows[i % 4][1])
+    samples.repacked = lambda packing: samples
+    config = make_config(sequence_length=16, reset_attention=True)
+    config.__dict__ |= {"mesh": SimpleNamespace(context=2), "communication": SimpleNamespace(context="dynamic")}
+    line = "devices of 2 that share a document, in the first 32 sequences: 1: 50%, 2: 50%"
+    assert balance.balance_lines(config, samples)[-1] == line
 
 
 def test_synthetic_samples_keep_their_order():

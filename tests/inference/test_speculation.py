@@ -180,6 +180,10 @@ def test_steps_of_ended_sequences_count_neither_tokens_nor_drafts():
     ]
     assert after.drafts.tokens[:, 0].tolist() == [-11, -11, -11, 11] and (after.tokens[3] == -1).all()
     assert after.verified.steps == 3 and after.verified.accepted.tolist() == [2, 1]
+    drafts = "speculation: 2.00 tokens per step; drafts 1 to 2 were accepted in 67%, 33% of 3 steps."
+    assert after.verified.explain() == drafts
+    one = "speculation: 1.25 tokens per step; the draft was accepted in 25% of 4 steps."
+    assert Verified(jnp.int32(4), jnp.array([1])).explain() == one
 
 
 @pytest.mark.smoke

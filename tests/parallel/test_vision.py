@@ -13,6 +13,8 @@ from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
 from megajax.model.trained import part_of
+from megajax.schema.model import ModelConfig
+from megajax.schema.vision import VisionConfig
 from megajax.step_plan import StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -120,6 +122,16 @@ def test_an_empty_slot_has_no_number_of_a_layer_that_adds_features(table):
     plan = StepPlan.of(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     assert plan.image_slots == range(2)
     assert plan.first_layers.tolist() == [[[-1, 0]], [[1, -1]], [[2, 3]], [[4, -1]]]
+
+
+def test_the_layers_of_a_tower_have_every_setting_that_a_model_has_too():
+    """Except `embedding_norm`, which is of the patches, and no layer's."""
+    own = {"num_layers": 3, "hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "norm": "rmsnorm"}
+    own |= {"norm_epsilon": 0.5, "activation": "swiglu", "rope_theta": 7.0}
+    assert own.keys() == (VisionConfig.model_fields.keys() & ModelConfig.model_fields.keys()) - {"embedding_norm"}
+    vision = {"image_token": IMAGE, "patches_per_row": 4, **own}
+    layers = ModelConfig.model_validate(TEXT | {"vision": vision}).of_vision
+    assert {name: getattr(layers, name) for name in own} == own
 
 
 @pytest.mark.parametrize(

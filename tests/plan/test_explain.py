@@ -86,7 +86,13 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     phases = list(phases_of(found))
     assert sum(phase.seconds for phase in phases) == pytest.approx(found.time.total)
     assert [phase.name for phase in phases] == [*["forward", "head", "backward"] * 2, "casts", "update", "waiting"]
-    boxes = [box for box in ElementTree.fromstring(of_phases(found)).iter() if box.tag.endswith("rect")]
+    drawing = ElementTree.fromstring(of_phases(found))
+    boxes = [box for box in drawing.iter() if box.tag.endswith("rect")]
+    rows = {float(box.get("y", 0)) + float(box.get("height", 0)) for box in boxes if len(box)}
+    axes = {axis for phase in phases for axis, traffic in phase.traffic.items() if traffic.seconds}
+    assert len(rows) == 1 + len(axes)
+    [ms] = [node for node in drawing.iter() if node.text == "ms"]  # of the axis of time: below the rows
+    assert max(rows) < float(ms.get("y", 0)) - 8 < float(drawing.get("height", 0)) - 20
     widths = {
         color: sum(float(box.get("width", 0)) for box in boxes if box.get("fill") == color) for color in COLORS.values()
     }

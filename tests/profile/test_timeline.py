@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax.profiler
 import pytest
@@ -16,7 +18,7 @@ from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
 from megajax.tools.profile import hlo, parts, timeline, trace
 from megajax.tools.profile.prediction import joined, predict
-from megajax.tools.profile.report import CURES, device_lines, largest_gap, table
+from megajax.tools.profile.report import CURES, device_lines, largest_gap, notes, table
 
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
 STEP, STEPS = "jit__train_step", 2
@@ -212,6 +214,25 @@ def test_the_parts_have_rooflines_and_a_call_of_several_kernels_counts_once(kern
     ]
     longest = parts.operations(kernels, reading, STEPS, 1)
     assert longest[2:] == ["| matmul | matmuls, 10000×10000×9890 | mlp | 4.50 |"]
+
+
+def test_each_note_is_about_what_its_trace_has(kernels, reading):
+    batch = SimpleNamespace(schedule=None, global_size=8)
+    gpus = {"kernels": kernels, "device_kind": "NVIDIA H200", "config": SimpleNamespace(batch=batch)}
+    scheduled = SimpleNamespace(batch=SimpleNamespace(schedule="0: 4, 1M: 8", global_size=8))
+    without_launches = {"GPU 0": [replace(kernel, launched=None) for kernel in kernels["GPU 0"]]}
+    pipeline = replace(reading, sizes=SIZES | {"pipeline": 2})
+
+    def found(read=reading, rates=H200, **changed) -> list[str]:
+        traced: Any = SimpleNamespace(**gpus | changed)
+        return [" ".join(note.split()[:3]) for note in notes(traced, read, rates)]
+
+    assert found() == []
+    assert found(pipeline) == ["Stages of a"]
+    assert found(rates=None) == ["The planner has"]
+    assert found(device_kind="cpu") == ["Virtual CPU devices"]
+    assert found(config=scheduled) == ["The prediction and"]
+    assert found(kernels=without_launches) == ["The trace has"]
 
 
 def test_the_largest_gap_is_the_one_above_the_prediction_or_without_it_the_largest_loss():

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -72,6 +73,17 @@ def test_the_line_of_a_save_has_the_speed_of_the_whole_save():
     """2 GB in 4 s, of which training waited 0.3 s."""
     found = saved_line(SaveOutcome(5, 2 * 10**9, waited=0.3, seconds=4.0))
     assert found == "saved step 5 (2 GB in 4.0 s, 500 MB/s, training waited 0.3 s)"
+
+
+def test_a_failed_save_and_one_that_nothing_verifies_are_warnings_and_other_saves_are_not(make_config):
+    lines = []
+    reports = SaveReports(make_config(), True, lambda text, warning: lines.append((text.partition(":")[0], warning)))
+    good = SaveOutcome(5, 1, waited=0.0, seconds=1.0)
+    reports.report(good, newest=5, ending=True)
+    reports.report(replace(good, unverified="no room"), newest=5, ending=True)
+    reports.report(replace(good, error="no room"), newest=4, ending=False)
+    assert [warning for _, warning in lines] == [False, False, True, True]
+    assert lines[2][0] == "the checkpoint of step 5 has no checksums (no room)"
 
 
 def test_an_early_last_save_does_not_make_the_interval_too_short(make_config):
