@@ -75,6 +75,13 @@ TYPED = {
         "model.norm=rms is not a choice (@): did you mean rmsnorm? The choices are rmsnorm and layernorm."
     ),
     "run.name=3": "run.name=3 is not text (@): put it in quotes.",
+    "data.chat_template_args=loud": (
+        "data.chat_template_args=loud is not a mapping from names to values (@): write it like"
+        " {enable_thinking: false}."
+    ),
+    "'data.chat_template_args={messages: 1}'": (
+        "data.chat_template_args={messages: 1} sets messages, which each chat gives (@): remove it."
+    ),
     "run.steps=0": "run.steps=0 is too small (@): use 1 or more.",
     "model.dropout=1": "model.dropout=1 is too large (@): use less than 1.",
     "precision.fp8=current": "precision.fp8=current is not a mapping (@): set its keys, such as precision.fp8.recipe.",

@@ -205,12 +205,24 @@ def test_every_flag_with_a_counterpart_is_translated():
             assert flag.dest in names or any(re.fullmatch(pattern, flag.dest) for pattern in patterns), flag.name
 
 
+OTHER_MODELS = {
+    "pretrain_t5": "T5",
+    "pretrain_bert": "BERT",
+    "pretrain_ict": "a retriever",
+    "pretrain_mamba": "Mamba",
+    "pretrain_hybrid": "a hybrid of Mamba and attention",
+    "pretrain_vlm": "a vision-language model",
+    "pretrain_vision_classify": "a vision model",
+    "run_multimodal": "a multimodal model",
+    "pretrain_retro": "Retro",
+    "train_rl": "reinforcement learning",
+}
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("pretrain_t5.py --micro-batch-size 1", ("trains T5",)),
-        ("pretrain_mamba.py --micro-batch-size 1", ("trains Mamba",)),
-        ("pretrain_bert.py --num-layers 2", ("trains BERT",)),
+        *((f"{program}.py --num-layers 2", (f"trains {model} ",)) for program, model in OTHER_MODELS.items()),
         (f"{SMALL} --hybrid-layer-pattern M*M*", ("--hybrid-layer-pattern M*M*", "a GPT")),
         (f"{SMALL} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", ("--spec",)),
         (

@@ -32,6 +32,7 @@ from megajax.tools.export_megatron.arguments import arguments_for
 from megajax.tools.from_megatron.arguments import from_mapping
 from megajax.tools.from_megatron.experts import translate_experts
 from megajax.tools.from_megatron.model import translate_model
+from megajax.tools.from_megatron.training import translate_precision
 from megajax.tools.from_megatron.translation import Translation
 
 STEP = 5
@@ -184,6 +185,21 @@ def test_settings_of_training_come_back_from_the_arguments(key):
     translate_model(back)
     translate_experts(back, 1)
     assert back.settings[f"model.{key}"].value == TRAINING[key]
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+def test_the_position_and_the_format_of_a_run_are_arguments(compute):
+    config = make_config(MODELS["gqa"], batch={"global_size": 8, "sequence_length": 32}, precision={"compute": compute})
+    arguments = arguments_for(config, STEP, 40, (1, 1, 1))
+    expected = {"iteration": STEP, "consumed_train_samples": 40, "skipped_train_samples": 0, "global_batch_size": 8}
+    expected |= {"consumed_valid_samples": 0, "train_iters": config.run.steps, "lr": config.schedule.learning_rate}
+    expected |= {"micro_batch_size": 1, "seed": config.run.seed, "mock_data": True, "params_dtype": np.dtype(compute)}
+    expected |= {"bf16": compute == "bfloat16", "fp16": compute == "float16", "dist_ckpt_format": "torch_dist"}
+    expected |= dict.fromkeys(("no_save_optim", "no_save_rng", "use_dist_ckpt"), True)
+    assert {key: arguments[key] for key in expected} == expected
+    back = Translation(from_mapping(arguments, "the arguments"), 1)
+    translate_precision(back)
+    assert back.settings["precision.compute"].value == compute
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("v3", ""), ("gqa", "yarn_")])

@@ -31,8 +31,9 @@ def row_flops(lengths: list[int], window: int) -> float:
 
 def imbalance(samples: Any, step: int, order: list[int], parts: int, window: int) -> float:
     """Of the rows of a step in this order."""
-    rows = [row_flops(samples.document_lengths(G * step + row).tolist(), window) for row in order]
-    sums = [sum(rows[first : first + G // parts]) for first in range(0, G, G // parts)]
+    size = len(order)
+    rows = [row_flops(samples.document_lengths(size * step + row).tolist(), window) for row in order]
+    sums = [sum(rows[first : first + size // parts]) for first in range(0, size, size // parts)]
     return max(sums) / np.mean(sums)
 
 
@@ -61,6 +62,12 @@ def test_logs_and_summary_compare_with_documents_in_sequence(tmp_path, packing, 
         rows = (samples_of_step(samples, sizes, 2, RowPacking.of(config)) - 2 * G).tolist()
         in_balance = imbalance(samples, 2, rows, 4, window)
         assert values == {"work_imbalance": round(in_balance, 4)} and in_balance < in_order[2]
+    smaller = G // 2  # than `global_size`, as in the first steps of a schedule: two parts
+    program.by_size[smaller] = program.by_size[G]
+    run.sizes = BatchSizes.constant(smaller)
+    WorkBalance(config, samples).on_log(run, 3, values)
+    of_smaller = imbalance(plain, 2, list(range(smaller)), 2, window)
+    assert values["work_imbalance" if packing == "sequential" else "work_imbalance_sequential"] == round(of_smaller, 4)
     (line,) = balance_lines(program, samples, sizes)
     assert f"by data.packing: sequential {np.mean(in_order):.3f}" in line
     assert ("balanced" in line) == (packing == "balanced")

@@ -239,6 +239,16 @@ def test_the_sign_of_a_step_counts_only_where_the_gradient_is_no_rounding(expect
     assert f"the update of {name} " in compare(with_steps(signs * step), with_steps(step)).first
 
 
+@pytest.mark.parametrize(
+    ("precision", "compute", "recipe"),
+    [("float32", "float32", "none"), ("bfloat16", "bfloat16", "none"), ("fp8", "float32", "current")],
+)
+def test_the_small_config_computes_in_the_format_that_is_asked_for(precision, compute, recipe):
+    settings = LARGE | {"precision": {"compute": "bfloat16", "gradients": "bfloat16", "fp8": {"recipe": "current"}}}
+    small = shrink(Config.model_validate(settings), [SIZES], 2, precision)[0].precision
+    assert (small.compute, small.gradients, small.fp8.recipe) == (compute, "float32", recipe)
+
+
 def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
     settings = LARGE | {"pipeline": {"layout": [1, 4, 5, 2]}, "mesh": {"pipeline": 4}}
     small, changes = shrink(Config.model_validate(settings), [dict.fromkeys(AXES, 1) | {"pipeline": 4}], 2)
@@ -260,6 +270,8 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
         (["--precision", "fp8", "--mesh", "fsdp=2"], "--precision=fp8, but precision.fp8.recipe=none"),
         (["checkpoint.save_optimizer=false", "--checkpoint"], "saves weights only, so --checkpoint has nothing to"),
         ([], "the config's mesh is one device"),
+        (["--precision=float32"], "the config's mesh is one device"),
+        (["--precision=bfloat16"], "the config's mesh is one device"),
     ],
 )
 def test_a_mistake_is_a_sentence(arguments, sentence, tmp_path, capsys, monkeypatch):
