@@ -194,8 +194,7 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
         cure = _as_list(_with_n(key), mistake["input"]) or cure
     elif problem == "is not a mapping" and _last(key).isdigit():
         cure = _as_list(_with_n(key).removesuffix(".N"), mistake["input"])
-    first = next((name for name, _ in keys() if name.startswith(f"{_with_n(key)}.")), "")
-    cure = cure.replace("{first}", key + first.removeprefix(_with_n(key)))
+    cure = cure.replace("{first}", next((name for name, _ in keys() if name.startswith(f"{key}.")), ""))
     return f"{key}={show(mistake['input'])} {problem} ({location}): {cure}."
 
 
