@@ -2,12 +2,16 @@
 
 import os
 import re
+from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from megajax import cluster
+from megajax.cluster import joining
 from megajax.mesh import build_mesh
 from megajax.tools.preflight import __main__ as command
 from megajax.tools.preflight import measurements, network
@@ -115,6 +119,22 @@ def test_the_command_prints_a_table_and_a_slow_device_makes_its_status_1(tmp_pat
     assert re.search(r"^matmul .* device \d+: .* TFLOP/s is \d+% of the median", lines, re.M)
 
 
+@pytest.mark.parametrize(("rank", "measures"), [(0, True), (1, False), (2, True), (3, False)])
+def test_the_disk_of_each_host_is_measured_once(rank, measures, monkeypatch):
+    """Four processes, two on each host; this one is on the host of its rank."""
+    hosts, measured = ["a", "a", "b", "b"], []
+    here = SimpleNamespace(rank=rank, size=4, hosts=hosts, is_first=rank == 0, agree=lambda value, judge: value)
+    monkeypatch.setattr(cluster, "current", lambda: here)
+    monkeypatch.setattr(joining, "start_processes", lambda: None)
+    monkeypatch.setattr(command.socket, "gethostname", lambda: hosts[rank])
+    for name in ("matmul_rates", "link_rates", "groups"):
+        monkeypatch.setattr(command, name, lambda *_: [])
+    monkeypatch.setattr(command, "disk_rates", lambda host, *_: measured.append(host) or [])
+    names = ("rates", "matrix", "megabytes", "disk_megabytes", "directory")
+    command.preflight(None, Namespace(**dict.fromkeys(names)), None)
+    assert measured == [hosts[rank]] * measures
+
+
 def test_the_clock_takes_the_best_round(monkeypatch):
     times = iter([0, 10, 10, 15, 15, 30])  # 10, 5 and 15 s for CALLS calls
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: next(times))
@@ -144,6 +164,13 @@ def test_nccl_writes_to_a_file_unless_the_user_reads_it_himself(monkeypatch):
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
+    at_exit = []
+    monkeypatch.setattr(network.atexit, "register", lambda *call, **options: at_exit.append(partial(*call, **options)))
     path = network.listen()
     assert os.environ["NCCL_DEBUG_FILE"] == str(path) and os.environ["NCCL_DEBUG"] == "INFO"
     assert network.listen() is None
+    assert path is not None and path.parent.is_dir()
+    path.touch()
+    [clean_up] = at_exit
+    clean_up()
+    assert not path.parent.exists()

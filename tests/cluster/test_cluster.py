@@ -143,6 +143,23 @@ def test_an_error_of_process_0_is_its_own_there_and_a_sentence_elsewhere(togethe
     assert together(lambda rank: current().gather(rank)) == [[0, 1, 2]] * COUNT  # the next call is not disturbed
 
 
+def test_the_others_wait_for_process_0_longer_than_it_waits_for_them():
+    """It may take the last one's value after all of its time, and then has to look at the values."""
+    waits = []
+
+    class Noting(several_processes.Store):
+        def blocking_key_value_get(self, key, timeout_in_ms):
+            waits.append((key.rpartition("/")[2], timeout_in_ms))
+            return super().blocking_key_value_get(key, timeout_in_ms)
+
+    with several_processes.together(clusters(2, Noting(2))) as call:
+        assert call(lambda rank: current().agree(rank, sum, seconds=8)) == [1, 1]
+        assert call(lambda rank: current().first_decides(lambda: 3, seconds=8)) == [3, 3]
+    assert [wait for name, wait in waits if name == "answer"] == [16000, 16000]
+    [collecting] = [wait for name, wait in waits if name == "1"]
+    assert 4000 < collecting <= 8000
+
+
 @pytest.mark.parametrize("silent", [0, 1])
 def test_all_others_name_a_process_that_does_not_answer(together, silent):
     found = together(lambda rank: rank == silent or current().gather(rank, seconds=0.3))

@@ -1,6 +1,7 @@
 """The relay between jax's client and its coordinator."""
 
 import socket
+import struct
 
 import pytest
 
@@ -25,13 +26,16 @@ def connected(listener: socket.socket, address: str) -> tuple[socket.socket, soc
     return client, listener.accept()[0]
 
 
-def test_bytes_pass_and_the_client_does_not_see_the_end_of_the_service(service):
+@pytest.mark.parametrize("resets", [False, True])  # as a host does that does not know the connection any more
+def test_bytes_pass_and_the_client_does_not_see_the_end_of_the_service(service, resets):
     relay.LOST.clear()
     client, far = connected(*service)
     client.sendall(b"question")
     assert far.recv(100) == b"question"
     far.sendall(b"answer")
     assert client.recv(100) == b"answer"
+    if resets:
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()
     assert relay.LOST.wait(10)
     client.settimeout(0.05)

@@ -142,6 +142,16 @@ def test_special_tokens_of_older_folders_and_templates_in_files(tmp_path):
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }}{{ eos_token }}")
     template = load_chat_template(tmp_path)
     assert (template.render(CHAT), template.render(CHAT, tools=[{}])) == ("<s></s>", "1</s>")
+    named = {"extra_special_tokens": {"a_token": "<a>"}, "model_specific_special_tokens": {"b_token": "<b>"}}
+    write("tokenizer_config.json", {"added_tokens_decoder": {}, **named})
+    (tmp_path / "chat_template.jinja").write_text("{{ a_token }}{{ b_token }}")
+    assert load_chat_template(tmp_path).render(CHAT) == "<a><b>"
+
+
+def test_a_line_of_a_statement_alone_leaves_nothing():
+    """Neither its indent nor its end, as in transformers (`lstrip_blocks` and `trim_blocks`)."""
+    source = "a\n  {% if true %}\n  b\n  {% endif %}\n  {# no #}\nc {% if true %}d{% endif %}\ne"
+    assert template_of(source).render(CHAT) == "a\n  b\nc de"
 
 
 @pytest.mark.smoke

@@ -55,6 +55,8 @@ def test_files_that_cannot_be_merged_are_refused(tmp_path, monkeypatch, capsys):
             writer.add_document([1, 2], modes=modes)
     before = sorted(tmp_path.iterdir())
     mistakes = {
+        "--output-prefix m": "the following arguments are required: --input; python -m "
+        "megajax.data.merge --help lists the arguments.",
         "--input a b --output-prefix m": "--input: b.bin has int32 tokens, a.bin uint16: write one of them again, with "
         "the other's tokenizer.",
         "--input a c --output-prefix m": "--input: only one of a.idx and c.idx has modes (of multimodal data): merge "

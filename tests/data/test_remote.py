@@ -209,6 +209,14 @@ def bytes_in(folder):
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def test_room_for_the_bytes_that_are_fetched_is_enough(upload, tmp_path, monkeypatch):
+    """A block of 64 bytes from the middle of a file."""
+    _, url = upload()
+    opened = IndexedDataset(url, cache=tmp_path / "cache")
+    monkeypatch.setattr(remote.shutil, "disk_usage", lambda _: SimpleNamespace(free=64))
+    assert opened.document(50).tolist() == DOCUMENTS[50]
+
+
 def test_a_size_that_the_store_invents_fills_no_disk(upload, tmp_path):
     (_, url), cache = upload(), tmp_path / "cache"
     Store.sizes = {"tokens.idx": 2**60}

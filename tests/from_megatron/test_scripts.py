@@ -85,6 +85,8 @@ def sentence(capsys, *arguments: str) -> str:
         ("f() { p.py --micro-batch-size ${0##*/} $1; }\nf 1", [], ["train.sh", "1"]),
         ("cat <<EOF > x\np.py --micro-batch-size 9 '\nEOF\np.py --micro-batch-size 1 > log 2>&1", [], ["1"]),
         ("V='--micro-batch-size 1 a'\neval \"p.py $V\"", [], ["1", "a"]),
+        ("A=a\0b\np.py --micro-batch-size $A\0", [], ["ab"]),  # bash leaves zero bytes out
+        ("HOME=/here\np.py --micro-batch-size $HOME", [], ["/here"]),  # before the environment's
         ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
     ],
 )
@@ -108,6 +110,11 @@ def test_words_are_those_of_a_shell(place, script, arguments, expected):
 def test_the_number_of_devices_is_that_of_the_launcher(place, launcher, world):
     (place / "train.sh").write_text(f"{launcher} {SMALL}")
     assert read(["train.sh"])[1] == world
+
+
+def test_a_shell_without_a_text_has_no_launch_line(place, capsys):
+    (place / "train.sh").write_text(f"python p.py {SMALL} bash -c")
+    assert "2 words are not flags" in sentence(capsys, "train.sh")
 
 
 def test_devices_are_those_of_a_launcher_around_two_shells(place):

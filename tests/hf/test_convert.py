@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import megajax
 from megajax.checkpoint.description import describe_model
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
@@ -90,6 +91,12 @@ def test_weights_on_a_mesh_are_those_of_transformers_bit_for_bit(unpack, name, r
         ours, theirs = np.asarray(array), stored[parameter]
         np.testing.assert_array_equal(ours[tuple(map(slice, theirs.shape))], theirs, err_msg=parameter)
         assert np.abs(ours).sum(dtype=np.float64) == pytest.approx(np.abs(theirs).sum(dtype=np.float64)), parameter
+
+
+def test_weights_come_in_the_dtype_that_is_asked_for(unpack):
+    weights = megajax.from_hf(unpack("tiny_llama"), dtype="bfloat16").weights.outer
+    dtypes = {name: str(array.dtype) for name, array in weights.items()}
+    assert dtypes == {"embedding.tokens": "bfloat16", "final_norm": "float32", "head": "bfloat16"}
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(unpack):

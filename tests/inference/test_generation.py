@@ -1,12 +1,13 @@
 """Generated tokens are transformers', on one device and on meshes; sampling is that of a plain NumPy loop."""
 
 import copy
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import COMMON
+from mesh_models import COMMON, HYBRID, LATENT_MODELS, MAMBA, MIXTRAL
 from models_in_use import build
 
 import megajax
@@ -16,8 +17,10 @@ from megajax.inference.generation import Generator, continue_texts
 from megajax.inference.language_model import choose_kernels
 from megajax.inference.load import for_inference
 from megajax.inference.sampling import Sampling, choose, remaining
+from megajax.inference.weights import abstract_parameters
 from megajax.kernel_choice import Hardware
-from megajax.model import bind
+from megajax.model import Transformer, bind
+from megajax.schema.model import ModelConfig
 
 GREEDY = Sampling(temperature=0)
 
@@ -272,6 +275,14 @@ def test_experts_that_the_gpus_kernel_does_not_support_use_the_reference_with_a_
     with pytest.warns(UserWarning, match="experts run slowly here, by kernels.grouped_matmul=reference: .* is 7.0"):
         kernels = choose_kernels(megajax.Config.model_validate(content), Hardware("gpu", "7.0"))
     assert kernels.grouped_matmul == "reference"
+
+
+@pytest.mark.parametrize("model", [COMMON | {"attention_sinks": True}, MIXTRAL, HYBRID, MAMBA, LATENT_MODELS["v3"]])
+def test_a_model_in_bfloat16_has_norms_routers_and_decays_in_float32(model):
+    found = abstract_parameters(Transformer(ModelConfig.model_validate(model)), mesh(), jnp.bfloat16)
+    in_fp32 = {name for name, array in found.items() if array.dtype == jnp.float32}
+    pattern = r"norm(_bias)?|\.sinks|moe\.router|\.decay_(rate|bias)|mamba2\.(skip|step_bias)"
+    assert in_fp32 == {name for name in found if re.search(f"({pattern})$", name)} and len(in_fp32) < len(found)
 
 
 @pytest.mark.smoke

@@ -44,6 +44,7 @@ def adapter(letters_folder, monkeypatch):
 
 def test_requests_are_answered_as_by_the_reference(references, adapter):
     adapter.model.max_length = 64
+    assert adapter.batch == 2 and type(adapter)(str(adapter.model.folder), batch_size="auto:4").batch == 8
     expected = references["tiny_llama"]
     requests = [(("", ""), tokens[:start], tokens[start:]) for tokens, start, *_ in expected["scores"]]
     for found, (*_, likelihood, greedy) in zip(

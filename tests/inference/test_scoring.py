@@ -245,6 +245,7 @@ def test_what_lines_are_is_decided_by_the_first(chats, tmp_path):
     model.template_arguments = {"tone": "c"}  # those of a training, which a command's replace
     again = evaluate.evaluate(model, str(path), SetFormat(template_arguments={"tone": "b"}), limit=1)
     assert again["loss"] == toned["loss"]
+    assert model.chat_template.render([{"role": "user", "content": "x"}]) == "cu xé"
     assert evaluate.evaluate(model, str(path), limit=1)["loss"] not in (one["loss"], toned["loss"])
     (directory / "64" / "chat_template.jinja").rename(directory / "away")
     with pytest.raises(InputError, match="line 1: .*64 has no chat template: add chat_template.jinja to the folder"):

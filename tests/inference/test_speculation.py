@@ -16,10 +16,11 @@ import megajax
 from megajax.config import Config, ModelConfig
 from megajax.hf.convert import export, load, read_model
 from megajax.hf.quantising import StoredForm
+from megajax.inference import speculation
 from megajax.inference.generation import GenerationState, Generator
 from megajax.inference.language_model import block_inputs
 from megajax.inference.sampling import Sampling, distribution, verify
-from megajax.inference.speculation import Drafts, Verified
+from megajax.inference.speculation import Drafter, Drafts, DraftWindow, Verified
 from megajax.kernel_choice import Kernels
 from megajax.layout.kinds import extra_kind
 from megajax.mesh import build_mesh
@@ -184,6 +185,20 @@ def test_steps_of_ended_sequences_count_neither_tokens_nor_drafts():
     assert after.verified.explain() == drafts
     one = "speculation: 1.25 tokens per step; the draft was accepted in 25% of 4 steps."
     assert Verified(jnp.int32(4), jnp.array([1])).explain() == one
+
+
+def test_each_draft_is_drawn_with_the_key_of_its_position(monkeypatch):
+    """One module drafts three tokens: the window ends at position 5 + 2, and the newest token is the one after it."""
+    drawn = []
+    drafter = object.__new__(Drafter)
+    drafter.model = SimpleNamespace(mesh=None, kernels=None, max_length=16)
+    drafter.count, drafter.modules = 3, 1
+    drafter._module = lambda weights, k, x, *_: x
+    drafter._choose = lambda weights, h, keys, at: drawn.append(at.tolist()) or (jnp.array([at[0]]), jnp.zeros((1, 2)))
+    monkeypatch.setattr(speculation, "Decode", lambda *_: SimpleNamespace(caches=(None,)))
+    window = DraftWindow(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int), jnp.array([5]), jnp.array([2]))
+    drafts, _ = drafter.draft(None, window, jnp.array([1]), None, SimpleNamespace(caches=(None,)))
+    assert drawn == [[9], [10], [11]] and drafts.tokens.tolist() == [[9, 10, 11]]
 
 
 @pytest.mark.smoke

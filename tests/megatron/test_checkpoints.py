@@ -11,8 +11,11 @@ import io
 import os
 import pickle
 import shutil
+import struct
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +29,7 @@ from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.megatron.convert import load
 from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, StoredTensor, named_parts
-from megajax.megatron.pickled import load_plain
+from megajax.megatron.pickled import TorchZip, load_plain
 from megajax.model import Transformer, bind, parameters
 from megajax.model.block import layer_state
 from megajax.tools.from_megatron.__main__ import main
@@ -203,6 +206,22 @@ def test_a_pickle_that_calls_a_function_is_refused_by_name(unpack, tmp_path):
         with pytest.raises(InputError, match="which a checkpoint of tensors does not need"):
             load_plain(code, "file")
     assert not made.exists()
+
+
+def test_a_record_of_two_sizes_is_damage():
+    """Its numbers are read where they are in the file, so a compressed or cut record would give others."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}))
+        archive.writestr("archive/data/0", b"\0" * 8)
+    content = bytearray(file.getvalue())
+    size_of_the_last = content.rindex(b"PK\x01\x02") + 24
+    assert content[size_of_the_last : size_of_the_last + 4] == struct.pack("<I", 8)
+    tensor: Any = SimpleNamespace(record="0", start=0, shape=(2,), dtype=np.dtype("float32"), is_contiguous=True)
+    assert TorchZip(file, 0, len(content), "file").place(tensor).at == content.index(b"\0" * 8, 30)
+    content[size_of_the_last : size_of_the_last + 4] = struct.pack("<I", 16)
+    with pytest.raises(InputError, match="file is damaged .data/0 is compressed.: copy it again"):
+        TorchZip(io.BytesIO(bytes(content)), 0, len(content), "file").place(tensor)
 
 
 def test_a_tensors_own_pickle_is_not_trusted_either(unpack, tmp_path):

@@ -167,7 +167,8 @@ def test_auto_takes_them_on_hopper_in_bf16(installed):
 
 CANNOT = {
     "platform": (Hardware("cpu"), jnp.bfloat16, {}, "cpu"),
-    "capability": (Hardware("gpu", "8.0"), jnp.bfloat16, {}, "8.0"),
+    "older": (Hardware("gpu", "8.0"), jnp.bfloat16, {}, "8.0"),
+    "newer": (Hardware("gpu", "10.0"), jnp.bfloat16, {}, "10.0"),
     "dtype": (HOPPER, jnp.float32, {}, "precision.compute"),
     "width": (HOPPER, jnp.bfloat16, {"model.mamba2.head_dim": 96}, "model.mamba2.head_dim=96"),
 }

@@ -1,11 +1,10 @@
 """Which matmuls of a step are in FP8: three for each linear layer of the chosen blocks, and nothing else."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import pytest
+from jaxpr_equations import equations
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
@@ -45,15 +44,6 @@ def matmuls(config: Config) -> list[tuple[tuple[str, str], tuple[int, ...]]]:
     step = jax.make_jaxpr(program.train_step)(program.abstract_state, program.abstract_batch)
     found = [e for e in equations(step.jaxpr) if e.primitive.name == "dot_general"]
     return [(tuple(v.aval.dtype.name for v in e.invars), e.outvars[0].aval.shape) for e in found]
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those inside other equations too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            yield from equations(inner) if hasattr(inner, "eqns") else ()
 
 
 def fp8_counts(found) -> Counter:

@@ -45,7 +45,9 @@ DEEPSEEK_ROUTER = {
 }
 NO_SHARED_EXPERT = {"shared_expert_ffn_hidden_size": 0, "shared_expert_gate": False}
 MODELS = {
-    "dense": TINY | GPT2 | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0, "qk_norm": "layernorm"},
+    "dense": TINY
+    | GPT2
+    | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0, "qk_norm": "layernorm", "norm_zero_centred": True},
     "softmax": SOFTMAX,
     # With prediction modules, and scores that are measured and clipped.
     "sigmoid": SOFTMAX | {"mtp_layers": 2, "qk_clip": 0.5, "router": DEEPSEEK_ROUTER} | NO_SHARED_EXPERT,

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from mesh_models import MIXTRAL, MODELS
 
@@ -13,6 +14,7 @@ from megajax.errors import ConfigError
 from megajax.kernel_choice import HOPPER
 from megajax.mesh import AXES, build_mesh
 from megajax.model import parameters
+from megajax.reference import Reference
 from megajax.step.gradients import gradient_function
 from megajax.step.mtp import fields_of_modules
 from megajax.step_plan import ExtraPlan, StepPlan
@@ -186,13 +188,16 @@ def test_stages_must_divide_the_tokens_of_a_sequence(table):
         check_mesh(table.make_config(model, {"pipeline": 2}, batch=batch, microbatches=2, precision=fp8), 2)
 
 
-def test_each_modules_embedding_has_a_dropout_mask_of_its_own():
+def test_each_modules_embedding_has_a_dropout_mask_of_its_own(table):
     """The numbers that are folded into the step's key: 2^31 + 2 and the module (`step.mtp.DROPOUT`)."""
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "mtp_layers": 3, "dropout": 0.5}
     config = Config.model_validate({"model": sizes, "batch": {"global_size": 1, "sequence_length": 8}})
     program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
-    assert all(str(2**31 + 2 + module) in step for module in range(3))
+    reference, fields = Reference(config, optax.identity()), next(table.make_batches(config))
+    state = jax.eval_shape(reference.first_state)
+    loss = jax.make_jaxpr(reference.loss)(state.weights, state.layers, fields, jax.random.key(0))
+    assert all(str(2**31 + 2 + module) in text for text in (step, str(loss)) for module in range(3))
 
 
 @pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1)])

@@ -95,7 +95,7 @@ def normalised(xp, model: Options, x, weights, name: str):
     if model["norm"] == "layernorm":
         x = x - x.mean(-1, keepdims=True)
     x = x / xp.sqrt((x * x).mean(-1, keepdims=True) + model["norm_epsilon"])
-    return x * weights[name] + weights.get(f"{name}_bias", 0.0)
+    return x * (weights[name] + model["norm_zero_centred"]) + weights.get(f"{name}_bias", 0.0)
 
 
 def log_sum_exp(xp, x):

@@ -260,6 +260,12 @@ def test_a_step_that_one_process_could_not_write_replaces_nothing(tiers, tmp_pat
     assert stored_steps(tmp_path) == [["5", "7"]] * 3
 
 
+def test_a_step_without_checksums_is_not_saved(tiers, tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "write", lambda folder, _: "no room" if "process-1" in str(folder) else None)
+    assert tiers(lambda tier, _: save_step(1, tier)) == ["process 1: no room", "no room", "process 1: no room"]
+    assert not stored_steps(tmp_path)[1]
+
+
 def test_a_step_that_not_every_process_has_is_not_chosen(tiers, tmp_path):
     for step in (1, 2, 3):
         tiers(lambda tier, _, step=step: save_step(step, tier))

@@ -18,6 +18,7 @@ from megajax.model import attention
 from megajax.options.optimizers import OPTIMIZERS
 from megajax.step import gradients
 from megajax.tools.verify import __main__ as command
+from megajax.tools.verify import runs as runs_of_verify
 from megajax.tools.verify.differences import RunDifference, compare
 from megajax.tools.verify.report import traces
 from megajax.tools.verify.runs import (
@@ -138,8 +139,12 @@ def test_it_names_the_parameter_of_an_error(plant, sizes, named, expected, monke
     assert re.search(named, first or ""), first
 
 
-def test_a_correct_mesh_agrees_also_through_checkpoints(one, expected, checkpoint):
+def test_a_correct_mesh_agrees_also_through_checkpoints(one, expected, checkpoint, monkeypatch):
+    compared, copies_agree = list[jax.Array](), runs_of_verify._copies_agree
+    monkeypatch.setattr(runs_of_verify, "_copies_agree", lambda x: compared.append(x) or copies_agree(x))
     runs = [run for _, run in traces(one, run_on(SIZES), "mesh", checkpoint)]
+    state = expected.states[-1]["blocks.moe.moe.expert_bias"]
+    assert sum(np.array_equal(x, state) for x in compared) == len(runs), "copies of layer state are compared too"
     differences = [compare(run, expected) for run in runs]
     assert [each.first for each in differences] == [None] * 3
     assert [run.first for run in runs] == [1, 2, 2] and [len(run.losses) for run in runs] == [2, 1, 1]
