@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from jaxpr_equations import equations
+from mesh_models import COMMON, LATENT_MODELS
 
 from megajax.config import Config
+from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.step.nodes import HIDDEN, StepArrays
 from megajax.training.step import TrainProgram
@@ -65,3 +68,21 @@ def test_the_residual_stream_keeps_the_compute_dtype(options, compute):
         expected |= {f"{name}_bias" for name in expected} | {"attention.query_norm", "attention.key_norm"}
         expected |= {"attention.sinks"}
     assert in_fp32 == expected
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize(
+    ("model", "numbers"), [(COMMON, None), (LATENT_MODELS["dense"], 12 + 4)], ids=["keys", "latents"]
+)
+def test_gradients_of_keys_are_added_over_context_in_fp32(table, model, numbers, strategy):
+    """In a ring keys and values travel alone in BF16, their gradients alone in FP32, or both."""
+    sections = {"communication": {"context": strategy}, "precision": {"compute": "bfloat16"}}
+    config = table.make_config(model | {"num_layers": 1}, {"context": 4}, **sections)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
+    step = jax.make_jaxpr(program.train_step)(program.abstract_state, program.abstract_batch)
+    sent = [(e.primitive.name, e.invars[0].aval) for e in equations(step.jaxpr) if e.invars]
+    messages = {a.size for name, a in sent if name == "ppermute"} - {0}
+    numbers = numbers or 2 * config.model.num_kv_heads * config.model.head_dim
+    words = numbers * config.batch.global_size * config.batch.sequence_length // 4
+    assert messages == ({words, 2 * words, 3 * words} if strategy == "ring" else set())
+    assert {a.dtype.name for name, a in sent if name == "reduce_scatter"} == {"float32"}

@@ -59,17 +59,6 @@ def test_the_ring_sends_latents_where_it_can(table, sections, numbers):
     assert min(int(words) for words in messages if int(words)) == 2 * numbers * tokens, "two words for a number"
 
 
-def test_gradients_of_latents_are_added_in_fp32_on_their_way_around_the_ring(table):
-    """Latents and rotary keys travel in BF16: alone, their gradients alone in twice as many bytes, or both."""
-    model, sections = LATENT_MODELS["dense"] | {"num_layers": 1}, {"precision": {"compute": "bfloat16"}}
-    config = table.make_config(model, {"context": 4}, communication={"context": "ring"}, **sections)
-    program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
-    text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
-    messages = {int(words) for words in re.findall(r"collective_permute.*-> tensor<(\d+)xui16>", text)}
-    words = (12 + 4) * config.batch.global_size * config.batch.sequence_length // 4
-    assert messages - {0} == {words, 2 * words, 3 * words}
-
-
 @pytest.mark.smoke
 def test_deepseek_v3_attention_has_its_published_parameters_and_flops():
     """From the paper's widths: 7168 x (1536 + 512 + 64), 1536 x 128 x 192, 512 x 128 x 256, 128 x 128 x 7168."""
