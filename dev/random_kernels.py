@@ -1,0 +1,252 @@
+"""Random models on a GPU with its kernels beside a CPU: `python dev/random_kernels.py [--seed 1] [--seconds 600]`.
+
+Draws a model of one to three layers, a precision and a batch until the time is up. A config that start-up refuses is
+counted. Of each other one the first steps run on one GPU with the kernels of `auto` or drawn ones, on the CPU in the
+same precision, where plain jax.numpy computes and FP8 is emulated, and there in FP32. The kernels may be further from
+FP32 than the same precision is on the CPU by a factor and a little; in the loss, the gradient of each layer's weight,
+and what Muon adds to it. Prints the config of each that differs or crashes; exit status 1 if there is one.
+"""
+
+import argparse
+import collections
+import json
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from pydantic import ValidationError
+
+from megajax.config import AXES, Config
+from megajax.config.checks import check, check_mesh
+from megajax.errors import UserError
+from megajax.mesh import build_mesh
+from megajax.tools.verify.runs import Arrays, batches, canonical, first_gradients
+from megajax.training.batches import to_global
+from megajax.training.step import TrainProgram
+
+STEPS = 2
+# How far the GPU may be from FP32: FACTOR times as far as the CPU in the same precision, and this much more, ‖Δ‖ / ‖g‖.
+FACTOR, GRADIENT, LOSS = 1.7, 0.01, 1e-3
+Settings = dict[str, Any]
+# (probability, key, values): each setting is drawn by itself, so many configs are refused.
+Choices = Iterable[tuple[float, str, tuple[Any, ...]]]
+ATTENTION: Choices = (
+    (0.25, "qk_norm", (True, "all_heads")),
+    (0.25, "attention_bias", (True, "qkv")),
+    (0.2, "attention_sinks", (True,)),
+    (0.2, "attention_softcap", (30.0,)),
+    (0.2, "attention_gate", (True,)),
+    (0.35, "sliding_window", (33, 64, 128, 300)),
+    (0.1, "position", ("none",)),
+    (0.2, "rope_fraction", (0.5, 0.25)),
+)
+MODEL: Choices = (
+    (0.2, "norm", ("layernorm",)),
+    (0.2, "norm_placement", ("after", "both")),
+    (0.15, "norm_zero_centred", (True,)),
+    (0.5, "activation", ("geglu", "clamped_swiglu", "gelu", "relu2", "gelu_tanh")),
+    (0.2, "mlp_bias", (True,)),
+    (0.15, "logit_softcap", (20.0,)),
+    (0.2, "tie_embeddings", (True,)),
+    (0.2, "dropout", (0.1,)),
+    (0.15, "z_loss", (1e-3,)),
+    (0.15, "mtp_layers", (1,)),
+    (0.15, "qk_clip", (2.0,)),
+)
+EXPERTS: Choices = (
+    (1.0, "num_experts", (4, 8, 16, 60)),
+    (1.0, "experts_per_token", (1, 2, 4)),
+    (1.0, "expert_ffn_hidden_size", (96, 128, 192, 256, 320, 512)),
+    (0.35, "shared_expert_ffn_hidden_size", (128, 256)),
+)
+ROUTER: Choices = (
+    (0.5, "score_function", ("sigmoid",)),
+    (0.2, "pre_softmax", (True,)),
+    (0.2, "logit_bias", (True,)),
+    (0.3, "global_loss", (0.05,)),
+    (0.3, "z_loss", (0.01,)),
+    (0.2, "capacity_factor", (1.0, 1.5)),
+)
+KERNELS: Choices = (
+    (0.15, "scan_unroll", (1,)),
+    (0.2, "loss_chunk_tokens", (128, 500)),
+    (0.25, "attention", ("cudnn", "pallas", "triton")),
+    (0.25, "grouped_matmul", ("pallas", "triton", "xla")),
+    (0.2, "linear_attention", ("jla", "reference")),
+)
+REMAT: Choices = ((1.0, "policy", ("none", "none", "full", "selective", "save_matmuls")),)
+PACKED: Choices = (
+    (1.0, "synthetic_documents", (3,)),
+    (1.0, "reset_attention", (True,)),
+    (0.6, "reset_positions", (True,)),
+)
+RECIPES = ("current", "delayed", "blockwise")
+OPTIMIZER: Choices = ((1.0, "kind", ("adamw", "adamw", "muon")), (0.2, "clip_norm", (0.0,)))
+
+
+def draw_section(draw: random.Random, choices: Choices) -> Settings:
+    return {key: draw.choice(values) for probability, key, values in choices if draw.random() < probability}
+
+
+def draw_model(draw: random.Random, length: int) -> Settings:
+    """Sizes for which the kernels are, and some next to them."""
+    model: Settings = {
+        "num_layers": draw.choice((1, 2, 3)),
+        "hidden_size": draw.choice((256, 320, 512)),
+        "vocab_size": draw.choice((500, 1000, 4099)),
+        "ffn_hidden_size": draw.choice((352, 512, 1024)),
+        "num_heads": draw.choice((4, 8)),
+        "init_std": draw.choice((0.02, 0.05)),
+    }
+    kind = draw.choice(("full", "full", "full", "full", "latent", "gated_deltanet", "kda", "mamba2"))
+    if kind == "latent":
+        model |= {"kv_lora_rank": draw.choice((128, 512)), "qk_nope_head_dim": draw.choice((64, 128))}
+        model |= {"qk_rope_head_dim": draw.choice((32, 64)), "v_head_dim": draw.choice((64, 128))}
+        model["q_lora_rank"] = draw.choice((None, 192))
+    else:
+        model |= {"num_kv_heads": draw.choice((1, 2, 4)), "head_dim": draw.choice((64, 64, 80, 96, 128, 128, 256))}
+        model |= draw_section(draw, ATTENTION)
+        if "sliding_window" in model:
+            model["layer_pattern"] = draw.choice((None, ["local", "global"]))
+    model |= draw_section(draw, MODEL)
+    if draw.random() < 0.4:
+        model |= draw_section(draw, EXPERTS) | {"router": draw_section(draw, ROUTER)}
+    if kind in ("gated_deltanet", "kda", "mamba2"):
+        experts = "num_experts" in model
+        heads = {"gated_deltanet": {"num_key_heads": 2, "num_value_heads": 4}, "kda": {"num_heads": 4}}
+        heads |= {"mamba2": {"num_heads": 8, "head_dim": 64, "num_groups": draw.choice((1, 2)), "state_dim": 128}}
+        mixed = f"{kind}_moe" if experts and kind != "mamba2" else kind
+        other = "moe" if experts else "dense"
+        model |= {"block_pattern": draw.choice(([mixed], [mixed, other])), kind: heads[kind]}
+    return model
+
+
+def draw_settings(draw: random.Random) -> Settings:
+    """All sections of a config; it may be illegal."""
+    length = draw.choice((256, 384, 500, 512))
+    settings: Settings = {"model": draw_model(draw, length)}
+    count = draw.choice((1, 1, 2))
+    settings["batch"] = {"global_size": 2 * count, "sequence_length": length, "num_microbatches": count}
+    settings |= {"remat": draw_section(draw, REMAT), "kernels": draw_section(draw, KERNELS)}
+    settings["data"] = {"kind": "synthetic"} | (draw_section(draw, PACKED) if draw.random() < 0.5 else {})
+    settings["optimizer"] = draw_section(draw, OPTIMIZER)
+    settings["precision"] = {"fp8": {"recipe": draw.choice(RECIPES)}} if draw.random() < 0.4 else {}
+    settings["schedule"] = {"kind": "constant", "learning_rate": 1e-3, "min_learning_rate": 0.0, "warmup_steps": 0}
+    settings["run"] = {"steps": STEPS}
+    if draw.random() < 0.08:
+        settings["lora"] = {"rank": 8}
+    return settings
+
+
+def run(config: Config, platform: str) -> tuple[np.ndarray, Arrays, Arrays]:
+    """(losses [STEPS], gradients of the first step, what Muon's matrices changed by) on the platform's first device."""
+    device = jax.devices(platform)[0]
+    with jax.default_device(device):
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, 1, 1, device.platform), [device]))
+        state, losses, gradients = program.init_state(), [], {}
+        before = canonical(program, state.params)
+        for step, fields in enumerate(batches(config, config.run.seed), 1):
+            state, metrics = program.train_step(state, to_global(program, fields))
+            losses.append(float(metrics["loss"]))
+            if step == 1:
+                gradients = first_gradients(program, state, float(metrics["grad_norm"]))
+                after = canonical(program, state.params)
+    of_muon = [name for each in program.update.slots.members if each.kind == "muon" for name in each.layouts]
+    changes = {name: after[name] - before[name] for name in of_muon}
+    return np.array(losses), gradients, changes
+
+
+def relative(found: Arrays, expected: Arrays) -> dict[str, float]:
+    """‖Δ‖ / ‖g‖ of each layer of each array; of gradients that are zero in truth the norm over the largest one."""
+    largest = max((float(np.linalg.norm(x)) for x in expected.values()), default=0.0)
+    out = {}
+    for name, true in expected.items():
+        layers = len(true) if name.startswith("blocks.") else 1
+        for i, (own, row) in enumerate(zip(found[name].reshape(layers, -1), true.reshape(layers, -1), strict=True)):
+            size = max(float(np.linalg.norm(row)), 1e-3 * largest)
+            out[f"{name}[{i}]"] = float(np.linalg.norm(own - row)) / size if size else 0.0
+    return out
+
+
+def in_fp32(config: Config) -> Config:
+    fp8 = config.precision.fp8.model_copy(update={"recipe": "none"})
+    return config.model_copy(
+        update={"precision": config.precision.model_copy(update={"compute": "float32", "fp8": fp8})}
+    )
+
+
+def plain(config: Config) -> Config:
+    kernels = {"attention": "auto", "grouped_matmul": "auto", "linear_attention": "auto"}
+    return config.model_copy(update={"kernels": config.kernels.model_copy(update=kernels)})
+
+
+def differences(config: Config, platform: str) -> list[str]:
+    """What differs, in words."""
+    found = run(config, platform)
+    low, true = run(plain(config), "cpu"), run(in_fp32(plain(config)), "cpu")
+    worst = []
+    limit = LOSS + FACTOR * np.abs(low[0] - true[0]) / np.abs(true[0])
+    off = np.abs(found[0] - true[0]) / np.abs(true[0])
+    worst += [f"losses {found[0]} for {true[0]}, on the CPU {low[0]}"] if not (off <= limit).all() else []
+    for what, own, plainly, expected in (
+        ("gradient", *(x[1] for x in (found, low, true))),
+        ("change", *(x[2] for x in (found, low, true))),
+    ):
+        here, there = relative(own, expected), relative(plainly, expected)
+        worst += [
+            f"{what} of {name} {here[name]:.4f}, on the CPU {there[name]:.4f}"
+            for name in here
+            if not here[name] <= FACTOR * there[name] + GRADIENT
+        ]
+    return worst
+
+
+def outcome(settings: Settings, platform: str) -> tuple[str, str]:
+    """(a word, the differences or the traceback)."""
+    try:
+        config = Config.model_validate(settings | {"mesh": dict.fromkeys(AXES, 1)})
+        check(config)
+        check_mesh(config, 1)
+    except (UserError, ValidationError) as error:
+        return "refused", str(error)
+    try:
+        found = differences(config, platform)
+        return ("differs", "\n".join(found)) if found else ("agrees", "")
+    except UserError as error:
+        return "refused on the GPU", str(error)
+    except Exception:
+        return "crashes", traceback.format_exc()
+    finally:
+        jax.clear_caches()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--platform", default="cuda", help="cpu: to try this script")
+    parser.add_argument("--only", type=json.loads, help="the settings of one model")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    draw, counts, end = random.Random(options.seed), collections.Counter(), time.monotonic() + options.seconds
+    while time.monotonic() < end:
+        settings = options.only or draw_settings(draw)
+        start = time.monotonic()
+        word, shown = outcome(settings, options.platform)
+        counts[word] += 1
+        if word != "refused":
+            print(f"{word} {time.monotonic() - start:.0f} s: {json.dumps(settings)}\n{shown}", flush=True)
+        if options.only:
+            break
+    print(", ".join(f"{count} {word}" for word, count in counts.most_common()))
+    return 1 if counts["differs"] or counts["crashes"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
