@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops import jla_context
+from megajax.ops.barriers import not_dropped
 from megajax.ops.linear_recurrence import StateBefore
 
 WIDTHS = (64, 128)  # of keys and values that the kernels have
@@ -91,6 +92,7 @@ def _kernel(kind: str, q: jax.Array, k: jax.Array, starts: jax.Array | None, **g
         if kind == "simple_gla" and k.shape[2] < v.shape[2]:  # its backward pass adds up the gradients of a group
             grouped = {"delta": False, "beta": None, "grouped_key_grads": True}
             return scalar_gate.run(q, k, v, segment_ids=number, **given, **gates, **grouped)
-        return linear_attention(kind, q, k, v, impl="mosaic_gpu", segment_ids=number, **given, **gates)
+        # Of a function with `optimize_remat`, as KDA's, jax cannot drop a result and later the residuals.
+        return not_dropped(linear_attention(kind, q, k, v, impl="mosaic_gpu", segment_ids=number, **given, **gates))
 
     return run

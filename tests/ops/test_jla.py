@@ -3,6 +3,7 @@
 import copy
 import sys
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import jax
@@ -45,7 +46,14 @@ def installed(monkeypatch):
         rule, names = KINDS[kind]
         assert (gates["g"].shape == q.shape) == (kind == "kda")
         starts = None if segment_ids is None else jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
-        return rule(q, k, v, *(gates.pop(name) for name in names), starts, initial_state, **gates)
+
+        def kernel(*arguments):
+            return rule(*arguments, starts, initial_state, **gates)
+
+        if kind == "kda":  # its forward pass for a gradient is another function than the one without
+            plain, kernel = kernel, jax.custom_vjp(kernel)
+            kernel.defvjp(partial(jax.vjp, plain), lambda pull, cotangents: pull(cotangents), optimize_remat=True)
+        return kernel(q, k, v, *(gates.pop(name) for name in names))
 
     def run(q, k, v, *, delta, beta, grouped_key_grads, **others):
         assert (delta, beta, grouped_key_grads) == (False, None, True)
@@ -112,6 +120,24 @@ def test_a_device_sends_its_map_of_the_state(installed, rng, rule, by_channel, s
     found, (transition, final), expected = jax.device_get(run(initial, *arguments))
     after = transition @ initial if transition.ndim == 4 else transition[..., None] * initial
     for a, b in zip((*found, after + final), (*expected, expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@EACH_RULE
+def test_gradients_of_outputs_that_two_policies_recompute(installed, rng, rule, by_channel):
+    """The final state is not read; a layer keeps matmuls, and the rule in it nothing."""
+    *arguments, _ = drawn(rule, rng, by_channel)
+
+    def loss(run, *arguments):
+        return jnp.sum(jnp.sin(run(lambda *own: rule(*own, implementation="jla")[0])(*arguments)))
+
+    def recomputed(*arguments):
+        layer = partial(loss, jax.checkpoint)
+        return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)(*arguments)
+
+    numbers = range(len(arguments))
+    gradients = (jax.jit(jax.grad(f, numbers))(*arguments) for f in (recomputed, partial(loss, lambda run: run)))
+    for a, b in zip(*gradients, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
