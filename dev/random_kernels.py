@@ -51,7 +51,7 @@ MODEL: Choices = (
     (0.2, "norm", ("layernorm",)),
     (0.2, "norm_placement", ("after", "both")),
     (0.15, "norm_zero_centred", (True,)),
-    (0.5, "activation", ("geglu", "clamped_swiglu", "gelu", "relu2", "gelu_tanh")),
+    (0.5, "activation", ("geglu", "clamped_swiglu", "gelu", "relu2", "geglu_exact")),
     (0.2, "mlp_bias", (True,)),
     (0.15, "logit_softcap", (20.0,)),
     (0.2, "tie_embeddings", (True,)),
@@ -95,7 +95,7 @@ def draw_section(draw: random.Random, choices: Choices) -> Settings:
     return {key: draw.choice(values) for probability, key, values in choices if draw.random() < probability}
 
 
-def draw_model(draw: random.Random, length: int) -> Settings:
+def draw_model(draw: random.Random) -> Settings:
     """Sizes for which the kernels are, and some next to them."""
     model: Settings = {
         "num_layers": draw.choice((1, 2, 3)),
@@ -124,14 +124,15 @@ def draw_model(draw: random.Random, length: int) -> Settings:
         heads |= {"mamba2": {"num_heads": 8, "head_dim": 64, "num_groups": draw.choice((1, 2)), "state_dim": 128}}
         mixed = f"{kind}_moe" if experts and kind != "mamba2" else kind
         other = "moe" if experts else "dense"
-        model |= {"block_pattern": draw.choice(([mixed], [mixed, other])), kind: heads[kind]}
+        model |= {"block_pattern": draw.choice(([mixed], [mixed, other]))}
+        model["linear_attention" if kind == "gated_deltanet" else kind] = heads[kind]
     return model
 
 
 def draw_settings(draw: random.Random) -> Settings:
     """All sections of a config; it may be illegal."""
     length = draw.choice((256, 384, 500, 512))
-    settings: Settings = {"model": draw_model(draw, length)}
+    settings: Settings = {"model": draw_model(draw)}
     count = draw.choice((1, 1, 2))
     settings["batch"] = {"global_size": 2 * count, "sequence_length": length, "num_microbatches": count}
     settings |= {"remat": draw_section(draw, REMAT), "kernels": draw_section(draw, KERNELS)}
@@ -141,7 +142,7 @@ def draw_settings(draw: random.Random) -> Settings:
     settings["schedule"] = {"kind": "constant", "learning_rate": 1e-3, "min_learning_rate": 0.0, "warmup_steps": 0}
     settings["run"] = {"steps": STEPS}
     if draw.random() < 0.08:
-        settings["lora"] = {"rank": 8}
+        settings |= {"lora": {"rank": 8}, "checkpoint": {"init_from": "unread"}}
     return settings
 
 

@@ -179,7 +179,7 @@ def draw_settings(draw: random.Random) -> Settings:
     if settings["optimizer"]["kind"] == "muon":
         settings["optimizer"]["muon"] = draw_section(draw, MUON)
     if draw.random() < 0.15:
-        settings["lora"] = draw_section(draw, LORA)
+        settings |= {"lora": draw_section(draw, LORA), "checkpoint": {"init_from": "unread"}}
     return settings
 
 

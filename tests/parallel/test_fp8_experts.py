@@ -67,7 +67,7 @@ def run(table, recipe, model, mesh, microbatches, weights=None, **sections):
             EXPERTS_ALONE | {"num_layers": 1},
             {"expert": 2, "tensor": 2},
             1,
-            {"communication": {"experts": "all_to_all"}},
+            {"communication": {"experts": "all_to_all"}, "remat": {"policy": "save_matmuls"}},
         ),
         pytest.param(
             *("delayed", EXPERTS_ALONE, {"pipeline": 2, "expert": 2}, 2, {"pipeline": {"schedule": "zero_bubble"}}),
