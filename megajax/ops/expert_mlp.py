@@ -359,7 +359,7 @@ class _Fp8(_Steps):
         scale, dtype = self.scale(w, which, lambda: amax)
         as_bytes = jax.lax.bitcast_convert_type(fp8.quantize(x, scale, dtype), jnp.uint8)
         sent, *numbers_of_rows = self.route.send(as_bytes, *numbers)
-        # The bytes: jax rounds a float that a policy keeps to its numbers of bits, which E4M3's do not tell (240, not 448).
+        # Bytes, because jax rounds the floats that a policy keeps, and takes 240 for the largest E4M3, which is 448.
         rows = jax.lax.bitcast_convert_type(checkpoint_name(sent, "dispatched"), dtype)
         transposed = self.quantisers.transpose(rows, self.group_sizes)
         return Operand(rows, transposed, 1 / scale, amax), *numbers_of_rows
