@@ -13,7 +13,7 @@ import megajax
 from megajax.config.checks import check, check_mesh
 from megajax.data.chat import counted_in, counted_tokens
 from megajax.data.chat_template import load_chat_template
-from megajax.data.conversation import Completion, read_record
+from megajax.data.conversation import IMAGE_PART, Completion, read_record
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.loader import datasets, make_loader
 from megajax.data.rendering import Chat
@@ -84,6 +84,12 @@ def test_a_picture_is_named_under_each_key_that_templates_know():
         messages = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
         found = read_record({"messages": [*messages, {"role": "assistant", "content": "a"}]})
         assert isinstance(found, Chat) and found.pictures == ("a.png",), part
+    turns = [("human", "<image>\nwhat?"), ("gpt", "a")]  # a text without a picture stays a text
+    spoken = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns], "images": ["a.png"]}
+    found = read_record(spoken)
+    assert isinstance(found, Chat)
+    contents = [message["content"] for message in found.messages]
+    assert contents == [[IMAGE_PART, {"type": "text", "text": "what?"}], "a"]
     with pytest.raises(ValueError, match="has no path or URL for the picture in part 0 of message 0"):
         read_record({"messages": [{"role": "user", "content": [{"type": "image", "file": "a.png"}]}]})
 
