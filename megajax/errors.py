@@ -63,6 +63,15 @@ def shown(value: object) -> str:
     return _printable(head)
 
 
+def counted(number: int | str, noun: str) -> str:
+    """A number, or the text of one, and the noun, in the plural unless the number is 1: "4,096 tokens"."""
+    shown = number if isinstance(number, str) else f"{number:,}"
+    if shown == "1":
+        return f"1 {noun}"
+    stem, end = (noun[:-1], "ies") if noun.endswith("y") else (noun, "es" if noun.endswith(("s", "tch")) else "s")
+    return f"{shown} {stem}{end}"
+
+
 def reading(path: str | PathLike[str], cure: str = "copy it again") -> AbstractContextManager[None]:
     """Around the reading of a file from others: an error that no check foresaw is a sentence with the path."""
     return reported(f"{path} is damaged or not of this format", cure)

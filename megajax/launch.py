@@ -26,9 +26,8 @@ from typing import IO, NamedTuple
 from megajax.command_parser import CommandParser
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.config.sentences import counted
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, counted
 from megajax.files import is_number, whole_number
 from megajax.restart_sign import RestartSign
 from megajax.training.ending import Ending

@@ -11,8 +11,7 @@ from jax.sharding import AxisType, Mesh
 from megajax import cluster
 from megajax.config import AXES
 from megajax.config.mesh_checks import read_mesh
-from megajax.config.sentences import counted
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, counted
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

@@ -22,8 +22,7 @@ import jax
 from megajax import cluster
 from megajax.config import Config
 from megajax.config.extensions import file_of
-from megajax.config.sentences import counted
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, counted
 from megajax.schema.tree import show
 
 ANSWER_SECONDS = 120.0  # all processes have joined before, and nothing watches them yet

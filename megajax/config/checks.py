@@ -16,9 +16,10 @@ from megajax.config.objective_checks import check_objective, check_teacher, with
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.rule_checks import check_rules
 from megajax.config.run_checks import check_epochs
-from megajax.config.sentences import counted, divisors, fail, format_keys, listed, warn
+from megajax.config.sentences import divisors, fail, format_keys, listed, warn
 from megajax.config.sublayer_checks import check_parts
 from megajax.config.vision_checks import check_vision, check_vision_on_mesh
+from megajax.errors import counted
 from megajax.options.schedules import TAIL
 from megajax.schema.batch_schedule import BatchSizes, samples_before
 from megajax.schema.config import Config

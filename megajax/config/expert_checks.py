@@ -1,7 +1,8 @@
 """Checks for mixtures of experts: layers, groups and scores."""
 
 from megajax.config.fitting import microbatches_cure
-from megajax.config.sentences import counted, divisors, fail, format_axis, format_keys, listed
+from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed
+from megajax.errors import counted
 from megajax.layout.kinds import expert_layers
 from megajax.schema.config import Config
 from megajax.schema.layer_sections import RouterConfig

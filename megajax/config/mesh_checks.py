@@ -4,8 +4,8 @@ import math
 
 from megajax.config.fitting import axis_sizes, fits_kv_heads, microbatch_numbers, tensor_keys
 from megajax.config.other_names import counterpart
-from megajax.config.sentences import counted, divisors, fail, format_axis, format_keys, listed, value
-from megajax.errors import ConfigError, shown
+from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed, value
+from megajax.errors import ConfigError, counted, shown
 from megajax.files import is_number
 from megajax.layout.kinds import extra_of, is_gated, mlp_widths
 from megajax.layout.recurrent import recurrent_heads

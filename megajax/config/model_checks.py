@@ -1,6 +1,7 @@
 """Checks of the section `model` (heads, rotary positions, patterns of layers) and of low-rank adapters."""
 
-from megajax.config.sentences import counted, divisors, fail, format_keys, listed, value
+from megajax.config.sentences import divisors, fail, format_keys, listed, value
+from megajax.errors import counted
 from megajax.schema.config import Config
 
 

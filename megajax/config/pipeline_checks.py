@@ -3,7 +3,8 @@
 import math
 
 from megajax.config.fitting import microbatches_cure
-from megajax.config.sentences import at_most, counted, divisors, fail, format_axis, format_keys, listed, value
+from megajax.config.sentences import at_most, divisors, fail, format_axis, format_keys, listed, value
+from megajax.errors import counted
 from megajax.layout.kinds import attention_kinds, extra_of, is_mixed
 from megajax.layout.stages import count_layer_slots, default_layout, in_step, layout_in_step, virtual_stages
 from megajax.schema.config import Config

@@ -69,15 +69,6 @@ def at_most(number: int) -> str:
     return "1" if number == 1 else f"{number} or less"
 
 
-def counted(number: int | str, noun: str) -> str:
-    """A number, or the text of one, and the noun, in the plural unless the number is 1: "4,096 tokens"."""
-    shown = number if isinstance(number, str) else f"{number:,}"
-    if shown == "1":
-        return f"1 {noun}"
-    stem, end = (noun[:-1], "ies") if noun.endswith("y") else (noun, "es" if noun.endswith(("s", "tch")) else "s")
-    return f"{shown} {stem}{end}"
-
-
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, in order; the loop ends at its square root."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]

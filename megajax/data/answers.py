@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from os.path import commonprefix
 from typing import NamedTuple
 
-from megajax.config.sentences import counted
 from megajax.data.rendering import Chat, Span, Template
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 
 Sample = tuple[str, list[Span]]
 WINDOW = 8  # answers; a longer chat is not rendered from its beginning for each answer

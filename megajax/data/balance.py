@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.config.sentences import counted
 from megajax.data.loader import row_pairs, samples_of_step
 from megajax.data.packing import RowPacking, imbalance
 from megajax.data.samples import Samples
+from megajax.errors import counted
 from megajax.layout.context_groups import ContextGroups, document_runs
 from megajax.options.context import DYNAMIC
 from megajax.schema.batch_schedule import BatchSizes

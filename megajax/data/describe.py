@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megajax.config.sentences import counted
 from megajax.data.chat_samples import ChatSamples
 from megajax.data.loader import Split
 from megajax.data.progress import data_size
 from megajax.data.samples import BlendedSamples, Samples, sources_in
 from megajax.data.text import TextDataset
 from megajax.data.whole import WholeSet
+from megajax.errors import counted
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.schema.data import sources_of
 

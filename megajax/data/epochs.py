@@ -5,10 +5,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from megajax.config.load import with_steps
-from megajax.config.sentences import counted
 from megajax.data.chat_samples import ChatSamples
 from megajax.data.samples import Samples, sources_in
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.schema.fields import UNKNOWN_STEPS
 

@@ -21,10 +21,9 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from megajax import cluster
-from megajax.config.sentences import counted
 from megajax.console import command
 from megajax.data.remote import RemoteFile, RemoteTokens
-from megajax.errors import InputError, file_reader
+from megajax.errors import InputError, counted, file_reader
 from megajax.files import sync
 from megajax.schema.data import is_remote
 

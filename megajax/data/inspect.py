@@ -17,7 +17,6 @@ import numpy as np
 
 from megajax.command_parser import CommandParser
 from megajax.config import load_config
-from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.data.balance import balance_lines
 from megajax.data.chat_samples import ChatSamples
@@ -32,7 +31,7 @@ from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, Changes, DocumentSamples, Packing, Samples, make_batch, sources_in
 from megajax.data.tokenizers import Tokenizer, decode_after, load_tokenizer
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.files import is_number
 from megajax.runtime import accept_missing_cuda
 

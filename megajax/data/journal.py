@@ -14,11 +14,10 @@ from typing import Any, Self, TypedDict
 import numpy as np
 
 from megajax import json_files
-from megajax.config.sentences import counted
 from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedWriter, write_errors
 from megajax.data.json_lines import TextPosition
-from megajax.errors import InputError, file_reader
+from megajax.errors import InputError, counted, file_reader
 from megajax.files import sync
 from megajax.json_files import Count
 

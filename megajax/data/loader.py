@@ -10,7 +10,6 @@ import numpy as np
 
 from megajax import cluster
 from megajax.config.extensions import import_extensions
-from megajax.config.sentences import counted
 from megajax.data.chat_samples import ChatSamples, open_chat
 from megajax.data.fim import open_infilling
 from megajax.data.images import Images, open_images
@@ -38,7 +37,7 @@ from megajax.data.text import TextDataset, open_text
 from megajax.data.tokenizers import load_tokenizer
 from megajax.data.whole import WholeSet
 from megajax.data.workers import end_with_parent
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.options.data_kinds import is_registered
 from megajax.schema.batch_schedule import BatchSizes, samples_before
 from megajax.schema.data import is_remote, sources_of

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megajax.config.sentences import counted
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
 from megajax.data.packing import RowPacking
 from megajax.data.sample_order import GptIndices, gpt_indices
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.schema.batch_schedule import samples_before
 
 if TYPE_CHECKING:

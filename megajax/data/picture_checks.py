@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from os import cpu_count
 from typing import TYPE_CHECKING
 
-from megajax.config.sentences import counted
 from megajax.data.encoding import BAD_SHOWN, BadLines
 from megajax.data.images import Images, SizedPicture
 from megajax.data.pictures import Picture, PictureError
+from megajax.errors import counted
 
 if TYPE_CHECKING:
     from megajax.data.chat import ConversationSamples

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from megajax.command_parser import CommandParser
-from megajax.config.sentences import counted
 from megajax.console import user_errors
 from megajax.data.encoding import TextEncoder, encode_blocks, write_documents
 from megajax.data.index_cache import file_digest
@@ -21,7 +20,7 @@ from megajax.data.json_lines import LIMITS, Limits, check_inputs, read_blocks
 from megajax.data.progress import data_size, show_progress
 from megajax.data.special_tokens import begin_of_document, end_of_document
 from megajax.data.tokenizers import deciding_files, load_tokenizer
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.files import is_number
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megajax.config.sentences import counted
+from megajax.errors import counted
 
 LINE_SECONDS = 10.0  # between lines if stderr is not a terminal
 

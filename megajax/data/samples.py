@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megajax.config.sentences import counted
 from megajax.data.fim import Infilling
 from megajax.data.indexed import IndexedDataset, check_integers, id_range
 from megajax.data.masking import Masking
@@ -23,7 +22,7 @@ from megajax.data.packing import LOOK_AHEAD, SEQUENTIAL, RowPacking, fill_rows
 from megajax.data.prefixes import Prefixes
 from megajax.data.remote import RemoteTokens
 from megajax.data.spans import SpanCorruption
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 
 if TYPE_CHECKING:
     from megajax.config import Config

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megajax import cluster, json_files
-from megajax.config.sentences import counted
 from megajax.data.encoding import Encoded, TextEncoder, encode_blocks, write_documents
 from megajax.data.index_cache import (
     cache_directory,
@@ -32,7 +31,7 @@ from megajax.data.json_lines import LineBlock, check_inputs, matching_files, rea
 from megajax.data.progress import Progress, show_progress
 from megajax.data.special_tokens import document_tokens
 from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 
 if TYPE_CHECKING:
     from megajax.config import Config

@@ -13,9 +13,8 @@ from megajax.checkpoint.manager import find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
 from megajax.config import ModelConfig
-from megajax.config.sentences import counted
 from megajax.console import command
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.hf.convert import in_order, open_readers
 from megajax.model import Transformer, bind, parameters
 from megajax.model.block import layer_state

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from megajax.config import AXES, Config
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.hf.convert import open_readers
 from megajax.model import Transformer, parameters
 from megajax.sharding import place_all, stored_rows, unpadded_spec

@@ -8,8 +8,7 @@ from pydantic import ValidationError
 
 from megajax.config import ModelConfig
 from megajax.config.load import describe_problem
-from megajax.config.sentences import counted
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.hf.defaults import ALIASES, DEFAULTS, NULLABLE
 from megajax.schema.tree import show
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.inference.comm import Decode, Prefill, WholeSequences
 from megajax.inference.language_model import LanguageModel, block_inputs, positions_from
 from megajax.inference.sampling import Sampling, distribution, verify

@@ -24,9 +24,8 @@ from jax.sharding import PartitionSpec
 from megajax.command_parser import CommandParser
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
-from megajax.config.sentences import counted
 from megajax.console import user_errors
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.jax_internals import ClosedJaxpr, Jaxpr
 from megajax.mesh import AXES
 from megajax.model.lora import adapters

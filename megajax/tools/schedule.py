@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.command_parser import CommandParser
-from megajax.config.sentences import counted
 from megajax.console import user_errors
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, counted
 from megajax.layout.backward_parts import PARTS
 from megajax.options.pipeline_schedules import KINDS
 from megajax.step.pipeline.schedules import IDLE, Schedule, ScheduleTable, make_schedule

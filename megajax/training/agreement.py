@@ -17,9 +17,9 @@ from megajax.checkpoint.description import (
     describe_objective,
 )
 from megajax.config import Config, ScheduleConfig
-from megajax.config.sentences import counted, value
+from megajax.config.sentences import value
 from megajax.data.megatron import wanted_samples
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.model.trained import frozen_parts
 from megajax.optim import make_schedule
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from megajax.config.sentences import counted, fail, format_keys
+from megajax.config.sentences import fail, format_keys
 from megajax.data import loader
 from megajax.data.samples import Samples
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.context.token_order import balanced_order, grouped_order, stored_order
 from megajax.schema.batch_schedule import BatchSizes

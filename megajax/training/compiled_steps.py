@@ -18,7 +18,7 @@ import jax
 
 from megajax import cluster, threads
 from megajax.config import Config
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.jax_internals import cache_key, compilation_cache
 from megajax.runtime import keep_autotuning
 from megajax.training.memory_check import check_memory, out_of_memory

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax import metrics_file
-from megajax.config.sentences import counted
-from megajax.errors import InputError, file_reader
+from megajax.errors import InputError, counted, file_reader
 from megajax.files import METRICS, replace_text
 from megajax.svg import empty_picture, hexadecimal, rectangle, text, text_width, written
 

@@ -15,9 +15,8 @@ from typing import Any
 from megajax import cluster, metrics_file
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
-from megajax.config.sentences import counted
 from megajax.console import amount, command, fold, size
-from megajax.errors import InputError
+from megajax.errors import InputError, counted
 from megajax.files import METRICS, replace_text
 from megajax.training.expert_load import write_load_map
 from megajax.training.trackers import TensorBoardLog, tag

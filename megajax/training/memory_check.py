@@ -8,8 +8,8 @@ import jax
 from megajax import cluster
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.sentences import counted, listed
-from megajax.errors import ConfigError, InputError
+from megajax.config.sentences import listed
+from megajax.errors import ConfigError, InputError, counted
 from megajax.estimate.memory import estimate_memory
 from megajax.options.remat import POLICIES
 from megajax.runtime import memory_of

@@ -18,7 +18,7 @@ import numpy as np
 from megajax import cluster, json_files, metrics_file
 from megajax.checkpoint import Checkpoints, agreed_steps
 from megajax.config import Config
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.files import METRICS, replace_text
 from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.logs import MetricsLog

@@ -14,8 +14,7 @@ from megajax import cluster
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.checkpoint.storage import is_in_bucket
 from megajax.config import Config
-from megajax.config.sentences import counted
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, counted
 from megajax.training import logs, run_record
 from megajax.training.hooks import RunView
 from megajax.training.local_saves import LocalSaves

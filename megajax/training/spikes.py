@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.config import Config
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.json_files import Count, Finite
 
 

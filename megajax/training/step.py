@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config, ModelConfig
-from megajax.config.sentences import counted, fail, format_keys, listed
-from megajax.errors import InputError
+from megajax.config.sentences import fail, format_keys, listed
+from megajax.errors import InputError, counted
 from megajax.layout.kinds import extra_of, layer_kinds
 from megajax.model import Transformer, init_parameters
 from megajax.model.block import Block, layer_state

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megajax import cluster
 from megajax.config import Config
-from megajax.config.sentences import counted
 from megajax.console import amount, memory_size
+from megajax.errors import counted
 from megajax.estimate.costs import active_parameter_count, adapter_parameter_count, flops_per_token, parameter_count
 from megajax.estimate.memory import estimate_memory
 from megajax.layout.kinds import extra_of, layer_kinds

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import load_config
-from megajax.config.sentences import counted
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, counted
 
 MODEL = """\
 model:

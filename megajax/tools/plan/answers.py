@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megajax.config.load import config_path
-from megajax.config.sentences import counted
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, counted
 from megajax.files import replace_text
 from megajax.tools.plan import DEVICE_NAMES
 from megajax.tools.plan.compile import require_plugin

@@ -8,7 +8,8 @@ import warnings
 
 from megajax.config.load import read_tree
 from megajax.config.mesh_checks import read_mesh
-from megajax.config.sentences import counted, divisors
+from megajax.config.sentences import divisors
+from megajax.errors import counted
 from megajax.mesh import describe_hosts
 from megajax.tools.plan.rates import GIB, Rates
 from megajax.tools.plan.report import AXES_SHOWN, budget, cells, limit_line, more_time, table, terminal_width

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.simulator import Costs
 from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, written

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.files import replace_text
 from megajax.schema.tree import Dumper, Tree, read_override
 from megajax.tools.plan.rates import Rates

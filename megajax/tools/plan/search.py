@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from megajax.config import Config, load_config
 from megajax.config.checks import check_combinations, check_mesh
 from megajax.config.load import read_tree
-from megajax.config.sentences import counted, value
-from megajax.errors import ConfigError, InputError
+from megajax.config.sentences import value
+from megajax.errors import ConfigError, InputError, counted
 from megajax.ops.fp8 import ADA
 from megajax.options.fp8_recipes import CURRENT, NONE
 from megajax.options.remat import POLICIES

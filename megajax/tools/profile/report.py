@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megajax.config.checks import check_mesh
-from megajax.config.sentences import counted
+from megajax.errors import counted
 from megajax.layout.backward_parts import backward_parts
 from megajax.step.pipeline.schedules import Schedule, make_schedule
 from megajax.tools.plan.rates import Rates
