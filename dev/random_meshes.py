@@ -91,15 +91,16 @@ ROUTER: Choices = (
     (0.1, "force_balance", (True,)),
 )
 COMMUNICATION: Choices = (
-    (1.0, "context", ("ring", "all_gather", "all_to_all")),
+    (1.0, "context", ("ring", "all_gather", "all_to_all", "all_to_all+ring")),
     (1.0, "experts", ("auto", "all_to_all", "all_gather")),
+    (0.2, "overlap_experts", (True,)),
 )
 KERNELS: Choices = (
     (0.3, "scan_unroll", (1, 2)),
     (0.3, "loss_chunk_tokens", (8,)),
 )
 REMAT: Choices = (
-    (1.0, "policy", ("none", "none", "full", "selective", "save_matmuls")),
+    (1.0, "policy", ("none", "none", "full", "selective", "save_matmuls", "offload")),
     (0.2, "layers", (1,)),
     (0.1, "group", (2,)),
 )
@@ -111,7 +112,7 @@ PACKED: Choices = (
 CHATS: Settings = {"kind": "chat", "train": "chats.jsonl", "tokenizer": "byte"}  # no file is read; batches have padding
 GROUP = {"parameters": ["*_norm", "*attention*"], "weight_decay": 0, "learning_rate": 0.5, "clip_norm": 0.3}
 OPTIMIZER: Choices = (
-    (1.0, "kind", ("adamw", "adamw", "muon", "muon", "sgd", "lion", "ademamix")),
+    (1.0, "kind", ("adamw", "adamw", "muon", "muon", "sgd", "lion", "ademamix", "soap")),
     (0.3, "offload", (0.5, 1.0)),
     (0.2, "ema_decay", (0.9,)),
     (0.2, "groups", ([GROUP],)),
@@ -124,6 +125,15 @@ MUON: Choices = (
     (0.3, "nesterov", (False,)),
     (0.3, "scale", ("spectral",)),
 )
+RECURRENT = {
+    "gated_deltanet": (
+        "linear_attention",
+        {"num_key_heads": 4, "num_value_heads": 8},
+        ("key_head_dim", "value_head_dim"),
+    ),
+    "kda": ("kda", {"num_heads": 4}, ("head_dim",)),
+    "mamba2": ("mamba2", {"num_heads": 8, "num_groups": 4}, ("head_dim", "state_dim")),
+}
 LORA: Choices = ((1.0, "rank", (4,)), (0.5, "dropout", (0.1,)), (0.3, "targets", (["query", "value"],)))
 
 
@@ -146,7 +156,17 @@ def draw_model(draw: random.Random) -> Settings:
     model |= draw_section(draw, MODEL)
     if draw.random() < 0.45:
         model |= draw_section(draw, EXPERTS) | {"router": draw_section(draw, ROUTER)}
+    if draw.random() < 0.2:
+        model |= draw_hybrid(draw, "num_experts" in model)
     return model
+
+
+def draw_hybrid(draw: random.Random, with_experts: bool) -> Settings:
+    """Layers with a state beside those with attention."""
+    kind = draw.choice(list(RECURRENT))
+    section, heads, widths = RECURRENT[kind]
+    own, other = (f"{kind}_moe" if with_experts and kind != "mamba2" else kind), "moe" if with_experts else "dense"
+    return {"block_pattern": draw.choice(([own, other], [own, own, other])), section: heads | dict.fromkeys(widths, 8)}
 
 
 def draw_mesh(draw: random.Random, with_experts: bool) -> Settings:

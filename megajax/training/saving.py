@@ -42,8 +42,9 @@ ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of
 class StateSaver:
     """Saves and restores a program's state; canonical shapes on disk, stored shapes on the devices."""
 
-    def __init__(self, program: TrainProgram):
-        self.program = program
+    def __init__(self, program: TrainProgram, contents: Mapping[str, Any] | None = None):
+        """`contents`: of the data's files (`data_contents`), if they are not to be read."""
+        self.program, self._given_contents = program, contents
         placements = (array.placement for array in jax.tree.leaves(program.stored))
         self.converts = not all(placement is None or placement.is_canonical for placement in placements)
         self.base_checksum: int | None = None  # of the frozen weights, if there are any
@@ -73,8 +74,8 @@ class StateSaver:
         }
 
     @cached_property
-    def _contents(self) -> dict[str, Any]:
-        return data_contents(self.program.config)
+    def _contents(self) -> Mapping[str, Any]:
+        return data_contents(self.program.config) if self._given_contents is None else self._given_contents
 
     def save(
         self,

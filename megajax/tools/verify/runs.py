@@ -55,7 +55,7 @@ class Run:
         if sizes["pipeline"] > 1 or config.expert_shards(sizes) == 1:
             config = config.model_copy(update={"communication": config.communication.one_by_one})
         self.program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
-        self.saver = StateSaver(self.program)
+        self.saver = StateSaver(self.program, {})  # the config's data are not read: `batches`
         self.saved: Arrays = {}  # the state in the checkpoint
 
     @property
