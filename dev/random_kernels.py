@@ -7,24 +7,17 @@ FP32 than the same precision is on the CPU by a factor and a little; in the loss
 and what Muon adds to it. Prints the config of each that differs or crashes; exit status 1 if there is one.
 """
 
-import argparse
-import collections
-import json
 import random
 import sys
-import time
-import traceback
-import warnings
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from pydantic import ValidationError
+from random_settings import Choices, Settings, draw_section, parser_of, search
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
-from megajax.errors import UserError
 from megajax.mesh import build_mesh
 from megajax.tools.verify.runs import Arrays, batches, canonical, first_gradients
 from megajax.training.batches import to_global
@@ -34,9 +27,6 @@ STEPS = 2
 # How far the GPU may be from FP32: FACTOR times as far as the CPU in the same precision, and this much more, ‖Δ‖ / ‖g‖.
 FACTOR, GRADIENT, LOSS = 3.0, 0.01, 1e-3
 REROUTED = 0.1  # in place of GRADIENT where an expert got another number of tokens: one of 500 is 4 % of a gradient
-Settings = dict[str, Any]
-# (probability, key, values): each setting is drawn by itself, so many configs are refused.
-Choices = Iterable[tuple[float, str, tuple[Any, ...]]]
 ATTENTION: Choices = (
     (0.25, "qk_norm", (True, "all_heads")),
     (0.25, "attention_bias", (True, "qkv")),
@@ -89,10 +79,6 @@ PACKED: Choices = (
 )
 RECIPES = ("current", "delayed", "blockwise")
 OPTIMIZER: Choices = ((1.0, "kind", ("adamw", "adamw", "muon")), (0.2, "clip_norm", (0.0,)))
-
-
-def draw_section(draw: random.Random, choices: Choices) -> Settings:
-    return {key: draw.choice(values) for probability, key, values in choices if draw.random() < probability}
 
 
 def draw_model(draw: random.Random) -> Settings:
@@ -184,8 +170,11 @@ def relative(found: Arrays, expected: Arrays) -> dict[str, float]:
     return out
 
 
-def differences(config: Config, platform: str) -> list[str]:
+def differences(platform: str, settings: Settings) -> str:
     """What differs, in words."""
+    config = Config.model_validate(settings | {"mesh": dict.fromkeys(AXES, 1)})
+    check(config)
+    check_mesh(config, 1)
     plain = config.kernels.model_copy(update=dict.fromkeys(("attention", "grouped_matmul", "linear_attention"), "auto"))
     without = config.precision.fp8.model_copy(update={"recipe": "none"})
     fp32 = config.precision.model_copy(update={"compute": "float32", "fp8": without})
@@ -199,48 +188,14 @@ def differences(config: Config, platform: str) -> list[str]:
         here, there = (relative(getattr(each, what), getattr(true, what)) for each in (found, cpu))
         much = [name for name in here if not here[name] <= FACTOR * there[name] + more]
         words += [f"{what} of {name} {here[name]:.4f}, on the CPU {there[name]:.4f}" for name in much]
-    return words
-
-
-def outcome(settings: Settings, platform: str) -> tuple[str, str]:
-    """(a word, the differences or the traceback)."""
-    try:
-        config = Config.model_validate(settings | {"mesh": dict.fromkeys(AXES, 1)})
-        check(config)
-        check_mesh(config, 1)
-    except (UserError, ValidationError) as error:
-        return "refused", str(error)
-    try:
-        found = differences(config, platform)
-        return ("differs", "\n".join(found)) if found else ("agrees", "")
-    except UserError as error:
-        return "refused on the GPU", str(error)
-    except Exception:
-        return "crashes", traceback.format_exc()
-    finally:
-        jax.clear_caches()
+    return "\n".join(words)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=600)
+    parser = parser_of(__doc__)
     parser.add_argument("--platform", default="cuda", help="cpu: to try this script")
-    parser.add_argument("--only", type=json.loads, help="the settings of one model")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    draw, counts, end = random.Random(options.seed), collections.Counter(), time.monotonic() + options.seconds
-    while time.monotonic() < end:
-        settings = options.only or draw_settings(draw)
-        start = time.monotonic()
-        word, shown = outcome(settings, options.platform)
-        counts[word] += 1
-        if word != "refused":
-            print(f"{word} {time.monotonic() - start:.0f} s: {json.dumps(settings)}\n{shown}", flush=True)
-        if options.only:
-            break
-    print(", ".join(f"{count} {word}" for word, count in counts.most_common()))
-    return 1 if counts["differs"] or counts["crashes"] else 0
+    return search(options, draw_settings, partial(differences, options.platform))
 
 
 if __name__ == "__main__":

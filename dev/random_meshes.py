@@ -5,20 +5,12 @@ other one must train as on one device (`megajax verify`), every second one also 
 `--fp8` linear layers are in FP8. Prints the config of each that differs or crashes; exit status 1 if there is one.
 """
 
-import argparse
-import collections
 import contextlib
 import io
-import json
 import math
 import os
 import random
 import sys
-import time
-import traceback
-import warnings
-from collections.abc import Iterable
-from typing import Any
 
 from lab import FLAGS
 
@@ -26,19 +18,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # each program runs for a few steps
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} --xla_force_host_platform_device_count=8"
 
-import jax
-from pydantic import ValidationError
+
+from random_settings import Choices, Settings, draw_section, parser_of, search
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
-from megajax.errors import UserError
 from megajax.tools.verify.report import report
 from megajax.tools.verify.shrink import Precision
 
 STEPS = 3
-Settings = dict[str, Any]
-# (probability, key, values): each setting is drawn by itself, so many configs are refused.
-Choices = Iterable[tuple[float, str, tuple[Any, ...]]]
 ATTENTION: Choices = (
     (0.2, "qk_norm", (True, "all_heads")),
     (0.25, "attention_bias", (True, "qkv")),
@@ -137,10 +125,6 @@ RECURRENT = {
 LORA: Choices = ((1.0, "rank", (4,)), (0.5, "dropout", (0.1,)), (0.3, "targets", (["query", "value"],)))
 
 
-def draw_section(draw: random.Random, choices: Choices) -> Settings:
-    return {key: draw.choice(values) for probability, key, values in choices if draw.random() < probability}
-
-
 def draw_model(draw: random.Random) -> Settings:
     model: Settings = {"num_layers": draw.choice((2, 3, 4, 6, 8)), "hidden_size": 64, "vocab_size": 250}
     model |= {"num_heads": draw.choice((4, 8)), "ffn_hidden_size": 128}
@@ -203,47 +187,29 @@ def draw_settings(draw: random.Random) -> Settings:
     return settings
 
 
-def outcome(settings: Settings, precision: Precision, checkpoint: bool) -> tuple[str, str]:
-    """(a word, what `megajax verify` printed or the traceback)."""
-    shown, sizes = io.StringIO(), {axis: settings["mesh"][axis] for axis in AXES}
-    try:
-        config = Config.model_validate(settings)
-        check(config)
-        check_mesh(config, math.prod(sizes.values()))
-    except (UserError, ValidationError) as error:
-        return "refused", str(error)
-    try:
-        with contextlib.redirect_stdout(shown):
-            status = report(config, [sizes], STEPS, precision, checkpoint)
-        return "differs" if status else "agrees", shown.getvalue()
-    except UserError as error:
-        return "refused by verify", str(error)
-    except Exception:
-        return "crashes", traceback.format_exc()
-    finally:
-        jax.clear_caches()
+def draw_case(draw: random.Random, fp8: bool) -> Settings:
+    """The settings, and `saved`: whether both also go on from a checkpoint."""
+    case = draw_settings(draw) | {"saved": draw.random() < 0.5, "precision": {"compute": "float32"}}
+    return case | ({"precision": {"fp8": {"recipe": draw.choice(("current", "delayed"))}}} if fp8 else {})
+
+
+def differences(case: Settings) -> str:
+    """What `megajax verify` prints if they differ."""
+    settings, shown = {key: value for key, value in case.items() if key != "saved"}, io.StringIO()
+    config, sizes = Config.model_validate(settings), {axis: settings["mesh"][axis] for axis in AXES}
+    check(config)
+    check_mesh(config, math.prod(sizes.values()))
+    precision: Precision = "fp8" if config.precision.fp8.chosen.is_on else "float32"
+    with contextlib.redirect_stdout(shown):
+        status = report(config, [sizes], STEPS, precision, case["saved"])
+    return shown.getvalue() if status else ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=600)
+    parser = parser_of(__doc__)
     parser.add_argument("--fp8", action="store_true", help="linear layers in FP8")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    draw, counts, end = random.Random(options.seed), collections.Counter(), time.monotonic() + options.seconds
-    while time.monotonic() < end:
-        settings, checkpoint = draw_settings(draw), draw.random() < 0.5
-        precision: Precision = "float32"
-        settings["precision"] = {"compute": "float32"}
-        if options.fp8:
-            precision, settings["precision"] = "fp8", {"fp8": {"recipe": draw.choice(("current", "delayed"))}}
-        word, shown = outcome(settings, precision, checkpoint)
-        counts[word] += 1
-        if word in ("differs", "crashes"):
-            print(f"{word}: {json.dumps(settings)}\n{shown}", flush=True)
-    print(", ".join(f"{count} {word}" for word, count in counts.most_common()))
-    return 1 if counts["differs"] or counts["crashes"] else 0
+    return search(options, lambda draw: draw_case(draw, options.fp8), differences)
 
 
 if __name__ == "__main__":

@@ -327,6 +327,16 @@ def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.parametrize(("tolerance", "step", "agrees"), [(0.1, 2, True), (0.1, 1, False), (0.01, 2, False)])
+def test_an_optimizer_that_makes_more_of_rounding_has_wider_limits_after_its_first_step(
+    expected, tolerance, step, agrees
+):
+    norms = expected.norms * np.where(np.arange(1, 3) == step, 1 + 5e-5, 1)
+    own = replace(expected, norms=norms, update_tolerance=tolerance)
+    first = compare(own, replace(expected, update_tolerance=tolerance)).first
+    assert (first is None) if agrees else first is not None and f"the gradient norm of step {step} differs" in first
+
+
 def test_the_worst_array_is_the_one_furthest_beyond_its_own_limit():
     found = RunDifference({"gradient": {"a": 1e-5, "b": 2e-5}}, {"gradient": {"a": 1e-6, "b": 1e-3}}, ())
     assert found.worst("gradient") == "a" and found.first.startswith("the gradient of a differs by 1.0e-05")

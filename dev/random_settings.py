@@ -1,0 +1,62 @@
+"""Settings drawn at random and tried until the time is up; the other files of random settings use it."""
+
+import argparse
+import collections
+import json
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from pydantic import ValidationError
+
+from megajax.errors import UserError
+
+Settings = dict[str, Any]
+# (probability, key, values): each setting is drawn by itself, so many configs are refused.
+Choices = Iterable[tuple[float, str, tuple[Any, ...]]]
+
+
+def draw_section(draw: random.Random, choices: Choices) -> Settings:
+    return {key: draw.choice(values) for probability, key, values in choices if draw.random() < probability}
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--only", type=json.loads, metavar="JSON", help="a combination that was printed, alone")
+    return parser
+
+
+def search(
+    options: argparse.Namespace,
+    draw_settings: Callable[[random.Random], Settings],
+    differences: Callable[[Settings], str],
+) -> int:
+    """Print the settings that crash, or for which `differences` returns a text; the exit status.
+
+    `differences` raises UserError or ValidationError for settings that are refused.
+    """
+    warnings.simplefilter("ignore")
+    draw, counts, end = random.Random(options.seed), collections.Counter(), time.monotonic() + options.seconds
+    while time.monotonic() < end and not (options.only and counts):
+        settings = options.only or draw_settings(draw)
+        try:
+            word, shown = "agrees", differences(settings)
+            if shown:
+                word = "differs"
+        except (UserError, ValidationError):
+            word = "refused"
+        except Exception:
+            word, shown = "crashes", traceback.format_exc()
+        finally:
+            jax.clear_caches()
+        counts[word] += 1
+        if word in ("differs", "crashes"):
+            print(f"{word}: {json.dumps(settings)}\n{shown}", flush=True)
+    print(", ".join(f"{count} {word}" for word, count in counts.most_common()))
+    return 1 if counts["differs"] or counts["crashes"] else 0
