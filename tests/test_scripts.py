@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("dev/*.py")])
-SCRIPTS = [path for path in FILES if "ArgumentParser(" in path.read_text("utf-8")]
+SCRIPTS = [
+    path
+    for path in FILES
+    if "__main__" in (text := path.read_text("utf-8")) and ("ArgumentParser(" in text or "parser_of(" in text)
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
