@@ -50,8 +50,7 @@ LARGE = {
         "router": {"expert_bias": True},
     },
     "batch": {"global_size": 64, "num_microbatches": 8, "sequence_length": 512},
-    # Not read, so they need not be here
-    "data": {"kind": "chat", "train": "chats.jsonl", "tokenizer": "byte"},
+    "data": {"kind": "synthetic"},
 }
 
 
@@ -153,6 +152,12 @@ def test_a_correct_mesh_agrees_also_through_checkpoints(one, expected, checkpoin
         assert "blocks.moe.moe.expert_bias after step 2" in each.values["layer state"]
         assert each.values["update"].keys() == expected.gradients.keys()
     assert differences[0].values["gradient"].keys() == expected.gradients.keys()
+
+
+def test_a_checkpoint_needs_no_data_of_the_config():
+    data = {"kind": "chat", "train": "elsewhere.jsonl", "tokenizer": "byte"}
+    run = Run(shrink(Config.model_validate(LARGE | {"data": data}), [ONE], 2)[0], ONE)
+    assert run.program.config.is_padded("train") and run.saver.description(1)["step"] == 1
 
 
 def test_a_checkpoint_that_loses_layer_state_is_named(one, expected, checkpoint, monkeypatch):
@@ -303,7 +308,7 @@ def test_the_gradients_of_an_optimizer_with_other_moments_are_computed(one, expe
 @pytest.mark.parametrize("reset", [(True, True), (True, False), (False, True), (False, False)])
 def test_documents_stay_as_separate_as_they_are(reset):
     settings = dict(zip(("reset_attention", "reset_positions"), reset, strict=True))
-    data = {"kind": "synthetic"} | settings | ({"synthetic_documents": 2} if any(reset) else {})
+    data = LARGE["data"] | settings | ({"synthetic_documents": 2} if any(reset) else {})
     small, _ = shrink(Config.model_validate(LARGE | {"data": data}), [SIZES], 2)
     assert {key: getattr(small.data, key) for key in settings} == settings
 
