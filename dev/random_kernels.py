@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from random_settings import Choices, Settings, draw_section, parser_of, search
+from random_settings import PACKED, RECURRENT, Choices, Settings, draw_hybrid, draw_section, parser_of, search
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
@@ -72,11 +72,6 @@ KERNELS: Choices = (
     (0.2, "linear_attention", ("jla", "reference")),
 )
 REMAT: Choices = ((1.0, "policy", ("none", "none", "full", "selective", "save_matmuls")),)
-PACKED: Choices = (
-    (1.0, "synthetic_documents", (3,)),
-    (1.0, "reset_attention", (True,)),
-    (0.6, "reset_positions", (True,)),
-)
 RECIPES = ("current", "delayed", "blockwise")
 OPTIMIZER: Choices = ((1.0, "kind", ("adamw", "adamw", "muon")), (0.2, "clip_norm", (0.0,)))
 
@@ -91,7 +86,7 @@ def draw_model(draw: random.Random) -> Settings:
         "num_heads": draw.choice((4, 8)),
         "init_std": draw.choice((0.02, 0.05)),
     }
-    kind = draw.choice(("full", "full", "full", "full", "latent", "gated_deltanet", "kda", "mamba2"))
+    kind = draw.choice(("full", "full", "full", "full", "latent", *RECURRENT))
     if kind == "latent":
         model |= {"kv_lora_rank": draw.choice((128, 512)), "qk_nope_head_dim": draw.choice((64, 128))}
         model |= {"qk_rope_head_dim": draw.choice((32, 64)), "v_head_dim": draw.choice((64, 128))}
@@ -104,14 +99,10 @@ def draw_model(draw: random.Random) -> Settings:
     model |= draw_section(draw, MODEL)
     if draw.random() < 0.4:
         model |= draw_section(draw, EXPERTS) | {"router": draw_section(draw, ROUTER)}
-    if kind in ("gated_deltanet", "kda", "mamba2"):
-        experts = "num_experts" in model
+    if kind in RECURRENT:
         heads = {"gated_deltanet": {"num_key_heads": 2, "num_value_heads": 4}, "kda": {"num_heads": 4}}
         heads |= {"mamba2": {"num_heads": 8, "head_dim": 64, "num_groups": draw.choice((1, 2)), "state_dim": 128}}
-        mixed = f"{kind}_moe" if experts and kind != "mamba2" else kind
-        other = "moe" if experts else "dense"
-        model |= {"block_pattern": draw.choice(([mixed], [mixed, other]))}
-        model["linear_attention" if kind == "gated_deltanet" else kind] = heads[kind]
+        model |= draw_hybrid(draw, kind, heads[kind], "num_experts" in model)
     return model
 
 

@@ -19,7 +19,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # each program runs for a fe
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} --xla_force_host_platform_device_count=8"
 
 
-from random_settings import Choices, Settings, draw_section, parser_of, search
+from random_settings import PACKED, Choices, Settings, draw_hybrid, draw_section, parser_of, search
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
@@ -92,11 +92,6 @@ REMAT: Choices = (
     (0.2, "layers", (1,)),
     (0.1, "group", (2,)),
 )
-PACKED: Choices = (
-    (1.0, "synthetic_documents", (3,)),
-    (1.0, "reset_attention", (True,)),
-    (0.6, "reset_positions", (True,)),
-)
 CHATS: Settings = {"kind": "chat", "train": "chats.jsonl", "tokenizer": "byte"}  # no file is read; batches have padding
 GROUP = {"parameters": ["*_norm", "*attention*"], "weight_decay": 0, "learning_rate": 0.5, "clip_norm": 0.3}
 OPTIMIZER: Choices = (
@@ -113,14 +108,10 @@ MUON: Choices = (
     (0.3, "nesterov", (False,)),
     (0.3, "scale", ("spectral",)),
 )
-RECURRENT = {
-    "gated_deltanet": (
-        "linear_attention",
-        {"num_key_heads": 4, "num_value_heads": 8},
-        ("key_head_dim", "value_head_dim"),
-    ),
-    "kda": ("kda", {"num_heads": 4}, ("head_dim",)),
-    "mamba2": ("mamba2", {"num_heads": 8, "num_groups": 4}, ("head_dim", "state_dim")),
+HEADS: dict[str, Settings] = {
+    "gated_deltanet": {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8},
+    "kda": {"num_heads": 4, "head_dim": 8},
+    "mamba2": {"num_heads": 8, "num_groups": 4, "head_dim": 8, "state_dim": 8},
 }
 LORA: Choices = ((1.0, "rank", (4,)), (0.5, "dropout", (0.1,)), (0.3, "targets", (["query", "value"],)))
 
@@ -141,16 +132,9 @@ def draw_model(draw: random.Random) -> Settings:
     if draw.random() < 0.45:
         model |= draw_section(draw, EXPERTS) | {"router": draw_section(draw, ROUTER)}
     if draw.random() < 0.2:
-        model |= draw_hybrid(draw, "num_experts" in model)
+        kind = draw.choice(list(HEADS))
+        model |= draw_hybrid(draw, kind, HEADS[kind], "num_experts" in model)
     return model
-
-
-def draw_hybrid(draw: random.Random, with_experts: bool) -> Settings:
-    """Layers with a state beside those with attention."""
-    kind = draw.choice(list(RECURRENT))
-    section, heads, widths = RECURRENT[kind]
-    own, other = (f"{kind}_moe" if with_experts and kind != "mamba2" else kind), "moe" if with_experts else "dense"
-    return {"block_pattern": draw.choice(([own, other], [own, own, other])), section: heads | dict.fromkeys(widths, 8)}
 
 
 def draw_mesh(draw: random.Random, with_experts: bool) -> Settings:

@@ -18,10 +18,22 @@ from megajax.errors import UserError
 Settings = dict[str, Any]
 # (probability, key, values): each setting is drawn by itself, so many configs are refused.
 Choices = Iterable[tuple[float, str, tuple[Any, ...]]]
+PACKED: Choices = (
+    (1.0, "synthetic_documents", (3,)),
+    (1.0, "reset_attention", (True,)),
+    (0.6, "reset_positions", (True,)),
+)
+RECURRENT = {"gated_deltanet": "linear_attention", "kda": "kda", "mamba2": "mamba2"}  # blocks and their sections
 
 
 def draw_section(draw: random.Random, choices: Choices) -> Settings:
     return {key: draw.choice(values) for probability, key, values in choices if draw.random() < probability}
+
+
+def draw_hybrid(draw: random.Random, kind: str, heads: Settings, with_experts: bool) -> Settings:
+    """Layers of a `RECURRENT` kind with `heads`, and others with attention among them or none."""
+    own, other = (f"{kind}_moe" if with_experts and kind != "mamba2" else kind), "moe" if with_experts else "dense"
+    return {"block_pattern": draw.choice(([own], [own, other], [own, own, other])), RECURRENT[kind]: heads}
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -46,11 +58,10 @@ def search(
     while time.monotonic() < end and not (options.only and counts):
         settings = options.only or draw_settings(draw)
         try:
-            word, shown = "agrees", differences(settings)
-            if shown:
-                word = "differs"
+            shown = differences(settings)
+            word = "differs" if shown else "agrees"
         except (UserError, ValidationError):
-            word = "refused"
+            word, shown = "refused", ""
         except Exception:
             word, shown = "crashes", traceback.format_exc()
         finally:

@@ -67,10 +67,12 @@ def compare(found: RunTrace, expected: RunTrace, exact: RunTrace | None = None) 
         # An amax of FP8 is a number of the tensors of which gradients are made, and has no value in FP32: it has their
         # largest limit.
         otherwise = most["gradient"] if kind == "layer state" else most[kind]
-        own, factor = ({}, 4) if kind in ("loss", "gradient norm") else (rounding[kind], 2)
-        limits[kind] = {name: tolerance + factor * own.get(name, otherwise) for name in values[kind]}
-        if kind in ("loss", "gradient norm"):
-            limits[kind] |= {name: apart * limit for name, limit in limits[kind].items() if name != "step 1"}
+        of_steps = kind in ("loss", "gradient norm")
+        own, factor = ({}, 4) if of_steps else (rounding[kind], 2)
+        limits[kind] = {
+            name: (apart if of_steps and name != "step 1" else 1) * (tolerance + factor * own.get(name, otherwise))
+            for name in values[kind]
+        }
     return RunDifference(values, limits, found.problems)
 
 
