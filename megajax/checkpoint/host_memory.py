@@ -1,4 +1,4 @@
-"""Pinned host memory for asynchronous saves."""
+"""Pinned host memory for asynchronous saves, and copies of what is there already."""
 
 from typing import Any
 
@@ -28,6 +28,26 @@ def reserve(tree: Any) -> None:
             if device.process_index == cluster.current().rank and _has_pinned_memory(device):
                 copies.append(jax.device_put(empty, SingleDeviceSharding(device, memory_kind=PINNED)))
     jax.block_until_ready(copies)
+
+
+def own_copies(tree: Any) -> Any:
+    """The tree with copies of its arrays in pinned host memory (`optimizer.offload`), and its other arrays themselves.
+
+    A save reads such an array where it is, and while it does a GPU refuses the step to which the array is given.
+    """
+
+    def copied(array: jax.Array) -> jax.Array:
+        if array.sharding.memory_kind != PINNED:
+            return array
+        shards = [copy_of(shard) for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+    return jax.tree.map(copied, tree)
+
+
+def copy_of(shard: Any) -> jax.Array:
+    """A copy of a shard of an array in pinned host memory, which a device writes when it gets there."""
+    return jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=PINNED), may_alias=False)
 
 
 def _has_pinned_memory(device: Any) -> bool:

@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 
 from megajax import cluster, json_files
 from megajax.checkpoint import checksums
-from megajax.checkpoint.host_memory import PINNED
+from megajax.checkpoint.host_memory import copy_of
 from megajax.checkpoint.manager import reason
 from megajax.checkpoint.storage import Description
 from megajax.cluster.cluster import first_of
@@ -152,7 +152,7 @@ class LocalTier:
         """
         assert self._writing is None, "ask for the outcome of the last save first"
         copies = [
-            (jax.tree_util.keystr(path), text, _on_host(shard))
+            (jax.tree_util.keystr(path), text, copy_of(shard))
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
             for text, shard in {_slice(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}.items()
         ]
@@ -280,13 +280,3 @@ def _needed(path: Any, leaf: Any) -> Iterator[tuple[Any, Shard]]:
 def _slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     """A shard's slice as text: "0:4,8:16"."""
     return ",".join("{}:{}".format(*part.indices(size)) for part, size in zip(index, shape, strict=True))
-
-
-def _on_host(shard: Any) -> Any:
-    """A copy of a shard in the host's memory: an array, in pinned memory when the device gets there.
-
-    Of what is in the host's memory already the copy is made now, when the step that wrote it is done.
-    """
-    if shard.device.platform == "cpu" or shard.data.sharding.memory_kind == PINNED:
-        return np.array(shard.data)  # not a view: the next step is given the buffer
-    return jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=PINNED))

@@ -26,6 +26,7 @@ from megajax.checkpoint import checksums
 from megajax.checkpoint.arrays import check_shapes
 from megajax.checkpoint.best import BestByLoss
 from megajax.checkpoint.description import compare_descriptions, describe_model
+from megajax.checkpoint.host_memory import own_copies
 from megajax.checkpoint.orbax_internals import share_among_replicas
 from megajax.checkpoint.storage import (
     SUBDIRECTORY,
@@ -137,7 +138,7 @@ class Checkpoints:
             cure = "restore that one and go on from it, or choose another run.dir"
             raise InputError(f"step {step} cannot be saved in {self.directory}, which has step {newest}: {cure}.")
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(tree, jax.tree_util.tree_map_with_path(_storage, tree)),  # type: ignore[call-arg]
+            state=ocp.args.StandardSave(own_copies(tree), jax.tree_util.tree_map_with_path(_storage, tree)),  # type: ignore[call-arg]
             description=ocp.args.JsonSave(description),  # type: ignore[call-arg]
         )
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
