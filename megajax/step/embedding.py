@@ -18,7 +18,7 @@ from megajax.layout.kinds import IMAGES
 from megajax.model.sublayer import BlockInputs, normalise, scale_embeddings
 from megajax.model.vision import INDEX, place_images
 from megajax.ops.barriers import not_repeated
-from megajax.ops.numerics import added
+from megajax.ops.numerics import add_rows, added
 from megajax.parallel import collectives
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
@@ -126,11 +126,12 @@ class Embedding:
         totals = {name: out[name] for name in (TOKENS, POSITIONS) if name in weights}
         own = of_microbatch(totals)
         # Without the barrier XLA would scatter into the layout of the reduction.
-        table = row_major(own[TOKENS].at[rows].add(jnp.where(ours, updates, 0).astype(jnp.float32)))
+        in_order, updates = self.plan.deterministic, jnp.where(ours, updates, 0).astype(jnp.float32)
+        table = row_major(add_rows(own[TOKENS], rows, updates, in_order))
         own[TOKENS] = not_repeated(table)
         if POSITIONS in weights:
             positions = self.comm.local_tokens(batch["positions"].reshape(-1))
-            own[POSITIONS] = own[POSITIONS].at[positions].add(dx.astype(jnp.float32))
+            own[POSITIONS] = add_rows(own[POSITIONS], positions, dx.astype(jnp.float32), in_order)
         return out | after_microbatch(totals, own)
 
     def _vocabulary_rows(self, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

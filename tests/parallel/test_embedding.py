@@ -1,6 +1,7 @@
 """The embedding against NumPy, with a gathered table or looked up in its shards, and the choice between the two."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jaxpr_equations import equations
 
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.kernel_choice import HOPPER
 from megajax.mesh import build_mesh
+from megajax.ops.numerics import add_rows
 from megajax.schema.fields import BATCH_AXES
 from megajax.step.embedding import TOKENS
 from megajax.step.nodes import HIDDEN, StepArrays
@@ -24,6 +27,30 @@ MODEL = {"num_layers": 2, "hidden_size": 20, "num_heads": 2, "ffn_hidden_size": 
 OF_TOKENS = P((*BATCH_AXES, "tensor"))  # [B·S, D], the mesh without context
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_updates_of_equal_rows_are_summed(in_order):
+    """From one row in all updates to many rows in none; against NumPy in float64."""
+    rng, numbers = np.random.default_rng(3), jax.jit(partial(add_rows, in_order=in_order))
+    for most in (1, 2, 7, 40, 300):
+        table, rows = rng.standard_normal((40, 5)), rng.integers(0, min(most, 40), 33)
+        updates = rng.standard_normal((33, 5))
+        expected = table.copy()
+        np.add.at(expected, rows, updates)
+        found = numbers(table.astype(np.float32), rows, updates.astype(np.float32))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_step_adds_to_no_row_twice(table, deterministic):
+    """On a GPU such additions have no order; those of tables of tokens and positions, and of prediction modules."""
+    model = MODEL | {"position": "learned", "max_positions": 8, "mtp_layers": 1, "tie_embeddings": True}
+    sections = {"batch": {"global_size": 2, "sequence_length": 8}, "run": {"deterministic": deterministic}}
+    program = TrainProgram.build(table.make_config(model, {}, **sections), build_mesh({}, jax.devices()[:1]))
+    step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
+    found = [each.params["unique_indices"] for each in equations(step.jaxpr) if each.primitive.name == "scatter-add"]
+    assert found == [deterministic] * 3
+
+
 @pytest.mark.parametrize("sequence_length", [4, 64], ids=["rows", "table"])
 @pytest.mark.parametrize(
     "mesh",
@@ -31,11 +58,17 @@ OF_TOKENS = P((*BATCH_AXES, "tensor"))  # [B·S, D], the mesh without context
     ids=str,
 )
 def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
-    """A width of 20 is padded where eight devices share it; embeddings are scaled on the meshes with `tensor`."""
+    """A width of 20 is padded where eight devices share it; embeddings are scaled on the meshes with `tensor`.
+
+    On those without it, `run.deterministic`.
+    """
     scaled = "tensor" in mesh
     factor = np.float32(math.sqrt(20) if scaled else 1)
     config = table.make_config(
-        {**MODEL, "scale_embeddings": scaled}, mesh, batch={"global_size": 64, "sequence_length": sequence_length}
+        {**MODEL, "scale_embeddings": scaled},
+        mesh,
+        batch={"global_size": 64, "sequence_length": sequence_length},
+        run={"deterministic": not scaled},
     )
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
     graph = program.graph
