@@ -161,9 +161,12 @@ DENSE |= {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "attention_sinks": T
 PACKED = {"data": {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}}
 PACKED |= {"batch": {"sequence_length": 48}, "objective": {"average": "microbatches"}}
 EXPERTS = MIXTRAL | {"router": {"score_function": "sigmoid", "expert_bias": True, "sequence_loss": 0.05}}
+# A stage has one of two KV heads, which two devices of a group share.
+OF_TWO, HEADS_AND_RING = DENSE | {"num_heads": 8}, {"communication": {"context": "all_to_all+ring"}}
 # model, depth, mesh, microbatches, other sections
 MESHES = {
     "context and stages": (DENSE, 2, {"context": 2, "tensor": 2, "pipeline": 2}, 2, PACKED),
+    "heads and ring": (OF_TWO, 1, {"context": 4, "pipeline": 2}, 2, HEADS_AND_RING),
 }
 
 
@@ -174,6 +177,15 @@ def test_the_modules_train_on_a_mesh_as_on_one_device(table, difference, case):
     settings = {"microbatches": microbatches, "steps": 2, "optimizer": "sgd", **sections}
     found = difference(table.make_config({**model, "mtp_layers": depth}, mesh, **settings))
     assert not found.problems(), found
+
+
+def test_stages_and_devices_of_a_context_share_a_key(table):
+    """The step can be traced; its numbers are the long test's."""
+    model, depth, mesh, microbatches, sections = MESHES["heads and ring"]
+    config = table.make_config(model | {"mtp_layers": depth}, mesh, microbatches=microbatches, **sections)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
+    _, metrics = jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+    assert metrics["mtp_loss"].shape == ()
 
 
 def test_stages_must_divide_the_tokens_of_a_sequence(table):

@@ -82,8 +82,8 @@ class SharedTokens(MeshComm):
             k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
             q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0))) for a in (q, k, v))
             sinks = sinks if sinks is None else jnp.pad(sinks, (0, missing))
-        elif k.shape[2] % P:  # some stages have the same key
-            copies = P // math.gcd(P, k.shape[2])
+        elif k.shape[2] % shares:  # some stages, or devices of a stage, have the same key
+            copies = shares // math.gcd(shares, k.shape[2])
             k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
         q, k, v = map(self._to_heads, (q, k, v))
         first = lax.axis_index("pipeline") * q.shape[2]  # of this stage's heads
