@@ -3,8 +3,10 @@
 The user's flags have precedence. This module does not import jax.
 """
 
+import atexit
 import os
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -54,9 +56,8 @@ def xla_flags(config: Config) -> dict[str, str]:
     if config.run.deterministic:
         flags["xla_gpu_exclude_nondeterministic_ops"] = "true"
         # Another autotuning result means another kernel and another rounding, so the first start's results are kept.
-        kept, new = autotune_files(config)
-        flags["xla_gpu_dump_autotune_results_to"] = str(new)
-        if kept.exists():
+        flags["xla_gpu_dump_autotune_results_to"] = str(new_autotuning())
+        if (kept := kept_autotuning(config)).exists():
             flags["xla_gpu_load_autotune_results_from"] = str(kept)
     return flags
 
@@ -78,18 +79,20 @@ def variables(config: Config) -> dict[str, str]:
     return found
 
 
-def autotune_files(config: Config) -> tuple[Path, Path]:
-    """The files of this process's autotuning results in a deterministic run: those kept, and those that XLA writes."""
-    rank = process_index()
-    directory = Path(config.run.dir).resolve()
-    return directory / f"autotune-{rank}.txt", directory / f"autotune-{rank}.new"
+def kept_autotuning(config: Config) -> Path:
+    """The file of this process's autotuning results in a deterministic run."""
+    return Path(config.run.dir).resolve() / f"autotune-{process_index()}.txt"
+
+
+def new_autotuning() -> Path:
+    """The file that XLA writes them to. Not in the run directory: others than training do not write there."""
+    return Path(tempfile.gettempdir()) / f"megajax-autotune-{os.getpid()}.txt"
 
 
 def keep_autotuning(config: Config) -> None:
     """Copy the results that XLA has written so far, because XLA may be killed while it overwrites its file."""
-    kept, new = autotune_files(config)
-    if config.run.deterministic and new.exists():
-        replace_copy(new, kept)
+    if config.run.deterministic and (new := new_autotuning()).exists():
+        replace_copy(new, kept_autotuning(config))
 
 
 def keep_compiled(config: Config) -> None:
@@ -122,6 +125,8 @@ def prepare_environment(config: Config) -> list[str]:
                 stacklevel=2,
             )
         return []
+    if config.run.deterministic:
+        atexit.register(new_autotuning().unlink, missing_ok=True)
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     os.environ |= missing

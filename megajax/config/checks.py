@@ -1,6 +1,7 @@
 """Checks of combinations of settings, and of divisibility by the mesh."""
 
 import math
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -215,13 +216,16 @@ def _check_stages(config: Config) -> None:
 
 
 def _check_run_dir(config: Config) -> None:
-    """The path must have no spaces, because XLA gets it as a flag."""
-    path = str(Path(config.run.dir).resolve()) if config.run.deterministic else ""
-    if any(character.isspace() for character in path):
-        deterministic, run_dir = (format_keys(config, key) for key in ("run.deterministic", "run.dir"))
-        problem = f"{deterministic} passes a path in {run_dir} to XLA as a flag, but a flag"
-        problem += f" cannot contain the space in {path}"
-        fail(config, problem, "choose a run.dir without spaces", "run.dir", "run.deterministic")
+    """The paths must have no spaces, because XLA gets them as flags."""
+    if not config.run.deterministic:
+        return
+    deterministic, run_dir = (format_keys(config, key) for key in ("run.deterministic", "run.dir"))
+    temporary = "the directory for temporary files", tempfile.gettempdir(), "set TMPDIR to one without spaces"
+    for name, path, cure in ((run_dir, config.run.dir, "choose a run.dir without spaces"), temporary):
+        whole = str(Path(path).resolve())
+        if any(character.isspace() for character in whole):
+            problem = f"{deterministic} passes a path in {name} to XLA as a flag, but a flag"
+            fail(config, f"{problem} cannot contain the space in {whole}", cure, "run.dir", "run.deterministic")
 
 
 def _warn_about_warmup(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tempfile
 import warnings
 from pathlib import Path
 from typing import get_args
@@ -523,6 +524,10 @@ def test_blanks_in_the_path_of_a_deterministic_run_are_found_where_they_are(monk
     load_config("../x.yaml", ["schedule.decay_steps=1000"])
     with pytest.raises(ConfigError, match="the space in .*/my work/runs/run .*choose a run.dir without spaces"):
         load_config("../x.yaml", ["run.deterministic=true"])
+    monkeypatch.chdir("..")
+    monkeypatch.setattr(tempfile, "tempdir", "/my tmp")
+    with pytest.raises(ConfigError, match="the space in /my tmp .*set TMPDIR to one without spaces"):
+        load_config("x.yaml", ["run.deterministic=true"])
 
 
 def test_a_printed_config_warns_no_more_than_the_original():
