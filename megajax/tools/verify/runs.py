@@ -74,7 +74,7 @@ class Run:
         checkpoints.close()
         if self.program.abstract_state.frozen:  # frozen weights are not part of a checkpoint
             state = replace(state, frozen=self.program.init_state().frozen)
-        restored = self._whole(state)
+        restored = canonical_state(self.program, state)
         assert restored.keys() == saved.keys(), restored.keys() ^ saved.keys()
         changed = [name for name, x in restored.items() if x.tobytes() != saved[name].tobytes()]
         trace = self._steps(state, self.saved_step + 1)
@@ -106,7 +106,7 @@ class Run:
         return RunTrace(first, *numbers, tuple(states), gradients, weights, problems, tolerance)
 
     def _save(self, directory: Path, step: int, state: TrainState) -> None:
-        self.saved = self._whole(state)
+        self.saved = canonical_state(self.program, state)
         checkpoints = Checkpoints(directory, keep=1, keep_every=None)
         self.saver.save(checkpoints, step, state)
         outcome = checkpoints.outcome(wait=True)
@@ -114,16 +114,17 @@ class Run:
         if outcome is None or outcome.error:
             raise OSError(outcome.error if outcome else "nothing was saved")
 
-    def _whole(self, state: TrainState) -> Arrays:
-        """Everything that a checkpoint holds, by its name in the train state."""
-        state = replace(state, frozen={})
-        leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-        stored = jax.tree.leaves(replace(self.program.stored, frozen={}))
-        named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
-        return {
-            name: np.asarray(x if array.placement is None else to_canonical(np.asarray(x), array.placement))  # type: ignore[arg-type]
-            for (name, x), array in zip(named, stored, strict=True)
-        }
+
+def canonical_state(program: TrainProgram, state: TrainState) -> Arrays:
+    """Everything that a checkpoint holds, in canonical shapes, by its name in the train state."""
+    state = replace(state, frozen={})
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    stored = jax.tree.leaves(replace(program.stored, frozen={}))
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
+    return {
+        name: np.asarray(x if array.placement is None else to_canonical(np.asarray(x), array.placement))  # type: ignore[arg-type]
+        for (name, x), array in zip(named, stored, strict=True)
+    }
 
 
 def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
