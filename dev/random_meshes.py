@@ -2,7 +2,8 @@
 
 Draws a config and a mesh of up to eight devices, until the time is up. A config that start-up refuses is counted; each
 other one must train as on one device (`megajax verify`), every second one also through checkpoints of both. With
-`--fp8` linear layers are in FP8. Prints the config of each that differs or crashes; exit status 1 if there is one.
+`--fp8` linear layers are in FP8. `--trace` only traces its step and an evaluation, one a
+second, and finds those that crash. Prints the config of each that differs or crashes; exit status 1 if there is one.
 """
 
 import contextlib
@@ -19,12 +20,15 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # each program runs for a fe
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} --xla_force_host_platform_device_count=8"
 
 
+import jax
 from random_settings import PACKED, Choices, Settings, draw_hybrid, draw_section, parser_of, search
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
+from megajax.mesh import build_mesh
 from megajax.tools.verify.report import report
 from megajax.tools.verify.shrink import Precision
+from megajax.training.step import TrainProgram
 
 STEPS = 3
 ATTENTION: Choices = (
@@ -189,11 +193,24 @@ def differences(case: Settings) -> str:
     return shown.getvalue() if status else ""
 
 
+def trace(case: Settings) -> str:
+    """Trace a step and an evaluation on the mesh; never a difference."""
+    config = Config.model_validate({key: value for key, value in case.items() if key != "saved"})
+    count = math.prod(case["mesh"][axis] for axis in AXES)
+    check(config)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
+    state, batch = program.abstract_state, program.abstract_batch
+    jax.eval_shape(program.train_step, state, batch)
+    jax.eval_shape(program.eval_step, state.weights, state.layer_state, batch)
+    return ""
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--fp8", action="store_true", help="linear layers in FP8")
+    parser.add_argument("--trace", action="store_true", help="only trace the step")
     options = parser.parse_args()
-    return search(options, lambda draw: draw_case(draw, options.fp8), differences)
+    return search(options, lambda draw: draw_case(draw, options.fp8), trace if options.trace else differences)
 
 
 if __name__ == "__main__":

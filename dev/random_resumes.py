@@ -15,7 +15,6 @@ import random
 import shutil
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,30 +67,29 @@ RUN: Choices = (
 LOGGING: Choices = ((0.2, "norms_interval", (2,)),)
 
 
-def draw_data(draw: random.Random, folder: Path) -> Settings:
+def draw_data(draw: random.Random) -> Settings:
     kind = draw.choice(("synthetic", "indexed", "indexed", "indexed", "text", "chat"))
-    first, second = str(folder / "first"), str(folder / "second")
     if kind == "chat":
-        return {"kind": kind, "train": f"{folder}/chats.jsonl", "tokenizer": "byte"} | draw_section(draw, CHATS)
+        return {"kind": kind, "train": "chats.jsonl", "tokenizer": "byte"} | draw_section(draw, CHATS)
     data: Settings = {"kind": kind} | draw_section(draw, TOKENS)
     if kind == "text":
-        return data | {"train": f"{folder}/text.jsonl", "tokenizer": "byte"}
+        return data | {"train": "text.jsonl", "tokenizer": "byte"}
     if kind == "indexed":
-        blend = [{"prefix": first, "weight": 0.3}, {"prefix": second, "weight": 0.7}]
-        data["train"] = draw.choice((first, blend))
+        blend = [{"prefix": "first", "weight": 0.3}, {"prefix": "second", "weight": 0.7}]
+        data["train"] = draw.choice(("first", blend))
         if draw.random() < 0.2:
-            data["stages"] = [{"from_step": draw.choice((2, 4)), "train": second}]
+            data["stages"] = [{"from_step": draw.choice((2, 4)), "train": "second"}]
     return data
 
 
-def draw_case(draw: random.Random, folder: Path) -> Settings:
+def draw_case(draw: random.Random) -> Settings:
     """All sections of a config and `killed_at`, a step."""
     settings = draw_model_and_mesh(draw)
     settings.pop("lora", None)  # there are no weights from which it could start
     settings.pop("checkpoint", None)
     if settings["model"]["vocab_size"] < VOCABULARY:
         settings["model"]["vocab_size"] = VOCABULARY
-    settings["data"] = draw_data(draw, folder)
+    settings["data"] = draw_data(draw)
     settings["optimizer"] |= draw_section(draw, OPTIMIZER)
     settings["schedule"] = draw_section(draw, SCHEDULE)
     settings["run"] = {"steps": STEPS, "checkpoint_interval": 2, "log_interval": 1} | draw_section(draw, RUN)
@@ -99,16 +97,17 @@ def draw_case(draw: random.Random, folder: Path) -> Settings:
     settings["logging"] = {"tensorboard": False} | draw_section(draw, LOGGING)
     if "precision" not in settings:
         compute = draw.choice(("float32", "bfloat16", "float16"))
-        settings["precision"] = {"compute": compute, "accumulation": draw.choice(("float32", "bfloat16"))}
+        precision: Settings = {"compute": compute, "accumulation": draw.choice(("float32", "bfloat16"))}
+        settings["precision"] = precision
         if draw.random() < 0.3:
-            settings["precision"]["fp8"] = {"recipe": draw.choice(("current", "delayed", "blockwise"))}
+            precision["fp8"] = {"recipe": draw.choice(("current", "delayed", "blockwise"))}
     if settings["precision"].get("compute", "bfloat16") == "bfloat16" and draw.random() < 0.4:
         settings["optimizer"]["master"] = "split"
     if draw.random() < 0.2:
         size, length = (settings["batch"][key] for key in ("global_size", "sequence_length"))
         settings["batch"]["schedule"] = f"0: {size // 2}, {2 * size * length}: {size}"
     if draw.random() < 0.3:
-        settings["checkpoint"] = {"local_dir": f"{folder}/local", "local_interval": 1}
+        settings["checkpoint"] = {"local_dir": "local", "local_interval": 1}
         settings["run"]["checkpoint_interval"] = 4
     return settings | {"killed_at": draw.randrange(1, STEPS)}
 
@@ -139,16 +138,13 @@ def trained(config: Config, killed_at: int | None = None) -> Trainer:
     return trainer
 
 
-def differences(folder: Path, case: Settings) -> str:
+def differences(case: Settings) -> str:
     """What differs, in words."""
     settings = {key: value for key, value in case.items() if key != "killed_at"}
-    runs = [folder / "whole", folder / "killed"]
-    for path in (*runs, folder / "local"):
+    runs = [Path("whole"), Path("killed")]
+    for path in (*runs, Path("local")):  # of which each run has a folder
         shutil.rmtree(path, ignore_errors=True)
-    first, second = (
-        Config.model_validate(settings | {"run": settings["run"] | {"dir": str(path)}, "checkpoint": local(case, path)})
-        for path in runs
-    )
+    first, second = (Config.model_validate(settings | {"run": settings["run"] | {"dir": str(path)}}) for path in runs)
     check(first)
     check_mesh(first, math.prod(getattr(first.mesh, axis) for axis in AXES))
     shown = io.StringIO()
@@ -165,31 +161,25 @@ def differences(folder: Path, case: Settings) -> str:
     return "\n".join([*words, *(f"{name} differs" for name in names)])
 
 
-def local(case: Settings, path: Path) -> Settings:
-    """The checkpoint's section, with a local folder for each run."""
-    section = case.get("checkpoint", {})
-    return section | ({"local_dir": f"{section['local_dir']}/{path.name}"} if "local_dir" in section else {})
-
-
-def write_data(folder: Path) -> None:
-    write_text(str(folder / "first"))
-    write_text(str(folder / "second"), 23)
+def write_data() -> None:
+    write_text("first")
+    write_text("second", 23)
     draw = random.Random(1)
     words = ("one", "two", "three", "four", "five")
     sentences = [" ".join(draw.choices(words, k=draw.randrange(3, 12))) for _ in range(200)]
     lines = ["".join(json.dumps({"text": text}) + "\n" for text in sentences)]
     lines += ["".join(json.dumps({"prompt": text, "completion": text[::-1]}) + "\n" for text in sentences)]
     for name, text in zip(("text", "chats"), lines, strict=True):
-        (folder / f"{name}.jsonl").write_text(text)
+        Path(f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--gpu", action="store_true", help="on the first GPU, with its kernels")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        write_data(Path(name))
-        return search(options, partial(draw_case, folder=Path(name)), partial(differences, Path(name)))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        write_data()
+        return search(options, draw_case, differences)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def wide(dtype: Any) -> Any:
@@ -22,22 +21,20 @@ def add_rows(table: jax.Array, rows: jax.Array, updates: jax.Array, in_order: bo
     """`table [V, D]` plus `updates [..., D]` at `rows [...]`, several of which may be equal.
 
     `in_order`: updates of equal rows are summed in an order that depends on `rows` only, and then added once, so
-    that repeated calls on a GPU give the same bits. XLA's own way (`xla_gpu_exclude_nondeterministic_ops`) does not
-    when the table is not zero, and sorts single numbers: with 32,768 rows of 4,096 it takes 125 ms on an H200, this 9
-    to 13.
+    that repeated calls on a GPU give the same bits. XLA's own way (`xla_gpu_exclude_nondeterministic_ops`) sorts single
+    numbers, which takes 125 ms with 32,768 updates of 4,096 on an H200, and has no order with tied embeddings.
     """
     if not in_order:
         return table.at[rows].add(updates)
     order = jnp.argsort(rows.reshape(-1), stable=True)
-    rows, updates = rows.reshape(-1)[order], updates.reshape(-1, updates.shape[-1])[order]
-    differs, edge = rows[1:] != rows[:-1], jnp.ones(1, bool)
-    first, last = jnp.concatenate([edge, differs]), jnp.concatenate([differs, edge])
-
-    def join(before: tuple[jax.Array, jax.Array], after: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return before[0] | after[0], jnp.where(after[0], after[1], before[1] + after[1])
-
-    _, sums = lax.associative_scan(join, (first[:, None], updates))
-    return table.at[jnp.where(last, rows, len(table))].add(sums, mode="drop", unique_indices=True)
+    rows, sums = rows.reshape(-1)[order], updates.reshape(-1, updates.shape[-1])[order]
+    distance = 1
+    while distance < len(rows):  # a sum of the last 1, 2, 4, ... updates of a row, if it has so many
+        same = jnp.pad(rows[distance:] == rows[:-distance], (distance, 0))
+        sums = sums + jnp.where(same[:, None], jnp.pad(sums[:-distance], ((distance, 0), (0, 0))), 0)
+        distance *= 2
+    is_last = jnp.pad(rows[1:] != rows[:-1], (0, 1), constant_values=True)
+    return table.at[jnp.where(is_last, rows, len(table))].add(sums, mode="drop", unique_indices=True)
 
 
 def keep_inputs_only(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
