@@ -39,11 +39,20 @@ ATTENTION: Choices = (
     (0.25, "sliding_window", (5, 8)),
     (0.15, "position", ("learned", "none")),
     (0.15, "rope_fraction", (0.5,)),
+    (0.15, "rope_scaling", ({"kind": "linear", "factor": 4.0}, {"kind": "yarn", "factor": 4.0})),
+    (0.15, "attention_gate", (True,)),
+    (0.1, "attention_scale", (0.3,)),
+    (0.1, "prefix_lm", (True,)),
 )
 MODEL: Choices = (
     (0.2, "norm", ("layernorm",)),
     (0.2, "norm_placement", ("after", "both")),
     (0.1, "norm_zero_centred", (True,)),
+    (0.15, "norm_bias", (False,)),
+    (0.1, "embedding_norm", (True,)),
+    (0.1, "prediction_head", (True,)),
+    (0.1, "head_bias", (True,)),
+    (0.1, "scale_head", (True,)),
     (0.4, "activation", ("geglu", "clamped_swiglu", "gelu", "relu2")),
     (0.2, "mlp_bias", (True,)),
     (0.2, "logit_softcap", (20.0,)),
@@ -117,12 +126,40 @@ HEADS: dict[str, Settings] = {
     "kda": {"num_heads": 4, "head_dim": 8},
     "mamba2": {"num_heads": 8, "num_groups": 4, "head_dim": 8, "state_dim": 8},
 }
+TOWER: Settings = {"image_token": 7, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 48}
+TOWER |= {"patch_size": 2, "merge": 2, "patches_per_row": 64}
+VISION: Choices = (
+    (0.3, "window", (4,)),
+    (0.3, "deepstack_layers", ([0, 1],)),
+    (0.3, "norm", ("rmsnorm",)),
+    (0.3, "grid", (8,)),
+    (0.3, "bidirectional", (True,)),
+)
+ENCODER: Choices = (
+    (0.5, "position", ("relative",)),
+    (0.3, "num_kv_heads", (2, 4)),
+    (0.3, "attention_bias", (True,)),
+    (0.3, "qk_norm", (True,)),
+)
+SECONDS = (*[""] * 20, "encoder", "encoder", "vision", "vision", "two sides")
+OBJECTIVE: Choices = (
+    (0.2, "label_smoothing", (0.1,)),
+    (0.2, "average", ("microbatches",)),
+)
 LORA: Choices = ((1.0, "rank", (4,)), (0.5, "dropout", (0.1,)), (0.3, "targets", (["query", "value"],)))
 
 
 def draw_model(draw: random.Random) -> Settings:
     model: Settings = {"num_layers": draw.choice((2, 3, 4, 6, 8)), "hidden_size": 64, "vocab_size": 250}
     model |= {"num_heads": draw.choice((4, 8)), "ffn_hidden_size": 128}
+    second = draw.choice(SECONDS)
+    if second == "encoder":  # its layers have attention and an MLP
+        model |= draw_section(draw, ENCODER) | draw_section(draw, MODEL)
+        return model | {"encoder": {"kind": "layers", "num_layers": draw.choice((2, 3)), "sequence_length": 64}}
+    if second == "vision":
+        model["vision"] = TOWER | draw_section(draw, VISION)
+    if second == "two sides":
+        model["causal"] = False
     if draw.random() < 0.25:  # latent attention
         model |= {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
         model["q_lora_rank"] = draw.choice((None, 20))
@@ -167,6 +204,9 @@ def draw_settings(draw: random.Random) -> Settings:
     settings["data"] = {"kind": "synthetic"} | (draw_section(draw, PACKED) if draw.random() < 0.35 else {})
     if draw.random() < 0.25:
         settings["data"] = CHATS | {"packing": draw.choice(("none", "first_fit", "balanced"))}
+    settings["objective"] = draw_section(draw, OBJECTIVE)
+    if "causal" in model:
+        settings["objective"]["kind"] = "masked_tokens"
     settings["optimizer"] = draw_section(draw, OPTIMIZER)
     if settings["optimizer"]["kind"] == "muon":
         settings["optimizer"]["muon"] = draw_section(draw, MUON)

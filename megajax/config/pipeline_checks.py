@@ -201,6 +201,16 @@ def _check_remat(config: Config, sizes: dict[str, int]) -> None:
         problem = f"{format_keys(config, 'remat.group')} does not divide the {counted(covered, f'recomputed {what}')}"
         problem += f" in {where}" if sizes["pipeline"] > 1 else ""
         fail(config, problem, f"use {listed(divisors(covered))}", "remat.group", "remat.layers", "mesh.pipeline")
+    if (second := config.of_second_stack) is None:
+        return
+    own = second.model.num_layers
+    layers = min(remat.layers or own, own)  # all of them are on each stage
+    if layers % remat.group:
+        key = "model.encoder.num_layers" if config.model.vision is None else "model.vision.num_layers"
+        problem = f"{format_keys(config, 'remat.group')} does not divide the {counted(layers, 'recomputed layer')}"
+        problem += f" of {format_keys(config, key)}"
+        common = divisors(math.gcd(covered, layers))
+        fail(config, problem, f"use {listed(common)}", "remat.group", "remat.layers", key)
 
 
 def _format_slots(config: Config, sizes: dict[str, int]) -> str:

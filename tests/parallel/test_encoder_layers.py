@@ -1,5 +1,6 @@
 """T5: an encoder of layers, cross-attention and a bias of scores, on meshes against megajax/reference.py."""
 
+import math
 from functools import cache
 
 import jax
@@ -157,12 +158,19 @@ def test_flops_are_those_of_both_stacks(table):
         ({"attention_sinks": True}, {}, "position=relative cannot be combined with model.attention_sinks=true"),
         ({}, {"communication": {"context": "ring"}, "mesh": {"context": 2}}, "use all_to_all or all_gather"),
         ({}, {"lora": {"rank": 2}}, "its layers have no adapters"),
+        (
+            {"num_layers": 4, "encoder": {"kind": "layers", "sequence_length": 16, "num_layers": 6}},
+            {"remat": {"policy": "full", "group": 4}},
+            "remat.group=4 does not divide the 6 .* of model.encoder.num_layers=6 .*: use 1 or 2",
+        ),
         ({"encoder": {"kind": "none"}, "block_pattern": ["decoder"]}, {}, "set model.encoder.kind=layers, or remove"),
     ],
 )
 def test_what_cannot_run_is_a_sentence(table, model, sections, sentence):
+    sections = dict(sections)
+    mesh = sections.pop("mesh", {})
     with pytest.raises(ConfigError, match=sentence):
-        make(table, sections.pop("mesh", {}), model, **sections)
+        check_mesh(make(table, mesh, model, **sections), math.prod(mesh.values()))
 
 
 def test_tensor_need_not_divide_the_encoders_length(table):

@@ -184,6 +184,13 @@ def test_flops_are_those_of_the_tower_too(table):
         ("windows", {}, {"deepstack_layers": [1, 0]}, {}, "is not in increasing order"),
         ("windows", {}, {"grid": None}, {}, "model.vision.interpolate=true needs learned positions"),
         ("windows", {}, {}, {"remat": {"group": 3}}, "features are read and added after single layers"),
+        (
+            "average",
+            {},
+            {"num_layers": 3},
+            {"remat": {"policy": "full", "group": 2}},
+            "remat.group=2 does not divide the 3 .* of model.vision.num_layers=3 .*: use 1",
+        ),
         ("windows", {}, {"image_token": 50}, {}, "image_token=50 is not below model.vocab_size=50"),
         ("windows", {}, {"num_heads": 8}, {}, "is not a multiple of 4, as rotary positions by row and column need"),
         ("average", {}, {"class_token": True}, {}, "because a class entry is in no block"),
