@@ -9,11 +9,13 @@ import math
 import random
 import sys
 
-from random_meshes import draw_mesh, draw_model  # isort: skip  # before jax: it sets the number of devices
+from random_meshes import draw_model  # isort: skip  # before jax: it sets the number of devices
 import numpy as np
 from models_in_use import build
-from random_settings import Settings, parser_of, search
+from random_settings import Settings, draw_mesh, parser_of, search
 
+from megajax.config import Config
+from megajax.config.checks import check
 from megajax.inference.generation import Generator
 from megajax.inference.sampling import Sampling
 
@@ -27,16 +29,19 @@ def draw_case(draw: random.Random) -> Settings:
     model["num_layers"] = min(model["num_layers"], 4)
     if "max_positions" in model:
         model["max_positions"] = 256
-    for key in ("capacity_factor", "drop_policy", "jitter"):
+    for key in ("capacity_factor", "drop_policy", "jitter", "force_balance"):
         model.get("router", {}).pop(key, None)
-    sizes: Settings = {
-        axis: size for axis, size in draw_mesh(draw, "num_experts" in model).items() if axis != "experts_over"
-    }
+    sizes = draw_mesh(draw, draw.choice((2, 4, 4, 8, 8, 8)), "num_experts" in model)
+    sizes.pop("experts_over", None)
+    for key in ("vision", "encoder", "causal", "prefix_lm"):  # a prompt is tokens, which it continues
+        model.pop(key, None)
     sizes |= {"context": 1, "pipeline": math.gcd(sizes["pipeline"], model["num_layers"])}
     return {"model": model, "mesh": sizes, "drafts": draw.choice((0, 2)) if model.get("mtp_layers") else 0}
 
 
 def differences(case: Settings) -> str:
+    batch = {"global_size": 1, "sequence_length": 256}
+    check(Config.model_validate({"model": case["model"], "data": {"kind": "synthetic"}, "batch": batch}))
     model, rows = build(case["model"], case["mesh"], speculate=case["drafts"]), []
     prompts = PROMPTS * max(1, math.prod(case["mesh"][axis] for axis in ("data", "fsdp", "expert")) // len(PROMPTS))
     *_, continued = Generator(model, Sampling(temperature=0)).tokens(prompts, TOKENS)

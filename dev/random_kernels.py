@@ -4,9 +4,11 @@ Draws a model of one to three layers, a precision and a batch until the time is 
 counted. Of each other one the first steps run on one GPU with the kernels of `auto` or drawn ones, on the CPU in the
 same precision, where plain jax.numpy computes and FP8 is emulated, and there in FP32. The kernels may be further from
 FP32 than the same precision is on the CPU by a factor and a little; in the loss, the gradient of each layer's weight,
-and what Muon adds to it. Prints the config of each that differs or crashes; exit status 1 if there is one.
+and what Muon adds to it. With `--compile 4` steps are only compiled, for meshes of four H200s and without a GPU. Prints
+the config of each that differs or crashes; exit status 1 if there is one.
 """
 
+import os
 import random
 import sys
 from functools import partial
@@ -14,11 +16,22 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from random_settings import PACKED, RECURRENT, Choices, Settings, draw_hybrid, draw_section, parser_of, search
+from random_settings import (
+    PACKED,
+    RECURRENT,
+    Choices,
+    Settings,
+    draw_hybrid,
+    draw_mesh,
+    draw_section,
+    parser_of,
+    search,
+)
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import build_mesh
+from megajax.tools.plan.compile import compile_for_gpus
 from megajax.tools.verify.runs import Arrays, batches, canonical, first_gradients
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -72,6 +85,11 @@ KERNELS: Choices = (
     (0.2, "linear_attention", ("jla", "reference")),
 )
 REMAT: Choices = ((1.0, "policy", ("none", "none", "full", "selective", "save_matmuls")),)
+COMMUNICATION: Choices = (
+    (1.0, "context", ("auto", "ring", "all_gather", "all_to_all", "all_to_all+ring")),
+    (1.0, "experts", ("auto", "all_to_all", "all_gather")),
+    (0.2, "overlap_experts", (True,)),
+)
 RECIPES = ("current", "delayed", "blockwise")
 OPTIMIZER: Choices = ((1.0, "kind", ("adamw", "adamw", "muon")), (0.2, "clip_norm", (0.0,)))
 
@@ -182,10 +200,33 @@ def differences(platform: str, settings: Settings) -> str:
     return "\n".join(words)
 
 
+def draw_for_gpus(draw: random.Random, gpus: int) -> Settings:
+    """Settings with a mesh, and as many sequences as its devices need."""
+    settings = draw_settings(draw)
+    settings["model"]["num_layers"] = draw.choice((2, 4))
+    settings["mesh"] = draw_mesh(draw, gpus, "num_experts" in settings["model"])
+    count = draw.choice((1, 2)) * settings["mesh"]["pipeline"]
+    settings["batch"] |= {"global_size": gpus * count, "num_microbatches": count, "sequence_length": 512}
+    settings["communication"] = draw_section(draw, COMMUNICATION)
+    return settings
+
+
+def compile_step(gpus: int, settings: Settings) -> str:
+    """Compile a step for H200s; never a difference."""
+    config = Config.model_validate(settings)
+    check(config)
+    compile_for_gpus(TrainProgram.build, config, gpus)
+    return ""
+
+
 def main() -> int:
     parser = parser_of(__doc__)
+    parser.add_argument("--compile", type=int, metavar="GPUS", help="only compile, for meshes of GPUS H200s")
     parser.add_argument("--platform", default="cuda", help="cpu: to try this script")
     options = parser.parse_args()
+    if gpus := options.compile:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+        return search(options, partial(draw_for_gpus, gpus=gpus), partial(compile_step, gpus))
     return search(options, draw_settings, partial(differences, options.platform))
 
 

@@ -21,7 +21,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} --xla_forc
 
 
 import jax
-from random_settings import PACKED, Choices, Settings, draw_hybrid, draw_section, parser_of, search
+from random_settings import PACKED, Choices, Settings, draw_hybrid, draw_mesh, draw_section, parser_of, search
 
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
@@ -178,21 +178,10 @@ def draw_model(draw: random.Random) -> Settings:
     return model
 
 
-def draw_mesh(draw: random.Random, with_experts: bool) -> Settings:
-    """Axis sizes with a product of 2, 4 or 8, and sometimes the axes that divide the experts."""
-    axes: list[str] = [axis for axis in AXES if axis != "expert" or with_experts]
-    sizes = dict.fromkeys(map(str, AXES), 1)
-    devices = draw.choice((2, 4, 4, 8, 8, 8))
-    while math.prod(sizes.values()) < devices:
-        sizes[draw.choice(axes)] *= 2
-    folded = with_experts and draw.random() < 0.35
-    return sizes | ({"experts_over": draw.sample(AXES[1:], draw.choice((1, 2, 2, 3)))} if folded else {})
-
-
 def draw_settings(draw: random.Random) -> Settings:
     """All sections of a config; it may be illegal."""
     model = draw_model(draw)
-    settings = {"model": model, "mesh": draw_mesh(draw, "num_experts" in model)}
+    settings = {"model": model, "mesh": draw_mesh(draw, draw.choice((2, 4, 4, 8, 8, 8)), "num_experts" in model)}
     pipelined = settings["mesh"]["pipeline"] > 1
     count = draw.choice((2, 4, 8) if pipelined else (1, 2, 4, 8))
     settings["batch"] = {"global_size": 64, "sequence_length": 64, "num_microbatches": count}

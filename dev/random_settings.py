@@ -3,6 +3,7 @@
 import argparse
 import collections
 import json
+import math
 import random
 import time
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 from pydantic import ValidationError
 
+from megajax.config import AXES
 from megajax.errors import UserError
 
 Settings = dict[str, Any]
@@ -34,6 +36,16 @@ def draw_hybrid(draw: random.Random, kind: str, heads: Settings, with_experts: b
     """Layers of a `RECURRENT` kind with `heads`, and others with attention among them or none."""
     own, other = (f"{kind}_moe" if with_experts and kind != "mamba2" else kind), "moe" if with_experts else "dense"
     return {"block_pattern": draw.choice(([own], [own, other], [own, own, other])), RECURRENT[kind]: heads}
+
+
+def draw_mesh(draw: random.Random, devices: int, with_experts: bool) -> Settings:
+    """Axis sizes whose product is `devices`, a power of 2, and sometimes the axes that divide the experts."""
+    axes: list[str] = [axis for axis in AXES if axis != "expert" or with_experts]
+    sizes = dict.fromkeys(map(str, AXES), 1)
+    while math.prod(sizes.values()) < devices:
+        sizes[draw.choice(axes)] *= 2
+    folded = with_experts and draw.random() < 0.35
+    return sizes | ({"experts_over": draw.sample(AXES[1:], draw.choice((1, 2, 2, 3)))} if folded else {})
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
