@@ -260,6 +260,14 @@ def test_the_small_config_computes_in_the_format_that_is_asked_for(precision, co
     assert (small.compute, small.gradients, small.fp8.recipe) == (compute, "float32", recipe)
 
 
+def test_the_mean_does_not_depend_on_the_mesh():
+    """That of the microbatches' means does: its microbatches are those of each rank, as in Megatron-LM."""
+    settings = LARGE | {"objective": {"average": "microbatches", "label_smoothing": 0.1}}
+    small, changes = shrink(Config.model_validate(settings), [ONE | {"data": 2}], 2)
+    assert (small.objective.average, small.objective.label_smoothing) == ("tokens", 0.1)
+    assert "objective.average: microbatches → tokens" in changes
+
+
 def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
     settings = LARGE | {"pipeline": {"layout": [1, 4, 5, 2]}, "mesh": {"pipeline": 4}}
     small, changes = shrink(Config.model_validate(settings), [dict.fromkeys(AXES, 1) | {"pipeline": 4}], 2)

@@ -67,8 +67,10 @@ def shrink(
         small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
+    # The mean of the microbatches' means depends on the number of devices that divide the batch.
+    small["objective"] = {"average": "tokens"}
     if config.objective.kind == MASKED_TOKENS:
-        small["objective"] = {"masking": {"mask_token": None}}
+        small["objective"]["masking"] = {"mask_token": None}
     settings, lines = config.model_dump(), []
     of_data = ("kind", "train", "tokenizer", "packing") if is_chat else ("kind", "reset_attention", "reset_positions")
     of_data += ("noise_density", "mean_span_length", "denoisers") if config.span_lengths else ()
