@@ -207,6 +207,13 @@ NO_ANSWER |= {"PERMISSION_DENIED", "UNAUTHENTICATED"}
 OF_THE_OBJECT = {"NOT_FOUND", "INVALID_ARGUMENT", "DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE", "ALREADY_EXISTS"}
 
 
+def test_sizes_are_those_of_the_files_in_all_folders(tmp_path):
+    (tmp_path / "arrays/d").mkdir(parents=True)
+    (tmp_path / "arrays/d/0").write_bytes(bytes(7))
+    (tmp_path / "metadata").write_bytes(bytes(3))
+    assert storage.sizes(tmp_path) == {"arrays/d/0": 7, "metadata": 3}
+
+
 def test_each_error_is_that_of_the_store_or_of_an_object():
     def outcome(error: Exception, folder="gs://b/x/3") -> type:
         try:

@@ -68,6 +68,10 @@ def test_hosts_with_different_numbers_of_gpus_are_named(gpus, hosts, sentence):
             {"config": {"mesh": {"tensor": 4}, "run": {"seed": 1}, "lora": {}}},
             "process 1 on one has another config than process 0 on one (mesh.tensor=4 instead of 2): start",
         ),
+        (
+            {"config": {"mesh": {"tensor": 2}, "run": {"seed": 1, "steps": 9}, "lora": {}}},  # a key that 0 lacks
+            "process 1 on one has another config than process 0 on one (run.steps=9 instead of ",
+        ),
     ],
 )
 def test_other_packages_code_and_config_are_named_with_process_and_host(change, sentence):

@@ -75,6 +75,12 @@ def sentence(capsys, *arguments: str) -> str:
             ["3", "bc"],
             ["y", "2"],
         ),
+        (
+            "for n in 1 2 3; do\n[ $n -ge 2 ] && A=$A$n\n[ $n -gt 2 ] && B=$B$n\n[ $n -le 2 ] && C=$C$n\n"
+            "[ $n -lt 2 ] && D=$D$n\ndone\np.py --micro-batch-size $A $B $C $D",
+            [],
+            ["23", "3", "12", "1"],
+        ),
         ('for i in 1 2; do B="$B-$i"; done\np.py --micro-batch-size $B', [], ["-1-2"]),
         (
             "while [ $# -gt 0 ]; do case $1 in --a) A=$2; shift 2;; *) shift;; esac; done\np.py --micro-batch-size $A",

@@ -167,6 +167,14 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     assert texts["1"] < places[0][0] and places[-1][0] + places[-1][1] < texts["4"]
 
 
+def test_small_differences_of_load_stay_light():
+    fills = []
+    for largest in (1.5, 2.0):  # the darkest colour is 2 in both
+        picture = ElementTree.fromstring(load_map([1, 2], np.array([[1.5], [largest]]), [0]))
+        fills.append([box.get("fill") for box in picture.iter("{http://www.w3.org/2000/svg}rect") if box.get("class")])
+    assert fills[0][0] == fills[0][1] == fills[1][0] != fills[1][1]
+
+
 def test_a_run_whose_picture_cannot_be_drawn_is_a_run_all_the_same(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "expert_load": [1.0]}\n')
     (tmp_path / "expert_load.svg").mkdir()
