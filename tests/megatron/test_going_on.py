@@ -28,7 +28,7 @@ from megajax.config.checks import check_mesh
 from megajax.data.indexed import IndexedWriter
 from megajax.errors import ConfigError, InputError
 from megajax.megatron.convert import open_training
-from megajax.megatron.distributed import Chunk, StoredTensor, in_model_space
+from megajax.megatron.distributed import Chunk, MegatronTensors, StoredTensor, in_model_space
 from megajax.megatron.resume_point import saved_training
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
@@ -171,6 +171,18 @@ def test_fragments_of_the_optimizers_state_are_put_together(configure):
         for name, expected in whole.optimizer.slots["adamw"][slot].items():
             x = found.optimizer.slots["adamw"][slot][name]
             np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max(), err_msg=name)
+
+
+def test_a_block_of_fragments_is_that_of_the_whole_tensor(folder):
+    """Some blocks begin within a chunk, as those of a device do that holds a part of a matrix."""
+    model = ModelConfig.model_validate(about(folder)["fragments"]["model"])
+    with MegatronTensors(next((folder / "fragments").glob("iter_*")), model) as tensors:
+        moments = tensors.of_state("exp_avg")
+        for name in moments.files:
+            shape = moments.shape(name)
+            whole = moments.read(name, [slice(0, size) for size in shape])
+            blocks = [slice(size // 3, size) for size in shape]
+            np.testing.assert_array_equal(moments.read(name, blocks), whole[tuple(blocks)], err_msg=name)
 
 
 @pytest.mark.long

@@ -268,6 +268,13 @@ def test_the_mean_does_not_depend_on_the_mesh():
     assert "objective.average: microbatches → tokens" in changes
 
 
+def test_of_several_dense_layers_before_the_experts_one_stays():
+    settings = LARGE | {"model": LARGE["model"] | {"first_dense_layers": 3}}
+    small, changes = shrink(Config.model_validate(settings), [ONE], 2)
+    assert (small.model.first_dense_layers, small.model.num_layers) == (1, 2)
+    assert "model.first_dense_layers: 3 → 1" in changes
+
+
 def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
     settings = LARGE | {"pipeline": {"layout": [1, 4, 5, 2]}, "mesh": {"pipeline": 4}}
     small, changes = shrink(Config.model_validate(settings), [dict.fromkeys(AXES, 1) | {"pipeline": 4}], 2)
