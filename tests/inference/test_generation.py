@@ -17,7 +17,7 @@ from megajax.inference.generation import Generator, continue_texts
 from megajax.inference.language_model import choose_kernels
 from megajax.inference.load import for_inference
 from megajax.inference.sampling import Sampling, choose, remaining
-from megajax.inference.weights import abstract_parameters
+from megajax.inference.weights import abstract_parameters, abstract_state, from_parameters
 from megajax.kernel_choice import Hardware
 from megajax.model import Transformer, bind
 from megajax.schema.model import ModelConfig
@@ -294,3 +294,15 @@ def test_the_trainings_kernels_are_not_asked_for():
     config = for_inference(megajax.Config.model_validate(content | asked), "bfloat16", 0)
     kernels = choose_kernels(config, Hardware("cpu"))
     assert (kernels.attention, kernels.linear_attention) == ("reference", "reference")
+
+
+def test_each_layer_gets_its_own_balancing_bias():
+    """The layers with experts are counted from the first of them, not from the model's first."""
+    sizes = {"num_layers": 4, "hidden_size": 8, "num_heads": 1, "vocab_size": 16, "num_experts": 2}
+    config = ModelConfig.model_validate({**sizes, "first_dense_layers": 2, "router": {"expert_bias": True}})
+    model, one = Transformer(config), mesh(fsdp=1)
+    arrays = {name: jnp.zeros(x.shape) for name, x in abstract_parameters(model, one, jnp.float32).items()}
+    [(kind, names)] = [(kind, names) for kind, names in abstract_state(model, one).items() if names]
+    [name] = names
+    weights = from_parameters(model, arrays, {kind: {name: jnp.array([[1.0, 2.0], [3.0, 4.0]])}}, one)
+    assert [[*map(float, state[name])] if state else [] for state in weights.state] == [[], [], [1, 2], [3, 4]]
