@@ -16,6 +16,7 @@ import sys
 from lab import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("NPROC", "32")  # as megajax.runtime.threads_of
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # each program runs for a few steps
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS} --xla_force_host_platform_device_count=8"
 

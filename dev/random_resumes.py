@@ -3,8 +3,9 @@
 Draws a config until the time is up: model and mesh of virtual devices by random_meshes.py, or with `--gpu` a model of
 random_kernels.py for one GPU, and data of files, forms of the optimizer's state, precision, schedules and savings of
 their own. What start-up refuses is counted. Each other one is trained whole, and once more with a kill and a second
-start: all that both log but times, and the state at the end, must be equal bit for bit. Prints the config of each that
-differs or crashes; exit status 1 if there is one. Its path has tests/references.
+start: all that both log but times, and the state at the end, must be equal bit for bit; if the second start is on
+another mesh, the losses up to rounding. Prints the config of each that differs or crashes; exit status 1 if there is
+one. Its path has tests/references.
 """
 
 import contextlib
@@ -24,8 +25,9 @@ else:
     from random_meshes import draw_settings as draw_model_and_mesh
 
 import jax
+import numpy as np
 from lab import write_text
-from random_settings import Choices, Settings, draw_section, parser_of, search
+from random_settings import Choices, Settings, draw_mesh, draw_section, parser_of, search
 from trainers import Killed, KilledTrainer
 
 from megajax.config import AXES, Config
@@ -34,6 +36,7 @@ from megajax.tools.verify.runs import canonical_state
 from megajax.training.loop import Trainer
 
 STEPS = 7
+MOVED, ROUNDED = 2e-4, 2e-2  # relative differences of losses on another mesh, in FP32 and else
 VOCABULARY = 300  # of random_meshes.py's models: it has a token for each byte
 # Parts of the names of what may differ: times, memory, and figures of a save, which are logged once it has ended.
 MEASURED = ("time", "second", "memory", "mfu", "checkpoint")
@@ -83,7 +86,7 @@ def draw_data(draw: random.Random) -> Settings:
 
 
 def draw_case(draw: random.Random) -> Settings:
-    """All sections of a config and `killed_at`, a step."""
+    """All sections of a config; `killed_at`, a step, and perhaps `second_mesh`."""
     settings = draw_model_and_mesh(draw)
     settings.pop("lora", None)  # there are no weights from which it could start
     settings.pop("checkpoint", None)
@@ -109,7 +112,10 @@ def draw_case(draw: random.Random) -> Settings:
     if draw.random() < 0.3:
         settings["checkpoint"] = {"local_dir": "local", "local_interval": 1}
         settings["run"]["checkpoint_interval"] = 4
-    return settings | {"killed_at": draw.randrange(1, STEPS)}
+    case = settings | {"killed_at": draw.randrange(1, STEPS)}
+    if "mesh" in settings and draw.random() < 0.4:
+        case["second_mesh"] = draw_mesh(draw, draw.choice((1, 2, 4, 8)), "num_experts" in settings["model"])
+    return case
 
 
 def numbers_of(run_dir: Path) -> dict[tuple[int, str], list[Any]]:
@@ -123,40 +129,55 @@ def numbers_of(run_dir: Path) -> dict[tuple[int, str], list[Any]]:
     return {key: value for key, value in found.items() if key[1] != "step"}
 
 
-def trained(config: Config, killed_at: int | None = None) -> Trainer:
-    """A Trainer at the end of its run, which was started twice if it was killed."""
-    devices = jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)]
-    if killed_at is not None:
-        first = KilledTrainer(config, devices)
-        first.killed_at = killed_at
-        with contextlib.suppress(Killed):
-            first.run()
-        first.checkpoints.close()  # the thread of a last save; a killed process has none
-    trainer = Trainer(config, devices)
+def devices_of(config: Config) -> list[Any]:
+    return jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)]
+
+
+def trained(config: Config) -> Trainer:
+    """A Trainer at the end of its run, which may go on from another one."""
+    trainer = Trainer(config, devices_of(config))
     if status := trainer.run():
         raise RuntimeError(f"exit status {status}")
     return trainer
 
 
+def kill(config: Config, step: int) -> None:
+    """Train until a process is killed after `step`."""
+    trainer = KilledTrainer(config, devices_of(config))
+    trainer.killed_at = step
+    with contextlib.suppress(Killed):
+        trainer.run()
+    trainer.checkpoints.close()  # the thread of a last save; a killed process has none
+
+
 def differences(case: Settings) -> str:
     """What differs, in words."""
-    settings = {key: value for key, value in case.items() if key != "killed_at"}
-    runs = [Path("whole"), Path("killed")]
+    settings = {key: value for key, value in case.items() if key not in ("killed_at", "second_mesh")}
+    runs, second_mesh = [Path("whole"), Path("killed")], case.get("second_mesh", settings.get("mesh", {}))
     for path in (*runs, Path("local")):  # of which each run has a folder
         shutil.rmtree(path, ignore_errors=True)
-    first, second = (Config.model_validate(settings | {"run": settings["run"] | {"dir": str(path)}}) for path in runs)
-    check(first)
-    check_mesh(first, math.prod(getattr(first.mesh, axis) for axis in AXES))
+    whole, first = (Config.model_validate(settings | {"run": settings["run"] | {"dir": str(path)}}) for path in runs)
+    second = Config.model_validate(settings | {"mesh": second_mesh, "run": settings["run"] | {"dir": str(runs[1])}})
+    for config in (first, second):
+        check(config)
+        check_mesh(config, len(devices_of(config)))
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-            whole, killed = trained(first), trained(second, case["killed_at"])
+            expected = trained(whole)
+            kill(first, case["killed_at"])
+            found = trained(second)
     except RuntimeError as error:
         return f"{shown.getvalue()}{error}"
-    expected, found = map(numbers_of, runs)
-    keys = [key for key in expected | found if found.get(key) != expected.get(key)]
-    words = [f"{key}: {found.get(key)} is not {expected.get(key)}" for key in keys]
-    states = [canonical_state(trainer.program, trainer.state) for trainer in (whole, killed)]
+    wanted, numbers = map(numbers_of, runs)
+    if "second_mesh" in case:
+        tolerance = MOVED if first.precision.compute == "float32" and not first.precision.fp8.chosen.is_on else ROUNDED
+        losses = {key: values for key, values in wanted.items() if key[1] in ("loss", "eval_loss")}
+        bad = [k for k, values in losses.items() if not np.allclose(numbers.get(k, [0.0]), values, rtol=tolerance)]
+        return "\n".join(f"{key}: {numbers.get(key)} is not {wanted[key]}" for key in bad)
+    keys = [key for key in wanted | numbers if numbers.get(key) != wanted.get(key)]
+    words = [f"{key}: {numbers.get(key)} is not {wanted.get(key)}" for key in keys]
+    states = [canonical_state(trainer.program, trainer.state) for trainer in (expected, found)]
     names = [name for name, array in states[0].items() if array.tobytes() != states[1][name].tobytes()]
     return "\n".join([*words, *(f"{name} differs" for name in names)])
 

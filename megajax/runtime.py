@@ -5,6 +5,7 @@ The user's flags have precedence. This module does not import jax.
 
 import atexit
 import os
+import re
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
 PERMUTATIONS = "xla_gpu_collective_permute_mode"
 # GB of pinned memory that jax may take; its default of 64 is too little for moments. The host's memory is the limit.
 HOST_MEMORY_LIMIT = "16384"
+VIRTUAL, THREADS_OF_DEVICE = "--xla_force_host_platform_device_count", 4
 MEMORY_FRACTION = "0.92"  # jax's default of 0.75 causes unnecessary out-of-memory errors
 
 
@@ -76,7 +78,18 @@ def variables(config: Config) -> dict[str, str]:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.optimizer.offload:
         found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = HOST_MEMORY_LIMIT
+    if not has_nvidia_driver() and (devices := re.findall(VIRTUAL + r"=(\d+)", os.environ.get("XLA_FLAGS", ""))):
+        found |= threads_of(int(devices[-1]))
     return found
+
+
+def threads_of(devices: int) -> dict[str, str]:
+    """The variable that lets XLA have four threads for each of so many virtual CPU devices.
+
+    By default it has one for each, or for each core. A collective that waits for another device holds a thread, and a
+    device may wait in a second one that does not depend on it: then all wait until XLA ends the process.
+    """
+    return {"NPROC": str(max(os.cpu_count() or 1, THREADS_OF_DEVICE * devices))}
 
 
 def kept_autotuning(config: Config) -> Path:

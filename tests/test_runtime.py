@@ -118,6 +118,16 @@ def test_a_variable_of_the_user_wins(config, fresh, monkeypatch):
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
+def test_virtual_devices_have_threads_that_may_wait(config, fresh, monkeypatch):
+    """A device may wait in two collectives: with a thread for each device all wait for each other."""
+    monkeypatch.delenv("NPROC", raising=False)
+    prepare_environment(config())
+    assert "NPROC" not in os.environ
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
+    assert "NPROC=256" in prepare_environment(config())
+    assert os.environ["NPROC"] == "256"
+
+
 def test_the_flags_of_a_deterministic_run(config, fresh):
     """XLA fails at a compilation if the directory of its new results is not there: `bench` makes no run directory."""
     assert "deterministic" not in " ".join(prepare_environment(config()))

@@ -16,4 +16,5 @@ ENVIRONMENT = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     # NumPy's threads wait in a loop for small products: two thirds of the CPU time of tests with many of them.
     "OPENBLAS_NUM_THREADS": "1",
+    "NPROC": "32",  # as megajax.runtime.threads_of
 }
