@@ -42,7 +42,7 @@ def backward_parts(config: Config, sizes: Mapping[str, int], platform: str = "gp
     if platform == "cpu" and (axis := _permuted_axis(config, sizes)):
         why = f"on CPUs the layers' permutations over mesh.{axis} need all stages at once"
         return BackwardParts(lockstep_because=why)
-    covered = 0 if remat.chosen.recomputes_nothing else count if remat.layers is None else remat.layers
+    covered = count if remat.layers is None else remat.layers
     recomputed = covered if remat.chosen.keeps_input else 0
     if recomputed == count:
         return BackwardParts(lockstep_because=f"remat.policy={remat.policy} keeps little of each microbatch")

@@ -124,7 +124,7 @@ def _mlp(model: ModelConfig, ours: str, theirs: str, names: tuple[str, str, str]
     members = (gate, up) if is_gated(model) else (up,)
     out = side_by_side(f"{first}.weight", 0, {f"{ours}{name}": (LINEAR, width) for name in members})
     out.append(Tensor(f"{ours}{down}", f"{second}.weight", LINEAR))
-    if model.mlp_bias and "shared_experts" not in theirs:
+    if model.mlp_bias:  # then there are no shared experts
         out += side_by_side(f"{first}.bias", 0, {f"{ours}{name}_bias": ("", width) for name in members})
         out.append(Tensor(f"{ours}{down}_bias", f"{second}.bias"))
     return out

@@ -65,6 +65,10 @@ def test_bodies_hold_whole_periods_and_remat_groups():
     assert plan(12, "cpu", remat={"policy": "full", "group": 3}) == [(0, 4, 3, 3, "full")]
     pair = ("local", "global")
     assert plan(12, "cpu", pair, remat={"policy": "full", "group": 3}) == [(0, 2, 6, 3, "full")]
+    # The largest body up to the target that leaves no layers over, if it has more than half of the target's.
+    four = {"kernels": {"scan_unroll": 4}}
+    assert plan(15, "cpu", **four) == [(0, 5, 3, 1, "none")]
+    assert plan(10, "cpu", **four) == [(0, 3, 3, 1, "none"), (9, 1, 1, 1, "none")]
 
 
 @pytest.mark.smoke

@@ -12,7 +12,7 @@ from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.convert import export, open_readers, read_folder, read_model
 from megajax.hf.folder import SINGLE, FolderTensors
-from megajax.hf.quantising import StoredForm, in_mxfp4
+from megajax.hf.quantising import StoredForm, in_mxfp4, largest_to, power_of_two_scale
 from megajax.model.block import layer_state, linear_layers, state_by_name
 from megajax.model.parameters import bind, parameters
 from megajax.model.transformer import Transformer
@@ -132,6 +132,14 @@ def test_experts_of_gpt_oss_are_in_mxfp4_and_stay_what_they_are(unpack, tmp_path
     export(again, model, tmp_path / "second", StoredForm("float32", "mxfp4"), {})  # no number changes again
     for name, w in weights_of(tmp_path / "second")[1].items():
         np.testing.assert_array_equal(w, again[name])
+
+
+@pytest.mark.smoke
+def test_zeros_are_stored_with_the_scale_one():
+    """They would be divided by zero."""
+    amax = np.array([0, 448, 7], np.float32)
+    np.testing.assert_array_equal(largest_to(amax), np.array([1, 1, 1 / 64], np.float32))
+    np.testing.assert_array_equal(power_of_two_scale(amax), [1, 1, 1 / 64])
 
 
 @pytest.mark.smoke

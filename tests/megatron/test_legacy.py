@@ -214,6 +214,7 @@ CALL = Call(Named("posix", "mkdir"), ("made",))
         (lambda f: (small(f), os.truncate(f / "mp_rank_00/model_optim_rng.pt", 5000)), "is damaged"),
         (lambda f: (f / "mp_rank_00").mkdir() or (f / "mp_rank_00/model_optim_rng.pt").write_bytes(b""), "is damaged"),
         (lambda f: write(f, "00", {}), "has no model"),
+        (lambda f: write(f, "00", {}, {"model": None}), "has no model"),
         (lambda f: write(f, "00", {"model": {"language_model": {}}}), "before Megatron-Core: convert"),
         (lambda f: write(f, "00", {"model": {}}, {"args": None}), r"has no arguments \(args\)"),
         (lambda f: small(f, tensor_model_parallel_size=2), "no file of the tensor-parallel rank 1, of 2"),

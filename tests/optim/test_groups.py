@@ -93,6 +93,7 @@ def test_rates_and_decay_of_groups_and_layers(mesh):
 
 def test_a_group_is_clipped_to_its_own_norm_and_the_others_together():
     groups = [{"parameters": ["*.attention.*"], "clip_norm": 2.0}, {"parameters": ["head"], "clip_norm": 0.0}]
+    groups += [{"parameters": ["*.mlp.*"], "learning_rate": 2.0}]  # clipped with those of no group
     plain = {"kind": "sgd", "beta1": 0.0, "weight_decay": 0.0}
     config = make({"fsdp": 2, "tensor": 2}, optimizer=plain | {"groups": groups, "clip_norm": 3.0})
     weights = weights_of(config)
@@ -105,7 +106,8 @@ def test_a_group_is_clipped_to_its_own_norm_and_the_others_together():
         norm = math.sqrt(sum(float(np.square(gradients[name], dtype=np.float64).sum()) for name in names))
         assert norm > limit
         scales |= dict.fromkeys(names, limit / norm)
-    assert_equal(found, {name: w - RATE * scales[name] * gradients[name] for name, w in weights.items()})
+    moved = {name: RATE * scales[name] * (2 if ".mlp." in name else 1) for name in weights}
+    assert_equal(found, {name: w - moved[name] * gradients[name] for name, w in weights.items()})
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
 from megajax.kernel_choice import HOPPER, Hardware, Kernels
 from megajax.mesh import AXES
+from megajax.model.comm import TokenPositions
+from megajax.model.sublayer import BlockInputs
 from megajax.ops import blockwise_fp8_kernels, blockwise_kernel, fp8, nvfp4
 from megajax.ops.block_matmul import BlockWeight, RoundingNoise
 from megajax.ops.block_recipes import IMPLEMENTATIONS, block_recipe
@@ -28,6 +30,7 @@ from megajax.parallel.tensor.linear import TensorParallel, column_linear
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.step_plan import Collectives
 from megajax.training.summary import summary
+from megajax.weights.block_weights import BlockWeights
 
 BLACKWELL = Hardware("gpu", "10.0")
 
@@ -222,6 +225,22 @@ def test_random_rounding_is_the_same_in_the_pieces_of_a_ring(monkeypatch):
     monkeypatch.setattr(TensorRing, "overlap_width", 1)
     for found, expected in zip(on_devices(), whole, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_in_training_each_layer_and_weight_has_random_bits_of_its_own():
+    program = build(make("nvfp4"))
+    declared, zeros = program.graph.layers.weights.weights["dense"], jnp.zeros((16, 16))
+    weights, tokens = BlockWeights(program.plan, lambda amax: amax), jnp.arange(8, dtype=jnp.uint32)
+    used = dict.fromkeys(("attention.qkv", "mlp.down"), zeros)
+
+    def noise(layer, key):
+        inputs = BlockInputs(tokens, TokenPositions(tokens), tokens, None, rounding_key=key)
+        return {name: weight.noise for name, weight in weights.of(used, declared, inputs, layer).items()}
+
+    found = [noise(layer, jax.random.key(step)) for layer in (0, 1) for step in (0, 1)]
+    assert len({tuple(own.seeds.tolist()) for each in found for own in each.values()}) == 8
+    assert all(own.token_ids is tokens for each in found for own in each.values())
+    assert [*noise(0, None).values()] == [None, None]  # in evaluation
 
 
 def test_it_is_emulated_and_says_so():

@@ -55,10 +55,10 @@ def test_the_planner_counts_the_bytes_of_the_state(settings):
     assert found.weights == sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in weights)
 
 
-def planned(model: dict, mesh: dict, optimizer: dict) -> Candidate:
+def planned(model: dict, mesh: dict, optimizer: dict, compute: str = "bfloat16") -> Candidate:
     batch, devices = {"global_size": 8, "sequence_length": 16}, math.prod(mesh.values())
     sections = {"model": model, "mesh": mesh, "batch": batch, "optimizer": optimizer, "data": {"kind": "synthetic"}}
-    config = Config.model_validate(sections)
+    config = Config.model_validate(sections | {"precision": {"compute": compute}})
     return Candidate.of(config, check_mesh(config, devices))
 
 
@@ -88,6 +88,21 @@ def test_the_planner_counts_the_products_of_soap(rows, columns):
     refresh = sum((2 + 8 / 3) * size**3 for size in (rows, columns) if size <= 48)
     expected = 15 * (products(traced.jaxpr) + refresh / 10)
     assert products(traced.jaxpr) > 0 and soap.operations(rows, columns) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("compute", "kernel", "halved"),
+    [("bfloat16", "pallas", True), ("bfloat16", "reference", False), ("float32", "pallas", False)],
+)
+def test_muon_halves_the_symmetric_products_where_it_has_the_kernel(compute, kernel, halved):
+    """Of each of five steps X Xᵀ and G²; the other products are whole ones in the program."""
+    model = {"num_layers": 1, "hidden_size": 48, "num_heads": 4, "vocab_size": 64}
+    plan = planned(model, {}, {"kind": "muon"}, compute).plan
+    muon = Muon(replace(plan, kernels=replace(plan.kernels, symmetric_matmul=kernel)))
+    traced = jax.make_jaxpr(muon.of_matrices)(jax.ShapeDtypeStruct((1, 1024, 1024), muon.dtype), {})
+    symmetric, whole = 5 * 2 * 2 * 1024**3, 5 * 2 * 1024**3
+    assert products(traced.jaxpr) == whole + (0 if halved else symmetric)
+    assert muon.operations(1024, 1024) == whole + (symmetric / 2 if halved else symmetric)
 
 
 @pytest.mark.parametrize(("mesh", "wide", "square"), [({"fsdp": 1}, 18, 24), ({"fsdp": 8}, 3, 3), ({"data": 4}, 5, 6)])
