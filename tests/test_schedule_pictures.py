@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megajax.step.pipeline.schedules import make_schedule
-from megajax.step.pipeline.simulator import Costs
-from megajax.tools.schedule import READABLE_BOX, WIDEST_PLOT, _label, draw, main, svg
+from megajax.step.pipeline.simulator import Costs, sends
+from megajax.tools.schedule import READABLE_BOX, SENDING, WIDEST_PLOT, _label, draw, main, svg
 
 
 @pytest.mark.smoke
@@ -64,6 +64,8 @@ def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, co
         f"{operation}, microbatch {m}, virtual stage {r}, stage {s}"
         for operation, m, r, s in itertools.product(operations, range(M), range(R), range(P))
     )
+    sending = [box for box in picture.iter(f"{SVG}rect") if box.get("fill") == SENDING]
+    assert len(sending) == (1 + sends(schedule).sum() if costs.send else 0)  # in the legend too
     by_row: dict[str, list[tuple[float, float]]] = {}
     for box in boxes:
         x, width = float(box.get("x", "")), float(box.get("width", ""))

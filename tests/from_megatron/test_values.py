@@ -204,3 +204,12 @@ def test_each_attention_backend_is_a_kernel(backend):
 def test_a_router_that_does_not_exist_here_is_refused_with_its_flag(flags):
     with pytest.raises(InputError, match=flags):
         translated(f"{EXPERTS} {flags}", 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "flag"),
+    [("--train-iters 100", "--lr-decay-samples 9"), ("--train-samples 1600", "--lr-warmup-iters 9")],
+)
+def test_a_schedule_in_the_other_unit_is_refused_with_both_flags(length, flag):
+    with pytest.raises(InputError, match=f"{flag} does not go with {length.split()[0]} "):
+        translated(f"{DENSE.replace('--train-iters 100', length)} {flag}", 1)

@@ -187,6 +187,16 @@ def test_settings_of_training_come_back_from_the_arguments(key):
     assert back.settings[f"model.{key}"].value == TRAINING[key]
 
 
+def test_windows_are_without_the_own_token_and_come_back():
+    model = MODELS["gqa"] | {"sliding_window": 8, "layer_pattern": ("local", "global")}
+    arguments = arguments_for(make_config(model, batch={"global_size": 8, "sequence_length": 32}), STEP, 40, (1, 1, 1))
+    assert (arguments["window_size"], arguments["window_attn_skip_freq"]) == ((7, 0), [1, 0])
+    back = Translation(from_mapping(arguments, "the arguments"), 1)
+    translate_model(back)
+    found = {key: back.settings[f"model.{key}"].value for key in ("sliding_window", "layer_pattern")}
+    assert found == {"sliding_window": 8, "layer_pattern": ["local", "global"]}
+
+
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
 def test_the_position_and_the_format_of_a_run_are_arguments(compute):
     config = make_config(MODELS["gqa"], batch={"global_size": 8, "sequence_length": 32}, precision={"compute": compute})

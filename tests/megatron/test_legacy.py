@@ -159,6 +159,10 @@ def test_each_tensor_parallel_rank_has_its_gate_before_its_up_projection(tmp_pat
                 own[name] = array
         write(tmp_path, f"0{rank}", {"model": own}, num_layers=1, tensor_model_parallel_size=2)
     same(tmp_path, model, expected)
+    name, first = "embedding.word_embeddings.weight", (slice(0, 16), slice(0, 8))
+    with LegacyTensors(tmp_path, model) as tensors:
+        shutil.rmtree(tmp_path / "mp_rank_01")  # which has the other rows
+        np.testing.assert_array_equal(tensors.read(name, first), expected[name][first])
 
 
 def test_transformer_engines_names_and_divided_experts_of_any_width(tmp_path):

@@ -79,6 +79,7 @@ def test_the_description_of_another_device_has_the_figures_of_its_chip():
     """Shared memory, in KiB: what a block can have, and with what is reserved for the system, of its data sheet."""
     h200 = targets.target("h200")
     for device, number, memory, shared in (
+        ("h100", "9.0", 72.8, 227),
         ("a100", "8.0", 73.6, 163),
         ("l40s", "8.9", 41.4, 99),
         ("b200", "10.0", 164.0, 227),
@@ -89,7 +90,7 @@ def test_the_description_of_another_device_has_the_figures_of_its_chip():
         assert version and DEVICES[device].capability == number == ".".join(version.groups())
         assert int(found["shared_memory_per_block_optin"]) == shared * 1024
         assert targets.usable_bytes(device) / 2**30 == pytest.approx(memory)
-        assert ("ACCELERATED_FEATURES" in text) == (number == "10.0")
+        assert ("ACCELERATED_FEATURES" in text) == (number in ("9.0", "10.0"))
         assert "H200" not in text and found.keys() - {"minor"} <= dict(re.findall(r"(\w+): (\S+)", h200)).keys()
     a100, full = (dict(re.findall(r"(\w+): (\S+)", text)) for text in (targets.target("a100"), h200))
     assert int(a100["memory_bandwidth"]) / int(full["memory_bandwidth"]) == pytest.approx(2.039 / 4.8)

@@ -169,6 +169,14 @@ def test_of_virtual_stages_of_one_size_the_fewest_are_tried(layers, stages, expe
     assert {settings["pipeline.virtual_stages"] for settings in tried} == expected
 
 
+@pytest.mark.parametrize(("stages", "expected"), [(1, [2, 4, 6, None]), (2, [1, 2, 3, None]), (8, [None])])
+def test_quarters_of_a_stages_layers_are_recomputed(stages, expected):
+    model = {"num_layers": 8, "hidden_size": 64, "num_heads": 4, "vocab_size": 512}
+    config = Config.model_validate({"model": model, "batch": {"global_size": 8, "sequence_length": 16}})
+    tried = Variations(config, {"remat.policy": "full"}, 8, 8).remats({"mesh.pipeline": stages})
+    assert [settings["remat.layers"] for settings in tried] == expected
+
+
 def test_no_other_layout_of_equal_layers_is_faster(config):
     search = Search(config, ["model.num_layers=7", "mesh.pipeline=2", "mesh.data=1"], 2, H200)
     layouts = [None, *([first, 7 - first] for first in range(1, 7))]
@@ -305,14 +313,15 @@ def test_only_changed_keys_are_named(config):
     assert check_mesh(again, 2) == check_mesh(whole, 2) and again.remat == whole.remat and again.batch == whole.batch
 
 
-def test_each_device_has_whole_sequences_of_each_microbatch():
+@pytest.mark.parametrize(("batch", "expected"), [(32, {1, 2, 4, 8}), (12, {1, 2, 4})])
+def test_each_device_has_whole_sequences_of_each_microbatch(batch, expected):
     experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 64}
     model = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 256, **experts}
-    config = Config.model_validate({"model": model, "batch": {"global_size": 32, "sequence_length": 4096}})
+    config = Config.model_validate({"model": model, "batch": {"global_size": batch, "sequence_length": 4096}})
     counts = Counter()
     for settings in Variations(config, {}, 8, 8).first_pass("none"):
         shards = math.prod(int(str(settings[f"mesh.{axis}"])) for axis in ("data", "fsdp", "expert"))
         microbatches = int(str(settings["batch.num_microbatches"]))
         assert config.batch.global_size % (shards * microbatches) == 0, settings
         counts[shards, microbatches] += 1
-    assert {shards for shards, _ in counts} == {1, 2, 4, 8} and max(m for _, m in counts) == 32
+    assert {shards for shards, _ in counts} == expected and max(m for _, m in counts) == batch

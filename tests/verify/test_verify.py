@@ -260,6 +260,20 @@ def test_the_small_config_computes_in_the_format_that_is_asked_for(precision, co
     assert (small.compute, small.gradients, small.fp8.recipe) == (compute, "float32", recipe)
 
 
+@pytest.mark.parametrize(("precision", "length"), [("float32", 32), ("fp8", 64)])
+def test_a_device_has_the_tokens_that_a_recipe_multiplies(precision, length):
+    """Two sequences with 32 tokens together, MXFP8's block, on each of four devices; otherwise what is convenient."""
+    settings = LARGE | {"precision": {"fp8": {"recipe": "mxfp8"}}}
+    assert shrink(Config.model_validate(settings), [SIZES], 2, precision)[0].batch.sequence_length == length
+
+
+@pytest.mark.parametrize(("kv_heads", "small_heads"), [(8, (2, 2)), (4, (4, 2)), (1, (4, 1))])
+def test_the_small_config_shares_key_value_heads_as_the_large_one(kv_heads, small_heads):
+    settings = LARGE | {"model": LARGE["model"] | {"num_kv_heads": kv_heads}}
+    small = shrink(Config.model_validate(settings), [ONE], 2)[0].model
+    assert (small.num_heads, small.num_kv_heads) == small_heads
+
+
 def test_the_mean_does_not_depend_on_the_mesh():
     """That of the microbatches' means does: its microbatches are those of each rank, as in Megatron-LM."""
     settings = LARGE | {"objective": {"average": "microbatches", "label_smoothing": 0.1}}
