@@ -358,6 +358,16 @@ def test_an_odd_length_on_either_side_of_cross_attention_rules_cudnn_out(lengths
     assert kernels.cross_attention == expected
 
 
+@pytest.mark.parametrize("setting", ["model.sliding_window=64", "run.deterministic=true"])
+def test_cudnn_gets_whole_sequences_where_it_cannot_attend_to_parts(setting):
+    def chosen(context: int, strategy: str) -> str:
+        config = load_config("llama3_8b", [setting, f"mesh.context={context}", f"communication.context={strategy}"])
+        return Kernels.choose(config, dict.fromkeys(AXES, 1) | {"context": context}, Hardware("gpu", "8.0")).attention
+
+    assert chosen(1, "auto") == chosen(2, "all_to_all") == "cudnn"
+    assert chosen(2, "ring") == chosen(2, "all_gather") == "triton"
+
+
 @pytest.mark.parametrize("change", [{"head_dim": 264}, {"packed": True, "dtype": "float32"}])
 def test_long_sequences_are_not_left_to_the_reference(change):
     short: dict[str, Any] = FITS | change

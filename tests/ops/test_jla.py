@@ -187,8 +187,13 @@ def test_prompts_of_generation_use_them_on_each_devices_sequences_and_heads(inst
 
 
 def test_auto_takes_them_on_hopper_in_bf16(installed):
-    assert choose_linear_attention("auto", HOPPER, jnp.bfloat16, {"key": 128, "value": 64})[0] == "jla"
-    assert choose_linear_attention("reference", HOPPER, jnp.bfloat16, {"key": 128, "value": 64})[0] == "reference"
+    for requested, implementation, reason in (
+        ("auto", "jla", "fit this model"),
+        ("jla", "jla", "kernels.linear_attention=jla"),
+        ("reference", "reference", "kernels.linear_attention=reference"),
+    ):
+        chosen, why = choose_linear_attention(requested, HOPPER, jnp.bfloat16, {"key": 128, "value": 64})
+        assert chosen == implementation and reason in why
 
 
 CANNOT = {

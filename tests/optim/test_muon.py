@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mesh_models import LATENT_MODELS
 from muon import muon_cases, orthogonal
 
-from megajax.config import load_config
+from megajax.config import ModelConfig, load_config
 from megajax.kernel_choice import HOPPER, Hardware, Kernels
+from megajax.model import Transformer, parameters
 from megajax.ops.newton_schulz import coefficients, newton_schulz, operations, parts
 from megajax.ops.symmetric_matmul import symmetric_matmul, triangle
 from megajax.schema.fields import AXES
@@ -129,6 +131,12 @@ def test_the_singular_values_of_an_update_are_near_one():
         np.testing.assert_allclose(found, 1, atol=tolerance)
     own = coefficients([(1.5, -0.5, 0.0)], 20)  # cubic Newton–Schulz, whose limit is exact
     np.testing.assert_allclose(newton_schulz(x, own)[0], u @ v.T, atol=1e-3)
+
+
+def test_adamw_updates_tables_routers_and_the_projection_of_prediction_modules():
+    model = Transformer(ModelConfig.model_validate(LATENT_MODELS["v3"] | {"mtp_layers": 1}))
+    of_adamw = {name for name, p in parameters(model).items() if p.role == "matrix" and not p.muon}
+    assert of_adamw == {"head", "blocks.moe.moe.router", "blocks.mtp.moe.router", "blocks.mtp.join.projection"}
 
 
 def test_a_matrix_of_zeros_stays_zero():

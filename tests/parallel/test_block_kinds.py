@@ -375,6 +375,20 @@ def test_every_loss_reaches_the_metrics(table):
     assert float(metrics["half"]) == pytest.approx(0.5, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("axes", "role", "sentence"),
+    [
+        (("embed",), "matrix", r"shape \(2, 3\) was declared with .*\('embed',\): give each dimension one of"),
+        (("embed", "heads", "head"), "matrix", "give each dimension one of"),
+        (("embed", "width"), "matrix", "'width'.*: give each dimension one of"),
+        (("embed", "mlp"), "weight", "the role weight: use matrix"),
+    ],
+)
+def test_a_parameter_is_checked_when_it_is_declared(axes, role, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        declare((2, 3), axes, role)
+
+
 def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     class Lacking(Sublayer):
         NAME = "lacking"
@@ -382,10 +396,14 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     class Wrong(Squared):
         SUPPORTS = frozenset({"contxt"})
 
+    class Same(Squared):
+        NAME = "same"
+
     for parts, kind, sentence in (
         ((Attention, Lacking), "mine", "Lacking does not define LINEAR and apply"),
         ((Attention, Wrong), "mine", "Wrong.SUPPORTS has 'contxt': use tensor, context"),
         ((Attention, Attention), "mine", "two sublayers of the block mine have the name .* attention: name one"),
+        ((Squared, Same), "mine", "two sublayers of the block mine have the name or the metric power: rename one"),
         ((Mean, MLP), "dense", "dense has attention .*Attention.* already: choose another name"),
         ((), "mine", "give a name, such as my_block, and its sublayers"),
     ):

@@ -4,6 +4,8 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from mesh_models import LATENT_MODELS
 
@@ -13,8 +15,8 @@ from megajax.errors import ConfigError
 from megajax.estimate.costs import attention_flops
 from megajax.estimate.traces import traces
 from megajax.mesh import build_mesh
+from megajax.model import Transformer, init_parameters, parameters
 from megajax.model.block import Block
-from megajax.model.parameters import parameters
 from megajax.training.step import TrainProgram
 
 STEPS = 2
@@ -82,6 +84,15 @@ def test_deepseek_v3_attention_has_its_published_parameters_and_flops():
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_token_sees_the_last_one_only_if_attention_is_to_both_sides(causal):
+    model = Transformer(ModelConfig.model_validate(LATENT_MODELS["dense"] | {"num_layers": 1, "causal": causal}))
+    for name, weight in init_parameters(model, 1, 0.5).items():
+        parameters(model)[name].set_value(weight)
+    first, second = jax.jit(model)(jnp.array([[1, 2, 3, 4], [1, 2, 3, 5]]))
+    assert (np.asarray(first) != second).any(-1).tolist() == [not causal] * 3 + [True]
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

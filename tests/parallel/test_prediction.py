@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from mesh_models import MIXTRAL, MODELS
+from mesh_models import MIXTRAL, MODELS, UNPACKED
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
@@ -179,9 +179,13 @@ def test_the_modules_train_on_a_mesh_as_on_one_device(table, difference, case):
     assert not found.problems(), found
 
 
-def test_stages_and_devices_of_a_context_share_a_key(table):
-    """The step can be traced; its numbers are the long test's."""
-    model, depth, mesh, microbatches, sections = MESHES["heads and ring"]
+PADDED_EXPERTS = (MIXTRAL, 1, {"fsdp": 4, "pipeline": 2}, 2, {"data": UNPACKED})
+
+
+@pytest.mark.parametrize("case", [MESHES["heads and ring"], PADDED_EXPERTS], ids=["a key", "padding"])
+def test_what_stages_share_fits_their_tokens(table, case):
+    """The step can be traced; its numbers are the long tests'."""
+    model, depth, mesh, microbatches, sections = case
     config = table.make_config(model | {"mtp_layers": depth}, mesh, microbatches=microbatches, **sections)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
     _, metrics = jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)

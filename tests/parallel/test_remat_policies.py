@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import pytest
@@ -101,6 +102,7 @@ def test_a_name_is_known_after_its_extension_is_imported(tmp_path, monkeypatch):
         (RematPolicy("full", Keep.ALL), "full exists already: choose another name"),
         (RematPolicy("two words", Keep.ALL), "'two words' is not a name"),
         (RematPolicy("nothing", ()), "nothing has keep=.*Keep.INPUT"),
+        (RematPolicy("letters", cast(Any, "attention")), "letters has keep='attention': use names in a tuple"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

@@ -131,6 +131,23 @@ def test_the_matrices_products_are_in_the_second_part_and_no_product_is_in_both(
     assert second == 4, "one for each matrix"
 
 
+def test_a_matrix_that_the_first_part_needs_is_handed_to_the_second():
+    """Its gradient `x.T dy`, of which `extra` is the sum of squares, is computed once."""
+
+    def backward(weights, saved, dy):
+        gradient = saved[0].T @ dy
+        return dy @ weights[0]["up"].T, ({"up": gradient},), jnp.sum(gradient**2)
+
+    x, dy = jnp.arange(6.0).reshape(3, 2), jnp.arange(12.0).reshape(3, 4) - 5
+    weights = ({"up": jnp.ones((2, 4))},)
+    split = SplitBackward(backward, weights, [x], dy)
+    dx, vectors, extra, later = split.inputs(weights, [x], dy)
+    expected = np.asarray(x).T @ np.asarray(dy)
+    np.testing.assert_array_equal(split.weights(weights, later)[0]["up"], expected)
+    np.testing.assert_array_equal(dx, np.tile(np.asarray(dy).sum(1, keepdims=True), 2))
+    assert float(extra) == (expected**2).sum() and vectors == ({},)
+
+
 @pytest.mark.smoke
 def test_the_arguments_of_its_construction_are_only_examples(block):
     backward = backward_of(layer)
