@@ -133,10 +133,27 @@ def test_the_singular_values_of_an_update_are_near_one():
     np.testing.assert_allclose(newton_schulz(x, own)[0], u @ v.T, atol=1e-3)
 
 
-def test_adamw_updates_tables_routers_and_the_projection_of_prediction_modules():
-    model = Transformer(ModelConfig.model_validate(LATENT_MODELS["v3"] | {"mtp_layers": 1}))
-    of_adamw = {name for name, p in parameters(model).items() if p.role == "matrix" and not p.muon}
-    assert of_adamw == {"head", "blocks.moe.moe.router", "blocks.mtp.moe.router", "blocks.mtp.join.projection"}
+SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "vocab_size": 64}
+TOWER = {"image_token": 1, "num_layers": 1, "hidden_size": 32, "num_heads": 4, "patch_size": 2, "grid": 4}
+HEADS = {"num_heads": 8, "head_dim": 4}
+# Of each model the last parts of the names of matrices that AdamW updates, as docs/optimizers.md and docs/hybrids.md say
+OF_ADAMW = [
+    (LATENT_MODELS["v3"] | {"mtp_layers": 1}, {"head", "router", "projection"}),
+    (SMALL | {"vision": TOWER | {"deepstack_layers": [0]}}, {"head", "patch", "up", "down"}),
+    (SMALL | {"vision": TOWER | {"projector": "average"}}, {"head", "patch", "matrix"}),
+    (SMALL | {"block_pattern": ["kda"], "kda": HEADS}, {"head", "strength"}),
+    (SMALL | {"block_pattern": ["mamba2"], "mamba2": HEADS | {"num_groups": 2, "state_dim": 4}}, {"head", "step"}),
+    (
+        SMALL | {"block_pattern": ["gated_deltanet"], "linear_attention": {"num_key_heads": 2, "num_value_heads": 4}},
+        {"head", "strength", "decay"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "names"), OF_ADAMW, ids=str)
+def test_some_matrices_are_adamws(model, names):
+    declared = parameters(Transformer(ModelConfig.model_validate(model)))
+    assert {name.split(".")[-1] for name, p in declared.items() if p.role == "matrix" and not p.muon} == names
 
 
 def test_a_matrix_of_zeros_stays_zero():

@@ -358,6 +358,18 @@ def test_typical_packed_batches_are_balanced(size):
     assert (work.max(axis=1) / work.mean(axis=1)).max() < 1.03
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_change_between_zig_zag_and_the_order_of_the_sequence(size):
+    mesh, tokens = Mesh(np.array(jax.devices()[:size]), ("context",)), np.arange(2 * 24 * 3).reshape(2, 24, 3)
+    zigzag = tokens[:, token_order.stored_order(24, size)]
+    for function, given, expected in (
+        (token_order.to_consecutive, zigzag, tokens),
+        (token_order.from_consecutive, tokens, zigzag),
+    ):
+        move = jax.shard_map(partial(function, context=size), mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+        np.testing.assert_array_equal(jax.jit(move)(given), expected)
+
+
 @pytest.mark.parametrize(
     ("window", "zigzag", "near"),
     [(None, True, 7), (1, True, 0), (3, True, 1), (4, True, 2), (1, False, 7)],

@@ -15,6 +15,7 @@ from megajax.mesh import build_mesh
 from megajax.model.trained import part_of
 from megajax.schema.model import ModelConfig
 from megajax.schema.vision import VisionConfig
+from megajax.step.nodes import plus
 from megajax.step_plan import StepPlan
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -94,6 +95,7 @@ ALL = ("language model", "vision tower", "projector")
 CASES = [
     # Of three microbatches the second stage computes the tower of one.
     ("windows", {"pipeline": 2, "context": 2}, {"microbatches": 3}, ALL),
+    pytest.param("windows", {"fsdp": 2, "tensor": 2}, {}, ALL, marks=pytest.mark.long),  # one pass over all layers
     pytest.param(
         *("average", {"context": 2, "tensor": 2}, groups(["vision.projector.*"], ["vision.*"]), (ALL[0], ALL[2])),
         marks=pytest.mark.long,
@@ -112,6 +114,11 @@ def test_loss_and_gradients_are_those_of_the_reference(table, expected, name, me
     trained = {name: gradient for name, gradient in gradients.items() if part_of(name) in parts}
     after = table.check_first_step(program, state, batch, float(loss), trained)
     assert all((before[name] == np.asarray(w)).all() == (name not in trained) for name, w in after.params.items())
+
+
+def test_the_gradients_of_a_stream_from_the_layers_and_the_embedding_are_added():
+    """As those of image embeddings with DeepStack; the long test of one pass has them in a step."""
+    assert plus({"images": 3, "hidden": 5}, {"images": 4, "bias": 6}) == {"images": 7, "hidden": 5, "bias": 6}
 
 
 def test_an_empty_slot_has_no_number_of_a_layer_that_adds_features(table):
