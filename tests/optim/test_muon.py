@@ -136,7 +136,7 @@ def test_the_singular_values_of_an_update_are_near_one():
 SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "vocab_size": 64}
 TOWER = {"image_token": 1, "num_layers": 1, "hidden_size": 32, "num_heads": 4, "patch_size": 2, "grid": 4}
 HEADS = {"num_heads": 8, "head_dim": 4}
-# Of each model the last parts of the names of matrices that AdamW updates, as docs/optimizers.md and docs/hybrids.md say
+# Of each model the last parts of the names of matrices that AdamW updates (docs/optimizers.md, docs/hybrids.md)
 OF_ADAMW = [
     (LATENT_MODELS["v3"] | {"mtp_layers": 1}, {"head", "router", "projection"}),
     (SMALL | {"vision": TOWER | {"deepstack_layers": [0]}}, {"head", "patch", "up", "down"}),
