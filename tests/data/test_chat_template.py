@@ -1,6 +1,7 @@
 """Chat templates: found where transformers writes them, text is transformers', and where the answers are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,14 @@ def test_parts_of_content_are_joined_unless_the_template_reads_them(content, rol
     assert template_of(only).render([{"role": role, "content": PARTS}]) == expected
 
 
+def test_parts_with_a_picture_are_joined_unless_the_template_writes_it_too():
+    for written, pictured in (("", "[i]\nab \ncd"), ("{% if p.type == 'image' %}[i]{% endif %}", "[i]abcd")):
+        content = LOOKS.replace("{{ p.text", written + "{{ p.text") + "{% endif %}"
+        template = replace(template_of("{% for m in messages %}" + content + "{% endfor %}"), image="[i]")
+        chats = [[{"role": "user", "content": [*first, *PARTS]}] for first in ([{"type": "image"}], [])]
+        assert [template.render(chat) for chat in chats] == [pictured, "abcd"]
+
+
 def test_an_object_as_content_of_a_tool_is_json_or_a_sentence():
     chat = [{"role": "tool", "content": {"a": 1}}]
     source = "{% for m in messages %}{{ m.content | tojson if m.content is mapping else m.content }}{% endfor %}"
@@ -188,12 +197,14 @@ def test_a_long_chat_is_rendered_in_windows_only_if_that_is_right(changes):
 
 
 def test_a_chat_of_3000_turns_is_rendered_in_linear_time():
-    """The number of messages that are rendered, not the time."""
+    """The number of messages that are rendered, not the time; each turn begins with the system's message."""
     counts = {}
     for turns in (100, 200):
         rendered = []
         count = lambda n, rendered=rendered: rendered.append(n) or ""  # noqa: E731
-        template = template_of(CHATML.replace("{{ m.content", "{{ count(m.n) }}{{ m.content"), count=count)
+        template = template_of(
+            CHATML.replace("{{ m.content", "{{ count(m.n) }}{{ messages[0].content }}{{ m.content"), count=count
+        )
         assert len(answer_samples(template, long_chat(turns)).samples) == 1
         counts[turns] = len(rendered)
     assert counts[200] < 2.2 * counts[100]

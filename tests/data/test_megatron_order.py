@@ -261,6 +261,9 @@ def test_a_validation_source_shorter_than_a_sample_is_padded_in_one_epoch(tmp_pa
     config.data.valid = short
     with pytest.raises(InputError, match=r"has 5 tokens for valid.* pads the last sample only, after .* repeated"):
         datasets(config)
+    config.run.eval_steps = "all"  # reads one epoch of one source too
+    valid = datasets(config)["valid"]
+    assert len(valid) == 1 and valid[0].tolist() == [10, 11, 12, 13, 14, 0, 0, 0, 0]
 
 
 def test_documents_end_at_their_token(tmp_path, make_megatron):

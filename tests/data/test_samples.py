@@ -9,6 +9,7 @@ import pytest
 
 from megajax.data import samples as samples_module
 from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.megatron import MegatronSamples, OrderSettings
 from megajax.data.samples import BlendedSamples, DocumentSamples, make_batch, split_documents
 from megajax.data.synthetic import SyntheticSamples
 from megajax.errors import InputError
@@ -140,7 +141,7 @@ def test_token_positions_beyond_two_billion_are_exact():
     assert list(order.pieces(854_492)) == [(6_999_998_464, 7_000_000_000), (0, 6_657)]
 
 
-def test_data_without_tokens_or_of_floats_is_refused(write_documents):
+def test_data_without_tokens_or_of_floats_is_refused(write_documents, tmp_path):
     empty = IndexedDataset(write_documents([[], []], "empty"))
     floats = IndexedDataset(write_documents([[1.5]], "floats", np.float32))
     for dataset, sentence in (
@@ -150,9 +151,14 @@ def test_data_without_tokens_or_of_floats_is_refused(write_documents):
         ),
         (floats, f"{floats.prefix}.idx holds float32: token ids must be integers."),
     ):
-        with pytest.raises(InputError) as caught:
-            DocumentSamples(dataset, (0, dataset.num_documents), 4, 1, "shuffled")
-        assert str(caught.value) == sentence
+        documents = (0, dataset.num_documents)
+        for build in (
+            lambda: DocumentSamples(dataset, documents, 4, 1, "shuffled"),
+            lambda: MegatronSamples(dataset, documents, OrderSettings(1, 4, 1), tmp_path, None),
+        ):
+            with pytest.raises(InputError) as caught:
+                build()
+            assert str(caught.value) == sentence
 
 
 def blend_of(weights):
