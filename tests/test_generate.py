@@ -92,6 +92,7 @@ def test_what_is_not_a_run_and_what_is_not_text_are_refused(trainer, error_of, t
     assert "has checkpoints of steps 0." in error_of(run / "checkpoints/7", "--prompt", "a")
     assert "the prompt '' has no tokens" in error_of(run, "--prompt", "")
     assert "is not UTF-8" in error_of(run, "--prompt", "\udcff")
+    assert "has no chat template" in error_of(run, "--prompt", "a", "--system", "b")  # which makes it a chat
     (tmp_path / "plain/checkpoints/1").mkdir(parents=True)
     (tmp_path / "plain/config.yaml").write_text(CONFIG.replace(", mtp_layers: 1", ""))
     error = error_of(tmp_path / "plain", "--prompt", "a", "--speculate", "2")

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -11,9 +12,10 @@ import zstandard
 from pyarrow import parquet
 
 from megajax import generate
+from megajax.data.images import ImageText
 from megajax.data.rendering import Chat
 from megajax.errors import InputError
-from megajax.inference.prompts import as_chat, read_prompts
+from megajax.inference.prompts import Located, PicturePrompt, as_chat, encode_prompt, read_prompts, with_images
 
 CHAT = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "é?"}]
 
@@ -97,6 +99,15 @@ def test_instructions_begin_a_chat_that_has_none(role, begins):
     assert as_chat(Chat(messages, {}), "be nice").messages == [system] * begins + messages
     assert as_chat(Chat(messages, {}), None).messages == messages
     assert as_chat("a", "be nice").messages == [system, {"role": "user", "content": "a"}]
+
+
+def test_a_picture_in_a_text_is_written_as_the_template_does_and_tokenised_as_the_model_does():
+    """With letters as tokens, and a picture's name in the place of its patches."""
+    expanded = lambda tokens, counted, pictures, least: (tokens, counted, [*pictures, least])  # noqa: E731
+    images = SimpleNamespace(text=ImageText("[i]", "<[i]>"), sized=lambda picture: picture.name, expanded=expanded)
+    model = SimpleNamespace(images=images, encode=lambda text, special_tokens: [text, special_tokens])
+    found = encode_prompt(model, Located(with_images("a <image>", ["x.png"])), {})
+    assert found == ("a [i]", PicturePrompt(["a <[i]>", True], ["x.png", 1]))
 
 
 def test_a_file_of_prompts_gives_json_lines(letters_folder, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from megajax.errors import InputError
 from megajax.hf.convert import read_folder
 from megajax.inference.scored_sets import SetFormat
 from megajax.inference.scoring import ScoredWindow, Scorer, answer_windows, windows
+from megajax.inference.weights import ModelWeights
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_mixtral"])
@@ -139,6 +141,24 @@ def test_a_window_longer_than_the_context_keeps_the_flags_of_its_tokens(letters_
     logits = np.asarray(model([tokens[3:11]]))[0].astype(np.float64)  # of the tokens 4 to 11
     each = {i: logits[i - 4, tokens[i]] - np.log(np.exp(logits[i - 4]).sum()) for i in range(4, 12)}
     assert score.count == 3 and score.log_likelihood == pytest.approx(each[5] + each[6] + each[10], rel=1e-5)
+
+
+def test_windows_of_different_lengths_in_a_batch_have_scores_of_their_own():
+    """By a stub of a model, to which the next number is as likely as all 127 other tokens together."""
+    model = SimpleNamespace(
+        check_has_no_encoder=str,
+        check_has_no_prefix=str,
+        check_is_causal=str,
+        check_tokens=len,
+        config=SimpleNamespace(padded_vocab_size=128),
+        max_length=100,
+        model=SimpleNamespace(logits=lambda weights, x: x),
+        weights=ModelWeights({}, [], []),
+        whole_sequences=lambda weights, tokens, source: math.log(127) * jax.nn.one_hot(tokens + 1, 128),
+    )
+    found = Scorer(model).scores([ScoredWindow([*range(length)], start) for length, start in ((4, 1), (90, 20))])
+    assert [(score.is_greedy, score.count) for score in found] == [(True, 3), (True, 70)]
+    assert [score.log_likelihood for score in found] == pytest.approx([3 * math.log(0.5), 70 * math.log(0.5)])
 
 
 CHAT_TEMPLATE = (

@@ -188,16 +188,20 @@ def test_steps_of_ended_sequences_count_neither_tokens_nor_drafts():
 
 
 def test_each_draft_is_drawn_with_the_key_of_its_position(monkeypatch):
-    """One module drafts three tokens: the window ends at position 5 + 2, and the newest token is the one after it."""
-    drawn = []
+    """One module drafts three tokens: the window ends at position 5 + 2, and the newest token is the one after it.
+
+    The module reads the window and the newest token, then at each next position the draft before.
+    """
+    drawn, read = [], []
     drafter = object.__new__(Drafter)
     drafter.model = SimpleNamespace(mesh=None, kernels=None, max_length=16)
     drafter.count, drafter.modules = 3, 1
-    drafter._module = lambda weights, k, x, *_: x
+    drafter._module = lambda weights, k, x, tokens, positions, comm: read.append(positions.tolist()) or x
     drafter._choose = lambda weights, h, keys, at: drawn.append(at.tolist()) or (jnp.array([at[0]]), jnp.zeros((1, 2)))
     monkeypatch.setattr(speculation, "Decode", lambda *_: SimpleNamespace(caches=(None,)))
     window = DraftWindow(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int), jnp.array([5]), jnp.array([2]))
     drafts, _ = drafter.draft(None, window, jnp.array([1]), None, SimpleNamespace(caches=(None,)))
+    assert read == [[[5, 6, 7, 8]], [[8]], [[9]]]
     assert drawn == [[9], [10], [11]] and drafts.tokens.tolist() == [[9, 10, 11]]
 
 
