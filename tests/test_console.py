@@ -160,6 +160,7 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
             "warp is no axis of a mesh: the axes are pipeline, data",
         ),
         ("generate", "runs/a --prompt a --mesh fsdp=2,fsdp=2", "has fsdp twice"),
+        ("generate", "runs/a --prompt a --mesh fsdp=0", "fsdp=0 is no axis with a size: write tensor=2,fsdp=2"),
         ("preprocess", "--input a --tokenizer-model b", "did you mean --tokenizer?"),
         ("generate", "runs/a --promt Once", "--promt is not an option: did you mean --prompt?"),
         ("plan", "llama3_8b --gpu 8", "did you mean --gpus?"),

@@ -63,7 +63,12 @@ def test_without_a_service_the_client_is_turned_away_and_may_try_again(service):
 
 @pytest.mark.parametrize(
     ("process", "options", "target"),
-    [(0, {}, "host:1"), (1, {"init_timeout": 5}, "relayed"), (1, {"mtls_key": ""}, "relayed"), (2, {"mtls_key": "k"}, "host:1")],
+    [
+        (0, {}, "host:1"),
+        (1, {"init_timeout": 5}, "relayed"),
+        (1, {"mtls_key": ""}, "relayed"),
+        (2, {"mtls_key": "k"}, "host:1"),
+    ],
 )
 def test_other_processes_reach_the_coordinator_through_a_relay_without_tls(monkeypatch, process, options, target):
     found = []

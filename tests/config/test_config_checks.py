@@ -298,6 +298,7 @@ def test_a_key_that_only_experts_read_is_refused_without_any(key):
 
 ALLOWED = [
     "model.head_dim=16",
+    "model.num_experts=8 model.router.num_groups=2 model.router.loss_counts=top_scores",
     "model.layer_pattern=[local,local,global] model.sliding_window=8",
     "model.sliding_window=8",
     "model.rope_fraction=0.25",
@@ -398,6 +399,7 @@ WARNED = {
     "kernels.grouped_matmul=reference": ("", "model.num_experts=null"),
     "model.router.bias_update_rate=0.5": ("model.num_experts=8", "model.router.expert_bias=false"),
     "model.router.group_score=max": ("model.num_experts=8", "model.router.num_groups=1"),
+    "model.router.loss_counts=top_scores": ("model.num_experts=8", "model.router.expert_bias=false"),
     "model.mtp_loss_weight=0.5": ("", "model.mtp_layers=0"),
     "model.q_lora_rank=8": ("", "model.kv_lora_rank=null"),
     "model.qk_nope_head_dim=16": ("", "model.kv_lora_rank=null"),

@@ -125,6 +125,9 @@ REFUSED = {
         "remat.group=2 does not divide the 3 recomputed dense or MoE layer slots in each virtual stage of"
         " mesh.pipeline=2 (@): use 1 or 3."
     ),
+    "remat.group=2 remat.policy=full remat.layers=3 model.first_dense_layers=1": (
+        "remat.group=2 does not divide the 3 recomputed layers (@): use 1 or 3."
+    ),
 }
 
 

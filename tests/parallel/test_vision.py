@@ -131,6 +131,11 @@ def test_an_empty_slot_has_no_number_of_a_layer_that_adds_features(table):
     assert plan.first_layers.tolist() == [[[-1, 0]], [[1, -1]], [[2, 3]], [[4, -1]]]
 
 
+def test_heads_of_a_tower_without_rotary_positions_have_any_width(table):
+    config = make(table, "average", {}, vision={"num_heads": 8})  # of width 2
+    assert check_mesh(config, 1)["tensor"] == 1
+
+
 def test_the_layers_of_a_tower_have_every_setting_that_a_model_has_too():
     """Except `embedding_norm`, which is of the patches, and no layer's."""
     own = {"num_layers": 3, "hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "norm": "rmsnorm"}
