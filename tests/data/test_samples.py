@@ -151,13 +151,12 @@ def test_data_without_tokens_or_of_floats_is_refused(write_documents, tmp_path):
         ),
         (floats, f"{floats.prefix}.idx holds float32: token ids must be integers."),
     ):
-        documents = (0, dataset.num_documents)
-        for build in (
-            lambda: DocumentSamples(dataset, documents, 4, 1, "shuffled"),
-            lambda: MegatronSamples(dataset, documents, OrderSettings(1, 4, 1), tmp_path, None),
+        for kind, order in (
+            (DocumentSamples, (4, 1, "shuffled")),
+            (MegatronSamples, (OrderSettings(1, 4, 1), tmp_path, None)),
         ):
             with pytest.raises(InputError) as caught:
-                build()
+                kind(dataset, (0, dataset.num_documents), *order)
             assert str(caught.value) == sentence
 
 
