@@ -235,6 +235,11 @@ def test_another_size_of_the_batch_goes_on_at_the_consumed_sample(configure):
         ({"batch": {"sequence_length": 8}}, ["batch.sequence_length=16", "8"]),
         ({"data": {"train_samples": 320}}, ["data.train_samples=240", "320"]),
         ({"data": {"order": "shuffled", "train_samples": None}}, ["data.order=megatron", "shuffled"]),
+        # 80 samples in the first 10 steps, and 4 in each of the next 50
+        (
+            {"batch": {"global_size": 4}, "run": {"steps": 60}},
+            ["data.train_samples=240", "280 samples", "run.steps=60"],
+        ),
         ({"model": {"ffn_hidden_size": 16}}, ["linear_fc2.weight", "[8, 12]", "section model"]),
     ],
     ids=str,
