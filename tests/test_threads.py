@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,16 @@ def test_the_result_of_each_executor_s_work_is_asked_for_or_watched():
             assert ".result()" in text or "threads.watched(" in text, name
     assert "training/loop.py" in kept and "data/remote.py" in kept
     assert discarded == {"training/monitoring.py"} and "Background(" in sources()["training/monitoring.py"]
+
+
+def test_the_error_of_a_watched_future_is_a_line_and_a_cancelled_one_is_none(capsys):
+    failed, cancelled, done = Future(), Future(), Future()
+    for future, name in ((failed, "the first"), (cancelled, "the second"), (done, "the third")):
+        threads.watched(future, name)
+    failed.set_exception(ValueError("no"))
+    cancelled.cancel()
+    done.set_result(None)
+    assert capsys.readouterr().err == "megajax: warning: the first failed (ValueError: no)\n"
 
 
 def test_the_failure_of_a_library_s_thread_is_one_line(capsys):

@@ -22,6 +22,7 @@ from megajax.kernel_choice import HOPPER
 from megajax.model import Transformer, parameters
 from megajax.sharding import place, place_all
 from megajax.step_plan import StepPlan
+from megajax.svg import text_width
 from megajax.tools.verify.runs import canonical
 from megajax.training.expert_load import MOST_COLUMNS, NAME, load_map
 from megajax.training.logs import draw_load_map
@@ -165,6 +166,9 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     assert legend[0].get("fill") == cells[2].get("fill")
     texts = {text.text: float(text.get("x", 0)) for text in picture.iter("{http://www.w3.org/2000/svg}text")}
     assert texts["1"] < places[0][0] and places[-1][0] + places[-1][1] < texts["4"]
+    # Below the columns as many of their first steps as do not touch each other.
+    named = [(x, text_width(name) / 2) for name, x in texts.items() if name.isdecimal() and int(name) % 10 == 0]
+    assert len(named) > 9 and all(x + half < next - more for (x, half), (next, more) in itertools.pairwise(named))
 
 
 def test_small_differences_of_load_stay_light():

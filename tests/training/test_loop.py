@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from trainers import QuickTrainer
 
 from megajax import threads
 from megajax.config import load_config
@@ -77,6 +78,14 @@ def test_a_run_ends_after_the_step_in_which_a_thread_that_it_needs_has_failed(tm
     with pytest.raises(ThreadError, match="a watch failed .ZeroDivisionError"):
         trainer.run()
     assert trainer.step == 1
+
+
+def test_an_error_while_host_memory_is_reserved_ends_the_run_before_a_step(tmp_path, make_config):
+    trainer = QuickTrainer(make_config(f"run.dir={tmp_path / 'run'}", "run.steps=1"), jax.devices()[:1])
+    trainer.saver.reserve_host_memory = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.run()
+    assert trainer.step == 0
 
 
 @pytest.mark.smoke

@@ -219,9 +219,9 @@ def test_an_end_before_the_first_step_is_told_if_the_directory_is_this_runs(make
     run_dir, told = tmp_path / "run", tmp_path / "events"
     config = make_config(f"run.dir={run_dir}", f"logging.on_event=tee -a {told}")
 
-    def end(process: int) -> bool:
+    def end(process: int, owns_run: bool = False) -> bool:
         ending = Ending(config)
-        ending.speaks = process == 0
+        ending.speaks, ending.owns_run = process == 0, owns_run
         ending.tell("end", "no data", MISTAKE)
         found, _ = told.exists(), told.unlink(missing_ok=True)
         return found
@@ -233,6 +233,7 @@ def test_an_end_before_the_first_step_is_told_if_the_directory_is_this_runs(make
         owner = {"process": other.pid, "started": run_lock._started(other.pid)}
         (run_dir / "lock").write_text(json.dumps(run_lock._this_process() | owner))
         assert not end(0)
+        assert end(0, owns_run=True)  # the other one trains since this run released the lock
         other.kill()
     assert end(0)
 
@@ -308,7 +309,7 @@ def test_an_mlflow_server_that_is_gone_refuses_a_new_run_but_not_one_that_resume
     assert "the run goes on without it" in said[0]
 
 
-def test_prometheus_reads_the_newest_numbers(build, monkeypatch):
+def test_prometheus_reads_the_newest_numbers(build, monkeypatch, capsys):
     port, page = free_port(), []
     end = trackers.PrometheusPage.close
 
@@ -319,6 +320,7 @@ def test_prometheus_reads_the_newest_numbers(build, monkeypatch):
     monkeypatch.setattr(trackers.PrometheusPage, "close", read)
     trainer = build(f"logging.prometheus_port={port}")
     assert trainer.run() == 0
+    assert f"Prometheus: http://127.0.0.1:{port}/metrics\n" in capsys.readouterr().out
     numbers = dict(line.rsplit(" ", 1) for line in page[0].splitlines() if not line.startswith("#"))
     lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
     loss = [line["loss"] for line in lines if "loss" in line][-1]

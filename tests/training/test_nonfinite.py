@@ -1,6 +1,8 @@
 """Numbers that go bad: the update is skipped and counted, a long row of them ends the run; the FP16 loss scale."""
 
 import hashlib
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,12 +138,15 @@ def test_bad_steps_in_two_rows_are_not_added(tmp_path, make_config):
 
 def test_a_learning_rate_that_blows_up_ends_the_command_with_status_3(tmp_path, tiny, text, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setattr(train, "process_start_time", lambda: time.time() - 1000)
     arguments = (
         f"data.train={text} run.dir={tmp_path / 'run'} mesh.data=8 optimizer.kind=sgd optimizer.clip_norm=0 "
         "schedule.learning_rate=1e30 run.steps=50 run.max_nonfinite_steps=2"
     )
     assert train.main([str(tiny), *arguments.split()]) == 3
-    assert "Traceback" not in "".join(capsys.readouterr())
+    printed = "".join(capsys.readouterr())
+    assert "Traceback" not in printed
+    assert re.search(r"first step done 10\d\d\.\d s after the start\n", printed)  # the start of the process
 
 
 # FP16

@@ -68,11 +68,12 @@ class Nvml(SimpleNamespace):
 
     def __init__(self):
         self.xids, self.ecc, self.reasons = [], {"GPU-a": 0, "GPU-b": 0}, {"GPU-a": 0x5, "GPU-b": 0x1}
+        self.started = False
 
     def __getattr__(self, name: str):
         answers = {
-            "nvmlInit": lambda: None,
-            "nvmlEventSetCreate": lambda: "set",
+            "nvmlInit": lambda: setattr(self, "started", True),
+            "nvmlEventSetCreate": self.event_set,
             "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
             "nvmlDeviceGetUUID": lambda gpu: gpu,
             "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: self.reasons[gpu],
@@ -85,6 +86,11 @@ class Nvml(SimpleNamespace):
         if name not in answers:
             raise AttributeError(name)
         return answers[name]
+
+    def event_set(self):
+        if not self.started:
+            raise self.NVMLError  # as each call before nvmlInit
+        return "set"
 
     def wait(self, events, timeout):
         if not self.xids:

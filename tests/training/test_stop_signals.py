@@ -65,11 +65,13 @@ class Devices:
 def stopped_at():
     """(go_back_at=0) → the started steps of three processes until they stop, and the one at which a stop is requested.
 
+    The third result is the latest step that a process was about to start when it heard of the request.
+
     After step `go_back_at` all go back by 1000 steps, once, which shows in the steps that they count.
     """
 
-    def run_all(go_back_at: int = 0) -> tuple[list[int], int]:
-        devices, count = Devices(3, ahead=4), 3
+    def run_all(go_back_at: int = 0) -> tuple[list[int], int, int]:
+        devices, count, store = Devices(3, ahead=4), 3, Store(3, slowest=0.003)
         asks = random.randrange(count)
         asks_at = go_back_at - random.randrange(5) if go_back_at else random.randrange(1, 30)
         rollback = threading.Barrier(count)
@@ -93,21 +95,21 @@ def stopped_at():
                 if stop.requested(started - back):
                     return
 
-        with together(clusters(count, Store(count, slowest=0.003))) as call:
+        with together(clusters(count, store)) as call:
             assert call(run) == [None] * count
-        return devices.started, asks_at
+        return devices.started, asks_at, max(int(store.values[f"megajax/stop/0/{i}"]) for i in range(count))
 
     return run_all
 
 
 def test_processes_that_run_ahead_of_each_other_stop_at_the_same_step(stopped_at):
     for _ in range(15):
-        started, asks_at = stopped_at()
-        assert len(set(started)) == 1 and asks_at <= started[0] <= asks_at + 40, started
+        started, asks_at, latest = stopped_at()
+        assert started == [latest] * 3 and asks_at <= latest <= asks_at + 40, started
 
 
 def test_a_stop_that_is_requested_before_a_rollback_comes_soon_after_it(stopped_at):
     """It would come 1000 steps later, at the step on which the processes agreed before."""
     for _ in range(15):
-        started, asks_at = stopped_at(go_back_at=20)
+        started, asks_at, _ = stopped_at(go_back_at=20)
         assert len(set(started)) == 1 and asks_at <= started[0] <= 20 + 40, started

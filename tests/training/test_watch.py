@@ -1,6 +1,7 @@
 """A process that hangs, or whose peers are gone, ends with a sentence."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -182,9 +183,11 @@ def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_
 
     assert a_step_that_hangs(Watch(config).__enter__()) == [4]
     sentence = capfd.readouterr().err
-    assert "the step after step 4 has taken 1 s" in sentence and f"{tmp_path}/hang-0.txt" in sentence
+    assert re.search(r"the step after step 4 has taken 1 s, a usual step \S+ s: it hangs", sentence)
+    assert f"{tmp_path}/hang-0.txt" in sentence
     stacks = (tmp_path / "hang-0.txt").read_text()
     assert "last known step of process 0: 4" in stacks and "in a_step_that_hangs" in stacks
+    assert "in a_step_that_hangs" in stacks.partition("Main thread:\n")[2].partition("hread 0x")[0]
     event = json.loads((tmp_path / "event").read_text())
     assert (event["event"], event["step"], event["status"]) == ("hang", 4, LOST) and event["text"] in sentence
 
@@ -227,7 +230,7 @@ def test_a_thread_that_holds_the_end_of_the_process_hangs_too(make_config, tmp_p
             watched.end_with(executor)
 
     threading.Thread(target=end, daemon=True).start()
-    assert ended(10) == [4] and "the end of the process has taken 1 s" in capfd.readouterr().err
+    assert ended(10) == [4] and "the end of the process has taken 1 s: it hangs" in capfd.readouterr().err
     free.set()
 
 
