@@ -110,6 +110,12 @@ def test_loops_stack_gradients_before_they_run_and_copy_the_activations_that_the
     assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * T * saved
 
 
+def test_a_loop_over_recomputed_layers_needs_most_before_its_backward_pass_frees_what_all_loops_saved():
+    memory = small("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=1")
+    saved = 16 * (2 * 4 + 2 * 2) + LSE + 2 * F + 2 * D + 2 * D
+    assert memory.activations == 2 * T * (100 * D + saved)  # all layers' inputs, and what one recomputes
+
+
 def test_weight_gradients_that_are_added_to_sums_keep_the_operands_of_all_layers_unless_moments_are_small():
     two = ("mesh.fsdp=1", "batch={global_size: 2, num_microbatches: 2, sequence_length: 512}")
     two += ("model={vocab_size: 512}", "remat.policy=full", "kernels.scan_unroll=9")
@@ -139,6 +145,14 @@ def test_loops_cast_the_experts_of_their_layer_only_and_once_a_step_what_other_d
     memory = small("mesh.fsdp=1", "mesh.expert=2", EXPERTS, "kernels.scan_unroll=1", "remat.policy=full")
     cast = 9 * shared + of_experts
     assert 2 * cast < memory.weights < 2 * (cast + 9 * of_experts // 2)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_devices_of_tensor_share_the_width_of_the_experts_that_each_group_has(tensor):
+    """Of each row the products of gate and up-projection are kept; for each token 2 rows and a quarter more."""
+    sizes = ("mesh.fsdp=1", "mesh.expert=2", f"mesh.tensor={tensor}", "communication.experts=all_to_all")
+    narrow, wide = (small(*sizes, EXPERTS.replace("size: 64", f"size: {n}"), gpus=2 * tensor) for n in (64, 128))
+    assert wide.activations - narrow.activations == 2 * T * 9 * 1.25 * 2 * 2 * 64 // tensor
 
 
 def test_a_later_round_of_experts_rows_has_gradients_of_weights_that_are_added_to_the_first_rounds():
@@ -239,6 +253,23 @@ def test_virtual_stages_divide_a_stages_weights_and_gradients():
         head = next(peaks(plan_of(4, **sections)))
         found.append((head.parameters, head.optimizer, head.gradients, head.weights))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_prediction_modules_keep_their_shards_and_the_last_one_is_whole(count):
+    plan = plan_of(2, model={"mtp_layers": count}, mesh={"fsdp": 2}, kernels={"scan_unroll": 4})
+    head, modules, *_ = peaks(plan)
+    matrices, norms = 64 * 16 * 12 + 64 * 64 + 3 * 64 * 64 + 2 * 64 * 64, 5 * 64
+    assert modules.weights - head.weights == 2 * count * (matrices // 2 + norms) + 2 * matrices
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_an_objective_without_logits_has_all_rows_of_a_microbatch_at_once(gpus):
+    """In BF16 before and after the norm and their gradient, in FP32 two arrays more."""
+    import_extensions(["docs/examples/value_head.py"])
+    objective = {"kind": "value_head", "settings": {"outputs": 1}}
+    head = next(peaks(plan_of(gpus, mesh={"tensor": gpus}, objective=objective)))
+    assert head.working == 4 * 32 * 64 // gpus * (3 * 2 + 2 * 4)
 
 
 def test_each_prediction_module_has_weights_of_its_own():
