@@ -168,7 +168,7 @@ class Update:
         """Of one optimizer: of shards, then of whole matrices."""
         optimizer = member.optimizer
         directions, slots = optimizer.direction(gradients, slots)
-        if not isinstance(optimizer, MatrixOptimizer) or not gradients:
+        if not isinstance(optimizer, MatrixOptimizer):
             return directions, slots
         scalars = {slot: x for slot, x in slots.items() if not isinstance(x, dict)}
         layouts = {name: layout for name, layout in member.layouts.items() if name in gradients}

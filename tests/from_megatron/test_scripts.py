@@ -439,6 +439,8 @@ def test_pipeline_layouts_are_layers_of_virtual_stages():
     assert found["pipeline"] == {"virtual_stages": 2, "layout": [2, 2, 2, 4]}
     found, _ = settings(f"{line} --num-layers 7 --decoder-first-pipeline-num-layers 3", 2)
     assert found["pipeline"] == {"layout": [3, 4]}
+    found, _ = settings(f"{line} --num-layers 7 --decoder-last-pipeline-num-layers 3", 2)
+    assert found["pipeline"] == {"layout": [4, 3]}
     ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
     found, _ = settings(f"{line} --num-layers 6 {ends} --num-layers-per-virtual-pipeline-stage 2", 2)
     assert found["pipeline"] == {"virtual_stages": 2, "layout": [1, 2, 2, 1]}

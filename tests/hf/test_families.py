@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from megajax.checkpoint.description import describe_model
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
-from megajax.hf.convert import export, family_for, load, read_folder, read_model
+from megajax.hf.convert import export, family_for, load, longest, read_folder, read_model
 from megajax.hf.folder import SINGLE
 from megajax.hf.kimi_linear import KimiLinear
 from megajax.hf.quantising import StoredForm
@@ -182,6 +182,15 @@ def test_options_of_published_families_that_few_models_set_are_kept_or_refused(t
     unscaled = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 50, "scale_attn_weights": False}
     gpt2 = ModelConfig.model_validate(read_model(write_config(tmp_path, {"model_type": "gpt2"} | unscaled)))
     assert gpt2.attention_scale == 1.0 and family_for(gpt2).write(gpt2)["scale_attn_weights"] is False
+    positions = {"model_type": "gpt2", "n_positions": 48} | unscaled  # as the table of the learned ones
+    assert longest(read_model(write_config(tmp_path, positions)), positions) == 48
+    # GPT-2 with a head of its own, which is stored as torch's [out, in]
+    untied = ModelConfig.model_validate(
+        read_model(write_config(tmp_path, {"model_type": "gpt2"} | unscaled | {"tie_word_embeddings": False}))
+    )
+    heads = {own.ours: own.theirs for own in family_for(untied).tensors(untied) if own.ours == "head"}
+    assert heads == {"head": "lm_head.weight"} and family_for(untied).write(untied)["tie_word_embeddings"] is False
+    assert not any(own.ours == "head" for own in family_for(gpt2).tensors(gpt2))
     with pytest.raises(InputError, match="attention_scale=0.5"):
         family_for(gpt2.model_copy(update={"attention_scale": 0.5}))
     # transformers needs a window also where no layer has one

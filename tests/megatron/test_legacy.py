@@ -284,6 +284,16 @@ def test_an_archive_with_another_pickle_is_not_trusted(tmp_path):
         read(tmp_path, ModelConfig.model_validate(SMALL))
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [((2, 3), (3, 1), True), ((2, 3), (1, 2), False), ((1, 3), (7, 1), True), ((2, 1, 3), (3, 9, 1), True)],
+)
+def test_the_stride_of_a_dimension_of_one_does_not_matter(shape, strides, expected):
+    """As in torch: a tensor that was cut keeps the strides of the whole one."""
+    info = pickled.TensorInfo("0", np.dtype("float32"), 0, shape, strides)
+    assert info.is_contiguous == expected
+
+
 # The typed storages of torch 2, with NumPy's name of their numbers, and its dtypes of before and of now
 STORAGES = {"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "LongStorage": "int64"}
 STORAGES |= {"BFloat16Storage": "bfloat16", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"}

@@ -55,3 +55,18 @@ def test_each_matrix_meets_its_own_array_on_every_mesh(name, mesh):
         to_canonical(np.asarray(out[name]), placement).reshape(matrices.shape), matrices + 2000 * kept
     )
     np.testing.assert_array_equal(to_canonical(np.asarray(slots[name]["kept"]), owned), kept + 3 * matrices)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "turned"),
+    [
+        ((8, 12), ("mlp", "embed"), False),
+        ((12, 8), ("embed", "mlp"), True),
+        ((8, 8), ("embed", "rank"), False),
+        ((8, 8), ("rank", "embed"), True),  # so that storage divides its rows
+    ],
+)
+def test_a_matrix_is_turned_where_it_has_more_rows_than_columns(shape, axes, turned):
+    sizes = dict.fromkeys(AXES, 1)
+    layout = MatrixLayout.of(place((2, *shape), ("layers", *axes), sizes), sizes, per_head=False, turns=True)
+    assert (layout.transposed, layout.shape.rows, layout.shape.columns) == (turned, 8, max(shape))

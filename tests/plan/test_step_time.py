@@ -6,8 +6,9 @@ import json
 import pytest
 import time_table
 
-from megajax.config import Config
+from megajax.config import Config, Keep, RematPolicy, register_remat
 from megajax.config.checks import check_mesh
+from megajax.options.remat import POLICIES
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
 from megajax.tools.plan.step_time import StepTime
@@ -208,6 +209,18 @@ def test_recomputation_leaves_out_the_last_matmul_of_a_layer():
     linear = 4096 * (4096 + 2 * 1024 + 4096 + 2 * 14336)  # parameters of a layer without the down-projection
     share = linear / (linear + 4096 * 14336)
     assert full.recomputed.matmuls == pytest.approx(plain.matmuls / 3 * share, rel=0.01)
+
+
+def test_the_attention_that_a_policy_does_not_keep_is_recomputed():
+    register_remat(RematPolicy("all_but_attention", Keep.NAMED, recomputed_by_blocks=("attention",)))
+    names = ("none", "selective", "save_matmuls", "all_but_attention")
+    try:
+        found = {name: small(remat={"policy": name}) for name in names}
+    finally:
+        del POLICIES["all_but_attention"]
+    forward = found["none"].attention / 3  # the backward pass has twice the operations
+    again = {name: step.recomputed.attention for name, step in found.items()}
+    assert again == pytest.approx({"none": 0, "selective": forward, "save_matmuls": 0, "all_but_attention": forward})
 
 
 def test_devices_of_context_project_the_keys_of_the_others_from_latents():
