@@ -1,14 +1,19 @@
 """Runs that were killed, stopped or moved to another mesh go on as if nothing had happened."""
 
 import shutil
+import threading
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from jax._src.compilation_cache import decompress_executable
+from several_processes import clusters, together
 
 from megajax.errors import InputError
 from megajax.optim import slot_files
+from megajax.training.compiled_steps import SharedCompiler
 from megajax.training.loop import Trainer
 
 
@@ -98,6 +103,26 @@ def test_a_run_does_not_go_on_as_another_one(tmp_path, make_config, change):
     key, value = change.split("=")
     with pytest.raises(InputError, match=f"{key}=.* {value}"):
         Trainer(make_config(f"run.dir={tmp_path}", "run.steps=2", change), jax.devices()[:1])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])  # then each has a cache of its own
+def test_process_0_compiles_before_those_that_share_its_cache(make_config, deterministic):
+    ended, other_ended = [], threading.Event()
+
+    def compile_in(rank: int, *_: object) -> None:
+        if rank == 0:
+            other_ended.wait(10 if deterministic else 0.05)
+        ended.append(rank)
+        if rank == 1:
+            other_ended.set()
+
+    def run(rank: int) -> None:
+        compiler = SharedCompiler(make_config(f"run.deterministic={deterministic}".lower()))
+        compiler.compile(SimpleNamespace(compile=partial(compile_in, rank)), "step of 8")
+
+    with together(clusters(2)) as call:
+        assert call(run) == [None, None]
+    assert ended == ([1, 0] if deterministic else [0, 1])
 
 
 @pytest.mark.long
