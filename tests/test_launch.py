@@ -228,6 +228,7 @@ GPU 2: NVIDIA H200 (UUID: GPU-3333cccc-0000)
         ({}, ["GPU-1111aaaa-0000", "GPU-3333cccc-0000"]),
         ({"CUDA_VISIBLE_DEVICES": "2,1"}, ["GPU-3333cccc-0000"]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-3333,GPU-1111"}, ["GPU-3333cccc-0000", "GPU-1111aaaa-0000"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-"}, []),
         ({"CUDA_VISIBLE_DEVICES": ""}, []),
         ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--x {launch.CPU_DEVICES}=3"}, ["0", "1", "2"]),
         ({"JAX_PLATFORMS": "cpu"}, ["0"]),

@@ -69,8 +69,7 @@ def _of_several_keys(config: Config) -> list[Unread]:
     one_document = data.kind == "synthetic" and data.synthetic_documents is None
     together = not any(value(config, key) for key in separate)
     stores = data.order == "megatron" or data.kind in ("chat", "text") or data.is_remote
-    at_once = config.batch.num_microbatches <= config.communication.microbatches_at_once
-    one_pass = at_once and config.mesh.pipeline == 1
+    one_pass = config.batch.num_microbatches <= config.communication.microbatches_at_once  # and so no stages
     router = "model.router.expert_bias"
     ungrouped = not model.router.expert_bias and model.router.num_groups == 1
     fixed = model.vision is not None and model.vision.fixed_grid is not None

@@ -79,7 +79,7 @@ class Watch(Hook):
     def stepped(self, step: int) -> None:
         """The host has started `step` and comes to the next one."""
         now = time.monotonic()
-        if not self._work and self._last:
+        if self._last:  # 0 after other work
             self._steps.append(now - self._last)
             self._usual = statistics.median(self._steps)
         self.ending.step, self._last, self._work, self._since = step, now, "", 0.0

@@ -343,6 +343,7 @@ LIMITS = [
     ("data.synthetic_documents=32", "data.synthetic_documents=33", "data.reset_attention=true"),
     ("batch.num_microbatches=8", "batch.num_microbatches=16", ""),
     ("remat.layers=12", "remat.layers=13", "remat.policy=full"),
+    ("batch.sequence_length=8192", "batch.sequence_length=8200", "batch.global_size=131072"),  # 2^30 tokens a step
 ]
 
 
@@ -399,6 +400,7 @@ WARNED = {
     "kernels.grouped_matmul=reference": ("", "model.num_experts=null"),
     "model.router.bias_update_rate=0.5": ("model.num_experts=8", "model.router.expert_bias=false"),
     "model.router.group_score=max": ("model.num_experts=8", "model.router.num_groups=1"),
+    "model.mamba2.num_heads=16": ("", "model.block_pattern=null"),
     "model.router.loss_counts=top_scores": ("model.num_experts=8", "model.router.expert_bias=false"),
     "model.mtp_loss_weight=0.5": ("", "model.mtp_layers=0"),
     "model.q_lora_rank=8": ("", "model.kv_lora_rank=null"),

@@ -124,6 +124,8 @@ ALLOWED = [
     ("recipe=delayed amax_history_length=4 amax_algorithm=most_recent margin=1 format=e4m3", "mesh.tensor=8", 8),
     ("recipe=current backend=transformer_engine", "mesh.data=2 mesh.fsdp=2 mesh.tensor=2", 8),
     ("recipe=delayed", "mesh.fsdp=8 batch.sequence_length=16", 8),
+    # Layer 5 is in no group.
+    ("recipe=current first_bf16_layers=5", "remat.policy=full remat.group=2 remat.layers=4", 1),
     # A device that has whole experts has their whole width.
     ("recipe=current", "mesh.tensor=2 mesh.experts_over=[tensor] model.num_experts=2 model.ffn_hidden_size=48", 2),
 ]

@@ -151,6 +151,7 @@ def test_special_tokens_of_older_folders_and_templates_in_files(tmp_path):
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }}{{ eos_token }}")
     template = load_chat_template(tmp_path)
     assert (template.render(CHAT), template.render(CHAT, tools=[{}])) == ("<s></s>", "1</s>")
+    assert template_of("{{ tools | length }} of one template").render(CHAT, tools=[{}]) == "1 of one template"
     named = {"extra_special_tokens": {"a_token": "<a>"}, "model_specific_special_tokens": {"b_token": "<b>"}}
     write("tokenizer_config.json", {"added_tokens_decoder": {}, **named})
     (tmp_path / "chat_template.jinja").write_text("{{ a_token }}{{ b_token }}")

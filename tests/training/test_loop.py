@@ -20,6 +20,7 @@ from megajax.data.indexed import IndexedDataset
 from megajax.errors import ThreadError
 from megajax.estimate.costs import flops_per_token
 from megajax.training.batches import batches
+from megajax.training.compiled_steps import CompiledSteps
 from megajax.training.loop import Trainer
 from megajax.training.profiling import Profile
 
@@ -86,6 +87,10 @@ def test_an_error_while_host_memory_is_reserved_ends_the_run_before_a_step(tmp_p
     with pytest.raises(ZeroDivisionError):
         trainer.run()
     assert trainer.step == 0
+
+
+def test_there_is_no_compiled_module_before_the_first_step():
+    assert CompiledSteps(SimpleNamespace(), print).text() == ""
 
 
 @pytest.mark.smoke

@@ -21,8 +21,10 @@ from megajax.schema.tree import read_file
 from megajax.training import logs
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
+from megajax.training.rollbacks import Rollbacks
 from megajax.training.run_lock import Leftovers
 from megajax.training.run_record import changed_keys, set_aside
+from megajax.training.spikes import Rollback
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -225,6 +227,8 @@ def test_a_run_that_another_process_finished_meanwhile_has_nothing_to_do(run_dir
 
 
 def test_a_run_goes_back_to_a_chosen_step_once_and_loses_nothing(run_dir, build, read_metrics, checkpoint_steps):
+    """Also the record of the rollbacks after that step."""
+    Rollbacks(build().config).add(Rollback(1, 4, 48, 5, 9.0, 3.0, 8))
     before = files(run_dir)
     with pytest.raises(InputError, match="resume_step=3 .* has checkpoints of steps 2, 4: choose one of them"):
         build("checkpoint.resume_step=3")
@@ -235,7 +239,9 @@ def test_a_run_goes_back_to_a_chosen_step_once_and_loses_nothing(run_dir, build,
     aside = files(run_dir / "set_aside" / "1")
     assert aside == {name: data for name, data in before.items() if name in aside}
     assert {"metrics.jsonl", "config.yaml", "configs/0.yaml", "checkpoints/4/description/metadata"} <= set(aside)
-    assert build(*again).step == 5  # the same command goes on from where it got to
+    again = build(*again)
+    assert again.step == 5  # the same command goes on from where it got to
+    assert Rollbacks(again.config).past == []
 
 
 def test_a_longer_run_warns_of_the_learning_rate_that_jumps(run_dir, build):

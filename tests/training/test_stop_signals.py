@@ -1,6 +1,7 @@
 """Requests to stop: signals, a deadline, and the step on which several processes agree."""
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -106,6 +107,22 @@ def test_processes_that_run_ahead_of_each_other_stop_at_the_same_step(stopped_at
     for _ in range(15):
         started, asks_at, latest = stopped_at()
         assert started == [latest] * 3 and asks_at <= latest <= asks_at + 40, started
+
+
+def test_a_process_that_has_started_no_step_proposes_its_next_one():
+    store = Store(2)
+
+    def run(rank: int) -> int:
+        with StopSignals(step=41) as stop:
+            if rank == 0:
+                stop.ask()
+            else:
+                assert store.blocking_key_value_get("megajax/stop/0/1", 20_000) == "42"
+            return next(step for step in itertools.count(42) if stop.requested(step))
+
+    with together(clusters(2, store)) as call:
+        first, second = call(run)
+    assert first == second >= 42
 
 
 def test_a_stop_that_is_requested_before_a_rollback_comes_soon_after_it(stopped_at):

@@ -169,6 +169,8 @@ def test_process_0_logs_the_slowest_process_and_notes_it_once(make_config, proce
     assert found.pop("others_own_seconds") == pytest.approx((0.05 + 0.03) / 2)
     assert found == {"slowest_process": 1, "slowest_host": "h1"}
     assert len(said) == 1 and "process 1 on host h1 needs 0.5 s of its own for a step of 0.6 s" in said[0]
+    watch.slowest({"data": 0.02, "host": 0.03}, 600, said.append)  # nothing against such a step
+    assert len(said) == 1
 
 
 def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_config, tmp_path, ended, capfd):
