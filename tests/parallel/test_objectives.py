@@ -20,6 +20,7 @@ from megajax.training.step import TrainProgram
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
 ROWS, LENGTH = 8, 12
+MEANS = 4  # two microbatches on two devices of `fsdp`, consecutive rows each
 
 
 @register_objective("test_focal")
@@ -53,6 +54,7 @@ class Pairs(Segment):
 
 OBJECTIVES = {
     "smoothed": {"label_smoothing": 0.1},
+    "means": {"label_smoothing": 0.1, "average": "microbatches"},
     "test_focal": {"kind": "test_focal", "settings": {"gamma": 1.5}},
     "test_pairs": {"kind": "test_pairs"},
 }
@@ -88,6 +90,9 @@ def expected_loss(name, logits, batch):
         return -(mask * own).sum() / mask.sum()
     if name == "smoothed":
         return -(mask * (0.9 * own + 0.1 * log_p.mean(-1))).sum() / mask.sum()
+    if name == "means":
+        sums, counts = (a.reshape(MEANS, -1).sum(1) for a in (mask * (0.9 * own + 0.1 * log_p.mean(-1)), mask))
+        return -jnp.mean(sums / counts)
     if name == "test_focal":
         weight = mask * batch["importance"]
         return -(weight * (1 - jnp.exp(own)) ** 1.5 * own).sum() / weight.sum()
@@ -98,7 +103,7 @@ def expected_loss(name, logits, batch):
 
 @pytest.fixture(scope="module")
 def expected(table):
-    """((loss, loss of evaluation), gradients) of the plain model."""
+    """((loss that is logged, loss of evaluation), gradients of what a step minimises) of the plain model."""
 
     @cache
     def of(name):
@@ -107,18 +112,21 @@ def expected(table):
 
         def losses(weights):
             logits = bind(model, weights)(batch["tokens"])
-            own, plain = (expected_loss(kind, logits, batch) for kind in (name, "plain"))
-            return own, plain if name == "smoothed" else own  # label smoothing is for training only
+            own, smoothed, plain = (expected_loss(kind, logits, batch) for kind in (name, "smoothed", "plain"))
+            logged = smoothed if name == "means" else own
+            return own, (logged, plain if name in ("smoothed", "means") else own)  # smoothing is for training only
 
-        weights = table.weights_of(config)
         with jax.default_matmul_precision("highest"):
-            return jax.jit(jax.value_and_grad(losses, has_aux=True))(weights)
+            gradients, own = jax.jit(jax.grad(losses, has_aux=True))(table.weights_of(config))
+        return own, gradients
 
     return of
 
 
 THREE = {"fsdp": 2, "tensor": 2, "context": 2}
-CASES = [("smoothed", THREE), pytest.param("test_focal", THREE, marks=pytest.mark.long)]
+# test_plain_model.py has the mean over tokens in both forms of the step.
+CASES = [("means", THREE), pytest.param("smoothed", THREE, marks=pytest.mark.long)]
+CASES += [pytest.param("test_focal", THREE, marks=pytest.mark.long)]
 # One that needs whole sequences.
 CASES += [("test_pairs", {"context": 2}), pytest.param("test_pairs", {"pipeline": 2}, marks=pytest.mark.long)]
 
