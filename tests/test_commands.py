@@ -57,3 +57,24 @@ def test_the_exit_status_is_that_of_the_command(tmp_path):
     with pytest.raises(SystemExit) as stopped:
         commands.main(["plot", str(tmp_path)])
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["launch", "x.yaml", "--processes", "-1"], "--processes=-1 is negative: give 0 or more."),
+        (["launch", "x.yaml", "--max-restarts", "-1"], "--max-restarts=-1 is negative: give 0 or more."),
+        (["status", "x", "--every", "0"], "--every=0 is not positive: give a number of seconds."),
+        (["compile", "x.yaml", "--text", "{place}/no/x"], "the directory {place}/no does not exist: make it first."),
+        (["generate", "x", "--prompts", "p.jsonl", "--image", "a.png"], "--image belongs to --prompt: name the"),
+        (
+            ["generate", "x", "--chat", "--prompt", "a", "--chat-template-args", "{{a: &x 1, b: *x}}"],
+            "--chat-template-args={{a: &x 1, b: *x}} has an alias, *NAME, which may stand for very many values: write",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(arguments, sentence, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        commands.main([argument.format(place=tmp_path) for argument in arguments])
+    assert stopped.value.code == 2
+    assert sentence.format(place=tmp_path) in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--stages 0", "stages=0 is below 1."),
+        ("--stages 0", "stages=0 is below 1: give 1 or more."),
         ("--schedule dualpipe", "schedule=dualpipe is not known"),
         (
             "--stages 4 --microbatches 6 --virtual-stages 2",

@@ -434,9 +434,9 @@ REFUSED = {
     ("zero_bubble", 4, 8, 1, 2): "backward_parts=2 needs schedule=1f1b and virtual_stages=1.",
     ("1f1b", 4, 8, 2, 2): "backward_parts=2 needs schedule=1f1b and virtual_stages=1.",
     ("2f2b", 4, 8, 1): "schedule=2f2b is not known: use gpipe, 1f1b or zero_bubble.",
-    ("1f1b", 0, 8, 1): "stages=0 is below 1.",
-    ("1f1b", 4, -1, 1): "microbatches=-1 is below 1.",
-    ("1f1b", 4, 8, 0): "virtual_stages=0 is below 1.",
+    ("1f1b", 0, 8, 1): "stages=0 is below 1: give 1 or more.",
+    ("1f1b", 4, -1, 1): "microbatches=-1 is below 1: give 1 or more.",
+    ("1f1b", 4, 8, 0): "virtual_stages=0 is below 1: give 1 or more.",
     ("1f1b", 4, 6, 2): "with virtual_stages=2, microbatches=6 must be a multiple of stages=4.",
 }
 

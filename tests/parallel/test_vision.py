@@ -194,6 +194,14 @@ def test_flops_are_those_of_the_tower_too(table):
         ("windows", {}, {"window": 3}, {}, "model.vision.window=3 is not a multiple of model.vision.merge=2"),
         ("windows", {}, {"global_layers": [2]}, {}, "names a layer that the tower does not have .*: use 0 to 1"),
         ("windows", {}, {"deepstack_layers": [1, 0]}, {}, "is not in increasing order"),
+        ("windows", {}, {"num_layers": 4, "deepstack_layers": [0, 1, 2, 3]}, {}, "num_layers=3 .*: remove some"),
+        (
+            "windows",
+            {"context": 4},
+            {"num_heads": 2},
+            {"communication": {"context": "all_to_all"}},
+            "mesh.context=4, which does not divide the 2 of a device .*: use communication.context=",
+        ),
         ("windows", {}, {"grid": None}, {}, "model.vision.interpolate=true needs learned positions"),
         ("windows", {}, {}, {"remat": {"group": 3}}, "features are read and added after single layers"),
         (

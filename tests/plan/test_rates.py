@@ -33,6 +33,7 @@ def test_a_file_replaces_the_rates_that_it_names(tmp_path):
         ({"hosts_of": 1.5}, "hosts_of=1.5"),
         ({"attention_flops": {"128": 0}}, "attention_flops.128=0"),
         ({"attention_flops": 4e14}, "attention_flops"),
+        ({"name": 200}, "name=200 is no text: write a name in quotes"),
         ([1], "should be an object"),
     ],
 )

@@ -266,7 +266,10 @@ def test_one_mesh_is_explained(config, capsys):
             ["--gpus", "1", "--device", "a100", "--explain", "tensor=1", "precision.fp8.recipe=current"],
             "precision.fp8.recipe=current (the command line: precision.fp8.recipe=current) needs a GPU with FP8",
         ),
-        (["--gpus", "8", "--top", "0"], "--top=0 is not above 0."),
+        (["--gpus", "8", "--top", "0"], "--top=0 is not above 0: give more."),
+        (["--gpus", "8", "--compile", "-1"], "--compile=-1 is below 0: give 0 or more."),
+        (["--gpus", "8", "--tokens", "many"], "many is not a number of tokens: write 15T or 15e12"),
+        (["--gpus", "8", "--margin", "100%"], "100% is no percentage from 0 to below 100: write 8%"),
         ([], "--gpus is missing"),
     ],
 )

@@ -94,7 +94,9 @@ def test_a_damaged_trace_is_a_sentence(folder, tmp_path, capsys):
     ("arguments", "sentence"),
     [
         (["nowhere"], "config file nowhere does not exist"),
-        (["{config}", "--steps=0"], "--steps=0 is below 1."),
+        (["{config}", "--steps=0"], "--steps=0 is below 1: give 1 or more."),
+        (["{config}", "--operations=-1"], "--operations=-1 is below 0: give 0 or more."),
+        (["{place}/traced", "--save={place}/new"], "has a trace already: leave --save out."),
         (["{config}", "mesh.data=3"], "mesh.data=3"),
         (["{config}", "--save={place}"], "is not empty: name a new folder."),
         (["{place}", "run.seed=4"], "run.seed=4 cannot change the trace in"),

@@ -161,7 +161,7 @@ def make_schedule(
         raise ValueError(f"schedule={kind} is not known: use {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
     for name, size in (("stages", P), ("microbatches", M), ("virtual_stages", R)):
         if size < 1:
-            raise ValueError(f"{name}={size} is below 1.")
+            raise ValueError(f"{name}={size} is below 1: give 1 or more.")
     if R > 1 and M % P:
         raise ValueError(f"with virtual_stages={R}, microbatches={M} must be a multiple of stages={P}.")
     if backward_parts:

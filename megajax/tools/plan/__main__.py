@@ -134,9 +134,9 @@ def check(options: argparse.Namespace) -> None:
     for name in ("top", "hosts_of", "network_gbps", "tokens"):
         value, shown = getattr(options, name), name.replace("_", "-")
         if value is not None and not value > 0:
-            raise InputError(f"--{shown}={value:g} is not above 0.")
+            raise InputError(f"--{shown}={value:g} is not above 0: give more.")
     if options.compile < 0:
-        raise InputError(f"--compile={options.compile} is below 0.")
+        raise InputError(f"--compile={options.compile} is below 0: give 0 or more.")
     if options.compile > options.top:
         raise InputError(
             f"--compile={options.compile} is more than the rows, --top={options.top}: compile fewer, or raise --top."

@@ -212,7 +212,7 @@ def hosts_of(gpus: int) -> tuple[int, int]:
     """(hosts, GPUs per host). Raises InputError if `gpus` is not a whole number of hosts."""
     if gpus <= HOST:
         if gpus < 1:
-            raise InputError(f"--gpus={gpus} is below 1.")
+            raise InputError(f"--gpus={gpus} is below 1: give 1 or more.")
         return 1, gpus
     if gpus % HOST:
         near = gpus // HOST * HOST

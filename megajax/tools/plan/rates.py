@@ -150,7 +150,7 @@ def read_rates(path: Path, device: Rates) -> Rates:
             raise InputError(f"{path}: {shown(key)} is no rate: use {', '.join(known)}.")
         if key == "name":
             if not isinstance(value, str):
-                raise InputError(f"{path}: name={shown(value)} is no text.")
+                raise InputError(f"{path}: name={shown(value)} is no text: write a name in quotes.")
             values[key] = value
         elif key == "attention_flops":
             if not isinstance(value, dict) or not value or not all(map(is_number, value)):

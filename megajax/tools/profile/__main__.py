@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(options: argparse.Namespace) -> None:
     """Raises InputError for arguments that cannot be followed."""
     if options.steps < 1:
-        raise InputError(f"--steps={options.steps} is below 1.")
+        raise InputError(f"--steps={options.steps} is below 1: give 1 or more.")
     if options.operations < 0:
-        raise InputError(f"--operations={options.operations} is below 0.")
+        raise InputError(f"--operations={options.operations} is below 0: give 0 or more.")
     if Path(options.source).is_dir():
         if options.overrides:
             raise InputError(

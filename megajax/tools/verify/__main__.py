@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {VIRTUAL}={DEVICES}"
         os.environ |= threads_of(DEVICES) | os.environ
         if options.steps < 1:
-            raise InputError(f"--steps={options.steps} is below 1.")
+            raise InputError(f"--steps={options.steps} is below 1: give 1 or more.")
         config = load_config(options.config, options.overrides)
         if config.model.encoder.kind not in (NO_ENCODER, LAYERS):
             problem = f"verify has no batches for a registered encoder ({config.where(ENCODER_KIND)})"

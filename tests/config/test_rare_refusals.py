@@ -1,0 +1,97 @@
+"""Settings that nobody sets by chance are refused too: the keys with their values, and what to do."""
+
+import pytest
+from config_errors import first_place
+
+from megajax.config import LearningRateSchedule, load_config, register_schedule
+from megajax.errors import ConfigError
+from megajax.model import Encoder, register_encoder
+from megajax.options.schedules import SCHEDULES
+
+BASE = """\
+model: {num_layers: 2, hidden_size: 64, num_heads: 8, vocab_size: 1000}
+batch: {global_size: 8, sequence_length: 32}
+data: {kind: synthetic}
+run: {steps: 20}
+"""
+FILES = "data.kind=indexed data.train=t data.split=8,1,1"
+ROUTER = "model.num_experts=8 model.experts_per_token"
+# Settings, what the sentence says of them, and the way out
+REFUSED = [
+    (
+        f"{FILES} data.train_samples=159",
+        "data.train_samples=159 is less than the 160 samples of run.steps=20 and batch.global_size=8",
+        "set data.train_samples=160 or more",
+    ),
+    (f"{FILES} data.valid_sets=[{{name:a,prefix:p}},{{name:a,prefix:q}}]", "two sets called a", "its own name"),
+    (f"{ROUTER}=1", "experts_per_token=1 .*pre_softmax=false", "set model.router.pre_softmax=true"),
+    (f"{ROUTER}=1 model.router.sinkhorn=true", "experts_per_token=1", "set model.router.score_function=sigmoid"),
+    (f"{ROUTER}=2 model.router.normalise=false", "normalise=false .*pre_softmax=false", "pre_softmax=true"),
+    (
+        "model.position=relative model.relative_buckets=32 model.relative_max_distance=16",
+        "model.relative_buckets=32 and model.relative_max_distance=16",
+        "above half of the number of buckets",
+    ),
+    ("model.rope_sections=[1,1,1]", r"model.rope_sections=\[1, 1, 1\] has 3 pairs", "make their sum 4, half of 8"),
+    (
+        "model.rope_sections=[1,1,2] model.rope_interleaved=true",
+        r"model.rope_interleaved=true .* model.rope_sections=\[1, 1, 2\]",
+        "make the first number the largest",
+    ),
+    ("mesh.experts_over=[tensor,tensor]", "names an axis twice", "name each once"),
+    ("data.train={file:3}", "data.train.* is not the path of a file", "write one"),
+]
+ALLOWED = [
+    f"{FILES} data.train_samples=160",
+    f"{FILES} data.valid_sets=[{{name:a,prefix:p}},{{name:b,prefix:q}}]",
+    f"{ROUTER}=1 model.router.score_function=sigmoid",
+    "model.position=relative model.relative_buckets=32 model.relative_max_distance=17",
+    "model.rope_sections=[2,1,1] model.rope_interleaved=true",
+    "model.rope_sections=[1,1,2]",
+]
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(BASE, encoding="utf-8")
+
+
+def overrides_of(settings: str) -> list[str]:
+    return [text.replace(":", ": ") for text in settings.split()]
+
+
+@pytest.mark.parametrize(("settings", "problem", "cure"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_a_rare_mistake_is_a_sentence(settings, problem, cure):
+    with pytest.raises(ConfigError, match=f"{problem}.*: .*{cure}") as error:
+        load_config("x.yaml", overrides_of(settings))
+    assert "the command line" in first_place(str(error.value))
+
+
+@pytest.mark.parametrize("settings", ALLOWED)
+def test_the_nearest_setting_is_none(settings):
+    load_config("x.yaml", overrides_of(settings))
+
+
+def flat(schedule):
+    return lambda step: schedule.learning_rate
+
+
+def test_a_schedule_is_checked_when_it_is_registered():
+    before = dict(SCHEDULES)
+    for schedule, sentence in (
+        (LearningRateSchedule("mine"), "mine has no function `rate`: give one"),
+        (LearningRateSchedule("mine", ("steps",), rate=flat), "mine reads steps: use min_learning_rate"),
+        (LearningRateSchedule("cosine", rate=flat), "cosine exists already"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            register_schedule(schedule)
+    assert dict(SCHEDULES) == before
+
+
+def test_an_encoder_has_a_name_of_its_own():
+    class Mine(Encoder):
+        NAME = "layers"
+
+    with pytest.raises(ConfigError, match="Mine has the NAME layers, which megajax uses: give it another one"):
+        register_encoder(Mine)
