@@ -20,7 +20,7 @@ from megajax.ops import (
 )
 from megajax.ops.attention import _whole
 from megajax.ops.partial_attention import Scores
-from megajax.ops.relative_bias import distance_buckets
+from megajax.ops.relative_bias import bias_of_pairs, distance_buckets, relative_bias
 from megajax.tools.plan.compile import no_gpu_needed
 
 S = 37
@@ -263,6 +263,17 @@ def test_buckets_of_distances():
     assert all(causal[d] == 0 for d in range(1, 201))
     assert [both[-d] for d in (0, 1, 7, 8, 11, 12, 64, 200)] == [0, 1, 7, 8, 8, 9, 14, 15]
     assert all(both[d] == both[-d] + 16 for d in range(1, 201))
+
+
+def test_the_bias_of_a_query_and_a_key_is_that_of_their_distance(rng):
+    table, length = rng.standard_normal((3, 8)).astype(np.float32), 40
+    bucket = dict(zip(range(1 - length, length), distance_buckets(length, 8, 16, True), strict=True))
+    expected = np.array([[table[:, bucket[key - query]] for key in range(length)] for query in range(length)])
+    found = jax.jit(lambda table: relative_bias(table, length, 16, causal=True))(table)
+    np.testing.assert_array_equal(found, expected.transpose(2, 0, 1))
+    query, key = np.array([[5, 39], [17, 18]]), np.array([[0, 3, 5], [2, 16, 17]])
+    found = jax.jit(lambda table: bias_of_pairs(table, query, key, 16, length))(table)
+    np.testing.assert_array_equal(found, expected[query[..., None], key[:, None]].transpose(0, 3, 1, 2))
 
 
 def test_cudnn_takes_the_scale_and_any_multiple_of_8(lowered_for_cuda):

@@ -207,6 +207,13 @@ def test_targets_that_the_model_does_not_have_are_refused(table, lora, problem):
         assert str(error.value).endswith("use down, gate, key, output, query, up or value.")
 
 
+def test_a_rank_may_be_the_width_of_the_layer(table):
+    config = table.make_config(LLAMA, lora={"rank": 32, "targets": ["query"]}, **BASE)
+    shapes = {name: p.shape for name, p in one_device(config).plan.declared.items()}
+    (name,) = adapters(shapes)
+    assert (shapes[name + A][-1], shapes[name + B][1]) == (32, 32)
+
+
 def test_experts_are_no_targets(table):
     config = table.make_config(DENSE_AND_MOE | {"first_dense_layers": 0}, lora={"rank": 2, "targets": ["up"]}, **BASE)
     with pytest.raises(ConfigError, match=r"\(experts cannot\) \(default\): use key, output, query, shared_down"):

@@ -187,7 +187,7 @@ from megajax.step.objective import Elementwise, register_objective
 @register_objective("ext_square")
 class Square(Elementwise):
     def loss(self, log_probs, fields):
-        return log_probs**2
+        return log_probs**2 / fields["loss_mask"]  # not finite in padding
 """
 
 
@@ -197,7 +197,9 @@ def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch):
     (tmp_path / "x.yaml").write_text(
         f"run: {{steps: 2, extensions: [ext_objective.py], log_interval: 1}}\nmodel: {TINY}\n"
         "batch: {global_size: 2, sequence_length: 8}\ndata: {kind: synthetic}\nobjective: {kind: ext_square}\n"
+        "kernels: {loss_chunk_tokens: 6}\n"
     )
     trainer = Trainer(load_config("x.yaml"), jax.devices()[:1])
     metrics = trainer.train_step(trainer.next_batch())
     assert float(metrics["loss"]) == pytest.approx(np.log(50) ** 2, rel=0.1)
+    assert 0 < float(metrics["grad_norm"]) < 1e3

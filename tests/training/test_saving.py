@@ -90,6 +90,16 @@ def test_a_change_that_gives_the_state_other_arrays_is_refused_though_it_is_name
     }
 
 
+def test_of_two_lists_of_files_only_the_difference_is_named():
+    a, b, c = (["a.jsonl", 7], ["b.jsonl", 8], ["c.jsonl", 9])
+    for saved, mine, shown in (
+        ([a, c], [a, b], "[[c.jsonl, 9]], but this run has [[b.jsonl, 8]]"),
+        ([a], [b, a], "[], but this run has [[b.jsonl, 8]]"),
+        ([a, b], [b, a], "[[a.jsonl, 7], [b.jsonl, 8]], but this run has [[b.jsonl, 8], [a.jsonl, 7]]"),
+    ):
+        assert str(SettingDifference("data.train.files", saved, mine)) == f"files of data.train={shown}"
+
+
 @pytest.mark.smoke
 def test_sgd_gets_and_loses_no_moments_on_resume(make_config):
     """Its momentum has an array of the weights' shapes; without it there is none."""
