@@ -332,6 +332,11 @@ def test_multipliers_are_undone_exactly_for_all_numbers_of_bfloat16():
         assert not np.array_equal(tensor.as_in_folder(other, numbers), numbers.astype(np.float32))
 
 
+LOCALLY_SCALED = {"full_attention": {"rope_type": "default"}}
+LOCALLY_SCALED |= {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+IN_BOTH = KIMI_LINEAR["linear_attn_config"] | {"full_attn_layers": [1, 4, 8, 12, 16, 20, 24, 27]}
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("family", "change", "key"),
@@ -342,6 +347,17 @@ def test_multipliers_are_undone_exactly_for_all_numbers_of_bfloat16():
         ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias=False"),
         ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
         ("mamba2", {"expand": 3}, "num_heads=128 times head_dim=64"),
+        ("granitemoehybrid", {"num_hidden_layers": 2, "layer_types": ["mamba", "attn"]}, "layer_types has attn"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"], "num_hidden_layers": 3}, "num_hidden_layers=3"),
+        ("qwen3_next", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2 is not 0 or 1"),
+        ("qwen3_next", {"num_hidden_layers": 1, "layer_types": ["mamba"]}, "layer_types=mamba is not"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}, "mlp_only_layers=[0, 2] are not the first layers"),
+        ("modernbert", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ("gemma3_text", {"rope_parameters": LOCALLY_SCALED}, "rope_parameters.sliding_attention.rope_type=linear"),
+        ("kimi_linear", KIMI_LINEAR | {"linear_attn_config": IN_BOTH}, "layer 1 in none or both of its lists"),
+        ("kimi_linear", KIMI_LINEAR | {"layer_types": ["mamba"] * 27}, "layer_types=mamba is not"),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [3, 1]}}, "deepstack_visual_indexes=[3, 1]"),
+        ("llava", {"vision_feature_layer": 40}, "vision_feature_layer=40"),
     ],
 )
 def test_what_a_hybrid_cannot_have_is_refused_by_its_key(tmp_path, family, change, key):
