@@ -213,3 +213,49 @@ def test_a_router_that_does_not_exist_here_is_refused_with_its_flag(flags):
 def test_a_schedule_in_the_other_unit_is_refused_with_both_flags(length, flag):
     with pytest.raises(InputError, match=f"{flag} does not go with {length.split()[0]} "):
         translated(f"{DENSE.replace('--train-iters 100', length)} {flag}", 1)
+
+
+STAGES = "--pipeline-model-parallel-size 2 --num-layers"
+# (flags added to a line, devices, what is wrong and the way out)
+CONTRADICTIONS = [
+    ("--train-samples 1600", 1, "--train-iters or --train-samples, not both.*write one of them"),
+    ("--train-iters 0", 1, "no --train-iters or --train-samples|a run has no step"),
+    ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters is not set.*add it to the line"),
+    ("--bf16 --fp16", 1, "--bf16 excludes --fp16.*remove one of them"),
+    ("--fp8-format hybrid --fp4-format e2m1", 1, "--fp8-format excludes --fp4-format.*remove one of them"),
+    ("--squared-relu", 1, "--swiglu and --squared-relu exclude each other.*remove one"),
+    ("--num-attention-heads 3", 1, "3 heads do not divide a hidden size of 400.*add --kv-channels"),
+    ("--group-query-attention --num-query-groups 2 --multi-latent-attention", 1, "remove one of them"),
+    ("--window-size 127", 1, "--window-size 127 is no pair such as .*correct it"),
+    ("--window-size 127,0 --window-attn-skip-freq [0]*2", 1, r"skip-freq \[0\]\*2 has 2 layers, the model 4"),
+    ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts.*add it"),
+    ("--use-torch-fsdp2 --num-distributed-optimizer-instances 3", 4, "instances 3 does not divide 4.*correct it"),
+    ("--step-batch-size-schedule 0:2,9:16", 1, "excludes --global-batch-size.*remove one"),
+    ("--rampup-batch-size 2 3 90", 1, "--rampup-batch-size 2 3 90 is no START INCREMENT SAMPLES.*correct it"),
+    (f"{STAGES} 5", 2, "5 layers are no multiple of 2 virtual stages.*correct them"),
+    (f"{STAGES} 4 --account-for-embedding-in-pipeline-split", 2, "4 layers and the ends are no multiple of 2 stages"),
+    (f"{STAGES} 4 --num-layers-per-virtual-pipeline-stage 3", 2, "does not divide a stage's layers.*correct it"),
+    (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|tL", 2, "has 3 layers in 2 stages, not 4 in a multiple of 2"),
+    (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|(ttL", 2, r"\(ttL is no layout such as"),
+    (f"{STAGES} 4 --decoder-first-pipeline-num-layers 5", 2, "4 layers cannot be divided into 2 stages"),
+]
+OF_EXPERTS = [
+    ("--moe-layer-freq 0", 1, "--moe-layer-freq 0 is no frequency.*use 1 or more"),
+    ("--moe-layer-freq [1]*3", 1, r"\[1\]\*3 has 3 layers, the model 4"),
+    ("--moe-aux-loss-coeff much", 1, "--moe-aux-loss-coeff much"),
+    ("--moe-aux-loss-coeff 0.1 0.2", 1, "aux_loss has 1 kinds, but 2 weights.*give each one weight"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "sentence"),
+    [
+        (f"{line} {flags}", *row)
+        for line, rows in ((DENSE, CONTRADICTIONS), (EXPERTS, OF_EXPERTS))
+        for flags, *row in rows
+    ],
+    ids=[row[0] for row in CONTRADICTIONS + OF_EXPERTS],
+)
+def test_a_line_that_contradicts_itself_is_refused(line, world, sentence):
+    with pytest.raises(InputError, match=sentence):
+        translated(line, world)
