@@ -86,7 +86,7 @@ def test_all_steps_after_the_warm_up_are_timed():
 
 @pytest.mark.parametrize(
     ("cuda", "cudnn", "shown"),
-    [(13000, 91400, ("13.0", "9.14.0")), (12060, 90501, ("12.6", "9.5.1"))],
+    [(13000, 91400, ("13.0", "9.14.0")), (12060, 90501, ("12.6", "9.5.1")), (0, 0, (None, None))],
 )
 def test_versions_are_written_as_nvidia_writes_them(cuda, cudnn, shown, monkeypatch):
     """CUDA's number is 1000 x major + 10 x minor, cuDNN 9's 10000 x major + 100 x minor + patch."""

@@ -3,6 +3,7 @@
 test_lines.py has whole lines, whose values Megatron's own parser made; these are cases that no such line has.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -158,6 +159,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "attention is computed again": (f"{DENSE} --recompute-activations", 1, {"remat.policy": "selective"}),
 }
+
+
+def test_an_empty_line_is_before_each_section_and_not_within_one():
+    """EXPERTS has the section model.router."""
+    lines = translate(read(EXPERTS.split())[0], 1)[0].splitlines()
+    after = [line for line, before in zip(lines[1:], lines, strict=False) if not before]
+    assert after == [line for line in lines if re.match("[a-z#].*:$", line)]
+    assert "model:" in after and "  router:" in lines
+
+
 COMMUNICATION = {
     "a2a+p2p": "all_to_all+ring",
     "p2p": "ring",

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.memory import Space
 
 from megajax.errors import InputError
 from megajax.ops.grouped_matmul_triton import chosen_tiling
@@ -107,6 +108,19 @@ def test_kernels_are_traced_for_the_shared_memory_of_a_gpu_that_does_not_exist()
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             assert shared_memory() == kib * 1024
             assert chosen_tiling().stages == stages and chosen_tiling().shared_memory <= kib * 1024
+
+
+def test_transfers_between_memories_stay_in_a_program_for_gpus_that_are_not_here():
+    mesh = jax.sharding.Mesh(np.array(compile.described_devices(1)), ("data",))
+    on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def there_and_back(x: jax.Array) -> jax.Array:
+        return jax.device_put(jax.device_put(2 * x, Space.Host), Space.Device) + 1
+
+    program = jax.jit(there_and_back, in_shardings=on_device, out_shardings=on_device)
+    with compile.no_gpu_needed():
+        text = program.lower(jax.ShapeDtypeStruct((8,), "float32")).as_text()
+    assert text.count("annotate_device_placement") == 2
 
 
 def test_the_bytes_of_a_collective_are_those_of_the_whole_array():

@@ -6,9 +6,11 @@ import json
 import pytest
 import time_table
 
-from megajax.config import Config, Keep, RematPolicy, register_remat
+from megajax.config import Config, Keep, ModelConfig, RematPolicy, register_remat
 from megajax.config.checks import check_mesh
+from megajax.estimate.traces import traces
 from megajax.options.remat import POLICIES
+from megajax.schema.lora import LoraConfig
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
 from megajax.tools.plan.step_time import StepTime
@@ -221,6 +223,14 @@ def test_the_attention_that_a_policy_does_not_keep_is_recomputed():
     forward = found["none"].attention / 3  # the backward pass has twice the operations
     again = {name: step.recomputed.attention for name, step in found.items()}
     assert again == pytest.approx({"none": 0, "selective": forward, "save_matmuls": 0, "all_but_attention": forward})
+
+
+def test_attention_to_an_encoder_reads_and_writes_as_much_as_a_layers_own():
+    """Of 4 heads of 64 the numbers of a token's output, and the products with all 16 tokens of the encoder."""
+    model = ModelConfig.model_validate(SMALL | {"encoder": {"kind": "layers", "num_layers": 1, "sequence_length": 16}})
+    parts = traces(model, LoraConfig(), 32, "bfloat16").of("decoder").parts
+    found = {name: (parts[name].attended, parts[name].mixing) for name in ("attention", "cross_attention", "mlp")}
+    assert found == {"attention": (256, 0), "cross_attention": (256, 16 * 256 * 2), "mlp": (0, 0)}
 
 
 def test_devices_of_context_project_the_keys_of_the_others_from_latents():

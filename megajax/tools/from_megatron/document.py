@@ -3,6 +3,7 @@
 from typing import Any
 
 from megajax.config.megatron_flags import VERSION
+from megajax.errors import counted
 from megajax.schema.config import Config
 from megajax.schema.tree import as_override
 from megajax.tools.from_megatron.translation import Setting, Translation
@@ -14,7 +15,7 @@ def document(t: Translation, others: dict[str, list[tuple[str, str]]]) -> str:
     """The text of the file. `others` are the flags that became no setting, by class."""
     where = _in_a_line(t.arguments.location)
     lines = [
-        f"# From the launch line of Megatron-LM in {where}, for {t.world} devices.",
+        f"# From the launch line of Megatron-LM in {where}, for {counted(t.world, 'device')}.",
         f"# Defaults are those of Megatron-Core {VERSION}.",
     ]
     order = {name: i for i, name in enumerate(Config.model_fields)}

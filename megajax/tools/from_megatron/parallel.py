@@ -1,6 +1,7 @@
 """Parallel sizes, batches and the pipeline."""
 
 from megajax.config.sentences import listed
+from megajax.errors import counted
 from megajax.options.context import STRATEGIES
 from megajax.schema.amounts import UNITS
 from megajax.tools.from_megatron.translation import Translation
@@ -34,7 +35,7 @@ def translate_mesh(t: Translation) -> int:
             f"{t.arguments.shown('num_distributed_optimizer_instances')} does not divide {left}", "correct it"
         )
     flags = ("use_torch_fsdp2", "use_megatron_fsdp", "num_distributed_optimizer_instances")
-    rest = f"{t.world} devices / the other axes"
+    rest = f"{counted(t.world, 'device')} / the other axes"
     t.put("mesh.data", (copies if sharded else left), *(flags if sharded else ()), note=rest)
     if sharded:
         t.put("mesh.fsdp", left // copies, *flags)
