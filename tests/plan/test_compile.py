@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.memory import Space
 
 from megajax.errors import InputError
 from megajax.ops.grouped_matmul_triton import chosen_tiling
@@ -115,7 +114,7 @@ def test_transfers_between_memories_stay_in_a_program_for_gpus_that_are_not_here
     on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def there_and_back(x: jax.Array) -> jax.Array:
-        return jax.device_put(jax.device_put(2 * x, Space.Host), Space.Device) + 1
+        return jax.device_put(jax.device_put(2 * x, jax.memory.Space.Host), jax.memory.Space.Device) + 1
 
     program = jax.jit(there_and_back, in_shardings=on_device, out_shardings=on_device)
     with compile.no_gpu_needed():
