@@ -411,6 +411,15 @@ def test_a_second_stack_stays_in_the_small_config_and_its_fields_in_the_batches(
         assert first["patches"].any()
 
 
+@pytest.mark.parametrize(("name", "patches"), [("llava_1_5_7b", 18), ("qwen3_vl_8b", 4 * 18)])
+def test_each_device_has_whole_embeddings_of_the_small_pictures(name, patches):
+    """Of six devices that share a sequence, so 18 embeddings where 16 suffice; an embedding has one patch or four."""
+    overrides = ["batch.global_size=8", "batch.sequence_length=4096", "data.kind=synthetic"]
+    config = load_config(f"configs/models/{name}.yaml", overrides)
+    vision = shrink(config, [ONE | {"context": 3, "tensor": 2}], 2)[0].model.vision
+    assert vision is not None and vision.patches_per_row == patches
+
+
 def made_up(**numbers: float) -> RunTrace:
     """Two steps: the gradients (3, 4) and (tiny, 0), losses, norms, and one weight that moves by 0.5."""
     given = {"big": 0.0, "tiny": 0.0, "loss": 2.0, "norm": 5.0, "moved": 0.5} | numbers
