@@ -1,7 +1,12 @@
 """Generated tokens are transformers', on one device and on meshes; sampling is that of a plain NumPy loop."""
 
 import copy
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +60,40 @@ def test_a_mesh_generates_the_tokens_of_transformers(references, folder_of, name
     assert last(Generator(model, GREEDY).tokens(four, 50)) == [*expected["tokens"], expected["tokens"][0]]
     matrices = [w for layer in model.weights.layers for name, w in layer.items() if name.endswith(("down", "output"))]
     assert all(w.addressable_data(0).size < w.size for w in matrices), "each device holds a part"
+
+
+OF_TWO = """
+import json, sys
+from megajax.cluster.joining import start_processes
+start_processes(peer_timeout=60)
+import jax, megajax
+from megajax.inference.generation import Generator
+from megajax.inference.sampling import Sampling
+model = megajax.from_hf(sys.argv[1], megajax.build_mesh({"fsdp": 2, "tensor": 2}, jax.devices()))
+*_, tokens = Generator(model, Sampling(temperature=0)).tokens(json.loads(sys.argv[2]), 50, chunk=20)
+print(json.dumps([jax.process_count(), tokens]))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_generate_the_tokens_of_transformers(references, folder_of):
+    """Each has all tokens, though half of the sequences are on its devices."""
+    expected = references["tiny_llama"]
+    prompts = [*expected["prompts"], expected["prompts"][0]]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    variables |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    command = [sys.executable, "-c", OF_TWO, str(folder_of("tiny_llama")), json.dumps(prompts)]
+    processes = [
+        subprocess.Popen(command, env=variables | {"JAX_PROCESS_ID": str(index)}, stdout=subprocess.PIPE, text=True)
+        for index in range(2)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+        assert json.loads(output.splitlines()[-1]) == [2, [*expected["tokens"], expected["tokens"][0]]]
 
 
 @pytest.fixture(scope="module")
