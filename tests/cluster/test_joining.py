@@ -2,6 +2,7 @@
 
 import re
 import socket
+import threading
 import time
 
 import jax
@@ -25,8 +26,13 @@ EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "J
 
 @pytest.mark.parametrize("extra", [{}, {"SLURM_NTASKS": "9"}, {"OMPI_COMM_WORLD_SIZE": "9"}], ids=str)
 def test_explicit_variables_name_the_coordinator_and_win(initialized, extra):
+    before = threading.enumerate()
     start_processes({**extra, **EXPLICIT})
     assert initialized == [(("host:1234", 4, 3), SETTINGS)]
+    for thread in {*threading.enumerate()}.difference(before):
+        if thread.name == "the line about the start":  # a start that has ended needs none
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

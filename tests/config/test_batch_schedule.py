@@ -123,3 +123,6 @@ def test_a_schedule_that_cannot_run_is_refused(written: str):
 def test_a_schedule_that_the_run_does_not_finish_is_warned_about():
     with pytest.warns(UserWarning, match=r"has 12 sequences from step 1001 on, which is after run.steps=100 .*raise"):
         load("{0: 6, 60K: 12}")
+    with pytest.warns(UserWarning, match=r"from step 1001 on, which is after run.steps=1000 .*raise"):
+        load("{0: 6, 60K: 12}", "run.steps=1000")
+    load("{0: 6, 60K: 12}", "run.steps=1001")

@@ -183,6 +183,7 @@ def test_what_cannot_be_read_is_a_sentence(upload, tmp_path, monkeypatch):
     assert sentence_of(url, cache) == (
         "store://tokens.bin cannot be read (Forbidden): give this machine the credentials of the store."
     )
+    assert not [*cache.rglob("*.*")], "no file of a block that did not come"
     Store.problem = staticmethod(lambda _: None)
     assert sentence_of("store://no", cache) == "store://no.idx does not exist: correct the prefix."
     (tmp_path / "file").touch()

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 import megajax
 from megajax import evaluate
 from megajax.data.indexed import IndexedWriter
+from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
 from megajax.hf.convert import read_folder
-from megajax.inference.scored_sets import SetFormat
+from megajax.inference.scored_sets import SetFormat, open_set
 from megajax.inference.scoring import ScoredWindow, Scorer, answer_windows, windows
 from megajax.inference.weights import ModelWeights
 
@@ -271,6 +273,25 @@ def test_what_lines_are_is_decided_by_the_first(chats, tmp_path):
     with pytest.raises(InputError, match="line 1: .*64 has no chat template: add chat_template.jinja to the folder"):
         evaluate.evaluate(model, str(path))
     (directory / "away").rename(directory / "64" / "chat_template.jinja")
+
+
+def test_the_token_that_ends_a_completion_is_the_trainings_or_a_sentence(letters_folder, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    model: Any = SimpleNamespace(
+        tokenizer=load_tokenizer(str(letters_folder)),
+        folder=letters_folder,
+        template_arguments={},
+        config=SimpleNamespace(vision=None),
+        max_length=8,
+        end_token=None,
+    )
+    with pytest.raises(
+        InputError, match=r"has no eos_token .*: name its token with eos_token in tokenizer_config.json"
+    ):
+        next(open_set(str(tmp_path / "one.jsonl"), model, SetFormat()).documents)
+    model.end_token = token("z")  # of a run, by its config
+    (window,) = next(open_set(str(tmp_path / "one.jsonl"), model, SetFormat()).documents).windows
+    assert [*window.tokens] == [0, token("a"), token("b"), token("z")]
 
 
 def test_mistakes_are_sentences(letters_folder, tmp_path, capsys):

@@ -71,6 +71,16 @@ def test_of_two_copies_both_devices_are_named(make_config):
     assert check.damage() is None
 
 
+def test_one_device_has_no_copies_to_check(make_config):
+    config = make_config("run.replica_check_interval=1", "model.num_layers=1")
+    program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
+    with pytest.warns(UserWarning, match=r"run.replica_check_interval=1 .* has no effect on one device: remove it"):
+        check = ReplicaCheck(program, pytest.fail, pytest.fail)
+    check.compile()
+    check.start(1, program.abstract_state)
+    assert check.damage() is None
+
+
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])
 def test_a_long_sentence_names_five_arrays_and_counts_the_others(count, more):
     device = jax.devices()[3]

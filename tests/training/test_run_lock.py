@@ -8,7 +8,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from trainers import QuickTrainer
 
+from megajax import Hook
 from megajax.errors import InputError
 from megajax.training import run_lock
 from megajax.training.loop import Trainer
@@ -114,4 +116,27 @@ def test_a_run_whose_lock_was_taken_over_knows_it_and_leaves_it(tmp_path, owner,
     while not lock.lost:  # with its next heartbeat
         time.sleep(0.01)
     lock.release()
+    assert json.loads((tmp_path / "lock").read_text())["process"] == os.getppid()
+
+
+class TakenOver(Hook):
+    """Before step 2 another process takes over the directory, and the trainer's next sign of life finds its lock."""
+
+    def __init__(self, owner):
+        self.owner, self.trainer = owner, None
+
+    def before_step(self, run, batch):
+        if run.step == 1:
+            self.owner()
+            while not self.trainer.directory.lock.lost:
+                time.sleep(0.01)
+
+
+def test_a_run_whose_lock_was_taken_over_ends_with_its_next_line(tmp_path, make_config, owner, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
+    config = make_config(f"run.dir={tmp_path}", "run.steps=9")
+    hook = TakenOver(owner)
+    hook.trainer = QuickTrainer(config, jax.devices()[:1], hooks=[hook])
+    with pytest.raises(InputError, match=f"another process took over run.dir={tmp_path}: this one stops at step 2"):
+        hook.trainer.run()
     assert json.loads((tmp_path / "lock").read_text())["process"] == os.getppid()

@@ -148,16 +148,26 @@ def test_the_best_by_evaluation_loss_and_the_newest_are_kept(build, tmp_path, ch
     assert all(line["checkpoint_seconds"] > 0 and line["checkpoint_stall_seconds"] > 0 for line in saves)
 
 
-@pytest.mark.parametrize("every", [("run.eval_interval=2", "run.checkpoint_interval=2"), ()], ids=["interval", "last"])
-def test_an_evaluation_that_fails_does_not_lose_the_step_before_it(build, tmp_path, text, checkpoint_steps, every):
+@pytest.mark.parametrize(
+    ("every", "logged", "saved"),
+    [
+        (("run.eval_interval=2", "run.checkpoint_interval=2"), [1, 2], [2]),
+        (("run.eval_interval=2",), [1, 2], []),
+        ((), [1, 2, 3], [3]),
+    ],
+    ids=["with a save", "interval", "last"],
+)
+def test_an_evaluation_that_fails_does_not_lose_the_step_before_it(
+    build, tmp_path, text, read_metrics, checkpoint_steps, every, logged, saved
+):
     (tmp_path / "valid.bin").write_bytes(Path(f"{text}.bin").read_bytes())
     (tmp_path / "valid.idx").write_bytes(Path(f"{text}.idx").read_bytes())
-    trainer = build(f"data.valid={tmp_path / 'valid'}", "run.steps=3", *every)
+    trainer = build(f"data.valid={tmp_path / 'valid'}", "run.steps=3", "run.log_interval=1", *every, kind=QuickTrainer)
     # A start checks the first tokens of a file; this one stands for a later one.
     np.memmap(tmp_path / "valid.bin", np.uint16, "r+")[:] = 60_000
     with pytest.raises(InputError, match="60000"):
         trainer.run()
-    assert checkpoint_steps(tmp_path / "run") == [2 if every else 3]
+    assert [*read_metrics(tmp_path / "run", "loss")] == logged and checkpoint_steps(tmp_path / "run") == saved
 
 
 def test_a_failed_trace_of_the_last_step_does_not_lose_it(build, tmp_path, capsys, checkpoint_steps):

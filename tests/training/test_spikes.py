@@ -84,7 +84,9 @@ def test_the_event_of_spikes_that_were_found_together_is_of_the_first(tmp_path, 
 def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):
     cause = "inspect the data of these steps and the weights of checkpoint.init_from, then start again."
     assert explain_nonfinite(21, make_config("checkpoint.init_from=folder"), None).endswith(cause)
-    assert "init_from" not in explain_nonfinite(21, make_config(), None)
+    without = explain_nonfinite(21, make_config(), None)
+    assert "init_from" not in without and "; no checkpoint was saved: lower" in without
+    assert "; the checkpoint of step 0 is from before: lower" in explain_nonfinite(21, make_config(), 0)
 
 
 def test_without_the_options_nothing_is_kept(make_config):

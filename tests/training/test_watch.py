@@ -123,7 +123,7 @@ def test_a_text_that_is_no_sign_counts_as_silence(processes, text):
     clients[1].lost = True
     clients[0].store.values["megajax/signs/0/1"] = text
     found = verdicts(those[:1], 5)
-    assert "process 1" in found[0] and "was lost" in found[0]
+    assert "process 1" in found[0] and "was lost" in found[0] and "step: 1" not in found[0]
     threads.check()
 
 
@@ -208,8 +208,13 @@ def test_a_failed_collective_after_a_loss_is_told_once_as_the_loss(make_config, 
     assert event["text"].startswith("process 1 on host") and "was lost" in event["text"]
 
 
-@pytest.mark.parametrize(("error", "agreed"), [(None, True), (SystemExit(0), False)])
-def test_only_the_status_of_a_run_is_one_on_which_all_agree(make_config, monkeypatch, processes, error, agreed):
+@pytest.mark.parametrize(
+    ("error", "status", "printed"),
+    [(None, 0, ""), (SystemExit(0), 0, ""), (ArithmeticError("an error"), 1, "ArithmeticError: an error\n")],
+)
+def test_only_the_status_of_a_run_is_one_on_which_all_agree(
+    make_config, monkeypatch, processes, capsys, error, status, printed
+):
     """After a closed pipe a process ends with status 0, and the others would wait for it."""
     those, _ = processes(2, timeout=60)
     left = {}
@@ -219,7 +224,8 @@ def test_only_the_status_of_a_run_is_one_on_which_all_agree(make_config, monkeyp
     watched.peers = those[1]
     with pytest.raises(SystemExit):
         watched.__exit__(type(error), error, None)
-    assert left == {"status": 0, "agreed": agreed}
+    assert left == {"status": status, "agreed": error is None}
+    assert capsys.readouterr().err == printed
 
 
 def test_a_thread_that_holds_the_end_of_the_process_hangs_too(make_config, tmp_path, ended, monkeypatch, capfd):
