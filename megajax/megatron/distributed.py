@@ -158,7 +158,7 @@ class MegatronTensors:
     ) -> None:
         """Fill `out` with the block `wanted` of a tensor whose fragments are stored as rows of numbers."""
         shape = [size // count for size, count in zip(stored.shape, fragments, strict=True)]
-        first = next((dim for dim, size in enumerate(shape) if size > 1), len(shape) - 1)  # whose rows are read
+        first = next((dim for dim, size in enumerate(shape) if size > 1), 0)  # whose rows are read
         row = math.prod(shape[first + 1 :])
         indices = [np.arange(s.start, s.stop, s.step or 1) for s in wanted]
         held = [np.unique(index // size) for index, size in zip(indices, shape, strict=True)]

@@ -15,7 +15,7 @@ import pytest
 from megajax.errors import InputError
 from megajax.ops.grouped_matmul_triton import chosen_tiling
 from megajax.ops.shared_memory import shared_memory
-from megajax.tools.compile import _kinds, figures, verdict
+from megajax.tools.compile import _kinds, figures, main, verdict
 from megajax.tools.plan import compile, targets
 from megajax.tools.plan.rates import DEVICES
 from megajax.tools.profile import hlo
@@ -120,6 +120,13 @@ def test_transfers_between_memories_stay_in_a_program_for_gpus_that_are_not_here
     with compile.no_gpu_needed():
         text = program.lower(jax.ShapeDtypeStruct((8,), "float32")).as_text()
     assert text.count("annotate_device_placement") == 2
+
+
+def test_with_all_its_options_the_command_reads_the_config(tmp_path, capsys):
+    options = ["--gpus", "1", "--device", "h100", "--text", str(tmp_path / "step.txt"), "--json"]
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "none.yaml"), *options])
+    assert stopped.value.code == 2 and "none.yaml does not exist" in capsys.readouterr().err
 
 
 def test_the_bytes_of_a_collective_are_those_of_the_whole_array():
