@@ -267,7 +267,7 @@ OTHER_MODELS = {
         (f"{SMALL} --zzz 1 --num-layer 3 --zzz 2", ("2 words are not flags",)),
         (f"{SMALL} --seed one", ("--seed one is not an integer",)),
         (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
-        (f"{SMALL} --tensor-model-parallel-size 3", ("1 devices are no multiple",)),
+        (f"{SMALL} --tensor-model-parallel-size 3", ("the world size 1 is no multiple",)),
         (f"{SMALL} --global-batch-size 0", ("no multiple",)),
         (SMALL.replace("--vocab-size 512", ""), ("size of the vocabulary", "--vocab-size")),
         (SMALL.replace("--lr 1e-3", ""), ("--lr is not set",)),

@@ -18,7 +18,7 @@ def translate_mesh(t: Translation) -> int:
     )
     parts = tensor * pipeline * context
     if t.world % max(parts, 1) or min(tensor, pipeline, context) < 1:
-        problem = f"{t.world} devices are no multiple of tensor x pipeline x context = {parts}"
+        problem = f"the world size {t.world} is no multiple of tensor x pipeline x context = {parts}"
         raise t.arguments.fail(problem, "correct the sizes, or --world")
     replicas = t.world // parts
     t.put("mesh.pipeline", pipeline, "pipeline_model_parallel_size")
