@@ -4,6 +4,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest test_my_subl
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import Sublayer, Transformer, init_parameters, register_block
 from megajax.model.block import layer_state
 from megajax.options.remat import NONE
+from megajax.runtime import threads_of
 from megajax.tools.verify.differences import compare
 from megajax.tools.verify.runs import Run, batches
 from megajax.training.batches import to_global
@@ -40,6 +42,7 @@ def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = N
     differs.
     """
     needed = max(math.prod(mesh.values()) for _, runs in _runs(sublayer) for mesh, _ in runs)
+    os.environ.update(threads_of(needed))  # jax reads it when it starts its devices, here if nothing has used them
     assert needed <= jax.device_count(), (
         f"{sublayer.__name__}: its meshes need {needed} devices, and here are {jax.device_count()}: set "
         f"JAX_PLATFORMS=cpu and XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts"

@@ -1,5 +1,7 @@
 """`megajax.testing.check_sublayer`: it passes what is right and names what is wrong."""
 
+import os
+
 import jax.numpy as jnp
 import pytest
 
@@ -90,6 +92,8 @@ def test_a_wrong_declaration_is_a_sentence(given, words):
         pytest.param(OnlyOnOneDevice, "OnlyOnOneDevice on context 2, fsdp 2: the gradient of ", marks=pytest.mark.long),
     ],
 )
-def test_what_is_wrong_is_named(wrong, sentence):
+def test_what_is_wrong_is_named(wrong, sentence, monkeypatch):
+    monkeypatch.setenv("NPROC", "1")
     with pytest.raises(AssertionError, match=sentence):
         check_sublayer(wrong)
+    assert int(os.environ["NPROC"]) >= 4 * 8, "devices would wait for threads"
