@@ -346,7 +346,7 @@ def test_documents_stay_as_separate_as_they_are(reset):
 def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
     model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32}
     batch = {"global_size": 1, "sequence_length": 8}
-    config = Config.model_validate({"model": model, "batch": batch, "optimizer": {"kind": kind}})
+    config = Config.model_validate({"model": model, "batch": batch, "optimizer": {"kind": kind, "clip_norm": 2.0}})
     program, rng = TrainProgram.build(config, build_mesh({}, jax.devices()[:1])), np.random.default_rng(0)
     params, gradients = (
         {name: rng.standard_normal(p.stored_shape).astype(np.float32) for name, p in program.placements.items()}
@@ -355,10 +355,12 @@ def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
     update = program.update
     _, held = jax.jit(lambda p, g: update.directions(g, update.first(p).optimizer, p))(params, gradients)
     assert has_first_moments(program)
-    found = first_gradients(program, replace(program.abstract_state, optimizer=held), norm=0.0)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)
+    for norm in (0.5, 2.0, 6.0):  # of clipped gradients, `optimizer.clip_norm` 2
+        found = first_gradients(program, replace(program.abstract_state, optimizer=held), norm)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            whole = gradient * max(norm / 2, 1)
+            np.testing.assert_allclose(found[name], whole, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.parametrize(("tolerance", "step", "agrees"), [(0.1, 2, True), (0.1, 1, False), (0.01, 2, False)])
