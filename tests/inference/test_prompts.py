@@ -6,9 +6,11 @@ import json
 import lzma
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow
 import pytest
 import zstandard
+from models_in_use import build
 from pyarrow import parquet
 
 from megajax import generate
@@ -131,3 +133,24 @@ def test_a_file_of_prompts_gives_json_lines(letters_folder, tmp_path, capsys):
     assert "--chat-template-args={tools: []} sets tools, which each chat gives" in capsys.readouterr().err
     assert generate.main([str(letters_folder), "--prompt", "hello", "--temperature", "0", "--tokens", "3"]) == 0
     assert capsys.readouterr().out == f"hello{lines[0]['text']}\n"
+
+
+def test_what_a_model_does_not_have_is_a_sentence():
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32}
+    tower = {"image_token": 1, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 2, "grid": 4}
+    text, pictures, prefix = (
+        build(sizes | more, {}) for more in ({}, {"vision": tower}, {"prefix_lm": True, "position": "learned"})
+    )
+    for ask, sentence in (
+        (lambda: text.encode("a"), "has no tokenizer, so text cannot become tokens: add tokenizer.json"),
+        (lambda: text.images, "the model reads text only: leave them out"),
+        (lambda: pictures.images, "has no tokenizer, so pictures have no tokens: add tokenizer.json"),
+        (lambda: text([1, 2]), r"tokens has the shape \[2\]: give ids \[batch, length\]"),
+        (lambda: text(np.zeros((0, 2))), r"tokens has the shape \[0, 2\]: give ids"),
+        (lambda: text([[31, 32]]), "32"),
+        (lambda: prefix([[1, 2]]), r"logits of tokens would have no prefix.*\(model.prefix_lm=true\).*from prompts"),
+        (lambda: with_images("a <image> b", ["x.png", "y.png"]), "1 times <image>, but 2 pictures are given"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            ask()
+    assert np.asarray(text([[30, 31]])).shape == (1, 2, 32)
