@@ -28,7 +28,7 @@ from single_device import stored as stored_form
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.megatron.convert import load
-from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, StoredTensor, named_parts
+from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, StoredTensor, named_parts, saved_arguments
 from megajax.megatron.pickled import TorchZip, load_plain
 from megajax.model import Transformer, bind, parameters
 from megajax.model.block import layer_state
@@ -222,6 +222,63 @@ def test_a_record_of_two_sizes_is_damage():
     content[size_of_the_last : size_of_the_last + 4] = struct.pack("<I", 16)
     with pytest.raises(InputError, match="file is damaged .data/0 is compressed.: copy it again"):
         TorchZip(io.BytesIO(bytes(content)), 0, len(content), "file").place(tensor)
+
+
+def archive(**records: bytes) -> tuple[io.BytesIO, int]:
+    """(a file as torch.save writes it, its size)."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as written:
+        for name, data in ({"data.pkl": pickle.dumps({})} | records).items():
+            written.writestr(f"archive/{name}", data)
+    return file, len(file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("start", "shape", "is_contiguous", "sentence"),
+    [
+        (0, (3,), True, "a tensor is larger than its record"),
+        (1, (2,), True, "a tensor is larger than its record"),
+        (-1, (1,), True, "a tensor is larger than its record"),
+        (0, (-1,), True, "a tensor is larger than its record"),
+        (0, (2,), False, "numbers are not side by side"),
+        (1, (1, 1), True, ""),
+        (0, (), True, ""),
+    ],
+)
+def test_a_tensor_is_within_its_record(start, shape, is_contiguous, sentence):
+    file, size = archive(**{"data/0": b"12345678"})
+    tensor: Any = SimpleNamespace(
+        record="0", start=start, shape=shape, dtype=np.dtype("float32"), is_contiguous=is_contiguous
+    )
+    torch_file = TorchZip(file, 0, size, "file")
+    if not sentence:
+        assert torch_file.place(tensor).at == file.getvalue().index(b"12345678") + 4 * start
+        return
+    with pytest.raises(InputError, match=sentence):
+        torch_file.place(tensor)
+
+
+def test_numbers_of_another_kind_are_not_guessed():
+    with pytest.raises(InputError, match="file has numbers of another byte order"):
+        TorchZip(*_from_start(archive(byteorder=b"big")), "file")
+    assert TorchZip(*_from_start(archive(byteorder=b"little")), "file").value == {}
+    storage = b"\x80\x02(X\x07\x00\x00\x00storageX\x03\x00\x00\x00abcX\x01\x00\x00\x000tQ."
+    with pytest.raises(InputError, match="a storage of the unknown type abc: save it again"):
+        load_plain(storage, "file")
+
+
+def _from_start(made: tuple[io.BytesIO, int]) -> tuple[io.BytesIO, int, int]:
+    return made[0], 0, made[1]
+
+
+def test_a_folder_of_checkpoints_names_its_newest(tmp_path):
+    for text, sentence in (
+        ("twelve", "latest_checkpointed_iteration.txt has no step: give the folder of one checkpoint"),
+        ("12", "iter_0000012 is no checkpoint of Megatron-Core .*: save it with --ckpt-format torch_dist"),
+    ):
+        (tmp_path / NEWEST).write_text(text)
+        with pytest.raises(InputError, match=sentence):
+            saved_arguments(tmp_path)
 
 
 def test_a_tensors_own_pickle_is_not_trusted_either(unpack, tmp_path):
