@@ -374,6 +374,15 @@ def test_every_loss_reaches_the_metrics(table):
     assert min(powers) > 0 and float(metrics["power"]) == pytest.approx(sum(powers), rel=1e-6)
     assert float(metrics["half"]) == pytest.approx(0.5, rel=1e-6)
 
+    class Taken(Half):
+        def metrics(self, losses):
+            return {"grad_norm": losses["half"]}
+
+    program = build(program.config, 1)
+    program.__dict__["graph"] = replace(program.graph, terminal=(*program.graph.terminal, Taken()))
+    with pytest.raises(ValueError, match="a part has the metric grad_norm, which the step has already"):
+        jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+
 
 @pytest.mark.parametrize(
     ("axes", "role", "sentence"),

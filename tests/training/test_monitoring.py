@@ -383,8 +383,10 @@ def test_a_command_that_fails_is_named_by_the_end_of_its_errors():
     [
         ("no_such_program --flag", "logging.on_event .* no_such_program, which is not found"),
         (__file__, "logging.on_event .*test_monitoring.py, which is not executable: chmod"),
+        ("cat 'x", "logging.on_event .* is not a command \\(cat 'x\\): write it as in a shell"),
         ("$NO_SUCH_VARIABLE", "logging.on_event .* variable that is not set"),
     ],
+    ids=["no program", "no permission", "a quote", "a variable"],
 )
 def test_a_target_that_cannot_work_is_refused(build, target, sentence):
     with pytest.raises(ConfigError, match=sentence):
