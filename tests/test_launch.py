@@ -309,6 +309,13 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_launcher(run, number, s
     assert "restart in 1 s on 2 devices" in errors.getvalue()
 
 
+def test_the_pause_before_a_restart_is_as_long_as_it_says(run):
+    tells = "import time; print(time.monotonic(), flush=True); raise SystemExit"
+    assert run(f"{tells}(4)", f"{tells}(0)", waits=launch.Waits(longest_pause=0.2))[:2] == (0, 2)
+    ended, started = map(float, run.output.split())
+    assert started - ended > 0.2
+
+
 def test_the_workers_of_a_process_end_with_it_though_a_signal_was_forwarded_after_its_end(run, tmp_path):
     note = tmp_path / "pid"
     code = (

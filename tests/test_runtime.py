@@ -1,9 +1,11 @@
 """What is set before jax starts."""
 
+import atexit
 import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -128,14 +130,21 @@ def test_virtual_devices_have_threads_that_may_wait(config, fresh, monkeypatch):
     assert os.environ["NPROC"] == "256"
 
 
-def test_the_flags_of_a_deterministic_run(config, fresh):
+def test_the_flags_of_a_deterministic_run(config, fresh, monkeypatch):
     """XLA fails at a compilation if the directory of its new results is not there: `bench` makes no run directory."""
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", lambda work, **settings: at_exit.append(partial(work, **settings)))
     assert "deterministic" not in " ".join(prepare_environment(config()))
     os.environ["XLA_FLAGS"] = ""
     prepare_environment(config("run.deterministic=true"))
     flags = environment_flags()
     assert flags["xla_gpu_exclude_nondeterministic_ops"] == "true"
-    assert Path(flags["xla_gpu_dump_autotune_results_to"]).parent.is_dir()
+    new = Path(flags["xla_gpu_dump_autotune_results_to"])
+    assert new.parent.is_dir()
+    new.touch()
+    for work in at_exit * 2:  # XLA may have written none
+        work()
+    assert not new.exists()
 
 
 def test_every_flag_is_one_that_xla_knows(config, fresh):

@@ -10,6 +10,7 @@ import yaml
 
 from megajax.config import Config, help_text, load_config
 from megajax.config.load import config_path, keys
+from megajax.schema.tree import as_override
 
 pytestmark = pytest.mark.usefixtures("base_config")
 
@@ -122,7 +123,7 @@ def test_values_are_read_as_yaml_1_2_and_printed_so_that_they_read_back(override
     value = getattr(getattr(config, section), name)
     assert value == VALUES[override] and type(value) is type(VALUES[override])
     write("printed.yaml", config.to_yaml())
-    assert load_config("printed.yaml") == config
+    assert load_config("printed.yaml") == load_config("x.yaml", [f"{section}.{name}={as_override(value)}"]) == config
 
 
 def test_lists_from_the_command_line():

@@ -165,6 +165,11 @@ def test_chats_show_padding_and_the_assistants_tokens(tmp_path, shown):
     source.write_text('{"prompt": "a b", "completion": " a b"}')
     lines = shown(f"kind: chat, train: {source}, index_cache: {tmp_path}", f"data.tokenizer={tmp_path}/words.json")
     assert lines[-1].startswith("⟦a b⟧ a b"), "the parts of a sample are its text"
+    words.add_special_tokens(["<mark>"])
+    words.save(str(tmp_path / "words.json"))
+    source.write_text('{"prompt": "a<mark><mark>", "completion": "<mark> b"}')
+    lines = shown(f"kind: chat, train: {source}, index_cache: {tmp_path}", f"data.tokenizer={tmp_path}/words.json")
+    assert lines[-1].startswith("⟦a<mark> x 2 ⟧<mark> b")
 
 
 @pytest.mark.parametrize("split", ["easy", "valid/easy"])

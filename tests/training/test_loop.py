@@ -81,6 +81,36 @@ def test_a_run_ends_after_the_step_in_which_a_thread_that_it_needs_has_failed(tm
     assert trainer.step == 1
 
 
+class FirstLoss:
+    """The loss of a first step, which a run has to wait for."""
+
+    shape, waited = (), 0
+
+    def block_until_ready(self):
+        self.waited += 1
+
+    def __array__(self, dtype=None, copy=None):
+        return np.float32(2)
+
+
+class SlowFirstTrainer(QuickTrainer):
+    """Its first step has a loss of its own."""
+
+    first = None
+
+    def train_step(self, batch):
+        metrics = super().train_step(batch)
+        if self.first is None:
+            self.first = FirstLoss()
+            metrics = metrics | {"loss": self.first}
+        return metrics
+
+
+def test_the_time_of_the_first_step_is_measured_at_its_end(run):
+    trainer = run("run.steps=2", kind=SlowFirstTrainer)
+    assert trainer.first.waited == 1 and [line["loss"] for line in lines(trainer)] == [2, 1]
+
+
 def test_an_error_while_host_memory_is_reserved_ends_the_run_before_a_step(tmp_path, make_config):
     trainer = QuickTrainer(make_config(f"run.dir={tmp_path / 'run'}", "run.steps=1"), jax.devices()[:1])
     trainer.saver.reserve_host_memory = lambda: 1 / 0

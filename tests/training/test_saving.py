@@ -7,13 +7,16 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.checkpoint import Checkpoints
 from megajax.checkpoint.description import SettingDifference, refuse_changes
+from megajax.config.checks import check_mesh
 from megajax.data.samples import Samples
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
 from megajax.training.batches import batches, to_global
 from megajax.training.logs import closing_line, nothing_line
 from megajax.training.loop import Trainer
+from megajax.training.saving import StateSaver
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram
 
 SHORT = ("run.steps=2", "run.eval_steps=0")
@@ -107,6 +110,24 @@ def test_sgd_gets_and_loses_no_moments_on_resume(make_config):
         own = (f"optimizer.beta1={mine}", "optimizer.kind=sgd", "checkpoint.allow_changes=[optimizer]")
         with pytest.raises(InputError, match="optimizer.beta1=.*can't let it through"):
             refuse_changes([SettingDifference("optimizer.beta1", saved, mine)], make_config(*own), "the checkpoint")
+
+
+def test_padded_adapters_are_saved_and_read_without_their_base(make_config, tmp_path):
+    """A hidden size of 36 is padded over eight devices."""
+    shape = ("model.hidden_size=36", "model.num_heads=2", "mesh.fsdp=8")
+    config = make_config(*shape, "lora.rank=2", "lora.targets=[query]", "checkpoint.init_from=base")
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
+    state, saver = program.init_state(), StateSaver(program)
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=None)
+    saver.save(checkpoints, 3, state)
+    outcome = checkpoints.outcome(wait=True)
+    assert outcome is not None and not outcome.error
+    found = saver.restore(checkpoints, 3)
+    checkpoints.close()
+    assert state.frozen and not found.frozen and found.params.keys() == state.params.keys()
+    for name, array in found.params.items():
+        assert array.sharding == state.params[name].sharding
+        np.testing.assert_array_equal(array, state.params[name])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,11 @@
 """The figures of the summary, worked out by hand."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import jax
+import numpy as np
 
 from megajax import Config
 from megajax.config.checks import check_mesh
@@ -59,6 +64,14 @@ def test_experts_a_ramp_up_and_chunks_of_context():
     assert found["set"] == "VARIABLE=1"  # not the flags of GPUs
 
 
+def test_on_gpus_their_flags_are_shown():
+    program, gpu = make(DENSE, {"fsdp": 8}, 1), SimpleNamespace(platform="gpu", device_kind="H200", process_index=0)
+    axes, gpus = program.mesh.axis_names, np.full(program.mesh.devices.shape, gpu)
+    mesh: Any = SimpleNamespace(axis_names=axes, devices=gpus, size=8)
+    shown = summary(replace(program, mesh=mesh), ["--xla_gpu_flag", "VARIABLE=1"]).splitlines()
+    assert "devices    8 × H200, 1 process" in shown and "set        --xla_gpu_flag VARIABLE=1" in shown
+
+
 def test_stages_and_virtual_stages_of_a_pipeline():
     mesh = {"pipeline": 2, "fsdp": 2, "tensor": 2}
     found = lines(DENSE | {"mtp_layers": 1}, mesh, 4, pipeline={"virtual_stages": 2})
@@ -84,7 +97,7 @@ def test_recomputed_layers_halves_of_weights_and_padding():
         optimizer={"master": "split"},
     )
     assert "layers: 3 × 1 (full), 5 × 1 (none)" in found["kernels"]
-    assert "master weights in two halves" in found["precision"]
+    assert "master weights in two halves" in found["precision"] and "ramp-up" not in found
     assert "embedding.tokens" in found["stored"] and "final_norm" not in found["stored"]
 
 

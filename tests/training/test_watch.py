@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -179,7 +180,7 @@ def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_
 
     def a_step_that_hangs(watched: Watch) -> list[int]:
         for step in range(5):
-            watched.stepped(step)
+            watched.on_step(SimpleNamespace(step=step))
             time.sleep(0.01)
         return ended(5)
 
