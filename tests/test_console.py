@@ -138,8 +138,11 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
     for name, *words in map(str.split, helps):
         module = COMMANDS[name][0] if name in COMMANDS else f"megajax.{name}"
         with pytest.raises(SystemExit):
-            importlib.import_module(module).main(words)
-        shown += capsys.readouterr().out
+            (imported := importlib.import_module(module)).main(words)
+        shown += (page := capsys.readouterr().out)
+        about = (imported.__doc__ or "").strip()
+        if " ".join(about.split()) in " ".join(page.split()):
+            assert about in page or "\n\n" not in about, f"{name} --help has the paragraphs of its text"
     assert not [option for option in OPTIONS if not re.search(rf"{option}\b(?!-)", shown)]
 
 

@@ -165,7 +165,9 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     assert len(places) == 9 and all(x + width == after for (x, width), (after, _) in itertools.pairwise(places))
     assert legend[0].get("fill") == cells[2].get("fill")
     texts = {text.text: float(text.get("x", 0)) for text in picture.iter("{http://www.w3.org/2000/svg}text")}
-    assert "Expert load by layer and step" in texts
+    # The title, the note and the legend stand below each other.
+    heights = [float(text.get("y", 0)) for text in picture.iter("{http://www.w3.org/2000/svg}text")][:3]
+    assert "Expert load by layer and step" in texts and heights == sorted(heights)
     assert texts["1"] < places[0][0] and places[-1][0] + places[-1][1] < texts["4"]
     # Below the columns as many of their first steps as do not touch each other.
     named = [(x, text_width(name) / 2) for name, x in texts.items() if name.isdecimal() and int(name) % 10 == 0]
