@@ -56,6 +56,7 @@ def sentence(capsys, *arguments: str) -> str:
     ("script", "arguments", "expected"),
     [
         ("A='x y'\np.py --micro-batch-size $A \"$A\" '$A'", [], ["x", "y", "x y", "$A"]),
+        ("p.py --micro-batch-size x$'a b'c \"$'a b'\" $''", [], ["xa bc", "$'a b'", ""]),
         (
             "A=(a 'b c' d)\nA+=(e)\np.py --micro-batch-size ${A[1]} ${#A[@]} \"${A[@]}\"",
             [],
@@ -419,6 +420,12 @@ def test_a_run_begins_where_megatrons_would(place, flags, expected):
 def test_a_formula_that_differs_is_a_warning_with_its_row(flags, row):
     warned = settings(f"{SMALL} {flags}")[1]
     assert any(f"docs/migration.md, row {row})" in text for text in warned)
+
+
+@pytest.mark.parametrize(("warmup", "decay", "differs"), [(5, 10, False), (5, 11, False), (5, 9, True), (0, 10, True)])
+def test_an_inverse_root_differs_without_warm_up_and_with_a_minimum_before_the_last_step(warmup, decay, differs):
+    schedule = f"--lr-decay-style inverse-square-root --lr-warmup-iters {warmup} --lr-decay-iters {decay}"
+    assert any("row inverse-sqrt)" in text for text in settings(f"{SMALL} {schedule}")[1]) == differs
 
 
 def test_expert_and_tensor_sizes_become_axes():

@@ -115,6 +115,7 @@ def test_a_group_is_clipped_to_its_own_norm_and_the_others_together():
     [
         ([{"parameters": ["blocks.*.mlp.gates"]}], "'blocks.*.mlp.gates', which matches no trained parameter"),
         ([{"parameters": ["*"]}, {"parameters": ["head"]}], "are in groups before it"),
+        ([{"parameters": ["head"]}, {"parameters": ["hea?"]}], "are in groups before it"),
     ],
 )
 def test_groups_without_parameters_are_refused(groups, sentence):

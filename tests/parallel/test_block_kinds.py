@@ -235,6 +235,7 @@ def test_settings_of_a_sublayer_are_keys(table, monkeypatch):
         ({}, "model.sublayer_settings.wide.width is not set .*: add it"),
         ({"wide": {"width": 6}, "mlp": {"width": 8}}, "mlp.width is no setting of MLP .*: it has none"),
         ({"wide": {"width": 6}, "wider": {}}, "wider is not read: model.block_pattern names no block .*remove"),
+        ({"wide": {"width": 6}, "attention": {}}, "attention is not read: model.block_pattern names no block .*remove"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             checked(values)

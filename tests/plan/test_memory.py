@@ -245,6 +245,13 @@ def test_stages_share_the_values_of_prediction_modules():
     assert more[0] == 2 * more[1] > 0
 
 
+def test_sums_over_microbatches_exist_for_the_whole_step_and_no_peak_is_after_the_first_layers():
+    plan = plan_of(model={"mtp_layers": 1}, batch={"num_microbatches": 2}, kernels={"scan_unroll": 4})
+    head, module, *layers, end = peaks(plan)
+    assert {each.gradients for each in (head, module, *layers, end)} == {head.parameters}  # both in FP32
+    assert len(layers) == 4 and (end.weights, end.working) == (0, 0)
+
+
 def test_virtual_stages_divide_a_stages_weights_and_gradients():
     found = []
     for virtual_stages in (1, 2):

@@ -10,6 +10,7 @@ import pytest
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
+from megajax.optim.ademamix import Ademamix
 from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -181,6 +182,18 @@ def test_three_steps_equal_plain_numpy(make_program, gpt_gradients, kind, clip):
         for name, found in to_numpy(state.params).items():
             np.testing.assert_allclose(found, weights[name], rtol=1e-4, atol=1e-6, err_msg=f"{name}, step {t}")
             weights[name] = found  # each step on its own: small differences do not add up
+
+
+def test_without_a_first_mean_the_slow_ones_half_life_rises_from_zero(make_program):
+    settings = "optimizer={kind: ademamix, beta1: 0, beta2: 0.9, ademamix: {beta3: 0.95, alpha: 4, warmup_steps: 3}}"
+    optimizer = Ademamix(make_program(settings).plan).transformation()
+    one = {"w": np.float32(1)}
+    state, slow = optimizer.init(one), 0.0
+    for t in (1, 2, 3):
+        beta3 = 0.95 ** (3 / t)  # a half-life of t / 3 of the last one
+        slow = beta3 * slow + (1 - beta3)
+        found, state = optimizer.update(one, state)
+        assert float(found["w"]) == pytest.approx(1 + t / 3 * 4 * slow, rel=1e-5)
 
 
 @pytest.mark.parametrize("compute", [pytest.param("bfloat16", marks=pytest.mark.smoke), "float16"])

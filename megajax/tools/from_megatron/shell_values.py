@@ -161,6 +161,12 @@ class Values:
                 end = len(raw) if end < 0 else end
                 yield raw[at + 1 : end], True
                 at = end + 1
+            elif raw.startswith("$'", at) and not quoted:
+                end = raw.find("'", at + 2)
+                end = len(raw) if end < 0 else end
+                text = raw[at + 2 : end]
+                yield self.mark(raw[at : end + 1]) if "\\" in text else text, True
+                at = end + 1
             elif character == '"' and not quoted:
                 end = _end_of_quote(raw, at)
                 yield "", True
@@ -193,10 +199,6 @@ class Values:
         if raw.startswith("${", at):
             end = _end_of_brackets(raw, at + 1)
             return self._parameter(raw[at + 2 : end], depth, quoted), end + 1
-        if raw.startswith("$'", at) and not quoted:
-            end = raw.find("'", at + 2)
-            end = len(raw) if end < 0 else end
-            return raw[at + 2 : end], end + 1
         if name := _NAME.match(raw, at + 1):
             return self._value(name[0], quoted), name.end()
         return "$", at + 1
