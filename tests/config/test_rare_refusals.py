@@ -16,6 +16,7 @@ run: {steps: 20}
 """
 FILES = "data.kind=indexed data.train=t data.split=8,1,1"
 ROUTER = "model.num_experts=8 model.experts_per_token"
+DELTA, MASKED = "model.block_pattern=[gated_deltanet,dense]", "model.causal=false objective.kind=masked_tokens"
 # Settings, what the sentence says of them, and the way out
 REFUSED = [
     (
@@ -40,6 +41,11 @@ REFUSED = [
     ),
     ("mesh.experts_over=[tensor,tensor]", "names an axis twice", "name each once"),
     ("data.train={file:3}", "data.train.* is not the path of a file", "write one"),
+    (
+        f"{DELTA} {MASKED}",
+        "model.causal=false needs bidirectional, which gated_deltanet",
+        "let tokens see those before",
+    ),
 ]
 ALLOWED = [
     f"{FILES} data.train_samples=160",
@@ -48,6 +54,8 @@ ALLOWED = [
     "model.position=relative model.relative_buckets=32 model.relative_max_distance=17",
     "model.rope_sections=[2,1,1] model.rope_interleaved=true",
     "model.rope_sections=[1,1,2]",
+    MASKED,
+    DELTA,
 ]
 
 
