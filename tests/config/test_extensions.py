@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from megajax import average, commands, evaluate, generate, launch, train
 from megajax.checkpoint.weights import run_config
 from megajax.config import load_config
+from megajax.config.extensions import import_extensions
 from megajax.data import index, inspect
 from megajax.data.loader import make_loader
 from megajax.errors import ConfigError
@@ -103,6 +106,12 @@ def test_one_that_does_not_exist_is_a_sentence(value, sentence):
     Path("json.py").write_text("")
     with pytest.raises(ConfigError, match=sentence):
         load_config("x.yaml", [f"run.extensions={value}"])
+
+
+def test_a_module_without_a_file_may_be_one(monkeypatch):
+    """Such as one that a program has made in memory."""
+    monkeypatch.setitem(sys.modules, "in_memory", module_from_spec(ModuleSpec("in_memory", None)))
+    assert import_extensions(["in_memory"]) == ["in_memory"]
 
 
 @pytest.mark.parametrize("entry", ["run/ext_inside.py", "link/ext_inside.py", "ext_inside", "ext_space.ext_inside"])
