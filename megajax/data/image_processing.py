@@ -27,10 +27,11 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 HALF = (0.5, 0.5, 0.5)
 USUAL = 224  # pixels of a side
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers
+MOST_SIDE = 1 << 14
 MOST_STRETCHED = 200  # Qwen2-VL's longest side by its shortest
 CURE = "copy the processor's file again, or correct it"
 
-Side = Annotated[int, Field(ge=1, le=1 << 14)]
+Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 Pixels = Annotated[int, Field(ge=1, le=1 << 26)]
 Three = Annotated[list[float], Field(min_length=3, max_length=3)]
 
@@ -94,31 +95,34 @@ class ImageProcessor:
 
     def size(self, height: int, width: int, factor: int) -> tuple[int, int]:
         """(height, width) of the pixels of a picture of this size; both multiples of `factor` if the size is free."""
-        if self.crop is not None:
-            return self.crop
+        resized = self._resized(height, width, factor)
+        return self.crop or resized
+
+    def _resized(self, height: int, width: int, factor: int) -> tuple[int, int]:
+        """(height, width) before the crop. Raises PictureError if the picture is too large there, or as a square."""
+        given = f"of {width} x {height} pixels"
+        if self.pads:
+            height = width = max(height, width)
+        found = self._scaled(height, width, factor)
+        if (side := max(*found, height if self.pads else 0)) > MOST_SIDE:
+            raise PictureError(f"{given} becomes {side:,} pixels long, more than {MOST_SIDE:,}")
+        return found
+
+    def _scaled(self, height: int, width: int, factor: int) -> tuple[int, int]:
         if self.pixels is not None:
             return smart_size(height, width, factor, *self.pixels)
-        return self._resized(height, width)
-
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
         if self.exact is not None:
             return self.exact
         if self.shortest is None:
             return height, width
-        if self.pads:
-            height = width = max(height, width)
         long = int(self.shortest * max(height, width) / min(height, width))
         return (long, self.shortest) if width <= height else (self.shortest, long)
 
     def __call__(self, image: "Image", factor: int) -> np.ndarray:
         """The pixels of a picture, float32 [3, height, width]."""
+        height, width = self._resized(image.height, image.width, factor)
         if self.pads:
             image = self._squared(image)
-        height, width = self._resized(image.height, image.width)
-        if self.pixels is not None:
-            height, width = smart_size(image.height, image.width, factor, *self.pixels)
-        if max(height, width) > 1 << 14:
-            raise PictureError(f"of {image.width} x {image.height} pixels is too narrow")
         pixels = np.asarray(image.resize((width, height), self.resample)).transpose(2, 0, 1)
         if self.crop is not None:
             pixels = _cropped(pixels, *self.crop)

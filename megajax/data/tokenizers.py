@@ -97,7 +97,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     tokenizer = _load(spec)
     if (largest := tokenizer.vocab_size - 1) > LARGEST_ID:
-        raise InputError(f"{spec} has the token id {largest}, but ids are from 0 to {LARGEST_ID}: copy it again.")
+        cure = f"write null:{LARGEST_ID} or less" if spec.startswith("null:") else "copy it again"
+        raise InputError(f"{spec} has the token id {largest}, but ids are from 0 to {LARGEST_ID}: {cure}.")
     return tokenizer
 
 

@@ -135,7 +135,7 @@ def test_a_mixture_gives_each_sample_one_denoiser_as_a_function_of_seed_and_inde
 
 
 @pytest.mark.smoke
-def test_settings_that_do_not_fit_are_sentences(config_of):
+def test_settings_that_do_not_fit_are_sentences(config_of, tmp_path):
     for data, sentence in (
         ({"reset_attention": True}, "trains on corrupted spans, which data.reset_attention=true does not have"),
         ({"fim_rate": 0.5}, "data.fim_rate=0.5 does not have"),
@@ -150,3 +150,12 @@ def test_settings_that_do_not_fit_are_sentences(config_of):
     long = {"kind": "layers", "num_layers": 1, "sequence_length": 1000}
     with pytest.raises((ConfigError, InputError), match="takes 1110|has no <extra_id_10>"):
         datasets(config_of({"encoder": long}, {"sequence_length": 400}))
+    least = {"train": str(tmp_path / "few.jsonl"), "noise_density": 0.15, "mean_span_length": 3.0}
+    for numbers, is_enough in ((34, True), (33, False)):  # and the end of the document: 35 tokens become 32 inputs
+        (tmp_path / "few.jsonl").write_text(json.dumps({"text": " ".join(map(str, range(2, 2 + numbers)))}))
+        if is_enough:
+            assert datasets(config_of(**least))["train"].num_tokens == 35
+        else:
+            sentence = "has 34 tokens for train, but .* spans takes 35: shorten model.encoder.sequence_length, or give"
+            with pytest.raises(InputError, match=sentence):
+                datasets(config_of(**least))

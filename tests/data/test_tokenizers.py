@@ -218,6 +218,8 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
         f"{tmp_path}/gpt2": f"{tmp_path}/gpt2 has a vocab.json and a merges.txt that are not GPT-2's (Error while "
         "reading BPE files: Merges text file invalid at line 1): copy both again.",
         "null": "null has no vocabulary size: write null:50257 for the token ids 0 to 50256.",
+        "null:2147483648": "null:2147483648 has the token id 2147483648, but ids are from 0 to 2147483647: write "
+        "null:2147483647 or less.",
         "null:0": "null:0 has no vocabulary size: write null:50257 for the token ids 0 to 50256.",
         f"{tmp_path}/no.json": f'{tmp_path}/no.json does not exist: correct the path of the tokenizer, or use "byte".',
         f"{tmp_path}/bad.model": f"{tmp_path}/bad.model is not a SentencePiece model (RuntimeError: INTERNAL: "
@@ -229,6 +231,7 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
         with pytest.raises(InputError) as caught:
             load_tokenizer(spec)
         assert str(caught.value) == sentence
+    assert load_tokenizer("null:2147483647").vocab_size == 2**31
 
 
 def test_null_reads_token_ids():

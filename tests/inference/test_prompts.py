@@ -41,6 +41,7 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
         '{"text": "a"}': 'a.jsonl, line 1 has neither "prompt" nor "messages"',
         '{"prompt": "<image>", "images": [""]}': 'a.jsonl, line 1 has "images" that are not paths or URLs',
         '{"prompt": "<image>", "image": {"path": 1}}': 'a.jsonl, line 1 has "images" that are not paths or URLs',
+        '{"prompt": "<image>", "images": ["a.png", "b.png"]}': "has 2 pictures and 1 times <image>: write it",
         '{"prompt": 1}': 'a.jsonl, line 1 has neither "prompt" nor "messages"',
         '{"messages": [{"role": "bot", "content": "a"}]}': "a.jsonl, line 1 has the role 'bot' in message 0",
         '[{"role": "user", "content": "a"}]': 'a.jsonl, item 1 has neither "prompt" nor "messages"',
