@@ -151,11 +151,11 @@ def test_settings_that_do_not_fit_are_sentences(config_of, tmp_path):
     with pytest.raises((ConfigError, InputError), match="takes 1110|has no <extra_id_10>"):
         datasets(config_of({"encoder": long}, {"sequence_length": 400}))
     least = {"train": str(tmp_path / "few.jsonl"), "noise_density": 0.15, "mean_span_length": 3.0}
-    for numbers, is_enough in ((34, True), (33, False)):  # and the end of the document: 35 tokens become 32 inputs
+    for numbers, is_enough in ((33, True), (32, False)):  # and the end of the document: 34 tokens become 32 inputs
         (tmp_path / "few.jsonl").write_text(json.dumps({"text": " ".join(map(str, range(2, 2 + numbers)))}))
         if is_enough:
-            assert datasets(config_of(**least))["train"].num_tokens == 35
+            assert datasets(config_of(**least))["train"].num_tokens == 34
         else:
-            sentence = "has 34 tokens for train, but .* spans takes 35: shorten model.encoder.sequence_length, or give"
+            sentence = "has 33 tokens for train, but .* spans takes 34: shorten model.encoder.sequence_length, or give"
             with pytest.raises(InputError, match=sentence):
                 datasets(config_of(**least))

@@ -90,6 +90,8 @@ def sentence(capsys, *arguments: str) -> str:
         ),
         ("f() { local k=$1; shift; p.py --micro-batch-size $k \"$@\"; }\nf 1 'a b'", [], ["1", "a b"]),
         ("f() { p.py --micro-batch-size ${0##*/} $1; }\nf 1", [], ["train.sh", "1"]),
+        ("cat << \t 'EOF'\nx \"y\nEOF\np.py --micro-batch-size 1", [], ["1"]),
+        (f"p.py --micro-batch-size {'${A:-' * 40}1{'}' * 40}", [], ["1"]),
         ("cat <<EOF > x\np.py --micro-batch-size 9 '\nEOF\np.py --micro-batch-size 1 > log 2>&1", [], ["1"]),
         ("V='--micro-batch-size 1 a'\neval \"p.py $V\"", [], ["1", "a"]),
         ("A=a\0b\np.py --micro-batch-size $A\0", [], ["ab"]),  # bash leaves zero bytes out
@@ -182,6 +184,17 @@ HOSTILE = {
     "too large": ("#" * 10_000_000, ("more than 1,048,576 bytes",)),
     "bytes": (b"\xff\xfe\x00\x00", ("cannot be read",)),
     "two lines": (f"p.py {SMALL}\np.py {SMALL} --seed 2", ("2 launch lines", "line 1 and", "line 2")),
+    "unclosed array": (f"A=(1 2\np.py {SMALL}", ("the array A=( has no end", "line 1", "close it")),
+    "function without a body": (f"f() p.py {SMALL}", ("the function from line 1 has no {", "complete it")),
+    "function without a name": ("function", ("the function from line 1 has no {", "complete it")),
+    "case of an operator": ("case ;; in x) a;; esac", ("the case from line 1 has no word", "complete it")),
+    "text without an end": (f"p.py {SMALL} <<", ("the end of the script is not read here", "line 1")),
+    "text with an operator as its end": (
+        f"p.py {SMALL} << ;",
+        ("; is not read here", "write the launch line by"),
+    ),
+    "nested eval": ('X=\'eval "$X"\'\neval "$X"', ("eval is nested too deeply", "line 2", "give the launch line")),
+    "deep words": (f"p.py {SMALL} --seed {'${A:-' * 41}1{'}' * 41}", ("nested too deeply", "simplify the line")),
     "another script": ("bash inner.sh", ("inner.sh",)),
 }
 
@@ -194,6 +207,15 @@ def test_hostile_scripts_get_a_sentence_and_nothing_is_executed(place, name, cap
     said = sentence(capsys, "train.sh", "--world", "1")
     assert all(part in said for part in parts), said
     assert sorted(place.iterdir()) == before
+
+
+def test_a_script_sources_up_to_49_files(place, capsys):
+    for i in range(50):
+        (place / f"{i}.sh").write_text(f"A={i}\n")
+    lines = [f"source {i}.sh\n" for i in range(50)]
+    assert words(place, "".join(lines[:49]) + "p.py --micro-batch-size $A")[-1] == "48"
+    (place / "train.sh").write_text("".join(lines) + f"p.py {SMALL}")
+    assert "49.sh is one of more than 50 sourced files: write the launch line by" in sentence(capsys, "train.sh")
 
 
 def test_the_package_has_nothing_that_executes():
@@ -270,6 +292,10 @@ OTHER_MODELS = {
         (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
         (f"{SMALL} --tensor-model-parallel-size 3", ("the world size 1 is no multiple",)),
         (f"{SMALL} --global-batch-size 0", ("no multiple",)),
+        (
+            SMALL.replace("--vocab-size 512", "--vocab-size 0"),
+            ("the line becomes a config that does not run: model.vocab_size=0 is too small (the translation, line",),
+        ),
         (SMALL.replace("--vocab-size 512", ""), ("size of the vocabulary", "--vocab-size")),
         (SMALL.replace("--lr 1e-3", ""), ("--lr is not set",)),
         (SMALL.replace("--mock-data", ""), ("no --data-path",)),
@@ -481,6 +507,24 @@ def test_yaml_of_megatrons_tests_and_of_its_config(place, monkeypatch):
         read(["gpt.yaml"])
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (None, ("gpt.yaml cannot be read, No such file", "correct the path")),
+        ("a: [1", ("gpt.yaml is not valid YAML (while parsing a flow sequence", "correct it")),
+        ("a: 2024-13-45", ("gpt.yaml is not valid YAML (month must be in 1..12)", "correct it")),
+        ("- 1", ("gpt.yaml has no arguments", "give a YAML file with names and values")),
+        ("bf16: 1", ("bf16: 1 is neither true nor false (gpt.yaml)", "correct it")),
+        ("num_layers: two", ("num_layers: two is no int (gpt.yaml)", "correct it")),
+    ],
+)
+def test_a_yaml_file_that_cannot_be_read_is_a_sentence(place, text, parts, capsys):
+    if text is not None:
+        (place / "gpt.yaml").write_text(text)
+    said = sentence(capsys, "gpt.yaml", "--world", "1")
+    assert all(part in said for part in parts), said
+
+
 def test_the_command_writes_a_new_file(place, capsys):
     line = f"--world 2 {SMALL} --write run.yaml".split()
     assert commands.main(["from-megatron", *line]) == 0
@@ -488,6 +532,11 @@ def test_the_command_writes_a_new_file(place, capsys):
     assert yaml.safe_load((place / "run.yaml").read_text())["mesh"]["data"] == 2
     assert "exists" in sentence(capsys, *line)
     assert "--world" in sentence(capsys, *SMALL.split())
+    said = sentence(capsys, *f"--world 2 {SMALL} --write none/run.yaml".split())
+    assert "--write=none/run.yaml: No such file or directory; name a file that can be written." in said
+    for world in ("0", "x", "²", "100000000"):
+        said = sentence(capsys, "--world", world, *SMALL.split())
+        assert f"argument --world: {world} is no number of devices: use 1 to 99999999" in said
     assert "SCRIPT_OR_ARGS" in sentence(capsys)
 
 

@@ -3,6 +3,7 @@
 Scripts are read, not executed: no command in them runs.
 """
 
+import argparse
 import sys
 import tempfile
 import warnings
@@ -164,8 +165,8 @@ def _parser() -> CommandParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text[:9]) or len(text) > 8:
-        raise InputError(f"--world={shown(text)} is no number of devices: use 1 or more.")
+    if not text.isdecimal() or not 0 < int(text[:9]) or len(text) > 8:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of devices: use 1 to 99999999")
     return int(text)
 
 

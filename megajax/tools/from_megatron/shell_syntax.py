@@ -110,7 +110,8 @@ class _Lexer:
             if redirection := re.match(r"\d*(?:&>>?|<<<|<<-?|[<>]+[&|]?)", self.text[self.at : self.at + 8]):
                 if redirection[0] in ("<<", "<<-"):
                     self.at += len(redirection[0])
-                    self._skip_blanks()
+                    while self.at < len(self.text) and self._skip_blanks():
+                        pass
                     self.heredocs.append(re.sub(r"[\"'\\]", "", self.word().raw))
                     continue
                 if not self.text.startswith(("<(", ">("), self.at):
@@ -169,7 +170,8 @@ class _Lexer:
             self.at += 1
             self._balanced("(", 0)
         if self.at == start:
-            raise self.fail(f"{shown(text[start])} is not read here", line, "write the launch line by itself")
+            found = shown(text[start : start + 1]) or "the end of the script"
+            raise self.fail(f"{found} is not read here", line, "write the launch line by itself")
         return Word(text[start : self.at].replace("\\\n", ""), line)
 
     def _array(self, assigned: str, line: int) -> Word:
@@ -321,7 +323,7 @@ class _Parser:
 
     def _function(self, line: int, depth: int) -> Function:
         self.at += self._is("function")
-        name = self._take()
+        name = self._take() if self.peek() is not None else None
         if self._is("("):
             self.at += 2
         while self._is("\n"):
