@@ -181,9 +181,10 @@ def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: st
     )
     strategies = {form.get("strategy") if isinstance(form, dict) else None for form in forms}
     if settings.get("format") != "float-quantized" or not strategies or not strategies <= {"channel", "tensor"}:
+        found_strategies = f"strategies {', '.join(sorted(map(str, strategies)))}" if strategies else "no strategies"
         raise InputError(
-            f"{where}: quantization_config has format={settings.get('format')} with strategies "
-            f"{', '.join(sorted(map(str, strategies)))} of weights: megajax reads float-quantized with channel or "
+            f"{where}: quantization_config has format={settings.get('format')} with {found_strategies} "
+            "of weights: megajax reads float-quantized with channel or "
             "tensor; save the model in bfloat16 with transformers and give that folder."
         )
     block = None if strategies == {"tensor"} else (1, None)

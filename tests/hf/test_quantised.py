@@ -173,6 +173,20 @@ MISTAKES = {
         {},
         "quantization_config.weight_block_size=[16] is not a list of two sizes",
     ),
+    "another format": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"strategy": "group"}}},
+        },
+        {},
+        "quantization_config has format=pack-quantized with strategies group of weights: megajax reads float-quantized",
+    ),
+    "no groups": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        {},
+        "quantization_config has format=float-quantized with no strategies of weights: megajax reads float-quantized",
+    ),
     "no scales": (FP8, {"w": W}, "w has dtype F8_E4M3: save the model in F32"),
     "other scales": (FP8, {"w": W, "w_scale_inv": SCALES.T.copy()}, "has the shape [4, 3], but by quantization_config"),
     "packed in bytes": (FP8, {"w": np.ones((40, 30), np.int8), "w_scale_inv": SCALES}, "w has dtype I8: save"),

@@ -12,7 +12,7 @@ from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.convert import export, open_readers, read_folder, read_model
 from megajax.hf.folder import SINGLE, FolderTensors
-from megajax.hf.quantising import StoredForm, in_mxfp4, largest_to, power_of_two_scale
+from megajax.hf.quantising import Mxfp4Experts, StoredForm, in_mxfp4, largest_to, power_of_two_scale
 from megajax.model.block import layer_state, linear_layers, state_by_name
 from megajax.model.parameters import bind, parameters
 from megajax.model.transformer import Transformer
@@ -178,3 +178,13 @@ def test_a_model_that_a_format_does_not_have_is_refused(unpack, tmp_path, name, 
     with pytest.raises(InputError) as error:
         export(weights, model, tmp_path / "out", StoredForm("float32", kind), {}, origin=origin)
     assert sentence in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_groups_of_mxfp4_have_32_inputs():
+    stored = dict(Mxfp4Experts().stored("x.down_proj", np.ones((2, 64, 8), np.float32)))
+    assert {name: array.shape for name, array in stored.items()} == {
+        "x.down_proj_blocks": (2, 8, 2, 16),
+        "x.down_proj_scales": (2, 8, 2),
+    }
+    with pytest.raises(InputError, match="=mxfp4 cannot .*x.down_proj has 63 inputs, no multiple of 32: use none"):
+        next(Mxfp4Experts().stored("x.down_proj", np.ones((2, 63, 8), np.float32)))

@@ -64,6 +64,13 @@ def error_of(folder: Path) -> str:
 # Files
 
 
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["w"]}', '{"weight_map": {"w": 1}}'])
+def test_an_index_without_names_of_files_is_damaged(tmp_path, content):
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(InputError, match=f"{INDEX} is damaged .it has no weight_map of file names.: copy it again"):
+        FolderTensors(tmp_path)
+
+
 @pytest.mark.smoke
 def test_model_safetensors_counts_alone_beside_other_files(unpacked):
     folder, tensors = unpacked("tiny_llama")

@@ -13,6 +13,7 @@ import pickle
 import shutil
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -279,6 +280,35 @@ def test_a_folder_of_checkpoints_names_its_newest(tmp_path):
         (tmp_path / NEWEST).write_text(text)
         with pytest.raises(InputError, match=sentence):
             saved_arguments(tmp_path)
+
+
+def test_missing_chunks_and_another_tensor_in_a_file_are_sentences(unpack):
+    """`.metadata` is of the same checkpoint, or the files are not."""
+    name, folder, section = "decoder.layers.0.mlp.linear_fc2.weight", unpack("gqa"), stored("gqa")[0]
+    for changes, sentence in (
+        (
+            lambda kept: {"chunks": kept.chunks[:1]},
+            "chunks of .*linear_fc2.weight are missing: copy all of its .distcp",
+        ),
+        (lambda _: {"dtype": np.dtype("float64")}, "has another tensor than .metadata says: copy the whole checkpoint"),
+    ):
+        with MegatronTensors(folder, ModelConfig.model_validate(section)) as tensors:
+            part, whole = tensors._parts[name], tuple(slice(0, size) for size in tensors.shape(name))
+            assert len(part.stored.chunks) > 1 and tensors.read(name, whole).shape == tensors.shape(name)
+            tensors._placed.cache_clear()
+            tensors._parts[name] = replace(part, stored=replace(part.stored, **changes(part.stored)))
+            with pytest.raises(InputError, match=sentence):
+                tensors.read(name, whole)
+
+
+@pytest.mark.parametrize("state", [{}, {"args": argparse.Namespace()}])
+def test_a_checkpoint_without_arguments_is_a_sentence(unpack, state):
+    folder = unpack("gqa")
+    with zipfile.ZipFile(folder / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps(state, protocol=2))
+        archive.writestr("common/byteorder", "little")
+    with pytest.raises(InputError, match=r"has no arguments \(args\): give the launch script of its run"):
+        saved_arguments(folder)
 
 
 def test_a_tensors_own_pickle_is_not_trusted_either(unpack, tmp_path):

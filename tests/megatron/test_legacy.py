@@ -262,11 +262,27 @@ def test_objects_of_megatron_are_held_and_not_called(tmp_path):
 
 
 def test_a_missing_file_of_one_rank_names_the_tensor(tmp_path):
+    (tmp_path / "empty/mp_rank_00").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"empty has no model_optim_rng.pt in its folders mp_rank_\*: copy the whole"):
+        LegacyTensors(tmp_path / "empty", ModelConfig.model_validate(SMALL))
     folder = unpacked_legacy("gqa", tmp_path)
     model = ModelConfig.model_validate(stored("gqa")[0])
     shutil.rmtree(folder / "mp_rank_01_001")
     with pytest.raises(InputError, match="no part of decoder.layers.1.* of the tensor-parallel rank 1"):
         read(folder, model)
+
+
+@pytest.mark.parametrize(
+    "other", [np.ones((8, 6), np.float16), np.ones((8, 12), np.float32)], ids=lambda array: str(array.dtype)
+)
+def test_a_part_that_is_unlike_the_first_ranks_is_named(tmp_path, other):
+    own, name = np.ones((8, 6), np.float32), "decoder.layers.0.mlp.linear_fc2.weight"
+    for rank, part in (("00", own), ("01", other)):
+        write(tmp_path, rank, {"model": {name: part}}, tensor_model_parallel_size=2)
+    with pytest.raises(InputError, match=f"mp_rank_01/.* has another shape or dtype of {name} than mp_rank_00/.*"):
+        LegacyTensors(tmp_path, ModelConfig.model_validate(SMALL))
+    write(tmp_path, "01", {"model": {name: own}}, tensor_model_parallel_size=2)
+    assert LegacyTensors(tmp_path, ModelConfig.model_validate(SMALL)).shape(name) == (8, 12)
 
 
 def test_another_model_is_named(tmp_path):

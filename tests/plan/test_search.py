@@ -261,6 +261,10 @@ def test_one_mesh_is_explained(config, capsys):
             ],
             "remat.policy=none rules out every mesh of 2 H200s that holds this: the closest needs",
         ),
+        (
+            ["--gpus", "2", "--fewest", "mesh.tensor=3"],
+            "--gpus=2 is too few: mesh.tensor=3 rules out every mesh of 2 GPUs: mesh.tensor=3 does",
+        ),
         (["--gpus", "8", "--explain", "width=2"], "width is no axis of a mesh: the axes are pipeline, data"),
         (["--gpus", "1", "--device", "a100", "--fp8"], "--fp8 needs a GPU with FP8"),
         (

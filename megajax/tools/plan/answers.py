@@ -162,4 +162,4 @@ def fewest(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
         ]
         lines.append(limit_line(rates, rows, options.margin))
         return [*lines, *written(options, found, rates, found.overrides)]
-    raise InputError(f"up to {counted(options.gpus, 'GPU')} are too few: {reason}")
+    raise InputError(f"--gpus={options.gpus} is too few: {reason}")
