@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.config import load_config
 from megajax.errors import InputError
 from megajax.hf import adapters
@@ -22,6 +23,7 @@ from megajax.inference.load import from_hf, load_run
 from megajax.layout.kinds import block_layers
 from megajax.model import Transformer, bind, parameters
 from megajax.model.lora import is_adapter
+from megajax.schema.vision import VisionConfig
 from megajax.training.batches import batches
 from megajax.training.loop import Trainer
 
@@ -203,6 +205,32 @@ def test_another_base_and_adapters_as_a_base_are_refused(run, tmp_path):
         compare(base, str(trainer.run_dir))
     with pytest.raises(InputError, match=r"with other settings: restore them.*\n  lora.rank=2, but this run has 4"):
         Trainer(make_config(base, trainer.run_dir, name, "lora.rank=4"), devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("run", ["tiny_gpt2"], indirect=True)
+def test_adapters_that_cannot_be_written_or_merged_are_sentences(run, tmp_path):
+    _, _, trainer = run
+    config, folder = trainer.config, trainer.run_dir
+    [step] = (int(path.name) for path in (folder / SUBDIRECTORY).iterdir() if path.name.isdigit())
+
+    def changed(section: str, **values):
+        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+    tower = VisionConfig.model_validate({"image_token": 9, "num_layers": 1, "hidden_size": 8, "num_heads": 2})
+    for other, sentence in (
+        (changed("lora", rank=None), r"has no adapters \(lora.rank=null\): write its weights with the command export"),
+        (
+            changed("model", vision=tower),
+            r"reads images \(model.vision\): write its merged weights with the",
+        ),
+    ):
+        with pytest.raises(InputError, match=f"RUN={folder} {sentence}"):
+            adapters.export_adapters(folder, step, other, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    other = changed("checkpoint", init_from=str(folder))  # a run with adapters only
+    sentence = f"checkpoint.init_from={folder} .* is not the adapters' base: restore the base"
+    with pytest.raises(InputError, match=sentence), adapters.open_merged(folder, step, other):
+        pass
 
 
 def test_peft_has_each_layer_of_a_model_with_dense_and_moe_layers_once(tmp_path, monkeypatch):

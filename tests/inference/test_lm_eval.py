@@ -42,6 +42,19 @@ def adapter(letters_folder, monkeypatch):
     return registered["megajax"](str(letters_folder), mesh="fsdp:2", dtype="float32", batch_size="2", **of_template)
 
 
+def test_the_end_of_a_text_is_the_first_token_that_stops_or_begins_one(adapter):
+    """A mistake in the template's arguments is a sentence too."""
+    folder = adapter.model.folder
+    with pytest.raises(InputError, match="chat_template_args=thinking=1 is not a mapping .*: write it like"):
+        type(adapter)(str(folder), dtype="float32", chat_template_args="thinking=1")
+    for stops, prefix, expected in (([5, 6], 3, 5), ([], 3, 3)):
+        adapter.model = types.SimpleNamespace(stop_tokens=stops, prefix_token=prefix, folder=folder)
+        assert adapter.eot_token_id == expected
+    adapter.model.prefix_token = None
+    with pytest.raises(InputError, match=f"{folder} has no end-of-text token: set eos_token_id in generation_config"):
+        _ = adapter.eot_token_id
+
+
 def test_requests_are_answered_as_by_the_reference(references, adapter):
     adapter.model.max_length = 64
     assert adapter.batch == 2 and type(adapter)(str(adapter.model.folder), batch_size="auto:4").batch == 8

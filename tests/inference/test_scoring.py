@@ -292,6 +292,9 @@ def test_the_token_that_ends_a_completion_is_the_trainings_or_a_sentence(letters
     model.end_token = token("z")  # of a run, by its config
     (window,) = next(open_set(str(tmp_path / "one.jsonl"), model, SetFormat()).documents).windows
     assert [*window.tokens] == [0, token("a"), token("b"), token("z")]
+    model.tokenizer = None
+    with pytest.raises(InputError, match=f"{letters_folder} has no tokenizer, so .*: add tokenizer.json"):
+        next(open_set(str(tmp_path / "one.jsonl"), model, SetFormat()).documents)
 
 
 def test_mistakes_are_sentences(letters_folder, tmp_path, capsys):
