@@ -31,10 +31,14 @@ from megajax.errors import InputError
 from megajax.megatron.convert import load
 from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, StoredTensor, named_parts, saved_arguments
 from megajax.megatron.pickled import TorchZip, load_plain
+from megajax.megatron.torch_files import Call, Instance, Named, Pairs, pickled
+from megajax.megatron.writer import DCP
 from megajax.model import Transformer, bind, parameters
 from megajax.model.block import layer_state
 from megajax.tools.from_megatron.__main__ import main
 from megajax.training.loop import Trainer
+
+F32 = np.dtype("float32")
 
 
 @pytest.fixture
@@ -299,6 +303,50 @@ def test_missing_chunks_and_another_tensor_in_a_file_are_sentences(unpack):
             tensors._parts[name] = replace(part, stored=replace(part.stored, **changes(part.stored)))
             with pytest.raises(InputError, match=sentence):
                 tensors.read(name, whole)
+
+
+def list_of_a_tensor(dtype: Any = F32, shape=(2, 4), offsets=(0, 0), sizes=(2, 4), start=0) -> bytes:
+    """`.metadata` of a checkpoint with one tensor in one chunk."""
+
+    def described(name: str, state: Any, module: str = "metadata") -> Instance:
+        return Instance(Named(f"{DCP}{module}", name), state)
+
+    at, size, whole = (Call(Named("torch", "Size"), (each,)) for each in (offsets, sizes, shape))
+    properties = described("TensorProperties", (dtype, None, False, None, False))
+    chunks = [described("ChunkStorageMetadata", {"offsets": at, "sizes": size})]
+    listed = {"properties": properties, "size": whole, "chunks": chunks}
+    index = described("MetadataIndex", {"fqn": "a", "offset": at, "index": None})
+    place = {"relative_path": "__0_0.distcp", "offset": start, "length": 8}
+    content = {
+        "state_dict_metadata": {"a": described("TensorStorageMetadata", listed)},
+        "storage_data": Pairs(((index, described("_StorageInfo", place, "filesystem")),)),
+    }
+    return pickled(described("Metadata", content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"dtype": Named(f"{DCP}metadata", "float9")},
+            "a has the dtype .*, which is not read: save it in BF16",
+        ),
+        ({"shape": (0, 4)}, r".metadata is damaged \(a has the shape \(0, 4\)\): copy it again"),
+        ({"shape": (2**40, 2**9)}, r".metadata is damaged \(a has the shape .*\): copy it again"),
+        ({"sizes": (2, 5)}, r".metadata is damaged \(a chunk of a is outside it\): copy it again"),
+        ({"offsets": (-1, 0)}, r".metadata is damaged \(a chunk of a is outside it\): copy it again"),
+        ({"start": -1}, r".metadata is damaged \(a chunk of a is outside it\): copy it again"),
+    ],
+    ids=str,
+)
+def test_a_list_of_tensors_that_cannot_be_is_damaged(tmp_path, changes, sentence):
+    model = ModelConfig.model_validate(stored("gqa")[0])
+    for own in ({"shape": (2**40, 2**8)}, {}):  # the largest that is read, and the usual
+        (tmp_path / METADATA).write_bytes(list_of_a_tensor(**own))
+        assert MegatronTensors(tmp_path, model).shape("a") == own.get("shape", (2, 4))
+    (tmp_path / METADATA).write_bytes(list_of_a_tensor(**changes))
+    with pytest.raises(InputError, match=sentence):
+        MegatronTensors(tmp_path, model)
 
 
 @pytest.mark.parametrize("state", [{}, {"args": argparse.Namespace()}])

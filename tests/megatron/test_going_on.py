@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +184,10 @@ def test_a_block_of_fragments_is_that_of_the_whole_tensor(folder):
             whole = moments.read(name, [slice(0, size) for size in shape])
             blocks = [slice(size // 3, size) for size in shape]
             np.testing.assert_array_equal(moments.read(name, blocks), whole[tuple(blocks)], err_msg=name)
+        part = moments._parts[name]
+        moments._parts[name] = replace(part, stored=replace(part.stored, chunks=part.stored.chunks[1:]))
+        with pytest.raises(InputError, match=f"chunks of .*{name} are missing: copy all of its .distcp files"):
+            moments.read(name, [slice(0, size) for size in moments.shape(name)])
 
 
 @pytest.mark.long

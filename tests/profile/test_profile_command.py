@@ -81,13 +81,18 @@ def test_a_folder_without_a_part_of_the_trace_is_a_sentence(folder, tmp_path, ca
     assert sentence in printed.err and printed.err.count("\n") == 1
 
 
-def test_a_damaged_trace_is_a_sentence(folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b"no trace", "is no trace of jax.profiler"), (b"", "has no operation of a device")],
+)
+def test_a_damaged_trace_is_a_sentence(folder, tmp_path, capsys, content, sentence):
     copy = Path(shutil.copytree(folder / "traced", tmp_path / "copy"))
     for path in copy.rglob("*.xplane.pb"):
-        path.write_bytes(b"no trace")
+        path.write_bytes(content)
     with pytest.raises(SystemExit):
         main([str(copy)])
-    assert "megajax: error: " in (printed := capsys.readouterr().err) and printed.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("megajax: error: ") and sentence in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,10 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
     assert sorted(names, key=position_in_model) == [names[4], names[3], names[2], names[0], names[1]]
 
 
+ENCODED = ["run.extensions=[docs/examples/encoder.py, docs/examples/cross_attention.py]"]
+ENCODED += ["model={block_pattern: [moe, reads_source], encoder: {kind: source, settings: {length: 16}}}"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -307,13 +311,7 @@ def test_uneven_stages_stay_uneven_and_parameters_are_in_the_models_order():
         (["--mesh", "tensor=3"], "mesh.tensor=3 does not divide"),
         (["--steps", "0"], "--steps=0 is below 1"),
         (["--steps", "1", "--checkpoint"], "--checkpoint saves between steps, and --steps=1: use 2 or more"),
-        (
-            [
-                "run.extensions=[docs/examples/encoder.py, docs/examples/cross_attention.py]",
-                "model={block_pattern: [moe, reads_source], encoder: {kind: source, settings: {length: 16}}}",
-            ],
-            "verify has no batches for a registered encoder (",
-        ),
+        (ENCODED, "verify has no batches for a registered encoder ("),
         (["--precision", "fp8", "--mesh", "fsdp=2"], "--precision=fp8, but precision.fp8.recipe=none"),
         (["checkpoint.save_optimizer=false", "--checkpoint"], "saves weights only, so --checkpoint has nothing to"),
         ([], "the config's mesh is one device"),
