@@ -1,6 +1,7 @@
 """A chat template that needs more memory or time than its child process has is a sentence."""
 
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -51,6 +52,20 @@ def test_a_template_that_explodes_or_does_not_end_is_a_sentence(limit):
         with pytest.raises(Stopped, match=f"the template takes more than .* {limit}: correct it"):
             child.run("the template", "correct it", render, Template({"default": source}, {}, "t"), CHAT, False, {})
         assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize("padding", [0, 1000])
+def test_a_text_has_up_to_65536_characters_or_100_times_those_of_its_template_and_messages(padding):
+    def rendered(length: int) -> str:
+        source = f"{{{{ 'a' * {length:7} }}}}{{# {'x' * padding} #}}"
+        most.append(max(2**16, 100 * (len(source) + len(pickle.dumps((CHAT, {}))))))
+        return Template({"default": source}, {}, "t.jinja").render(CHAT, False)
+
+    most: list[int] = []
+    rendered(1)
+    assert len(rendered(most[0])) == most[0]
+    with pytest.raises(InputError, match=f"t.jinja makes a text of {most[0] + 1:,} characters, more than 100 times"):
+        rendered(most[0] + 1)
 
 
 MESSAGE_BOMB = "{% for m in messages %}{{ m.content * (m.content | length) ** 12 }}{% endfor %}"

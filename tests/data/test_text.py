@@ -8,6 +8,8 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -22,6 +24,7 @@ import megajax
 from megajax.config.checks import check
 from megajax.data import index, index_cache, inspect, text
 from megajax.data.describe import describe_data
+from megajax.data.json_lines import LineBlock, TextPosition
 from megajax.data.loader import datasets, make_loader
 from megajax.data.preprocess import preprocess
 from megajax.data.text import JoinedTokens
@@ -222,6 +225,19 @@ def test_files_that_cannot_be_read_are_sentences_and_leave_nothing(tmp_path, nam
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("token", [-1, 0, 3, 4, 2**16])
+def test_a_token_outside_the_vocabulary_of_its_tokenizer_is_a_sentence(token):
+    """One beyond the bytes of a stored token too."""
+    tokenizer: Any = SimpleNamespace(vocab_size=4, encode_all=lambda texts: [[token] for _ in texts])
+    encoder, line = text.TextEncoder("mine", None, None, "text", tokenizer=tokenizer), b'{"text": "a"}\n'
+    block = LineBlock("a.jsonl", 1, line, len(line), TextPosition(len(line), 1))
+    if 0 <= token < 4:
+        assert encoder(block).tokens.tolist() == [token]
+    else:
+        with pytest.raises(InputError, match=f"mine gave the token id {token}, outside its vocab_size=4: correct it"):
+            encoder(block)
+
+
 def test_settings_that_do_not_fit_are_sentences(tmp_path):
     (tmp_path / "shard-0").write_text('{"body": "some text that is good"}')
     for data, sentence in {
