@@ -291,11 +291,12 @@ OTHER_MODELS = {
         (f"{SMALL} --seed one", ("--seed one is not an integer",)),
         (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
         (f"{SMALL} --tensor-model-parallel-size 3", ("the world size 1 is no multiple",)),
-        (f"{SMALL} --global-batch-size 0", ("no multiple",)),
         (
             SMALL.replace("--vocab-size 512", "--vocab-size 0"),
             ("the line becomes a config that does not run: model.vocab_size=0 is too small (the translation, line",),
         ),
+        (f"{SMALL} --global-batch-size 0", ("--global-batch-size 0 is below 1", "use 1 or more")),
+        (f"{SMALL} --global-batch-size 3 --micro-batch-size 2", ("no multiple",)),
         (SMALL.replace("--vocab-size 512", ""), ("size of the vocabulary", "--vocab-size")),
         (SMALL.replace("--lr 1e-3", ""), ("--lr is not set",)),
         (SMALL.replace("--mock-data", ""), ("no --data-path",)),

@@ -250,6 +250,16 @@ CONTRADICTIONS = [
     (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|(ttL", 2, r"\(ttL is no layout such as"),
     (f"{STAGES} 4 --decoder-first-pipeline-num-layers 5", 2, "4 layers cannot be divided into 2 stages"),
 ]
+CONTRADICTIONS += [
+    (f"--{name} 0", 1, f"--{name} 0 is below 1.*use 1 or more")
+    for name in (
+        *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "global-batch-size"),
+        *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
+        *("expert-model-parallel-size", "expert-tensor-parallel-size", "num-distributed-optimizer-instances"),
+        "make-vocab-size-divisible-by",
+    )
+]
+CONTRADICTIONS += [("--lr 0 --decoupled-lr 2e-3", 1, "--lr 0 is not above 0.*use more")]
 OF_EXPERTS = [
     ("--moe-layer-freq 0", 1, "--moe-layer-freq 0 is no frequency.*use 1 or more"),
     ("--moe-layer-freq [1]*3", 1, r"\[1\]\*3 has 3 layers, the model 4"),

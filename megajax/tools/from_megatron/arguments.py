@@ -40,6 +40,13 @@ _CHOICES = {  # values that Megatron-LM accepts, of flags with few
     "rope_type": ("rope", "yarn"),
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
 }
+# Numbers of things, of which there is at least one
+_COUNTS = (
+    *("num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads", "make_vocab_size_divisible_by"),
+    *("seq_length", "encoder_seq_length", "micro_batch_size", "global_batch_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances"),
+)
 
 
 class Arguments:
@@ -58,6 +65,11 @@ class Arguments:
         for name, choices in _CHOICES.items():
             if (value := self[name]) is not None and value not in choices:
                 raise self.fail(f"{self.shown(name)} is none of {listed(choices)}", "correct it")
+        for name in _COUNTS:
+            if (value := self[name]) is not None and value < 1:
+                raise self.fail(f"{self.shown(name)} is below 1", "use 1 or more")
+        if (rate := self["lr"]) is not None and rate <= 0:
+            raise self.fail(f"{self.shown('lr')} is not above 0", "use more")
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, DEFAULTS[name])
