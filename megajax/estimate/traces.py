@@ -140,7 +140,8 @@ class BlockTrace:
     """The forward pass of a block, traced."""
 
     def __init__(self, of: Traces, block: Block, form: LayerForm):
-        shards, length, dtype = form.shards, of.length, of.dtype
+        shards, dtype = form.shards, of.dtype
+        length = -(-of.length // shards.tensor) * shards.tensor  # whole tokens on each device; figures are per token
         self.block, self.frozen, self.length, self.dtype, self.fp8 = block, of.frozen, length, dtype, form.fp8
         fused = _weights(block, shards)
         # Sorted, as jax flattens dictionaries

@@ -155,6 +155,14 @@ def test_devices_of_tensor_share_the_width_of_the_experts_that_each_group_has(te
     assert wide.activations - narrow.activations == 2 * T * 9 * 1.25 * 2 * 2 * 64 // tensor
 
 
+def test_tensor_need_not_divide_a_sequence():
+    """Only a microbatch's tokens, here 2 x 127."""
+    found = [
+        small("mesh={fsdp: 1, tensor: 2}", f"batch.sequence_length={length}").activations for length in (126, 127, 128)
+    ]
+    assert found[1] == (found[0] + found[2]) / 2 > 0
+
+
 def test_a_later_round_of_experts_rows_has_gradients_of_weights_that_are_added_to_the_first_rounds():
     wide, few = EXPERTS.replace("size: 64", "size: 1024"), ("batch.sequence_length=8", "kernels.loss_chunk_tokens=4")
     two = ("mesh.fsdp=1", "mesh.expert=2", "communication.experts=all_to_all", "kernels.scan_unroll=1")
