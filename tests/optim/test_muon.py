@@ -150,7 +150,9 @@ OF_ADAMW = [
 ]
 
 
-@pytest.mark.parametrize(("model", "names"), OF_ADAMW, ids=str)
+@pytest.mark.parametrize(
+    ("model", "names"), OF_ADAMW, ids=["prediction", "deepstack", "average", "kda", "mamba2", "gated_deltanet"]
+)
 def test_some_matrices_are_adamws(model, names):
     declared = parameters(Transformer(ModelConfig.model_validate(model)))
     assert {name.split(".")[-1] for name, p in declared.items() if p.role == "matrix" and not p.muon} == names
