@@ -78,9 +78,14 @@ def variables(config: Config) -> dict[str, str]:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.optimizer.offload:
         found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = HOST_MEMORY_LIMIT
-    if not has_nvidia_driver() and (devices := re.findall(VIRTUAL + r"=(\d+)", os.environ.get("XLA_FLAGS", ""))):
-        found |= threads_of(int(devices[-1]))
+    if not has_nvidia_driver() and (devices := virtual_devices()):
+        found |= threads_of(devices)
     return found
+
+
+def virtual_devices() -> int:
+    """The number of CPU devices that XLA's flags ask for; 0 if they ask for none."""
+    return int(["0", *re.findall(VIRTUAL + r"=(\d+)", os.environ.get("XLA_FLAGS", ""))][-1])
 
 
 def threads_of(devices: int) -> dict[str, str]:

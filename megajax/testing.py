@@ -23,7 +23,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import Sublayer, Transformer, init_parameters, register_block
 from megajax.model.block import layer_state
 from megajax.options.remat import NONE
-from megajax.runtime import threads_of
+from megajax.runtime import threads_of, virtual_devices
 from megajax.tools.verify.differences import compare
 from megajax.tools.verify.runs import Run, batches
 from megajax.training.batches import to_global
@@ -42,7 +42,8 @@ def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = N
     differs.
     """
     needed = max(math.prod(mesh.values()) for _, runs in _runs(sublayer) for mesh, _ in runs)
-    os.environ.update(threads_of(needed))  # jax reads it when it starts its devices, here if nothing has used them
+    for name, value in threads_of(virtual_devices()).items():  # read when jax starts its devices, here or before
+        os.environ.setdefault(name, value)
     assert needed <= jax.device_count(), (
         f"{sublayer.__name__}: its meshes need {needed} devices, and here are {jax.device_count()}: set "
         f"JAX_PLATFORMS=cpu and XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts"
