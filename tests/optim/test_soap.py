@@ -22,7 +22,9 @@ from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
 RATE, STEPS, SAVED, LARGEST = 1e-2, 6, 3, 48
-SETTINGS = {"beta1": 0.9, "beta2": 0.95, "frequency": 2, "largest": LARGEST}  # bases are refreshed in steps 3 and 5
+# Bases are refreshed in steps 3 and 5. With an epsilon of 1e-8 the first update is the sign of each rotated number,
+# and that of one near 0 depends on the rounding of a processor.
+SETTINGS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3, "frequency": 2, "largest": LARGEST}
 LLAMA = MODELS["llama"] | {"num_layers": 1, "ffn_hidden_size": 64}  # the FFN's side of a matrix has no basis
 UNEVEN = {"batch": {"num_microbatches": 4}, "pipeline": {"layout": (1, 2)}}  # one empty slot
 CASES = {  # (model, two meshes with their sections)
@@ -43,6 +45,7 @@ CASES = {  # (model, two meshes with their sections)
 def make_program(model, mesh, sections) -> TrainProgram:
     """The program on the first virtual devices."""
     own = {"kind": "soap", "soap": {"precondition_frequency": 2, "max_dimension": LARGEST}, "clip_norm": 0.0}
+    own |= {"epsilon": SETTINGS["epsilon"]}
     sections = sections | {"schedule": {"kind": "constant", "learning_rate": RATE}}
     config = make_config(model, mesh, steps=STEPS, **(sections | {"optimizer": own | sections.get("optimizer", {})}))
     count = math.prod(getattr(config.mesh, axis) for axis in AXES)
@@ -89,4 +92,4 @@ def test_meshes_update_weights_as_numpy_does(model, first, second, tmp_path, mon
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         error, change = np.linalg.norm(found[name] - weight), np.linalg.norm(weight - weights[name])
-        assert error < 5e-4 * change, (name, error / change)
+        assert error < 5e-5 * change, (name, error / change)

@@ -9,20 +9,22 @@ from muon import array_of, is_matrix, matrices
 class AdamW:
     """The update of a parameter that has no matrices."""
 
-    def __init__(self, shape: Sequence[int], beta1: float, beta2: float):
+    def __init__(self, shape: Sequence[int], beta1: float, beta2: float, epsilon: float):
+        self.epsilon = epsilon
         self.betas, self.mean, self.square = (beta1, beta2), np.zeros(shape), np.zeros(shape)
 
     def __call__(self, gradient: np.ndarray, t: int) -> np.ndarray:
         beta1, beta2 = self.betas
         self.mean = beta1 * self.mean + (1 - beta1) * gradient
         self.square = beta2 * self.square + (1 - beta2) * gradient**2
-        return self.mean / (1 - beta1**t) / (np.sqrt(self.square / (1 - beta2**t)) + 1e-8)
+        return self.mean / (1 - beta1**t) / (np.sqrt(self.square / (1 - beta2**t)) + self.epsilon)
 
 
 class Soap:
     """The update of one matrix; a side that is longer than `largest` keeps the identity as its basis."""
 
-    def __init__(self, shape: Sequence[int], beta1: float, beta2: float, frequency: int, largest: int):
+    def __init__(self, shape: Sequence[int], beta1: float, beta2: float, epsilon: float, frequency: int, largest: int):
+        self.epsilon = epsilon
         self.betas, self.frequency, self.adapts = (beta1, beta2), frequency, [size <= largest for size in shape]
         self.mean, self.square = np.zeros(shape), np.zeros(shape)
         self.factors, self.bases = [np.zeros((size, size)) for size in shape], [np.eye(size) for size in shape]
@@ -34,7 +36,7 @@ class Soap:
             self.mean = beta1 * self.mean + (1 - beta1) * gradient
             self.square = beta2 * self.square + (1 - beta2) * (left.T @ gradient @ right) ** 2
             mean, square = self.mean / (1 - beta1**n), self.square / (1 - beta2**n)
-            update = left @ ((left.T @ mean @ right) / (np.sqrt(square) + 1e-8)) @ right.T
+            update = left @ ((left.T @ mean @ right) / (np.sqrt(square) + self.epsilon)) @ right.T
         for side, outer in enumerate((gradient @ gradient.T, gradient.T @ gradient)):
             if not self.adapts[side]:
                 continue
@@ -71,7 +73,7 @@ def reference(
         if is_matrix(name):
             updates = {index: Soap(stack.shape[-2:], **settings) for index in np.ndindex(stack.shape[:-2])}
         else:
-            updates, stack = {(): AdamW(weight.shape, beta1, beta2)}, weight
+            updates, stack = {(): AdamW(weight.shape, beta1, beta2, settings["epsilon"])}, weight
         for t, each in enumerate(gradients, start=1):
             own = matrices(name, each[name]) if is_matrix(name) else each[name]
             update = np.empty(stack.shape)
