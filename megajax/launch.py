@@ -30,11 +30,11 @@ from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPP
 from megajax.errors import ConfigError, InputError, counted
 from megajax.files import is_number, whole_number
 from megajax.restart_sign import RestartSign
+from megajax.runtime import CPU_DEVICES, virtual_devices
 from megajax.training.ending import Ending
 
 FINAL = (DONE, MISTAKE, BAD_NUMBERS, INTERRUPTED)  # never restarted
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-CPU_DEVICES = "--xla_force_host_platform_device_count"
 OF_A_CLUSTER = {"JAX_NUM_PROCESSES": 0, "SLURM_NTASKS": 1, "OMPI_COMM_WORLD_SIZE": 1}  # the largest value without one
 PR_SET_PDEATHSIG = 1
 
@@ -62,8 +62,7 @@ def working_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
             return [uuid for _, uuid in gpus]
         wanted = [entry.strip() for entry in chosen.split(",")]
         return [uuid for entry in wanted for number, uuid in gpus if entry == number or _is_start(entry, uuid)]
-    count = re.search(rf"{CPU_DEVICES}=(\d+)", environment.get("XLA_FLAGS", ""))
-    return [str(number) for number in range(int(count[1]) if count else 1)]
+    return [str(number) for number in range(virtual_devices(environment) or 1)]
 
 
 def _is_start(entry: str, uuid: str) -> bool:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
 PERMUTATIONS = "xla_gpu_collective_permute_mode"
 # GB of pinned memory that jax may take; its default of 64 is too little for moments. The host's memory is the limit.
 HOST_MEMORY_LIMIT = "16384"
-VIRTUAL, THREADS_OF_DEVICE = "--xla_force_host_platform_device_count", 4
+CPU_DEVICES = "--xla_force_host_platform_device_count"  # the flag for virtual ones
+THREADS_OF_DEVICE = 4
 MEMORY_FRACTION = "0.92"  # jax's default of 0.75 causes unnecessary out-of-memory errors
 
 
@@ -83,9 +85,9 @@ def variables(config: Config) -> dict[str, str]:
     return found
 
 
-def virtual_devices() -> int:
-    """The number of CPU devices that XLA's flags ask for; 0 if they ask for none."""
-    return int(["0", *re.findall(VIRTUAL + r"=(\d+)", os.environ.get("XLA_FLAGS", ""))][-1])
+def virtual_devices(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of CPU devices that XLA's flags ask for, of two flags the last one; 0 if they ask for none."""
+    return int(["0", *re.findall(rf"{CPU_DEVICES}=(\d+)", environment.get("XLA_FLAGS", ""))][-1])
 
 
 def threads_of(devices: int) -> dict[str, str]:

@@ -231,6 +231,8 @@ GPU 2: NVIDIA H200 (UUID: GPU-3333cccc-0000)
         ({"CUDA_VISIBLE_DEVICES": "GPU-"}, []),
         ({"CUDA_VISIBLE_DEVICES": ""}, []),
         ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--x {launch.CPU_DEVICES}=3"}, ["0", "1", "2"]),
+        # Of two flags XLA takes the last
+        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{launch.CPU_DEVICES}=3 {launch.CPU_DEVICES}=2"}, ["0", "1"]),
         ({"JAX_PLATFORMS": "cpu"}, ["0"]),
     ],
     ids=str,

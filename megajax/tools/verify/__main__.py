@@ -21,7 +21,7 @@ from megajax.config.mesh_checks import read_mesh
 from megajax.console import user_errors
 from megajax.errors import ConfigError, InputError
 from megajax.options.registered import ENCODER_KIND, NO_ENCODER
-from megajax.runtime import VIRTUAL, accept_missing_cuda, threads_of
+from megajax.runtime import CPU_DEVICES, accept_missing_cuda, threads_of
 from megajax.schema.model import LAYERS
 
 DEVICES = 16
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
         accept_missing_cuda()
         # Of two the last counts: a number of the user's, for other commands, may be too small for a mesh.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {VIRTUAL}={DEVICES}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CPU_DEVICES}={DEVICES}"
         os.environ |= threads_of(DEVICES) | os.environ
         if options.steps < 1:
             raise InputError(f"--steps={options.steps} is below 1: give 1 or more.")
