@@ -17,7 +17,7 @@ def translate_mesh(t: Translation) -> int:
         for axis in ("tensor", "pipeline", "context")
     )
     parts = tensor * pipeline * context
-    if t.world % max(parts, 1) or min(tensor, pipeline, context) < 1:
+    if t.world % parts:
         problem = f"the world size {t.world} is no multiple of tensor x pipeline x context = {parts}"
         raise t.arguments.fail(problem, "correct the sizes, or --world")
     replicas = t.world // parts
@@ -94,7 +94,7 @@ def translate_batch(t: Translation, replicas: int) -> int:
         size = schedule[-1][1] if schedule else size
     if size is None:
         size = micro * replicas
-    if micro < 1 or size < 1 or size % (micro * replicas):
+    if size < 1 or size % (micro * replicas):
         problem = f"a global batch of {size} is no multiple of {micro} x {replicas}, micro-batch and data-parallel size"
         raise t.arguments.fail(problem, "correct the sizes, or --world")
     source = ("global_batch_size", "step_batch_size_schedule")
