@@ -229,13 +229,13 @@ def test_a_record_of_two_sizes_is_damage():
         TorchZip(io.BytesIO(bytes(content)), 0, len(content), "file").place(tensor)
 
 
-def archive(**records: bytes) -> tuple[io.BytesIO, int]:
-    """(a file as torch.save writes it, its size)."""
+def archive(**records: bytes) -> tuple[io.BytesIO, int, int]:
+    """(a file as torch.save writes it, its start, its size): arguments of `TorchZip`."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as written:
         for name, data in ({"data.pkl": pickle.dumps({})} | records).items():
             written.writestr(f"archive/{name}", data)
-    return file, len(file.getvalue())
+    return file, 0, len(file.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ def archive(**records: bytes) -> tuple[io.BytesIO, int]:
     ],
 )
 def test_a_tensor_is_within_its_record(start, shape, is_contiguous, sentence):
-    file, size = archive(**{"data/0": b"12345678"})
+    file, *place = archive(**{"data/0": b"12345678"})
     tensor: Any = SimpleNamespace(
         record="0", start=start, shape=shape, dtype=np.dtype("float32"), is_contiguous=is_contiguous
     )
-    torch_file = TorchZip(file, 0, size, "file")
+    torch_file = TorchZip(file, *place, "file")
     if not sentence:
         assert torch_file.place(tensor).at == file.getvalue().index(b"12345678") + 4 * start
         return
@@ -265,15 +265,11 @@ def test_a_tensor_is_within_its_record(start, shape, is_contiguous, sentence):
 
 def test_numbers_of_another_kind_are_not_guessed():
     with pytest.raises(InputError, match="file has numbers of another byte order"):
-        TorchZip(*_from_start(archive(byteorder=b"big")), "file")
-    assert TorchZip(*_from_start(archive(byteorder=b"little")), "file").value == {}
+        TorchZip(*archive(byteorder=b"big"), "file")
+    assert TorchZip(*archive(byteorder=b"little"), "file").value == {}
     storage = b"\x80\x02(X\x07\x00\x00\x00storageX\x03\x00\x00\x00abcX\x01\x00\x00\x000tQ."
     with pytest.raises(InputError, match="a storage of the unknown type abc: save it again"):
         load_plain(storage, "file")
-
-
-def _from_start(made: tuple[io.BytesIO, int]) -> tuple[io.BytesIO, int, int]:
-    return made[0], 0, made[1]
 
 
 def test_a_folder_of_checkpoints_names_its_newest(tmp_path):
