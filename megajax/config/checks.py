@@ -184,7 +184,8 @@ def _check_schedule(config: Config) -> None:
     if TAIL in schedule.chosen.reads and schedule.warmup_steps + tail > schedule.decay_steps:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)
         problem = f"{format_keys(config, *keys[:2])} together are more than {format_keys(config, decay)}"
-        fail(config, problem, "shorten one of them", *keys)
+        derived = config.where(decay) == "default"
+        fail(config, problem, f"shorten one of them{', or raise run.steps' * derived}", *keys, *["run.steps"] * derived)
 
 
 def _check_data(config: Config) -> None:

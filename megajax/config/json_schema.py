@@ -32,7 +32,6 @@ def json_schema() -> dict[str, Any]:
         definition.pop("title", None)
         for key, field in definition.get("properties", {}).items():
             definition["properties"][key] = _field(field)
-    sections = {name: {"anyOf": [section, {"type": "null"}]} for name, section in schema["properties"].items()}
     include = {
         "description": "File or files that are read before this one; paths are relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -41,19 +40,19 @@ def json_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "megajax config",
         "description": "A run of megajax.",
-        "properties": {"include": include} | sections,
+        "properties": {"include": include} | schema["properties"],
     }
 
 
 def _field(field: dict[str, Any]) -> dict[str, Any]:
-    """A key's schema; a derived key also accepts null, and its description has the rule."""
+    """A key's schema; derived keys and subsections also accept null, and a derived key's description has the rule."""
     rule = field.pop("derived", None)
     field.pop("title", None)
-    if rule is None:
+    if rule is None and "$ref" not in field and field.get("type") != "object":
         return field
-    shown = {"description": f"{field.pop('description', '')} Default: {rule}."}
+    shown = [field.pop("description", "")] + [f"Default: {rule}."] * bool(rule)
     field.pop("default", None)
-    return shown | {"anyOf": [field, {"type": "null"}]}
+    return {"description": " ".join(filter(None, shown)), "anyOf": [field, {"type": "null"}]}
 
 
 if __name__ == "__main__":

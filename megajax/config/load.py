@@ -205,7 +205,7 @@ def _as_list(key: str, value: Any) -> str:
     if not fields:
         known = not isinstance(value, list | dict) and not key.endswith(".N")
         return f"write [{shown(value if isinstance(value, str) else as_override(value))}]" if known else ""
-    first, *others = [name for name, field in fields.items() if field.is_required()]
+    first, *others = [name for name, field in fields.items() if field.is_required()] or list(fields)[:1]
     if isinstance(value, dict) and value.keys() <= fields.keys():
         return f"write [{as_override(value)}]"
     if not isinstance(value, dict) or not all(others or isinstance(own, dict) for own in value.values()):
@@ -309,6 +309,7 @@ _PROBLEMS = {
     "less_than": ("is too large", "use less than {lt}"),
     "less_than_equal": ("is too large", "use {le} or less"),
     "model_type": ("is not a mapping", "set its keys, such as {{first}}"),
+    "dict_type": ("is not a mapping", "write its keys in braces, as {{name: value}}"),
 }
 
 

@@ -37,8 +37,9 @@ FEATURES = {
     "push_to_hub hub_model_id hub_token hub_strategy": (
         "nothing is uploaded; checkpoint.export_hf.dir and megajax hf export write folders for Hugging Face"
     ),
-    "early_stopping early_stopping_patience load_best_model_at_end": (
-        "early stopping does not exist; checkpoint.keep_every keeps checkpoints to choose from"
+    "early_stopping early_stopping_patience early_stopping_threshold": (
+        "early stopping is no key; a hook can end a run (docs/extensions.md), and checkpoint.keep_best keeps the best"
+        " checkpoints"
     ),
 }
 

@@ -77,7 +77,7 @@ quantization | precision.fp8.recipe | none, current, delayed, blockwise, mxfp8 o
 remat_policy | remat.policy | none by default, in MaxText full
 scan_layers | | compile time decides whether layers run in loops; kernels.scan_unroll sets the layers of an iteration
 dataset_type | data.kind | indexed (Megatron's .bin/.idx files), text, chat or synthetic
-dataset_path, grain_train_files, hf_train_files | data.train | text files, or the prefix of a .bin/.idx pair
+dataset_path, hf_path, grain_train_files, hf_train_files | data.train | text files, or the prefix of a .bin/.idx pair
 train_data_columns | data.text_key
 tokenizer_path | data.tokenizer
 grain_worker_count | data.workers
@@ -135,7 +135,7 @@ activation_checkpoint.mode | remat.policy | none by default; selective recompute
     nearest to torchtitan's selective
 quantize.linear.float8.recipe_name | precision.fp8.recipe | current for tensorwise
 compile.enable | | everything is always compiled
-checkpoint.interval | run.checkpoint_interval
+checkpoint.interval, checkpoint.enable | run.checkpoint_interval | 0 saves at the end only
 checkpoint.keep_latest_k | checkpoint.keep
 checkpoint.initial_load_path | checkpoint.init_from | megajax runs and Hugging Face folders
 checkpoint.last_save_in_hf | checkpoint.export_hf.dir | the directory of the folders
@@ -212,6 +212,13 @@ gradient_checkpointing | remat.policy | full or selective
 logging_steps | run.log_interval
 save_steps | run.checkpoint_interval
 save_total_limit | checkpoint.keep
+load_best_model_at_end, metric_for_best_model | checkpoint.keep_best | the number of checkpoints with the lowest
+    evaluation loss to keep
+label_smoothing_factor | objective.label_smoothing
+group_by_length | data.packing | conversations are packed, so there is no padding to save; balanced gives equal work
+torch_compile | | everything is always compiled
+tf32 | precision.compute | float32 is true FP32, not TF32
+deepspeed | mesh.fsdp | ZeRO-3; ZeRO-1 over mesh.data is always on
 save_only_model | checkpoint.save_optimizer | the opposite: false for weights only
 resume_from_checkpoint | | the same command with the same run.dir resumes
 output_dir | run.dir
@@ -227,6 +234,7 @@ lora_alpha | lora.alpha | the rank by default, in PEFT 8
 target_modules, lora_target_modules, lora_target | lora.targets | query, key, value, output for q_proj, k_proj, v_proj,
     o_proj; gate, up, down for gate_proj, up_proj, down_proj; all of them for all-linear, which is the default
 lora_dropout | lora.dropout
+use_peft | lora.rank | null trains all weights
 use_rslora | lora.alpha | which is lora_alpha * the root of the rank
 modules_to_save, layers_to_transform, lora.bias, init_lora_weights | | adapters are plain LoRA, in all
     layers, and all other weights are frozen

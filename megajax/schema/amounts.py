@@ -9,16 +9,23 @@ _TOKENS = r"(\d+(?:\.\d+)?)([KMBT]?)"
 _ENTRY = re.compile(rf"\s*{_TOKENS}\s*:\s*(\d+)\s*")
 
 
-def as_text(value: Any) -> Any:
-    """A mapping from tokens to sequences in the form of a schedule; other values unchanged."""
-    return ", ".join(f"{tokens}: {size}" for tokens, size in value.items()) if isinstance(value, dict) else value
+NO_SCHEDULE = "is not a schedule: write the tokens from which each size applies, such as '0: 256, 50B: 512'"
+
+
+def as_text(value: Any) -> str:
+    """A schedule as text, also of a mapping from tokens to sequences. Raises ValueError for other values."""
+    if isinstance(value, dict):
+        return ", ".join(f"{tokens}: {size}" for tokens, size in value.items())
+    if not isinstance(value, str):
+        raise ValueError(NO_SCHEDULE)
+    return value
 
 
 def check_text(text: str) -> str:
     """`text` if it is a schedule. Raises ValueError with problem and cure."""
     entries = sizes_in(text)
     if not entries:
-        raise ValueError("is not a schedule: write the tokens from which each size applies, such as '0: 256, 50B: 512'")
+        raise ValueError(NO_SCHEDULE)
     if entries[0][0]:
         raise ValueError(f"has no size for the first steps: begin with 0, such as '0: {entries[0][1]}'")
     for rising in zip(*entries, strict=True):

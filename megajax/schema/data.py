@@ -65,6 +65,9 @@ def sources_of(blend: Any) -> list[tuple[str, float | None]]:
 TEMPLATE_INPUTS = {"messages", "tools", "documents", "add_generation_prompt"}  # of every chat template
 
 
+NO_ARGUMENTS = "is not a mapping from names to values: write it like {enable_thinking: false}"
+
+
 def template_arguments(text: str) -> dict[str, Any]:
     """The arguments of a chat template that `text` gives, a mapping in YAML; ValueError for anything else."""
     try:
@@ -75,14 +78,18 @@ def template_arguments(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, TypeError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ValueError("is not a mapping from names to values: write it like {enable_thinking: false}")
+        raise ValueError(NO_ARGUMENTS)
     if used := sorted(found.keys() & TEMPLATE_INPUTS):
         raise ValueError(f"sets {', '.join(used)}, which each chat gives: remove it")
     return found
 
 
-def _as_text(value: Any) -> Any:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**9).strip() if isinstance(value, dict) else value
+def _as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return yaml.safe_dump(value, default_flow_style=True, width=10**9).strip()
+    if not isinstance(value, str):
+        raise ValueError(NO_ARGUMENTS)
+    return value
 
 
 def _check_arguments(text: str) -> str:

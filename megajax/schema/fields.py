@@ -199,11 +199,13 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_means_derived(cls, values: Any) -> Any:
+    def _null_means_default(cls, values: Any) -> Any:
+        """Leave out null where it means the default: of derived keys, subsections and mappings."""
         if not isinstance(values, dict):
             return values
-        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
-        return {key: value for key, value in values.items() if value is not None or not extras.get(key)}
+        fields = cls.model_fields.items()
+        those = {name for name, f in fields if f.json_schema_extra or f.default_factory or f.default == {}}
+        return {key: value for key, value in values.items() if value is not None or key not in those}
 
 
 class HashableSettings(dict[str, Any]):

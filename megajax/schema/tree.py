@@ -256,7 +256,8 @@ def _parsed(text: str, source: str, key: str) -> tuple[Any, dict[str, str]]:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None and not key else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read"
-        cure = next((f"; {cure}" for start, cure in _YAML_CURES.items() if str(problem).startswith(start)), "")
+        quote = f"; put text in quotes, such as '{key}=\"TEXT\"' in a shell" if key else ""
+        cure = next((f"; {cure}" for start, cure in _YAML_CURES.items() if str(problem).startswith(start)), quote)
         raise ConfigError(f"not valid YAML ({source}{line}): {problem}{cure}.") from None
 
 

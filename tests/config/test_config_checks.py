@@ -279,6 +279,12 @@ def test_an_impossible_combination_is_refused(overrides: str):
     assert first_place(str(caught.value)) == REFUSED[overrides].replace("@", f"the command line: {first}")
 
 
+def test_a_decay_that_ends_with_the_run_is_refused_with_the_steps_of_the_run():
+    Path("steps.yaml").write_text(BASE.replace("decay_steps: 100", "kind: wsd, warmup_steps: 95, wsd_decay_steps: 10"))
+    with pytest.raises(ConfigError, match=r"decay_steps=100 \(the command line: run.steps=100; .*, or raise run.steps"):
+        load_config("steps.yaml", ["run.steps=100"])
+
+
 OF_EXPERTS = {f"model.{n}": field for n, field in ModelConfig.model_fields.items() if "expert" in n}
 OF_EXPERTS |= {f"model.{name}": ModelConfig.model_fields[name] for name in ("moe_layer_interval", "first_dense_layers")}
 OF_EXPERTS |= {f"model.router.{name}": field for name, field in RouterConfig.model_fields.items()}

@@ -104,6 +104,18 @@ OVERRIDES = {
         "checkpoint.allow_changes names data.trian, which is no config key (@): did you mean data.train?"
     ),
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
+    "objective.settings=3": "objective.settings=3 is not a mapping (@): write its keys in braces, as {name: value}.",
+    "run.hook_settings.norms=3": (
+        "run.hook_settings.norms=3 is not a mapping (@): write its keys in braces, as {name: value}."
+    ),
+    "data.denoisers=3": "data.denoisers=3 is not a list (@): write [{noise_density: ...}].",
+    "batch.schedule=4": (
+        "batch.schedule=4 is not a schedule (@): write the tokens from which each size applies, such as '0: 256, 50B:"
+        " 512'."
+    ),
+    "data.chat_template_args=3": (
+        "data.chat_template_args=3 is not a mapping from names to values (@): write it like {enable_thinking: false}."
+    ),
     "model.rope_scaling={}": ("model.rope_scaling.factor is not set (@): add it (divisor of the low frequencies)."),
     "data.stages=[{train: a}]": "data.stages.0.from_step is not set (@): add it (number of steps before the stage).",
 }
@@ -119,6 +131,11 @@ def test_a_bad_override_is_one_sentence(override: str):
 def test_a_malformed_override_says_what_one_looks_like(override: str):
     expected = f"{override} is not an override (the command line): write section.key=value."
     assert message("good.yaml", override) == expected
+
+
+def test_an_override_that_yaml_reads_as_something_else_says_how_to_write_it():
+    cure = """put text in quotes, such as 'data.train="TEXT"' in a shell."""
+    assert message("good.yaml", "data.train=**/*.jsonl").endswith(f"; {cure}")
 
 
 def test_an_override_that_is_not_yaml_says_so():

@@ -155,6 +155,14 @@ def test_an_empty_section_is_all_defaults():
     assert load_config("main.yaml").run == load_config("x.yaml").run
 
 
+def test_null_removes_a_mapping_that_an_include_set():
+    write("main.yaml", BASE + "objective: {kind: mine, settings: {heat: 2}}\nrun: {hook_settings: {a: {b: 1}}}\n")
+    nulls = ["objective.settings=null", "run.hook_settings=null", "model.router=null"]
+    config = load_config("main.yaml", ["objective.kind=next_token", *nulls])
+    assert (config.objective.settings, config.run.hook_settings) == ({}, {})
+    assert config.model.router == load_config("x.yaml").model.router
+
+
 def test_configs_are_equal_by_value_hashable_and_frozen():
     write("y.yaml", "# moved down\n" + BASE)
     one, other = load_config("x.yaml"), load_config("y.yaml")

@@ -43,6 +43,7 @@ def test_a_printed_config_is_accepted():
 ACCEPTED = [
     "include: [a.yaml, b.yaml]",
     "mesh:",  # an empty section
+    "model: {router: null}\nobjective: {settings: null}",  # and mappings in one
     "model: {head_dim: null}",  # the derived value
     "data: {train: [{prefix: a}, {prefix: b, weight: 0.5}], valid: c}",
 ]

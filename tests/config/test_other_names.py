@@ -57,6 +57,10 @@ def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_mis
         ),
         ("lr_scheduler.decay_type", "did you mean schedule.kind?"),
         ("lora.r", "did you mean lora.rank?"),
+        (
+            "load_best_model_at_end",
+            "use checkpoint.keep_best, the number of checkpoints with the lowest evaluation loss to keep.",
+        ),
         ("lora.lora_alpha", "use lora.alpha, the rank by default, in PEFT 8."),
         ("model_name", "use include, such as include: models/llama3_8b.yaml, a file of configs/models."),
         ("packing", "use data.packing, none for false; chats are packed by default."),
