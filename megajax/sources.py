@@ -5,7 +5,7 @@ Built in are a run or its checkpoint, a folder in Hugging Face's format, and a c
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megajax.hf.reader import Reader
     from megajax.megatron.resume_point import SavedTraining
 
+INIT_FROM = "checkpoint.init_from"
 Abstract = Mapping[str, jax.ShapeDtypeStruct]
 LayerState = dict[str, dict[str, jax.Array]]
 
@@ -50,7 +51,12 @@ NO_TEXT = TextSettings()
 
 
 class WeightSource:
-    """The weights of a model at a path. Another layout is a subclass with `matches` and `open`."""
+    """The weights of a model at a path. Another layout is a subclass with `matches` and `open`.
+
+    allowed: the settings of the model that may be others than at the path (`compare_models`).
+    """
+
+    allowed: Sequence[str] | None = None
 
     def __init__(self, path: str | Path, setting: str, location: str = ""):
         """`setting` is the key or argument that gave the path, `location` where it was set, for errors."""
@@ -132,7 +138,7 @@ class RunSource(WeightSource):
     def read(
         self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
     ) -> tuple[dict[str, jax.Array], LayerState]:
-        return restore_model(str(self.path), params, layer_state, model, self.setting, self.location)
+        return restore_model(str(self.path), params, layer_state, model, self.setting, self.location, self.allowed)
 
     def config(self) -> Config:
         return run_config(find_checkpoint(self.path, self.setting, self.location)[0], self.setting)
@@ -159,7 +165,7 @@ class HfSource(WeightSource):
         from megajax.hf.convert import open_readers  # here, because it needs safetensors
 
         shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
-        with open_readers(self.path, model, shapes, self.setting, self.location) as readers:
+        with open_readers(self.path, model, shapes, self.setting, self.location, self.allowed) as readers:
             yield {name: _FolderArray(reader) for name, reader in readers.items()}
 
     def read(
@@ -167,7 +173,7 @@ class HfSource(WeightSource):
     ) -> tuple[dict[str, jax.Array], LayerState]:
         from megajax.hf.convert import load
 
-        return load(self.path, params, layer_state, model, self.setting, self.location)
+        return load(self.path, params, layer_state, model, self.setting, self.location, self.allowed)
 
     def config(self) -> Config:
         from megajax.hf.convert import longest, read_folder
@@ -247,6 +253,15 @@ def register_source(source: type[WeightSource]) -> type[WeightSource]:
 def find_source(path: str | Path, setting: str, location: str = "") -> WeightSource:
     """The source at a path; `setting` gave it, at `location`."""
     return next(source for source in SOURCES if source.matches(Path(path)))(path, setting, location)
+
+
+def initial_weights(config: Config, path: str | None = None, location: str = "") -> WeightSource:
+    """The source of `checkpoint.init_from`, or of `path` in its place."""
+    path = path or config.checkpoint.init_from
+    assert path is not None
+    source = find_source(path, INIT_FROM, location or f" ({config.where(INIT_FROM)})")
+    source.allowed = config.checkpoint.allow_changes
+    return source
 
 
 def text_settings(config: Config, run_dir: Path) -> TextSettings:

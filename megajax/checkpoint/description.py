@@ -1,5 +1,6 @@
 """A checkpoint's description: the settings that it was saved with, compared with those of a run."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -166,6 +167,23 @@ def compare_descriptions(
         raise _refusal(checkpoint, f"restore them, or {other}", lines)
 
 
+def compare_models(
+    saved: Mapping[str, Any], model: ModelConfig, source: str, other: str, allowed: Sequence[str] | None = None
+) -> None:
+    """Raise InputError if weights of the description `saved` are of another model; warn of changes in `allowed`.
+
+    `source` names the weights, `other` is the correction besides restoring the settings. `allowed` are those of
+    `checkpoint.allow_changes`; None: the command has no such setting.
+    """
+    mine, sections = {"model": describe_model(model)}, ("model",)
+    if allowed is None:
+        return compare_descriptions(saved, mine, source, sections, other)
+    found = differences(saved, mine, sections)
+    _refuse(found, model, allowed, source, other)
+    for each in found:
+        warnings.warn(f"{source}: let through by {ALLOW}: {each}.", stacklevel=2)
+
+
 def refuse_changes(
     found: Sequence[SettingDifference], config: Config, checkpoint: str, other: str = "choose another run.dir"
 ) -> None:
@@ -173,8 +191,14 @@ def refuse_changes(
 
     It cannot where the checkpoint's arrays are others than this run's. `other` is a further correction.
     """
-    reasons = [_reason(each, found, config.model) for each in found]
-    refused = [(each, why) for each, why in zip(found, reasons, strict=True) if why or not config_allows(config, each)]
+    _refuse(found, config.model, config.checkpoint.allow_changes, checkpoint, other)
+
+
+def _refuse(
+    found: Sequence[SettingDifference], model: ModelConfig, allowed: Sequence[str], checkpoint: str, other: str
+) -> None:
+    reasons = [_reason(each, found, model) for each in found]
+    refused = [(each, why) for each, why in zip(found, reasons, strict=True) if why or not _is_named(each, allowed)]
     if not refused:
         return
     cure = f"restore them, or {other}"
@@ -188,7 +212,11 @@ def refuse_changes(
 
 def config_allows(config: Config, difference: SettingDifference) -> bool:
     """Whether `checkpoint.allow_changes` names a difference's key or its section."""
-    return any(f"{difference.key}.".startswith(f"{name}.") for name in config.checkpoint.allow_changes)
+    return _is_named(difference, config.checkpoint.allow_changes)
+
+
+def _is_named(difference: SettingDifference, names: Sequence[str]) -> bool:
+    return any(f"{difference.key}.".startswith(f"{name}.") for name in names)
 
 
 def _refusal(checkpoint: str, cure: str, lines: Sequence[str]) -> InputError:

@@ -25,7 +25,7 @@ from megajax import cluster
 from megajax.checkpoint import checksums
 from megajax.checkpoint.arrays import check_shapes
 from megajax.checkpoint.best import BestByLoss
-from megajax.checkpoint.description import compare_descriptions, describe_model
+from megajax.checkpoint.description import compare_models
 from megajax.checkpoint.host_memory import own_copies
 from megajax.checkpoint.orbax_internals import share_among_replicas
 from megajax.checkpoint.storage import (
@@ -346,16 +346,17 @@ def restore_model(
     model: ModelConfig,
     setting: str,
     location: str = "",
+    allowed: Sequence[str] | None = None,
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
     """Parameters by name, and the layer state by kind of block and name.
 
     They are from the newest checkpoint of a run, or from `RUN/checkpoints/STEP`. `setting` is the setting that gave
-    `path`, `location` where it was set. The checkpoint's layers after the model's are left out if `model` has none.
+    `path`, `location` where it was set; the settings `allowed` may differ (`compare_models`). The checkpoint's layers
+    after the model's are left out if `model` has none.
     Raises InputError if there is no checkpoint, or if it is of another model.
     """
     run_dir, step = find_checkpoint(path, setting, location)
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
-    mine = {"model": describe_model(model)}
     item = checkpoints.directory / str(step) / "state"
     abstract = {"params": params} | saved_layer_state(layer_state)
     try:
@@ -372,7 +373,7 @@ def restore_model(
             )
         if not extra_layers(model):
             saved = saved | {"model": saved["model"] | without_extra()}
-        compare_descriptions(saved, mine, f"{setting}={path}{location}", ("model",), "name another run")
+        compare_models(saved, model, f"{setting}={path}{location}", "name another run", allowed)
         if problem := checkpoints.damage(step):
             raise ValueError(problem)
         check_shapes(item, abstract)

@@ -2,26 +2,27 @@
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megajax.checkpoint.description import describe_model, differences
 from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.checkpoint.weights import open_layer_state, open_weights
 from megajax.config import Config
 from megajax.errors import InputError
-from megajax.hf import ADAPTERS
+from megajax.hf import ADAPTERS, is_hf_folder
 from megajax.hf.beside import origin
-from megajax.hf.convert import family_for
+from megajax.hf.convert import describe_section, family_for, read_model
 from megajax.hf.folder import new_folder, save_tensors
 from megajax.hf.tensors import Tensor, tensor_names, whole_shape
 from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
-from megajax.sources import find_source
+from megajax.sources import initial_weights
 
-BASE = "checkpoint.init_from"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -41,7 +42,7 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
     assert base is not None
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
-        source = find_source(base, BASE, f" ({run_dir}/config.yaml)")
+        source = initial_weights(config, location=f" ({run_dir}/config.yaml)")
         arrays = stack.enter_context(source.open(config.model))
         if {name: tuple(array.shape) for name, array in arrays.items() if name not in layer_state} != shapes:
             raise InputError(f"{source.shown} is not the adapters' base: restore the base.")
@@ -76,6 +77,7 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
         raise InputError(
             f"RUN={run_dir} reads images (model.vision): write its merged weights with the command export."
         )
+    _warn_of_another_base(config)
     tensors, declared = family_for(model, origin(run_dir)).tensors(model), parameters(Transformer(model))
     stored: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -112,6 +114,21 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     with new_folder(folder) as partial:
         save_tensors(stored, partial / PEFT_WEIGHTS)
         (partial / ADAPTERS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _warn_of_another_base(config: Config) -> None:
+    """Warn if the run's model is not that of its base's folder, to which PEFT will add the adapters."""
+    base, model = str(config.checkpoint.init_from), config.model
+    if not is_hf_folder(Path(base)):
+        return
+    with contextlib.suppress(InputError):
+        theirs, mine = describe_section(read_model(base), model), {"model": describe_model(model)}
+        if changed := differences(theirs, mine, ("model",)):
+            warnings.warn(
+                f"the base {base} is not the run's model ({'; '.join(map(str, changed))}), and PEFT adds the adapters"
+                " to the base: change it in the same way first, or write the merged model with the command export.",
+                stacklevel=2,
+            )
 
 
 def _of_module(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from megajax.checkpoint.description import compare_descriptions, describe_model
+from megajax.checkpoint.description import compare_models, describe_model
 from megajax.config import ModelConfig
 from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
@@ -170,6 +170,11 @@ def _describe(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     return describe_model(ModelConfig.model_validate({"vocab_multiple": model.vocab_multiple, **section}))
 
 
+def describe_section(section: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The description of a folder's weights, to compare with `model`, which may leave out layers after its own."""
+    return {"model": _describe({**section, **({} if extra_layers(model) else without_extra())}, model)}
+
+
 def load(
     folder: str | Path,
     params: Mapping[str, jax.ShapeDtypeStruct],
@@ -177,6 +182,7 @@ def load(
     model: ModelConfig,
     setting: str,
     location: str = "",
+    allowed: Sequence[str] | None = None,
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
     """The parameters of a folder in the canonical shapes, and the layer state, as `checkpoint.restore_model`.
 
@@ -184,17 +190,23 @@ def load(
     that its devices hold, in pieces (`Reader`). Errors as in `open_readers`.
     """
     shapes = {name: array.shape for name, array in params.items()}
-    with open_readers(folder, model, shapes, setting, location) as readers:
+    with open_readers(folder, model, shapes, setting, location, allowed) as readers:
         return on_devices(readers, params, layer_state)
 
 
 @contextlib.contextmanager
 def open_readers(
-    folder: str | Path, model: ModelConfig, shapes: Mapping[str, Sequence[int]], setting: str, location: str = ""
+    folder: str | Path,
+    model: ModelConfig,
+    shapes: Mapping[str, Sequence[int]],
+    setting: str,
+    location: str = "",
+    allowed: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Reader]]:
     """A reader of each parameter, by name, and of the layers' state, by names as in `state_by_name`.
 
-    `shapes` are the parameters' canonical ones. `setting` gave the folder, at `location`.
+    `shapes` are the parameters' canonical ones. `setting` gave the folder, at `location`; the settings `allowed` may
+    differ (`compare_models`).
 
     `model` may have more tokens than the folder, and no layers after the model's. Raises InputError if the folder
     is of another model than `model`, or if a tensor is missing or misshaped.
@@ -202,9 +214,9 @@ def open_readers(
     family, section, config = read_folder(folder, model.vision is not None)
     new_tokens = range(section["vocab_size"], model.vocab_size)
     shown = section | ({"vocab_size": model.vocab_size} if new_tokens else {})
-    shown |= {} if extra_layers(model) else without_extra()
-    saved, mine = {"model": _describe(shown, model)}, {"model": describe_model(model)}
-    compare_descriptions(saved, mine, f"{setting}={folder}{location}", ("model",), "name another folder")
+    compare_models(
+        describe_section(shown, model), model, f"{setting}={folder}{location}", "name another folder", allowed
+    )
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}
     copies: dict[str, list[str]] = {}
     for tensor in family.copies(model):

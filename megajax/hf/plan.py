@@ -33,7 +33,8 @@ def plan(config: Config, sizes: Mapping[str, int], folder: Path, per_process: in
     declared = parameters(Transformer(config.model))
     placements = place_all(declared, sizes, stored_rows(config, sizes["pipeline"]), config.mesh.experts_over)
     total = np.zeros((math.prod(sizes.values()) // per_process, 2), np.int64)
-    with open_readers(folder, config.model, {n: p.shape for n, p in placements.items()}, "HF_FOLDER") as readers:
+    shapes, allowed = {n: p.shape for n, p in placements.items()}, config.checkpoint.allow_changes
+    with open_readers(folder, config.model, shapes, "HF_FOLDER", allowed=allowed) as readers:
         for name, reader in readers.items():
             # A layer's state is on all devices.
             spec = unpadded_spec(placements[name], sizes) if name in placements else PartitionSpec()

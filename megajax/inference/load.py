@@ -18,7 +18,7 @@ from megajax.model.lora import is_adapter, merge
 from megajax.options.fp8_recipes import NONE
 from megajax.options.registered import replaces_head
 from megajax.runtime import accept_missing_cuda
-from megajax.sources import HfSource, RunSource, WeightSource, find_source
+from megajax.sources import HfSource, RunSource, WeightSource, find_source, initial_weights
 
 CHOSEN_KERNELS = "attention", "grouped_matmul", "linear_attention"  # of `kernels`
 DTYPES = ("float32", "bfloat16", "float16")
@@ -83,8 +83,7 @@ def _load(source: WeightSource, mesh: Mesh | None, dtype: str | None, speculate:
     whole = abstract_parameters(Transformer(config.model, config.lora), mesh, jnp.float32)
     adapters = {name: shape for name, shape in whole.items() if is_adapter(name)}
     adapted, layer_state = source.read(adapters, state, config.model)
-    assert config.checkpoint.init_from is not None
-    params, _ = find_source(config.checkpoint.init_from, "checkpoint.init_from").read(base, {}, config.model)
+    params, _ = initial_weights(config).read(base, {}, config.model)
     params = merge(params, adapted, config.lora)
     return LanguageModel(config, params, layer_state, mesh, text, speculate=speculate)
 

@@ -97,7 +97,7 @@ class CheckpointConfig(Section):
         default=(),
         strict=False,
         description="Keys or sections, such as data.train or data, that may differ from the checkpoint of a resumed run"
-        " though they change its numbers.",
+        " though they change its numbers; of model, such as model.rope_scaling, also from the weights of init_from.",
     )
     export_hf: ExportConfig = Field(
         default_factory=ExportConfig, description="Folders in Hugging Face's format, written while training continues."

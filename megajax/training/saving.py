@@ -29,7 +29,7 @@ from megajax.mesh import mesh_sizes
 from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import Position, samples_before
 from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
-from megajax.sources import LayerState, find_source
+from megajax.sources import LayerState, WeightSource, find_source, initial_weights
 from megajax.training.agreement import MUST_AGREE, check_order, compared_settings
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
@@ -208,13 +208,13 @@ class StateSaver:
         With LoRA they are the frozen weights, in their dtype. An objective's parameters may be absent. Raises
         InputError if one is not finite: no step would have a gradient that is.
         """
-        (wanted, layer_state), key = self.canonical_weights, "checkpoint.init_from"
-        model = self.program.config.model
+        (wanted, layer_state), config = self.canonical_weights, self.program.config
+        source = initial_weights(config, path)
         if own := {name for name in wanted if name.startswith(OBJECTIVE)}:
-            with find_source(path, key, f" ({self.program.config.where(key)})").open(model) as arrays:
+            with source.open(config.model) as arrays:
                 absent = own.difference(arrays)
             wanted = {name: leaf for name, leaf in wanted.items() if name not in absent}
-        return self._read(path, wanted, layer_state, model, key)
+        return _read(source, wanted, layer_state, config.model)
 
     def restore_teacher(self) -> dict[str, jax.Array]:
         """The frozen teacher's weights of `teacher.source`, as stored on the devices; empty without a teacher.
@@ -224,22 +224,15 @@ class StateSaver:
         config, names = self.program.config, [name for name in self.program.placements if name.startswith(TEACHER)]
         if not names:
             return {}
-        model, source = config.teacher.model, config.teacher.source
+        model, source, key = config.teacher.model, config.teacher.source, "teacher.source"
         assert model is not None
         if source is None:
             cure = "set it to a run directory or a Hugging Face folder"
             fail(config, "teacher.model is set, but teacher.source names no weights", cure, "teacher.model")
         frozen: Any = self._canonical_abstract.frozen
         wanted = {name.removeprefix(TEACHER): frozen[name] for name in names}
-        weights, _ = self._read(source, wanted, {}, model, "teacher.source")
+        weights, _ = _read(find_source(source, key, f" ({config.where(key)})"), wanted, {}, model)
         return self._in_stored_form({TEACHER + name: w for name, w in weights.items()}, "frozen")
-
-    def _read(self, path: str, wanted: dict[str, Any], layer_state: Any, model: ModelConfig, key: str) -> Weights:
-        """The model of a source of weights that `key` of the config names."""
-        location = f" ({self.program.config.where(key)})"
-        weights = find_source(path, key, location).read(wanted, layer_state, model)
-        refuse_not_finite(weights, f"{key}={path}{location}")
-        return weights
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
@@ -361,6 +354,13 @@ def _checksum(weights: Mapping[str, jax.Array]) -> jax.Array:
     unsigned = {2: jnp.uint16, 4: jnp.uint32}
     bits = [jax.lax.bitcast_convert_type(w, unsigned[w.dtype.itemsize]) for w in weights.values()]
     return sum((b.astype(jnp.uint32).sum(dtype=jnp.uint32) for b in bits), jnp.uint32(0))
+
+
+def _read(source: WeightSource, wanted: dict[str, Any], layer_state: Any, model: ModelConfig) -> Weights:
+    """A model of a source of weights."""
+    weights = source.read(wanted, layer_state, model)
+    refuse_not_finite(weights, source.shown)
+    return weights
 
 
 def refuse_not_finite(weights: Weights, source: str) -> None:

@@ -227,6 +227,11 @@ def test_adapters_that_cannot_be_written_or_merged_are_sentences(run, tmp_path):
         with pytest.raises(InputError, match=f"RUN={folder} {sentence}"):
             adapters.export_adapters(folder, step, other, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+    tokens = config.model.vocab_size
+    with pytest.warns(
+        UserWarning, match=rf"vocab_size={tokens}, but this run has {tokens + 1}.*with the command export"
+    ):
+        adapters.export_adapters(folder, step, changed("model", vocab_size=tokens + 1), tmp_path / "out")
     other = changed("checkpoint", init_from=str(folder))  # a run with adapters only
     sentence = f"checkpoint.init_from={folder} .* is not the adapters' base: restore the base"
     with pytest.raises(InputError, match=sentence), adapters.open_merged(folder, step, other):

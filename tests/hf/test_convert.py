@@ -21,6 +21,7 @@ from megajax.hf.quantising import StoredForm
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
+from megajax.schema.checkpoint import CheckpointConfig
 from megajax.training import saving
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
@@ -338,6 +339,28 @@ def test_a_mistake_is_a_sentence(unpack, mistake):
     with pytest.raises(InputError) as error:
         read(folder, config)
     assert sentence in str(error.value) and str(folder) in str(error.value)
+
+
+@pytest.mark.smoke
+def test_weights_may_start_a_model_with_a_longer_context_if_the_change_is_named(unpack):
+    folder = unpack("tiny_llama")
+    longer = {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_positions": 64}}
+    config = config_for(read_model(folder) | longer)
+    with pytest.raises(
+        InputError, match=r"(?s)or name those that are meant in checkpoint.allow_changes.*rope_scaling="
+    ):
+        read(folder, config)
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(allow_changes=("model.rope_scaling",))})
+    expected = stored_weights("tiny_llama")
+    with pytest.warns(UserWarning, match=r"let through by checkpoint.allow_changes: model.rope_scaling="):
+        found = read(folder, config)
+    np.testing.assert_array_equal(found["blocks.dense.attention.query"], expected["blocks.dense.attention.query"])
+    other = config.model_copy(update={"model": config.model.model_copy(update={"qk_norm": True})})
+    other = other.model_copy(update={"checkpoint": CheckpointConfig(allow_changes=("model",))})
+    with pytest.raises(
+        InputError, match=r"qk_norm=false, but this run has true \(checkpoint.allow_changes can't let it"
+    ):
+        read(folder, other)
 
 
 @pytest.mark.smoke

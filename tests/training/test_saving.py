@@ -82,6 +82,20 @@ def test_changes_that_matter_are_refused_all_at_once_unless_they_are_named(make_
         trainer_of(make_config(*trained, *changes, "run.steps=3"))  # the new checkpoint has the new settings
 
 
+def test_another_run_may_start_from_the_weights_with_a_change_that_is_named(make_config, trained, tmp_path):
+    overrides = (*SHORT, f"run.dir={tmp_path / 'longer'}", f"checkpoint.init_from={tmp_path / 'run'}")
+    with pytest.raises(InputError) as caught:
+        trainer_of(make_config(*overrides, "model.rope_theta=500.0"))
+    sentence, line = str(caught.value).splitlines()
+    assert line == "  model.rope_theta=10000.0, but this run has 500.0"
+    assert sentence.endswith(", or name those that are meant in checkpoint.allow_changes.")
+    named = make_config(*overrides, "model.rope_theta=500.0", "checkpoint.allow_changes=[model.rope_theta]")
+    with pytest.warns(UserWarning, match=r"let through by checkpoint.allow_changes: model.rope_theta=10000.0, but"):
+        weights = trainer_of(named).state.params
+    for name, weight in trainer_of(make_config(*trained)).state.params.items():
+        np.testing.assert_array_equal(weights[name], weight)
+
+
 def test_a_change_that_gives_the_state_other_arrays_is_refused_though_it_is_named(make_config, trained):
     named = "checkpoint.allow_changes=[model, optimizer, data]"
     sentence, lines = refusal(make_config(*trained, "model.num_layers=3", "optimizer.kind=lion", named))
