@@ -226,13 +226,16 @@ def test_mistakes_are_answered_with_one_sentence(tmp_path, monkeypatch, error_of
     assert not list(tmp_path.rglob("*.bin*"))
 
 
-def test_a_named_token_ends_documents(tmp_path):
-    vocabulary = {"?": 0, "<stop>": 1, "a": 2}
+def test_named_tokens_are_around_documents_and_in_the_printed_config(tmp_path, capsys):
+    vocabulary = {"?": 0, "<stop>": 1, "a": 2, "<go>": 3}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
-    (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    source = write_lines(tmp_path / "a.jsonl", ["a", ""])
-    prefix, _, _ = preprocess([source], str(tmp_path / "p"), str(tmp_path / "t.json"), eod_token="<stop>")
-    assert read(prefix) == [[2, 1], []]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<go>"}')
+    command = ["--input", write_lines(tmp_path / "a.jsonl", ["a", ""]), "--tokenizer", str(tmp_path)]
+    assert main([*command, "--output-prefix", f"{tmp_path}/p", "--eod-token", "<stop>", "--prepend-bos"]) == 0
+    data = yaml.safe_load("\n".join(capsys.readouterr().out.splitlines()[2:]))["data"]
+    assert read(data["train"]) == [[3, 2, 1], []]
+    assert (data["tokenizer"], data["end_of_document"], data["begin_of_document"]) == (str(tmp_path), "<stop>", True)
 
 
 def as_soon_as(condition, act):

@@ -147,6 +147,8 @@ def test_a_sample_depends_on_the_seed_only(references, llama):
     together = last(generator.tokens(prompts, 12, seed=3))
     assert last(generator.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
     assert last(generator.tokens(prompts, 12, seed=4)) != together
+    *others, third = last(generator.tokens(prompts[2:] * 3, 12, seed=3))
+    assert third == together[2] and third not in others and others[0] != others[1], "each of equal prompts has its own"
 
 
 @pytest.mark.long

@@ -106,7 +106,7 @@ def test_drafts_are_the_predictions_of_modules_on_whole_sequences(case):
     settings, drafts = CASES[case]
     sampling, states = Sampling(temperature=1.0, top_k=50), []
     model = build(settings, {}, None, drafts)
-    generator = Generator(model, sampling)
+    generator = Generator(model, sampling, multiple=1)  # without room to spare
     decode, prefill = generator._decode, generator._prefill
 
     def recorded(program):
@@ -126,6 +126,8 @@ def test_drafts_are_the_predictions_of_modules_on_whole_sequences(case):
     assert len(states) > 4
     for tokens, count, state in states:
         for row, prompt in enumerate(PROMPTS):
+            if count[row] > tokens.shape[1]:  # its last step went beyond the tokens that were asked for
+                continue
             text = [*prompt, *tokens[row, : count[row]].tolist()]
             expected = draft_distributions(model, programs, text, state.tokens[row].tolist(), sampling)
             for draft in range(drafts):

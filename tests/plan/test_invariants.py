@@ -435,6 +435,23 @@ def test_policies_save_at_most_what_none_saves_and_compute_the_rest_again(name):
         assert all(min(vars(peak).values()) >= 0 for peak in peaks(candidate.plan))
 
 
+def test_the_backward_pass_frees_activations_and_adds_gradients_from_the_last_layer_on():
+    """Two dense layers one after the other, then a loop over four with experts."""
+    model = {"num_layers": 6, "first_dense_layers": 2}
+    _, head, *backward, end = peaks(make("experts", model=model, kernels={"scan_unroll": 2}).plan)
+    saved, gradients = ([getattr(peak, part) for peak in backward] for part in ("activations", "gradients"))
+    assert saved == sorted(saved, reverse=True) and gradients == sorted(gradients)
+    assert saved[0] > head.activations / 2 > saved[1] > saved[2] > 0 and head.gradients < end.gradients
+
+
+def test_operands_of_deferred_gradients_take_half_where_they_are_saved_in_fp8():
+    recipes = {}, {"recipe": "current"}, {"recipe": "mxfp8", "backend": "emulated"}
+    whole, half, emulated = (
+        Activations(make("dense", precision={"fp8": fp8}).plan).deferred("dense") for fp8 in recipes
+    )
+    assert whole == 2 * half == emulated
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_plan_defers_weight_gradients_where_its_schedule_does(kind, stages):

@@ -167,6 +167,7 @@ TRAFFIC = {
     "dynamic-update-slice(%table, %part, %rows)": 128 + 16 + 128,
     "scatter(%table, %rows, %part)": 16 + 128 + 128,
     "gather(%part, %rows)": 128 + 16 + 128,
+    "gather(%flags, %rows)": 4 + 16 + 4,
     "negate(%table)": 3200 + 3200,
 }
 
@@ -174,11 +175,13 @@ TRAFFIC = {
 @pytest.mark.parametrize("call", TRAFFIC)
 def test_an_operation_on_a_part_of_an_array_moves_the_part_alone(call):
     result = "f32[100,8]" if "update" in call or call.startswith(("scatter", "negate")) else "f32[4,8]"
+    result = "pred[4]" if "flags" in call else result
     lines = [
         "ENTRY %main (t: f32[100,8], r: s32[4], p: f32[4,8]) -> f32[4,8] {",
         "  %table = f32[100,8]{1,0} parameter(0)",
         "  %rows = s32[4]{0} parameter(1)",
         "  %part = f32[4,8]{1,0} parameter(2)",
+        "  %flags = pred[100]{0} parameter(3)",
         f"  ROOT %x = {result}{{1,0}} {call}",
         "}",
     ]

@@ -150,6 +150,17 @@ def test_a_damaged_local_checkpoint_falls_back_with_a_warning(build, tmp_path, c
     assert said in capsys.readouterr().out
 
 
+def test_a_local_checkpoint_in_place_of_a_damaged_durable_one_stays_for_another_crash(build, tmp_path):
+    settings = (*MESH, "run.checkpoint_interval=2")
+    crash(build(*settings, kind=KilledQuickTrainer), 5)
+    shutil.rmtree(local_files(tmp_path)[5])
+    flip(max((tmp_path / "run/checkpoints/4").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size))
+    again = build(*settings, kind=KilledQuickTrainer)
+    with pytest.warns(UserWarning, match="checkpoints/4 is damaged .*: the run resumes from an older one"):
+        crash(again, 3)
+    assert sorted(local_files(tmp_path)) == [3]
+
+
 def test_an_index_that_does_not_fit_its_data_is_damage(build, tmp_path):
     """Checksums do not prove who wrote a file."""
     crash(build(*MESH, kind=KilledQuickTrainer), 6)
@@ -184,14 +195,15 @@ def test_another_mesh_or_another_course_of_the_run_uses_the_durable_checkpoint(b
     assert build(*MESH, "checkpoint.resume_step=4").step == 5
 
 
-def test_a_new_run_in_the_same_place_and_a_copy_do_not_see_the_local_checkpoints(build, tmp_path):
+def test_a_new_run_in_the_same_place_and_a_copy_do_not_see_the_local_checkpoints(build, tmp_path, monkeypatch):
     crash(build(*MESH, "run.checkpoint_interval=0", kind=KilledQuickTrainer), 3)
     assert build(*MESH).step == 3
     (tmp_path / "run").rename(tmp_path / "moved")
     assert build(*MESH).step == 0
     assert build(*MESH, f"run.dir={tmp_path / 'moved'}").step == 0
     crash(build(*MESH, kind=KilledQuickTrainer), 2)
-    assert build(*MESH).step == 2
+    monkeypatch.chdir(tmp_path)
+    assert build(*MESH, "run.dir=run").step == 2
 
 
 def test_changed_settings_are_refused_as_with_a_durable_checkpoint(build):

@@ -110,6 +110,8 @@ def test_what_depends_on_the_number_of_steps_is_checked_once_the_data_is_open(wi
         resolved = with_steps(config, 20)
     assert len(warned) == 1
     assert resolved.schedule.decay_steps == 31
+    assert resolved.where("run.steps") == config.where("run.epochs")
+    assert resolved.where("schedule.kind") == "the command line: schedule.kind=cosine"
     wsd = with_steps(with_epochs(1, "schedule.kind=wsd"), 20).schedule
     assert (wsd.decay_steps, wsd.wsd_decay_steps) == (20, 2)
     with pytest.raises(InputError, match="run.epochs=1 .* is .* steps, but run.steps=20"):

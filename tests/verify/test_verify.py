@@ -30,7 +30,7 @@ from megajax.tools.verify.runs import (
     has_first_moments,
     position_in_model,
 )
-from megajax.tools.verify.shrink import shrink
+from megajax.tools.verify.shrink import in_fp32, shrink
 from megajax.training import saving
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -256,8 +256,10 @@ def test_the_sign_of_a_step_counts_only_where_the_gradient_is_no_rounding(expect
 )
 def test_the_small_config_computes_in_the_format_that_is_asked_for(precision, compute, recipe):
     settings = LARGE | {"precision": {"compute": "bfloat16", "gradients": "bfloat16", "fp8": {"recipe": "current"}}}
-    small = shrink(Config.model_validate(settings), [SIZES], 2, precision)[0].precision
+    found = shrink(Config.model_validate(settings), [SIZES], 2, precision)[0]
+    small, exact = found.precision, in_fp32(found).precision
     assert (small.compute, small.gradients, small.fp8.recipe) == (compute, "float32", recipe)
+    assert (exact.compute, exact.gradients, exact.fp8.recipe) == ("float32", "float32", "none")
 
 
 @pytest.mark.parametrize(("precision", "length"), [("float32", 32), ("fp8", 64)])
