@@ -7,7 +7,7 @@ from megajax.config.other_names import plain
 # Names, as a part of a key or as a value, and the sentence.
 FEATURES = {
     "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model": (
-        "no preference objective such as DPO is built in; objective.kind names one of your own (docs/extensions.md)"
+        "no preference objective such as DPO is built in; docs/custom_loop.md has one, and trains it"
     ),
     "rl rlhf rlvr ppo grpo rloo reinforce reward reward_model rollout": (
         "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"

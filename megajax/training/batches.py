@@ -1,7 +1,8 @@
 """The rows that a process reads, and their conversion to global arrays."""
 
+import itertools
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.context.token_order import balanced_order, grouped_order, stored_order
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.step import TrainProgram
+
+# The numbers of the samples that a process reads in a step → their fields `[rows, S]`, in the same order
+BatchOf = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 
 
 def rows_of_process(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:
@@ -99,12 +103,36 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
         raise InputError(f"{source} holds {least} in loss_mask: give 0 or more.")
 
 
-def check_own_fields(program: TrainProgram) -> None:
+def own_batches(
+    program: TrainProgram, batch_of: BatchOf, start_step: int, sizes: BatchSizes
+) -> Generator[dict[str, jax.Array]]:
+    """Endless global batches of `batch_of` from `start_step` on, as `batches` gives those of the loader."""
+    rows = rows_of_process(program.batch_sharding, program.plan.batch_shape)
+    for step in itertools.count(start_step):
+        size, before = sizes.size(step), sizes.samples_before(step)
+        yield to_global(program.by_size[size], batch_of(before + rows[rows < size]), "batch_of")
+
+
+def check_source(program: TrainProgram, batch_of: BatchOf | None) -> None:
+    """Raise ConfigError if neither the loader nor `batch_of` gives the fields of a step, or if both give batches."""
+    config = program.config
+    if batch_of is None:
+        return _check_own_fields(program)
+    for key, read, cure in (
+        ("data.kind", config.data.kind != "synthetic", "synthetic"),
+        ("run.eval_steps", bool(config.run.eval_steps), "0, and evaluate in a hook"),
+    ):
+        if read:
+            problem = f"{format_keys(config, key)} reads data of the config, but batch_of makes the batches"
+            fail(config, problem, f"set {key}={cure}", key)
+
+
+def _check_own_fields(program: TrainProgram) -> None:
     """Raise ConfigError if the objective or the encoder reads batch fields that the loader does not make."""
     for name, field in sorted(program.graph.fields.items()):
         if (key := field.setting) in ("objective.kind", ENCODER_KIND) and not program.config.span_lengths:
             problem = f"{format_keys(program.config, key)} reads the batch field {name}, which data.train does not give"
-            fail(program.config, problem, "train from your own loop (docs/custom_loop.md)", key)
+            fail(program.config, problem, "make the batches by Trainer's batch_of (docs/custom_loop.md)", key)
 
 
 def _part(local: np.ndarray, local_row: np.ndarray, index: Any) -> np.ndarray:

@@ -29,7 +29,7 @@ from megajax.runtime import prepare_environment
 from megajax.sources import text_settings
 from megajax.training import logs
 from megajax.training.agreement import warn_of_another_rate
-from megajax.training.batches import batches, check_own_fields
+from megajax.training.batches import BatchOf, batches, check_source, own_batches
 from megajax.training.checks import NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
 from megajax.training.evaluation import Evaluation, mean_loss
@@ -74,8 +74,12 @@ class Trainer:
         start_time: float | None = None,
         watch: Watch | None = None,
         hooks: Sequence[Hook] = (),
+        batch_of: BatchOf | None = None,
     ):
         """`hooks` are called beside the steps of `run`, after those that `run.hooks` names.
+
+        `batch_of` makes the batches in place of `data.train`: of the numbers of the samples that this process reads in
+        a step it gives the fields (docs/custom_loop.md).
 
         `start_time` (as of time.time(), default now): start of the measured time to the first step. `watch`: the
         context that ends the process if it hangs or its peers are gone; by default nothing does.
@@ -93,7 +97,7 @@ class Trainer:
             self._exports.config = config
         reports = SaveReports(config, "valid" in self.data, self.console.report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
-        check_own_fields(self.program)
+        check_source(self.program, batch_of)
         self.saver = StateSaver(self.program)
         self.watch = watch or Watch(config)
         self.log = StepLog(self.monitoring.write, self.watch)
@@ -101,6 +105,7 @@ class Trainer:
         self.directory = RunDirectory(self.saver, reports, self.view)
         self.run_dir, self.writer = self.directory.path, cluster.current().is_first
         self._state: TrainState | None = None
+        self._batch_of = batch_of
         self._train_batches: Generator | None = None
         self._compiled = CompiledSteps(self.program, self.console.note)
         self._ahead: deque[jax.Array] = deque()
@@ -173,7 +178,9 @@ class Trainer:
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
-        if self._train_batches is None:
+        if self._train_batches is None and self._batch_of is not None:
+            self._train_batches = own_batches(self.program, self._batch_of, self.step, self.sizes)
+        elif self._train_batches is None:
             self._train_batches = batches(self.program, "train", self.data["train"], self.step, self.sizes)
         with self.log.times.reading():
             return next(self._train_batches)
@@ -325,7 +332,9 @@ class Trainer:
     def _prepare(self) -> None:
         """Tell what is about to run, start to compile, and read the state meanwhile."""
         cluster.current().first_decides(lambda: self.monitoring.start(logs.say))
-        about_data = describe_data(self.config, self.data, self.sizes)
+        about_data = ["batches of batch_of, a function of this program"]
+        if self._batch_of is None:
+            about_data = describe_data(self.config, self.data, self.sizes)
         about_data += balance_lines(self.program, self.data["train"], self.sizes, self.step)
         logs.say(summary(self.program, self.flags, about_data, self.sizes))
         self.console.open(self.step, self.config.run.steps, self.writer)

@@ -155,10 +155,7 @@ class ResumePoint:
                 state = self.saver.with_weights(state, (weights[0], {}))
                 self.saver.compare_base(self.saved, self.name)
             return state
-        program = self.saver.program
-        if weights is None:
-            return program.init_state(teacher=False)
-        state = self.saver.with_weights(program.init_state(params=False, teacher=False), weights)
+        state = self.saver.begun(weights)
         if self.continued is None:
             return state
         say(str(self.continued))

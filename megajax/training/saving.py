@@ -234,6 +234,18 @@ class StateSaver:
         weights, _ = _read(find_source(source, key, f" ({config.where(key)})"), wanted, {}, model)
         return self._in_stored_form({TEACHER + name: w for name, w in weights.items()}, "frozen")
 
+    def first_state(self) -> TrainState:
+        """The state of step 0, with the weights of `checkpoint.init_from` and those of the teacher, if there are."""
+        init_from = self.program.config.checkpoint.init_from
+        state = self.begun(None if init_from is None else self.restore_weights(init_from))
+        return replace(state, frozen=state.frozen | self.restore_teacher())
+
+    def begun(self, weights: Weights | None) -> TrainState:
+        """The state of step 0 from `weights`, or from random ones; without the teacher's."""
+        if weights is None:
+            return self.program.init_state(teacher=False)
+        return self.with_weights(self.program.init_state(params=False, teacher=False), weights)
+
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
         params, layer_state = weights

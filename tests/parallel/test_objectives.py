@@ -179,6 +179,10 @@ def test_wrong_settings_and_batches_are_sentences(table):
         to_global(program, batch)
     with pytest.raises(ConfigError, match="objective.kind=test_pairs reads the batch field reference.*custom_loop"):
         Trainer(config, jax.devices()[:1])
+    with pytest.raises(
+        ConfigError, match=r"run.eval_steps=\d+ reads data of the config, but batch_of .* run.eval_steps=0"
+    ):
+        Trainer(config, jax.devices()[:1], batch_of=lambda samples: batch)
 
 
 EXTENSION = """

@@ -3,13 +3,31 @@
 import shutil
 
 import jax
+import numpy as np
 import pytest
 
+from megajax.training.batches import own_batches
 from megajax.training.loop import Trainer
 
 SMALL, LARGE = ("batch.global_size=4",), ("batch.num_microbatches=2",)  # microbatches of 4; one is no loop
 RAMP = (*LARGE, "batch.schedule={0: 4, 150: 8}")  # after 3 steps of 4 x 16 = 64 tokens
 COMMON = ("run.log_interval=2", "run.checkpoint_interval=2", "checkpoint.keep=5", "model.num_layers=1")
+
+
+def test_batches_of_a_program_have_the_samples_of_each_step(make_config):
+    def batch_of(samples):
+        asked.append(samples.tolist())
+        ones = np.ones((len(samples), 16), int)
+        return {"tokens": samples[:, None] * ones, "targets": ones, "loss_mask": ones, "positions": ones}
+
+    asked: list[list[int]] = []
+    config = make_config("data.kind=synthetic", "run.eval_steps=0", "mesh.fsdp=2", *COMMON, *RAMP)
+    trainer = Trainer(config, jax.devices()[:2], batch_of=batch_of)
+    first = [trainer.next_batch()["tokens"] for _ in range(4)]
+    resumed = next(own_batches(trainer.program, batch_of, 3, trainer.sizes))["tokens"]
+    expected = [[*range(n, n + size)] for n, size in ((0, 4), (4, 4), (8, 4), (12, 8), (12, 8))]
+    assert asked == expected
+    assert [np.asarray(tokens)[..., 5].ravel().tolist() for tokens in (*first, resumed)] == expected
 
 
 @pytest.mark.long
