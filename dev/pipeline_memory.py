@@ -65,7 +65,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
     return Row(
         schedule=schedule,
         microbatches=microbatches,
-        slots=slots.activations,
+        slots=slots.activation_slots,
         saved=sum(array.bytes for array in saved),
         deferred=sum(array.bytes for array in deferred),
         temporary=memory["temporary"],

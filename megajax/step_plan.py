@@ -18,6 +18,7 @@ from megajax.config import Config
 from megajax.config.extensions import settings_of
 from megajax.config.sentences import fail
 from megajax.kernel_choice import Hardware, Kernels
+from megajax.layout import stages
 from megajax.layout.backward_parts import BackwardParts, backward_parts
 from megajax.layout.context_groups import ContextGroups
 from megajax.layout.kinds import (
@@ -30,11 +31,10 @@ from megajax.layout.kinds import (
     may_have_attention,
 )
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
-from megajax.layout.stages import image_slots, kept_slots, slot_kinds
 from megajax.layout.sublayers import takes_order
 from megajax.mesh import mesh_sizes
+from megajax.model import trained
 from megajax.model.parameters import parameters
-from megajax.model.trained import frozen_parts, is_trained, second_stack, trains_layers
 from megajax.model.transformer import Transformer, declared_model
 from megajax.options.context import RING, ContextStrategy
 from megajax.options.dispatch import ALL_GATHER, Dispatch
@@ -91,7 +91,7 @@ class StepPlan:
     unrolling: Unrolling
     segments: tuple[LayerSegment, ...]  # of the layer slots
     edges: tuple[int, ...] = ()  # ends of segments, besides those that follow from the slots
-    parts: BackwardParts = BackwardParts()  # of a stage's backward pass
+    backward_parts: BackwardParts = BackwardParts()  # of a stage's backward pass
 
     @classmethod
     def make(
@@ -107,7 +107,7 @@ class StepPlan:
         Raises ConfigError for a kernel that cannot run.
         """
         kernels = kernels or Kernels.choose(config, sizes, hardware)
-        slots, images = slot_kinds(config, sizes["pipeline"]), image_slots(config, sizes["pipeline"])
+        slots, images = stages.slot_kinds(config, sizes["pipeline"]), stages.image_slots(config, sizes["pipeline"])
         unrolling = choose_unrolling(config, hardware.platform, slots, sizes)
         parts = backward_parts(config, sizes, hardware.platform)
         every = (*edges, images.start, images.stop, *parts.edges)
@@ -150,17 +150,17 @@ class StepPlan:
 
     def is_trained(self, name: str) -> bool:
         """Whether a parameter has a gradient."""
-        return is_trained(self.config, name)
+        return trained.is_trained(self.config, name)
 
     @property
     def trains_layers(self) -> bool:
         """Whether the weights of the model's layers have gradients, and not only their adapters."""
-        return trains_layers(self.config)
+        return trained.trains_layers(self.config)
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
         """The parts of the model that `optimizer.groups` freeze whole."""
-        return frozen_parts(self.config)
+        return trained.frozen_parts(self.config)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
@@ -358,12 +358,12 @@ class StepPlan:
     @cached_property
     def image_slots(self) -> range:
         """The slots whose layers may add image features (DeepStack), on one of the virtual stages."""
-        return image_slots(self.config, self.sizes["pipeline"])
+        return stages.image_slots(self.config, self.sizes["pipeline"])
 
     @property
-    def backward_parts(self) -> list[list[int]]:
+    def segments_of_parts(self) -> list[list[int]]:
         """The indices of the segments of each part of a stage's backward pass, from the last part on."""
-        return [[s for s, own in enumerate(self.segments) if own.start in part] for part in self.parts.slots]
+        return [[s for s, own in enumerate(self.segments) if own.start in part] for part in self.backward_parts.slots]
 
     @property
     def is_pipelined(self) -> bool:
@@ -407,10 +407,10 @@ class StepPlan:
         return chosen and all(segment.iterations == 1 for segment in self.segments)
 
     @cached_property
-    def kept_slots(self) -> tuple[int, ...]:
+    def gathered_slots(self) -> tuple[int, ...]:
         """The slots whose layers `fsdp` gathers and reduces once a step."""
-        passes = (range(len(self.layer_slots)), *self.parts.slots)
-        return kept_slots(passes) if self.is_pipelined and self.is_unrolled else ()
+        passes = (range(len(self.layer_slots)), *self.backward_parts.slots)
+        return stages.gathered_slots(passes) if self.is_pipelined and self.is_unrolled else ()
 
     @property
     def ties_gradients(self) -> bool:
@@ -444,7 +444,7 @@ class StepPlan:
     @cached_property
     def second_stack(self) -> "SecondPlan | None":
         """The plan of an encoder's or a vision tower's layers, all of which each stage of a pipeline has."""
-        if (config := second_stack(self.config)) is None:
+        if (config := trained.second_stack(self.config)) is None:
             return None
         read = () if self.model.vision is None else self.model.vision.deepstack_layers
         edges = tuple(layer + 1 for layer in read)

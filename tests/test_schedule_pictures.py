@@ -103,7 +103,7 @@ def test_the_command_draws_one_operation_a_tick_or_lockstep(tmp_path, capsys):
     sizes = ["--stages", "2", "--microbatches", "3", "--svg", str(tmp_path / "picture.svg")]
     assert main(sizes) == 0
     drawn = capsys.readouterr().out
-    assert draw(make_schedule("1f1b", 2, 3, backward_parts=2)) in drawn and "slots      2 for activations" in drawn
+    assert draw(make_schedule("1f1b", 2, 3, parts_per_backward=2)) in drawn and "slots      2 for activations" in drawn
     assert drawn.startswith("1f1b: 2 stages, 3 microbatches, 1 virtual stage, one operation a tick\n")
     assert main([*sizes, "--lockstep"]) == 0
     drawn = capsys.readouterr().out

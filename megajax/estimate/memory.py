@@ -215,7 +215,8 @@ class _Step:
             peak,
             weights=self.cast(slots[-1] + 1),
             activations=self.saved(slots[-1] + 1),
-            working=self.activations.at_weight_gradients(block, largest) + FP32 * self.weights.reduced_at_once(above),
+            working=self.activations.at_weight_gradients(block, largest)
+            + FP32 * self.weights.reduces_in_backward(above),
         )
         return max(start, end, key=lambda each: each.total)
 
@@ -226,7 +227,7 @@ class _Step:
 
         The last layer's weight gradients may wait for it, with their operands; adapters' do not.
         """
-        gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_at_once(above)
+        gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduces_in_backward(above)
         together = self.backward_pass(slots)
         before = self.weights.layers(range(max(slots[0] - segment.group_size, together.start), slots[0]))
         more = self.layer_working(segment, slots, reduced) - self.layer_working(segment, slots)
@@ -250,7 +251,7 @@ class _Step:
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
         non_block = self.weights.non_block_as_stored.stored - stored + table
         gradients = self.accumulated(FP32 * non_block, everything)
-        reduced = 0 if self.repeats else self.weights.reduced_at_once(self.parts(self.segments[0])[0])
+        reduced = 0 if self.repeats else self.weights.reduces_in_backward(self.parts(self.segments[0])[0])
         zeros = stored if table > stored or not self.repeats else 0
         return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced) + self.of_microbatch(TOKENS))
 
@@ -265,7 +266,7 @@ class _Step:
             self.always,
             gradients=self.accumulated(FP32 * (other_weights + late), everything),
             weights=self.cast(first.stop) + self.weights.layers(first).gathered_bytes,
-            working=FP32 * self.weights.reduced_at_once(first),
+            working=FP32 * self.weights.reduces_in_backward(first),
         )
 
     def in_update(self) -> MemoryEstimate:
@@ -405,7 +406,7 @@ class _Step:
     def backward_pass(self, slots: Sequence[int]) -> range:
         """The slots whose backward passes run in one operation with that of `slots`."""
         whole = range(len(self.slots))
-        return next((part for part in self.plan.parts.slots if slots[0] in part), whole)
+        return next((part for part in self.plan.backward_parts.slots if slots[0] in part), whole)
 
     def recomputed(self, segment: LayerSegment, group: Sequence[int]) -> int:
         """Bytes that the backward pass of a remat group recomputes; they are live at the same time."""
@@ -476,11 +477,11 @@ class _Pipelined(_Step):
 
     def saved(self, slots: int) -> int:
         """Bytes of the buffers, independent of `slots`."""
-        saved = super().saved(len(self.slots)) * self.kept.activations
-        saved += 0 if self.plan.parts.slots else self.uncopied  # no backward pass beside a forward operation
+        saved = super().saved(len(self.slots)) * self.kept.activation_slots
+        saved += 0 if self.plan.backward_parts.slots else self.uncopied  # no backward pass beside a forward operation
         deferred = sum(self.activations.deferred(slot.block) for slot in self.slots) * self.kept.deferred_slots
         # The carry between ticks, or the only stream and its copy, and pending head gradients
-        streams = 2 + (self.kept.pending_heads if self.kept.pending_heads > 1 else 0)
+        streams = 2 + (self.kept.pending_head_slots if self.kept.pending_head_slots > 1 else 0)
         return saved + deferred + streams * self.activations.stream
 
     @property

@@ -64,12 +64,12 @@ class StepWeights:
         """For each slot the first one with the same elements."""
         first: dict[tuple[str, bool, bool], int] = {}
         slots = enumerate(self.plan.layer_slots)
-        return [first.setdefault((k.block, j in self.fp8_slots, j in self.plan.kept_slots), j) for j, k in slots]
+        return [first.setdefault((k.block, j in self.fp8_slots, j in self.plan.gathered_slots), j) for j, k in slots]
 
     def slot(self, slot: int, trained: bool = False) -> Elements:
         """Elements of the weights in one slot."""
         layer = self.layer(self.plan.layer_slots[slot].block, trained, slot in self.fp8_slots)
-        if slot not in self.plan.kept_slots:
+        if slot not in self.plan.gathered_slots:
             return layer
         # In FP8 with the transposed weights
         return replace(
@@ -204,9 +204,9 @@ class StepWeights:
         member = name.removeprefix(f"{BLOCKS}{kind}.")
         return next((fused for fused, members in self.blocks[kind].fused.items() if member in members), member)
 
-    def reduced_at_once(self, slots: Sequence[int]) -> int:
+    def reduces_in_backward(self, slots: Sequence[int]) -> int:
         """Elements of the gradients in these slots that are reduced in one collective, right after their layer."""
-        kinds = {self.plan.layer_slots[slot].block for slot in slots if slot not in self.plan.kept_slots}
+        kinds = {self.plan.layer_slots[slot].block for slot in slots if slot not in self.plan.gathered_slots}
         return max((self.most_reduced[kind] for kind in kinds), default=0)
 
     @cached_property

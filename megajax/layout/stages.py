@@ -43,7 +43,7 @@ def image_slots(config: Config, stages: int) -> range:
     return range(min(slots), max(slots) + 1) if slots else range(0)
 
 
-def kept_slots(passes: Iterable[range]) -> tuple[int, ...]:
+def gathered_slots(passes: Iterable[range]) -> tuple[int, ...]:
     """Slots whose layers `fsdp` gathers and reduces once per step: the first and last of each long pass.
 
     `passes` are the slots of each pass in an operation of a pipeline. Otherwise these layers' gathers and reductions

@@ -62,7 +62,7 @@ class BlockInputs:
 
     @property
     def has_metrics(self) -> bool:
-        """Whether parts compute their metrics: in training only."""
+        """Whether sublayers compute their metrics now: in training only, and there if one of the model's has any."""
         return self.layer_loss_scale is not None
 
 

@@ -1,8 +1,9 @@
 """The update with slots in files (`optimizer.offload_dir`): a program for the parameters of each turn, led by the host.
 
-The step's program ends with the clipped gradients. Then the slots of each turn come from the files to the device, chunk
-by chunk, the program of `Update` changes them, and they return. A chunk has some rows of an array on each device, so
-the host keeps a few chunks only, and the device the slots of two turns, as with slots in the host's memory.
+The step's program ends with the gradients and the norms by which they are clipped. Then the slots of each turn come
+from the files to the device, chunk by chunk, the program of `Update` changes them, and they return. A chunk has some
+rows of an array on each device, so the host keeps a few chunks only, and the device the slots of two turns, as with
+slots in the host's memory.
 """
 
 import math

@@ -84,14 +84,15 @@ class Update:
         before = before._replace(params={n: w for n, w in before.params.items() if n not in untrained})
         turns = self.turns
         on_host = jax.tree.map(lambda array: array.on_host, self.slots.stored)
-        parts, moving = ([part_of(tree, turn) for turn in turns] for tree in (before, on_host))
+        parts, moving = [part_of(before, turn) for turn in turns], [part_of(on_host, turn) for turn in turns]
         with jax.named_scope("optimizer"):
             after = join_parts(in_turn(self.of_turn, parts, [given.of(turn) for turn in turns], moving))
         return after._replace(params=after.params | untrained)
 
     def of_turn(self, before: Updated, given: Given) -> Updated:
         """The update of the parameters of a turn, whose arrays are on the device."""
-        masters, gradients = join_all(before.params, before.master_low_bits), clip(self.plan, *given[:2])
+        masters = join_all(before.params, before.master_low_bits)
+        gradients = clip(self.plan, given.gradients, given.norms)
         directions, held = self.directions(gradients, before.optimizer, masters)
         rate = self.rate(given.step)
         new = {name: masters[name] - rate * d for name, d in directions.items()}
@@ -150,7 +151,8 @@ class Update:
     def _new_moments_again(self, gradients: Named, held: OptimizerState) -> dict[tuple[str, str], jax.Array]:
         """By (slot, parameter) the new slots of shards that have scales, computed from the stored ones once more.
 
-        For the scales alone: XLA would write the FP32 numbers that it reads twice, 8 bytes for each weight.
+        For the scales alone: XLA would write the FP32 numbers that it reads twice, 8 bytes for each weight. The scales
+        must be those of the numbers that are encoded, so this is the same function of the same arrays.
         """
         if not self.slots.form.has_scales:
             return {}

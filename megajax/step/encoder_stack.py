@@ -27,14 +27,14 @@ class EncoderStack(SecondStack):
 
     AFTER = ("final_norm",)
 
-    def __init__(self, step: StepPlan, plan: StepPlan, encoder: EncoderLayers, dtypes: WeightDtypes):
+    def __init__(self, plan_of_step: StepPlan, plan: StepPlan, encoder: EncoderLayers, dtypes: WeightDtypes):
         """The plans of the step and of the encoder."""
-        super().__init__(step, plan, encoder, dtypes)
-        self.encoder, self.embedding = encoder, Embedding(step, self.comm)
+        super().__init__(plan_of_step, plan, encoder, dtypes)
+        self.encoder, self.embedding = encoder, Embedding(plan_of_step, self.comm)
 
     def fields(self) -> dict[str, Field]:
         fields = {TOKENS: Field(jnp.int32, ENCODER_KIND, limit=self.encoder.config.vocab_size)}
-        if self.step.is_packed:
+        if self.plan_of_step.is_packed:
             fields[SEGMENTS] = Field(jnp.int32, SEGMENTS_KEY)
         return {name: field._replace(length=self.encoder.length) for name, field in fields.items()}
 

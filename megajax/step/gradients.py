@@ -7,7 +7,7 @@ microbatches run one after the other, or through the stages of a pipeline. Their
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,30 +28,35 @@ from megajax.weights.scaling import FP8
 from megajax.weights.weight import global_norm
 
 
-def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
-    """(parameters, layer state, batch, step, loss scale) → (sums, gradients, norm, new layer state, metrics).
+class StepGradients(NamedTuple):
+    """The results of a batch's forward and backward pass, the same on all devices but for the gradients' shards."""
 
-    Parameters and gradients are in stored form, gradients those of `Graph.trained`, batch fields are `[M, B, S]`, the
-    norm is that of the gradients over all devices. `sums` holds the terminal nodes' losses, each divided by its count:
-    `loss` (the language-model loss per valid token), `z_loss`, with layers after the model's theirs `[depth]`; and
-    `tokens`. The layer state is all state besides parameters, by kind of block and name `[L, ...]`, and the amax
-    histories under the key FP8. `metrics` of the layers, by kind and name `[L, ...]`, are means over the microbatches;
-    counts are sums, `max_...` are maxima. Gradients are those of the nodes' losses with their weights plus the layers'
-    losses, without the loss scale.
-    """
+    # Of the terminal nodes, each divided by its count: `loss` (the language-model loss per valid token), `z_loss`, with
+    # layers after the model's theirs `[depth]`; and the number of `tokens`
+    losses: Any
+    gradients: Any  # of `Graph.trained` in stored form, FP32: of the losses with their weights, without the loss scale
+    norm: Any  # of the gradients over all devices; NaN if FP8 has met a number that is not finite
+    # All state besides parameters after the step, by kind of block and name `[L, ...]`; amax histories under FP8
+    layer_state: Any
+    # By kind of block and name `[L, ...]`: means over the microbatches; integers are sums, `max_...` are maxima
+    layer_metrics: Any
+
+
+def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
+    """(parameters, layer state, batch, step, loss scale) → `StepGradients`; batch fields are `[M, B, S]`."""
     specs = {name: placement.spec for name, placement in graph.plan.placements.items()}
     stacks, scaling = graph.stacks, graph.layers.weights.scaling
     pipeline = Pipeline(graph) if graph.plan.is_pipelined else None
 
     def compute(params: Arrays, state: LayerState, batch: Arrays, step, loss_scale: jax.Array):
         history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
-        table = graph.table.gather_per_step(params)
+        table = graph.table.gather(params)
 
-        def gather_per_step(stack: LayerStack, amax: Mapping[str, jax.Array]):
+        def gather_stack(stack: LayerStack, amax: Mapping[str, jax.Array]):
             scales = scaling.scales(stack.weights.history_of_stage(history), amax, loss_scale)
             return stack.weights.gather_per_step(params, scales, state)
 
-        weights = {stack.NAME: gather_per_step(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
+        weights = {stack.NAME: gather_stack(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
         weights |= {stack.NAME: stack.weights.gather_per_step(params, {}, {}) for stack in graph.frozen}
         counts, (batch, of_layout) = graph.counts(batch), graph.add_derived_fields(batch)
         batch = graph.add_factors(batch, counts)
@@ -66,9 +71,9 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         for stack in stacks:
             gradients |= stack.weights.complete_gradients(results.gradients[stack.NAME])
         gradients = {name: gradients[name] / loss_scale for name in graph.trained}
-        # They become means over the devices when `sums` are summed and divided.
-        sums = results.losses | {name: value * tokens / mesh.size for name, value in of_layout.items()}
-        sums = {name: total / counts.get(name, tokens) for name, total in sum_over_all(sums, graph.sizes).items()}
+        # The layout's metrics become means over the devices when they are summed and divided as the losses are.
+        shares = results.losses | {name: value * tokens / mesh.size for name, value in of_layout.items()}
+        losses = {name: total / counts.get(name, tokens) for name, total in sum_over_all(shares, graph.sizes).items()}
         norm = global_norm(gradients, graph.plan.placements, graph.sizes)
         metrics, state = _collect_metrics(graph, results.metrics), dict(state)
         for stack in stacks:
@@ -78,13 +83,13 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
             # Quantisation clips infinities, so only the amax shows that a value was not finite.
             finite = jnp.stack([jnp.isfinite(amaxes).all() for amaxes in state[FP8].values()]).all()
             norm = jnp.where(finite, norm, jnp.nan)
-        return sums | {"tokens": tokens}, gradients, norm, state, metrics
+        return StepGradients(losses | {"tokens": tokens}, gradients, norm, state, metrics)
 
     return jax.shard_map(
         _at_full_precision(compute, graph.plan),
         mesh=mesh,
         in_specs=(specs, P(), BATCH_SPEC, P(), P()),
-        out_specs=(P(), {name: specs[name] for name in graph.trained}, P(), P(), P()),
+        out_specs=StepGradients(P(), {name: specs[name] for name in graph.trained}, P(), P(), P()),
         check_vma=False,
     )
 
@@ -97,7 +102,7 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
     def compute(params: Arrays, state: LayerState, batch: Arrays):
         history = stack.weights.history_of_stage(state.get(FP8, {}))
         scales = stack.weights.scaling.scales(history, stack.weights.weight_amax(params))
-        table = graph.table.gather_per_step(params)
+        table = graph.table.gather(params)
         weights = {stack.NAME: stack.weights.gather_per_step(params, scales, state)}
         others = (*graph.before, *graph.frozen)
         weights |= {other.NAME: other.weights.gather_per_step(params, {}, {}) for other in others}

@@ -106,6 +106,7 @@ class LossHead:
         zeros = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss")}
         chunks = self._chunks(x, targets, mask, fields)
         (gradients, sums), dx = lax.scan(body, (of_microbatch(totals), zeros), chunks)
+        # All devices of `tensor` have the same losses; each has the gradients of its own columns alone.
         sums = {name: total / self.comm.tensor_size for name, total in sums.items()}
         return sums, dx.reshape(-1, dx.shape[-1])[: x.shape[0]], {**accumulated, **after_microbatch(totals, gradients)}
 

@@ -82,10 +82,11 @@ def _of_both(results: Sequence[Results], in_place: Collection[str]) -> Results:
 
 
 def sum_over(graph: Graph, traced: Any, zeros: Table, sums: Sums, loops: Any) -> tuple[Table, Results]:
-    """`microbatch(table, sums, *one of loops)` for all of `loops`: its table after the last, the sum of its results.
+    """(The table after the last microbatch, the sum of the results) of a scan over `loops`.
 
-    `traced` is what `jax.make_jaxpr(microbatch, return_shape=True)` gives. The layers of the stacks in `sums` add their
-    gradients in place, one after the other: the newest never exist all at once.
+    `traced` is `jax.make_jaxpr(run, return_shape=True)` of the function `run(table, sums, index, fields)` for one
+    microbatch, or two. The gradients in the carry are its `sums`; each layer adds its own to them in place, and its
+    results have the new sums. So a microbatch's gradients never exist all at once.
     """
     run, (_, shapes) = replayed(*traced), traced[1]
 

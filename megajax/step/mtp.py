@@ -55,8 +55,8 @@ class MultiTokenPrediction:
         self.model, self.comm = plan.model, comm
         self.layers = extra_layers(self.model)
         self.weight = MODULES.weight(self.model) / len(self.layers)  # of each module's loss
-        own, only_microbatch = ExtraPlan.after(plan), not plan.sums_gradients
-        self.stack = LayerStack(MTP, own, comm, {MTP: block}, {MTP: weights}, only_microbatch)
+        own, can_reduce_in_backward = ExtraPlan.after(plan), not plan.sums_gradients
+        self.stack = LayerStack(MTP, own, comm, {MTP: block}, {MTP: weights}, can_reduce_in_backward)
         self.embedding, self.head = Embedding(plan, comm), LossHead(plan, comm, before=())
 
     def fields(self) -> dict[str, Field]:

@@ -50,18 +50,23 @@ class StepArrays(NamedTuple):
 
     table: Table  # gathered weights outside the stacks
     stacks: Mapping[str, ByGroup[GroupWeights]]  # weights of each stack, from `StackWeights.gather_per_step`
-    key: jax.Array | None = None  # for dropout and jitter
+    key: jax.Array | None = None  # of this step's random numbers; None if it has none
     layer_loss_scale: jax.Array | None = None  # factor of the layers' losses of one microbatch
-    # By terminal node the factor of its summed loss before differentiation; empty: forward pass only
-    loss_factors: Arrays = {}
+    loss_factors: Arrays = {}  # by terminal node that of its summed loss before differentiation; empty in evaluation
     # By stack the gradients of earlier microbatches, to which its backward pass adds those of each layer in place
     sums: Mapping[str, ByGroup[GroupWeights]] = {}
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a backward pass follows."""
+        return bool(self.loss_factors)
 
 
 class Results(NamedTuple):
     """The results of nodes for one microbatch or for several, besides gradients of the table."""
 
-    gradients: Mapping[str, ByGroup[GroupWeights]] = {}  # of each stack, plus those of `StepArrays.sums`
+    # Of each stack, for all these microbatches; of a stack in `StepArrays.sums` the new sums, with the earlier ones
+    gradients: Mapping[str, ByGroup[GroupWeights]] = {}
     losses: dict[str, jax.Array] = {}  # this device's shares of the summed losses
     metrics: Mapping[str, ByGroup[GroupMetrics]] = {}  # of each stack
     amax: Mapping[str, ByGroup[tuple[Amax, ...]]] = {}  # of each stack

@@ -27,14 +27,15 @@ class SecondStack:
     PLACE = "before"
     AFTER: ClassVar[tuple[str, ...]]  # beginnings of the names, within the stack, of the weights that `after` reads
 
-    def __init__(self, step: StepPlan, plan: StepPlan, layers: SecondLayers, dtypes: WeightDtypes):
+    def __init__(self, plan_of_step: StepPlan, plan: StepPlan, layers: SecondLayers, dtypes: WeightDtypes):
         """The plans of the step and of this stack."""
-        self.NAME, self.prefix, self.step, blocks = layers.NAME, layers.PREFIX, step, dict(layers.blocks)
+        self.NAME, self.prefix, self.plan_of_step = layers.NAME, layers.PREFIX, plan_of_step
         self.is_trained = plan.trains_layers  # or only the weights that `after` reads have gradients, or none
-        settings = step.sizes, plan.kernels, plan.collectives, plan.deterministic
+        settings = plan_of_step.sizes, plan.kernels, plan.collectives, plan.deterministic
         self.comm, of_layers = MeshComm(*settings), MeshComm(*settings, frozen=not self.is_trained)
-        weights = block_weights(step, blocks, dtypes, self.prefix)
-        self.stack = LayerStack(self.NAME, plan, of_layers, blocks, weights, not step.sums_gradients, self.prefix)
+        blocks, sums = dict(layers.blocks), plan_of_step.sums_gradients
+        weights = block_weights(plan_of_step, blocks, dtypes, self.prefix)
+        self.stack = LayerStack(self.NAME, plan, of_layers, blocks, weights, not sums, self.prefix)
         self.outputs = (HIDDEN, *self.stack.between.values())  # the streams that `after` reads, in order
 
     # A subclass has these

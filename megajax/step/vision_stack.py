@@ -18,9 +18,9 @@ class VisionStack(SecondStack):
 
     AFTER = ("final_norm", "projector.")
 
-    def __init__(self, step: StepPlan, plan: StepPlan, tower: VisionTower, dtypes: WeightDtypes):
+    def __init__(self, plan_of_step: StepPlan, plan: StepPlan, tower: VisionTower, dtypes: WeightDtypes):
         """The plans of the step and of the tower."""
-        super().__init__(step, plan, tower, dtypes)
+        super().__init__(plan_of_step, plan, tower, dtypes)
         self.tower = tower
 
     def fields(self) -> dict[str, Field]:

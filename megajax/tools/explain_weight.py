@@ -146,8 +146,8 @@ def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Ch
     for s, segment in enumerate(stack.segments):
         for j in stack.weights.kinds[kind].indices_in_body(segment):
             u, slot, weight = j // segment.group_size, segment.start + j, stack.weights.weights[kind][name]
-            is_kept, copies = slot in stack.weights.plan.kept_slots, stack.weights.kinds[kind].copies(segment)
-            passes = (1 + (not stack.kept_for_backward(s, u)) if trains else 1) * times
+            is_kept, copies = slot in stack.weights.plan.gathered_slots, stack.weights.kinds[kind].copies(segment)
+            passes = (1 + (not stack.stays_gathered_until_backward(s, u)) if trains else 1) * times
             in_fp8 = segment.fp8 and stack.weights.scaling.quantises(name)
             casts = passes if not in_fp8 and stack.weights.kept_in_stack(weight, segment, slot) else 1
             reductions = 1 if is_kept else times
@@ -185,7 +185,7 @@ def _of_layer(graph: Graph, stack: LayerStack, kind: str, name: str, passes: _Pa
     _add_adapter(chain, graph, weights.weights[kind], name, w)
     if not weight.is_trained:
         return chain
-    used = jax.eval_shape(weight.with_gradient, w)
+    used = jax.eval_shape(weight.differentiable, w)
     gradient = used.gradient if passes.in_fp8 else used
     chain.backward.append(Edge("gradient", graph.plan.num_microbatches, gradient))
     if _times(graph, stack) < graph.plan.num_microbatches:

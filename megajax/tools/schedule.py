@@ -229,7 +229,7 @@ def chosen(options: argparse.Namespace) -> tuple[Schedule, Costs]:
     try:
         sizes = options.stages, options.microbatches, options.virtual_stages
         lockstep = options.lockstep or options.schedule != "1f1b" or options.virtual_stages > 1
-        schedule = make_schedule(options.schedule, *sizes, backward_parts=0 if lockstep else PARTS)
+        schedule = make_schedule(options.schedule, *sizes, parts_per_backward=0 if lockstep else PARTS)
         return schedule, Costs(options.forward, options.backward, options.weight, options.send)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -255,7 +255,7 @@ def main(arguments: list[str]) -> int:
 def _title(schedule: Schedule) -> str:
     sizes = {"stage": schedule.stages, "microbatch": schedule.microbatches, "virtual stage": schedule.virtual_stages}
     named = [counted(size, name) for name, size in sizes.items()]
-    return f"{schedule.kind}: {', '.join(named)}{', one operation a tick' if schedule.backward_parts else ''}"
+    return f"{schedule.kind}: {', '.join(named)}{', one operation a tick' if schedule.parts_per_backward else ''}"
 
 
 def _described(report: Report) -> str:
@@ -266,8 +266,8 @@ def _described(report: Report) -> str:
         f"time       {report.time:g}; {report.ideal:g} without idle stages",
         f"bubble     {report.bubble:.1%} of the time",
         f"in flight  {' '.join(f'{most:g}' for most in report.in_flight)} (most microbatches kept, by stage)",
-        f"slots      {slots.activations} for activations, {slots.deferred_slots} deferred, "
-        f"{slots.pending_heads} for the head",
+        f"slots      {slots.activation_slots} for activations, {slots.deferred_slots} deferred, "
+        f"{slots.pending_head_slots} for the head",
     ]
     return "\n".join(lines)
 

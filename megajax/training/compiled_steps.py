@@ -71,7 +71,7 @@ class CompiledSteps:
             of_size, named = program.by_size[size], f" for {counted(size, 'sequence')}" if len(sizes) > 1 else ""
             microbatches, start = of_size.plan.batch_shape[0], time.perf_counter()
             self._note(f"compiling{named}…")
-            lowered = of_size.step_program.lower(program.on_devices(program.abstract_state), of_size.abstract_batch)
+            lowered = of_size.step_program.lower(program.without_files(program.abstract_state), of_size.abstract_batch)
             steps[microbatches] = compiler.compile(lowered, f"step of {size}")
             self._note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
             check_memory(steps[microbatches], size, of_size)

@@ -77,7 +77,12 @@ class RunView:
 
 
 class Hook:
-    """What happens beside the steps of a run, on every process; by default each method does nothing."""
+    """What happens beside the steps of a run, on every process; by default each method does nothing.
+
+    `on_step` is called for each `every`-th step, whose numbers are still on the devices; `on_log` for each logged step,
+    with its numbers, after the next step has been started (at a save, an evaluation and the run's end at once);
+    `examine` before each `on_log` and each save, for hooks that keep arrays of every step to read them later.
+    """
 
     every = 1  # `on_step` is called after the steps that are multiples of it
 

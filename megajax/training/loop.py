@@ -110,7 +110,7 @@ class Trainer:
         self._compiled = CompiledSteps(self.program, self.console.note)
         self._ahead: deque[jax.Array] = deque()
         self._make_hooks([*map(self._hook, config.run.hooks), *hooks])
-        self._start = ResumePoint(self.saver, lambda: self.checkpoints, self.directory.local_saves)
+        self._resume_point = ResumePoint(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self._begin()
 
     def _hook(self, name: str) -> Any:
@@ -119,7 +119,10 @@ class Trainer:
         return HOOKS[name].make(*([] if settings is None else [settings]))
 
     def _make_hooks(self, given: Sequence[Hook]) -> None:
-        """All hooks, with the user's, in the order in which they are called; their `on_end` in reverse order."""
+        """All hooks, with the user's, in the order in which they are called; their `on_end` in reverse order.
+
+        The log is the first: saves and evaluations read the numbers that it has just kept of this step.
+        """
         for hook in given:
             if not isinstance(hook, Hook) or hook.every < 1:
                 problem = f"{type(hook).__name__} has every={getattr(hook, 'every', None)}"
@@ -264,7 +267,13 @@ class Trainer:
                 self._seen = complete_steps(self.run_dir)
 
     def run(self) -> int:
-        """Train to `run.steps`; the exit status."""
+        """Train to `run.steps`; the exit status.
+
+        The constructor has found the checkpoint to resume from (`ResumePoint`), without reading its arrays. Now the run
+        directory is locked, and that point looked for again if another process has trained there; the summary is
+        printed; a thread compiles the steps, while the state is read, or initialised. Then the steps run. If the
+        checkpoint turns out to be damaged, the point is an earlier one (`_first_state`).
+        """
         if self._is_done():
             return DONE
         end = None
@@ -286,7 +295,7 @@ class Trainer:
         """Train until the run ends, with its exit status, or until it has to go back."""
         run = self.view
         run.begin(self.sizes)
-        self._start.rollbacks.log(self.log.file)
+        self._resume_point.rollbacks.log(self.log.file)
         while run.end is None:
             batch = self.next_batch()
             for hook in run.hooks:
@@ -347,15 +356,15 @@ class Trainer:
 
     def _begin(self) -> None:
         """Take over the position of the start: its step, and the sequences of the steps after it."""
-        self._seen, self.sizes = self._start.seen, self._start.sizes
-        self._spikes.begin(self._start)
-        self.step = self._recorded_step = self._start.step  # the config applies after `_recorded_step`
+        self._seen, self.sizes = self._resume_point.seen, self._resume_point.sizes
+        self._spikes.begin(self._resume_point)
+        self.step = self._recorded_step = self._resume_point.step  # the config applies after `_recorded_step`
 
     def _first_state(self, say: Callable[[str], None]) -> TrainState:
         """The state of the start; this Trainer goes back with it if the newest checkpoint is damaged."""
-        expected, compiling = self._start.step, self._sizes_ahead() if self._compiled.has_started else None
-        state = self.program.to_files(self._start.state(say))
-        if self._start.step != expected:
+        expected, compiling = self._resume_point.step, self._sizes_ahead() if self._compiled.has_started else None
+        state = self.program.to_files(self._resume_point.state(say))
+        if self._resume_point.step != expected:
             self._begin()
             self.console.set_step(self.step)
             if compiling is not None and self._sizes_ahead() != compiling:
@@ -377,7 +386,7 @@ class Trainer:
         if self._state is not None:
             raise InputError(f"another process trained in {self.run_dir} meanwhile: build the Trainer again.")
         self.checkpoints.reload()
-        self._start.find()
+        self._resume_point.find()
         self._begin()
 
     def _start_writing(self) -> None:
@@ -387,22 +396,22 @@ class Trainer:
         self._lock()
         if self._exports is not None:
             cluster.current().first_decides(self._exports.check_directory)
-        local_step = self._start.local_step if self.step == self._start.step else None
+        local_step = self._resume_point.local_step if self.step == self._resume_point.step else None
         if self._state is None:
             self._state = self._first_state(logs.say)
-            for change in self._start.allowed:
+            for change in self._resume_point.allowed:
                 logs.say(f"let through by checkpoint.allow_changes: {change}")
-            if self._start.resumed_step is not None:
-                warn_of_another_rate(self.config, self._start.saved, self._start.name)
-            local_step = self._start.local_step  # reading it may have led to another checkpoint
-        self.directory.begin(self._start, self._recorded_step, local_step)
+            if self._resume_point.resumed_step is not None:
+                warn_of_another_rate(self.config, self._resume_point.saved, self._resume_point.name)
+            local_step = self._resume_point.local_step  # reading it may have led to another checkpoint
+        self.directory.begin(self._resume_point, self._recorded_step, local_step)
 
     def _roll_back(self, rollback: Rollback) -> None:
         """Return to the checkpoint of `rollback`."""
         with self.watch.working("the rollback"):
             self.directory.before_removal()
             frozen, self._state = self.state.frozen, None  # so that there is room for another one
-            self._state = self.program.to_files(self._start.go_back(rollback, frozen))
+            self._state = self.program.to_files(self._resume_point.go_back(rollback, frozen))
         self._begin()
         if self._train_batches is not None:
             self._train_batches.close()

@@ -46,7 +46,7 @@ class ReplicaCheck(Hook):
     def __init__(self, program: TrainProgram, saved: Callable[[], Checkpoints], is_saved: Callable[[RunView], bool]):
         """`saved` gives the checkpoints after the last save has ended; `is_saved`: whether the newest step is saved."""
         self.mesh, self._saved, self._is_saved = program.mesh, saved, is_saved
-        self._abstract = program.on_devices(program.abstract_state)
+        self._abstract = program.without_files(program.abstract_state)
         paths = jax.tree_util.tree_flatten_with_path(self._abstract)[0]
         self._replicated = {_name(path): leaf for path, leaf in paths if _copies(leaf.sharding) > 1}
         self._interval = program.config.run.replica_check_interval

@@ -1,4 +1,4 @@
-"""The train step: gradients from the mesh, then clip, update and bookkeeping on the stored shards."""
+"""The train step: gradients from the mesh, then norms and bookkeeping; `optim/update.py` clips and updates."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ from megajax.sharding import (
     in_stored_rows,
     pad_storage,
 )
-from megajax.step.gradients import gradient_function, loss_function
+from megajax.step.gradients import StepGradients, gradient_function, loss_function
 from megajax.step.graph import Graph
 from megajax.step_plan import StepPlan
 from megajax.weights.masters import join_all
@@ -220,7 +220,7 @@ class TrainProgram:
             return jax.jit(self._init, out_shardings=self.state_shardings)
 
         def without(state: TrainState) -> TrainState:
-            return replace(state, **{"optimizer": self.on_devices(state).optimizer, **lacking})  # others are zeros
+            return replace(state, **{"optimizer": self.without_files(state).optimizer, **lacking})  # others are zeros
 
         return jax.jit(lambda: without(self._init()), out_shardings=without(self.state_shardings))
 
@@ -236,7 +236,7 @@ class TrainProgram:
         gradients_of, everywhere = gradient_function(self.graph, self.mesh), NamedSharding(self.mesh, P())
         target: Any = self.state_shardings, everywhere
         if self.streamed is not None:
-            state = self.on_devices(self.state_shardings)
+            state = self.without_files(self.state_shardings)
             gradients: Any = {name: state.params[name] for name in self.update.slots.placements}
             rest: list[Any] = [everywhere] * (len(Given._fields) - 1)
             target = state, everywhere, Given(gradients, *rest)
@@ -249,12 +249,12 @@ class TrainProgram:
             state = state.with_updated(self.streamed(state.updated, given))
         return state, metrics
 
-    def on_devices(self, state: TrainState) -> TrainState:
+    def without_files(self, state: TrainState) -> TrainState:
         """A state, or a tree like it, without the slots in files, as `train_step` gets it."""
         return state.with_updated(self.update.slots.divided(state.updated)[0])
 
     def to_files(self, state: TrainState) -> TrainState:
-        """`on_devices` of a whole state, whose slots are written to the files; those that it lacks are zeros there."""
+        """`without_files` of a whole state; its other slots are written to the files, as zeros if it lacks them."""
         if self.streamed is None:
             return state
         updated, in_files = self.update.slots.divided(state.updated)
@@ -347,21 +347,23 @@ def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState
     """(New state, metrics); with slots in files `_before_update`'s results: `StreamedUpdate` does the rest."""
     program.check_fields(batch)
     program._check_microbatches(batch)
-    found = gradients_of(state.weights, state.layer_state, batch, state.step, state.loss_scale)
-    state, metrics, given = _before_update(program, state, found)
+    results = gradients_of(state.weights, state.layer_state, batch, state.step, state.loss_scale)
+    state, metrics, given = _before_update(program, state, results)
     if program.streamed is not None:
         return state, metrics, given
     return state.with_updated(program.update(state.updated, given)), metrics
 
 
-def _before_update(program: TrainProgram, state: TrainState, found: Any) -> tuple[TrainState, dict[str, Any], Given]:
-    """What `gradient_function` gives → (the state, in which the update changes the rest, metrics, what that needs)."""
-    config, (sums, gradients, norm, layer_state, layers) = program.config, found
-    finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-    norms = clipped_norms(program.plan, gradients, norm)
-    given = Given(gradients, norms, _rescaling(program, layers), state.step, finite)
+def _before_update(
+    program: TrainProgram, state: TrainState, results: StepGradients
+) -> tuple[TrainState, dict[str, Any], Given]:
+    """(The state, in which the update changes the rest; metrics; what the update is computed from)."""
+    config, losses, layer_metrics = program.config, results.losses, results.layer_metrics
+    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(results.norm)
+    norms = clipped_norms(program.plan, results.gradients, results.norm)
+    given = Given(results.gradients, norms, _rescaling(program, layer_metrics), state.step, finite)
     # A step with non-finite numbers changes no layer state either.
-    layer_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), layer_state, state.layer_state)
+    layer_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), results.layer_state, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
     state = replace(
         state,
@@ -371,17 +373,17 @@ def _before_update(program: TrainProgram, state: TrainState, found: Any) -> tupl
         skipped_in_row=(state.skipped_in_row + 1) * skipped,
     )
     metrics = {
-        "grad_norm": norm,
+        "grad_norm": results.norm,
         "learning_rate": jnp.asarray(program.update.rate(given.step), jnp.float32),
         "skipped": state.skipped,
         "skipped_in_row": state.skipped_in_row,
     }
-    of_layers = _layer_metrics(program.model.blocks, with_extra_layers(config.model, layers))
-    of_nodes = program.graph.metrics(sums) | layout_metrics(sums)
-    for found in (of_nodes, of_layers):
-        if taken := sorted(found.keys() & metrics.keys()):
+    of_layers = _layer_metrics(program.model.blocks, with_extra_layers(config.model, layer_metrics))
+    of_nodes = program.graph.metrics(losses) | layout_metrics(losses)
+    for new in (of_nodes, of_layers):
+        if taken := sorted(new.keys() & metrics.keys()):
             raise ValueError(f"a part has the metric {taken[0]}, which the step has already: give it another name.")
-        metrics |= found
+        metrics |= new
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale
         state = _update_loss_scale(state, finite)
@@ -400,24 +402,24 @@ def directions_of(
     return program.update.rate(state.step), directions, optimizer
 
 
-def _rescaling(program: TrainProgram, layers: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Factors, in stored rows, of the parameters that a kind of block rescales after an update."""
-    found = {}
-    for kind, metrics in layers.items():
-        for member, factor in program.model.blocks[kind].rescaled(metrics).items():
+def _rescaling(program: TrainProgram, metrics: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Factors, in stored rows, of the parameters that a kind of block rescales after an update, from its metrics."""
+    factors = {}
+    for kind, of_kind in metrics.items():
+        for member, factor in program.model.blocks[kind].rescaled(of_kind).items():
             name = f"{BLOCKS}{kind}.{member}"
-            found[name] = in_stored_rows(factor, program.placements[name])
-    return found
+            factors[name] = in_stored_rows(factor, program.placements[name])
+    return factors
 
 
-def with_extra_layers(model: ModelConfig, layers: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:
+def with_extra_layers(model: ModelConfig, metrics: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, jax.Array]]:
     """Metrics by kind and name `[L, ...]`, those of the layers after the model's after those of its last one's kind."""
     extra = extra_of(model)
-    if extra is None or extra.name not in layers:
-        return layers
+    if extra is None or extra.name not in metrics:
+        return metrics
     last = layer_kinds(model)[-1].block
-    joined = {name: jnp.concatenate([metrics, layers[extra.name][name]]) for name, metrics in layers[last].items()}
-    return {kind: joined if kind == last else metrics for kind, metrics in layers.items() if kind != extra.name}
+    joined = {name: jnp.concatenate([own, metrics[extra.name][name]]) for name, own in metrics[last].items()}
+    return {kind: joined if kind == last else own for kind, own in metrics.items() if kind != extra.name}
 
 
 def _layer_metrics(blocks: Mapping[str, Block], by_kind: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:

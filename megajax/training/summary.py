@@ -160,10 +160,10 @@ def _pipeline(plan: StepPlan) -> list[str]:
         f"{report.bubble:.1%} of a step; "
         f"a stage keeps activations of at most {max(report.in_flight):g} of {counted(microbatches, 'microbatch')}"
     ]
-    if plan.parts.slots:
+    if plan.backward_parts.slots:
         lines[0] += "; one operation a tick, backward in two parts"
     elif settings.schedule == "1f1b":
-        lines[0] += f"; a forward and a backward operation a tick, because {plan.parts.lockstep_because}"
+        lines[0] += f"; a forward and a backward operation a tick, because {plan.backward_parts.lockstep_because}"
     if min(counts) < len(slots):
         moe = sum(slot.has_experts for slot in slots)
         kinds = f" ({len(slots) - moe} dense, {moe} MoE)" if 0 < moe < len(slots) else ""

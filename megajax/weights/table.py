@@ -73,7 +73,7 @@ class WeightTable:
         self.weights, self.as_stored = weights, as_stored
 
     @jax.named_scope("weights")
-    def gather_per_step(self, params: Arrays) -> dict[str, jax.Array]:
+    def gather(self, params: Arrays) -> dict[str, jax.Array]:
         """Stored shards of all parameters → gathered weights of the table; `fsdp` gathers them once per step too."""
         own = {name: (self.weights[name], w) for name, w in params.items() if not is_in_layer(name)}
         used = {name: w for name, (_, w) in own.items()}

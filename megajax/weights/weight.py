@@ -1,7 +1,7 @@
 """A weight of the step on its way from storage to use, and its gradient on the way back, inside the step's shard_map.
 
 The axes of PER_STEP_AXES (outside the blocks `pipeline` too) gather and reduce once per step, `fsdp` once per layer and
-pass. `fsdp` gathers three kinds of weights less often: those outside the blocks and those of `kept_slots` once per
+pass. `fsdp` gathers three kinds of weights less often: those outside the blocks and those of `gathered_slots` once per
 step, those of the last remat group of an unrolled stack once for both passes. A token embedding that is looked up in
 its shards is not gathered at all (embedding.py).
 
@@ -119,7 +119,7 @@ class Weight:
             w = gather_tiles(w, ("fsdp",), dim)
         return lax.slice_in_dim(w, 0, self.placement.shape[self.placement.storage_dim], axis=dim)
 
-    def with_gradient(self, w: Used) -> Used:
+    def differentiable(self, w: Used) -> Used:
         """The weight as a layer differentiates it: FP8 has an input through which the gradient returns."""
         if not isinstance(w, Fp8Weight):
             return w

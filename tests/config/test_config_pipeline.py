@@ -16,8 +16,8 @@ from megajax.layout.segments import layer_seconds
 from megajax.layout.stages import (
     count_layer_slots,
     first_slots,
+    gathered_slots,
     in_step,
-    kept_slots,
     layer_slots,
     layout_in_step,
     virtual_stages,
@@ -439,7 +439,7 @@ def test_a_default_that_someone_wrote_is_not_warned_about(override):
     ],
 )
 def test_fsdp_gathers_the_first_and_last_slots_of_passes_through_four_or_more_once_a_step(passes, expected):
-    assert kept_slots(passes) == expected
+    assert gathered_slots(passes) == expected
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

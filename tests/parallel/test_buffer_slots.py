@@ -33,9 +33,9 @@ def test_microbatches_in_flight_of_rounds_do_not_grow_with_microbatches(R):
 
 
 def test_replay_refuses_wrong_slots_with_one_operation_a_tick():
-    schedule = make_schedule("1f1b", 4, 8, backward_parts=2)
+    schedule = make_schedule("1f1b", 4, 8, parts_per_backward=2)
     slots = assign_buffer_slots(schedule)
-    assert slots.activations == 4
+    assert slots.activation_slots == 4
     wrong = slots.backward.copy()
     wrong[11, 0] += 1  # the second part of the first microbatch on stage 0
     with pytest.raises(ValueError, match="tick 11, stage 0: the backward operation of microbatch 0.* reads slot 1"):
@@ -51,8 +51,8 @@ def test_slots_are_at_most_one_more_than_live_microbatches():
         schedule = make_schedule(kind, P, M, R)
         report = simulate(schedule, Costs())  # replays the slots
         alive = round(max(report.in_flight) * R)
-        assert alive <= report.buffer_slots.activations <= alive + 1
-        assert report.buffer_slots.pending_heads == (M if kind == "gpipe" else 1)
+        assert alive <= report.buffer_slots.activation_slots <= alive + 1
+        assert report.buffer_slots.pending_head_slots == (M if kind == "gpipe" else 1)
         # Deferred operands of the last stage while the pipeline fills, and one slot for a backward operation at the end
         deferred = kind == "zero_bubble" and P > 1
         assert report.buffer_slots.deferred_slots == (min(P - 1, M * R) + 1 if deferred else 0)
@@ -63,8 +63,8 @@ SLOT_FIELDS = {
     "backward": "activations",
     "deferred": "deferred_slots",
     "weight": "deferred_slots",
-    "head": "pending_heads",
-    "backward_head": "pending_heads",
+    "head": "pending_head_slots",
+    "backward_head": "pending_head_slots",
 }
 
 
@@ -74,7 +74,7 @@ def test_rounds_may_have_slots_of_their_own(kind, P, M, R):
     schedule = make_schedule(kind, P, M, R)
     slots = assign_buffer_slots(schedule, per_virtual_stage=True)
     replay(schedule, slots)
-    assert len(slots.virtual_stages) == slots.activations and set(slots.virtual_stages) == set(range(R))
+    assert len(slots.virtual_stages) == slots.activation_slots and set(slots.virtual_stages) == set(range(R))
     owner = np.array(slots.virtual_stages)
     for table, accessed in ((schedule.forward, slots.forward), (schedule.backward, slots.backward)):
         used = table.active

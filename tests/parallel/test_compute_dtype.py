@@ -44,7 +44,7 @@ def test_the_residual_stream_keeps_the_compute_dtype(options, compute):
     def forward(params, batch):
         passed = []
         layers = graph.layers.weights.gather_per_step(params, {}, {})
-        arrays = StepArrays(graph.table.gather_per_step(params), {graph.layers.NAME: layers}, jax.random.key(0))
+        arrays = StepArrays(graph.table.gather(params), {graph.layers.NAME: layers}, jax.random.key(0))
         fields = {name: field[0] for name, field in batch.items()}
         batch, streams = graph.microbatch(fields, 0, arrays if options else None), {}
         for node in graph.inner:

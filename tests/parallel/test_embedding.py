@@ -78,7 +78,7 @@ def test_rows_and_the_gradient_of_the_table(table, mesh, sequence_length):
         fields = {name: field[0] for name, field in batch.items()}
         at, arrays, embedding = (
             graph.microbatch(fields, 0),
-            StepArrays(graph.table.gather_per_step(params), {}),
+            StepArrays(graph.table.gather(params), {}),
             graph.inner[0],
         )
         given, saved = embedding.forward(arrays, {}, at, save=True)

@@ -260,7 +260,7 @@ def residual_shapes(program) -> list[tuple[int, ...]]:
     def forward(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
         at, layers = graph.microbatch(fields, 0), graph.layers.weights.gather_per_step(params, {}, {})
-        arrays = StepArrays(graph.table.gather_per_step(params), {graph.layers.NAME: layers})
+        arrays = StepArrays(graph.table.gather(params), {graph.layers.NAME: layers})
         streams, _ = graph.inner[0].forward(arrays, {}, at, save=True)
         return graph.layers.forward(arrays, streams, at, save=True)[1][1]  # without the inputs of all layers
 

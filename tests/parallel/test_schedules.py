@@ -123,7 +123,7 @@ def test_zero_bubble_of_fewer_microbatches_than_stages_by_hand():
 @pytest.mark.smoke
 def test_one_operation_a_tick_of_four_stages_and_eight_microbatches_by_hand():
     """A microbatch waits nowhere: 4 forward operations, then 4 backward operations of two ticks each."""
-    schedule = make_schedule("1f1b", stages=4, microbatches=8, backward_parts=2)
+    schedule = make_schedule("1f1b", stages=4, microbatches=8, parts_per_backward=2)
     assert rows(schedule, "forward") == [
         "0 . . 1 . . 2 . . 3 . . 4 . . 5 . . 6 . . 7 . . . . . . . . . . .",
         ". 0 . . 1 . . 2 . . 3 . . 4 . . 5 . . 6 . . 7 . . . . . . . . . .",
@@ -145,21 +145,21 @@ PARTED = [(P, M, k) for (P, M, R), k in itertools.product(SIZES, (1, 2, 3)) if R
 
 def test_one_operation_a_tick_keeps_what_1f1b_keeps_and_is_as_long_idle():
     for P, M, k in PARTED:
-        schedule = make_schedule("1f1b", P, M, backward_parts=k)
+        schedule = make_schedule("1f1b", P, M, parts_per_backward=k)
         report = simulate(schedule, Costs(1.0, 0.5 * k, 0.5 * k))
         assert report.in_flight == [min(M, P - stage) for stage in range(P)]
-        assert report.buffer_slots.activations == min(M, P)
+        assert report.buffer_slots.activation_slots == min(M, P)
         assert report.time == pytest.approx((M + P - 1) * (1 + k))
         assert not (schedule.forward.active & schedule.backward.active).any()
 
 
 def test_stages_send_after_forward_operations_and_last_parts():
     # Of stage 0: F . . | . b b; of stage 1: . F b | b . .; the first stage's backward operation sends nothing.
-    assert sends(make_schedule("1f1b", 2, 1, backward_parts=2)).tolist() == [True, False, False, True, False, False]
+    assert sends(make_schedule("1f1b", 2, 1, parts_per_backward=2)).tolist() == [True, False, False, True, False, False]
 
 
 def test_check_refuses_broken_tables_with_one_operation_a_tick():
-    schedule = make_schedule("1f1b", 4, 8, backward_parts=2)
+    schedule = make_schedule("1f1b", 4, 8, parts_per_backward=2)
     late = edited(schedule, "forward", move((3, 0), (10, 0)))
     with pytest.raises(ValueError, match="forward operation of microbatch 1 on virtual stage 1 does not follow"):
         check(late)
@@ -431,8 +431,8 @@ def test_check_refuses_any_two_swapped_entries(kind):
 
 
 REFUSED = {
-    ("zero_bubble", 4, 8, 1, 2): "backward_parts=2 needs schedule=1f1b and virtual_stages=1.",
-    ("1f1b", 4, 8, 2, 2): "backward_parts=2 needs schedule=1f1b and virtual_stages=1.",
+    ("zero_bubble", 4, 8, 1, 2): "parts_per_backward=2 needs schedule=1f1b and virtual_stages=1.",
+    ("1f1b", 4, 8, 2, 2): "parts_per_backward=2 needs schedule=1f1b and virtual_stages=1.",
     ("2f2b", 4, 8, 1): "schedule=2f2b is not known: use gpipe, 1f1b or zero_bubble.",
     ("1f1b", 0, 8, 1): "stages=0 is below 1: give 1 or more.",
     ("1f1b", 4, -1, 1): "microbatches=-1 is below 1: give 1 or more.",

@@ -207,7 +207,7 @@ def test_a_block_of_the_model_is_split_in_two(table, monkeypatch, model, policy)
     def compare(params, batch):
         fields = {name: field[0] for name, field in batch.items()}
         at = graph.microbatch(fields, 0)
-        given, _ = graph.inner[0].forward(StepArrays(graph.table.gather_per_step(params), {}), {}, at, save=True)
+        given, _ = graph.inner[0].forward(StepArrays(graph.table.gather(params), {}), {}, at, save=True)
         x, inputs = given[HIDDEN], at.inputs
         group = stack.weights.select_group(stack.weights.gather_per_step(params, {}, {})[0][0], segment, 0)
         at = stack.groups.at(segment, 0, 0)

@@ -186,7 +186,7 @@ def test_the_bubble_is_the_schedules_share_of_the_layers(kind, stages, microbatc
 
 def test_with_one_operation_a_tick_the_bubble_is_a_part_of_the_waits_for_other_stages():
     """Two stages and four microbatches: idle for a fourth of the layers' time, but not for longer than they wait."""
-    schedule = make_schedule("1f1b", 2, 4, backward_parts=2)
+    schedule = make_schedule("1f1b", 2, 4, parts_per_backward=2)
     rows = {"matmuls": 60.0, "attention": 20.0, "collectives over pipeline": 25.0, "collectives over fsdp": 3.0}
     assert timeline.without_bubble(rows, schedule) == pytest.approx(
         rows | {"collectives over pipeline": 5.0, "pipeline bubble": 20.0}

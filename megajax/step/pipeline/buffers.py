@@ -27,13 +27,13 @@ def schedule_of(plan: StepPlan, most_microbatches: int | None = None) -> Schedul
     """The schedule of a plan with a pipeline, of at most so many of its microbatches."""
     pipeline, microbatches = plan.pipeline, min(plan.num_microbatches, most_microbatches or plan.num_microbatches)
     sizes = plan.sizes["pipeline"], microbatches, pipeline.virtual_stages
-    return make_schedule(pipeline.schedule, *sizes, backward_parts=len(plan.parts.slots))
+    return make_schedule(pipeline.schedule, *sizes, parts_per_backward=len(plan.backward_parts.slots))
 
 
 def choose_buffer_slots(plan: StepPlan, schedule: Schedule) -> tuple[BufferSlots, int]:
     """(buffer slots, number of banks): each slot is a bank with its own program; one bank if there are too many."""
     slots = assign_buffer_slots(schedule, per_virtual_stage=True)
-    count = slots.activations
+    count = slots.activation_slots
     if plan.is_unrolled and count <= MOST_PROGRAMS and count * len(plan.layer_slots) <= MOST_LAYERS:
         return slots, count
     return assign_buffer_slots(schedule), 1

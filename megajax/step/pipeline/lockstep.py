@@ -46,7 +46,7 @@ class LockstepRunner(StageRunner):
 
     def train(self) -> Carry:
         """The carry after the last tick."""
-        pending_heads = self.buffer_slots.pending_heads if self.has_pending_heads else 0
+        pending_heads = self.buffer_slots.pending_head_slots if self.has_pending_heads else 0
         return self.loop(self.first_carry(pending_heads), lambda flags: True)
 
     def evaluate(self) -> dict[str, jax.Array]:

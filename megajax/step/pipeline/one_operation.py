@@ -90,7 +90,7 @@ class OneOperationRunner(StageRunner):
         if pairs:
             receives = jnp.asarray(np.isin(np.arange(P), [to for _, to in pairs]))[self.stage]
             x = jnp.where(receives, collectives.ppermute(x, "pipeline", pairs), x)
-        if has_head:
+        if has_head:  # for the last stage's own result, which `pairs` sends nowhere
             dy, table, results = self.turn((tick - P) // period, carry.x, carry.table, carry.results)
             x, carry = jnp.where(self.last_stage, dy, x), carry._replace(table=table, results=results)
         if place == 0:
@@ -130,7 +130,7 @@ class OneOperationRunner(StageRunner):
             )
         )
         index = jnp.maximum(jnp.maximum(forward, backward), 0)
-        inputs, parts = self.microbatch(index).inputs, self.stack.plan.backward_parts
+        inputs, parts = self.microbatch(index).inputs, self.stack.plan.segments_of_parts
 
         bank, slot = self.of_bank(read)
         programs = [partial(self.backward, *each) for each in itertools.product(parts, range(self.banks))]

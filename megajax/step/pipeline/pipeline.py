@@ -24,7 +24,7 @@ class Pipeline:
 
     def gradients(self, arrays: StepArrays, batch: Arrays) -> tuple[dict[str, jax.Array], Results]:
         """(gradients of the table, other results) of the batch `[M, B, S]`, summed over its microbatches."""
-        kind = OneOperationRunner if self.schedule.backward_parts else LockstepRunner
+        kind = OneOperationRunner if self.schedule.parts_per_backward else LockstepRunner
         run = kind(self.graph, self.schedule, arrays, batch)
         carry, name = run.train(), self.layers.NAME
         gradients, metrics, amax = map(run.join_virtual_stages, (carry.layer_gradients, carry.metrics, carry.amax))

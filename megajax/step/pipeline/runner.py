@@ -54,7 +54,7 @@ class StageRunner:
 
     def __init__(self, graph: Graph, schedule: Schedule, arrays: StepArrays, batch: Arrays):
         self.graph, self.schedule = graph, schedule
-        self.stack, self.training = graph.layers, bool(arrays.loss_factors)
+        self.stack, self.training = graph.layers, arrays.is_training
         self.arrays, self.batch = arrays, batch
         self.first = [node for node in self.graph.inner if node.PLACE == "first"]
         of_first = (name for node in self.first if isinstance(node, Embedding) for name in node.reads)
@@ -258,7 +258,7 @@ class StageRunner:
             split = stack.groups.split(at, group, saved, dy, inputs)
             deferred = jax.eval_shape(split.inputs, group, saved, dy, inputs, at.layers)[3]
         loops = segment.iterations if segment.iterations > 1 else None
-        rows = self.buffer_slots.activations // self.banks * segment.iterations
+        rows = self.buffer_slots.activation_slots // self.banks * segment.iterations
         return EmptyGroup(
             split,
             [jax.ShapeDtypeStruct((rows, *a.shape), a.dtype) for a in saved],

@@ -1,9 +1,10 @@
 """Pipeline schedules as tables: the microbatch that each stage works on at each tick.
 
-Stages run in lockstep: at each tick every stage does at most one forward, one backward and one weight-gradient
-operation. Then it sends its results to its neighbours, which use them at the next tick. A stage holds R virtual stages
-(Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"); the r-th of stage s is number r·P + s in the
-model's order. Tables and buffers count them by r. `megajax schedule` draws schedules.
+In lockstep every stage does at most one forward, one backward and one weight-gradient operation at each tick. With one
+operation a tick (`1f1b` on GPUs, if its backward pass has equal parts) it does one forward operation, or one of the
+parts of a backward operation. Then it sends its results to its neighbours, which use them at the next tick. A stage
+holds R virtual stages (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"); the r-th of stage s is
+number r·P + s in the model's order. Tables and buffers count them by r. `megajax schedule` draws schedules.
 """
 
 import itertools
@@ -72,7 +73,7 @@ class Schedule:
     forward: ScheduleTable
     backward: ScheduleTable  # gradients of inputs
     weight: ScheduleTable | None  # gradients of weights; None: in the backward operations
-    backward_parts: int = 0  # ticks of a backward operation, if a stage does one operation a tick; 0: lockstep
+    parts_per_backward: int = 0  # ticks of a backward operation, with one operation a tick; 0: lockstep
 
     @property
     def ticks(self) -> int:
@@ -81,7 +82,7 @@ class Schedule:
     @property
     def period(self) -> int:
         """The ticks in which a stage does all operations of one microbatch, with one operation a tick."""
-        return self.backward_parts + 1
+        return self.parts_per_backward + 1
 
     @cached_property
     def backward_part(self) -> np.ndarray:
@@ -127,7 +128,10 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The ticks as loops, one per pattern of flags: the program does not grow with the number of microbatches."""
+        """The ticks as loops, one per pattern of flags: the program does not grow with the number of microbatches.
+
+        A pattern is one run, or two that alternate, as with virtual stages.
+        """
         runs = [(flags, len(list(group))) for flags, group in itertools.groupby(self.flags)]
         phases, start, i = [], 0, 0
         while i < len(runs):
@@ -142,14 +146,14 @@ class Schedule:
 
 @lru_cache(maxsize=256)  # the planner asks for the same ones many times
 def make_schedule(
-    kind: Kind, stages: int, microbatches: int, virtual_stages: int = 1, backward_parts: int = 0
+    kind: Kind, stages: int, microbatches: int, virtual_stages: int = 1, parts_per_backward: int = 0
 ) -> Schedule:
     """A schedule of a known kind.
 
     - `gpipe` (Huang et al. 2019): all forward operations, then all backward operations.
     - `1f1b` (Narayanan et al. 2019; interleaved, 2021): each backward operation runs as soon as possible, so memory
       does not grow with the number of microbatches. In lockstep a tick holds one forward *and* one backward operation.
-      With `backward_parts` a stage does one operation a tick: a forward operation, or one part of a backward one.
+      With `parts_per_backward` a stage does one operation a tick: a forward operation, or one part of a backward one.
     - `zero_bubble` (Qi et al. 2024): like `1f1b`, but weight gradients of the first backward operations are deferred:
       stage s computes those of its first s operations in the last ticks, in which it has no other work.
 
@@ -164,10 +168,10 @@ def make_schedule(
             raise ValueError(f"{name}={size} is below 1: give 1 or more.")
     if R > 1 and M % P:
         raise ValueError(f"with virtual_stages={R}, microbatches={M} must be a multiple of stages={P}.")
-    if backward_parts:
+    if parts_per_backward:
         if (kind, R) != ("1f1b", 1):
-            raise ValueError(f"backward_parts={backward_parts} needs schedule=1f1b and virtual_stages=1.")
-        return _one_operation_a_tick(P, M, backward_parts)
+            raise ValueError(f"parts_per_backward={parts_per_backward} needs schedule=1f1b and virtual_stages=1.")
+        return _one_operation_a_tick(P, M, parts_per_backward)
     fill = P - 1  # ticks from the first stage to the last
     first_backward = M * R + fill if kind == "gpipe" else R * P - 1
     ticks = first_backward + M * R + fill
@@ -197,7 +201,7 @@ def _one_operation_a_tick(P: int, M: int, parts: int) -> Schedule:
         first = period * m + P + parts * (P - 1 - stage)
         backward[first : first + parts, stage] = m
     tables = (ScheduleTable(table, np.zeros_like(table)) for table in (forward, backward))
-    return Schedule("1f1b", P, M, 1, *tables, weight=None, backward_parts=parts)
+    return Schedule("1f1b", P, M, 1, *tables, weight=None, parts_per_backward=parts)
 
 
 def _in_groups(M: int, P: int, R: int) -> Iterator[tuple[int, int]]:
@@ -235,12 +239,12 @@ def check(schedule: Schedule) -> None:
                 f"tick {tick}, stage {stage}: the {name} table has a microbatch or virtual stage that does not exist."
             )
     for name, table in schedule.tables.items():
-        ticks = max(schedule.backward_parts, 1) if name == "backward" else 1
+        ticks = max(schedule.parts_per_backward, 1) if name == "backward" else 1
         if table.active.sum() != schedule.microbatches * S * ticks or (schedule.ticks_of[name] == IDLE).any():
             missing = np.argwhere(schedule.ticks_of[name] == IDLE)
             which = "microbatch {} misses virtual stage {}".format(*missing[0]) if len(missing) else "one occurs twice"
             raise ValueError(f"the {name} table does not hold every operation once: {which}.")
-    forward, backward, k = schedule.ticks_of["forward"], schedule.ticks_of["backward"], schedule.backward_parts
+    forward, backward, k = schedule.ticks_of["forward"], schedule.ticks_of["backward"], schedule.parts_per_backward
     _fail_where(forward[:, 1:] != forward[:, :-1] + 1, "forward", "does not follow the stage before it by one tick", 1)
     each = "one tick" if k < 2 else f"{k} ticks"
     follows = backward[:, :-1] == backward[:, 1:] + max(k, 1)
@@ -262,7 +266,7 @@ def _check_one_operation(schedule: Schedule) -> None:
     last, backward = schedule.ticks_of["backward"], schedule.backward.microbatch
     if (both := schedule.forward.active & schedule.backward.active).any():
         raise ValueError("tick {}, stage {} has two operations.".format(*np.argwhere(both)[0]))
-    for back in range(schedule.backward_parts):
+    for back in range(schedule.parts_per_backward):
         found = backward[last - back, np.arange(schedule.stages)]
         _fail_where(found != np.arange(len(last))[:, None], "backward", "has parts that do not follow each other")
 
@@ -282,10 +286,10 @@ class BufferSlots:
     that a forward operation has written, so that it makes no NaN.
     """
 
-    activations: int  # number of slots on each stage for residuals of forward operations
+    activation_slots: int  # number of slots on each stage for residuals of forward operations
     virtual_stages: tuple[int, ...]  # that of each of these slots, on every stage; empty if they share the slots
     deferred_slots: int  # number of slots for operands of weight operations; 0 if none is deferred
-    pending_heads: int  # number of slots for pending head gradients
+    pending_head_slots: int  # number of slots for pending head gradients, which wait in `gpipe` only
     forward: np.ndarray  # the forward operation writes to this activation slot
     backward: np.ndarray  # the backward operation reads this activation slot
     deferred: np.ndarray  # the backward operation writes to this deferred slot
@@ -323,10 +327,10 @@ def assign_buffer_slots(schedule: Schedule, per_virtual_stage: bool = False) -> 
     starts, ends = schedule.ticks_of["forward"][:, -1], schedule.ticks_of["backward"][:, -1]
     heads = _assign(flagged["head"], {(m, final): (int(starts[m]), int(ends[m])) for m in range(schedule.microbatches)})
     return BufferSlots(
-        activations=max(own.count for own in activations),
+        activation_slots=max(own.count for own in activations),
         virtual_stages=virtual_stages,
         deferred_slots=max((own.count for own in deferred_slots), default=0),
-        pending_heads=heads.count,
+        pending_head_slots=heads.count,
         forward=written(activations),
         backward=read(activations, schedule.backward),
         deferred=written(deferred_slots) if deferred_slots else nothing,
@@ -341,7 +345,7 @@ Work = tuple[int, int]  # microbatch, virtual stage
 
 def _writes(schedule: Schedule, writes: np.ndarray, stage: int) -> np.ndarray:
     """The ticks at which a stage's forward operations write: with one operation a tick none that is idle."""
-    return writes & schedule.forward.active[:, stage] if schedule.backward_parts else writes
+    return writes & schedule.forward.active[:, stage] if schedule.parts_per_backward else writes
 
 
 class _Assigned(NamedTuple):

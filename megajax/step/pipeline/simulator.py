@@ -36,7 +36,7 @@ class Costs:
     def of_operations(self, schedule: Schedule) -> dict[str, float]:
         """By table of the schedule: the cost of one operation at a tick: of one virtual stage, or of one part."""
         backward = self.backward + (self.weight if schedule.weight is None else 0.0)
-        backward /= max(schedule.backward_parts, 1)
+        backward /= max(schedule.parts_per_backward, 1)
         whole = {"forward": self.forward, "backward": backward, "weight": self.weight}
         return {name: whole[name] / schedule.virtual_stages for name in schedule.tables}
 
@@ -44,9 +44,9 @@ class Costs:
 class SlotCounts(NamedTuple):
     """The number of slots of a stage's buffers, as in `BufferSlots`."""
 
-    activations: int
+    activation_slots: int
     deferred_slots: int
-    pending_heads: int
+    pending_head_slots: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Report:
         time=float(tick_starts(schedule, costs)[-1]),
         ideal=schedule.microbatches * costs.work,
         in_flight=_in_flight(schedule),
-        buffer_slots=SlotCounts(slots.activations, slots.deferred_slots, slots.pending_heads),
+        buffer_slots=SlotCounts(slots.activation_slots, slots.deferred_slots, slots.pending_head_slots),
     )
 
 
@@ -98,7 +98,7 @@ def sends(schedule: Schedule) -> np.ndarray:
     forward, backward = schedule.forward.active.copy(), schedule.backward.active.copy()
     forward[:, -1] &= schedule.forward.virtual_stage[:, -1] != schedule.virtual_stages - 1  # the last virtual stage
     backward[:, 0] &= schedule.backward.virtual_stage[:, 0] != 0  # the first
-    backward &= schedule.backward_part == max(schedule.backward_parts, 1) - 1  # the results of last parts
+    backward &= schedule.backward_part == max(schedule.parts_per_backward, 1) - 1  # the results of last parts
     return (forward | backward).any(axis=1)
 
 
@@ -144,7 +144,7 @@ def replay(schedule: Schedule, slots: BufferSlots) -> None:
                 stage, slot = schedule.stages - width + column, int(access.slot[tick, column])
                 microbatch, r = (int(own[tick, column]) for own in access.table)
                 work = None if microbatch == IDLE else (microbatch, r)
-                if work is None and schedule.backward_parts:
+                if work is None and schedule.parts_per_backward:
                     continue  # an idle stage runs no operation
                 where = f"tick {tick}, stage {stage}: the {access.operation} operation of {_named(work)}"
                 name = f"slot {slot} of the {access.buffer}"
@@ -169,10 +169,10 @@ def _accesses(schedule: Schedule, slots: BufferSlots) -> list[_Access]:
     loss, last = (_of_last_virtual_stage(schedule, table) for table in (forward, backward))
     heads = "pending head gradients"
     out = [
-        _Access("forward", "forward", True, "activations", slots.activations, forward, slots.forward),
-        _Access("head", "head", True, heads, slots.pending_heads, loss, slots.head[:, None]),
-        _Access("backward", "backward", False, "activations", slots.activations, backward, slots.backward),
-        _Access("backward", "backward", False, heads, slots.pending_heads, last, slots.backward_head[:, None]),
+        _Access("forward", "forward", True, "activations", slots.activation_slots, forward, slots.forward),
+        _Access("head", "head", True, heads, slots.pending_head_slots, loss, slots.head[:, None]),
+        _Access("backward", "backward", False, "activations", slots.activation_slots, backward, slots.backward),
+        _Access("backward", "backward", False, heads, slots.pending_head_slots, last, slots.backward_head[:, None]),
     ]
     if weight is not None:
         out += [

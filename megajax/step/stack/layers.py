@@ -54,17 +54,17 @@ class LayerStack:
         comm: MeshComm,
         blocks: Mapping[str, Block],
         weights: Mapping[str, Mapping[str, Weight]],
-        only_microbatch: bool,
+        can_reduce_in_backward: bool,
         prefix: str = "",
     ):
-        """`weights`, `only_microbatch` and `prefix` as in `StackWeights`."""
+        """`weights`, `can_reduce_in_backward` and `prefix` as in `StackWeights`."""
         self.NAME, self.plan, self.comm, self.blocks, self.segments = name, plan, comm, dict(blocks), plan.segments
         # By segment the stream that others read after it, besides that after the last layer.
         ends = [segment.start + segment.count for segment in self.segments]
         self.between = {s: f"{HIDDEN}.{s}" for s, end in enumerate(ends) if end in plan.edges}
         own = (IMAGES,) if plan.image_slots else ()
         self.reads = tuple(dict.fromkeys((*(name for b in self.blocks.values() for name in b.streams), *own)))
-        self.weights = StackWeights(plan, comm, self.blocks, weights, only_microbatch, prefix)
+        self.weights = StackWeights(plan, comm, self.blocks, weights, can_reduce_in_backward, prefix)
         self.groups = RematGroups(plan, comm, self.blocks, self.weights)
 
     def collect_amax(self, amaxes: Sequence[tuple[tuple[Amax, ...], ...]]) -> dict[str, jax.Array]:
@@ -161,10 +161,9 @@ class LayerStack:
 
         `stores.segments` may name the segments of one part of the pass; `gradients` are then those after the part.
 
-        Collectives are tied to the layer that hides them. A group's weights are gathered during the backward pass of
-        the group above: untied, XLA merges this gather with the forward pass's and keeps the weights. A group's
-        gradients are reduced during the backward pass of the group below: untied, XLA merges the reductions of distant
-        layers and runs them last.
+        Collectives are tied to the layer that hides them: beside the backward pass of group u, the weights of group
+        u - 1 are gathered and the gradients of group u + 1 are reduced. An untied gather is merged with the forward
+        pass's by XLA, which then keeps the weights; untied reductions of distant layers are merged and run last.
         """
         (inputs, values), found, name = saved, list[Any](), self.NAME
         stores, dx = stores or self._stores_of_gradients(arrays), self.first_gradients(gradients, inputs)
@@ -178,19 +177,19 @@ class LayerStack:
                 (dx, state), (index, residuals) = carry, loop
                 store: BackwardStore = stores.open(s, index, state, residuals)
                 layers = layers_of(stores.first_layer, segment, index)
-                entered, above = dx, None
+                dx_of_above, pending = dx, None  # the gradient with which group u + 1 began; its weights' gradients
                 for u in reversed(range(len(groups))):
-                    after = None if self.kept_for_backward(s, u) else entered
+                    after = None if self.stays_gathered_until_backward(s, u) else dx_of_above
                     group = self.weights.select_group(groups[u], segment, index, after)
-                    at, entered = self.groups.at(segment, u, layers), dx
+                    at, dx_of_above = self.groups.at(segment, u, layers), dx
                     dx, gradient = store.backward(u, at, group, dx, inputs)
-                    if above is not None:
-                        above = store.add(u + 1, self.weights.reduce_group(above, segment, u + 1))
-                        dx, gradient, above = self._tie_reduction(s, u, (dx, gradient, above))
-                        store.put(u + 1, above)
-                    above = gradient
-                assert above is not None
-                store.put(0, store.add(0, self.weights.reduce_group(above, segment, 0)))
+                    if pending is not None:
+                        reduced = store.add(u + 1, self.weights.reduce_group(pending, segment, u + 1))
+                        dx, gradient, reduced = self._tie_reduction(s, u, (dx, gradient, reduced))
+                        store.put(u + 1, reduced)
+                    pending = gradient
+                assert pending is not None
+                store.put(0, store.add(0, self.weights.reduce_group(pending, segment, 0)))
                 state, out = store.close()
                 return (dx, state), out
 
@@ -198,8 +197,10 @@ class LayerStack:
             (dx, stores.states[s]), out = loop_over_layers(body, carry, (residuals,), segment, reverse=True)
             found.insert(0, out)
         of_weights, amax = zip(*found, strict=True)
-        of_weights, metrics = stores.states if name in arrays.sums else of_weights, [own for _, own in values]
-        results = Results({name: [*of_weights]}, {}, {name: metrics}, {name: [*amax]})
+        # Sums over microbatches are the stores' state, changed in place; other gradients are outputs of the loops.
+        gradients_of_weights = stores.states if name in arrays.sums else [*of_weights]
+        metrics = [own for _, own in values]
+        results = Results({name: gradients_of_weights}, {}, {name: metrics}, {name: [*amax]})
         return {HIDDEN: dx.x, **dx.streams}, table, results
 
     def zero_sums(self, weights: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
@@ -241,7 +242,7 @@ class LayerStack:
 
         return Stores(open_sums, [*arrays.sums[self.NAME]])
 
-    def kept_for_backward(self, s: int, u: int) -> bool:
+    def stays_gathered_until_backward(self, s: int, u: int) -> bool:
         """Whether a group's gathered weights are kept for its backward pass, which else gathers them again.
 
         Without loops and pipeline those of the last group are, because nothing would hide their gather; not if the
@@ -250,14 +251,14 @@ class LayerStack:
         segment, count = self.segments[s], self.segments[s].layers_per_iteration // self.segments[s].group_size
         is_last = (s, u) == (len(self.segments) - 1, count - 1)
         keeps = is_last and segment.iterations == 1 and not self.plan.is_pipelined and not segment.policy.keeps_input
-        return keeps or all(self.weights.kept_for_step(segment, u))
+        return keeps or all(self.weights.stay_gathered(segment, u))
 
     def _tie_reduction(self, s: int, u: int, values: tuple[StreamGradients, Any, Any]):
         """(dx, gradients) of a group and the reduced gradients of the group above; none is available before all are.
 
         Without loops and pipeline, dx of the first group waits for no weight gradient.
         """
-        if not self.plan.ties_reductions(self.weights.reduced_at_once(self.segments[s])):
+        if not self.plan.ties_reductions(self.weights.reduces_in_backward(self.segments[s])):
             return values
         if (s, u) == (0, 0) and self.segments[0].iterations == 1 and not self.plan.is_pipelined:
             return values[0], *not_before(values[1:])

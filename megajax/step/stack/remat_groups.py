@@ -60,7 +60,7 @@ class RematGroups:
         start = segment.start + offset
         program = GroupProgram(
             self.plan.layer_slots[start : start + count],
-            tuple(self.weights.kept_for_step(segment, u)),
+            tuple(self.weights.stay_gathered(segment, u)),
             segment.policy,
             segment.fp8,
             segment.iterations > 1 or self.plan.is_pipelined,
@@ -135,6 +135,7 @@ class RematGroups:
         else:
             pull = saved.pull((gathered, inputs))
         has_losses = any(self.blocks[kind.block].losses for kind in program.kinds)
+        # The layers' losses are differentiated here, with this factor; the others' gradient is `dy`.
         gradient, dx, of_streams = pull((dy.x, inputs.layer_loss_scale if has_losses else None))
         amax = tuple({n: g.amax for n, g in layer.items() if isinstance(g, Fp8Weight)} for layer in gradient)
         return StreamGradients(dx, jax.tree.map(added, dy.streams, of_streams)), _of_weights(gradient), amax
@@ -160,9 +161,9 @@ class RematGroups:
         def run(trained: GroupWeights, x: jax.Array, streams: Mapping[str, jax.Array]):
             metrics, own_inputs = list[dict[str, jax.Array]](), replace(inputs, streams=streams)
             for i, (kind, own, fixed) in enumerate(zip(program.kinds, trained, untrained, strict=True)):
-                names, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i
-                weights = own | {name: w for name, w in fixed.items() if name not in names}
-                state = {name: a for name, a in fixed.items() if name in names}
+                of_state, layer = self.weights.state_names[kind.block], layers[i] if jnp.ndim(layers) else layers + i
+                weights = own | {name: w for name, w in fixed.items() if name not in of_state}
+                state = {name: a for name, a in fixed.items() if name in of_state}
                 ctx = LayerContext(self.comm, own_inputs, layer, kind, self._recomputed(program), state)
                 weights = adapted(weights, self.weights.weights[kind.block], self.plan.lora, inputs, layer)
                 if program.fp8:

@@ -50,7 +50,7 @@ class GroupProgram:
     """Everything that a group's computation depends on: groups with equal programs are traced and lowered once."""
 
     kinds: tuple[LayerKind, ...]  # of its layers
-    kept_for_step: tuple[bool, ...]  # for each layer, whether its weights stay gathered over `fsdp`
+    stay_gathered: tuple[bool, ...]  # for each layer, whether its weights stay gathered over `fsdp`
     policy: RematPolicy
     fp8: bool
     stacked: bool  # whether its residuals are copied into the stacked array of a loop, or a pipeline's buffer
@@ -71,16 +71,16 @@ class StackWeights:
         comm: MeshComm,
         blocks: Mapping[str, Block],
         weights: Mapping[str, Mapping[str, Weight]],
-        only_microbatch: bool,
+        can_reduce_in_backward: bool,
         prefix: str = "",
     ):
         """`weights` by kind of block and name; `prefix` is that of the names of the model's parameters.
 
-        `only_microbatch`: gradients are not summed over microbatches, so each layer's can be reduced at once.
+        `can_reduce_in_backward`: gradients are not summed over microbatches, so each layer's can be reduced at once.
         """
         self.plan, self.comm, self.blocks, self.weights = plan, comm, blocks, weights
         self.slots, self.segments, table = plan.layer_slots, plan.segments, plan.layer_table
-        self.scaling, self.only_microbatch = Scaling(plan), only_microbatch
+        self.scaling, self.can_reduce_in_backward = Scaling(plan), can_reduce_in_backward
         self.block_weights = BlockWeights(plan, comm.max_over_devices)
         self.scopes = {kind: block_scope(kind, prefix) for kind in blocks}
         self.all = LayerIndex(table, range(len(self.slots)))
@@ -134,13 +134,13 @@ class StackWeights:
                 out[name] = weights[name].quantize_per_step(w, of_layer, self.scaling.gradient_dtype)
             else:
                 out[name] = weights[name].gather_per_step(w)
-        if slot in self.plan.kept_slots:
+        if slot in self.plan.gathered_slots:
             out = {name: weights[name].gather_per_layer(w) for name, w in out.items()}
         return out | {name: rows.layer_of(a, segment, j) for name, a in state[kind].items()}
 
     def kept_in_stack(self, weight: Weight, segment: LayerSegment, slot: int) -> bool:
         """Whether a weight is kept in its stack, and each pass of the layer casts and fuses it (`StackedWeight`)."""
-        in_each_pass = segment.iterations > 1 or (weight.is_stored_for_use and slot not in self.plan.kept_slots)
+        in_each_pass = segment.iterations > 1 or (weight.is_stored_for_use and slot not in self.plan.gathered_slots)
         return self.all.stages == 1 and in_each_pass and not weight.is_gathered_per_step
 
     def _by_kind(self, params: Mapping[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
@@ -152,14 +152,15 @@ class StackWeights:
     def select_group(self, group: GroupWeights, segment: LayerSegment, index: Any, after: Any = None) -> GroupWeights:
         """The weights of a group in iteration `index` of its segment's loop, which is 0 without a loop.
 
-        If `after` is not None, none is available before it: for a backward pass that gathers them again.
+        `after`, for a backward pass that gathers them again: no weight is fused from its stack (`tie_stacked`) or
+        gathered (`tie_gather`) before this array is available.
         """
         if after is not None and segment.iterations == 1:
             group = tie_stacked(group, after)
         selected = tuple(
             {name: self._select_weight(name, w, segment, index) for name, w in layer.items()} for layer in group
         )
-        return selected if after is None else self.tie_gather((selected, after))[0]
+        return selected if after is None else self.tie_gather((selected, after))[0]  # only the weights wait
 
     def _select_weight(self, name: str, w: Any, segment: LayerSegment, index: Any) -> Any:
         if isinstance(w, StackedWeight):
@@ -174,7 +175,7 @@ class StackWeights:
     @jax.named_scope("weights")
     def gather_per_layer(self, group: GroupWeights, program: GroupProgram, backward: bool) -> GroupWeights:
         """The weights of a group as its blocks compute with them."""
-        layers = zip(program.kinds, group, program.kept_for_step, strict=True)
+        layers = zip(program.kinds, group, program.stay_gathered, strict=True)
         if program.looped:
             backward = backward and not program.policy.keeps_input  # else the backward pass starts with the forward
             return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
@@ -196,14 +197,14 @@ class StackWeights:
         if name in self.state_names[kind]:
             return w
         weight = self.weights[kind][name]
-        return weight.with_gradient(w if is_kept else weight.gather_per_layer(w))
+        return weight.differentiable(w if is_kept else weight.gather_per_layer(w))
 
-    def kept_for_step(self, segment: LayerSegment, u: int) -> list[bool]:
+    def stay_gathered(self, segment: LayerSegment, u: int) -> list[bool]:
         """For each layer of group `u` whether its gathered weights are kept for the step.
 
         `fsdp` then reduces its gradients once a step too.
         """
-        return [slot in self.plan.kept_slots for slot in self._slots_of(segment, u)]
+        return [slot in self.plan.gathered_slots for slot in self._slots_of(segment, u)]
 
     def tie_gather(self, values: Any) -> Any:
         """`values` behind a barrier: none is available before all are, so a gather of one waits for the others."""
@@ -213,14 +214,14 @@ class StackWeights:
 
     @jax.named_scope("gradients")
     def reduce_group(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
-        """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `reduced_at_once`.
+        """The gradients of group `u`, summed over `fsdp`, and over the once-a-step axes too if `reduces_in_backward`.
 
         Gradients of layers that stay gathered are not summed over `fsdp` here, but in `complete_gradients`.
         """
         reduce_layer = self._reduce_in_turn if segment.iterations > 1 else self._reduce_layer
-        layers = zip(self._kinds_of(segment, u), gradient, self.kept_for_step(segment, u), strict=True)
+        layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
         reduced = tuple(own if is_kept else reduce_layer(kind, own) for kind, own, is_kept in layers)
-        reduced = self._reduce_group_per_step(reduced, segment, u) if self.reduced_at_once(segment) else reduced
+        reduced = self._reduce_group_per_step(reduced, segment, u) if self.reduces_in_backward(segment) else reduced
         # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.iterations > 1 else reduced
 
@@ -230,7 +231,7 @@ class StackWeights:
         parts: dict[tuple[str, str], list[jax.Array]] = {}
         reduced = list[Sequence[GroupWeights]]()
         for segment, groups in zip(self.segments, gradients, strict=True):
-            if not self.reduced_at_once(segment):
+            if not self.reduces_in_backward(segment):
                 groups = [self._reduce_gathered(group, segment, u) for u, group in enumerate(groups)]
                 groups = [self._reduce_group_per_step(group, segment, u) for u, group in enumerate(groups)]
             reduced.append(groups)
@@ -256,9 +257,9 @@ class StackWeights:
                 merged.append((segment, [*groups]))
         return merged
 
-    def reduced_at_once(self, segment: LayerSegment) -> bool:
+    def reduces_in_backward(self, segment: LayerSegment) -> bool:
         """Whether each group's gradients are fully reduced during the backward pass; not inside loops over layers."""
-        return self.only_microbatch and segment.iterations == 1
+        return self.can_reduce_in_backward and segment.iterations == 1
 
     def zero_gradients(self, gradients: ByGroup[GroupWeights]) -> list[tuple[GroupWeights, ...]]:
         """Zeros in the shapes of gradients from `reduce_group` of all groups, in the dtype of their sums."""
@@ -288,7 +289,7 @@ class StackWeights:
 
     def _reduce_gathered(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:
         """Accumulated gradients of group `u` with those of layers that stay gathered summed over `fsdp`."""
-        layers = zip(self._kinds_of(segment, u), gradient, self.kept_for_step(segment, u), strict=True)
+        layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
         return tuple(self._reduce_layer(kind, own) if stays else own for kind, own, stays in layers)
 
     def _reduce_group_per_step(self, gradient: GroupWeights, segment: LayerSegment, u: int) -> GroupWeights:

@@ -23,7 +23,8 @@ from megajax.step.stack.stack_weights import Amax, GroupMetrics, GroupWeights
 class Stores:
     """Where one pass of a stack stores the results of its groups."""
 
-    # (the segment's index, the iteration, its state; in a backward pass its residuals) -> the store of an iteration
+    # Opens the store of an iteration: `(s, iteration, state)` → ForwardStore, with the index of the segment, or
+    # `(s, iteration, state, residuals)` → BackwardStore
     open: Callable[..., Any]
     states: list[Any]  # by segment that of the first iteration; after the pass that of the last one
     first_layer: Any = 0  # the layer index of the first slot, or of every slot if the layers are not consecutive
@@ -54,7 +55,7 @@ class BackwardStore(Protocol):
         ...
 
     def put(self, u: int, gradient: GroupWeights) -> None:
-        """Store the gradients of group `u`."""
+        """Store the result of `add`; `LayerStack` ties it to the group below first."""
         ...
 
     def close(self) -> tuple[Any, Any]:

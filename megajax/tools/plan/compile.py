@@ -55,7 +55,7 @@ class StepProgram(Protocol):
     def abstract_batch(self) -> Any: ...
     @property
     def stored(self) -> Any: ...  # the tree of the state, whose leaves have `on_host`
-    def on_devices(self, state: Any) -> Any: ...  # without what the step does not get
+    def without_files(self, state: Any) -> Any: ...  # without what the step does not get
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ def compile_for_gpus[StoredProgram: StepProgram](
     with no_gpu_needed(device):
         program = build(config, build_mesh(sizes, described_devices(gpus, device)))
         start = time.perf_counter()
-        state = program.on_devices(program.abstract_state)
+        state = program.without_files(program.abstract_state)
         traced = program.step_program.trace(state, program.abstract_batch)
         traced_at = time.perf_counter()
         lowered = traced.lower()
-        _place_on_host(lowered, [array.on_host for array in jax.tree.leaves(program.on_devices(program.stored))])
+        _place_on_host(lowered, [array.on_host for array in jax.tree.leaves(program.without_files(program.stored))])
         lowered_at = time.perf_counter()
         text, memory = compiled(lowered, store, device=device)
         end = time.perf_counter()

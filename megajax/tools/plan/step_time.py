@@ -317,20 +317,21 @@ class _Step:
         for flags, number in ticks.items():
             forward = layers.forward.total * flags.forward
             backward = (layers.backward.total + again + (0 if flags.split else matrices)) * flags.backward
-            if schedule.backward_parts:  # on a stage one or the other
+            if schedule.parts_per_backward:  # on a stage one or the other
                 layers_of_tick = max(forward, self.largest_part * backward)
             else:
                 layers_of_tick = forward + backward + matrices * flags.weight
             total += number * (layers_of_tick + head * flags.head)
-        sends = count * 2 / schedule.period if schedule.backward_parts else count
-        transfers = sends if schedule.backward_parts else sum(n * (f.forward + f.backward) for f, n in ticks.items())
+        sends = count * 2 / schedule.period if schedule.parts_per_backward else count
+        in_lockstep = sum(number * (flags.forward + flags.backward) for flags, number in ticks.items())
+        transfers = sends if schedule.parts_per_backward else in_lockstep
         traffic = Traffic(send * transfers, seconds * sends, seconds * sends)
         return total, TICK_SECONDS * count + seconds * sends, traffic
 
     @property
     def largest_part(self) -> float:
         """The largest part of a stage's backward pass, as a share of it."""
-        return max(map(len, self.plan.parts.slots)) / len(self.plan.layer_slots)
+        return max(map(len, self.plan.backward_parts.slots)) / len(self.plan.layer_slots)
 
 
 @lru_cache(maxsize=256)

@@ -203,7 +203,7 @@ def without_bubble(rows: Rows, schedule: Schedule | None) -> Rows:
     if schedule is None:
         return rows
     layers = ATTENTION, MATMULS, ELEMENTWISE
-    if schedule.backward_parts:  # an idle stage waits in the next collective
+    if schedule.parts_per_backward:  # an idle stage waits in the next collective
         waits = {row: ms for row, ms in rows.items() if row.startswith((EXPOSED, AT)) and "pipeline" in row}
         expected = sum(rows.get(row, 0.0) for row in layers) * (schedule.stages - 1) / schedule.microbatches
         bubble = min(expected, sum(waits.values()))
