@@ -21,7 +21,6 @@ Sides = Mapping[Side, jax.Array]  # [k, N, N] of the rows, of the columns, or of
 
 class Soap(MatrixOptimizer):
     SLOTS = (COUNT,)
-    update_tolerance = 0.1  # small gradients in a basis of large ones change their sign
 
     def slots_of_matrices(self, rows: int, columns: int) -> tuple[Slot, ...]:
         largest = self.plan.optimizer.soap.max_dimension

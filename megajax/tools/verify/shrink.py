@@ -12,11 +12,12 @@ from megajax.config.checks import check
 from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_layers
 from megajax.options.fp8_recipes import NONE
+from megajax.options.optimizers import EPSILON
 from megajax.options.registered import MASKED_TOKENS
 from megajax.schema.model import LAYERS
 from megajax.schema.vision import VisionConfig
 
-VOCABULARY, WIDTH, TOKENS, WINDOW, INIT_STD, LEARNING_RATE = 250, 64, 32, 8, 0.1, 1e-3
+VOCABULARY, WIDTH, TOKENS, WINDOW, INIT_STD, LEARNING_RATE, LARGE_EPSILON = 250, 64, 32, 8, 0.1, 1e-3, 1e-3
 FP8_MULTIPLE = 16  # of the widths of matmuls on a device, for every recipe; some need more
 Sizes = Mapping[str, int]
 Precision = Literal[
@@ -59,6 +60,9 @@ def shrink(
         # The first step's gradients are read from the moments.
         "optimizer": {"state": "float32", "master": "float32", "offload_dir": None},
     }
+    if EPSILON in config.optimizer.chosen.reads:
+        # Else steps of AdamW, and of SOAP in a basis of eigenvectors, have the signs of rounding where a gradient is 0.
+        small["optimizer"]["epsilon"] = LARGE_EPSILON
     remat, kernels, depth = _loops(config, units)
     small |= {"remat": remat, "kernels": kernels}
     if layout:
