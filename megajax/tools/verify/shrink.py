@@ -17,7 +17,7 @@ from megajax.options.registered import MASKED_TOKENS
 from megajax.schema.model import LAYERS
 from megajax.schema.vision import VisionConfig
 
-VOCABULARY, WIDTH, TOKENS, WINDOW, INIT_STD, LEARNING_RATE, LARGE_EPSILON = 250, 64, 32, 8, 0.1, 1e-3, 1e-3
+VOCABULARY, WIDTH, TOKENS, WINDOW, INIT_STD, LEARNING_RATE, LARGE_EPSILON = 250, 64, 32, 8, 0.1, 1e-3, 3e-3
 FP8_MULTIPLE = 16  # of the widths of matmuls on a device, for every recipe; some need more
 Sizes = Mapping[str, int]
 Precision = Literal[
