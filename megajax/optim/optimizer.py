@@ -43,6 +43,7 @@ class Optimizer:
 
     SLOTS: ClassVar[tuple[Slot, ...]] = ()
     in_chain = False  # whether checkpoints have its slots as an item of a chain of optax
+    update_tolerance = 1e-2  # relative difference of an update that rounding of the gradients explains, for `verify`
     others_rate = 1.0  # learning rate of parameters that it leaves to AdamW, as a multiple of the schedule's
 
     def __init__(self, plan: StepPlan, settings: Any = None):

@@ -21,6 +21,7 @@ Sides = Mapping[Side, jax.Array]  # [k, N, N] of the rows, of the columns, or of
 
 class Soap(MatrixOptimizer):
     SLOTS = (COUNT,)
+    update_tolerance = 0.1  # eigenvectors of small eigenvalues, or of close ones, are those of rounding
 
     def slots_of_matrices(self, rows: int, columns: int) -> tuple[Slot, ...]:
         largest = self.plan.optimizer.soap.max_dimension

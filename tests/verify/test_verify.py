@@ -371,6 +371,14 @@ def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
             np.testing.assert_allclose(found[name], whole, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.parametrize(("step", "border"), [(1, 1e-5), (2, 1e-3)])
+def test_soap_has_wider_limits_after_its_first_step(step, border):
+    for share in (0.97, 1.03):
+        norms = {"norm" if step == 1 else "later": 5 * (1 + share * border)}
+        own, other = (replace(trace, update_tolerance=0.1) for trace in (made_up(**norms), made_up()))
+        assert (compare(own, other).first is None) == (share < 1)
+
+
 def test_the_worst_array_is_the_one_furthest_beyond_its_own_limit():
     found = RunDifference({"gradient": {"a": 1e-5, "b": 2e-5}}, {"gradient": {"a": 1e-6, "b": 1e-3}}, ())
     assert found.worst("gradient") == "a" and found.first.startswith("the gradient of a differs by 1.0e-05")

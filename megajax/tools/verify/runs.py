@@ -39,6 +39,7 @@ class RunTrace:
     gradients: Arrays  # of step 1, before clipping; empty for a continued run
     weights: tuple[Arrays, Arrays]
     problems: tuple[str, ...]  # sentences on arrays that are not equal bit for bit, where they must be
+    update_tolerance: float = 1e-2  # relative difference of an update that rounding of gradients explains
 
 
 class Run:
@@ -100,8 +101,9 @@ class Run:
         unequal = [name for name in sorted(arrays, key=position_in_model) if not _copies_agree(arrays[name])]
         problems = tuple(f"{name} differs between devices that hold copies of it" for name in unequal)
         weights = before, canonical(program, state.params)
+        tolerance = max(member.optimizer.update_tolerance for member in program.update.slots.members)
         numbers = np.array(losses), np.array(norms)
-        return RunTrace(first, *numbers, tuple(states), gradients, weights, problems)
+        return RunTrace(first, *numbers, tuple(states), gradients, weights, problems, tolerance)
 
     def _save(self, directory: Path, step: int, state: TrainState) -> None:
         self.saved = canonical_state(self.program, state)
