@@ -75,7 +75,7 @@ class LayerContext:
     layer: jax.Array | int  # the layer's index; may be traced
     kind: LayerKind  # its window and positions
     recompute: Collection[str] = ()  # what the backward pass recomputes: "attention", from its inputs; "norms"
-    state: State = field(default_factory=dict)  # declared by `layer_state`
+    state: State = field(default_factory=dict)  # declared by `layer_state`; a step passes it among the weights
 
 
 class Sublayer(nnx.Module):
@@ -112,10 +112,10 @@ class Sublayer(nnx.Module):
     def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """`x [T / tensor, D]` → (the term added to it, metrics).
 
-        `w` are the weights from `Block.fuse`. Metrics are this device's shares of sums over the real tokens of a
-        microbatch, if `ctx.inputs.has_metrics`. A step reports floats as the mean over microbatches and layers (LOSSES
-        as the sum over layers), and int counts as sums by layer. A metric `max_...` is a maximum of numbers that are
-        not negative.
+        `w` are the weights from `Block.fuse`. Metrics, if `ctx.inputs.has_metrics`, are this device's shares of numbers
+        of a microbatch: a loss is a mean over its real tokens, times its weight. A step reports floats as the mean over
+        microbatches and layers (LOSSES as the sum over layers), and int counts as sums by layer. A metric `max_...` is
+        a maximum of numbers that are not negative.
         """
         raise NotImplementedError
 

@@ -76,7 +76,7 @@ def decays(plan: StepPlan, declared: Mapping[str, Any]) -> dict[str, float]:
 def clipped_norms(plan: StepPlan, gradients: Mapping[str, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
     """The norms to which `clip` refers: of each group with `clip_norm`, and of all other gradients under OTHERS.
 
-    `norm` is that of all gradients.
+    `norm` is that of all gradients, by `global_norm`.
     """
     apart = _apart(plan)
     if not apart:

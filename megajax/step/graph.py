@@ -152,7 +152,7 @@ class Graph:
         return fields, metrics
 
     def layer_loss_scale(self, loss_scale: jax.Array) -> jax.Array | None:
-        """The factor of the layers' losses of one microbatch before differentiation: the microbatches' mean counts.
+        """The factor of the layers' losses of one microbatch before differentiation; of a step their mean is taken.
 
         None if no layer has metrics.
         """

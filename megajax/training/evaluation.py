@@ -28,7 +28,7 @@ class Evaluation(Hook):
         settings = run.config.run
         due = bool(settings.eval_interval) and run.step % settings.eval_interval == 0
         if settings.eval_steps and (due or run.is_last):
-            self._log.read(run)
+            self._log.read_waiting(run)
             self._log.write(run)  # before the evaluation, which may fail
             if run.end is not None:
                 return

@@ -16,8 +16,10 @@ class RunView:
     """A run as its hooks see it: they read it, and act on it only by `log`, `note`, `stop` and `end_with`.
 
     config, program: its settings, mesh and compiled functions; metrics: those of the newest step, still on the devices;
-    sizes: the sequences of each step; stopping: a stop was requested, so the run saves and ends after this step; end:
-    how the run ends, once that is known; hooks: all, in the order in which they are called.
+    sizes: the sequences of each step; stop: asks for a stop with a checkpoint, as a signal does, and with `done=True`,
+    on all processes, the run is complete then, as after its last step; stopping: a stop was requested, so the run saves
+    and ends after this step; end: how the run ends, once that is known; hooks: all, in the order in which they are
+    called.
     """
 
     def __init__(
@@ -31,8 +33,6 @@ class RunView:
         """`step` and `state` give the newest ones; `note` prints a line; `log` takes numbers of a step."""
         self.program, self.config, self.note = program, program.config, note
         self._step, self._state, self._log = step, state, log
-        # Requests a stop with a checkpoint, as a signal does; with `done=True`, on all processes, the run is complete
-        # then, as after its last step.
         self.stop: Callable[..., None] = lambda done=False: None
         self.hooks, self.is_running, self.sizes = list[Hook](), False, BatchSizes.of(program.config)
         self.metrics, self.stopping, self.end = dict[str, jax.Array](), False, cast("StopReason | None", None)
@@ -99,7 +99,10 @@ class Hook:
         """Read what was kept of the steps up to `step`: they are finished, or a save will wait for them."""
 
     def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
-        """The numbers of a logged step have been read, one step late; more can be added to its line."""
+        """The numbers of the logged step `step` have been read; more can be added to its line.
+
+        By then `run.step` is one more, except before saves and evaluations.
+        """
 
     def on_save(self, run: RunView, step: int) -> None:
         """The checkpoint of `step` is complete."""

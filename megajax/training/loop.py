@@ -305,7 +305,7 @@ class Trainer:
             if compiles:
                 self._report_first_step(run.metrics)
             self.console.set_step(self.step)
-            self.log.read(run)  # the numbers of the step before, so that the devices never wait for the host
+            self.log.read_waiting(run)  # the numbers of the step before, so that the devices never wait for the host
             self.log.write(run)
             run.stopping = run.end is None and stop.requested(self.step)
             for hook in run.hooks:

@@ -39,7 +39,7 @@ class Saves(Hook):
     def on_step(self, run: RunView) -> None:
         durable = self.is_durable(run)
         if self.is_due(run):
-            self._log.read(run)
+            self._log.read_waiting(run)
             for hook in run.hooks:
                 hook.examine(run, run.step)
             if run.end is None:

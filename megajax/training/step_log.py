@@ -62,8 +62,11 @@ class StepLog(Hook):
         self._waiting = self._waiting or (step, {}, {})
         self._waiting[-1].update(values)
 
-    def read(self, run: RunView) -> None:
-        """Examine and read the step that waits for its line, if one does; a hook may end the run because of it."""
+    def read_waiting(self, run: RunView) -> None:
+        """Read the numbers of the step that waits for its line, if one does, for `examine` and `on_log` of all hooks.
+
+        A hook may end the run because of them.
+        """
         if self._waiting is None:
             return
         (step, metrics, added), self._waiting = self._waiting, None
@@ -106,7 +109,7 @@ class StepLog(Hook):
         if self._file is None:
             return
         if run.end is not None:  # after an error the devices may not answer
-            self.read(run)
+            self.read_waiting(run)
         self._file.close()
         if self._file.writer and run.config.model.num_experts:
             logs.draw_load_map(Path(run.config.run.dir), expert_layers(run.config.model))

@@ -59,8 +59,8 @@ def test_slots_are_at_most_one_more_than_live_microbatches():
 
 
 SLOT_FIELDS = {
-    "forward": "activations",
-    "backward": "activations",
+    "forward": "activation_slots",
+    "backward": "activation_slots",
     "deferred": "deferred_slots",
     "weight": "deferred_slots",
     "head": "pending_head_slots",

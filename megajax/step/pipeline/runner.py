@@ -212,7 +212,8 @@ class StageRunner:
         gradients = [list(sums) for sums in self.stack.zero_sums(self.weights[0])]
 
         def empty_bank() -> Buffers:
-            # Not initialised: every slot is written before it is read, if only by an idle operation (`replay`).
+            # Not initialised: every slot is written before it is read, if only by an idle operation. In a tick writes
+            # come before reads; idle ones read the first slot, which the first forward operation has written.
             return [[[lax.empty(a.shape, a.dtype) for a in group.saved] for group in segment] for segment in groups]
 
         return Carry(

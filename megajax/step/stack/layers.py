@@ -177,11 +177,11 @@ class LayerStack:
                 (dx, state), (index, residuals) = carry, loop
                 store: BackwardStore = stores.open(s, index, state, residuals)
                 layers = layers_of(stores.first_layer, segment, index)
-                dx_of_above, pending = dx, None  # the gradient with which group u + 1 began; its weights' gradients
+                dx_into_above, pending = dx, None  # of group u + 1: where it began, and its weights' gradients
                 for u in reversed(range(len(groups))):
-                    after = None if self.stays_gathered_until_backward(s, u) else dx_of_above
+                    after = None if self.stays_gathered_until_backward(s, u) else dx_into_above
                     group = self.weights.select_group(groups[u], segment, index, after)
-                    at, dx_of_above = self.groups.at(segment, u, layers), dx
+                    at, dx_into_above = self.groups.at(segment, u, layers), dx
                     dx, gradient = store.backward(u, at, group, dx, inputs)
                     if pending is not None:
                         reduced = store.add(u + 1, self.weights.reduce_group(pending, segment, u + 1))
