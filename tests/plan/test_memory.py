@@ -404,5 +404,5 @@ def test_four_microbatches_a_stage_need_the_buffers_of_any_more(kind, virtual_st
     few, more = (make_schedule(kind, 4, microbatches, virtual_stages) for microbatches in (16, 52))
     for per_virtual_stage in (False, True):
         one, other = assign_buffer_slots(few, per_virtual_stage), assign_buffer_slots(more, per_virtual_stage)
-        assert one.activations == other.activations and one.pending_heads == other.pending_heads
+        assert one.activation_slots == other.activation_slots and one.pending_head_slots == other.pending_head_slots
         assert one.deferred_slots == other.deferred_slots
