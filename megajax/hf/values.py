@@ -25,6 +25,7 @@ TYPES: dict[type, tuple[str, ...]] = {
     ),
     int: (
         "decoder_sparse_step",
+        "full_attention_interval",
         "global_attn_every_n_layers",
         "linear_conv_kernel_dim",
         "linear_head_dim",

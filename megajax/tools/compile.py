@@ -121,8 +121,7 @@ def main(arguments: list[str]) -> int:
         if args.json:
             print(json.dumps(figures(step)))
             return 0
-        seconds = step.trace_seconds + step.lower_seconds + step.compile_seconds
-        print(f"compiled in {seconds:.0f} s; {verdict(step.memory['whole'], args.device)}", file=sys.stderr)
+        print(f"compiled in {step.seconds:.0f} s; {verdict(step.memory['whole'], args.device)}", file=sys.stderr)
         print(" ".join([Path(args.config).stem, *args.overrides, f"on {args.gpus} GPU{'s' * (args.gpus > 1)}"]))
         memory = {**step.memory, "estimated": estimate_memory(step.program.plan).total}
         print("\n".join(describe(hlo.parse(step.text), memory)))

@@ -146,10 +146,9 @@ def test_the_figures_of_a_compiled_step_are_its_own():
         SimpleNamespace(iterations=1, layers_per_iteration=1),
     ]
     graph = SimpleNamespace(layers=SimpleNamespace(segments=segments))
-    memory, program = {"whole": 7}, SimpleNamespace(graph=graph)
-    step: Any = SimpleNamespace(
-        program=program, trace_seconds=1.0, lower_seconds=2.0, compile_seconds=4.0, memory=memory
-    )
+    program: Any = SimpleNamespace(graph=graph)
+    step = compile.CompiledStep(program, "", {"whole": 7}, trace_seconds=1.0, lower_seconds=2.0, compile_seconds=4.0)
+    assert step.seconds == 7.0
     found = figures(step)
     [kib] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found.pop("compiler_memory") == pytest.approx(int(kib) * 1024, rel=0.01)

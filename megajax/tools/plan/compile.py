@@ -72,6 +72,11 @@ class CompiledStep[StoredProgram: StepProgram]:
     lower_seconds: float
     compile_seconds: float
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of all parts."""
+        return self.trace_seconds + self.lower_seconds + self.compile_seconds
+
 
 def compile_for_gpus[StoredProgram: StepProgram](
     build: Callable[[Config, Mesh], StoredProgram],
