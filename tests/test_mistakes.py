@@ -170,6 +170,9 @@ TYPED = {
     "data.split=0.9,0.1": (
         "data.split=0.9,0.1 is not a split (@): write the weights of train, valid and test, such as '969,30,1'."
     ),
+    "data.split=0,9,1": (
+        "data.split=0,9,1 is not a split (@): write the weights of train, valid and test, such as '969,30,1'."
+    ),
     "data.split=9,1,0 data.kind=indexed data.train=a data.valid=b": (
         "data.split=9,1,0 cannot be combined with data.valid=b (@): remove one of them."
     ),

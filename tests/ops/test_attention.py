@@ -1,3 +1,4 @@
+import json
 import re
 from typing import Any
 
@@ -367,6 +368,18 @@ def test_an_odd_length_on_either_side_of_cross_attention_rules_cudnn_out(lengths
     overrides = [encoder, f"batch.sequence_length={length}", "precision.compute=bfloat16"]
     kernels = Kernels.choose(load_config("quickstart", overrides), dict.fromkeys(AXES, 1), Hardware("gpu", "8.0"))
     assert kernels.cross_attention == expected
+
+
+@pytest.mark.parametrize(("causal", "expected"), [(True, "cudnn"), (False, "triton")])
+def test_padding_at_the_end_rules_cudnn_out_only_where_tokens_see_later_ones(causal, expected):
+    sections = {"model": {"causal": causal}} | ({} if causal else {"objective": {"kind": "masked_tokens"}})
+    sections |= {
+        "data": {"kind": "chat", "train": "a", "tokenizer": "byte", "packing": "none"},
+        "precision": {"compute": "bfloat16"},
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in sections.items()]
+    kernels = Kernels.choose(load_config("quickstart", overrides), dict.fromkeys(AXES, 1), Hardware("gpu", "8.0"))
+    assert kernels.attention == expected
 
 
 @pytest.mark.parametrize("setting", ["model.sliding_window=64", "run.deterministic=true"])
