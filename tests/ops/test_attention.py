@@ -372,12 +372,9 @@ def test_an_odd_length_on_either_side_of_cross_attention_rules_cudnn_out(lengths
 
 @pytest.mark.parametrize(("causal", "expected"), [(True, "cudnn"), (False, "triton")])
 def test_padding_at_the_end_rules_cudnn_out_only_where_tokens_see_later_ones(causal, expected):
-    sections = {"model": {"causal": causal}} | ({} if causal else {"objective": {"kind": "masked_tokens"}})
-    sections |= {
-        "data": {"kind": "chat", "train": "a", "tokenizer": "byte", "packing": "none"},
-        "precision": {"compute": "bfloat16"},
-    }
-    overrides = [f"{key}={json.dumps(value)}" for key, value in sections.items()]
+    overrides = ["data={kind: text, train: a, valid: b, tokenizer: byte}", "run.eval_steps=all"]
+    overrides += ["precision.compute=bfloat16", f"model.causal={json.dumps(causal)}"]
+    overrides += [] if causal else ["objective={kind: masked_tokens, masking: {mask_token: a}}"]
     kernels = Kernels.choose(load_config("quickstart", overrides), dict.fromkeys(AXES, 1), Hardware("gpu", "8.0"))
     assert kernels.attention == expected
 

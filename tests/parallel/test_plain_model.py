@@ -114,7 +114,7 @@ def test_a_step_has_the_numbers_and_gradients_of_the_plain_model(table, plain, n
 
     assert tokens == fields["loss_mask"].sum()
     np.testing.assert_allclose(loss / tokens, evaluated, VALUE)
-    assert_logged(metrics, logged | imbalance(batch, fields, mesh), config)
+    assert_logged(metrics, logged, config)
     norm = math.sqrt(sum((g**2).sum() for g in gradients.values()))
     np.testing.assert_allclose(metrics["grad_norm"], norm, VALUE)
     found, zeros = first_gradients(program, state, norm), table.zero_gradients(config)
@@ -135,10 +135,9 @@ def test_a_step_has_the_numbers_and_gradients_of_the_plain_model(table, plain, n
     batch, model = as_microbatches(fields := next(batches)), config.model.model_dump()
     weights = canonical(program, state.params)
     draws = plain_model.Draws(model, batch["tokens"].shape, SEED, 1)
-    whole = to_global(program, fields)
-    _, metrics = program.train_step(state, whole)
+    _, metrics = program.train_step(state, to_global(program, fields))
     logged = plain_model.step(np, model, weights, batch, draws, biases)[1]
-    assert_logged(metrics, logged | imbalance(whole, fields, mesh), config)
+    assert_logged(metrics, logged, config)
 
 
 def assert_empty_slots_are_zero(config, state):
@@ -150,15 +149,6 @@ def assert_empty_slots_are_zero(config, state):
         for name, a in ((n, a) for own in arrays.values() for n, a in own.items() if n.startswith(f"blocks.{kind}.")):
             filled = np.asarray(a)
             assert not filled[empty].any() and filled[1 - empty].any(), name
-
-
-def imbalance(batch, fields, mesh):
-    """The keys that the busiest device of `context` sees in a microbatch over those of a mean one, by name."""
-    if "order" not in batch:
-        return {}
-    seen = np.take_along_axis(fields["positions"] + 1, np.asarray(batch["order"]).reshape(ROWS, LENGTH), axis=1)
-    work = seen.reshape(2, ROWS // 2, mesh["context"], -1).sum(axis=(1, 3))
-    return {"attention_imbalance": work.max(1).sum() / work.mean(1).sum()}
 
 
 def assert_logged(metrics, expected, config):

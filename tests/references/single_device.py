@@ -143,6 +143,9 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        assert 1 <= metrics.get("attention_imbalance", 1) <= max(config.mesh.context, 1)
+        shares = [value for name, value in metrics.items() if name.startswith("context_groups/")]
+        np.testing.assert_allclose(sum(shares), bool(shares), rtol=1e-6)
         mtp_losses += [float(metrics["mtp_loss"])] if "mtp_loss" in metrics else []
         for name in ROUTER_METRICS & metrics.keys():
             router.setdefault(name, []).append(np.asarray(metrics[name]))
