@@ -24,6 +24,7 @@ KEYS_SHOWN = 10
 PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ZIP = b"PK\3\4"
+ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream, as datasets' save_to_disk writes
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".jsonl.xz", ".jsonl.bz2", ".jsonl.zst", ".parquet")
 
 
@@ -91,6 +92,8 @@ def _checked_size(path: str) -> int:
         raise InputError(f"{path} cannot be read ({error.strerror}); change its permissions.") from None
     if start.startswith(ZIP):
         raise InputError(f"{path} is a ZIP archive: unpack it first, with `unzip {path}`.")
+    if start.startswith(ARROW):
+        raise InputError(f"{path} is an Arrow file: write it as Parquet, with `to_parquet` of Hugging Face's Dataset.")
     if start.startswith(PARQUET):
         require("parquet", f"{path}, a Parquet file,")
     return os.path.getsize(path)

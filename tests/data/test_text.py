@@ -210,6 +210,8 @@ MISTAKES = {
     "bad": "every line is bad, 2 in all; nothing is written. The first: .*bad, line 1 is not JSON",
     "short": r"short has 6 tokens for train, but a sample of batch.sequence_length=16 takes 17",
     "a.zip": "a.zip is a ZIP archive",
+    "stream.arrow": "stream.arrow is an Arrow file: write it as Parquet",
+    "file.arrow": "file.arrow is an Arrow file: write it as Parquet",
 }
 
 
@@ -219,6 +221,10 @@ def test_files_that_cannot_be_read_are_sentences_and_leave_nothing(tmp_path, nam
     (tmp_path / "run").mkdir()
     for file, content in FILES.items():
         (tmp_path / file).write_text(content)
+    table = pyarrow.table({"body": TEXTS})
+    for file, writer in (("stream.arrow", pyarrow.ipc.new_stream), ("file.arrow", pyarrow.ipc.new_file)):
+        with writer(str(tmp_path / file), table.schema) as arrow:
+            arrow.write_table(table)
     with pytest.raises(InputError, match=MISTAKES[name]):
         datasets(config_of(tmp_path, {"train": str(tmp_path / name)}))
     assert not list(tmp_path.rglob("*partial*"))
