@@ -20,6 +20,7 @@ from megajax.files import HEARTBEAT_SECONDS, LOCK, METRICS, SUBDIRECTORY
 from megajax.json_files import Count, Damaged
 
 WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS  # without a heartbeat in this time, an owner on another host is gone
+SHARED_SECONDS = 70.0  # in which a file appears on all hosts: NFS may hide a new one for a minute
 
 
 class Owner(TypedDict):
@@ -45,10 +46,16 @@ class RunLock:
         self._released = threading.Event()
 
     def acquire(self, say: Callable[[str], None] = print) -> None:
-        """Take the lock, or take it over if its owner is gone. Otherwise raises InputError on every process."""
-        if not self.held:
-            cluster.current().first_decides(lambda: self._acquire(say))
-            self.held = True
+        """Take the lock, or take it over if its owner is gone. Otherwise raises InputError on every process.
+
+        Also if another process of the run does not see the lock: the first save would wait for its files forever.
+        """
+        if self.held:
+            return
+        at, owner = cluster.current().first_decides(lambda: (str(self.path.parent.resolve()), self._acquire(say)))
+        self.held = True
+        if problem := cluster.current().first_problem(lambda: self._unshared(at, owner)):
+            raise InputError(problem)
 
     def release(self) -> None:
         """Release the lock if it is held."""
@@ -74,14 +81,28 @@ class RunLock:
 
     _thread: threading.Thread | None = None  # the heartbeat, on process 0
 
-    def _acquire(self, say: Callable[[str], None]) -> None:
+    def _unshared(self, at: str, owner: Owner) -> str:
+        """The problem if this process does not see the lock of process 0, whose run directory is `at`."""
+        end = time.monotonic() + SHARED_SECONDS
+        while read_owner(self.path) != owner:
+            if time.monotonic() > end:
+                here = f"run.dir={self.path.parent} is {self.path.parent.resolve()} on host {socket.gethostname()}"
+                return (
+                    f"{here}, where the files of process 0 do not appear, which writes to {at} on host {owner['host']}:"
+                    " give the path of a directory on a file system that all processes share."
+                )
+            time.sleep(0.5)
+        return ""
+
+    def _acquire(self, say: Callable[[str], None]) -> Owner:
+        """Take the lock on process 0; its owner as the file has it."""
         self._mine = _this_process()
         while not self._created():
             owner = read_owner(self.path)
             if owner is None and not self.path.exists():
                 continue  # released just now
             if owner is not None and self._is_mine(owner):
-                return  # another Trainer of this process holds it
+                return owner  # another Trainer of this process holds it
             if self._is_alive(owner, say):
                 raise InputError(
                     f"run.dir={self.path.parent} is in use: {_named(owner)} trains there: wait for it, stop it, or "
@@ -93,6 +114,7 @@ class RunLock:
         self.lost = False
         self._thread = threads.start(f"the sign of life in {self.path}", self._beat, needed=True)
         atexit.register(self.release)
+        return self._mine
 
     def _is_mine(self, owner: Owner) -> bool:
         return {**owner, "since": ""} == {**self._mine, "since": ""}

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
 
 import jax
 import pytest
+import several_processes
 from trainers import QuickTrainer
 
 from megajax import Hook
@@ -43,6 +45,30 @@ def test_a_lock_names_its_process_and_goes_with_it(tmp_path):
             pass
         assert (tmp_path / "lock").exists()
     assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_all_processes_of_a_run_must_see_its_lock(tmp_path, monkeypatch, shared):
+    monkeypatch.setattr(run_lock, "SHARED_SECONDS", 0.1)
+
+    def take(rank):
+        lock = RunLock(tmp_path / ("run" if shared else f"run-{rank}"))
+        lock.path.parent.mkdir(exist_ok=True)
+        try:
+            lock.acquire(lambda _: None)
+        finally:
+            lock.release()
+
+    with several_processes.together(several_processes.clusters(2)) as call:
+        problems = call(take)
+    if shared:
+        assert problems == [None, None]
+    else:
+        here, first = tmp_path / "run-1", tmp_path / "run-0"
+        assert [type(problem) for problem in problems] == [InputError] * 2
+        sentence = f"run.dir={here} is {here} on host .* process 0 .* writes to {first} on host .*: give the path"
+        assert all(re.match(sentence, str(problem)) for problem in problems)
+    assert not list(tmp_path.rglob("lock"))
 
 
 def test_a_second_run_in_a_directory_is_refused_and_leaves_the_first_alone(tmp_path, make_config, owner):
