@@ -168,6 +168,7 @@ def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
         own = {name: np.asarray(g) for name, g in gradients.items()}
         norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in own.values()))
         steps.append(losses | {"grad_norm": norm} | router_metrics(metrics))
+        assert first or not [name for name, gradient in own.items() if not gradient.any()]  # as in expected_gradients
         first = first or own
     values = {name: np.array([step[name] for step in steps]) for name in steps[0]}
     modules = values.pop("mtp_loss/module").mean(1) if "mtp_loss/module" in values else np.zeros(0)
