@@ -28,6 +28,7 @@ T5 = {
     "ffn_hidden_size": 20,
     "vocab_size": 50,
     "vocab_multiple": 4,
+    "norm": "layernorm",
     "activation": "geglu",
     "position": "relative",
     "relative_buckets": 8,

@@ -50,7 +50,9 @@ MODELS = {
     | {"dropout": 0.2, "z_loss": 0.01, "logit_softcap": 3.0, "qk_norm": "layernorm", "norm_zero_centred": True},
     "softmax": SOFTMAX,
     # With prediction modules, and scores that are measured and clipped.
-    "sigmoid": SOFTMAX | {"mtp_layers": 2, "qk_clip": 0.5, "router": DEEPSEEK_ROUTER} | NO_SHARED_EXPERT,
+    "sigmoid": SOFTMAX
+    | NO_SHARED_EXPERT
+    | {"mtp_layers": 2, "qk_clip": 0.5, "router": DEEPSEEK_ROUTER, "norm": "layernorm"},
 }
 DOCUMENTS = {"kind": "synthetic", "reset_attention": True, "reset_positions": True}
 DATA = {"dense": DOCUMENTS, "softmax": UNPACKED, "sigmoid": DOCUMENTS}

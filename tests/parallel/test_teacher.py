@@ -25,6 +25,7 @@ ROWS, LENGTH = 8, 12
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
 TEACHER = {**TINY, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True}
 TEACHER |= {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16, "logit_softcap": 4.0}
+TEACHER |= {"norm": "layernorm"}
 
 
 @pytest.fixture(scope="module", autouse=True)
