@@ -24,8 +24,9 @@ lines: set[tuple[str, int]] | None = None  # of the test that runs
 
 
 def _reach(code: Any, line: int) -> Any:
-    if lines is not None and code.co_filename.startswith(PACKAGE):
-        lines.add((code.co_filename[ROOT:], line))
+    found = lines  # a thread of a test may still run when the test ends
+    if found is not None and code.co_filename.startswith(PACKAGE):
+        found.add((code.co_filename[ROOT:], line))
     return monitoring.DISABLE  # until the next test
 
 
@@ -45,9 +46,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
         return (yield)
     finally:
         seconds[item.nodeid] = time.monotonic() - start
-        for file, line in lines:
+        found, lines = lines, None
+        for file, line in found.copy():
             reached.setdefault(f"{file}:{line}", []).append(item.nodeid)
-        lines = None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
