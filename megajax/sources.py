@@ -255,11 +255,16 @@ def find_source(path: str | Path, setting: str, location: str = "") -> WeightSou
     return next(source for source in SOURCES if source.matches(Path(path)))(path, setting, location)
 
 
-def initial_weights(config: Config, path: str | None = None, location: str = "") -> WeightSource:
-    """The source of `checkpoint.init_from`, or of `path` in its place."""
+def initial_weights(config: Config, path: str | None = None, run_dir: Path | None = None) -> WeightSource:
+    """The source of `checkpoint.init_from`, or of `path` in its place.
+
+    With `run_dir`, the run that has the config, a relative path may also begin in a directory above it.
+    """
     path = path or config.checkpoint.init_from
     assert path is not None
-    source = find_source(path, INIT_FROM, location or f" ({config.where(INIT_FROM)})")
+    if run_dir is not None:
+        path = str(_here_or_above(path, run_dir) or path)
+    source = find_source(path, INIT_FROM, f" ({f'{run_dir}/config.yaml' if run_dir else config.where(INIT_FROM)})")
     source.allowed = config.checkpoint.allow_changes
     return source
 
@@ -289,8 +294,7 @@ def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     copies = sorted((run_dir / name for name in FILES), key=lambda path: path.suffix != suffix)
     copy = copies[0]
     if not has_no_file(spec):
-        candidates = [*copies, Path(spec), *(directory / spec for directory in run_dir.resolve().parents)]
-        found = next((path for path in candidates if path.exists()), None)
+        found = next((path for path in copies if path.exists()), None) or _here_or_above(spec, run_dir)
         if found is None:
             raise InputError(
                 f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
@@ -304,3 +308,9 @@ def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
             f"copy the tokenizer of the training to {copy}."
         )
     return tokenizer
+
+
+def _here_or_above(path: str, run_dir: Path) -> Path | None:
+    """A file or folder by its path from the current directory, or from one above the run; None if there is none."""
+    candidates = [Path(path), *(directory / path for directory in run_dir.resolve().parents)]
+    return next((found for found in candidates if found.exists()), None)

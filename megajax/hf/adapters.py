@@ -42,7 +42,7 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
     assert base is not None
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
-        source = initial_weights(config, location=f" ({run_dir}/config.yaml)")
+        source = initial_weights(config, run_dir=run_dir)
         arrays = stack.enter_context(source.open(config.model))
         if {name: tuple(array.shape) for name, array in arrays.items() if name not in layer_state} != shapes:
             raise InputError(f"{source.shown} is not the adapters' base: restore the base.")
@@ -77,7 +77,7 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
         raise InputError(
             f"RUN={run_dir} reads images (model.vision): write its merged weights with the command export."
         )
-    _warn_of_another_base(config)
+    _warn_of_another_base(config, run_dir)
     tensors, declared = family_for(model, origin(run_dir)).tensors(model), parameters(Transformer(model))
     stored: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -116,10 +116,10 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
         (partial / ADAPTERS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _warn_of_another_base(config: Config) -> None:
+def _warn_of_another_base(config: Config, run_dir: Path) -> None:
     """Warn if the run's model is not that of its base's folder, to which PEFT will add the adapters."""
-    base, model = str(config.checkpoint.init_from), config.model
-    if not is_hf_folder(Path(base)):
+    base, model = initial_weights(config, run_dir=run_dir).path, config.model
+    if not is_hf_folder(base):
         return
     with contextlib.suppress(InputError):
         theirs, mine = describe_section(read_model(base), model), {"model": describe_model(model)}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from megajax.checkpoint import find_checkpoint
 from megajax.config import Config, ModelConfig
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
@@ -83,7 +84,8 @@ def _load(source: WeightSource, mesh: Mesh | None, dtype: str | None, speculate:
     whole = abstract_parameters(Transformer(config.model, config.lora), mesh, jnp.float32)
     adapters = {name: shape for name, shape in whole.items() if is_adapter(name)}
     adapted, layer_state = source.read(adapters, state, config.model)
-    params, _ = initial_weights(config).read(base, {}, config.model)
+    run_dir, _ = find_checkpoint(source.path, source.setting, source.location)
+    params, _ = initial_weights(config, run_dir=run_dir).read(base, {}, config.model)
     params = merge(params, adapted, config.lora)
     return LanguageModel(config, params, layer_state, mesh, text, speculate=speculate)
 

@@ -209,7 +209,7 @@ def test_another_base_and_adapters_as_a_base_are_refused(run, tmp_path):
 
 @pytest.mark.parametrize("run", ["tiny_gpt2"], indirect=True)
 def test_adapters_that_cannot_be_written_or_merged_are_sentences(run, tmp_path):
-    _, _, trainer = run
+    _, base, trainer = run
     config, folder = trainer.config, trainer.run_dir
     [step] = (int(path.name) for path in (folder / SUBDIRECTORY).iterdir() if path.name.isdigit())
 
@@ -232,6 +232,9 @@ def test_adapters_that_cannot_be_written_or_merged_are_sentences(run, tmp_path):
         UserWarning, match=rf"vocab_size={tokens}, but this run has {tokens + 1}.*with the command export"
     ):
         adapters.export_adapters(folder, step, changed("model", vocab_size=tokens + 1), tmp_path / "out")
+    named = changed("checkpoint", init_from=base.name)  # beside the run, not in the current directory
+    with adapters.open_merged(folder, step, named) as found, adapters.open_merged(folder, step, config) as expected:
+        np.testing.assert_array_equal(found["final_norm"][()], expected["final_norm"][()])
     other = changed("checkpoint", init_from=str(folder))  # a run with adapters only
     sentence = f"checkpoint.init_from={folder} .* is not the adapters' base: restore the base"
     with pytest.raises(InputError, match=sentence), adapters.open_merged(folder, step, other):
