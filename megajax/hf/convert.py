@@ -28,7 +28,7 @@ from megajax.hf.nemotron_h import NemotronH
 from megajax.hf.quantising import StoredForm, quantised_weights
 from megajax.hf.qwen3_5 import Qwen35MoeText, Qwen35Text
 from megajax.hf.qwen3_next import Qwen3Next
-from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded
+from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded, unread_head
 from megajax.hf.t5 import T5
 from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values, complete
@@ -222,6 +222,7 @@ def open_readers(
     for tensor in family.copies(model):
         copies.setdefault(tensor.ours, []).append(tensor.theirs)
     shapes = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
+    unread = unread_head([entries.pop(name) for name in entries.keys() - shapes.keys()], model)
     assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
     theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
     with FolderTensors(folder, config.get("quantization_config"), family.stored_names) as weights:
@@ -236,7 +237,7 @@ def open_readers(
             name: Reader(weights, entries[name], theirs, shape, new_tokens, copies.get(name, ()))
             for name, shape in shapes.items()
         }
-        check_tensors(weights, [*readers.values()], family.unused(config))
+        check_tensors(weights, [*readers.values()], family.unused(config) + unread)
         yield readers
 
 

@@ -261,6 +261,12 @@ def check_tensors(weights: NamedTensors, readers: Sequence[Reader], unused: tupl
         raise InputError(f"{weights.folder} has the tensor {extra[0]}, which the model does not have: give its own.")
 
 
+def unread_head(tensors: Sequence[Tensor], model: ModelConfig) -> tuple[str, ...]:
+    """The names of a head's tensors, where an objective has parameters in its place."""
+    assert all(tensor.ours.startswith("head") for tensor in tensors), tensors
+    return tuple(name for tensor in tensors for name in tensor_names(tensor, model).values())
+
+
 def unpadded(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:
     """The shape of a parameter without the padding of the vocabulary."""
     sizes = list(shape)

@@ -9,7 +9,7 @@ import jax
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
-from megajax.hf.reader import Reader, check_tensors, on_devices
+from megajax.hf.reader import Reader, check_tensors, on_devices, unread_head
 from megajax.layout.kinds import extra_layers
 from megajax.megatron import is_distributed, is_legacy
 from megajax.megatron.distributed import MegatronTensors, newest
@@ -95,7 +95,8 @@ def _readers(weights: MegatronTensors, model: ModelConfig, shapes: Mapping[str, 
             f"{weights.folder}: the model has {lacking[0]}, which Megatron-Core's GPTModel does not have: {cure}."
         )
     readers = {name: Reader(weights, found[name], model, shape) for name, shape in wanted.items()}
-    check_tensors(weights, [*readers.values()], () if extra_layers(model) else (f"{prefix}mtp.",))
+    unread = unread_head([entry for name, entry in found.items() if name == "head" and name not in wanted], model)
+    check_tensors(weights, [*readers.values()], unread + (() if extra_layers(model) else (f"{prefix}mtp.",)))
     return readers
 
 

@@ -12,6 +12,7 @@ import megajax
 from megajax.checkpoint.description import describe_model
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
 from megajax.errors import InputError
 from megajax.hf.__main__ import main
 from megajax.hf.convert import export, family_for, read_model
@@ -98,6 +99,18 @@ def test_weights_come_in_the_dtype_that_is_asked_for(unpack):
     weights = megajax.from_hf(unpack("tiny_llama"), dtype="bfloat16").weights.outer
     dtypes = {name: str(array.dtype) for name, array in weights.items()}
     assert dtypes == {"embedding.tokens": "bfloat16", "final_norm": "float32", "head": "bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_modernbert"])
+def test_the_head_is_not_read_for_an_objective_with_parameters_in_its_place(unpack, name):
+    import_extensions(["docs/examples/value_head.py"])
+    folder = unpack(name)
+    config = config_for(read_model(folder))
+    objective = {"kind": "value_head", "settings": {"outputs": 3}}
+    found = read(folder, Config.model_validate(config.model_dump(mode="json") | {"objective": objective}))
+    expected = read(folder, config)
+    assert {each for each in expected if each not in found} == {each for each in expected if each.startswith("head")}
+    np.testing.assert_array_equal(found["embedding.tokens"], expected["embedding.tokens"])
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(unpack):
