@@ -178,7 +178,7 @@ def test_a_part_of_a_checkpoint_in_a_bucket_is_ignored_and_removed(build, bucket
 
 def test_damage_in_a_bucket_is_not_confused_with_a_store_that_does_not_answer(build, bucket, tmp_path, monkeypatch):
     for step in (1, 2, 3):
-        save(build(IN_BUCKET), step)
+        save(build(IN_BUCKET, "checkpoint.keep=3"), step)
 
     sentence = r"gs://b/x/3 cannot be read or written "
     for error, rest in (

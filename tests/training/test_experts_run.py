@@ -27,7 +27,7 @@ from megajax.tools.verify.runs import canonical
 from megajax.training.expert_load import MOST_COLUMNS, NAME, load_map
 from megajax.training.logs import draw_load_map
 from megajax.training.loop import Trainer
-from megajax.training.step_log import expert_load
+from megajax.training.step_log import expert_load, values_of
 
 ROOT = Path(__file__).parents[2]
 ROUNDED = 5.1e-5  # logged with four decimals
@@ -38,7 +38,8 @@ def test_load_is_the_largest_count_over_the_mean_and_the_fraction_without_a_toke
     assert values["expert_load"] == [1.0, 4.0] and values["idle_experts"] == [0.0, 0.75]
     assert values["expert_load_max"] == 4.0 and values["idle_experts_max"] == 0.75
     assert not any(name.startswith("dropped") for name in values)
-    values = expert_load(np.array([[8, 0, 0, 0], [4, 4, 0, 0], [2, 2, 2, 2]]), np.array([4, 2, 0]))
+    counts, dropped = np.array([[8, 0, 0, 0], [4, 4, 0, 0], [2, 2, 2, 2]]), np.array([4, 2, 0])
+    values = values_of({"expert_counts": counts, "dropped_tokens": dropped, "skipped": np.array(0)})
     assert values["dropped_tokens"] == [0.5, 0.25, 0.0]
     assert values["dropped_tokens_max"] == 0.5 and values["dropped_tokens_mean"] == 0.25
     assert values["expert_load_max"] == 4.0 and values["idle_experts_max"] == 0.75  # of the first layer
