@@ -21,6 +21,7 @@ from megajax.hf.folder import new_folder, save_tensors
 from megajax.hf.tensors import Tensor, tensor_names, whole_shape
 from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
+from megajax.options.registered import replaces_head
 from megajax.sources import initial_weights
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -40,6 +41,9 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
         yield weights | layer_state
         return
     assert base is not None
+    if replaces_head(config.objective.kind):
+        problem = f"RUN={run_dir} has parameters of objective.kind={config.objective.kind} in place of the model's head"
+        raise InputError(f"{problem}, which the base has: take the arrays from megajax.load_weights.")
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
         source = initial_weights(config, run_dir=run_dir)

@@ -18,6 +18,7 @@ from megajax.config import Config
 from megajax.console import amount, command, fold, size
 from megajax.errors import InputError, counted
 from megajax.files import METRICS, replace_text
+from megajax.options.registered import replaces_head
 from megajax.training.expert_load import write_load_map
 from megajax.training.trackers import TensorBoardLog, tag
 
@@ -154,7 +155,9 @@ def closing_line(config: Config, step: int, samples: int, seconds: float, chats:
     `chats`: it was trained on some; data of kind chat may be prompts with completions only.
     """
     run, use = config.run.dir, ""
-    if chats:
+    if not config.model.causal or replaces_head(config.objective.kind):
+        pass  # it does not generate
+    elif chats:
         use = f"talk to it: {command('chat', run)}; "
     elif config.data.kind == "chat":
         use = f"answer lines like those of the training: {command('generate', run, '--prompts', 'FILE.jsonl')}; "

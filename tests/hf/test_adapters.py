@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.config import load_config
+from megajax.config.extensions import import_extensions
 from megajax.errors import InputError
 from megajax.hf import adapters
 from megajax.hf.__main__ import main
@@ -232,6 +233,9 @@ def test_adapters_that_cannot_be_written_or_merged_are_sentences(run, tmp_path):
         UserWarning, match=rf"vocab_size={tokens}, but this run has {tokens + 1}.*with the command export"
     ):
         adapters.export_adapters(folder, step, changed("model", vocab_size=tokens + 1), tmp_path / "out")
+    import_extensions(["docs/examples/value_head.py"])
+    with pytest.raises(InputError, match=f"RUN={folder} has parameters of objective.kind=value_head in place of"):
+        adapters.open_merged(folder, step, changed("objective", kind="value_head")).__enter__()
     named = changed("checkpoint", init_from=base.name)  # beside the run, not in the current directory
     with adapters.open_merged(folder, step, named) as found, adapters.open_merged(folder, step, config) as expected:
         np.testing.assert_array_equal(found["final_norm"][()], expected["final_norm"][()])

@@ -20,6 +20,7 @@ from megajax.model import Transformer, bind
 from megajax.tools.explain_weight import lines
 from megajax.training.batches import to_global
 from megajax.training.in_memory import export_weights
+from megajax.training.logs import closing_line
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
@@ -181,3 +182,6 @@ def test_what_needs_logits_is_refused(table):
             make(table, {}, **changes)
     with pytest.raises(InputError, match="objective.kind=value_head has parameters in place .*does not generate"):
         for_inference(make(table, {}), "float32", 0)
+    data = {"data": {"kind": "synthetic", "tokenizer": "byte"}, "model": {"vocab_size": 257}}
+    ours, plain = (closing_line(make(table, {}, **data, **changes), 1, 8, 1.0) for changes in ({}, PLAIN))
+    assert "--prompt TEXT" in plain and "--prompt" not in ours
