@@ -65,6 +65,8 @@ def test_it_is_imported_before_the_check_and_recorded_with_its_file(entry):
     assert run_config(Path("run"), "RUN") == config and lines == []
     copy = Path("run/extensions") / path.name
     assert copy.read_text() == path.read_text()
+    record_start(Path("run"), config, 0, False, lines.append)
+    assert lines == []
     path.write_text(path.read_text() + "# changed\n")
     record_start(Path("run"), config, 0, False, lines.append)
     assert lines == [f"changed since the last start: {recorded} of run.extensions"]

@@ -379,6 +379,14 @@ def test_padding_at_the_end_rules_cudnn_out_only_where_tokens_see_later_ones(cau
     assert kernels.attention == expected
 
 
+def test_a_prefix_that_sees_itself_rules_cudnn_out():
+    def chosen(*overrides: str) -> str:
+        config = load_config("quickstart", ["precision.compute=bfloat16", *overrides])
+        return Kernels.choose(config, dict.fromkeys(AXES, 1), Hardware("gpu", "9.0")).attention
+
+    assert (chosen(), chosen("model.prefix_lm=true")) == ("cudnn", "pallas")
+
+
 @pytest.mark.parametrize("setting", ["model.sliding_window=64", "run.deterministic=true"])
 def test_cudnn_gets_whole_sequences_where_it_cannot_attend_to_parts(setting):
     def chosen(context: int, strategy: str) -> str:

@@ -177,6 +177,13 @@ def test_quarters_of_a_stages_layers_are_recomputed(stages, expected):
     assert [settings["remat.layers"] for settings in tried] == expected
 
 
+@pytest.mark.parametrize(("length", "expected"), [(16, {1}), (2048, {1}), (4096, {1, 2}), (16384, {1, 2, 4, 8})])
+def test_a_device_of_context_has_at_least_2048_tokens_and_short_sequences_are_whole(length, expected):
+    model = {"num_layers": 8, "hidden_size": 64, "num_heads": 8, "vocab_size": 512}
+    config = Config.model_validate({"model": model, "batch": {"global_size": 8, "sequence_length": length}})
+    assert {mesh["context"] for mesh in Variations(config, {}, 8, 8).meshes()} == expected
+
+
 def test_no_other_layout_of_equal_layers_is_faster(config):
     search = Search(config, ["model.num_layers=7", "mesh.pipeline=2", "mesh.data=1"], 2, H200)
     layouts = [None, *([first, 7 - first] for first in range(1, 7))]
