@@ -30,15 +30,15 @@ def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Resul
     if graph.plan.microbatches_at_once > 1:
         train_next, loops = _train_pair, jax.tree.map(lambda a: a.reshape(-1, 2, *a.shape[1:]), loops)
 
-    zeros, first = graph.table.zero_gradients(arrays.table), jax.tree.map(lambda a: a[0], loops)
+    zeros, (index, fields) = graph.table.zero_gradients(arrays.table), jax.tree.map(lambda a: a[0], loops)
     if len(loops[0]) == 1:
-        return train_next(graph, arrays, *first, zeros)
+        return train_next(graph, arrays, index, fields, zeros)
     sums = graph.zero_sums(arrays, (graph.layers, *graph.before))
 
     def run(table: Table, sums: Sums, index: Any, fields: Arrays) -> tuple[Table, Results]:
         return train_next(graph, arrays._replace(sums=sums), index, fields, table)
 
-    return sum_over(graph, jax.make_jaxpr(run, return_shape=True)(zeros, sums, *first), zeros, sums, loops)
+    return sum_over(graph, jax.make_jaxpr(run, return_shape=True)(zeros, sums, index, fields), zeros, sums, loops)
 
 
 def _train_one(graph: Graph, arrays: StepArrays, index: Any, fields: Arrays, table: Table) -> tuple[Table, Results]:

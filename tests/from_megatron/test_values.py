@@ -234,7 +234,11 @@ CONTRADICTIONS = [
     ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters is not set.*add it to the line"),
     ("--bf16 --fp16", 1, "--bf16 excludes --fp16.*remove one of them"),
     ("--fp8-format hybrid --fp4-format e2m1", 1, "--fp8-format excludes --fp4-format.*remove one of them"),
-    ("--use-precision-aware-optimizer --exp-avg-dtype bf16", 1, "exp-avg-sq-dtype fp32: both moments have one form: fp32, bf16 or fp8"),
+    (
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+        1,
+        "exp-avg-sq-dtype fp32: both moments have one form: fp32, bf16 or fp8",
+    ),
     ("--squared-relu", 1, "--swiglu and --squared-relu exclude each other.*remove one"),
     ("--num-attention-heads 3", 1, "3 heads do not divide a hidden size of 400.*add --kv-channels"),
     ("--group-query-attention --num-query-groups 2 --multi-latent-attention", 1, "remove one of them"),
