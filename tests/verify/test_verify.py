@@ -379,6 +379,13 @@ def test_soap_has_wider_limits_after_its_first_step(step, border):
         assert (compare(own, other).first is None) == (share < 1)
 
 
+def test_a_later_norm_is_within_four_times_the_distance_that_rounding_moved_one():
+    exact, expected = made_up(), made_up(later=5.05)  # 1e-2 apart
+    for share in (0.97, 1.03):
+        found = made_up(later=5.05 * (1 + share * (1e-4 + 4e-2)))
+        assert (compare(found, expected, exact).first is None) == (share < 1)
+
+
 def test_the_worst_array_is_the_one_furthest_beyond_its_own_limit():
     found = RunDifference({"gradient": {"a": 1e-5, "b": 2e-5}}, {"gradient": {"a": 1e-6, "b": 1e-3}}, ())
     assert found.worst("gradient") == "a" and found.first.startswith("the gradient of a differs by 1.0e-05")

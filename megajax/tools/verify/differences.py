@@ -13,9 +13,8 @@ from megajax.tools.verify.runs import Arrays, RunTrace
 TOLERANCES = {"gradient": 1e-4, "layer state": 1e-4, "update": 1e-2, "loss": 1e-5, "gradient norm": 1e-5}
 ROUNDING = 1e-5  # of the root mean square of a gradient: smaller numbers of it are rounding
 NEGLIGIBLE = 1e-6  # of the whole norm: a smaller gradient is rounding, such as that of GPT-2's key biases
-SMALL = 1e-2  # of the whole norm: a smaller gradient, perhaps of terms that cancel, is as wrong as one of this size
+SMALL = 1e-2  # of the whole norm: a smaller gradient, perhaps of terms that cancel, may differ by as much
 LATER_NORMS = 10  # tolerance of norms after the first step, as a multiple of that of the first
-SMALL = 1e-2  # of the whole norm: a smaller gradient may differ by as much as one of this size
 Measures = dict[str, dict[str, float]]  # relative differences by kind, of TOLERANCES, and name
 
 
@@ -59,10 +58,10 @@ def compare(found: RunTrace, expected: RunTrace, exact: RunTrace | None = None) 
     `exact` is the reference in FP32, where both runs use another precision. Rounding moved the reference away from it
     by a measured distance, and moves `found` as far: so twice the distance is between them at most. All losses, or
     norms, of so few steps may be near their exact values by chance: they have four times the distance of the worst.
-    After the first step they are of weights that updates have moved apart.
+    After the first step they are of weights that updates have moved apart; the measured distance has that already.
     """
     apart = expected.update_tolerance / TOLERANCES["update"]
-    later = {"loss": apart, "gradient norm": LATER_NORMS * apart}  # as multiples of the first step's limit
+    later = {"loss": 1, "gradient norm": LATER_NORMS}  # tolerances, as multiples of those of the first step
     values = _measure(found, expected, exact or expected)
     rounding = _measure(expected, exact, exact) if exact else {kind: {} for kind in TOLERANCES}
     most = {kind: max(own.values(), default=0.0) for kind, own in rounding.items()}
@@ -72,11 +71,10 @@ def compare(found: RunTrace, expected: RunTrace, exact: RunTrace | None = None) 
         # largest limit.
         otherwise = most["gradient"] if kind == "layer state" else most[kind]
         own, factor = ({}, 4) if kind in later else (rounding[kind], 2)
-        limits[kind] = {
-            name: (later[kind] if kind in later and name != "step 1" else 1)
-            * (tolerance + factor * own.get(name, otherwise))
-            for name in values[kind]
-        }
+        limits[kind] = {}
+        for name in values[kind]:
+            wider, times = (apart, later[kind]) if kind in later and name != "step 1" else (1, 1)
+            limits[kind][name] = wider * (times * tolerance + factor * own.get(name, otherwise))
     return RunDifference(values, limits, found.problems)
 
 
