@@ -55,6 +55,7 @@ class RunLock:
         at, owner = cluster.current().first_decides(lambda: (str(self.path.parent.resolve()), self._acquire(say)))
         self.held = True
         if problem := cluster.current().first_problem(lambda: self._unshared(at, owner)):
+            self.release()  # else the next call would find it held, and ask no more
             raise InputError(problem)
 
     def release(self) -> None:

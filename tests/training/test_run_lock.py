@@ -57,6 +57,7 @@ def test_all_processes_of_a_run_must_see_its_lock(tmp_path, monkeypatch, shared)
         try:
             lock.acquire(lambda _: None)
         finally:
+            assert lock.held is shared  # else a second try would not ask again
             lock.release()
 
     with several_processes.together(several_processes.clusters(2)) as call:
