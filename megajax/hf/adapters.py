@@ -41,8 +41,7 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
         yield weights | layer_state
         return
     assert base is not None
-    if replaces_head(config.objective.kind):
-        problem = f"RUN={run_dir} has parameters of objective.kind={config.objective.kind} in place of the model's head"
+    if problem := _parameters_in_place_of_head(config, run_dir):
         raise InputError(f"{problem}, which the base has: take the arrays from megajax.load_weights.")
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
@@ -82,6 +81,8 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
             f"RUN={run_dir} reads images (model.vision): write its merged weights with the command export."
         )
     _warn_of_another_base(config, run_dir)
+    if problem := _parameters_in_place_of_head(config, run_dir):
+        warnings.warn(f"{problem}, which are not written: take them from megajax.load_weights.", stacklevel=2)
     tensors, declared = family_for(model, origin(run_dir)).tensors(model), parameters(Transformer(model))
     stored: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -118,6 +119,12 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     with new_folder(folder) as partial:
         save_tensors(stored, partial / PEFT_WEIGHTS)
         (partial / ADAPTERS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _parameters_in_place_of_head(config: Config, run_dir: Path) -> str:
+    """The beginning of a sentence about them; empty if there are none."""
+    kind = config.objective.kind
+    return f"RUN={run_dir} has parameters of objective.kind={kind} in place of the model's head" * replaces_head(kind)
 
 
 def _warn_of_another_base(config: Config, run_dir: Path) -> None:
