@@ -200,6 +200,8 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
 
 def _as_list(key: str, value: Any) -> str:
     """How to write `value` in the list that `key` is, as the end of a sentence; "" if its items may be anything."""
+    if value is None:
+        return "write [] for none"
     fields = {name.removeprefix(f"{key}.N."): field for name, field in keys() if name.startswith(f"{key}.N.")}
     fields = {name: field for name, field in fields.items() if "." not in name}
     if not fields:

@@ -43,6 +43,7 @@ def to_global(
     another order along S; if the order depends on the documents, fields hold it. The fields that nodes
     derive from others are added.
     """
+    fields = {name: np.asarray(field) for name, field in fields.items()}
     _check(program, fields, source)
     fields = {**fields, **program.graph.derived_fields(fields)}
     known, sharding, shape = program.graph.fields, program.batch_sharding, program.plan.batch_shape

@@ -108,6 +108,7 @@ OVERRIDES = {
     "run.hook_settings.norms=3": (
         "run.hook_settings.norms=3 is not a mapping (@): write its keys in braces, as {name: value}."
     ),
+    "run.hooks=null": "run.hooks=null is not a list (@): write [] for none.",
     "data.denoisers=3": "data.denoisers=3 is not a list (@): write [{noise_density: ...}].",
     "batch.schedule=4": (
         "batch.schedule=4 is not a schedule (@): write the tokens from which each size applies, such as '0: 256, 50B:"

@@ -18,7 +18,7 @@ def test_batches_of_a_program_have_the_samples_of_each_step(make_config):
     def batch_of(samples):
         asked.append(samples.tolist())
         ones = np.ones((len(samples), 16), int)
-        return {"tokens": samples[:, None] * ones, "targets": ones, "loss_mask": ones, "positions": ones}
+        return {"tokens": samples[:, None] * ones, "targets": ones.tolist(), "loss_mask": ones, "positions": ones}
 
     asked: list[list[int]] = []
     config = make_config("data.kind=synthetic", "run.eval_steps=0", "mesh.fsdp=2", *COMMON, *RAMP)
