@@ -25,6 +25,7 @@ REFUSED = [
         "set data.train_samples=160 or more",
     ),
     (f"{FILES} data.valid_sets=[{{name:a,prefix:p}},{{name:a,prefix:q}}]", "two sets called a", "its own name"),
+    (f"{FILES} data.valid_sets=[{','.join(f'{{name:{n},prefix:p}}' for n in 'abb')}]", "two sets called b", "its own"),
     (f"{ROUTER}=1", "experts_per_token=1 .*pre_softmax=false", "set model.router.pre_softmax=true"),
     (f"{ROUTER}=1 model.router.sinkhorn=true", "experts_per_token=1", "set model.router.score_function=sigmoid"),
     (f"{ROUTER}=2 model.router.normalise=false", "normalise=false .*pre_softmax=false", "pre_softmax=true"),

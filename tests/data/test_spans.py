@@ -7,6 +7,7 @@ import pytest
 
 import megajax
 from megajax.data.loader import datasets, make_loader
+from megajax.data.spans import open_spans
 from megajax.errors import ConfigError, InputError
 from megajax.schema.spans import span_lengths
 
@@ -132,6 +133,16 @@ def test_a_mixture_gives_each_sample_one_denoiser_as_a_function_of_seed_and_inde
             assert batch["loss_mask"][row].tolist() == [1] * len(targets) + [0] * (40 - len(targets))
             seen[which] += 1
     assert sum(seen) == 160 and min(seen) > 20 and seen[1] == max(seen)
+
+
+def test_synthetic_samples_have_other_tokens_for_each_denoiser_than_for_the_spans(config_of):
+    denoisers = [{"token": "a"}, {"token": "b", "mean_span_length": 6.0}, {}, {"token": "a", "noise_density": 0.3}]
+    found = open_spans(config_of(kind="synthetic", batch={"sequence_length": 40}, denoisers=denoisers))
+    assert found is not None
+    a, b, none, again = (noise.token for noise in found.mixture)
+    assert none is None and a == again and len({a, b, *found.sentinels}) == 2 + len(found.sentinels)
+    assert found.sentinels == tuple(range(119, 119 - max(noise.lengths.spans for noise in found.mixture), -1))
+    assert {a, b} < set(range(2, 120))
 
 
 @pytest.mark.smoke

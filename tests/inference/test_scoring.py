@@ -101,7 +101,8 @@ def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys, monkey
         },
         rel=1e-5,
     )
-    assert f"{total / count:.4f}" in capsys.readouterr().out
+    _, *rows = (line.split() for line in capsys.readouterr().out.splitlines() if "all tokens" in line or "loss" in line)
+    assert [row[-3::2] for row in rows] == [[f"{total / count:.4f}", f"{total / math.log(2) / size:.4f}"]] * 2
 
 
 @pytest.mark.smoke
