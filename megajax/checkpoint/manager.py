@@ -45,6 +45,7 @@ from megajax.files import is_number
 from megajax.json_files import Damaged
 from megajax.layout.kinds import MOE, extra_layers, without_extra
 from megajax.model.lora import is_adapter
+from megajax.sharding import OBJECTIVE
 
 EXPERTS = "experts"  # name of the MoE layers' state in a checkpoint
 LONGEST_SAVE = 10**6  # seconds; orbax measures them by the clock, which may jump
@@ -355,7 +356,7 @@ def restore_model(
     after the model's are left out if `model` has none.
     Raises InputError if there is no checkpoint, or if it is of another model.
     """
-    run_dir, step = find_checkpoint(path, setting, location)
+    (run_dir, step), source = find_checkpoint(path, setting, location), f"{setting}={path}{location}"
     checkpoints = Checkpoints(run_dir, keep=2**31, keep_every=None)
     item = checkpoints.directory / str(step) / "state"
     abstract = {"params": params} | saved_layer_state(layer_state)
@@ -363,17 +364,23 @@ def restore_model(
         saved = checkpoints.describe(step)
         if saved.get("lora") and not any(map(is_adapter, params)):
             raise InputError(
-                f"{setting}={path}{location} has adapters only: write the merged model with "
+                f"{source} has adapters only: write the merged model with "
                 f"{command('hf', 'export', path, 'HF_FOLDER')}, and give that folder."
             )
-        if saved.get("objective") and "head" in params:
+        objective = saved.get("objective") or {}
+        if objective and "head" in params:
             raise InputError(
-                f"{setting}={path}{location} was trained with objective.kind={saved['objective']['kind']}, which has "
-                "parameters in place of the model's head: name another run."
+                f"{source} was trained with objective.kind={objective['kind']}, which has parameters in place of the "
+                "model's head: name another run."
             )
         if not extra_layers(model):
             saved = saved | {"model": saved["model"] | without_extra()}
-        compare_models(saved, model, f"{setting}={path}{location}", "name another run", allowed)
+        compare_models(saved, model, source, "name another run", allowed)
+        own = {name: [*p.shape] for name, p in params.items() if name.startswith(OBJECTIVE)}
+        for name, mine in own.items():
+            if (theirs := objective.get(name.removeprefix(OBJECTIVE), mine)) != mine:
+                problem = f"{source} has {name} {theirs}, but this run has {mine}"
+                raise InputError(f"{problem}: set objective.settings to those of that run, or name another run.")
         if problem := checkpoints.damage(step):
             raise ValueError(problem)
         check_shapes(item, abstract)
@@ -387,7 +394,7 @@ def restore_model(
     except Exception as error:  # any error of orbax
         good = newest_good(run_dir, [other for other in complete_steps(run_dir) if other != step])
         cure = "name another run" if good is None else f"try {run_dir / SUBDIRECTORY / str(good)}"
-        raise InputError(f"{setting}={path}{location}: {item.parent} is damaged ({reason(error)}): {cure}.") from None
+        raise InputError(f"{source}: {item.parent} is damaged ({reason(error)}): {cure}.") from None
     finally:
         checkpoints.close()
     return restored.pop("params"), loaded_layer_state(restored)

@@ -146,12 +146,12 @@ def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Ch
     for s, segment in enumerate(stack.segments):
         for j in stack.weights.kinds[kind].indices_in_body(segment):
             u, slot, weight = j // segment.group_size, segment.start + j, stack.weights.weights[kind][name]
-            is_kept, copies = slot in stack.weights.plan.gathered_slots, stack.weights.kinds[kind].copies(segment)
+            stays_gathered = slot in stack.weights.plan.gathered_slots
             passes = (1 + (not stack.stays_gathered_until_backward(s, u)) if trains else 1) * times
             in_fp8 = segment.fp8 and stack.weights.scaling.quantises(name)
             casts = passes if not in_fp8 and stack.weights.kept_in_stack(weight, segment, slot) else 1
-            reductions = 1 if is_kept else times
-            counts[_Passes(in_fp8, 1 if is_kept else passes, reductions, casts)] += copies
+            reductions = 1 if stays_gathered else times
+            counts[_Passes(in_fp8, 1 if stays_gathered else passes, reductions, casts)] += stack.weights.kinds[kind].copies(segment)
     found = list[Chain]()
     for passes, count in counts.items():
         chain = _of_layer(graph, stack, kind, name, passes, count)

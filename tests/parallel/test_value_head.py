@@ -123,8 +123,11 @@ def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tm
         next(export_weights(program, state))
     with pytest.raises(InputError, match="objective.kind=value_head, but this run has null"):
         StateSaver(built(make(table, {}, **PLAIN))).compare(saved, "it")
+    three = StateSaver(built(make(table, {}, 3)))
     with pytest.raises(InputError, match=r"objective.weight=\[16, 1\], but this run has \[16, 3\].*other par"):
-        StateSaver(built(make(table, {}, 3))).compare(saved, "it")
+        three.compare(saved, "it")
+    with pytest.raises(InputError, match=r"init_from=.*objective.bias \[1\], but this run has \[3\]: set objective.set"):
+        three.restore_weights(str(tmp_path))
     checkpoints.close()
     plain = make(table, {}, **PLAIN)
     assert parameter_count(Transformer(plain.model)) - parameter_count(program.model) == D * V - (D + 1)

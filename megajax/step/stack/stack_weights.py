@@ -180,8 +180,8 @@ class StackWeights:
             backward = backward and not program.policy.keeps_input  # else the backward pass starts with the forward
             return tuple(self._gather_in_turn(kind.block, layer, backward) for kind, layer, _ in layers)
         return tuple(
-            {name: self._gather_weight(kind.block, name, w, is_kept) for name, w in layer.items()}
-            for kind, layer, is_kept in layers
+            {name: self._gather_weight(kind.block, name, w, stays_gathered) for name, w in layer.items()}
+            for kind, layer, stays_gathered in layers
         )
 
     def _gather_in_turn(self, kind: str, layer: dict[str, Any], backward: bool) -> dict[str, Any]:
@@ -192,15 +192,15 @@ class StackWeights:
         groups = {n: w for n, w in layer.items() if n not in hidden}, {n: layer[n] for n in hidden}
         return in_turn(groups, lambda name, w: self._gather_weight(kind, name, w, False))
 
-    def _gather_weight(self, kind: str, name: str, w: Any, is_kept: bool) -> Any:
+    def _gather_weight(self, kind: str, name: str, w: Any, stays_gathered: bool) -> Any:
         """A layer's weight of this name as its block takes it; state as it is."""
         if name in self.state_names[kind]:
             return w
         weight = self.weights[kind][name]
-        return weight.differentiable(w if is_kept else weight.gather_per_layer(w))
+        return weight.differentiable(w if stays_gathered else weight.gather_per_layer(w))
 
     def stay_gathered(self, segment: LayerSegment, u: int) -> list[bool]:
-        """For each layer of group `u` whether its gathered weights are kept for the step.
+        """For each layer of group `u` whether its weights stay gathered for the step.
 
         `fsdp` then reduces its gradients once a step too.
         """
@@ -220,7 +220,7 @@ class StackWeights:
         """
         reduce_layer = self._reduce_in_turn if segment.iterations > 1 else self._reduce_layer
         layers = zip(self._kinds_of(segment, u), gradient, self.stay_gathered(segment, u), strict=True)
-        reduced = tuple(own if is_kept else reduce_layer(kind, own) for kind, own, is_kept in layers)
+        reduced = tuple(own if stays_gathered else reduce_layer(kind, own) for kind, own, stays_gathered in layers)
         reduced = self._reduce_group_per_step(reduced, segment, u) if self.reduces_in_backward(segment) else reduced
         # In their storage layout: XLA would stack them in another layout and transpose the whole stack.
         return jax.tree.map(row_major, reduced) if segment.iterations > 1 else reduced
