@@ -216,7 +216,7 @@ class _Step:
             weights=self.cast(slots[-1] + 1),
             activations=self.saved(slots[-1] + 1),
             working=self.activations.at_weight_gradients(block, largest)
-            + FP32 * self.weights.reduces_in_backward(above),
+            + FP32 * self.weights.reduced_in_backward(above),
         )
         return max(start, end, key=lambda each: each.total)
 
@@ -227,7 +227,7 @@ class _Step:
 
         The last layer's weight gradients may wait for it, with their operands; adapters' do not.
         """
-        gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduces_in_backward(above)
+        gradients, reduced = self.weights.layers(above, trained=True), FP32 * self.weights.reduced_in_backward(above)
         together = self.backward_pass(slots)
         before = self.weights.layers(range(max(slots[0] - segment.group_size, together.start), slots[0]))
         more = self.layer_working(segment, slots, reduced) - self.layer_working(segment, slots)
@@ -251,7 +251,7 @@ class _Step:
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
         non_block = self.weights.non_block_as_stored.stored - stored + table
         gradients = self.accumulated(FP32 * non_block, everything)
-        reduced = 0 if self.repeats else self.weights.reduces_in_backward(self.parts(self.segments[0])[0])
+        reduced = 0 if self.repeats else self.weights.reduced_in_backward(self.parts(self.segments[0])[0])
         zeros = stored if table > stored or not self.repeats else 0
         return replace(self.always, gradients=gradients, working=FP32 * (zeros + reduced) + self.of_microbatch(TOKENS))
 
@@ -266,7 +266,7 @@ class _Step:
             self.always,
             gradients=self.accumulated(FP32 * (other_weights + late), everything),
             weights=self.cast(first.stop) + self.weights.layers(first).gathered_bytes,
-            working=FP32 * self.weights.reduces_in_backward(first),
+            working=FP32 * self.weights.reduced_in_backward(first),
         )
 
     def in_update(self) -> MemoryEstimate:

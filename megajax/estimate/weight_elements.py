@@ -204,7 +204,7 @@ class StepWeights:
         member = name.removeprefix(f"{BLOCKS}{kind}.")
         return next((fused for fused, members in self.blocks[kind].fused.items() if member in members), member)
 
-    def reduces_in_backward(self, slots: Sequence[int]) -> int:
+    def reduced_in_backward(self, slots: Sequence[int]) -> int:
         """Elements of the gradients in these slots that are reduced in one collective, right after their layer."""
         kinds = {self.plan.layer_slots[slot].block for slot in slots if slot not in self.plan.gathered_slots}
         return max((self.most_reduced[kind] for kind in kinds), default=0)

@@ -151,7 +151,8 @@ def _of_layers(graph: Graph, stack: LayerStack, kind: str, name: str) -> list[Ch
             in_fp8 = segment.fp8 and stack.weights.scaling.quantises(name)
             casts = passes if not in_fp8 and stack.weights.kept_in_stack(weight, segment, slot) else 1
             reductions = 1 if stays_gathered else times
-            counts[_Passes(in_fp8, 1 if stays_gathered else passes, reductions, casts)] += stack.weights.kinds[kind].copies(segment)
+            gathers, copies = 1 if stays_gathered else passes, stack.weights.kinds[kind].copies(segment)
+            counts[_Passes(in_fp8, gathers, reductions, casts)] += copies
     found = list[Chain]()
     for passes, count in counts.items():
         chain = _of_layer(graph, stack, kind, name, passes, count)

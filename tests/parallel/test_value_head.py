@@ -126,7 +126,7 @@ def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tm
     three = StateSaver(built(make(table, {}, 3)))
     with pytest.raises(InputError, match=r"objective.weight=\[16, 1\], but this run has \[16, 3\].*other par"):
         three.compare(saved, "it")
-    with pytest.raises(InputError, match=r"init_from=.*objective.bias \[1\], but this run has \[3\]: set objective.set"):
+    with pytest.raises(InputError, match=r"objective.bias \[1\], but this run has \[3\]: set objective.settings to"):
         three.restore_weights(str(tmp_path))
     checkpoints.close()
     plain = make(table, {}, **PLAIN)
