@@ -352,6 +352,11 @@ def test_flags_without_a_counterpart_are_listed_by_class_and_reason():
         ("--moe-layer-freq 2 --num-experts 4", "model.block_pattern", ["moe", "dense"]),
         ("--moe-layer-freq [0]+[1] --num-experts 4", "model.first_dense_layers", 1),
         ("--num-experts 4 --moe-router-pre-softmax", "model.router.normalise", False),
+        (
+            "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+            "model.router.normalise",
+            True,
+        ),
         ("--qk-layernorm", "model.qk_norm", "layernorm"),
         ("", "objective.average", "microbatches"),
         ("--calculate-per-token-loss", "objective.average", "tokens"),
