@@ -32,6 +32,7 @@ ROUTER_OF_NETWORK = (
     "logit_bias",
     "expert_bias",
 )
+OWN_BATCHES = "batch_of"  # the data's kind if the `batch_of` of a Trainer makes the batches
 OTHER_ARRAYS = {  # sections, or keys, whose changes give the state other arrays
     "optimizer": "the optimizer has other moments",
     "lora.rank": "the adapters have other shapes",
@@ -229,7 +230,7 @@ def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     Paths of synthetic data are ignored. What follows from other keys and from the files, and what older descriptions
     lack, is compared if both have it.
     """
-    if data["kind"] == other["kind"] == "synthetic":
+    if data["kind"] == other["kind"] in ("synthetic", OWN_BATCHES):
         return {}
     data, other = _with_packing(data), _with_packing(other)
     always, keys = ("kind", "train", "split", "order", "stages"), {"samples": "train_samples", "files": "train.files"}
@@ -277,6 +278,8 @@ def _saved_model(found: Sequence[SettingDifference], model: ModelConfig) -> Mode
 
 def _note(difference: SettingDifference) -> str:
     """What a user should know of a difference in a value that may follow from other keys."""
+    if difference.key == "data.kind" and OWN_BATCHES in (difference.saved, difference.mine):
+        return f" ({OWN_BATCHES}: the batches are made by the program that gives it to megajax.Trainer)"
     if difference.key != "data.train_samples":
         return ""
     return (

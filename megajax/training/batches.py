@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from megajax.config import Config
 from megajax.config.sentences import fail, format_keys
 from megajax.data import loader
 from megajax.data.samples import Samples
@@ -114,11 +115,8 @@ def own_batches(
         yield to_global(program.by_size[size], batch_of(before + rows[rows < size]), "batch_of")
 
 
-def check_source(program: TrainProgram, batch_of: BatchOf | None) -> None:
-    """Raise ConfigError if neither the loader nor `batch_of` gives the fields of a step, or if both give batches."""
-    config = program.config
-    if batch_of is None:
-        return _check_own_fields(program)
+def refuse_data(config: Config) -> None:
+    """Raise ConfigError if the config names data, although `batch_of` makes the batches."""
     for key, read, cure in (
         ("data.kind", config.data.kind != "synthetic", "synthetic"),
         ("run.eval_steps", bool(config.run.eval_steps), "0, and evaluate in a hook"),
@@ -128,7 +126,7 @@ def check_source(program: TrainProgram, batch_of: BatchOf | None) -> None:
             fail(config, problem, f"set {key}={cure}", key)
 
 
-def _check_own_fields(program: TrainProgram) -> None:
+def check_own_fields(program: TrainProgram) -> None:
     """Raise ConfigError if the objective or the encoder reads batch fields that the loader does not make."""
     for name, field in sorted(program.graph.fields.items()):
         if (key := field.setting) in ("objective.kind", ENCODER_KIND) and not program.config.span_lengths:

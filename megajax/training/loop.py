@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from megajax import cluster
 from megajax.checkpoint import Checkpoints, complete_steps
+from megajax.checkpoint.description import OWN_BATCHES
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import settings_of_hook
@@ -29,7 +30,7 @@ from megajax.runtime import prepare_environment
 from megajax.sources import text_settings
 from megajax.training import logs
 from megajax.training.agreement import warn_of_another_rate
-from megajax.training.batches import BatchOf, batches, check_source, own_batches
+from megajax.training.batches import BatchOf, batches, check_own_fields, own_batches, refuse_data
 from megajax.training.checks import NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
 from megajax.training.evaluation import Evaluation, mean_loss
@@ -91,14 +92,17 @@ class Trainer:
         self.console = logs.Console()
         self.monitoring = Monitoring(config, self.console.tell)
         self._exports = Exports(config, self.console.report) if config.checkpoint.export_hf.dir is not None else None
+        if batch_of is not None:
+            refuse_data(config)
         self.data = datasets(config)
         self.config = config = self.monitoring.config = resolve_epochs(config, self.data["train"])
         if self._exports is not None:
             self._exports.config = config
         reports = SaveReports(config, "valid" in self.data, self.console.report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
-        check_source(self.program, batch_of)
-        self.saver = StateSaver(self.program)
+        if batch_of is None:
+            check_own_fields(self.program)
+        self.saver = StateSaver(self.program, None if batch_of is None else {"kind": OWN_BATCHES})
         self.watch = watch or Watch(config)
         self.log = StepLog(self.monitoring.write, self.watch)
         self.view = RunView(self.program, lambda: self.step, lambda: self.state, self.console.note, self.log.add)

@@ -43,7 +43,7 @@ class StateSaver:
     """Saves and restores a program's state; canonical shapes on disk, stored shapes on the devices."""
 
     def __init__(self, program: TrainProgram, contents: Mapping[str, Any] | None = None):
-        """`contents`: of the data's files (`data_contents`), if they are not to be read."""
+        """`contents`: of the data (`data_contents`), if its files are not to be read."""
         self.program, self._given_contents = program, contents
         placements = (array.placement for array in jax.tree.leaves(program.stored))
         self.converts = not all(placement is None or placement.is_canonical for placement in placements)

@@ -6,8 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.errors import InputError
+from megajax.mesh import build_mesh
 from megajax.training.batches import own_batches
 from megajax.training.loop import Trainer
+from megajax.training.saving import StateSaver
+from megajax.training.step import TrainProgram
 
 SMALL, LARGE = ("batch.global_size=4",), ("batch.num_microbatches=2",)  # microbatches of 4; one is no loop
 RAMP = (*LARGE, "batch.schedule={0: 4, 150: 8}")  # after 3 steps of 4 x 16 = 64 tokens
@@ -28,6 +32,14 @@ def test_batches_of_a_program_have_the_samples_of_each_step(make_config):
     expected = [[*range(n, n + size)] for n, size in ((0, 4), (4, 4), (8, 4), (12, 8), (12, 8))]
     assert asked == expected
     assert [np.asarray(tokens)[..., 5].ravel().tolist() for tokens in (*first, resumed)] == expected
+
+    saved = trainer.saver.description(2)
+    assert trainer.saver.compare(saved, "c")[1] == []
+    with pytest.raises(InputError, match="data.kind.*batch_of.*made by the program"):  # not synthetic tokens in silence
+        StateSaver(trainer.program).compare(saved, "c")
+    allowing = make_config("data.kind=synthetic", "checkpoint.allow_changes=[data.kind]", *COMMON)
+    program = TrainProgram.build(allowing, build_mesh({}, jax.devices()[:1]))
+    assert [each.key for each in StateSaver(program).compare(saved, "c")[1]] == ["data.kind"]
 
 
 @pytest.mark.long
