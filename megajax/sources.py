@@ -263,7 +263,7 @@ def initial_weights(config: Config, path: str | None = None, run_dir: Path | Non
     path = path or config.checkpoint.init_from
     assert path is not None
     if run_dir is not None:
-        path = str(_here_or_above(path, run_dir) or path)
+        path = str(_above_or_here(path, run_dir) or path)
     source = find_source(path, INIT_FROM, f" ({f'{run_dir}/config.yaml' if run_dir else config.where(INIT_FROM)})")
     source.allowed = config.checkpoint.allow_changes
     return source
@@ -284,8 +284,8 @@ def text_settings(config: Config, run_dir: Path) -> TextSettings:
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     """The tokenizer of a run's training, independent of the current directory if the run has a copy.
 
-    It is the run's copy, `tokenizer.json` or `tokenizer.model`, else `data.tokenizer` relative to the current directory
-    or to a directory above the run. Raises InputError if there is none, or if it does not fit the model.
+    It is the run's copy, `tokenizer.json` or `tokenizer.model`, else `data.tokenizer` relative to a directory above the
+    run or to the current one. Raises InputError if there is none, or if it does not fit the model.
     """
     spec = config.data.tokenizer
     if spec is None:
@@ -294,7 +294,7 @@ def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     copies = sorted((run_dir / name for name in FILES), key=lambda path: path.suffix != suffix)
     copy = copies[0]
     if not has_no_file(spec):
-        found = next((path for path in copies if path.exists()), None) or _here_or_above(spec, run_dir)
+        found = next((path for path in copies if path.exists()), None) or _above_or_here(spec, run_dir)
         if found is None:
             raise InputError(
                 f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
@@ -310,7 +310,10 @@ def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def _here_or_above(path: str, run_dir: Path) -> Path | None:
-    """A file or folder by its path from the current directory, or from one above the run; None if there is none."""
-    candidates = [Path(path), *(directory / path for directory in run_dir.resolve().parents)]
+def _above_or_here(path: str, run_dir: Path) -> Path | None:
+    """A file or folder by its path from a directory above the run, or from the current one; None if there is none.
+
+    The current directory comes last: it may be another project's, with files of the same names.
+    """
+    candidates = [*(directory / path for directory in run_dir.resolve().parents), Path(path)]
     return next((found for found in candidates if found.exists()), None)

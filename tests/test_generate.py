@@ -117,10 +117,10 @@ def test_the_tokenizer_is_found_from_anywhere(tmp_path, monkeypatch, error_of):
         return find_tokenizer(run_config(run, "RUN"), run).encode("yes")
 
     assert f"data.tokenizer=data/t.json ({run}/config.yaml) is neither in" in error_of(run, "--prompt", "a")
-    words("no", "no2", "yes").save(str(tmp_path / "work/data/t.json"))
-    assert found() == [2], "above the run"
     words("no", "yes").save("data/t.json")
     assert found() == [1], "in the current directory"
+    words("no", "no2", "yes").save(str(tmp_path / "work/data/t.json"))
+    assert found() == [2], "above the run: the current directory may be another project's"
     words("yes").save(str(run / "tokenizer.json"))
     assert found() == [0], "the run's own"
     words(*map(str, range(300))).save(str(run / "tokenizer.json"))
