@@ -18,12 +18,12 @@ from megajax.optim import make_schedule
 from megajax.optim.optimizer import OptimizerState
 from megajax.optim.slots import SlotArray
 from megajax.schema.batch_schedule import Position
-from megajax.sources import find_source
+from megajax.sources import initial_weights
 from megajax.training.agreement import check_order
 from megajax.training.saving import StateSaver, Weights, refuse_not_finite
 from megajax.training.step import TrainState
 
-FROM, STATE, KIND = "checkpoint.init_from", "checkpoint.init_state", "optimizer.kind"
+STATE, KIND = "checkpoint.init_state", "optimizer.kind"
 # The arrays of Megatron-LM's optimizers that mean the same as our slots, by `optimizer.kind`
 STATES = {
     "adamw": {"mu": "exp_avg", "nu": "exp_avg_sq"},
@@ -42,9 +42,7 @@ class ContinuedTraining:
     def __init__(self, saver: StateSaver):
         """Raises InputError for a training whose data this run would not continue. No array is read."""
         self._saver, self._program, self._config = saver, saver.program, saver.program.config
-        assert self._config.checkpoint.init_from is not None
-        location = f" ({self._config.where(FROM)})"
-        self._source = find_source(self._config.checkpoint.init_from, FROM, location)
+        self._source = initial_weights(self._config)
         self.saved = self._source.training()
         self.position = Position(self.saved.step, self.saved.samples)
         self.allowed = self._compared()

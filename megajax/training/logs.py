@@ -154,19 +154,23 @@ def closing_line(config: Config, step: int, samples: int, seconds: float, chats:
 
     `chats`: it was trained on some; data of kind chat may be prompts with completions only.
     """
-    run, use = config.run.dir, ""
-    if not config.model.causal or replaces_head(config.objective.kind):
-        pass  # it does not generate
-    elif chats:
-        use = f"talk to it: {command('chat', run)}; "
-    elif config.data.kind == "chat":
-        use = f"answer lines like those of the training: {command('generate', run, '--prompts', 'FILE.jsonl')}; "
-    elif config.data.tokenizer:
-        use = f"sample: {command('generate', run, '--prompt', 'TEXT')}; "
+    run = config.run.dir
     return (
-        f"done: at step {step} after {_duration(seconds)}, written to {shlex.quote(run)}; {use}"
+        f"done: at step {step} after {_duration(seconds)}, written to {shlex.quote(run)}; {_to_generate(config, chats)}"
         f"plot: {command('plot', run)}; to train longer, {_to_train_longer(config, samples)}"
     )
+
+
+def _to_generate(config: Config, chats: bool) -> str:
+    """The command that generates with a complete run; empty if its model does not."""
+    run = config.run.dir
+    if not config.model.causal or replaces_head(config.objective.kind):
+        return ""
+    if chats:
+        return f"talk to it: {command('chat', run)}; "
+    if config.data.kind == "chat":
+        return f"answer lines like those of the training: {command('generate', run, '--prompts', 'FILE.jsonl')}; "
+    return f"sample: {command('generate', run, '--prompt', 'TEXT')}; " if config.data.tokenizer else ""
 
 
 def _to_train_longer(config: Config, samples: int) -> str:

@@ -185,10 +185,12 @@ class Trainer:
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The batch of the next step; the position in the data depends on the step only."""
-        if self._train_batches is None and self._batch_of is not None:
-            self._train_batches = own_batches(self.program, self._batch_of, self.step, self.sizes)
-        elif self._train_batches is None:
-            self._train_batches = batches(self.program, "train", self.data["train"], self.step, self.sizes)
+        if self._train_batches is None:
+            program, step, sizes = self.program, self.step, self.sizes
+            if self._batch_of is None:
+                self._train_batches = batches(program, "train", self.data["train"], step, sizes)
+            else:
+                self._train_batches = own_batches(program, self._batch_of, step, sizes)
         with self.log.times.reading():
             return next(self._train_batches)
 

@@ -29,7 +29,7 @@ from megajax.mesh import mesh_sizes
 from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import Position, samples_before
 from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
-from megajax.sources import LayerState, WeightSource, find_source, initial_weights
+from megajax.sources import INIT_FROM, LayerState, WeightSource, find_source, initial_weights
 from megajax.training.agreement import MUST_AGREE, check_order, compared_settings
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
@@ -142,7 +142,7 @@ class StateSaver:
 
         `saved` is its description, `name` its name in the error.
         """
-        config, key = self.program.config, "checkpoint.init_from"
+        config, key = self.program.config, INIT_FROM
         if saved["precision"]["compute"] == config.precision.compute and saved["base"] != self.base_checksum:
             raise InputError(
                 f"{key}={config.checkpoint.init_from} ({config.where(key)}) has other weights than the base of the "

@@ -20,7 +20,7 @@ IN_ROW = "skipped_in_row"  # a metric that is examined, but not logged
 class StepLog(Hook):
     """Reads the numbers of logged steps, and writes their lines to metrics.jsonl, the console and all services.
 
-    Between `read` and `write` a save starts, so that a line that cannot be written loses no step.
+    Between `read_waiting` and `write` a save starts, so that a line that cannot be written loses no step.
     """
 
     def __init__(self, send: Callable[[int, Mapping[str, float]], None], watch: Watch):

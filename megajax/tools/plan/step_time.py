@@ -322,9 +322,10 @@ class _Step:
             else:
                 layers_of_tick = forward + backward + matrices * flags.weight
             total += number * (layers_of_tick + head * flags.head)
-        sends = count * 2 / schedule.period if schedule.parts_per_backward else count
-        in_lockstep = sum(number * (flags.forward + flags.backward) for flags, number in ticks.items())
-        transfers = sends if schedule.parts_per_backward else in_lockstep
+        if schedule.parts_per_backward:
+            sends = transfers = count * 2 / schedule.period
+        else:
+            sends, transfers = count, sum(number * (flags.forward + flags.backward) for flags, number in ticks.items())
         traffic = Traffic(send * transfers, seconds * sends, seconds * sends)
         return total, TICK_SECONDS * count + seconds * sends, traffic
 
