@@ -4,10 +4,13 @@ Draws a model of one to three layers, a precision and a batch until the time is 
 counted. Of each other one the first steps run on one GPU with the kernels of `auto` or drawn ones, on the CPU in the
 same precision, where plain jax.numpy computes and FP8 is emulated, and there in FP32. The kernels may be further from
 FP32 than the same precision is on the CPU by a factor and a little; in the loss, the gradient of each layer's weight,
-and what Muon adds to it. With `--compile 4` steps are only compiled, for meshes of four H200s and without a GPU. Prints
-the config of each that differs or crashes; exit status 1 if there is one.
+and what Muon adds to it. With `--mesh '{"fsdp": 2}'` both are such a mesh, with XLA's flags for it. With `--compile 4`
+steps are only compiled, for meshes of four H200s and without a GPU. Prints the config of each that differs or crashes;
+exit status 1 if there is one.
 """
 
+import json
+import math
 import os
 import random
 import sys
@@ -31,6 +34,7 @@ from random_settings import (
 from megajax.config import AXES, Config
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import build_mesh
+from megajax.runtime import prepare_environment, threads_of
 from megajax.tools.plan.compile import compile_for_gpus
 from megajax.tools.verify.runs import Arrays, batches, canonical, first_gradients
 from megajax.training.batches import to_global
@@ -149,10 +153,10 @@ class FirstSteps(NamedTuple):
 
 
 def run(config: Config, platform: str) -> FirstSteps:
-    """On the platform's first device."""
-    device = jax.devices(platform)[0]
-    with jax.default_device(device):
-        program = TrainProgram.build(config, build_mesh(check_mesh(config, 1, 1, device.platform), [device]))
+    """On the platform's first devices."""
+    devices = jax.devices(platform)[: devices_of(config.mesh.model_dump())]
+    with jax.default_device(devices[0]):
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, len(devices)), devices))
         state, losses, gradients, changes, rows = program.init_state(), [], {}, {}, ()
         before = canonical(program, state.params)
         of_muon = [name for each in program.update.slots.members if each.kind == "muon" for name in each.layouts]
@@ -181,9 +185,9 @@ def relative(found: Arrays, expected: Arrays) -> dict[str, float]:
 
 def differences(platform: str, settings: Settings) -> str:
     """What differs, in words."""
-    config = Config.model_validate(settings | {"mesh": dict.fromkeys(AXES, 1)})
+    config = Config.model_validate({"mesh": dict.fromkeys(AXES, 1)} | settings)
     check(config)
-    check_mesh(config, 1)
+    check_mesh(config, devices_of(config.mesh.model_dump()))
     plain = config.kernels.model_copy(update=dict.fromkeys(("attention", "grouped_matmul", "linear_attention"), "auto"))
     without = config.precision.fp8.model_copy(update={"recipe": "none"})
     fp32 = config.precision.model_copy(update={"compute": "float32", "fp8": without})
@@ -200,15 +204,28 @@ def differences(platform: str, settings: Settings) -> str:
     return "\n".join(words)
 
 
-def draw_for_gpus(draw: random.Random, gpus: int) -> Settings:
-    """Settings with a mesh, and as many sequences as its devices need."""
+def devices_of(mesh: Settings) -> int:
+    return math.prod(mesh.get(axis, 1) for axis in AXES)
+
+
+def draw_for_mesh(draw: random.Random, gpus: int, mesh: Settings | None = None) -> Settings:
+    """Settings with this mesh, or one drawn for so many GPUs, and as many sequences as its devices need."""
     settings = draw_settings(draw)
     settings["model"]["num_layers"] = draw.choice((2, 4))
-    settings["mesh"] = draw_mesh(draw, gpus, "num_experts" in settings["model"])
-    count = draw.choice((1, 2)) * settings["mesh"]["pipeline"]
+    settings["mesh"] = mesh or draw_mesh(draw, gpus, "num_experts" in settings["model"])
+    count = draw.choice((1, 2)) * settings["mesh"].get("pipeline", 1)
     settings["batch"] |= {"global_size": gpus * count, "num_microbatches": count, "sequence_length": 512}
     settings["communication"] = draw_section(draw, COMMUNICATION)
     return settings
+
+
+def prepare(mesh: Settings) -> None:
+    """XLA's flags for this mesh, and as many CPU devices."""
+    model = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_heads": 2, "vocab_size": 64}
+    batch = {"global_size": 2, "sequence_length": 64}
+    prepare_environment(Config.model_validate({"model": model, "batch": batch, "mesh": mesh}))
+    jax.config.update("jax_num_cpu_devices", devices_of(mesh))
+    os.environ |= threads_of(devices_of(mesh))
 
 
 def compile_step(gpus: int, settings: Settings) -> str:
@@ -222,12 +239,17 @@ def compile_step(gpus: int, settings: Settings) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--compile", type=int, metavar="GPUS", help="only compile, for meshes of GPUS H200s")
+    parser.add_argument("--mesh", type=json.loads, metavar="JSON", help="a mesh of several GPUs")
     parser.add_argument("--platform", default="cuda", help="cpu: to try this script")
     options = parser.parse_args()
     if gpus := options.compile:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
-        return search(options, partial(draw_for_gpus, gpus=gpus), partial(compile_step, gpus))
-    return search(options, draw_settings, partial(differences, options.platform))
+        return search(options, partial(draw_for_mesh, gpus=gpus), partial(compile_step, gpus))
+    draw = draw_settings
+    if mesh := options.mesh:
+        prepare(mesh)
+        draw = partial(draw_for_mesh, gpus=devices_of(mesh), mesh=mesh)
+    return search(options, draw, partial(differences, options.platform))
 
 
 if __name__ == "__main__":
