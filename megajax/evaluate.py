@@ -14,6 +14,7 @@ from megajax.command_parser import CommandParser
 from megajax.console import add_model_arguments, add_template_arguments, user_errors
 from megajax.data.json_lines import matching_files
 from megajax.errors import InputError
+from megajax.files import check_output
 from megajax.runtime import accept_missing_cuda
 
 if TYPE_CHECKING:
@@ -101,11 +102,8 @@ def run(options: argparse.Namespace) -> None:
     model = load_chosen(options)
     results = {name: evaluate(model, path, reading, options.limit) for name, path in sets.items()}
     print(report(results))
-    if options.output:
-        try:
-            Path(options.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--output={options.output} cannot be written ({error.strerror}): give another.") from None
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,11 +121,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json-key", help="key of the text in JSON lines (default: text, if the lines are not chats)")
     parser.add_argument("--limit", type=int, help="read only this many documents or chats of each set")
     add_template_arguments(parser)
-    parser.add_argument("--output", metavar="FILE", help="write the figures as JSON too")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON too")
     with user_errors():
         options = parser.parse_args(argv)
         if options.limit is not None and options.limit < 1:
             raise InputError(f"--limit={options.limit} is not a positive number: give at least 1.")
+        if options.output is not None:
+            check_output("--output", options.output)
         accept_missing_cuda()
         run(options)
     return 0

@@ -5,12 +5,13 @@ import errno
 import gzip
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from megajax.errors import ConfigError, shown
+from megajax.errors import ConfigError, InputError, shown
 
 # In a run directory, for modules with and without jax.
 CONFIG, METRICS, LOCK, SUBDIRECTORY = "config.yaml", "metrics.jsonl", "lock", "checkpoints"
@@ -85,6 +86,45 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
     if not is_number(value) or int(value) >= 2**31:
         raise ConfigError(f"{name}={shown(value)} is not a whole number below 2**31: correct or unset the variable.")
     return int(value)
+
+
+def check_output(option: str, path: Path, is_folder: bool = False) -> None:
+    """Raises InputError if the file or folder of a command's `option` cannot be written, before the work for it.
+
+    Nothing is changed. A folder may have to be made, with those above it.
+    """
+    found = Path(os.path.realpath(path))
+    try:
+        if is_folder:
+            while not found.exists():
+                found = found.parent
+            tempfile.TemporaryFile(dir=found).close()
+        elif found.is_file() or found.is_dir():
+            os.close(os.open(found, os.O_WRONLY))
+        elif not found.exists():  # else a device or a pipe
+            tempfile.TemporaryFile(dir=found.parent).close()
+    except OSError as error:
+        problem = f"{option}={path} cannot be written ({error.strerror})"
+        raise InputError(f"{problem}: give another {'folder' if is_folder else 'file'}.") from None
+
+
+def check_new_file(option: str, path: Path) -> None:
+    """As `check_output`, for a file that must not exist."""
+    if path.exists():
+        raise InputError(f"{option}={path} exists: name a new file, or remove it.")
+    check_output(option, path)
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a new folder can get this name: nothing has it, or an empty folder in which this process does not run."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()) and not folder.samefile("."))
+
+
+def check_new_folder(option: str, path: Path) -> None:
+    """As `check_output`, for a folder that is new or empty."""
+    if not is_free(path):
+        raise InputError(f"{option}={path} exists: give a new folder, or remove it.")
+    check_output(option, path, is_folder=True)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,6 @@ def test_the_exit_status_is_that_of_the_command(tmp_path):
         (["launch", "x.yaml", "--processes", "-1"], "--processes=-1 is negative: give 0 or more."),
         (["launch", "x.yaml", "--max-restarts", "-1"], "--max-restarts=-1 is negative: give 0 or more."),
         (["status", "x", "--every", "0"], "--every=0 is not positive: give a number of seconds."),
-        (["compile", "x.yaml", "--text", "{place}/no/x"], "the directory {place}/no does not exist: make it first."),
         (["generate", "x", "--prompts", "p.jsonl", "--image", "a.png"], "--image belongs to --prompt: name the"),
         (
             ["generate", "x", "--chat", "--prompt", "a", "--chat-template-args", "{{a: &x 1, b: *x}}"],
@@ -78,3 +77,26 @@ def test_an_argument_that_cannot_be_is_refused(arguments, sentence, tmp_path, ca
         commands.main([argument.format(place=tmp_path) for argument in arguments])
     assert stopped.value.code == 2
     assert sentence.format(place=tmp_path) in capsys.readouterr().err
+
+
+# Commands whose inputs do not exist, so that one that reads them first says so instead.
+FILES = [
+    "evaluate none --data none --output",
+    "plan none.yaml --gpus 8 --write",
+    "plan none.yaml --gpus 8 --explain tensor=2 --picture",
+    "compile none.yaml --text",
+    "schedule --svg",
+    "from-megatron none.sh --write",
+]
+FOLDERS = ["profile none.yaml --save", "hf export none", "hf adapters none", "plot none --output"]
+
+
+@pytest.mark.parametrize("command", [*FILES, *FOLDERS])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        commands.main([*command.split(), "file/x/y"])
+    shown, said = capsys.readouterr()
+    assert stopped.value.code == 2 and not shown
+    assert "file/x" in said and "cannot be written (Not a directory): give another" in said

@@ -16,7 +16,8 @@ from megajax.data.chat_template import load_chat_template
 from megajax.data.json_lines import Limits, read_blocks, texts
 from megajax.data.model_files import read_json
 from megajax.data.tokenizers import keep_tokenizer
-from megajax.files import replace_copy, replace_text
+from megajax.errors import InputError
+from megajax.files import check_new_file, check_new_folder, check_output, replace_copy, replace_text
 from megajax.hf import beside
 from megajax.inference.prompts import read_prompts
 from megajax.tools.plan.rates import DEVICES, read_rates
@@ -178,3 +179,53 @@ def test_every_text_file_is_opened_in_utf8():
     paths = [path for folder in ("megajax", "scripts", "dev") for path in sorted((ROOT / folder).rglob("*.py"))]
     found = [f"{path}:{line}" for path in paths for line in unspecified(path.read_text("utf-8"))]
     assert len(paths) > 200 and found == []
+
+
+@pytest.mark.parametrize(
+    ("path", "is_folder", "reason"),
+    [
+        ("new", False, ""),
+        ("file", False, ""),
+        ("link", False, ""),
+        ("pipe", False, ""),  # nobody reads it
+        ("none/new", False, "No such file or directory"),
+        ("folder", False, "Is a directory"),
+        ("file/new", False, "Not a directory"),
+        ("x" * 256, False, "File name too long"),
+        ("folder", True, ""),
+        ("none/new", True, ""),
+        ("file", True, "Not a directory"),
+        ("file/new", True, "Not a directory"),
+        ("x" * 256, True, "File name too long"),
+    ],
+)
+def test_a_place_for_a_result_is_checked_and_left_as_it_is(tmp_path, monkeypatch, path, is_folder, reason):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_text("old")
+    Path("link").symlink_to("gone")
+    os.mkfifo("pipe")
+    if reason:
+        kind = "folder" if is_folder else "file"
+        with pytest.raises(
+            InputError, match=rf"^--out={path[:9]}.* cannot be written \({reason}\): give another {kind}\.$"
+        ):
+            check_output("--out", Path(path), is_folder)
+    else:
+        check_output("--out", Path(path), is_folder)
+    assert sorted(os.listdir()) == ["file", "folder", "link", "pipe"] and Path("file").read_text() == "old"
+    assert os.listdir("folder") == [] and not Path("link").exists()
+
+
+@pytest.mark.parametrize(
+    ("check", "taken"), [(check_new_file, "../file"), (check_new_folder, "."), (check_new_folder, "../a")]
+)
+def test_a_new_place_is_none_that_has_something_or_is_in_use(tmp_path, monkeypatch, check, taken):
+    for folder in ("a/empty", "here"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match=f"^--out={re.escape(taken)} exists: .*, or remove it"):
+        check("--out", Path(taken))
+    check("--out", Path("new"))
+    check_new_folder("--out", Path("../a/empty"))

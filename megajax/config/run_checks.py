@@ -1,4 +1,6 @@
-"""Checks of a run's length; with `run.epochs` the number of steps follows once the data is open."""
+"""Checks of a run's name and length; with `run.epochs` the number of steps follows once the data is open."""
+
+from pathlib import Path
 
 from megajax.config.sentences import fail, format_keys
 from megajax.schema.config import Config
@@ -11,6 +13,15 @@ def check_one_length(config: Config) -> None:
     if config.run.epochs is not None and config.run.steps != UNKNOWN_STEPS:
         keys = ("run.epochs", "run.steps")
         fail(config, f"{format_keys(config, *keys)} both set the length", "remove one, or set it to null", *keys)
+
+
+def check_name(config: Config) -> None:
+    """Raise `ConfigError` for a `run.name` that is no name of a folder, if the run directory follows from it."""
+    name, follows = config.run.name, "dir" not in config.run.model_fields_set
+    if follows and (Path(name).name != name or name == ".." or not name.isprintable()):
+        problem = f"{format_keys(config, 'run.name')} is no name of a folder in runs/"
+        cure = "write it without / and control characters, or set run.dir, which may be any directory"
+        fail(config, problem, cure, "run.name")
 
 
 def check_epochs(config: Config) -> None:

@@ -32,7 +32,7 @@ from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, Changes, DocumentSamples, Packing, Samples, make_batch, sources_in
 from megajax.data.tokenizers import Tokenizer, decode_after, load_tokenizer
 from megajax.errors import InputError, counted
-from megajax.files import is_number
+from megajax.files import check_output, is_number
 from megajax.runtime import accept_missing_cuda
 
 if TYPE_CHECKING:
@@ -189,8 +189,7 @@ def _picture_line(sized: SizedPicture, first: int) -> str:
 def write_pictures(config: "Config", samples: Samples, number: int, folder: Path) -> list[str]:
     """Writes the pictures of a sample as the model gets them, PNG files in `folder`; a line about each."""
     images = find_images(config)
-    if images is None:
-        raise InputError("--pictures: the config has no model.vision, so its samples have no pictures: leave it out.")
+    assert images is not None
     lines = list[str]()
     folder.mkdir(parents=True, exist_ok=True)
     for i, placed in enumerate(samples.pictures(number)):
@@ -247,6 +246,11 @@ def _number(value: str) -> int:
 
 def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
     config = load_config(options.target, options.overrides)
+    if options.pictures is not None:
+        if config.model.vision is None:
+            cure = "leave it out"
+            raise InputError(f"--pictures: the config has no model.vision, so its samples have no pictures: {cure}.")
+        check_output("--pictures", options.pictures, is_folder=True)
     accept_missing_cuda()
     opened, given, number = datasets(config), options.split or "train", options.sample or 0
     config = resolve_epochs(config, opened["train"])

@@ -16,6 +16,7 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError
+from megajax.files import check_new_folder
 from megajax.hf.adapters import export_adapters
 from megajax.hf.compare import check_reference, compare, compare_logits, summary
 from megajax.hf.convert import read_model
@@ -76,6 +77,7 @@ def _checkpoint(parser: CommandParser, argv: Sequence[str], folder: str) -> tupl
     parser.add_argument("folder", metavar=folder, type=Path, help="the new folder")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     options = parser.parse_args(argv)
+    check_new_folder(folder, options.folder)
     return options, *find_checkpoint(_one(options.run, options.step), "RUN")
 
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from megajax.checkpoint.manager import reason
 from megajax.data.model_files import inside, read_json
 from megajax.errors import InputError, file_reader, shown
-from megajax.files import sync, sync_directory
+from megajax.files import is_free, sync, sync_directory
 from megajax.hf import ADAPTERS, quantised
 from megajax.hf.quantised import Slices
 from megajax.json_files import Count, parse
@@ -317,7 +317,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     Raises InputError if `folder` exists and is not empty, or if it cannot be written; nothing remains then.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_free(folder):
         raise InputError(f"{folder} exists: give a new folder, or remove it.")
     partial = folder.absolute().with_name(f".{folder.absolute().name}.partial-{os.getpid()}")
     try:

@@ -79,9 +79,14 @@ def _batches(value: Any) -> Any:
     return value
 
 
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ValueError(f"names {name} twice: name each once")
+    return names
+
+
 def _sorted_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(axes)) < len(axes):
-        raise ValueError("names an axis twice: name each once")
     return tuple(axis for axis in AXES if axis in axes)
 
 
@@ -172,7 +177,10 @@ def _number(value: Any) -> bool:
 
 AxisSize = Annotated[int, Field(le=INT32), AfterValidator(_axis_size)]
 ExpertAxis = Literal["data", "fsdp", "expert", "context", "tensor"]
-ExpertAxes = Annotated[tuple[ExpertAxis, ...], Field(strict=False, min_length=1), AfterValidator(_sorted_axes)]
+EachOnce = AfterValidator(_each_once)  # of a list of names
+ExpertAxes = Annotated[
+    tuple[ExpertAxis, ...], Field(strict=False, min_length=1), EachOnce, AfterValidator(_sorted_axes)
+]
 Split = Annotated[str, AfterValidator(_split_weights)]
 BatchSchedule = Annotated[
     str,

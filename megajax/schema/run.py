@@ -11,6 +11,7 @@ from megajax.schema.fields import (
     Batches,
     Count,
     CountOrZero,
+    EachOnce,
     Positive,
     Seconds,
     Section,
@@ -142,7 +143,7 @@ class RunConfig(Section):
         description="Modules by name, or .py files by path, that are imported before the config is checked, by every"
         " command that reads it: they register blocks of your own.",
     )
-    hooks: tuple[Annotated[str, HOOKS], ...] = Field(
+    hooks: Annotated[tuple[Annotated[str, HOOKS], ...], EachOnce] = Field(
         default=(),
         strict=False,
         description="Hooks, by the names under which run.extensions register them: what else happens beside the steps.",

@@ -5,6 +5,7 @@ import copy
 import difflib
 import functools
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -137,7 +138,8 @@ def as_override(value: Any) -> str:
     if value is None or type(value) is int:  # YAML's dumper takes a hundred times as long; the planner shows thousands
         return "null" if value is None else str(value)
     dumped = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
-    return dumped.removesuffix("\n").removesuffix("\n...")
+    text = dumped.removesuffix("\n").removesuffix("\n...")
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text  # text of several lines
 
 
 @file_reader("path", cure="correct it")

@@ -17,8 +17,8 @@ from pathlib import Path
 from megajax.command_parser import CommandParser
 from megajax.config import load_config
 from megajax.console import user_errors
-from megajax.errors import InputError
 from megajax.estimate.memory import estimate_memory
+from megajax.files import check_output
 from megajax.tools.plan import DEVICE_NAMES
 from megajax.tools.plan.compile import HOST, CompiledStep, compile_for_gpus
 from megajax.tools.plan.targets import usable_bytes
@@ -112,8 +112,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)  # compiled steps, which are not compiled again
     with user_errors():
         args = parser.parse_intermixed_args(arguments)
-        if args.text and not args.text.parent.is_dir():
-            raise InputError(f"--text={args.text}: the directory {args.text.parent} does not exist: make it first.")
+        if args.text is not None:
+            check_output("--text", args.text)
         config = load_config(args.config, args.overrides)
         step = compile_for_gpus(TrainProgram.build, config, args.gpus, args.store, device=args.device)
         if args.text:

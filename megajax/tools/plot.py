@@ -22,7 +22,7 @@ from megajax import metrics_file
 from megajax.command_parser import CommandParser
 from megajax.console import user_errors
 from megajax.errors import InputError, file_reader, shown
-from megajax.files import CONFIG, CONSOLE_LOG, METRICS
+from megajax.files import CONFIG, CONSOLE_LOG, METRICS, check_output
 
 Record = dict[str, Any]  # a line of metrics.jsonl
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
@@ -260,6 +260,7 @@ def main(arguments: Sequence[str]) -> int:
         output = options.output or (run_dirs[0] / "loss" if len(run_dirs) == 1 else Path("loss"))
         if output.suffix in (".png", ".svg"):
             output = output.with_suffix("")
+        check_output("--output", output.parent, is_folder=True)
         runs = dict(zip(names_of(run_dirs), map(read_records, run_dirs), strict=True))
         paths = write(draw(runs, **settings), output)
         for name, records in runs.items():

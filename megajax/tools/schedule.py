@@ -13,7 +13,8 @@ import numpy as np
 
 from megajax.command_parser import CommandParser
 from megajax.console import user_errors
-from megajax.errors import ConfigError, InputError, counted
+from megajax.errors import ConfigError, counted
+from megajax.files import check_output
 from megajax.layout.backward_parts import PARTS
 from megajax.options.pipeline_schedules import KINDS
 from megajax.step.pipeline.schedules import IDLE, Schedule, ScheduleTable, make_schedule
@@ -240,14 +241,11 @@ def main(arguments: list[str]) -> int:
     with user_errors():
         options = _parser().parse_args(arguments)
         schedule, costs = chosen(options)
+        default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.virtual_stages}.svg"
+        check_output("--svg", path := getattr(options, "svg", Path(default)))
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(f"{_title(schedule)}\n\n{draw(schedule, width)}\n\n{_described(simulate(schedule, costs))}")
-        default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.virtual_stages}.svg"
-        path = getattr(options, "svg", Path(default))
-        try:
-            path.write_text(svg(schedule, costs), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--svg={path}: {error.strerror}; name a file that can be written.") from error
+        path.write_text(svg(schedule, costs), encoding="utf-8")
         print(f"Picture: {path}")
     return 0
 

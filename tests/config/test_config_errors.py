@@ -76,6 +76,11 @@ OVERRIDES = {
     "model.init_std='0.1'": ("model.init_std='0.1' is not a number (@): write one such as 0.1, without quotes."),
     "optimizer.epsilon=.inf": "optimizer.epsilon=.inf is not a finite number (@): write one such as 0.1.",
     "run.name=''": "run.name='' is empty (@): write a name.",
+    **{
+        f"run.name={name}": f"run.name={name} is no name of a folder in runs/ (@): write it without / and control"
+        " characters, or set run.dir, which may be any directory."
+        for name in ("../x", "a/b", "/tmp/x", ".", "..", "a/", '"a\\nb"')
+    },
     "model.layer_pattern=local": ("model.layer_pattern=local is not a list (@): write [local]."),
     "pipeline.layout=4": "pipeline.layout=4 is not a list (@): write [4].",
     "pipeline.layout=[]": "pipeline.layout=[] is empty (@): give at least one entry.",

@@ -7,6 +7,7 @@ from megajax.config import LearningRateSchedule, load_config, register_schedule
 from megajax.errors import ConfigError
 from megajax.model import Encoder, register_encoder
 from megajax.options.schedules import SCHEDULES
+from megajax.schema.keys import keys
 
 BASE = """\
 model: {num_layers: 2, hidden_size: 64, num_heads: 8, vocab_size: 1000}
@@ -40,7 +41,7 @@ REFUSED = [
         r"model.rope_interleaved=true .* model.rope_sections=\[1, 1, 2\]",
         "make the first number the largest",
     ),
-    ("mesh.experts_over=[tensor,tensor]", "names an axis twice", "name each once"),
+    ("mesh.experts_over=[tensor,tensor]", "names tensor twice", "name each once"),
     ("data.train={file:3}", "data.train.* is not the path of a file", "write one"),
     (
         f"{DELTA} {MASKED}",
@@ -80,6 +81,28 @@ def test_a_rare_mistake_is_a_sentence(settings, problem, cure):
 @pytest.mark.parametrize("settings", ALLOWED)
 def test_the_nearest_setting_is_none(settings):
     load_config("x.yaml", overrides_of(settings))
+
+
+# The lists of the schema, by what it means that one has the same entry twice
+TWICE = {
+    "it is refused": (
+        "mesh.experts_over run.hooks data.valid_sets data.stages optimizer.groups model.vision.deepstack_layers"
+    ),
+    "it counts once": (
+        "run.extensions optimizer.groups.N.parameters lora.targets checkpoint.allow_changes model.vision.global_layers"
+    ),
+    "its shares are added": "data.train data.valid data.test data.stages.N.train data.denoisers",
+    "it is another position": (
+        "pipeline.layout model.block_pattern model.layer_pattern model.rope_pattern model.rope_sections"
+        " model.rope_scaling.long_factors model.rope_scaling.short_factors model.multipliers.mlp_multipliers"
+        " model.multipliers.ssm_multipliers optimizer.muon.coefficients"
+    ),
+}
+
+
+def test_each_list_has_a_meaning_for_an_entry_that_is_there_twice():
+    lists = {key for key, field in keys() if "tuple[" in str(field.annotation)}
+    assert lists == {key for named in TWICE.values() for key in named.split()}
 
 
 def flat(schedule):

@@ -189,8 +189,8 @@ def test_mistakes_are_answered_with_one_sentence(tmp_path, write_documents, caps
         "p --sample 1": "p is the prefix of token files, which have no samples: give a CONFIG (.yaml) for --sample, "
         "--pictures, --split and section.key=value.",
         "c.yaml --split valid": "--split=valid is not in the config: choose train.",
-        "c.yaml --pictures x": "--pictures: the config has no model.vision, so its samples have no pictures: leave it "
-        "out.",
+        "c.yaml data.train=none --pictures x": "--pictures: the config has no model.vision, so its samples have no "
+        "pictures: leave it out.",
         "c.yaml --sample -1": "argument --sample: -1 is not the number of a sample (0 or more); "
         "python -m megajax.data.inspect --help lists the arguments.",
         "c.yaml --sample 20 data.order=megatron": "--sample=20: data.order=megatron has 20 samples of train: give 0 to "

@@ -173,7 +173,7 @@ def test_the_written_file_is_the_config_with_the_settings_of_the_first_row(confi
         (["--hosts-of", "0"], "--hosts-of=0 is not above 0"),
         (["--explain", "tensor=2", "--hosts-of", "4"], "--gpus=6 is not a whole number of hosts of 4: use 4 or 8."),
         (["--picture", "step.svg"], "--picture=step.svg is for one mesh: add --explain."),
-        (["--write", "nowhere/plan.yaml"], "--write=nowhere/plan.yaml: there is no directory nowhere."),
+        (["--write", "nowhere/plan.yaml"], "--write=nowhere/plan.yaml cannot be written (No such file"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_sentences(config, capsys, arguments, sentence):

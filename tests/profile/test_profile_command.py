@@ -103,7 +103,9 @@ def test_a_damaged_trace_is_a_sentence(folder, tmp_path, capsys, content, senten
         (["{config}", "--operations=-1"], "--operations=-1 is below 0: give 0 or more."),
         (["{place}/traced", "--save={place}/new"], "has a trace already: leave --save out."),
         (["{config}", "mesh.data=3"], "mesh.data=3"),
-        (["{config}", "--save={place}"], "is not empty: name a new folder."),
+        (["{config}", "--save={place}"], "--save={place} exists: give a new folder"),
+        (["{config}", "--save={place}/new", "--device=abacus"], "--device=abacus is not known"),
+        (["{config}", "--save={place}/new", "--rates={config}"], "the planner has no rates of cpu that the file could"),
         (["{place}", "run.seed=4"], "run.seed=4 cannot change the trace in"),
         (["{place}/traced", "--device=abacus"], "--device=abacus is not known"),
         (["{place}/traced", "--rates={config}"], "the planner has no rates of cpu that the file could change"),
@@ -116,4 +118,5 @@ def test_mistakes_are_a_sentence(folder, arguments, sentence, capsys, monkeypatc
         main([argument.format(**names) for argument in arguments])
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
-    assert printed.err.startswith("megajax: error: ") and sentence in printed.err
+    assert printed.err.startswith("megajax: error: ") and sentence.format(**names) in printed.err
+    assert not (folder / "new").exists()

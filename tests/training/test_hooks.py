@@ -199,6 +199,10 @@ class Taken(megajax.Hook):
 def test_mistakes_are_sentences(build, make_config, extension):
     with pytest.raises(ConfigError, match="run.hooks.0=no_hook is not a .*: .*run.extensions"):
         make_config("run.hooks=[no_hook]")
+    with pytest.raises(
+        ConfigError, match=r"run.hooks=\[head_norm, head_norm\] names head_norm twice .*: name each once"
+    ):
+        make_config(extension, "run.hooks=[head_norm,head_norm]")
     make_config(extension, "run.hooks=[head_norm]")
     own = "run.hooks=[head_norm]", extension
     with pytest.raises(ConfigError, match="run.hook_settings.head_norm.evry is no setting of HeadNorm .*: it has none"):

@@ -15,6 +15,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.megatron_flags import FLAGS
 from megajax.console import DONE, command, user_errors
 from megajax.errors import ConfigError, InputError, shown
+from megajax.files import check_new_file
 from megajax.megatron import is_megatron_folder
 from megajax.megatron.distributed import saved_arguments
 from megajax.tools.from_megatron import arguments as megatron
@@ -43,6 +44,8 @@ def main(words: list[str]) -> int:
     with user_errors():
         own, line = _divided(words)
         options = _parser().parse_args([*own, "--", *line] if line else own)
+        if options.write is not None:
+            check_new_file("--write", options.write)
         given, world = read(options.line)
         world = options.world or world
         if world is None:
@@ -54,13 +57,7 @@ def main(words: list[str]) -> int:
         if options.write is None:
             print(text, end="")
             return DONE
-        try:
-            with options.write.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise InputError(f"--write={options.write} exists: name a new file.") from None
-        except OSError as error:
-            raise InputError(f"--write={options.write}: {error.strerror}; name a file that can be written.") from None
+        options.write.write_text(text, encoding="utf-8")
         print(f"wrote {options.write}; {command('plan', options.write, '--gpus', world)} checks memory and speed")
     return DONE
 

@@ -282,6 +282,8 @@ def translate_records(t: Translation) -> None:
 
 def _checkpoints(t: Translation) -> None:
     t.copy("run.dir", "save")
+    if t["save"] is None and "/" in (name := t["wandb_exp_name"] or ""):  # no name of a folder
+        t.put("run.dir", f"runs/{name.replace('/', '_')}", "wandb_exp_name")
     interval = t["save_interval"]
     if t["save"] is not None:
         t.put("run.checkpoint_interval", t.arguments.required("save_interval"), "save_interval")

@@ -21,6 +21,7 @@ from pathlib import Path
 from megajax.command_parser import CommandParser
 from megajax.console import user_errors
 from megajax.errors import InputError
+from megajax.files import check_new_file
 from megajax.tools.plan import DEVICE_NAMES
 
 TELL_SECONDS = 10.0  # between lines on a pipe
@@ -149,15 +150,8 @@ def check(options: argparse.Namespace) -> None:
     if options.picture is not None and options.explain is None:
         raise InputError(f"--picture={options.picture} is for one mesh: add --explain.")
     for name in ("write", "picture"):
-        check_new(name, getattr(options, name))
-
-
-def check_new(option: str, path: Path | None) -> None:
-    """Raises InputError for a file that exists, or whose directory does not."""
-    if path is not None and path.exists():
-        raise InputError(f"--{option}={path} exists: name a new file, or remove it.")
-    if path is not None and not path.parent.is_dir():
-        raise InputError(f"--{option}={path}: there is no directory {path.parent}.")
+        if (path := getattr(options, name)) is not None:
+            check_new_file(f"--{name}", path)
 
 
 if __name__ == "__main__":

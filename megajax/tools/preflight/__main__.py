@@ -19,6 +19,7 @@ from megajax.command_parser import CommandParser
 from megajax.config import Config, load_config
 from megajax.console import user_errors
 from megajax.errors import InputError
+from megajax.files import check_new_file
 from megajax.runtime import accept_missing_cuda, prepare_environment
 from megajax.tools.preflight import network
 from megajax.tools.preflight.measurements import Sample, disk_rates, groups, link_rates, matmul_rates, report
@@ -35,23 +36,23 @@ def preflight(config: Config | None, options: argparse.Namespace, nccl_log: Path
     from megajax.cluster.start_checks import check_processes
     from megajax.config.checks import check_mesh
     from megajax.mesh import build_mesh
-    from megajax.tools.preflight.rates import check_new
 
     start_processes()
     here = cluster.current()
     if options.rates is not None:
-        here.first_decides(lambda: check_new(options.rates))
+        here.first_decides(lambda: check_new_file("--rates", options.rates))
     if config is not None:
         check_processes(config)
     host, hosts = socket.gethostname(), here.hosts
     on_gpu = jax.default_backend() == "gpu"
     sizes = None if config is None else check_mesh(config, jax.device_count(), here.size)
     mesh = None if sizes is None else build_mesh(sizes)
-    samples = matmul_rates(host, options.matrix or (8192 if on_gpu else 512))
-    samples += link_rates(groups(jax.devices(), hosts, mesh), options.megabytes or (256 if on_gpu else 4))
-    if hosts.index(host) == here.rank:
+    disks = []
+    if hosts.index(host) == here.rank:  # first, because a directory may be one that cannot be written
         directory = Path(options.directory or ("runs" if config is None else config.run.dir))
-        samples += disk_rates(host, directory, options.disk_megabytes)
+        disks = disk_rates(host, directory, options.disk_megabytes)
+    samples = matmul_rates(host, options.matrix or (8192 if on_gpu else 512))
+    samples += link_rates(groups(jax.devices(), hosts, mesh), options.megabytes or (256 if on_gpu else 4)) + disks
 
     def judge(found: list[Any]) -> int:
         table, outliers = report([Sample(*s) for each in found for s in each["samples"]], options.threshold, not on_gpu)

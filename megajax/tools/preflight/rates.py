@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax import cluster
-from megajax.errors import InputError
 from megajax.kernel_choice import Hardware
 from megajax.tools.plan.rates import DEVICES, GIB, H200, KEYS, Rates, write_rates
 from megajax.tools.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
@@ -54,14 +53,6 @@ class Machine(NamedTuple):
     kind: str  # of a device
     count: int
     hosts: int
-
-
-def check_new(path: Path) -> None:
-    """Raises InputError if the file exists, or its directory does not."""
-    if path.exists():
-        raise InputError(f"--rates={path} exists: choose another name, or remove it first.")
-    if not path.parent.is_dir():
-        raise InputError(f"--rates={path}: there is no directory {path.parent}: create it first.")
 
 
 # Timing

@@ -14,12 +14,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megajax.command_parser import CommandParser
 from megajax.console import user_errors
 from megajax.errors import InputError
+from megajax.files import CONFIG, check_new_folder
 from megajax.runtime import accept_missing_cuda, prepare_environment
 from megajax.tools.bench import synthetic_config
+
+if TYPE_CHECKING:
+    from megajax.tools.plan.rates import Rates
 
 WARMUP_STEPS = 3
 # A trace does not name the operations of a CUDA graph's kernels.
@@ -69,8 +74,8 @@ def check(options: argparse.Namespace) -> None:
             )
         if options.save is not None:
             raise InputError(f"--save={options.save}: {options.source} has a trace already: leave --save out.")
-    if options.save is not None and options.save.exists() and (options.save.is_file() or any(options.save.iterdir())):
-        raise InputError(f"--save={options.save} is not empty: name a new folder.")
+    if options.save is not None:
+        check_new_folder("--save", options.save)
 
 
 def trace_steps(options: argparse.Namespace, folder: Path) -> None:
@@ -81,9 +86,11 @@ def trace_steps(options: argparse.Namespace, folder: Path) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
     flags = prepare_environment(config)
 
-    from megajax.files import CONFIG
+    import jax
+
     from megajax.training.loop import Trainer
 
+    chosen_rates(options, jax.devices()[0].device_kind)  # a mistake is found before the steps
     trainer = Trainer(config, flags=flags)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
@@ -99,21 +106,27 @@ def described(folder: Path, options: argparse.Namespace) -> str:
     """The report on the trace in a folder."""
     accept_missing_cuda()
 
-    from megajax.tools.plan.rates import rates_of, read_rates
-    from megajax.tools.profile.prediction import rates_of_kind
     from megajax.tools.profile.report import Choices, report
     from megajax.tools.profile.trace import read
 
     trace = read(folder)
-    rates = rates_of(options.device) if options.device is not None else rates_of_kind(trace.device_kind)
-    if options.rates is not None:
-        if rates is None:
-            raise InputError(
-                f"--rates={options.rates}: the planner has no rates of {trace.device_kind} that the file could change: "
-                "add --device h200."
-            )
-        rates = read_rates(options.rates, rates)
-    return report(trace, Choices(rates, options.parts, options.operations))
+    return report(trace, Choices(chosen_rates(options, trace.device_kind), options.parts, options.operations))
+
+
+def chosen_rates(options: argparse.Namespace, device_kind: str) -> "Rates | None":
+    """The rates of the prediction, for a trace of devices of this kind; None if the planner has none of them."""
+    from megajax.tools.plan.rates import rates_of, read_rates
+    from megajax.tools.profile.prediction import rates_of_kind
+
+    rates = rates_of(options.device) if options.device is not None else rates_of_kind(device_kind)
+    if options.rates is None:
+        return rates
+    if rates is None:
+        raise InputError(
+            f"--rates={options.rates}: the planner has no rates of {device_kind} that the file could change: "
+            "add --device h200."
+        )
+    return read_rates(options.rates, rates)
 
 
 if __name__ == "__main__":
