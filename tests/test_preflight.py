@@ -147,6 +147,13 @@ def test_bad_options_are_sentences(capsys):
     assert stopped.value.code == 2 and "--matrix=0 is not positive" in capsys.readouterr().err
 
 
+def test_a_directory_that_cannot_be_written_is_found_before_the_matmuls(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        command.main([f"--directory={tmp_path}/file/x", "--matrix=100000000"])  # more than any memory
+    assert stopped.value.code == 2 and f"{tmp_path}/file/x cannot be opened" in capsys.readouterr().err
+
+
 def test_tcp_between_hosts_is_a_problem_and_rdma_is_not(monkeypatch, tmp_path):
     # Lines of NCCL 2.28 on a host without InfiniBand, and of its form with it.
     lines = "vm:858:1025 [1] NCCL INFO NET/IB : No device found.\nvm:858:1025 [1] NCCL INFO Using network {}\n"

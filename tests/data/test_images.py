@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import megajax
+from megajax.data import inspect
 from megajax.data.chat_samples import ChatSamples
 from megajax.data.describe import describe_data
 from megajax.data.image_processing import (
@@ -391,3 +392,10 @@ def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
     write_lines(tmp_path, [{"messages": [{"role": "user", "content": "<image>"}, answer], "images": NAMES}])
     with pytest.raises(InputError, match='line 1 has 2 "images", but positions in the messages for 1 of them'):
         datasets(config)
+
+
+def test_a_folder_for_pictures_that_cannot_be_made_is_found_before_the_data(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(config_of(tmp_path, "qwen", "none.jsonl").to_yaml())
+    with pytest.raises(SystemExit):
+        inspect.main([f"{tmp_path}/c.yaml", f"--pictures={tmp_path}/c.yaml/x"])
+    assert f"--pictures={tmp_path}/c.yaml/x cannot be written" in capsys.readouterr().err
