@@ -375,7 +375,10 @@ def restore_model(
             )
         if not extra_layers(model):
             saved = saved | {"model": saved["model"] | without_extra()}
-        compare_models(saved, model, source, "name another run", allowed)
+        other, size, multiple = "name another run", saved["model"]["vocab_size"], saved["model"]["vocab_multiple"]
+        if model.vocab_size > size or (model.vocab_size == size and model.vocab_multiple != multiple):
+            other = f"for this vocabulary name the folder that {command('hf', 'export', path, 'HF_FOLDER')} writes"
+        compare_models(saved, model, source, other, allowed)
         own = {name: [*p.shape] for name, p in params.items() if name.startswith(OBJECTIVE)}
         for name, mine in own.items():
             if (theirs := objective.get(name.removeprefix(OBJECTIVE), mine)) != mine:

@@ -239,7 +239,7 @@ def test_reading_weights_leaves_the_other_run_as_it_is(make_trainer, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    ["model.num_layers=4", "model.hidden_size=40", "model.tie_embeddings=true", "model.vocab_size=60"],
+    "model.num_layers=4 model.hidden_size=40 model.tie_embeddings=true model.vocab_size=60 model.vocab_size=71".split(),
 )
 def test_a_checkpoint_of_another_model_is_refused(make_trainer, tmp_path, change):
     save(make_trainer("run"))
@@ -251,6 +251,8 @@ def test_a_checkpoint_of_another_model_is_refused(make_trainer, tmp_path, change
         sentence, *lines = str(caught.value).splitlines()
         assert str(tmp_path / "run") in sentence
         assert [line for line in lines if line.startswith(f"  {key}=") and f", but this run has {value}" in line]
+        export = f"hf export {tmp_path / 'run'} HF_FOLDER writes"  # a folder that can grow (docs/huggingface.md)
+        assert (export in sentence) == (bool(overrides) and change == "model.vocab_size=71")
     assert files(tmp_path / "run") == before
 
 
