@@ -235,8 +235,8 @@ class StreamedUpdate:
         return jax.make_array_from_single_device_arrays(rows.whole, sharding, shards)
 
     def store(self, slots: Mapping[tuple[str, str], Any]) -> None:
-        """Write arrays of slots to the files; those that are missing become zeros."""
-        self.files.clear() if len(slots) < len(self.stored) else self.files.restart()
+        """Write arrays of slots to the files."""
+        self.files.restart()
         for key, arrays in slots.items():
             by_leaf = iter(jax.tree.leaves(arrays))
             self._each(key, lambda rows, number: self._store(rows, number, next(by_leaf)))  # noqa: B023

@@ -246,8 +246,8 @@ class Trainer:
         Raises InputError if the last one failed and there is no other.
         """
         self._start_writing()
-        state, samples = self.program.with_files(self.state), self.sizes.samples_before(self.step)
-        self.directory.save(self.step, state, samples, **self._spikes.losses.saved(self.step))
+        samples = self.sizes.samples_before(self.step)
+        self.directory.save(self.step, self.state, samples, **self._spikes.losses.saved(self.step))
 
     def save_locally(self) -> None:
         """Start a save of the current step to `checkpoint.local_dir`, while `run` runs."""

@@ -89,7 +89,7 @@ class StateSaver:
 
         `more` are further entries of its description.
         """
-        canonical = self._to_canonical(self._joined(replace(state, frozen={})))
+        canonical = self._to_canonical(self._joined(replace(self.program.with_files(state), frozen={})))
         samples = samples_before(self.program.config, step) if samples is None else samples
         checkpoints.save(step, self._as_tree(canonical), self.description(step, samples) | more)
 
@@ -168,7 +168,7 @@ class StateSaver:
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
             fresh = self.program.first_loss_scale
             state = replace(state, loss_scale=jax.device_put(fresh, state.loss_scale.sharding))
-        return self._halved(self._to_stored(state))
+        return self.program.to_files(self._halved(self._to_stored(state)))
 
     def _abstract_history(self, length: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """The amax histories of a checkpoint with `length` steps, as part of the layer state."""
@@ -238,7 +238,7 @@ class StateSaver:
         """The state of step 0, with the weights of `checkpoint.init_from` and those of the teacher, if there are."""
         init_from = self.program.config.checkpoint.init_from
         state = self.begun(None if init_from is None else self.restore_weights(init_from))
-        return replace(state, frozen=state.frozen | self.restore_teacher())
+        return self.program.to_files(replace(state, frozen=state.frozen | self.restore_teacher()))
 
     def begun(self, weights: Weights | None) -> TrainState:
         """The state of step 0 from `weights`, or from random ones; without the teacher's."""

@@ -205,9 +205,12 @@ class TrainProgram:
         """The first state, made on the devices in its shards; no device or host ever holds whole arrays.
 
         Without `params` it lacks those that come from elsewhere: the base of adapters, or else all. Without `teacher`
-        it lacks the teacher's. There is room for them.
+        it lacks the teacher's. There is room for them. Slots in files (`optimizer.offload_dir`) are zeros there.
         """
-        return self._first(params, teacher)()
+        if self.streamed is not None:
+            self.streamed.make_files()
+            self.streamed.files.clear()
+        return self.to_files(self._first(params, teacher)())
 
     def _first(self, params: bool, teacher: bool) -> Callable[[], TrainState]:
         """The jitted function behind `init_state`."""
@@ -254,11 +257,12 @@ class TrainProgram:
         return state.with_updated(self.update.slots.divided(state.updated)[0])
 
     def to_files(self, state: TrainState) -> TrainState:
-        """`without_files` of a whole state; its other slots are written to the files, as zeros if it lacks them."""
+        """`without_files` of a state; what it has of the slots in files is written there."""
         if self.streamed is None:
             return state
         updated, in_files = self.update.slots.divided(state.updated)
-        self.streamed.store(in_files)
+        if in_files:
+            self.streamed.store(in_files)
         return state.with_updated(updated)
 
     def with_files(self, state: TrainState, slot: str = "") -> TrainState:

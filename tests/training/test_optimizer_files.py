@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from megajax.checkpoint import Checkpoints
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
@@ -18,6 +19,7 @@ from megajax.optim.slot_files import SlotFiles
 from megajax.optim.streamed import StoredRows
 from megajax.sharding import Placement
 from megajax.training.batches import to_global
+from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
 BUFFERS = ("optimizer.offload_buffers=1e-9",)  # a few chunks
@@ -80,7 +82,7 @@ def test_a_run_is_that_on_the_devices_and_a_skipped_step_changes_no_file(program
         "optimizer.ema_decay=0.5",
         fsdp=2,
     )
-    expected, state = plain.init_state(), filed.to_files(filed.init_state())
+    expected, state = plain.init_state(), filed.init_state()
     for step in range(3):
         expected, metrics = plain.train_step(expected, random_batch(plain, step))
         state, found = filed.train_step(state, random_batch(filed, step))
@@ -136,7 +138,7 @@ def test_buffers_have_two_files_or_as_many_gib_as_are_set(make_config, tmp_path)
 @pytest.mark.long
 def test_other_optimizers_and_forms(programs, overrides, sizes):
     plain, filed = programs(*overrides.split(), **sizes)
-    expected, state = plain.init_state(), filed.to_files(filed.init_state())
+    expected, state = plain.init_state(), filed.init_state()
     for step in range(2):
         expected, _ = plain.train_step(expected, random_batch(plain, step))
         state, _ = filed.train_step(state, random_batch(filed, step))
@@ -144,22 +146,44 @@ def test_other_optimizers_and_forms(programs, overrides, sizes):
     assert_equal((whole.params, whole.optimizer), (expected.params, expected.optimizer), 10 * ROUNDING)
 
 
-def test_what_is_stored_is_loaded(programs):
-    _, filed = programs("optimizer.state=int8", "optimizer.ema_decay=0.5", fsdp=4, tensor=2)
+def random_state(program):
     random = np.random.default_rng(0)
 
     def of(leaf):
         numbers = random.integers(1, 100, leaf.shape).astype(leaf.dtype)
         return jax.device_put(numbers, leaf.sharding)
 
-    whole = jax.tree.map(of, filed.abstract_state)
+    return jax.tree.map(of, program.abstract_state)
+
+
+def test_what_is_stored_is_loaded(programs):
+    _, filed = programs("optimizer.state=int8", "optimizer.ema_decay=0.5", fsdp=4, tensor=2)
+    whole = random_state(filed)
     state = filed.to_files(whole)
     norms = {name for name in state.params if name.endswith("norm")}
     assert norms == {*state.optimizer.slots["adamw"]["mu"]} == {*state.ema}
     assert_equal(filed.with_files(state), whole)
     assert_equal(filed.with_files(state, "ema").ema, whole.ema)
-    first = filed.with_files(filed.to_files(filed.init_state()))
+    first = filed.with_files(filed.init_state())
     assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(first.optimizer))  # zeros again
+
+
+def test_a_loop_saves_restores_and_begins_with_slots_in_files(programs, tmp_path):
+    averages = "optimizer.ema_decay=0.5"
+    _, filed = programs(averages, fsdp=2)
+    saver, checkpoints, whole = StateSaver(filed), Checkpoints(tmp_path / "run", 1, None), random_state(filed)
+    saver.save(checkpoints, 1, filed.to_files(whole))
+    checkpoints.wait()
+    state = filed.init_state()
+    assert jax.tree.structure(state) == jax.tree.structure(filed.without_files(whole))
+    restored = saver.restore(checkpoints, 1)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert_equal(filed.with_files(restored), whole)
+    _, other = programs(averages, f"checkpoint.init_from={tmp_path / 'run'}", fsdp=2)
+    begun = StateSaver(other).first_state()
+    assert jax.tree.structure(begun) == jax.tree.structure(state)
+    assert_equal(other.with_files(begun).ema, whole.params)  # averages begin with the weights
+    checkpoints.close()
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5, 11), (2, 1000), (2, 3, 400, 7), (13, 1)])
