@@ -23,6 +23,8 @@ from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.megatron import is_megatron_folder
 from megajax.model import Transformer, parameters
+from megajax.model.block import layer_state as declared_state
+from megajax.model.upcycling import dense_model, origins
 
 if TYPE_CHECKING:
     from megajax.hf.reader import Reader
@@ -231,6 +233,37 @@ class MegatronSource(WeightSource):
         return open_training(self.path, model, shapes, states, optimizer)
 
 
+class Upcycled(WeightSource):
+    """A dense model's weights as the first ones of a model with experts (`checkpoint.upcycle`), without its routers."""
+
+    def __init__(self, dense: WeightSource):
+        super().__init__(dense.path, dense.setting, dense.location)
+        self._dense = dense
+
+    def training(self) -> "SavedTraining":
+        return self._dense.training()
+
+    @contextlib.contextmanager
+    def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:
+        """The arrays outside the layers."""
+        with self._dense.open(dense_model(model)) as arrays:
+            yield {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
+
+    def read(
+        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
+    ) -> tuple[dict[str, jax.Array], LayerState]:
+        dense, found = dense_model(model), origins(model, params)
+        states = {kind: own for kind, own in layer_state.items() if kind in declared_state(dense)}
+        wanted = {origin.name: origin.abstract(params[name]) for name, origin in found.items()}
+        weights, states = self._dense.read(wanted, states, dense)
+        copied = {name: origin for name, origin in found.items() if not origin.is_unchanged}
+        copies = jax.jit(
+            lambda dense: {name: origin.copies(dense[origin.name]) for name, origin in copied.items()},
+            out_shardings={name: params[name].sharding for name in copied},
+        )({origin.name: weights[origin.name] for origin in copied.values()})
+        return {name: copies.get(name, weights[origin.name]) for name, origin in found.items()}, states
+
+
 class _FolderArray:
     """An array of a folder; an index of its stacked dimensions reads that part."""
 
@@ -264,9 +297,11 @@ def initial_weights(config: Config, path: str | None = None, run_dir: Path | Non
     assert path is not None
     if run_dir is not None:
         path = str(_above_or_here(path, run_dir) or path)
-    source = find_source(path, INIT_FROM, f" ({f'{run_dir}/config.yaml' if run_dir else config.where(INIT_FROM)})")
+    where = f"{run_dir}/config.yaml" if run_dir else config.where(INIT_FROM)
+    note = "; checkpoint.upcycle=true reads a dense model" if config.checkpoint.upcycle else ""
+    source = find_source(path, INIT_FROM, f" ({where}{note})")
     source.allowed = config.checkpoint.allow_changes
-    return source
+    return Upcycled(source) if config.checkpoint.upcycle else source
 
 
 def text_settings(config: Config, run_dir: Path) -> TextSettings:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from pydantic.fields import FieldInfo
 
@@ -179,10 +179,20 @@ def compare_models(
     mine, sections = {"model": describe_model(model)}, ("model",)
     if allowed is None:
         return compare_descriptions(saved, mine, source, sections, other)
+    if model.num_experts is not None and saved["model"].get("num_experts") is None:
+        refuse_dense(source, model, other)
     found = differences(saved, mine, sections)
     _refuse(found, model, allowed, source, other)
     for each in found:
         warnings.warn(f"{source}: let through by {ALLOW}: {each}.", stacklevel=2)
+
+
+def refuse_dense(source: str, model: ModelConfig, other: str) -> NoReturn:
+    """Raise InputError for weights of `checkpoint.init_from` without the experts of `model`."""
+    raise InputError(
+        f"{source} has no experts, but this run has model.num_experts={model.num_experts}: set "
+        f"checkpoint.upcycle=true, with which each begins as a copy of its layer's MLP, or {other}."
+    )
 
 
 def refuse_changes(

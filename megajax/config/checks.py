@@ -8,7 +8,7 @@ from pathlib import Path
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
 from megajax.config.effects import warn_without_effect
 from megajax.config.encoder_checks import check_encoder, check_encoder_on_mesh
-from megajax.config.expert_checks import check_experts, check_overlap
+from megajax.config.expert_checks import check_experts, check_overlap, check_upcycling, warn_about_upcycling
 from megajax.config.extensions import check_hook_settings, settings_of
 from megajax.config.fitting import axis_sizes, microbatch_numbers, microbatches_cure
 from megajax.config.mesh_checks import check_axes, check_context, check_fp8_shapes, check_local_batch
@@ -34,6 +34,7 @@ def check(config: Config) -> None:
     check_combinations(config)
     warn_without_effect(config)
     warn_about_kept_checkpoints(config)
+    warn_about_upcycling(config)
     _warn_about_warmup(config)
     _warn_about_ramp_up(config)
 
@@ -61,6 +62,7 @@ def check_combinations(config: Config) -> None:
     check_name(config)
     _check_run_dir(config)
     check_checkpoints(config)
+    check_upcycling(config)
     check_epochs(config)
 
 

@@ -1,9 +1,9 @@
 """Checks for mixtures of experts: layers, groups and scores."""
 
 from megajax.config.fitting import microbatches_cure
-from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed
+from megajax.config.sentences import divisors, fail, format_axis, format_keys, listed, warn
 from megajax.errors import counted
-from megajax.layout.kinds import expert_layers
+from megajax.layout.kinds import BUILT_IN_BLOCKS, expert_layers, layer_kinds
 from megajax.schema.config import Config
 from megajax.schema.layer_sections import RouterConfig
 from megajax.schema.model import ModelConfig
@@ -29,6 +29,39 @@ def check_experts(config: Config) -> None:
         fail(config, problem, "lower them, or set model.num_experts=null", *keys, "model.num_experts")
     _check_groups(config, model)
     _check_router(config, model.router)
+
+
+def check_upcycling(config: Config) -> None:
+    """Raise `ConfigError` if experts of `checkpoint.upcycle` cannot be copies of an MLP."""
+    model, key = config.model, "checkpoint.upcycle"
+    if not config.checkpoint.upcycle:
+        return
+    copies = f"{format_keys(config, key)} copies MLPs as they are"
+    widths = ("model.expert_ffn_hidden_size", "model.ffn_hidden_size")
+    if model.expert_ffn_hidden_size != model.ffn_hidden_size:
+        problem = f"{copies}, but {format_keys(config, *widths)} differ"
+        fail(config, problem, "set both to the width of the dense model's MLP", *widths, key)
+    kinds = (kind for kind in layer_kinds(model) if kind.has_experts and kind.block not in BUILT_IN_BLOCKS)
+    if kind := next(kinds, None):
+        pattern = "model.block_pattern"
+        problem = f"{copies}, and not to the experts of {kind.block} in {format_keys(config, pattern)}"
+        fail(config, problem, f"use moe there, or set {key}=false", pattern, key)
+
+
+def warn_about_upcycling(config: Config) -> None:
+    """Warn if the first output of the experts of `checkpoint.upcycle` is not that of the MLP."""
+    key, model, router = "checkpoint.upcycle", config.model, config.model.router
+    over_chosen = router.score_function == "softmax" and not router.pre_softmax
+    sums = "the weights of a token's experts do not add up to 1"
+    for other, value, differs, why in (
+        ("model.experts_per_token", 2, model.experts_per_token == 1, sums),
+        ("model.router.normalise", "true", not router.normalise and not over_chosen, sums),
+        ("model.router.scaling_factor", 1, router.scaling_factor != 1, sums),
+        ("model.router.capacity_factor", "null", router.capacity_factor is not None, "experts drop tokens"),
+    ):
+        if config.checkpoint.upcycle and differs:
+            problem = f"{format_keys(config, key, other)} begin with another loss than the dense model's, since {why}"
+            warn(config, problem, f"set {other}={value} to begin with its loss", other, key)
 
 
 def check_overlap(config: Config, sizes: dict[str, int]) -> None:

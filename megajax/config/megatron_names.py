@@ -205,6 +205,7 @@ ckpt-step int | checkpoint.init_from | the folder of that step, iter_0001000
 load str | checkpoint.init_from | with checkpoint.init_state=all; afterwards the same command resumes from run.dir
 finetune | checkpoint.init_state=weights
 no-load-optim, load-main-params-from-ckpt | checkpoint.init_state=position
+moe-use-upcycling | checkpoint.upcycle | with the dense checkpoint in checkpoint.init_from
 pretrained-checkpoint str | checkpoint.init_from | with checkpoint.init_state=weights
 no-save-optim | checkpoint.save_optimizer=false
 save-interval int, persistent-save-interval int->save_interval | run.checkpoint_interval

@@ -37,8 +37,7 @@ moe-shared-expert-glu-interleave-size int, moe-router-padding-for-quantization, 
     int, moe-hybridep-num-blocks-permute int, moe-hybridep-num-blocks-unpermute int,
     moe-hybridep-num-sms-preprocessing int=108, moe-ncclep-zero-copy, moe-mlp-glu-interleave-size int,
     moe-paged-stash, moe-paged-stash-page-size int=64, moe-paged-stash-buffer-size-factor-cuda float=1.1,
-    moe-paged-stash-buffer-size-factor-cpu float=0.0, moe-upcycling-granularity int=1 | | how tokens reach their
-    experts: communication.experts chooses
+    moe-paged-stash-buffer-size-factor-cpu float=0.0 | | how tokens reach their experts: communication.experts chooses
 cpu-offloading-retain-pinned-cpu-buffers, offload-modules many, min-offloaded-tensor-size int=1048576,
     delta-offload-bytes-across-pp-ranks int=0, activation-offload-fraction float=1.0,
     fine-grained-offloading-max-inflight-offloads int, use-torch-optimizer-for-cpu-offload,
@@ -259,8 +258,8 @@ mtp-use-repeated-layer, mtp-detach-heads, mtp-hsm | | prediction modules are as 
     own
 moe-enable-routing-replay, moe-router-quantile-balancing-ema float=0.0, moe-router-force-biased float,
     moe-apply-probs-on-input, moe-latent-size int, moe-dispatch-fwd-dtype str=bf16, moe-combine-bwd-dtype str=bf16,
-    moe-expert-rank-capacity-factor float, moe-use-upcycling | | experts are chosen and weighted by the router options
-    of model.router
+    moe-expert-rank-capacity-factor float | | experts are chosen and weighted by the router options of model.router
+moe-upcycling-granularity int=1 | | with checkpoint.upcycle an expert is as wide as the MLP that it is a copy of
 max-seqlen-per-dp-cp-rank int, hybrid-context-parallel,
     phase-transition-iterations str, per-dataset-sequences-path str | | sequences have one length, over one context
     axis, whose groups for documents of different lengths are communication.context=dynamic

@@ -12,6 +12,7 @@ from megajax.config import AXES, Config
 from megajax.errors import counted
 from megajax.hf.convert import open_readers
 from megajax.model import Transformer, parameters
+from megajax.model.upcycling import dense_model
 from megajax.sharding import place_all, stored_rows, unpadded_spec
 
 Bounds = tuple[slice, ...]
@@ -30,6 +31,8 @@ def plan(config: Config, sizes: Mapping[str, int], folder: Path, per_process: in
     Each process has `per_process` devices. Nothing but the headers of the files is read. Raises InputError as reading
     does.
     """
+    if config.checkpoint.upcycle:
+        config = config.model_copy(update={"model": dense_model(config.model)})
     declared = parameters(Transformer(config.model))
     placements = place_all(declared, sizes, stored_rows(config, sizes["pipeline"]), config.mesh.experts_over)
     total = np.zeros((math.prod(sizes.values()) // per_process, 2), np.int64)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from megajax.checkpoint.description import refuse_dense
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf.reader import Reader, check_tensors, on_devices, unread_head
@@ -44,6 +45,8 @@ def open_readers(
 ) -> Iterator[dict[str, Reader]]:
     """A reader of each parameter of these canonical shapes, and of the layers' state, by name. Errors as in `load`."""
     with open_tensors(folder, model) as weights:
+        if model.num_experts is not None and not any(".experts." in name for name in weights.files):
+            refuse_dense(str(weights.folder), model, "name another checkpoint")
         yield _readers(weights, model, shapes)
 
 

@@ -76,6 +76,27 @@ class CheckpointConfig(Section):
         description="What a run takes of a Megatron-Core checkpoint in init_from: weights; position: also its step and"
         " its position in the data; all: also the optimizer's master weights and moments, so its training goes on.",
     )
+    upcycle: Annotated[
+        bool,
+        Needs("init_from", what="the weights of a dense model"),
+        Needs("model.num_experts", what="experts"),
+        Excludes(
+            "model.shared_expert_ffn_hidden_size",
+            because="a dense model has no weights of a shared expert",
+            cure="set model.shared_expert_ffn_hidden_size=0",
+        ),
+        Excludes(
+            "init_state",
+            "all",
+            because="the optimizer's state is that of the dense model",
+            cure="set checkpoint.init_state=position",
+        ),
+        Excludes("lora.rank", because="LoRA would freeze the routers, which are new", cure="remove lora.rank"),
+    ] = Field(
+        default=False,
+        description="init_from is a dense model: each expert begins as a copy of its layer's MLP, routers begin random"
+        " (Sparse Upcycling).",
+    )
     resume_step: Count | None = Field(
         default=None, description="Go back to the checkpoint of this step, once; null: resume from the newest."
     )

@@ -33,6 +33,7 @@ schedule: {decay_steps: 100}
 
 
 EXPERTS = "model.num_experts=8 model.experts_per_token=4"
+UPCYCLE = "checkpoint.upcycle=true checkpoint.init_from=r model.num_experts=4"
 MASKED = "objective.kind=masked_tokens model.causal=false"
 REFUSED = {
     "logging.norms_interval=25": (
@@ -74,6 +75,31 @@ REFUSED = {
     "lora.rank=8 checkpoint.init_from=r model.num_experts=4 model.router.expert_bias=true": (
         "lora.rank=8 freezes the routers, but model.router.bias_update_rate=0.001 changes their bias"
         " (the command line: lora.rank=8): set model.router.bias_update_rate=0."
+    ),
+    "checkpoint.upcycle=true": (
+        "checkpoint.upcycle=true needs the weights of a dense model, but checkpoint.init_from=null (@):"
+        " set checkpoint.init_from, or remove checkpoint.upcycle."
+    ),
+    "checkpoint.upcycle=true checkpoint.init_from=r": (
+        "checkpoint.upcycle=true needs experts, but model.num_experts=null (@): set model.num_experts, or"
+        " remove checkpoint.upcycle."
+    ),
+    f"{UPCYCLE} lora.rank=8": (
+        "checkpoint.upcycle=true cannot be combined with lora.rank=8, because LoRA would freeze the routers, which are"
+        " new (@): remove lora.rank."
+    ),
+    f"{UPCYCLE} checkpoint.init_state=all": (
+        "checkpoint.upcycle=true cannot be combined with checkpoint.init_state=all, because the optimizer's state is"
+        " that of the dense model (@): set checkpoint.init_state=position."
+    ),
+    f"{UPCYCLE} model.shared_expert_ffn_hidden_size=8": (
+        "checkpoint.upcycle=true cannot be combined with model.shared_expert_ffn_hidden_size=8, because a dense model"
+        " has no weights of a shared expert (@): set model.shared_expert_ffn_hidden_size=0."
+    ),
+    f"{UPCYCLE} model.expert_ffn_hidden_size=128": (
+        "checkpoint.upcycle=true copies MLPs as they are, but model.expert_ffn_hidden_size=128 and"
+        " model.ffn_hidden_size=256 differ (the command line: model.expert_ffn_hidden_size=128):"
+        " set both to the width of the dense model's MLP."
     ),
     "model.experts_per_token=4": (
         "model.experts_per_token=4 needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
@@ -449,6 +475,13 @@ def test_a_setting_without_effect_is_warned_about(override: str):
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", [*quiet, *([other] if other else []), override])
     assert [str(item.message) for item in caught] == [expected]
+
+
+def test_experts_that_drop_tokens_do_not_begin_with_the_loss_of_the_mlp_that_they_copy():
+    with pytest.warns(
+        UserWarning, match=r"capacity_factor=2\.0 begin .* drop .*: set model.router.capacity_factor=null"
+    ):
+        load_config("x.yaml", [*UPCYCLE.split(), "model.router.capacity_factor=2.0"])
 
 
 URL = "https://host/shard"

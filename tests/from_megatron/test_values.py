@@ -125,6 +125,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {"model.router.drop_policy": "position"},
     ),
+    "experts that begin as copies of a dense model's MLPs": (
+        f"{EXPERTS} --moe-use-upcycling --load dense --save x --save-interval 10",
+        1,
+        {"checkpoint.upcycle": True, "checkpoint.init_from": "dense", "checkpoint.init_state": "weights"},
+    ),
     "no capacity": (EXPERTS, 1, {"model.router.capacity_factor": None}),
     "a checkpoint of each interval is kept": (
         f"{DENSE} --save x --save-interval 10",
@@ -215,6 +220,15 @@ def test_each_attention_backend_is_a_kernel(backend):
 def test_a_router_that_does_not_exist_here_is_refused_with_its_flag(flags):
     with pytest.raises(InputError, match=flags):
         translated(f"{EXPERTS} {flags}", 1)
+
+
+def test_what_upcycling_does_not_copy_exactly_is_refused_or_said():
+    line = f"{EXPERTS} --moe-use-upcycling --load dense --save x --save-interval 10"
+    with pytest.raises(InputError, match="--moe-upcycling-granularity 2: .*checkpoint.upcycle"):
+        translated(f"{line} --moe-upcycling-granularity 2", 1)
+    for flags, warned in (("", True), ("--finetune", False), ("--finetune --moe-router-pre-softmax", True)):
+        warnings = translate(read(f"{line} {flags}".split())[0], 1)[1]
+        assert any("--moe-use-upcycling" in each and "row upcycling" in each for each in warnings) == warned
 
 
 @pytest.mark.parametrize(

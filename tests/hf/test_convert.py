@@ -18,8 +18,9 @@ from megajax.hf.__main__ import main
 from megajax.hf.convert import export, family_for, read_model
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors, text_names, write_folder
 from megajax.hf.gpt_oss import GptOss
+from megajax.hf.plan import plan
 from megajax.hf.quantising import StoredForm
-from megajax.mesh import build_mesh
+from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
 from megajax.schema.checkpoint import CheckpointConfig
@@ -111,6 +112,27 @@ def test_the_head_is_not_read_for_an_objective_with_parameters_in_its_place(unpa
     expected = read(folder, config)
     assert {each for each in expected if each not in found} == {each for each in expected if each.startswith("head")}
     np.testing.assert_array_equal(found["embedding.tokens"], expected["embedding.tokens"])
+
+
+@pytest.mark.parametrize("upcycle", [True, False])
+def test_experts_begin_as_copies_of_a_dense_folders_mlps(unpack, upcycle):
+    folder, stored = unpack("tiny_llama"), stored_weights("tiny_llama")
+    config = config_for(read_model(folder) | {"num_experts": 4})
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(init_from=str(folder), upcycle=upcycle)})
+    if not upcycle:
+        with pytest.raises(InputError, match=r"init_from=.*num_experts=4: set checkpoint\.upcycle=true"):
+            read(folder, config)
+        return
+    found = read(folder, config)
+    for expert in range(4):
+        for name in ("gate", "up", "down"):
+            np.testing.assert_array_equal(
+                found[f"blocks.moe.moe.{name}"][:, expert], stored[f"blocks.dense.mlp.{name}"]
+            )
+    for name in ("attention.query", "attention.norm"):
+        np.testing.assert_array_equal(found[f"blocks.moe.{name}"], stored[f"blocks.dense.{name}"])
+    (read_once,) = plan(config, dict.fromkeys(AXES, 1), folder, 1)
+    assert read_once.size == sum(array.nbytes for array in load_file(folder / SINGLE).values())
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(unpack):

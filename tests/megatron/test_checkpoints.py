@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from megatron_files import pattern, stored, unpacked
 from single_device import make_config
 from single_device import stored as stored_form
@@ -33,8 +34,10 @@ from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, Stor
 from megajax.megatron.pickled import TorchZip, load_plain
 from megajax.megatron.torch_files import Call, Instance, Named, Pairs, pickled
 from megajax.megatron.writer import DCP
+from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind, parameters
 from megajax.model.block import layer_state
+from megajax.sources import initial_weights
 from megajax.tools.from_megatron.__main__ import main
 from megajax.training.loop import Trainer
 
@@ -116,6 +119,23 @@ def test_a_run_on_a_mesh_starts_from_a_checkpoint(unpack, name, mesh):
                 np.testing.assert_array_equal(trainer.state.layer_state[kind][key], array)
     finally:
         trainer.close()
+
+
+def test_experts_begin_as_copies_of_a_dense_checkpoints_mlps(unpack):
+    section, folder = stored("gqa")[0] | {"num_experts": 3}, unpack("gqa")
+    with pytest.raises(InputError, match=r"gqa has no experts, but .*num_experts=3: set checkpoint\.upcycle=true"):
+        read(folder, ModelConfig.model_validate(section))
+    config = make_config(section, checkpoint={"init_from": str(folder), "upcycle": True})
+    everywhere = NamedSharding(build_mesh({}, jax.devices()[:1]), PartitionSpec())
+    wanted = {
+        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=everywhere)
+        for name, parameter in parameters(Transformer(config.model)).items()
+    }
+    found, _ = initial_weights(config).read(wanted, {}, config.model)
+    for name in ("gate", "up", "down"):
+        experts = found[f"blocks.moe.moe.{name}"]
+        dense = pattern(f"blocks.dense.mlp.{name}", (len(experts), *experts.shape[2:]))
+        np.testing.assert_array_equal(experts, np.stack([dense] * 3, axis=1), err_msg=name)
 
 
 def test_a_checkpoint_of_another_model_is_named(unpack):

@@ -265,6 +265,16 @@ def test_allowed_changes_are_let_through(configure):
     assert [each.key for each in continued(config)[1].allowed] == ["run.seed"]
 
 
+def test_a_model_with_experts_goes_on_at_the_position_of_a_dense_one(configure):
+    dense = configure("llama", checkpoint={"init_state": "position"})
+    model = dense.model.model_copy(update={"num_experts": 2, "expert_ffn_hidden_size": dense.model.ffn_hidden_size})
+    checkpoint = dense.checkpoint.model_copy(update={"upcycle": True})
+    (_, one), (_, other) = map(continued, (dense, dense.model_copy(update={"model": model, "checkpoint": checkpoint})))
+    assert (other.position.step, other.position.samples) == (10, 80)
+    mlp, experts = one.weights()[0]["blocks.dense.mlp.up"], other.weights()[0]["blocks.moe.moe.up"]
+    np.testing.assert_array_equal(experts, np.stack([mlp, mlp], axis=1))
+
+
 def test_only_checkpoints_of_megatron_have_a_training_to_go_on_with(configure, tmp_path):
     with pytest.raises(InputError, match="init_from=.* is no checkpoint of Megatron-Core.*init_state"):
         continued(configure("llama", checkpoint={"init_from": str(tmp_path)}))

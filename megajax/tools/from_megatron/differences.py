@@ -79,6 +79,12 @@ DIFFERENCES = {
         "they are divided by their sum, unless `normalise` is false",
         "`model.router.normalise: false`",
     ),
+    "upcycling": Difference(
+        "`--moe-use-upcycling` begins at step 1, but without `--finetune` at the dense training's position in the data;"
+        " with `--moe-router-pre-softmax` it multiplies the copies by a root of experts / top-k",
+        "a run begins at step 0 with the first sample, or with `checkpoint.init_state: position` at the dense"
+        " training's step and position; copies are exact",
+    ),
     "sinkhorn": Difference(
         "the weight of one expert that Sinkhorn's algorithm chooses is a sigmoid",
         "a softmax by default, which has no gradient for one expert and is refused",

@@ -312,6 +312,10 @@ def _initial_state(t: Translation) -> None:
     """Where a run without checkpoints begins: `--load` goes on with a checkpoint's training, `--finetune` does not."""
     load, save, pretrained = t["load"], t["save"], t["pretrained_checkpoint"]
     t.use("load", "pretrained_checkpoint", "finetune", "no_load_optim", "load_main_params_from_ckpt")
+    if t["moe_use_upcycling"]:
+        t.put("checkpoint.upcycle", True, "moe_use_upcycling")
+        if t["moe_router_pre_softmax"] or not t["finetune"]:
+            t.differs("upcycling", "moe_use_upcycling")
     if load is not None and load == save:
         if is_megatron_folder(load):
             t.put("run.dir", f"{save}_megajax", "save", "load")
@@ -331,8 +335,8 @@ def _initial_state(t: Translation) -> None:
     if t["ckpt_step"] is not None and not (Path(load) / METADATA).is_file():
         load = f"{load}/iter_{t['ckpt_step']:07d}"
     t.put("checkpoint.init_from", load, "load", "ckpt_step")
-    if t["finetune"]:
-        t.put("checkpoint.init_state", "weights", "finetune")
+    if t["finetune"] or t["moe_use_upcycling"]:
+        t.put("checkpoint.init_state", "weights", "finetune", "moe_use_upcycling")
     elif t["no_load_optim"]:
         t.put("checkpoint.init_state", "position", "no_load_optim")
         t.differs("no-load-optim", "no_load_optim")
