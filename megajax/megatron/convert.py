@@ -45,8 +45,6 @@ def open_readers(
 ) -> Iterator[dict[str, Reader]]:
     """A reader of each parameter of these canonical shapes, and of the layers' state, by name. Errors as in `load`."""
     with open_tensors(folder, model) as weights:
-        if model.num_experts is not None and not any(".experts." in name for name in weights.files):
-            refuse_dense(str(weights.folder), model, "name another checkpoint")
         yield _readers(weights, model, shapes)
 
 
@@ -90,6 +88,8 @@ def _readers(weights: MegatronTensors, model: ModelConfig, shapes: Mapping[str, 
     """Of the parameters of these shapes, and, among the weights themselves, of the layers' state."""
     wanted, prefix = dict(shapes), weights.prefix
     if not prefix:
+        if model.num_experts is not None and not any(".experts." in name for name in weights.files):
+            refuse_dense(str(weights.folder), model, "name another checkpoint")
         wanted |= {name: array.shape for name, array in state_by_name(layer_state(model)).items()}
     found = {entry.ours: replace(entry, theirs=prefix + entry.theirs) for entry in entries(model)}
     if lacking := sorted(wanted.keys() - found.keys()):

@@ -273,6 +273,8 @@ def test_a_model_with_experts_goes_on_at_the_position_of_a_dense_one(configure):
     assert (other.position.step, other.position.samples) == (10, 80)
     mlp, experts = one.weights()[0]["blocks.dense.mlp.up"], other.weights()[0]["blocks.moe.moe.up"]
     np.testing.assert_array_equal(experts, np.stack([mlp, mlp], axis=1))
+    with pytest.raises(InputError, match=r"llama.* has no experts, but .*num_experts=2: set checkpoint\.upcycle=true"):
+        continued(configure("llama").model_copy(update={"model": model}))[1].weights()
 
 
 def test_only_checkpoints_of_megatron_have_a_training_to_go_on_with(configure, tmp_path):
