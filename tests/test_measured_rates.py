@@ -53,10 +53,11 @@ TINY = Sizes(8, (4,), 8, (4,), 4, 64, (1,), 0.0)
 
 
 def test_programs_compute_what_they_count():
-    bf16, fp8, *attention, copy = programs(TINY, Hardware("cpu"))
-    for program in (bf16, fp8):
+    bf16, fp32, fp8, *attention, copy = programs(TINY, Hardware("cpu"))
+    assert str(jax.make_jaxpr(fp32.function)(fp32.arguments)).count("HIGHEST, Precision.HIGHEST") == 3  # not TF32
+    for program in (bf16, fp32, fp8):
         arrays, factor = random_arguments(program), 1.0
-        x, w, dy = (np.asarray(arrays[i], np.float32) for i in ((0, 1, 2) if program is bf16 else (0, 1, 4)))
+        x, w, dy = (np.asarray(arrays[i], np.float32) for i in ((0, 1, 4) if program is fp8 else (0, 1, 2)))
         if program is fp8:  # a tensor is quantised with its transpose
             arrays, factor = (
                 (*arrays[:2], arrays[0].T, arrays[1].T, arrays[4], arrays[4].T, arrays[6]),
@@ -89,6 +90,7 @@ KNOWN = replace(
     name="cpu",
     bf16_flops=6e14,
     bf16_half_rate=200.0,
+    fp32_flops=5e13,
     fp8_half_rate=500.0,
     attention_half_rate=700.0,
     memory_bytes=4e12,
@@ -103,6 +105,8 @@ def known_timing(program, sizes) -> Timing:
     width = next((width for width, _ in KNOWN.attention_flops if program.kind == attention_kind(width)), None)
     if width is not None:
         rate = KNOWN.attention(width, program.size)
+    elif "FP32" in program.kind:
+        rate = KNOWN.in_fp32.matmul_flops(program.size, fp8=False)
     else:
         rate = KNOWN.memory_bytes if program.kind == COPY else KNOWN.matmul_flops(program.size, "FP8" in program.kind)
     return Timing(program.kind, program.size, program.work, program.work / rate)
@@ -147,7 +151,7 @@ def test_the_plan_reads_the_file_of_the_command(tmp_path, capsys):
     read = read_rates(file, H200)
     assert dict(read.attention_flops) == pytest.approx(dict(KNOWN.attention_flops))
     assert read.attention_half_rate == pytest.approx(KNOWN.attention_half_rate)
-    for name in ("bf16_flops", "bf16_half_rate", "fp8_flops", "fp8_half_rate", "memory_bytes", "link_bytes"):
+    for name in "bf16_flops bf16_half_rate fp8_flops fp8_half_rate fp32_flops memory_bytes link_bytes".split():
         assert getattr(read, name) == pytest.approx(getattr(KNOWN, name), rel=1e-6), name
     assert (read.nccl_bytes, read.hosts_of, read.name) == (pytest.approx(2e11, rel=1e-6), 8, "cpu")
     notes = json.loads(file.read_text())["measured"]

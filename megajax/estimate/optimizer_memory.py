@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from megajax.mesh import AXES
 from megajax.optim.forms import StateArray
@@ -54,15 +55,15 @@ def shards(plan: StepPlan, placement: Placement) -> int:
     return math.prod(plan.sizes[axis] for axis in AXES if axis not in placement.replicated_axes)
 
 
-def matrix_operations(slots: OptimizerSlots) -> dict[int, float]:
-    """Operations of the optimizer's matmuls on one device in a step, by the smaller dimension of the matrices."""
-    work = dict[int, float]()
+def matrix_operations(slots: OptimizerSlots) -> dict[tuple[int, str], float]:
+    """Operations of the optimizer's matmuls on one device in a step, by matrices' smaller dimension and dtype."""
+    work = dict[tuple[int, str], float]()
     for member in slots.members:
         if not isinstance(member.optimizer, MatrixOptimizer):
             continue
         for shape, names in groups(member.layouts, member.with_slots):
             count, each = rounds(shape, slots.sizes, sum(member.layouts[name].count for name in names))
             one = member.optimizer.operations(shape.rows, shape.columns)
-            smaller = min(shape.rows, shape.columns)
-            work[smaller] = work.get(smaller, 0.0) + count * each * one
+            key = min(shape.rows, shape.columns), jnp.dtype(member.optimizer.dtype).name
+            work[key] = work.get(key, 0.0) + count * each * one
     return work

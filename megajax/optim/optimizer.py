@@ -113,7 +113,7 @@ class MatrixOptimizer(Optimizer):
         return 1.0
 
     def operations(self, rows: int, columns: int) -> float:
-        """Operations of a step for one matrix, as BF16 matmuls, for the planner."""
+        """Operations of a step for one matrix, as matmuls in `dtype`, for the planner."""
         return 0.0
 
 

@@ -13,7 +13,6 @@ from jax import lax
 
 from megajax.optim.optimizer import COUNT, MatrixOptimizer, Named, Slot, Slots
 
-FP32_COST = 15  # an operation in FP32 takes the time of so many in BF16 matmuls: 989 and 67 TFLOP/s of an H100
 Side = Literal["rows", "columns"]
 AXES: dict[Side, int] = {"rows": -2, "columns": -1}
 Sides = Mapping[Side, jax.Array]  # [k, N, N] of the rows, of the columns, or of both
@@ -61,7 +60,7 @@ class Soap(MatrixOptimizer):
         sides = [size for size in (rows, columns) if size <= self.plan.optimizer.soap.max_dimension]
         always = sum(8 * size * rows * columns for size in sides)
         refresh = sum((2 + 8 / 3) * size**3 for size in sides)
-        return FP32_COST * (always + refresh / self.plan.optimizer.soap.precondition_frequency)
+        return always + refresh / self.plan.optimizer.soap.precondition_frequency
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -397,6 +397,36 @@ def test_kernels_are_those_of_the_planned_gpu(tmp_path, device, settings, kernel
     assert (found.grouped_matmul, found.fp8) == kernels
 
 
+def test_a_step_in_fp32_has_its_rate_and_scores_in_memory():
+    """FP32 at half of BF16's rate. Its attention computes all pairs of tokens, twice as many as causal attention."""
+    in_fp32, rates = {"precision": {"compute": "float32"}}, replace(FLOPS, fp32_flops=0.5)
+    half, full = (make("windows", **more).time(rates) for more in ({}, in_fp32))
+    assert (full.matmuls, full.head) == pytest.approx((2 * half.matmuls, 2 * half.head))
+    assert 4 * make("dense").time(rates).attention == pytest.approx(full.attention)  # also where windows are local
+    reference = make("dense", kernels={"attention": "reference"})
+    assert reference.time(rates).attention == pytest.approx(full.attention)  # TF32 has half of BF16's rate too
+    half, full = (make("dense", **more).time(replace(BYTES, fp32_flops=1e60)) for more in ({}, in_fp32))
+    assert full.attention == pytest.approx(
+        4 * ROWS * LENGTH * LENGTH * 4 * 15 * 4
+    )  # layers, pairs, heads, passes, bytes
+    assert (full.head, full.elementwise) == pytest.approx((2 * half.head, 2 * half.elementwise))
+    tensor = make("dense", 2, mesh={"tensor": 2}, **in_fp32).time(H200).activations["tensor"]
+    assert tensor.seconds > 0 == tensor.exposed  # matmuls take 15 times as long
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_matmuls_of_an_optimizer_have_the_rate_of_their_dtype(compute):
+    """Each of four layers has four matrices of 64 × 64 and three of 64 × 256; each side of SOAP's has 8 n R C."""
+    precision, rates = {"compute": compute}, replace(FLOPS, fp32_flops=0.5)
+    soap = make("dense", optimizer={"kind": "soap"}, precision=precision).time(rates).optimizer
+    always = 8 * 4 * (4 * 2 * 64**3 + 3 * (64 + 256) * 64 * 256)
+    refreshes = (2 + 8 / 3) * 4 * (11 * 64**3 + 3 * 256**3) / 10
+    assert soap == pytest.approx(2 * (always + refreshes))
+    muon = make("dense", optimizer={"kind": "muon"}, precision=precision)
+    operations = sum(muon.storage.state.matrices.values())
+    assert muon.time(rates).optimizer == pytest.approx((2 if compute == "float32" else 1) * operations) != 0
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_rows_of_experts_are_those_of_the_documented_formula(devices):
     """docs/experts.md, rows of D numbers in BF16: four and a half times in each of four layers."""

@@ -78,7 +78,7 @@ def products(jaxpr: Any) -> float:
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (48, 24), (24, 49), (100, 8)])
 def test_the_planner_counts_the_products_of_soap(rows, columns):
-    """And of each refresh of a basis a product and a QR decomposition; FP32 takes the time of 15 operations in BF16."""
+    """And of each refresh of a basis a product and a QR decomposition."""
     model = {"num_layers": 1, "hidden_size": 48, "num_heads": 4, "vocab_size": 64}
     settings = {"kind": "soap", "soap": {"max_dimension": 48, "precondition_frequency": 10}}
     soap = Soap(planned(model, {}, settings).plan)
@@ -86,7 +86,7 @@ def test_the_planner_counts_the_products_of_soap(rows, columns):
     matrices = jax.ShapeDtypeStruct((1, rows, columns), "float32")
     traced = jax.make_jaxpr(soap.of_matrices)(matrices, slots | {"count": jax.ShapeDtypeStruct((), "int32")})
     refresh = sum((2 + 8 / 3) * size**3 for size in (rows, columns) if size <= 48)
-    expected = 15 * (products(traced.jaxpr) + refresh / 10)
+    expected = products(traced.jaxpr) + refresh / 10
     assert products(traced.jaxpr) > 0 and soap.operations(rows, columns) == pytest.approx(expected)
 
 
@@ -115,7 +115,7 @@ def test_the_planner_counts_every_matrix_once(mesh, wide, square):
     candidate = planned(model, mesh, {"kind": "muon"})
     muon = Muon(candidate.plan)
     expected = wide * muon.operations(4096, 16384) + square * muon.operations(4096, 4096)
-    assert candidate.storage.state.matrices == {4096: pytest.approx(expected)}
+    assert candidate.storage.state.matrices == {(4096, "bfloat16"): pytest.approx(expected)}
 
 
 def test_each_prediction_module_has_the_time_of_a_head():

@@ -57,6 +57,8 @@ def test_rates_say_whether_they_were_measured(tmp_path):
     assert "measured" in json.loads(file.read_text()) and read_rates(file, H200).origin == f"those of {file}"
     sheets = {"h100": (989, 1979, 3.35, 900), "a100": (312, None, 2.039, 600), "b200": (2250, 4500, 8.0, 1800)}
     sheets["l40s"] = (362, 724, 0.864, 900 * 25 / 350)
+    in_fp32 = {"h200": 67, "h100": 67, "a100": 19.5, "b200": 75, "l40s": 91.6}  # TFLOP/s, not of tensor cores
+    assert {n: 989 / 720 * rates.fp32_flops / 1e12 for n, rates in SCALED.items()} == pytest.approx(in_fp32)
     assert {*sheets} == {*SCALED} - {"h200"} and rates_of("A100").origin == "an H200's, scaled by data sheets"
     for name, (bf16, fp8, memory, links) in sheets.items():
         rates = SCALED[name]

@@ -70,9 +70,11 @@ def plan(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
     if isinstance(usual, Found):
         mesh, *other_cells = cells(usual, rates, options.margin)
         rows.append((f"usual: {mesh}", *other_cells))
-    where = f"{counted(options.gpus, rates.name)}, hosts of {rates.hosts_of}"
+    where, origin = f"{counted(options.gpus, rates.name)}, hosts of {rates.hosts_of}", rates.origin
+    if search.base.precision.compute == "float32" and options.rates is None:
+        origin += ", of FP32 by data sheets"
     lines = [
-        f"{counted(search.tried, 'candidate')} on {where}; rates: {rates.origin}",
+        f"{counted(search.tried, 'candidate')} on {where}; rates: {origin}",
         "",
         *table(rows, options.markdown, terminal_width()),
     ]

@@ -40,6 +40,7 @@ class Rates:
     nccl_bytes: float  # the same, gathers and reductions by NCCL
     network_bytes: float  # between hosts, for each GPU
     hosts_of: int  # GPUs of a host
+    fp32_flops: float  # of a matmul in full FP32, not TF32
     capability: str = "9.0"  # of CUDA
     origin: str = "measured"  # of the rates
 
@@ -47,6 +48,11 @@ class Rates:
     def hardware(self) -> Hardware:
         """What the choice of kernels asks of these GPUs."""
         return Hardware("gpu", self.capability)
+
+    @property
+    def in_fp32(self) -> Self:
+        """The same GPUs for steps in FP32 (`precision.compute`): its rate is in the place of BF16's."""
+        return replace(self, bf16_flops=self.fp32_flops)
 
     def matmul_flops(self, smallest: float, fp8: bool) -> float:
         """The rate of matmuls whose smallest dimension, of tokens or of the weight, has this size."""
@@ -77,6 +83,8 @@ LARGEST = 1e30  # of a rate; its square is a float too
 KEYS = [field.name for field in fields(Rates) if field.name not in ("origin", "capability")]  # of a file of rates
 NETWORK_SHARE = 0.8  # of a card's rate that collectives reach; not measured
 
+BF16_SHARE = 720 / 989  # of the data sheet's peak that matmuls in BF16 reach, and that FP32 is assumed to reach
+
 H200 = Rates(
     name="H200",
     memory_gib=128.6,
@@ -92,11 +100,14 @@ H200 = Rates(
     nccl_bytes=240e9,
     network_bytes=NETWORK_SHARE * 400e9 / 8,
     hosts_of=8,
+    fp32_flops=BF16_SHARE * 67e12,
 )
 
 
-def _scaled(name: str, capability: str, memory_gib: float, flops: float, memory: float, links: float) -> Rates:
-    """A GPU by the ratios of its data sheet to an H200's."""
+def _scaled(
+    name: str, capability: str, memory_gib: float, flops: float, fp32: float, memory: float, links: float
+) -> Rates:
+    """A GPU by the ratios of its data sheet to an H200's; `fp32` are the data sheet's FP32 TFLOP/s."""
     return replace(
         H200,
         name=name,
@@ -106,6 +117,7 @@ def _scaled(name: str, capability: str, memory_gib: float, flops: float, memory:
         peak_flops=H200.peak_flops * flops,
         bf16_flops=H200.bf16_flops * flops,
         fp8_flops=H200.fp8_flops * flops,
+        fp32_flops=BF16_SHARE * fp32 * 1e12,
         attention_flops=tuple((width, rate * flops) for width, rate in H200.attention_flops),
         memory_bytes=H200.memory_bytes * memory,
         link_bytes=H200.link_bytes * links,
@@ -115,13 +127,13 @@ def _scaled(name: str, capability: str, memory_gib: float, flops: float, memory:
 
 SCALED = {  # by the names in DEVICE_NAMES
     "h200": H200,
-    "h100": _scaled("H100", "9.0", 73.2, 1.0, 3.35 / 4.8, 1.0),
+    "h100": _scaled("H100", "9.0", 73.2, 1.0, 67, 3.35 / 4.8, 1.0),
     "a100": replace(
-        _scaled("A100", "8.0", 73.6, 312 / 989, 2.039 / 4.8, 600 / 900), fp8_flops=H200.bf16_flops * 312 / 989
+        _scaled("A100", "8.0", 73.6, 312 / 989, 19.5, 2.039 / 4.8, 600 / 900), fp8_flops=H200.bf16_flops * 312 / 989
     ),
     # Without NVLink: a collective has PCIe's 25 GB/s.
-    "l40s": _scaled("L40S", "8.9", 41.4, 362 / 989, 0.864 / 4.8, 25 / 350),
-    "b200": _scaled("B200", "10.0", 164.0, 2250 / 989, 8.0 / 4.8, 2.0),
+    "l40s": _scaled("L40S", "8.9", 41.4, 362 / 989, 91.6, 0.864 / 4.8, 25 / 350),
+    "b200": _scaled("B200", "10.0", 164.0, 2250 / 989, 75, 8.0 / 4.8, 2.0),
 }
 
 

@@ -117,13 +117,13 @@ class StoredState:
 
     parameters: their number, by the axes that shard them in storage only; trained: of those that have gradients.
     in_layers: the number of those in layers. matrices: operations of the optimizer's matmuls, by their smallest
-    dimension. on_host: bytes of moments on the host, or in files.
+    dimension and dtype. on_host: bytes of moments on the host, or in files.
     """
 
     parameters: Counter[tuple[str, ...]]
     trained: Counter[tuple[str, ...]]
     in_layers: int
-    matrices: Mapping[int, float]
+    matrices: Mapping[tuple[int, str], float]
     on_host: float
 
 
@@ -149,7 +149,8 @@ class _Step:
     """The time of a step, from the times of its layers."""
 
     def __init__(self, plan: StepPlan, rates: Rates, stored: StoredState):
-        self.stored, self.device, self.rates = stored, Device(plan, rates), rates
+        self.stored, self.device, self.given = stored, Device(plan, rates), rates
+        self.rates = self.device.rates  # of the compute dtype
         self.plan, self.config, self.sizes = plan, plan.config, plan.sizes
         self.parameters = sum(stored.parameters.values())
         # After all gathers
@@ -221,7 +222,7 @@ class _Step:
         copies = COPIES * copies / self.rates.memory_bytes
         if self.plan.second_stack is not None:  # each stage runs it for its share of the microbatches
             share = 1 / (self.sizes["pipeline"] * self.plan.layer_table.shape[1])
-            own = _Step(self.plan.second_stack, self.rates, self.stored).slots()
+            own = _Step(self.plan.second_stack, self.given, self.stored).slots()
             if self.plan.second_stack.trains_layers:
                 layers, remat, copies = layers + own[0] * share, remat + own[1] * share, copies + own[2] * share
             else:
@@ -301,7 +302,11 @@ class _Step:
 
     def update(self) -> float:
         """Seconds of the optimizer."""
-        matmuls = sum(flops / self.rates.matmul_flops(size, False) for size, flops in self.stored.matrices.items())
+        rates = {"float32": self.given.in_fp32}
+        matmuls = sum(
+            flops / rates.get(dtype, self.given).matmul_flops(size, False)
+            for (size, dtype), flops in self.stored.matrices.items()
+        )
         moved = self.stored.on_host / (DISK_BYTES if self.config.optimizer.offload_dir else HOST_BYTES)
         return UPDATE_BYTES * self.stored.trained.total() / self.rates.memory_bytes + matmuls + moved
 

@@ -44,7 +44,11 @@ STATE_PASSES = 3.83  # of a recurrence's states in FP32, one of each chunk of to
 OVER_CONTEXT = 1.67  # in units of its time on one device: the map of the state over the tokens comes first
 IN_CHUNKS = 11.1  # the time of a recurrence without kernels, in units of that with them; from earlier code
 TILE = 128  # rows of a grouped matmul's tile: half of an expert's last one is empty
-LOGIT_BYTES = 3.5  # of elementwise work for a logit
+LOGIT_BYTES = 3.5  # of elementwise work for a logit in 16 bits
+# Reads and writes of the scores of all pairs by attention without a kernel, counted in its program and not fitted:
+# forward 6 by the first matmul, the maximum, the sum, the weights (2) and the second matmul; backward 9.
+SCORE_PASSES = 15
+TF32 = 1 / 2  # the rate of matmuls of FP32 numbers that are rounded to TF32, in units of BF16's, by data sheets
 TENSOR_EXPOSED = 0.44  # part of the time of collectives over `tensor` that their matmuls in BF16 do not hide
 CONTEXT_EXPOSED = 0.29
 IMBALANCE = 0.124  # work of the most loaded device's experts above the mean, for each doubling of the devices
@@ -124,9 +128,10 @@ class Device:
     """The work of one device of a plan."""
 
     def __init__(self, plan: StepPlan, rates: Rates):
-        self.plan, self.config, self.sizes, self.rates = plan, plan.config, plan.sizes, rates
-        self.frozen = not plan.trains_layers
-        self.number = 4 if self.config.precision.compute == "float32" else 2  # bytes
+        self.plan, self.config, self.sizes = plan, plan.config, plan.sizes
+        self.frozen, self.is_fp32 = not plan.trains_layers, plan.config.precision.compute == "float32"
+        self.rates, self.number = (rates.in_fp32, 4) if self.is_fp32 else (rates, 2)  # bytes
+        self.faster = self.rates.bf16_flops / rates.bf16_flops  # than in BF16
         self.whole_experts = "tensor" in self.config.mesh.experts_over
         self.traces = traces(self.config.model, LoraConfig(), self.config.batch.sequence_length, "bfloat16")
         self.blocks = self.traces.blocks
@@ -168,13 +173,13 @@ class Device:
         bytes_moved = tokens * self.passes(kind.block, name, fp8)
         products = self.matmuls(work, fp8)
         found = PassSeconds(elementwise=bytes_moved / self.rates.memory_bytes).in_thirds
-        flops = attention_flops(work, self.config.attended_length, kind.window, self.config.model.causal)
+        seconds = self.attention_seconds(work, kind)
         if work.state:
             found += self.recurrence(work).in_thirds
-        elif flops:
-            found += self.attention(flops * tokens / self.sizes["tensor"], fp8)
+        elif seconds:
+            found += self.attention(seconds, fp8)
         if self.sizes["tensor"] > 1:
-            gather, total, *backward = self.over_tensor(work, bool(flops), fp8)
+            gather, total, *backward = self.over_tensor(work, bool(seconds), fp8)
             over_tensor = (
                 PassSeconds(traffic={"tensor": each}) for each in (gather + total, backward[0] + backward[1])
             )
@@ -242,7 +247,9 @@ class Device:
         model, number, out = self.config.model, self.number, self.config.model.hidden_size
         gathered = 1 if fp8 and self.plan.fp8.chosen.has_kernels else number
         into = self.latents if is_attention and self.latents else out
-        faster = self.rates.fp8_flops / self.rates.bf16_flops * self.plan.fp8.chosen.matmul_speed if fp8 else 1.0
+        faster = self.faster
+        if fp8:
+            faster = self.rates.fp8_flops / self.rates.bf16_flops * self.plan.fp8.chosen.matmul_speed
         hides = (1 - TENSOR_EXPOSED) / faster
         found = []
         for sent, width in ((gathered, into), (number, out), (gathered, out), (number, into)):
@@ -264,14 +271,23 @@ class Device:
             return 0
         return (model.q_lora_rank or model.hidden_size) + model.kv_lora_rank + (model.qk_rope_head_dim or 0)
 
-    def attention(self, flops: float, fp8: bool) -> Passes:
-        """Attention of this device's queries, with the collectives of keys and values."""
+    def attention_seconds(self, work: SublayerWork, kind: LayerKind) -> float:
+        """Seconds of attention of this device's queries, forward and backward, on one device; 0 if there is none."""
+        model, S, queries = self.config.model, self.config.attended_length, self.plan.tokens / self.sizes["tensor"]
+        flops = attention_flops(work, S, kind.window, model.causal)
+        if self.plan.kernels.attention != "reference" or not flops:
+            return queries * flops / self.rates.attention(model.head_dim, self.config.batch.sequence_length)
+        flops, rate = attention_flops(work, S, None, causal=False), self.rates.bf16_flops  # of all pairs
+        rate *= 1 if self.is_fp32 else TF32
+        return queries * (flops / rate + SCORE_PASSES * FP32 * S * model.num_heads / self.rates.memory_bytes)
+
+    def attention(self, seconds: float, fp8: bool) -> Passes:
+        """Attention of this device's queries, with the collectives of keys and values; `seconds` on one device."""
         model, tokens, shards = self.config.model, self.plan.tokens, self.sizes["context"]
-        rate = self.rates.attention(model.head_dim, self.config.batch.sequence_length)
         if shards == 1:
-            return PassSeconds(attention=flops / rate).in_thirds
+            return PassSeconds(attention=seconds).in_thirds
         width = model.num_kv_heads * (model.head_dim + model.value_dim) / self.sizes["tensor"]
-        work, again = PassSeconds(attention=flops / rate / self.plan.collectives.context.attention_rate), Passes()
+        work, again = PassSeconds(attention=seconds / self.plan.collectives.context.attention_rate), Passes()
         if self.plan.sends_latents:
             assert model.kv_lora_rank and model.qk_nope_head_dim
             # Keys and values of the others' tokens, with their gradients; in the backward pass all of them again.
@@ -316,7 +332,7 @@ class Device:
         work = (4 if frozen else 6) * tokens * weights / self.rates.matmul_flops(model.hidden_size, False)
         # A chunk of tokens reads and writes the sum of the weight's gradients.
         sums = 0 if frozen else 2 * FP32 * weights * (self.plan.loss_chunks - 1)
-        moved = LOGIT_BYTES * tokens * weights / model.hidden_size + sums
+        moved = LOGIT_BYTES * self.number / 2 * tokens * weights / model.hidden_size + sums
         found, stream = PassSeconds(work, elementwise=moved / self.rates.memory_bytes), self.number * model.hidden_size
         # Rows are summed, their gradients and the head's input gathered, and the gradient of that input summed.
         rows = 2 * tokens + (1 if frozen else 2) * self.plan.tokens

@@ -13,7 +13,7 @@ from megajax.kernel_choice import AttentionShape, Hardware, choose_attention
 from megajax.ops import fp8
 from megajax.options.fp8_recipes import CURRENT
 
-MATMUL = {False: "matmul BF16", True: "matmul FP8"}
+MATMUL, IN_FP32 = {False: "matmul BF16", True: "matmul FP8"}, "matmul FP32"
 COPY = "copy"
 WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of a head's keys and values
 
@@ -56,7 +56,8 @@ class TimedProgram(NamedTuple):
 def programs(sizes: Sizes, hardware: Hardware) -> Iterator[TimedProgram]:
     """All programs, without those that this hardware cannot run."""
     for n in sizes.smallest:
-        yield _bf16_matmuls(sizes.tokens, n)
+        yield _matmuls(MATMUL[False], jnp.bfloat16, sizes.tokens, n)
+    yield _matmuls(IN_FP32, jnp.float32, sizes.tokens, sizes.smallest[-1])
     try:
         implementation = fp8.choose(CURRENT, "xla", hardware.platform, hardware.capability)
     except ConfigError:  # before Hopper
@@ -81,14 +82,18 @@ def random_arguments(program: TimedProgram) -> tuple[jax.Array, ...]:
     )
 
 
-def _bf16_matmuls(T: int, n: int) -> TimedProgram:
-    """The three matmuls of a linear layer with T tokens and a weight [n, T]: output and both gradients."""
+def _matmuls(kind: str, dtype: Any, T: int, n: int) -> TimedProgram:
+    """The three matmuls of a linear layer with T tokens and a weight [n, T]: output and both gradients.
+
+    Those of FP32 are in full precision, as in a step (`precision.compute`).
+    """
 
     def matmuls(arrays):
         x, w, dy = arrays
-        return x @ w, dy @ w.T, x.T @ dy
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
+            return x @ w, dy @ w.T, x.T @ dy
 
-    return TimedProgram(MATMUL[False], n, 6 * T * T * n, matmuls, _shapes(jnp.bfloat16, (T, n), (n, T), (T, T)))
+    return TimedProgram(kind, n, 6 * T * T * n, matmuls, _shapes(dtype, (T, n), (n, T), (T, T)))
 
 
 def _fp8_matmuls(T: int, n: int, matmul: Callable[..., jax.Array]) -> TimedProgram:

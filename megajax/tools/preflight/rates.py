@@ -23,6 +23,7 @@ from megajax.tools.preflight.fits import Timing, linear_rate, saturating_rate, s
 from megajax.tools.preflight.measurements import DeviceGroup, collective, devices_by_host, seconds_per_call, sent_bytes
 from megajax.tools.preflight.programs import (
     COPY,
+    IN_FP32,
     MATMUL,
     ON_CPUS,
     ON_GPUS,
@@ -147,6 +148,8 @@ def fitted(timings: dict[str, list[Timing]]) -> dict[str, Any]:
     for name, fp8 in (("bf16", False), ("fp8", True)):
         if found_timings := timings.get(MATMUL[fp8]):
             found[f"{name}_flops"], found[f"{name}_half_rate"] = saturating_rate(found_timings)
+    if in_fp32 := timings.get(IN_FP32):  # with the half-rate of BF16
+        found["fp32_flops"] = in_fp32[0].work / in_fp32[0].seconds * (1 + found["bf16_half_rate"] / in_fp32[0].size)
     if widths := {width: found_timings for width, _ in WIDTHS if (found_timings := timings.get(attention_kind(width)))}:
         rates, found["attention_half_rate"] = shared_half(widths)
         found["attention_flops"] = tuple(rates.items())
