@@ -46,8 +46,8 @@ def preprocess(
     tokenizer's end-of-document token, `eod_token` with the token of this name; `prepend_bos` begins each one with the
     token that begins a text. `resume` goes on where an interrupted run with the same arguments stopped, if there is
     one, from the last record, of which there is one every `record_seconds` or more. `limits` are the sizes of the
-    pieces that are read. Returns the prefix of the output, `{output_prefix}_{json_key}_document`, and the numbers of
-    documents and tokens. After an InputError older files under the prefix are unchanged.
+    pieces that are read. Returns the prefix of the output, `{output_prefix}_{json_key}_document` with _ for each / of
+    the key, and the numbers of documents and tokens. After an InputError older files under the prefix are unchanged.
     """
     loaded = load_tokenizer(tokenizer)
     prepended = begin_of_document(loaded, tokenizer) if prepend_bos else None
@@ -55,7 +55,7 @@ def preprocess(
     size = check_inputs(inputs)
     if output_prefix.endswith("/"):
         raise InputError(f"--output-prefix {output_prefix} is a directory; add a name, such as {output_prefix}my.")
-    prefix = f"{output_prefix}_{json_key}_document"
+    prefix = f"{output_prefix}_{json_key.replace('/', '_')}_document"
     encoder, dtype = TextEncoder(tokenizer, prepended, appended, json_key, strict), token_dtype(loaded.vocab_size)
     journal = Journal(prefix, _settings(inputs, encoder), dtype.itemsize, resume=resume, record_seconds=record_seconds)
     start = journal.point

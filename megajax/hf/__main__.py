@@ -46,6 +46,7 @@ def _import(parser: CommandParser, argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="HF_FOLDER", type=Path)
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="the new run directory")
     options = parser.parse_args(argv)
+    check_new_folder("RUN_DIR", options.run)
     use_cpu()
     import_folder(options.folder, options.run)
     print(f"wrote the weights of {options.folder} to {options.run}")

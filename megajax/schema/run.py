@@ -29,7 +29,7 @@ SET_STEPS, NO_ROLLBACKS = "set run.steps instead", "or set run.max_rollbacks=0"
 class RunConfig(Section):
     """The run: its name, directory, length, and the intervals of logs, evaluations and checkpoints."""
 
-    name: Text = Field(default="run", description="Name of the run.")
+    name: Text = Field(default="run", description="Name of the run, and of its directory in runs/ without run.dir.")
     dir: Text = derived(
         lambda run: f"runs/{run['name']}",
         "runs/<name>",

@@ -73,9 +73,9 @@ def test_documents_are_the_encoded_lines_in_order(tmp_path, capsys):
 
 
 def test_append_eod_ends_every_document_with_text(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", TEXTS, key="content")
-    prefix, documents, tokens = preprocess([source], str(tmp_path / "p"), "byte", append_eod=True, json_key="content")
-    assert prefix == f"{tmp_path}/p_content_document"
+    source = write_lines(tmp_path / "a.jsonl", TEXTS, key="a/b")
+    prefix, documents, tokens = preprocess([source], str(tmp_path / "p"), "byte", append_eod=True, json_key="a/b")
+    assert prefix == f"{tmp_path}/p_a_b_document"
     assert read(prefix) == [[*text.encode(), 256] if text else [] for text in TEXTS]
     assert (documents, tokens) == (6, sum(len(text.encode()) + 1 for text in TEXTS if text))
 

@@ -405,6 +405,7 @@ def test_mistakes_are_sentences(imported, with_tokenizer, tmp_path, capsys):
     folder, run_dir = imported
     assert f"{run_dir} exists: give a new folder, or remove it" in error_of(capsys, "import", folder, run_dir)
     assert f"{folder} exists: give a new folder, or remove it" in error_of(capsys, "export", run_dir, folder)
+    assert "RUN_DIR=. exists: give a new folder" in error_of(capsys, "import", folder, ".")
     assert "has checkpoints of steps 0." in error_of(capsys, "export", run_dir, tmp_path / "o", "--step", 3)
     assert f"{run_dir}/config.json does not exist" in error_of(capsys, "import", run_dir, tmp_path / "new")
     other = error_of(capsys, "compare", with_tokenizer("tiny_mistral"), run_dir, lines=5)  # one for each setting

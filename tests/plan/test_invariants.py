@@ -406,9 +406,7 @@ def test_a_step_in_fp32_has_its_rate_and_scores_in_memory():
     reference = make("dense", kernels={"attention": "reference"})
     assert reference.time(rates).attention == pytest.approx(full.attention)  # TF32 has half of BF16's rate too
     half, full = (make("dense", **more).time(replace(BYTES, fp32_flops=1e60)) for more in ({}, in_fp32))
-    assert full.attention == pytest.approx(
-        4 * ROWS * LENGTH * LENGTH * 4 * 15 * 4
-    )  # layers, pairs, heads, passes, bytes
+    assert full.attention == pytest.approx(15 * 4 * 4 * 4 * ROWS * LENGTH**2)  # passes, bytes, heads, layers
     assert (full.head, full.elementwise) == pytest.approx((2 * half.head, 2 * half.elementwise))
     tensor = make("dense", 2, mesh={"tensor": 2}, **in_fp32).time(H200).activations["tensor"]
     assert tensor.seconds > 0 == tensor.exposed  # matmuls take 15 times as long
