@@ -136,7 +136,7 @@ def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
         ("--send -1", "send=-1 is not a cost"),
         ("--forward nan", "forward=nan is not a cost"),
         ("--colour red", "--colour is not an option"),
-        ("--svg nowhere/a.svg", "--svg=nowhere/a.svg: No such file or directory"),
+        ("--svg nowhere/a.svg", "--svg=nowhere/a.svg cannot be written (No such file or directory)"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(arguments, sentence, tmp_path, monkeypatch, capsys):
