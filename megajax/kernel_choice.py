@@ -144,6 +144,7 @@ class AttentionShape:
     parts_with: tuple[str, ...] = ()
     has_bias: bool = False  # model.position=relative
     two_sided: str = ""  # the setting by which some tokens see later ones, and the others do not
+    deterministic: bool = False
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> "AttentionShape":
@@ -161,6 +162,7 @@ class AttentionShape:
             _unsupported_by_parts(config, sizes),
             has_bias=model.position == "relative",
             two_sided=_two_sided(config),
+            deterministic=config.run.deterministic,
         )
 
     @classmethod
@@ -168,8 +170,14 @@ class AttentionShape:
         """Of attention to an encoder's stream, all of which is on every device."""
         model, lengths = config.model, (config.batch.sequence_length, config.model.encoder.sequence_length or 0)
         odd = [length for length in lengths if length % 2]
-        length = odd[0] if odd else max(lengths)
-        return cls(config.precision.compute, model.head_dim, model.head_dim, length, packed=config.data.reset_attention)
+        return cls(
+            config.precision.compute,
+            model.head_dim,
+            model.head_dim,
+            odd[0] if odd else max(lengths),
+            packed=config.data.reset_attention,
+            deterministic=config.run.deterministic,
+        )
 
 
 def choose_attention(requested: str, hardware: Hardware, attention: AttentionShape) -> tuple[ops.Implementation, str]:
@@ -199,8 +207,12 @@ def choose_attention(requested: str, hardware: Hardware, attention: AttentionSha
     if head_dim != value_dim and obstacles["pallas"] is None and not _is_padded(head_dim, value_dim):
         return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
     problems: list[str] = []
-    for name, obstacle in obstacles.items():  # the fastest first
-        if obstacle is None:
+    order = list(obstacles)  # the fastest first
+    if attention.deterministic and obstacles["cudnn"] is None:
+        order.append(order.pop(0))
+        problems.append("cuDNN's deterministic gradients need the scores of all pairs of tokens")
+    for name in order:
+        if (obstacle := obstacles[name]) is None:
             return name, ", and ".join(problems) or "the fused kernel fits this model"
         problems.append(obstacle[0])
     cudnn = obstacles["cudnn"]

@@ -81,7 +81,8 @@ class Activations:
         of_mlp += max(2 * width + reduced, weight_gradients)
         if mlp.rows and self.collectives.dispatch.has_rounds(self.collectives.expert_shards):
             of_mlp = max(of_mlp, 2 * number * D + 2 * weight_gradients)
-        return int(max(of_mlp, number * self.scores, number * self.recurrence(block)))
+        of_attention = max(self.scores, self.deterministic_scores)
+        return int(max(of_mlp, number * of_attention, number * self.recurrence(block)))
 
     def shared_by_passes(self, block: str) -> float:
         """Numbers per token that attention over `context` keeps because the backward pass would compute them again."""
@@ -106,6 +107,13 @@ class Activations:
         if self.plan.kernels.attention != "reference" or self.plan.sizes["context"] > 1:  # then in small blocks
             return 0
         return 2 * 4 / self.compute * self.config.model.num_heads / self.tensor * self.plan.batch_shape[2]
+
+    @property
+    def deterministic_scores(self) -> float:
+        """Numbers per token in the scores that cuDNN's backward pass holds in 16 bits, to add them in a fixed order."""
+        if self.plan.kernels.attention != "cudnn" or not self.plan.deterministic:
+            return 0
+        return self.config.model.num_heads / self.tensor * self.plan.batch_shape[2]
 
     def recurrence(self, block: str) -> float:
         """Numbers per token in the arrays of a recurrence's backward pass, which computes all but its inputs again."""

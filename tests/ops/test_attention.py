@@ -387,14 +387,38 @@ def test_a_prefix_that_sees_itself_rules_cudnn_out():
     assert (chosen(), chosen("model.prefix_lm=true")) == ("cudnn", "pallas")
 
 
-@pytest.mark.parametrize("setting", ["model.sliding_window=64", "run.deterministic=true"])
-def test_cudnn_gets_whole_sequences_where_it_cannot_attend_to_parts(setting):
+def test_cudnn_gets_whole_sequences_where_it_cannot_attend_to_parts():
     def chosen(context: int, strategy: str) -> str:
-        config = load_config("llama3_8b", [setting, f"mesh.context={context}", f"communication.context={strategy}"])
-        return Kernels.choose(config, dict.fromkeys(AXES, 1) | {"context": context}, Hardware("gpu", "8.0")).attention
+        overrides = [f"mesh.context={context}", f"communication.context={strategy}", "model.sliding_window=64"]
+        config, sizes = load_config("llama3_8b", overrides), dict.fromkeys(AXES, 1) | {"context": context}
+        return Kernels.choose(config, sizes, Hardware("gpu", "8.0")).attention
 
     assert chosen(1, "auto") == chosen(2, "all_to_all") == "cudnn"
     assert chosen(2, "ring") == chosen(2, "all_gather") == "triton"
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "expected"),
+    [((), "9.0", "pallas"), ((), "8.0", "triton"), (("model.position=relative",), "9.0", "cudnn")],
+)
+def test_a_deterministic_run_does_without_the_scores_of_cudnn_where_another_kernel_fits(change, capability, expected):
+    encoder = "model.encoder={kind: layers, num_layers: 1, sequence_length: 32}"
+    overrides = ["precision.compute=bfloat16", "run.deterministic=true", *(change or [encoder])]
+    kernels = Kernels.choose(load_config("quickstart", overrides), dict.fromkeys(AXES, 1), Hardware("gpu", capability))
+    assert kernels.attention == expected
+    assert change or kernels.cross_attention == expected
+    assert change or "cuDNN's deterministic gradients need the scores" in kernels.attention_reason
+
+
+def test_a_deterministic_run_with_cudnn_by_name_gets_it_in_whole_sequences_only():
+    by_name = ("llama3_8b", ["run.deterministic=true", "kernels.attention=cudnn", "mesh.context=2"])
+    sizes, hardware = dict.fromkeys(AXES, 1) | {"context": 2}, Hardware("gpu", "9.0")
+    config, ring = (
+        load_config(by_name[0], [*by_name[1], f"communication.context={c}"]) for c in ("all_to_all", "ring")
+    )
+    assert Kernels.choose(config, sizes, hardware).attention == "cudnn"
+    with pytest.raises(ConfigError, match=r"run\.deterministic for a part of the keys: set .*all_to_all"):
+        Kernels.choose(ring, sizes, hardware)
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 264}, {"packed": True, "dtype": "float32"}])

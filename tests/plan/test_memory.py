@@ -62,6 +62,15 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * LAYER
 
 
+def test_the_deterministic_gradients_of_cudnn_hold_16_bits_for_each_pair_of_a_devices_heads_and_tokens():
+    long = ("model={num_layers: 1, vocab_size: 512}", "batch.sequence_length=4096")
+    by_cudnn = (*long, "run.deterministic=true", "kernels.attention=cudnn")
+    assert small(*by_cudnn).working == 2 * 4 * 4096**2
+    assert small(*by_cudnn, "mesh.fsdp=1", "mesh.tensor=2").working == 2 * 2 * 2 * 4096**2  # two sequences, two heads
+    other_kernel = small(*long, "run.deterministic=true")
+    assert other_kernel == small(*long) and other_kernel.working < 2 * 4096**2
+
+
 def test_weights_that_are_stored_in_the_compute_dtype_are_not_cast_and_a_pass_fuses_those_of_its_layer():
     few = ("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
     memory = small(*few, "optimizer.master=split")
