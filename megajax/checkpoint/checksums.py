@@ -62,7 +62,7 @@ def lost(directory: Folder) -> str:
 
 def compute(directory: Folder, index: int = 0, count: int = 1) -> list[tuple[str, int, str]]:
     """(file, piece, CRC-32 in hexadecimal) for the `index`-th of `count` equal shares of a checkpoint's pieces."""
-    share = _pieces(_sizes(directory))[index::count]
+    share = _pieces(sizes(directory))[index::count]
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda piece: _read(directory, piece), share)
         return [(piece.name, piece.number, crc) for piece, (crc, _) in zip(share, found, strict=True)]
@@ -70,11 +70,11 @@ def compute(directory: Folder, index: int = 0, count: int = 1) -> list[tuple[str
 
 def write(directory: Folder, shares: Sequence[Sequence[Sequence[Any]]]) -> str:
     """Write `checksums.json` from the shares of all processes; a problem if they do not cover all files, else empty."""
-    sizes = _sizes(directory)
+    lengths = sizes(directory)
     found = sorted(tuple(piece) for share in shares for piece in share)
-    if [(name, number) for name, number, _ in found] != _pieces(sizes):
+    if [(name, number) for name, number, _ in found] != _pieces(lengths):
         return "the processes see different files"
-    files: dict[str, Any] = {name: {"size": size, "crc32": []} for name, size in sizes.items()}
+    files: dict[str, Any] = {name: {"size": size, "crc32": []} for name, size in lengths.items()}
     for name, _, crc in found:
         files[name]["crc32"].append(crc)
     record = {"format": 1, "piece": PIECE, "crc32": _own(files), "files": files}
@@ -157,13 +157,8 @@ def _own(files: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
 
 
-def _sizes(directory: Folder) -> dict[str, int]:
-    """The size of each file that has checksums, by its path in the directory."""
-    return {name: size for name, size in sizes(directory).items() if not PurePosixPath(name).name.startswith(NAME)}
-
-
-def _pieces(sizes: dict[str, int]) -> list[FilePiece]:
-    return sorted(FilePiece(name, number) for name, size in sizes.items() for number in range(_count(size)))
+def _pieces(lengths: dict[str, int]) -> list[FilePiece]:
+    return sorted(FilePiece(name, number) for name, size in lengths.items() for number in range(_count(size)))
 
 
 def _count(size: int) -> int:

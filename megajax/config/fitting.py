@@ -11,7 +11,7 @@ from megajax.schema.config import Config
 def tensor_keys(config: Config) -> list[str]:
     """The keys of `model` whose values `mesh.tensor` must divide."""
     whole = {"expert_ffn_hidden_size"} if "tensor" in config.mesh.experts_over else set()
-    widths = [key for key in mlp_widths(config.model) if key not in whole and getattr(config.model, key)]
+    widths = [key for key in mlp_widths(config.model) if key not in whole]
     shared = [heads.key(heads.shared) for heads in recurrent_heads(config.model)]
     heads = ["model.num_heads"] if may_have_attention(config.model) else []
     return [*heads, *shared, *(f"model.{key}" for key in widths)]
@@ -57,7 +57,7 @@ def microbatch_numbers(config: Config, sizes: dict[str, int]) -> list[int]:
         if any(count % config.communication.microbatches_at_once for count in counts):
             return False
         in_rounds = config.pipeline.virtual_stages == 1 or not any(count % stages for count in counts)
-        return stages == 1 or (min(counts) >= stages and in_rounds)
+        return min(counts) >= stages and in_rounds
 
     return [n for n in divisors(batch.global_size) if fits(n)]
 

@@ -194,16 +194,25 @@ def test_weights_come_from_a_run_or_from_one_checkpoint(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("value", [pytest.param(np.nan, marks=pytest.mark.long), -np.inf])
-def test_weights_that_are_not_finite_are_refused_by_name(make_trainer, tmp_path, value):
+def test_weights_that_are_not_finite_or_of_another_shape_are_refused_by_name(make_trainer, tmp_path, value):
     source = make_trainer("source", fsdp=8)
     params = source.state.params
     bad = {"head": params["head"].at[3, 5].set(value), "blocks.dense.mlp.up": params["blocks.dense.mlp.up"] + value}
     source.state = replace(source.state, params=params | bad)
-    save(source)
+    checkpoint = save(source)
     sentence = rf"checkpoint.init_from={tmp_path / 'source'} .*: blocks.dense.mlp.up, head has NaN or Inf: give weights"
     for mesh in ({"tensor": 2, "fsdp": 2}, {}):
         with pytest.raises(InputError, match=sentence):
             make_trainer("run", f"checkpoint.init_from={tmp_path / 'source'}", **mesh)
+    base = {"driver": "file", "path": f"{checkpoint / 'state'}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    header = json.loads(store.read("params.final_norm/.zarray").result().value)
+    store.write("params.final_norm/.zarray", json.dumps(header | {"shape": [40]})).result()
+    for record in checkpoint.glob("checksums.json*"):
+        record.unlink()
+    problem = r"/0 is damaged \(params.final_norm has shape \[40\] instead of \[36\]\): name another run"
+    with pytest.raises(InputError, match=problem):
+        make_trainer("run", f"checkpoint.init_from={tmp_path / 'source'}")
 
 
 def test_weights_come_from_a_run_whose_name_is_a_number(make_trainer, tmp_path):
@@ -310,7 +319,7 @@ def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
     compare_descriptions(older, describe(rope_scaling=scaling), "It", ("model",), "name another")
 
 
-def test_training_waits_for_the_copy_to_the_host_and_for_the_result(tmp_path):
+def test_training_waits_for_the_copy_to_the_host_and_for_the_result(tmp_path, monkeypatch):
     """Both times are measured around the calls, of a save that has ended when its result is asked for."""
     checkpoints = manager.Checkpoints(tmp_path, keep=1, keep_every=None)
     begin = time.perf_counter()
@@ -322,7 +331,11 @@ def test_training_waits_for_the_copy_to_the_host_and_for_the_result(tmp_path):
     outcome = checkpoints.outcome()
     asking = time.perf_counter() - begin
     assert outcome is not None and outcome.error is None
-    assert asking < outcome.waited <= copying + asking
+    assert asking < outcome.waited <= copying + asking and outcome.unverified is None
+    monkeypatch.setattr(manager.checksums, "compute", lambda *_: json.loads("{"))
+    checkpoints.save(2, {"params": {"w": jax.numpy.zeros(4)}}, {})
+    outcome = checkpoints.outcome(wait=True)
+    assert outcome is not None and outcome.error is None and "line 1 column 2" in str(outcome.unverified)
     checkpoints.close()
 
 

@@ -59,3 +59,5 @@ def test_the_table_names_mesh_sizes_and_damage_and_one_step_its_arrays(run_dir, 
     assert inspect.main([str(run_dir), "--verify"]) == inspect.DAMAGED
     _, first, last = capsys.readouterr().out.splitlines()
     assert "DAMAGED: " in first and damaged.name in first and last.endswith("  verified")
+    assert inspect.main([str(run_dir)]) == 0, "without --verify no array is read"
+    assert "  with checksums, not verified" in capsys.readouterr().out.splitlines()[1]

@@ -26,6 +26,9 @@ batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
 FP8 = "precision.fp8."
+LATENT = (
+    "model.num_kv_heads=8 model.head_dim=32 model.qk_nope_head_dim=16 model.qk_rope_head_dim=16 model.v_head_dim=16"
+)
 
 
 def test_the_fp8_layers_are_those_between_the_first_and_the_last():
@@ -97,6 +100,7 @@ SHAPES = [
         8,
         "the tokens of a microbatch on one device / mesh.tensor=4 is 40",
     ),
+    (f"{LATENT} model.kv_lora_rank=24", 1, "model.kv_lora_rank=24 is not one"),
 ]
 
 
@@ -140,12 +144,19 @@ def test_a_sound_choice_passes_without_a_warning(fp8, others, devices):
 
 
 def test_a_microbatch_has_fewer_than_two_to_the_31_numbers_of_a_width():
-    """2^17 tokens of a gated MLP: gate and up of 8176 each are below it, of 8192 they are it."""
+    """2^17 tokens of a gated MLP: gate and up of 8176 each are below it, of 8192 they are it.
+
+    And of attention: queries, keys and values of 85 heads of 64 are 16320, of 86 heads 16512.
+    """
     big = ["batch={global_size: 1, num_microbatches: 1, sequence_length: 131072}", f"{FP8}recipe=current"]
     check_mesh(load_config("x.yaml", [*big, "model.ffn_hidden_size=8176"]), 1)
     with pytest.raises(ConfigError, match="fewer than 2\\^31 numbers at once, but .* 131072 tokens of 16384 numbers"):
         check_mesh(load_config("x.yaml", [*big, "model.ffn_hidden_size=8192"]), 1)
     check_mesh(load_config("x.yaml", [*big, "model.ffn_hidden_size=8192", "mesh.tensor=2"]), 2)  # a half on a device
+    heads = "model.head_dim=64 model.num_heads={0} model.num_kv_heads={0}"
+    check_mesh(load_config("x.yaml", [*big, *heads.format(85).split()]), 1)
+    with pytest.raises(ConfigError, match="131072 tokens of 16512 numbers"):
+        check_mesh(load_config("x.yaml", [*big, *heads.format(86).split()]), 1)
 
 
 # For each setting another value than its default; delayed scaling reads them all.

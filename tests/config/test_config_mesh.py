@@ -51,6 +51,12 @@ SIZES = [
     ("mesh.tensor=2 model.num_kv_heads=1", 2, (1, 1, 1, 1, 1, 2)),
     # 30 tokens a sequence do not divide by 4, but the 360 of the microbatch do
     ("mesh.tensor=4", 4, (1, 1, 1, 1, 1, 4)),
+    # whole experts, each of any width
+    (
+        "mesh.tensor=4 mesh.experts_over=[tensor] model.num_experts=4 model.expert_ffn_hidden_size=99",
+        4,
+        (1, 1, 1, 1, 1, 4),
+    ),
 ]
 
 DIVIDED = "batch.global_size=2 batch.num_microbatches=1 batch.sequence_length=16 mesh.context=4"
@@ -104,6 +110,11 @@ REFUSED = [
         "mesh.data=-1 mesh.tensor=4",
         6,
         "mesh.tensor=4 does not divide 6 devices (the command line: mesh.tensor=4): use 1 or 2.",
+    ),
+    (
+        "mesh.pipeline=3 mesh.data=-1 model.num_layers=4 batch.num_microbatches=6",
+        4,
+        "mesh.pipeline=3 does not divide 4 devices (the command line: mesh.pipeline=3): use 1, 2 or 4.",
     ),
     (
         "mesh.expert=-1",
