@@ -133,7 +133,7 @@ class DeepseekV3(DeepseekV2):
         return options | {"scaling_factor": config["routed_scaling_factor"]} | groups
 
     def read_options(self, config: Json) -> Json:
-        modules = config.get("num_nextn_predict_layers") or 0
+        modules = config.get("num_nextn_predict_layers")
         return super().read_options(config) | ({"mtp_layers": modules} if modules else {})
 
     def unused(self, config: Json) -> tuple[str, ...]:

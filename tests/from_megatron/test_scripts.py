@@ -65,6 +65,7 @@ def sentence(capsys, *arguments: str) -> str:
         ('A=(x yz)\np.py --micro-batch-size $A ${A} "$A" ${#A} ${#A[1]}', [], ["x", "x", "x", "1", "2"]),
         ("N=3\np.py --micro-batch-size $((N*8-2**3)) $(( (N + 1) % 3 )) $((-7/2))", [], ["16", "1", "-3"]),
         ("p.py --micro-batch-size ${X:-$((2*3))} ${X:+no} ${X-'a b'} ${X:=q}$X", [], ["6", "a", "b", "qq"]),
+        ("p.py --micro-batch-size ${X-'a}b'}", [], ["a}b"]),
         ("p.py --micro-batch-size \\\n  1 \\\n  2 # 3", [], ["1", "2"]),
         (
             "F=/a/b.tar.gz\np.py --micro-batch-size ${F##*/} ${F%.*} ${F%%.*} ${F/a/c} ${F:1:3}",
@@ -75,6 +76,11 @@ def sentence(capsys, *arguments: str) -> str:
             "if [ $1 -gt 2 ] && [[ $2 == b* ]]; then A=y; else A=n; fi\np.py --micro-batch-size $A $#",
             ["3", "bc"],
             ["y", "2"],
+        ),
+        (
+            "if [[ $1 == a || $2 == c* ]]; then A=y; elif false; then A=z; else A=n; fi\np.py --micro-batch-size $A",
+            ["3", "bc"],
+            ["n"],
         ),
         (
             "for n in 1 2 3; do\n[ $n -ge 2 ] && A=$A$n\n[ $n -gt 2 ] && B=$B$n\n[ $n -le 2 ] && C=$C$n\n"
@@ -133,12 +139,14 @@ def test_devices_are_those_of_a_launcher_around_two_shells(place):
 
 def test_sourced_files_are_read_and_others_are_named(place):
     (place / "a.sh").write_text("A=5\nsource nothing.sh\nsource $(pwd)/b.sh\n")
-    (place / "train.sh").write_text(f". ./a.sh\ntorchrun --nproc-per-node 2 p.py {SMALL} --seed $A")
+    loop = "for ((i = 0; i < 2; i++)); do A=$i; done"
+    (place / "train.sh").write_text(f". ./a.sh\n{loop}\ntorchrun --nproc-per-node 2 p.py {SMALL} --seed $A")
     with pytest.warns(UserWarning) as warned:
         given, world = read(["train.sh"])
     assert given["seed"] == 5 and world == 2
     texts = [str(each.message) for each in warned]
-    assert len(texts) == 2 and "nothing.sh" in texts[0] and "a.sh, line 2" in texts[0] and "$(pwd)/b.sh" in texts[1]
+    assert len(texts) == 3 and "nothing.sh" in texts[0] and "a.sh, line 2" in texts[0] and "$(pwd)/b.sh" in texts[1]
+    assert "the loop in train.sh, line 2, is not read" in texts[2]
 
 
 def test_variables_and_arguments_without_a_value_are_named(place, capsys):
@@ -159,7 +167,7 @@ HOSTILE = {
     "eval of a substitution": (f'eval "$(touch executed)"\np.py {SMALL}', ("$(touch executed)", "line 1")),
     "eval of another command": ("eval 'touch executed; rm -rf .'", ("no launch line",)),
     "commands": ("touch executed\nexec touch executed\n", ("no launch line",)),
-    "unclosed quote": (f"touch executed\np.py {SMALL} --save 'x", ("quote ' is not closed", "line 2")),
+    "unclosed quote": (f"touch 'executed\n'\np.py {SMALL} --save 'x", ("quote ' is not closed", "line 3")),
     "unclosed double quote": (f'p.py {SMALL}\nA="x', ('quote " is not closed', "line 2")),
     "unclosed brackets": (f"p.py {SMALL} --seed $((1+", ("is not closed", "line 1")),
     "unclosed if": (f"if true; then\np.py {SMALL}", ("line 1", "no fi")),
@@ -288,6 +296,7 @@ OTHER_MODELS = {
         ),
         (f"{SMALL} --recompute-granularity full --recompute-num-layers 1", ("full needs a method",)),
         (f"{SMALL} --zzz 1 --num-layer 3 --zzz 2", ("2 words are not flags",)),
+        (f"p.py --zzz 1 {SMALL}", ("--zzz is not a flag",)),
         (f"{SMALL} --seed one", ("--seed one is not an integer",)),
         (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
         (f"{SMALL} --tensor-model-parallel-size 3", ("the world size 1 is no multiple",)),
@@ -316,6 +325,21 @@ def test_what_cannot_be_translated_is_refused_by_name(line, parts, capsys):
 def test_a_value_that_is_megatrons_default_is_not_refused():
     found, _ = settings(f"{SMALL} --weight-decay-incr-style constant --dataloader-type single --lr-warmup-init 0.0")
     assert found["optimizer"]["weight_decay"] == 0.01
+
+
+def test_the_comment_of_a_value_is_its_flag_or_megatrons_default():
+    line = f"{SMALL} --num-experts 4 --moe-z-loss-coeff 0.001 --moe-aux-loss-coeff 0.1"
+    text, _ = translate(read(line.split())[0], 1)
+    comments = dict(re.findall(r"(\w+): .*  # (.*)", text))
+    expected = {
+        "num_layers": "--num-layers 2",
+        "vocab_size": "--vocab-size 512",
+        "z_loss": "--moe-z-loss-coeff 0.001",
+        "global_loss": "--moe-aux-loss-coeff 0.1",
+        "norm": "Megatron's default",
+        "ffn_hidden_size": "Megatron's default for its activation",
+    }
+    assert {key: comments[key] for key in expected} == expected
 
 
 def test_flags_without_a_counterpart_are_listed_by_class_and_reason():
@@ -392,6 +416,7 @@ def test_flags_without_a_counterpart_are_listed_by_class_and_reason():
         ("--kv-channels 32", "model.head_dim", 32),
         ("--num-query-groups 2", "model.num_kv_heads", 4),  # --group-query-attention is missing
         ("--cpu-offloading-num-layers 1", "remat.policy", "offload"),
+        ("--fine-grained-activation-offloading", "remat.policy", "offload"),
         ("--seed 7", "run.seed", 7),
         ("--wandb-exp-name a/b", "run.dir", "runs/a_b"),
     ],
@@ -408,6 +433,19 @@ def test_the_end_of_a_document_is_a_token_of_the_null_tokenizer(flag, end):
     line = SMALL.replace("--mock-data", "--data-path x --split 1,0,0 --tokenizer-type NullTokenizer")
     found, _ = settings(f"{line} {flag}")
     assert (found["model"]["vocab_size"], found["data"]["tokenizer"]) == (512, f"null:{end}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        ("--tokenizer-model a/b", "--tokenizer-model a/b is no path: download it, and set data.tokenizer"),
+        ("--vocab-file a/vocab.json --merge-file b/merges.txt", "copy both into a folder as vocab.json and merges.txt"),
+    ],
+)
+def test_a_tokenizer_that_is_no_folder_is_a_warning_with_its_cure(flags, cure):
+    line = SMALL.replace("--mock-data", f"--data-path x --tokenizer-type HuggingFaceTokenizer {flags}")
+    found, warned = settings(line)
+    assert "tokenizer" not in found["data"] and any(cure in text for text in warned)
 
 
 @pytest.mark.parametrize(
@@ -451,8 +489,29 @@ def test_a_run_begins_where_megatrons_would(place, flags, expected):
     ],
 )
 def test_a_formula_that_differs_is_a_warning_with_its_row(flags, row):
-    warned = settings(f"{SMALL} {flags}")[1]
-    assert any(f"docs/migration.md, row {row})" in text for text in warned)
+    assert row in differing(flags, 1)
+
+
+def differing(flags: str, world: int) -> set[str]:
+    """The rows of docs/migration.md in the warnings."""
+    return set(re.findall(r"docs/migration.md, row (\S+)\)", "\n".join(settings(f"{SMALL} {flags}", world)[1])))
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "rows"),
+    [
+        ("--moe-router-load-balancing-type global_aux_loss", 1, {"global-aux-loss"}),
+        ("--moe-router-load-balancing-type aux_loss", 1, set()),
+        ("--moe-router-load-balancing-type aux_loss --global-batch-size 2", 2, {"aux-loss"}),
+        ("--moe-router-load-balancing-type seq_aux_loss --global-batch-size 2", 2, set()),
+        ("--context-parallel-size 2", 2, set()),
+        ("--context-parallel-size 2 --eod-mask-loss", 2, {"loss-mean"}),
+        ("--context-parallel-size 2 --eod-mask-loss --calculate-per-token-loss", 2, {"masked-router-losses"}),
+    ],
+)
+def test_a_formula_of_several_replicas_or_ranks_differs_only_there(flags, world, rows):
+    line = f"--attention-dropout 0 --disable-bias-linear --num-experts 4 --moe-aux-loss-coeff 0.1 {flags}"
+    assert differing(line, world) == rows
 
 
 @pytest.mark.parametrize(("warmup", "decay", "differs"), [(5, 10, False), (5, 11, False), (5, 9, True), (0, 10, True)])
@@ -506,6 +565,8 @@ def test_yaml_of_megatrons_tests_and_of_its_config(place, monkeypatch):
     found = yaml.safe_load(translate(given, world)[0])
     assert found["model"]["num_kv_heads"] == 2 and found["model"]["num_experts"] == 4
     assert found["model"]["norm_epsilon"] == 1e-6 and found["run"]["seed"] == 5
+    (place / "gpt.yaml").write_text((place / "gpt.yaml").read_text().replace("swiglu", "gelu"))
+    assert yaml.safe_load(translate(read(["gpt.yaml"])[0], 1)[0])["model"]["activation"] == "gelu_exact"
     (place / "gpt.yaml").write_text("language_model: {num_leyers: 2}\n")
     with pytest.raises(InputError, match="num_leyers"):
         read(["gpt.yaml"])

@@ -103,6 +103,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "no split is 969, 30, 1": (f"{FILES} --data-path x", 1, {"data.split": "969,30,1", "data.order": "megatron"}),
     "a split of two": (f"{FILES} --data-path x --split 99,1", 1, {"data.split": "99,1,0"}),
+    "tokens to fill in": (
+        f"{FILES} --data-path x --tokenizer-type HuggingFaceTokenizer --tokenizer-model ./x --fim-data --fim-rate 0.3"
+        " --fim-spm-rate 0.7",
+        1,
+        {"data.fim_rate": 0.3, "data.fim_spm_rate": 0.7, "data.tokenizer": "./x"},
+    ),
     "experts are as wide as an MLP": (EXPERTS, 1, {"model.expert_ffn_hidden_size": 1024}),
     "experts in every second layer": (f"{EXPERTS} --moe-layer-freq 2", 1, {"model.block_pattern": ["moe", "dense"]}),
     "a weight for each balancing loss": (
@@ -258,6 +264,7 @@ CONTRADICTIONS = [
     ("--group-query-attention --num-query-groups 2 --multi-latent-attention", 1, "remove one of them"),
     ("--window-size 127", 1, "--window-size 127 is no pair such as .*correct it"),
     ("--window-size 127,0 --window-attn-skip-freq [0]*2", 1, r"skip-freq \[0\]\*2 has 2 layers, the model 4"),
+    ("--no-rope-freq [0]*2", 1, r"--no-rope-freq \[0\]\*2 has 2 layers, the model 4"),
     ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts.*add it"),
     ("--use-torch-fsdp2 --num-distributed-optimizer-instances 3", 4, "instances 3 does not divide 4.*correct it"),
     ("--step-batch-size-schedule 0:2,9:16", 1, "excludes --global-batch-size.*remove one"),
@@ -268,6 +275,11 @@ CONTRADICTIONS = [
     (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|tL", 2, "has 3 layers in 2 stages, not 4 in a multiple of 2"),
     (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|(ttL", 2, r"\(ttL is no layout such as"),
     (f"{STAGES} 4 --decoder-first-pipeline-num-layers 5", 2, "4 layers cannot be divided into 2 stages"),
+    (
+        "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1",
+        3,
+        "4 layers cannot be divided into 3 stages",
+    ),
 ]
 CONTRADICTIONS += [
     (f"--{name} 0", 1, f"--{name} 0 is below 1.*use 1 or more")
@@ -282,6 +294,7 @@ CONTRADICTIONS += [("--lr 0 --decoupled-lr 2e-3", 1, "--lr 0 is not above 0.*use
 OF_EXPERTS = [
     ("--moe-layer-freq 0", 1, "--moe-layer-freq 0 is no frequency.*use 1 or more"),
     ("--moe-layer-freq [1]*3", 1, r"\[1\]\*3 has 3 layers, the model 4"),
+    ("--moe-layer-freq [0]*[1,1,1]", 1, r"\[0\]\*\[1,1,1\] is neither a number nor a list"),
     ("--moe-aux-loss-coeff much", 1, "--moe-aux-loss-coeff much"),
     ("--moe-aux-loss-coeff 0.1 0.2", 1, "aux_loss has 1 kinds, but 2 weights.*give each one weight"),
 ]

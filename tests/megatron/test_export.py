@@ -187,6 +187,20 @@ def test_settings_of_training_come_back_from_the_arguments(key):
     assert back.settings[f"model.{key}"].value == TRAINING[key]
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("gpt", {"max_positions": 64}, {"seq_length": 32, "max_position_embeddings": 64}),
+        ("gqa", {}, {"seq_length": 32, "max_position_embeddings": 32}),
+        ("mixtral", {"router": {"capacity_factor": 1.25}}, {"moe_token_drop_policy": "probs"}),
+    ],
+)
+def test_an_argument_is_that_of_megatrons_rules(name, more, expected):
+    config = make_config(MODELS[name] | more, batch={"global_size": 8, "sequence_length": 32})
+    arguments = arguments_for(config, STEP, 40, (1, 1, 1))
+    assert {key: arguments[key] for key in expected} == expected
+
+
 def test_windows_are_without_the_own_token_and_come_back():
     model = MODELS["gqa"] | {"sliding_window": 8, "layer_pattern": ("local", "global")}
     arguments = arguments_for(make_config(model, batch={"global_size": 8, "sequence_length": 32}), STEP, 40, (1, 1, 1))
@@ -257,6 +271,10 @@ def test_a_bfloat16_checkpoint_has_rounded_weights_and_exact_biases_of_the_choic
         ({"norm_placement": "both"}, r"model.norm_placement=both .* has no arguments of Megatron-LM"),
         ({"attention_scale": 0.3}, r"model.attention_scale=0.3 "),
         ({"activation": "geglu"}, r"model.activation=geglu "),
+        (
+            {"rope_scaling": {"kind": "yarn", "factor": 1.0, "original_max_positions": 16}},
+            r"model.rope_scaling=\{kind: yarn",
+        ),
         ({"mlp_bias": True}, r"model.attention_bias=qkv "),
         (
             {"block_pattern": ["dense", "gated_deltanet"]},

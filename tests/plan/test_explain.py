@@ -45,6 +45,7 @@ def test_the_parts_of_time_and_memory_add_up_to_the_whole(config, capsys):
         [float(n.replace(",", "")) for n in re.findall(rf"^  \D.*? ([\d,.]+) {unit}(?: +[\d.]+%)?$", printed, re.M)]
         for unit in ("ms", "GiB")
     )
+    assert whole["mesh"] == "pipeline 2 × fsdp 4 × tensor 2 1f1b"
     # Each figure is rounded.
     assert sum(times) == pytest.approx(float(whole["ms a step"]), abs=0.5 + 0.05 * len(times))
     assert sum(memory) == pytest.approx(float(whole["GiB"].rstrip("~")), abs=0.05 * (1 + len(memory)))
@@ -82,9 +83,9 @@ def test_a_pipelines_backward_pass_is_drawn_with_recomputation_and_copies(config
 
 def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     overrides = ["mesh.fsdp=2", "mesh.tensor=2", "batch.num_microbatches=2", "remat.policy=full"]
-    found = explained(config, overrides, 8, H200)
+    found = explained(config, [*overrides, "kernels.scan_unroll=1"], 8, H200)
     phases = list(phases_of(found))
-    assert sum(phase.seconds for phase in phases) == pytest.approx(found.time.total)
+    assert sum(phase.seconds for phase in phases) == pytest.approx(found.time.total) and found.time.loops
     assert [phase.name for phase in phases] == [*["forward", "head", "backward"] * 2, "casts", "update", "waiting"]
     drawing = ElementTree.fromstring(of_phases(found))
     boxes = [box for box in drawing.iter() if box.tag.endswith("rect")]
@@ -101,6 +102,7 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     recomputed = sum(each.exposed for each in found.time.recomputed.traffic.values())
     texts = [node.text or "" for node in ElementTree.fromstring(of_phases(found)).iter() if node.tag.endswith("text")]
     assert f"a step of {1e3 * found.time.total:,.1f} ms, 2 microbatches, estimated" in texts
+    assert f"{1e3 * found.time.total:,.0f}" in texts  # the end of the axis of time
     # The hints add up to the step's traffic without recomputation; those of the hidden and the exposed part are equal.
     hidden, exposed_hints = (
         [box[0].text or "" for box in boxes if box.get("fill") == COLORS[part] and len(box)]

@@ -16,6 +16,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.layout.stages import layouts_to_try, slot_kinds
 from megajax.tools.plan.__main__ import main
 from megajax.tools.plan.rates import rates_of
+from megajax.tools.plan.report import mesh_text
 from megajax.tools.plan.search import Found, Search, explained
 from megajax.tools.plan.variations import Variations
 
@@ -131,7 +132,10 @@ def test_fp8_is_tried_if_asked_for_and_nothing_sets_its_recipe(config, tmp_path)
     pinned = ["mesh={pipeline: 1, context: 1, tensor: 2}", "batch.num_microbatches=1"]
     found = Search(config, pinned, 4, H200, fp8=True).best(2)
     assert found[0].in_fp8 and "precision.fp8.recipe=current" in found[0].overrides
+    assert [mesh_text(each).endswith(", FP8") for each in found] == [True, True, False]
     assert not found[-1].in_fp8 and found[-1].time.total > found[0].time.total
+    narrow = "model={hidden_size: 128, num_heads: 2, num_kv_heads: 2, ffn_hidden_size: 256}"  # too small for FP8
+    assert [each.in_fp8 for each in Search(config, [narrow], 1, H200, fp8=True).best(1)] == [False]
     [plain] = Search(config, pinned, 4, H200).best(1)
     assert found[-1].time.total == plain.time.total and not any("fp8" in override for override in plain.overrides)
     own = tmp_path / "own.yaml"
@@ -228,7 +232,7 @@ def test_the_table_names_the_losses_and_the_overrides(config, capsys):
     printed, told = capsys.readouterr()
     assert re.fullmatch(r"[\d,]+ candidates?\n(after \d+ s: [\d,]+ candidates\n)*", told)  # on a pipe now and then
     assert "| pipeline 2, " in printed
-    assert "bubble" in printed and "The fastest: mesh.data=" in printed
+    assert "bubble" in printed and "The fastest: mesh.data=" in printed and "usual" not in printed
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")]
     speed = float(rows[2][rows[0].index("tokens/s a GPU")].replace(",", ""))  # of the fastest
     [(days, hours)] = re.findall(r"([\d,.]+) days, ([\d,.]+) GPU-hours", printed)
@@ -240,7 +244,11 @@ def test_the_table_names_the_losses_and_the_overrides(config, capsys):
 def test_one_mesh_is_explained(config, capsys):
     assert main([str(config), "--gpus", "8", "--explain", "tensor=2,fsdp=-1", "--markdown"]) == 0
     printed = capsys.readouterr().out
-    assert "| fsdp 4 × tensor 2 |" in printed and "communication over tensor" in printed
+    assert "communication over tensor" in printed
+    mesh = ["mesh.fsdp=4", "mesh.tensor=2"]  # of 8 sequences: two microbatches at most
+    one, two = (explained(config, [*mesh, f"batch.num_microbatches={n}"], 8, H200) for n in (1, 2))
+    assert two.gib < one.gib <= H200.memory_gib and one.time.total < two.time.total
+    assert "| fsdp 4 × tensor 2 | – | 1 | none |" in printed
     assert "Largest microbatch that fits: 2 sequences" in printed and "twice the length" in printed
 
 
@@ -309,6 +317,18 @@ def test_a_table_is_aligned_and_marks_what_is_near_the_limit(config, capsys):
     assert more[1:] == ["more", "time."] and float(more[0].rstrip("%")) == pytest.approx(
         100 * (usual / fastest - 1), abs=1
     )
+
+
+def test_the_usual_recipe_has_a_sequence_in_a_microbatch_and_recomputes_what_does_not_fit(config):
+    """Eight sequences on one replica"""
+    least, most = (
+        explained(config, ["mesh.tensor=2", "batch.num_microbatches=8", f"remat.policy={policy}"], 2, H200).gib
+        for policy in ("full", "none")
+    )
+    for memory, policy in ((most, "none"), ((least + most) / 2, "full")):
+        usual = Search(config, [], 2, replace(H200, memory_gib=memory)).usual().candidate
+        assert (usual.config.batch.num_microbatches, usual.config.remat.policy) == (8, policy)
+        assert usual.plan.sizes == check_mesh(load_config(config, ["mesh.tensor=2"]), 2)
 
 
 def test_a_config_that_the_usual_recipe_does_not_fit_gets_the_reason(config, capsys):

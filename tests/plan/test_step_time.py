@@ -167,10 +167,17 @@ def test_collectives_of_activations_and_uneven_experts_by_hand():
     sent = divided.activations["expert"]
     assert sent.sent == 4 * 4.5 * 2 * T / 2 * D * 2 / 2
     assert sent.exposed == sent.seconds == pytest.approx(sent.sent / H200.link_bytes)
-    for biased, times in ((False, 3.5), (True, 4.0)):  # half of the bytes of the tokens and, without biases, gradients
-        model = experts | {"num_experts": 8, "mlp_bias": biased}
-        fp8 = small(2, mesh={"expert": 2}, model=model, precision={"fp8": {"recipe": "current"}}).activations["expert"]
-        assert fp8.sent == sent.sent * times / 4.5
+    # Half of the bytes of the tokens and, without biases, gradients; scales of blocks are not sent.
+    for recipe, biased, times in (("current", False, 3.5), ("current", True, 4.0), ("blockwise", False, 4.5)):
+        model, precision = experts | {"num_experts": 8, "mlp_bias": biased}, {"fp8": {"recipe": recipe}}
+        fp8 = small(2, mesh={"expert": 2}, model=model, precision=precision).activations["expert"]
+        assert fp8.sent == sent.sent * times / 4.5, recipe
+    # Of a token: the router's scores, gate, value and product of two experts, and their rows. An all-to-all of two
+    # devices writes buffers that have room for a quarter more.
+    model, own, rows = experts | {"num_experts": 8}, 11 * D + 3.3 * (8 + 2 * 3 * 1024), 2 * D
+    shared = small(2, mesh={"expert": 2}, communication={"experts": "all_to_all"}, model=model).elementwise
+    assert small(model=model).elementwise == pytest.approx(4 * 2 * T * (own + 8.7 * rows) / H200.memory_bytes)
+    assert shared == pytest.approx(4 * 2 * T / 2 * (own + (8.7 + 2 * 1.25) * rows) / H200.memory_bytes)
 
 
 def test_rows_of_experts_over_two_axes_use_the_network_cards_of_all_gpus_of_a_host():
@@ -179,6 +186,9 @@ def test_rows_of_experts_over_two_axes_use_the_network_cards_of_all_gpus_of_a_ho
     mesh = {"expert": 8, "context": 2, "experts_over": ["expert", "context"]}
     rows = small(16, mesh=mesh, model=model, batch={"global_size": 8}).activations["expert"]
     assert rows.seconds == pytest.approx(rows.sent / (8 * H200.network_bytes))
+    # Two hosts with the shards of a model each: a group over data is one GPU of each host.
+    data = small(16, mesh={"data": 2, "fsdp": 8}, batch={"global_size": 16}).weights["data"]
+    assert data.seconds == pytest.approx(data.sent / H200.network_bytes)
 
 
 def test_latents_are_sent_over_tensor_in_place_of_attentions_input_only():
@@ -239,6 +249,11 @@ def test_devices_of_context_project_the_keys_of_the_others_from_latents():
     tokens, up = 4096, 512 * 128 * 256  # of a device; parameters of the up-projection
     extra = 4 * tokens * up * (8 + 2) / time_table.H200.matmul_flops(512, False)
     assert latent.matmuls == pytest.approx(heads.matmuls + extra, rel=1e-6)
+    # Of the other device's tokens: their 128 heads of 128 + 128 numbers, with keys of 192 and values in attention
+    moved = 3.3 * 2 * tokens * 4 * 128 * (128 + 128 + 192 + 128) / time_table.H200.memory_bytes
+    assert latent.elementwise - heads.elementwise == pytest.approx(moved)
+    # Latents of 512 numbers and rotary keys of 64, gathered and their gradients summed in four collectives of a layer
+    assert latent.activations["context"].sent == 4 * 4 * tokens * 2 * (512 + 64)
 
 
 def test_the_table_is_of_a_file_of_rates(speeds, tmp_path, monkeypatch, capsys):

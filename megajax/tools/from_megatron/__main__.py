@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
     """Print or write the config of a launch line; returns the exit status."""
     with user_errors():
         own, line = _divided(words)
-        options = _parser().parse_args([*own, "--", *line] if line else own)
+        options = _parser().parse_args([*own, "--", *line])
         if options.write is not None:
             check_new_file("--write", options.write)
         given, world = read(options.line)

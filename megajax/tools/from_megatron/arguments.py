@@ -116,7 +116,7 @@ def _items(node: ast.expr) -> int | list[int]:
         found = node.value
     elif isinstance(node, ast.List):
         found = [_items(item) for item in node.elts]
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+    elif isinstance(node, ast.BinOp):
         one, other = _items(node.left), _items(node.right)
         if isinstance(node.op, ast.Mult) and isinstance(one, list) != isinstance(other, list):
             found = one * other  # pyright: ignore

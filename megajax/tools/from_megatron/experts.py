@@ -45,7 +45,6 @@ def translate_experts(t: Translation, replicas: int) -> None:
 def _layers(t: Translation) -> None:
     """Which layers have experts; a frequency n means the first of n layers."""
     frequency, layers = t.arguments.layer_list("moe_layer_freq"), layer_count(t)
-    t.use("moe_layer_freq")
     if isinstance(frequency, int):
         if frequency < 1:
             raise t.arguments.fail(f"{t.arguments.shown('moe_layer_freq')} is no frequency", "use 1 or more")
@@ -54,7 +53,7 @@ def _layers(t: Translation) -> None:
         check_length(t, "moe_layer_freq", frequency or [])
         kinds = [int(bool(kind)) for kind in frequency or []]
     first = kinds.index(1) if 1 in kinds else layers
-    if all(kinds[first:]) and first < layers:
+    if all(kinds[first:]):
         t.put("model.first_dense_layers", first, "moe_layer_freq")
     else:
         period = next(n for n in range(1, layers + 1) if all(kinds[i] == kinds[i % n] for i in range(layers)))

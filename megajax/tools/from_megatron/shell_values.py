@@ -77,7 +77,7 @@ class Values:
                     parts[0] = current + parts[0]
                 elif not parts and current is not None:
                     parts = [current]
-                if piece[-1:].isspace() and parts:
+                if piece[-1:].isspace():
                     parts.append("")
                     found += parts[:-1]
                     current = None

@@ -114,7 +114,7 @@ class Search:
     def best(self, count: int) -> list[Found]:
         """The fastest candidates that fit, at most `count`, one of each mesh and precision.
 
-        With `fp8` the fastest without it is one of them. Raises InputError if there is none.
+        With `fp8` the fastest without it follows if it is not among them. Raises InputError if there is none.
         """
         recipes = (NONE.name, CURRENT.name) if self.fp8 else (None,)
         found = [each for recipe in recipes for each in self._expanded(recipe, count)]
