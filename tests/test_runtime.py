@@ -12,7 +12,13 @@ import jax
 import pytest
 
 from megajax.config import load_config
-from megajax.runtime import keep_autotuning, kept_autotuning, permutations_are_copied, prepare_environment
+from megajax.runtime import (
+    has_nvidia_driver,
+    keep_autotuning,
+    kept_autotuning,
+    permutations_are_copied,
+    prepare_environment,
+)
 
 
 @pytest.fixture
@@ -50,6 +56,7 @@ def test_flags_are_set_and_returned(config, fresh):
     assert os.environ["XLA_FLAGS"].split() == flags
     assert environment_flags()["xla_gpu_enable_latency_hiding_scheduler"] == "true"
     assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) > 0.9
+    assert ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in os.environ) != has_nvidia_driver()
 
 
 def test_flags_of_the_user_win(config, fresh, monkeypatch):

@@ -179,6 +179,8 @@ from megajax.runtime import keep_compiled, prepare_environment
 config = load_config("x.yaml", ["run.extensions=[ext_jax.py]"])
 assert "jax" in sys.modules
 prepare_environment(config)
+keep_compiled(load_config("x.yaml", ["run.compilation_cache=none"]))
+assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 keep_compiled(config)
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=3"
 import jax

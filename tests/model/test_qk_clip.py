@@ -31,7 +31,7 @@ CASES = {
         "layer_pattern": ["local", "global"],
     },
     "mixtral": MIXTRAL,
-    "predicting": LATENT_MODELS["dense"] | {"num_layers": 3, "mtp_layers": 1},
+    "predicting": LATENT_MODELS["dense"] | {"num_layers": 3, "num_heads": 6, "mtp_layers": 1},
 }
 
 
@@ -138,7 +138,7 @@ def test_heads_that_share_keys_have_the_smallest_factor_of_them():
         pytest.param(
             *("mixtral", {"expert": 2, "context": 2}, 2, {"context": "all_gather"}, "whole"), marks=pytest.mark.long
         ),
-        # An empty slot; stages share the tokens of the module
+        # An empty slot; stages share the tokens of the module, but do not divide a device's heads
         pytest.param(
             *("predicting", {"pipeline": 2, "context": 2}, 2, {"context": "all_to_all"}, "padded"),
             marks=pytest.mark.long,

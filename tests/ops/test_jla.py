@@ -141,14 +141,14 @@ def test_gradients_of_outputs_that_two_policies_recompute(installed, rng, rule, 
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("starts", [(), (4, 7), (10, 11)], ids=["one", "documents", "border"])
+@pytest.mark.parametrize("starts", [(), (4, 7, 67), (70, 71)], ids=["one", "documents", "border"])
 def test_devices_exchange_states_between_the_kernels(installed, rng, starts):
-    """The gated delta rule of two devices and its gradients are those of one."""
-    devices, (B, S) = 3, (2, 30)
+    """The gated delta rule of three devices and its gradients are those of one; each has two pieces of its tokens."""
+    devices, (B, S) = 3, (2, 210)
     *arguments, _ = drawn(gated_delta_rule, rng, False, S=S)
     weights = np.asarray(rng.integers(-2, 3, arguments[2].shape), np.float32)
     first, starts = starts, np.zeros((B, S), bool)
-    starts[0, list(first)] = starts[1, [*first, *([29] if first else [])]] = True
+    starts[0, list(first)] = starts[1, [*first, *([S - 1] if first else [])]] = True
 
     def before(transition, final):
         transitions, finals = (lax.all_gather(a, "context") for a in (transition, final))

@@ -117,6 +117,13 @@ def test_the_factor_multiplies_the_rotated_part_and_its_gradient(check_op, rng):
     check_op(lambda x: apply_rope(x, jnp.asarray(positions), frequencies, 1.5), scaled, [x])
 
 
+@pytest.mark.parametrize("given", [{}, {"mscale": 0.7}, {"mscale_all_dim": 0.7}], ids=str)
+def test_yarns_factor_without_both_settings_is_that_of_its_rule(given):
+    """As transformers has it: 0.1 ln(factor) + 1."""
+    scaling = {"kind": "yarn", "factor": 4.0, "attention_factor": None} | given
+    assert rope_attention_factor(scaling) == pytest.approx(1 + 0.1 * np.log(4), rel=1e-12)
+
+
 def test_yarn_may_end_its_ramp_beyond_the_last_frequency():
     """By the paper's rule, for a head of 8 and theta 100."""
     scaling = {"kind": "yarn", "factor": 4.0, "original_max_positions": 4096, "beta_fast": 32.0, "beta_slow": 1.0}

@@ -13,6 +13,7 @@ from mesh_models import EXPERT_MODELS, MODELS
 from single_device import make_config, train, weights_of
 
 from megajax.mesh import AXES, build_mesh
+from megajax.optim.blocks import block_of
 from megajax.optim.forms import from_blocks, to_blocks
 from megajax.optim.update import Update
 from megajax.options.optimizers import FORMS, OPTIMIZERS
@@ -138,6 +139,20 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
     error, spread = values.mean(0) - x, width / 2 / np.sqrt(len(draws))
     assert (np.abs(error)[inside] < 5 * spread[inside]).all()
     assert (np.abs(values - x)[:, inside] <= 1.0001 * width[inside]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "block"),
+    [
+        ((2, 6, 16), ("layers", "embed", "mlp"), (2, 2)),  # an eighth of the only one
+        ((2, 6, 12), ("layers", "embed", "mlp"), (2, 3)),  # in eight parts of whole blocks, or in four
+        ((2, 4, 512, 3), ("layers", "heads", "head", "rank"), (2, 256)),  # at most 256 numbers
+        ((2, 40, 3), ("layers", "mlp", "rank"), (2, 3)),  # not over tensor, though shorter
+        ((2, 6), ("layers", "embed"), (1, 1)),
+    ],
+)
+def test_blocks_lie_along_the_longest_dimension_that_no_axis_divides(shape, axes, block):
+    assert block_of(place(shape, axes, ONE)) == block
 
 
 @pytest.mark.long

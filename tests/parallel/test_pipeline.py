@@ -26,6 +26,7 @@ SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size":
 # Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
 MODELS = {
     "llama": {**SMALL, "num_layers": 8, "num_kv_heads": 2},
+    "llama of 4": {**SMALL, "num_layers": 4, "num_kv_heads": 2},
     "gpt2 of 3": {**SMALL, **GPT2, "num_layers": 3, "dropout": 0.2},
     "gemma": {**SMALL, **GEMMA, "num_layers": 4},
 }
@@ -38,8 +39,15 @@ CASES = [
         *("llama", {"pipeline": 4, "fsdp": 2}, "zero_bubble", 2, 8, {"remat": {"policy": "selective"}}),
         marks=pytest.mark.smoke,
     ),
-    # One operation a tick: the backward pass of a stage's four layers in two parts.
-    ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "1f1b", 1, 4, {"remat": {"policy": "save_matmuls"}}),
+    # One operation a tick: the backward pass of a stage's two layers in two parts; a program for each buffer slot.
+    (
+        *("llama of 4", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "1f1b", 1, 4),
+        {"remat": {"policy": "save_matmuls"}, "kernels": {"scan_unroll": 2}},
+    ),
+    pytest.param(  # the two layers of a part in a loop
+        *("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2}, "1f1b", 1, 4, {"remat": {"policy": "save_matmuls"}}),
+        marks=pytest.mark.long,
+    ),
     # The last virtual stage is empty. Stages do not divide the tokens of a microbatch; no token of the first is valid.
     pytest.param(
         "gpt2 of 3",

@@ -56,6 +56,21 @@ def test_its_steps_change_weights_and_layer_state_as_a_mesh_does(table):
         np.testing.assert_array_equal(state.layer_state[kind]["moe.expert_bias"], bias)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_to_attention_on_both_sides_padding_is_another_document(table, causal):
+    objective = {"kind": "next_token" if causal else "masked_tokens"}
+    config = table.make_config(table.MODELS["llama"] | {"causal": causal}, objective=objective)
+    reference = Reference(config, optax.identity())
+    fields = {name: np.zeros((2, 5), np.int32) for name in ("tokens", "positions")}
+    found = reference.inputs(0, fields | {"is_real": np.arange(5) < [[3], [5]]}, None)
+    assert np.array_equal(found.real.lengths, [3, 5]) and found.real.num_tokens == 8
+    documents = found.token_positions.documents
+    assert (documents is None) == causal
+    if documents is not None:
+        assert np.array_equal(documents.starts, [[0, 0, 0, 3, 3], [0] * 5])
+        assert np.array_equal(documents.ends, [[3, 3, 3, 5, 5], [5] * 5])
+
+
 @pytest.mark.long
 def test_its_initial_weights_are_those_of_a_run(table):
     config = table.make_config("gpt2", {}, steps=1)

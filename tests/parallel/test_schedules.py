@@ -463,6 +463,7 @@ def test_sending_is_paid_once_at_each_tick_that_sends():
     assert simulate(schedule, Costs(send=0.5)).time == pytest.approx((2 + 1 / 2) * 3 + 7 * 0.5)
     # At the tick after its last forward operation gpipe's last virtual stage has nothing to send.
     assert sends(make_schedule("gpipe", 2, 1)).tolist() == [True, False, True, False]
+    assert sends(make_schedule("gpipe", 3, 3, 2)).tolist() == [*7 * [True], False, *7 * [True], False]
     assert not sends(make_schedule("1f1b", 1, 4, 3)).any()
 
 

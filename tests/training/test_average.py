@@ -63,7 +63,7 @@ def numpy_mean(saved, steps, field):
 def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys):
     (run_dir, saved), out = run, tmp_path / "mean"
     assert average.main([str(run_dir), "--steps", "7,2", "--out", str(out)]) == 0
-    assert f"the weights at steps 2 and 7 of {run_dir} to {out}" in capsys.readouterr().out
+    assert f"the mean of the weights at steps 2 and 7 of {run_dir} to {out}" in capsys.readouterr().out
     expected, found = numpy_mean(saved, (2, 7), "params"), megajax.load_weights(out / "checkpoints" / "7")
     assert found.keys() == expected.keys()
     for name, array in expected.items():
@@ -88,10 +88,11 @@ def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys)
     assert load_run(out).config.num_experts == 4
 
 
-def test_moving_averages_are_written_as_they_were_saved(run, tmp_path):
+def test_moving_averages_are_written_as_they_were_saved(run, tmp_path, capsys):
     (run_dir, saved) = run
     for name, steps in (("one", (7,)), ("two", (5, 7))):
         assert average.main([str(run_dir), "--last", str(len(steps)), "--ema", "--out", str(tmp_path / name)]) == 0
+        assert "moving averages" in capsys.readouterr().out
         found = megajax.load_weights(tmp_path / name)
         for parameter, array in numpy_mean(saved, steps, "ema").items():
             if len(steps) == 1:

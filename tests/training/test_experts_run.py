@@ -160,6 +160,15 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     assert [cell[0].text for cell in cells[2:4]] == ["layer 2, steps 10 to 30: 1", "layer 3, steps 10 to 30: 3"]
     assert float(picture.get("height", 0)) > float(cells[93].get("y", 0)) > float(cells[92].get("y", 0))
     assert cells[2].get("fill") == cells[4].get("fill") != cells[3].get("fill")
+    # Columns stand side by side inside the picture; each second row has its name, beside its middle.
+    sides = [tuple(float(cell.get(name, 0)) for name in ("x", "width")) for cell in cells[::layers]]
+    assert all(x + width == after for (x, width), (after, _) in itertools.pairwise(sides))
+    assert float(picture.get("width", 0)) > sum(sides[-1])
+    names = [text for text in picture.iter("{http://www.w3.org/2000/svg}text") if "layer " in (text.text or "")[:6]]
+    assert [name.text for name in names] == [f"layer {layer}" for layer in range(0, layers, 2)]
+    for name, cell in zip(names, cells[:layers:2], strict=True):
+        below_top = float(name.get("y", 0)) - float(cell.get("y", 0))
+        assert float(name.get("x", 0)) < sides[0][0] and 4 < below_top < 4 + float(cell.get("height", 0))
     # The legend: nine boxes side by side from 1 to the largest load, between the two numbers.
     _, *legend = (box for box in picture.iter("{http://www.w3.org/2000/svg}rect") if not box.get("class"))
     places = [(float(box.get("x", 0)), float(box.get("width", 0))) for box in legend]

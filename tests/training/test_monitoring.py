@@ -115,7 +115,7 @@ def test_the_services_get_each_number_of_a_line_by_its_tag(tmp_path, make_config
     sent = []
     log = MetricsLog(make_config(f"run.dir={tmp_path}"), 0, writer=True, send=lambda *found: sent.append(found))
     nan, inf = float("nan"), float("inf")
-    values = {"loss": 2.5, "skipped": 1, "grad_norm": inf, "mfu": None, "slowest_host": "a1"}
+    values = {"loss": 2.5, "skipped": 1, "grad_norm": inf, "mfu": None, "slowest_host": "a1", "of_hook/host": "a2"}
     log.write(3, values | {"grad_norm/layers": [0.5, nan], "expert_load": [1.0, nan, 1.5], "weight_norm/head": 4.0})
     log.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -131,6 +131,16 @@ def test_the_services_get_each_number_of_a_line_by_its_tag(tmp_path, make_config
     assert step == 3 and np.isnan(numbers.pop(f"{layers}/1"))
     expected = {"train/loss": 2.5, "train/skipped": 1, "train/grad_norm": inf, f"{layers}/0": 0.5}
     assert numbers == expected | {"norms/weight_norm/head": 4.0}
+
+
+@pytest.mark.parametrize("setting", ["wandb=true", "mlflow=http://x"])
+def test_a_service_without_its_package_is_refused_at_the_start(build, tmp_path, setting, monkeypatch):
+    key = setting.partition("=")[0]
+    monkeypatch.setitem(sys.modules, key, None)
+    off = {"wandb": "false", "mlflow": "null"}[key]
+    with pytest.raises(ConfigError, match=rf"^logging\.{setting} .*\[{key}\]', or set logging\.{key}={off}\.$"):
+        build(f"logging.{setting}")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_mlflow_gets_all_numbers_and_settings_in_requests_of_its_limits(make_config, tmp_path, monkeypatch):

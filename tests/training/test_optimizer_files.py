@@ -111,11 +111,11 @@ def test_a_run_is_that_on_the_devices_and_a_skipped_step_changes_no_file(program
 
 
 def test_no_parameter_is_updated_alone_beside_others_of_its_optimizer():
-    """One optimizer of five parameters, and one of a single parameter."""
-    members = [SimpleNamespace(placements=dict.fromkeys(names)) for names in ("abcde", "x")]
-    turns = ["a", "bx", "c", "d", "e"]
+    """One optimizer of seven parameters, and one of a single parameter."""
+    members = [SimpleNamespace(placements=dict.fromkeys(names)) for names in ("abcdefg", "x")]
+    turns = ["a", "bx", "c", "d", "e", "f", "g"]
     update = SimpleNamespace(slots=SimpleNamespace(members=members), turns=turns)
-    assert streamed.paired(update) == [{"a", "b", "x"}, {"c", "d", "e"}]
+    assert streamed.paired(update) == [{"a", "b", "x"}, {"c", "d"}, {"e", "f", "g"}]
 
 
 def test_buffers_have_two_files_or_as_many_gib_as_are_set(make_config, tmp_path):

@@ -377,5 +377,6 @@ def test_the_last_line_says_how_far_the_samples_reach(make_config):
     config = make_config("data={kind: indexed, train: a, order: megatron, train_samples: 100}", "batch.global_size=8")
     for line in (logs.nothing_line(config, 5, 40), logs.closing_line(config, 5, 40, 1.0)):
         assert "raise run.steps by at most 7, as far as data.train_samples=100 reach" in line
+        assert "generate" not in line  # without data.tokenizer
     # After a ramp-up five steps have read fewer: three of 4 sequences and two of 8, so 72 are left.
     assert "raise run.steps by at most 9, as far as" in logs.nothing_line(config, 5, 28)

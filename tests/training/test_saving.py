@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import partial
 
 import jax
 import numpy as np
@@ -332,8 +333,11 @@ def test_a_batch_whose_segment_ids_do_not_fit_the_config_is_refused(make_config,
     batch = trainer.next_batch() | {"segment_ids": trainer.next_batch()["positions"]}
     if packed:
         del batch["segment_ids"]
-    with pytest.raises(ValueError, match="segment_ids and data.reset_attention=" + str(packed).lower()):
-        trainer.train_step(batch)
+    program, state = trainer.program, trainer.program.abstract_state
+    evaluate = partial(program.eval_step.eval_shape, state.weights, state.layer_state)
+    for step in (trainer.train_step, evaluate):
+        with pytest.raises(ValueError, match="segment_ids and data.reset_attention=" + str(packed).lower()):
+            step(batch)
     trainer.checkpoints.close()
 
 

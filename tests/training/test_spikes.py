@@ -79,6 +79,12 @@ def test_the_event_of_spikes_that_were_found_together_is_of_the_first(tmp_path, 
     ((kind, step, text),) = events
     assert (kind, step) == ("spike", 3) and "step 3: 9.0000" in text and "1 more up to step 7" in text
     assert len(said) == 1 and text in said[0] and values == {"spikes": 2}
+    # A run that ends does not go back.
+    for run.step, run.end, loss in ((8, None, 14), (9, "stopped", 99)):
+        run.metrics = metrics(loss)
+        check.on_step(run)
+        check.examine(run, run.step)
+    assert [step for _, step, _ in events] == [3, 8] and len(said) == 2
 
 
 def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):

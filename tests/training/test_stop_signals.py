@@ -11,7 +11,7 @@ import time
 import pytest
 from several_processes import Store, clusters, together
 
-from megajax.training.stop_signals import StopSignals
+from megajax.training.stop_signals import StopSignals, deadline
 
 
 @pytest.fixture
@@ -45,6 +45,12 @@ def test_a_deadline_asks_for_a_stop_when_it_is_reached():
         assert not stop.requested(1)
     with StopSignals(deadline=time.monotonic()) as stop:
         assert stop.requested(1) and stop.at_deadline
+
+
+def test_the_deadline_counts_from_the_start_of_the_process():
+    """A process that started half an hour ago may run for another half an hour of 60 minutes."""
+    assert deadline(None, time.time()) is None
+    assert deadline(60.0, time.time() - 1800) == pytest.approx(time.monotonic() + 1800, abs=1)
 
 
 class Devices:

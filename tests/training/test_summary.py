@@ -51,6 +51,7 @@ def test_experts_a_ramp_up_and_chunks_of_context():
     )
     assert found["experts"].startswith("2 per device, divided over data × expert;")  # of 8 on 2 · 2 devices
     assert "two chunks of 16 tokens" in found["context"]  # of 64 on 2 devices
+    assert "warning" not in found
     assert found["context"].startswith("ring (") and "the KV heads of a device, 1" in found["context"]
     expert, norms = 3 * D * 48, 2 * D
     whole = 2 * V * D + D + 4 * (ATTENTION + norms) + 2 * 3 * D * 64 + 2 * (8 * D + 8 * expert)
@@ -70,22 +71,24 @@ def test_on_gpus_their_flags_are_shown():
     mesh: Any = SimpleNamespace(axis_names=axes, devices=gpus, size=8)
     shown = summary(replace(program, mesh=mesh), ["--xla_gpu_flag", "VARIABLE=1"]).splitlines()
     assert "devices    8 × H200, 1 process" in shown and "set        --xla_gpu_flag VARIABLE=1" in shown
+    assert any(line.startswith("warning    the reference attention is slow") for line in shown)
 
 
 def test_stages_and_virtual_stages_of_a_pipeline():
     mesh = {"pipeline": 2, "fsdp": 2, "tensor": 2}
     found = lines(DENSE | {"mtp_layers": 1}, mesh, 4, pipeline={"virtual_stages": 2})
+    names = [f"blocks.{kind}.attention.{name}" for kind in ("dense", "mtp") for name in ("key", "value")]
+    assert found["replicated"].endswith(": " + ", ".join(names))
     P, R, M = 2, 2, 4
+    assert f"each of {M} microbatches" in found["note"] and found["modules"].startswith("1 for ")
     assert f"{P} stages × {R} virtual stages of 2 layers, idle for {(P - 1) / (M * R + P - 1):.1%}" in found["pipeline"]
     assert f"at most {(R * P + P - 1) / R:g} of {M} microbatches" in found["pipeline"]
     assert found["pipeline"].endswith("; a forward and a backward operation a tick, because pipeline.virtual_stages=2")
-    halves = lines(DENSE, {"pipeline": 2, "data": 4}, 4)["pipeline"]
+    found = lines(DENSE | {"num_kv_heads": 2}, {"pipeline": 2, "data": 4}, 4, precision={"fp8": {"recipe": "current"}})
+    assert "FP8 matmuls in all layers: current scaling" in found["precision"]
+    halves = found["pipeline"]
     assert f"of 4 layers, idle for {1 / 5:.1%}" in halves and f"at most 2 of {M} microbatches" in halves
     assert halves.endswith("; one operation a tick, backward in two parts")
-    assert f"each of {M} microbatches" in found["note"]
-    assert found["modules"].startswith("1 for ")
-    names = [f"blocks.{kind}.attention.{name}" for kind in ("dense", "mtp") for name in ("key", "value")]
-    assert found["replicated"].endswith(": " + ", ".join(names))
 
 
 def test_recomputed_layers_halves_of_weights_and_padding():
@@ -113,6 +116,7 @@ def test_slots_of_a_stage_layers_in_fp8_and_in_several_loops_by_hand():
     fp8 = {"recipe": "current", "first_bf16_layers": 1, "last_bf16_layers": 2}
     found = lines(DENSE | {"num_kv_heads": 2}, {"fsdp": 8}, 1, precision={"fp8": fp8}, kernels={"scan_unroll": 1})
     assert "FP8 matmuls in layers 1 to 5: current scaling" in found["precision"]
+    assert "gradients reduced in float32" in found["precision"]  # no sums: one microbatch
     assert "layers: 8 × 1 (none) in 2 loops; kernels.scan_unroll=1" in found["kernels"]  # 1, and loops of 5 and 2
 
 
