@@ -86,7 +86,7 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     check_local_batch(config, sizes)
     check_overlap(config, sizes)
     check_fp8_shapes(config, sizes)
-    check_parts(config, sizes)
+    with_teacher(config, sizes, check_parts)
     check_encoder_on_mesh(config, sizes)
     check_vision_on_mesh(config, sizes)
     return sizes

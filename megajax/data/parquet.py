@@ -147,8 +147,7 @@ def _text_type(kind: Any) -> Any:
     import pyarrow
     from pyarrow import types
 
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    if types.is_temporal(value) and not types.is_interval(value):
+    if types.is_temporal(kind) and not types.is_interval(kind):
         return pyarrow.string()
     inner = [kind.field(number) for number in range(kind.num_fields)] if types.is_nested(kind) else []
     changed = [field.with_type(_text_type(field.type)) for field in inner]

@@ -56,6 +56,8 @@ LAYOUTS = [
     (24, 0, 2, 4, [6, 6, 6, 6], "dmdmdm"),
     (12, 0, 2, 4, [3, 3, 3, 3], "dmdm"),
     (5, 1, 1, 4, [2, 1, 1, 1], "dm"),
+    # two dense ones alone would leave one for three stages
+    (3, 2, 1, 4, [1, 1, 1, 0], "dm"),
     # as many as there may be: found in moments
     (1000, 900, 1, 2, [450, 550], 450 * "d" + 100 * "m"),
 ]

@@ -253,7 +253,9 @@ def test_an_array_and_a_glob_give_the_samples_of_the_lines(folder, reference):
 def test_mistakes_in_arrays_and_globs_are_sentences(folder):
     (folder / "array.json").write_text('[{"messages": []}, {"text": "a"}]')
     (folder / "lines.json").write_text('[{"role": "user"}]\n[{"role": "user"}]')
+    (folder / "cut.json").write_bytes(b'[{"prompt": "a", "completion": "b"}]\xc3')
     for name, sentence in {
+        "cut.json": "begins like a JSON array, but it is not UTF-8",
         "array.json": "item 1 has neither",
         "lines.json": "begins like a JSON array, but text follows its end",
         "no*.jsonl": "matches no file",
@@ -261,6 +263,22 @@ def test_mistakes_in_arrays_and_globs_are_sentences(folder):
         with pytest.raises(InputError, match=sentence) as error:
             datasets(config_of(folder, {"train": str(folder / name)}))
         assert str(folder / name) in str(error.value)
+
+
+def test_stored_arrays_that_do_not_fit_each_other_are_a_sentence(folder):
+    """Of 20 conversations in one row."""
+    config = config_of(folder, {"packing": "sequential"}, length=8192)
+    assert len(datasets(config)["train"]) == 1
+    [stored] = folder.glob("run/index_cache/*/")
+    for name, index, value in (("starts", 1, 0), ("starts", 0, 1), ("order", 0, -1), ("order", 0, 20), ("ends", 0, 19)):
+        array = np.load(path := stored / f"{name}.npy")
+        damaged = array.copy()
+        damaged[index] = value
+        np.save(path, damaged)
+        with pytest.raises(InputError, match=rf"{stored} cannot be .* \(its arrays do not fit each other\): .*remove"):
+            datasets(config)
+        np.save(path, array)
+    datasets(config)
 
 
 def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, reference):
@@ -333,6 +351,7 @@ MISTAKES = {
     '{"messages": [{"role": "user", "content": "a"}], "tools": "[1]"}': 'has "tools" that are not a list of JSON',
     '{"messages": [{"role": "user", "content": "a"}], "documents": {}}': 'has "documents" that are not a list of JSON',
     '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": []}}': "not arguments of a",
+    '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": ["a"]}': "not arguments of a template",
 }
 
 
@@ -352,6 +371,8 @@ def test_templates_that_fail_are_sentences(folder):
         "{{ raise_exception('no system turns') }}": r"does not accept the messages \(no system turns\)",
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": "changes earlier turns when .* in "
         "message 2",
+        "{% for m in messages %}{{ m.content }}{% if loop.revindex == 2 %}!{% endif %}{% endfor %}": "changes earlier",
+        "{{ '\\ud800' }}": "does not accept the messages .*surrogates not allowed",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}": "does not accept the messages",
     }.items():
         (folder / "chat_template.jinja").write_text(template)

@@ -112,6 +112,8 @@ def test_pixels_are_those_of_transformers(reference):
     for given in (*VISION.values(), stretched, VISION["qwen"] | wide):
         vision = VisionConfig.model_validate(given)  # what an export writes of a run that had no file
         assert read_processor(default_file(vision), "a", vision) == default_processor(vision)
+    means = [default_processor(VisionConfig.model_validate(given)).mean for given in (VISION["qwen"], stretched)]
+    assert means == [(0.48145466, 0.4578275, 0.40821073), (0.5, 0.5, 0.5)], "of Qwen2-VL and Qwen3-VL"
 
 
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Llava", "Gemma3", "Qwen2VL"])

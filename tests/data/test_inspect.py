@@ -95,7 +95,7 @@ def test_repeated_starts_are_those_of_a_set(write_documents):
 
 
 def test_a_sample_shows_its_documents_positions_and_what_does_not_count(tmp_path, write_documents, shown):
-    prefix = write_documents(text("abc", "de\x1b", "fghij"))
+    prefix = write_documents(text("a\tc", "de\x1b", "fghij"))
     data = f"train: {prefix}, reset_positions: true, mask_end_of_document_loss: true"
     lines = shown(data)
     # Sample 0 is the first 9 tokens, sample 1 starts with the last of them. 2 of 8 predictions are of a next document.
@@ -104,7 +104,7 @@ def test_a_sample_shows_its_documents_positions_and_what_does_not_count(tmp_path
         f"sample 0 of train, number 0 of {prefix}: 9 tokens, 3 documents, 0 tokens of padding; in ⟦⟧: not counted in "
         "the loss",
         "--- document 1: 4 tokens, position 0",
-        "⟦a⟧bc<end of document>",
+        "⟦a⟧\tc<end of document>",
         "--- document 2: 4 tokens, position 0",
         "⟦d⟧e\\x1b<end of document>",
         "--- document 3: 1 token, a target only",
@@ -116,7 +116,7 @@ def test_a_sample_shows_its_documents_positions_and_what_does_not_count(tmp_path
         "--- document 1: 6 tokens, position 0",
         "⟦102 ⟧103 104 105 106 256 ",
         "--- document 2: 3 tokens, position 6",
-        "97 98 99 ",
+        "97 9 99 ",
     ]
     assert "first 256 samples of train: padding 0.0%, the loss counts 100.0%" in without
     shown(data)

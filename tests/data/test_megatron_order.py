@@ -140,6 +140,16 @@ def test_samples_are_the_tokens_of_the_plain_order(tmp_path, make_megatron):
     np.testing.assert_array_equal(again[3], samples[3])
 
 
+def test_an_empty_sequence_is_no_document_of_a_sample(tmp_path, make_megatron):
+    prefix = written(tmp_path, "a", [range(5), [], range(10, 15), []])
+    config = make_megatron(train=prefix, seed=1234, global_size=1, sequence_length=7)
+    config.run.steps = 3
+    samples = datasets(config)["train"]
+    for sample, lengths in ((samples[i], samples.document_lengths(i)) for i in range(3)):
+        changes = np.flatnonzero(np.diff(sample) != 1) + 1
+        assert lengths.tolist() == np.diff([0, *changes, 8]).tolist()
+
+
 def test_a_blend_of_splits_reads_the_samples_that_megatron_would(tmp_path, make_megatron):
     """Split by sequences, 0.5 % more samples than needed for each member, and the blend's own order."""
     rng, sets = np.random.default_rng(0), []

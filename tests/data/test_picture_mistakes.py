@@ -112,6 +112,11 @@ def test_a_picture_whose_patches_do_not_fit_is_a_sentence(images, tmp_path):
     assert len(images.expanded([258, 7], counted, [sized], 1)[0]) == 10
 
 
+def test_a_conversation_of_a_shard_may_name_a_file_outside_it(images, tmp_path):
+    picture = Picture(str(tmp_path / "a.png"), str(tmp_path / "x.tar"), "x.tar, member a.json")
+    assert images.files.image(picture).size == (5, 7)
+
+
 def test_a_file_that_cannot_be_a_picture_is_a_sentence(images, tmp_path):
     with (tmp_path / "large.png").open("wb") as file:
         file.truncate(MOST_BYTES + 1)

@@ -1,6 +1,9 @@
 """The lines about the progress of preprocessing."""
 
+import contextlib
 import time
+
+from terminal import Terminal
 
 from megajax.data.progress import show_progress
 
@@ -18,3 +21,9 @@ def test_a_line_has_the_share_that_is_done_the_speed_and_the_time_that_is_left(m
         "25%: 5 documents, 200 tokens, 10 tokens/s, 60 s left",
         "80%: 10 documents, 800 tokens, 20 tokens/s, 10 s left",
     ]
+
+
+def test_a_terminal_has_a_bar_with_the_share_that_is_done():
+    with contextlib.redirect_stderr(Terminal()) as terminal, show_progress(total_bytes=1000) as progress:
+        progress.advance(250, 1, 5)
+    assert " 25%" in terminal.getvalue()

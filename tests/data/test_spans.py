@@ -16,8 +16,12 @@ SENTINELS, END = range(119, 109, -1), 1
 
 @pytest.mark.smoke
 def test_the_lengths_are_those_of_t5():
-    """512 inputs: 568 tokens and 114 targets in T5's code; others by its formulas."""
+    """512 inputs: 568 tokens and 114 targets in T5's code; others by its formulas.
+
+    Before each span there is a token: 37 tokens, 28 of them replaced, have 9 spans at most.
+    """
     assert span_lengths(512, 0.15, 3.0) == (568, 85, 28, 512, 114)
+    assert span_lengths(20, 0.75, 1.0) == (37, 28, 9, 9 + 9 + 1, 28 + 9 + 1)
     for inputs in (20, 128, 1024):
         found = span_lengths(inputs, 0.15, 3.0)
         noise = round(found.tokens * 0.15)

@@ -18,7 +18,15 @@ from megajax.data.fim import open_infilling
 from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import datasets
 from megajax.data.preprocess import preprocess
-from megajax.data.special_tokens import first_token, framed, stop_tokens, stored_ids, turn_end, usual_first_token
+from megajax.data.special_tokens import (
+    FolderTokens,
+    first_token,
+    framed,
+    stop_tokens,
+    stored_ids,
+    turn_end,
+    usual_first_token,
+)
 from megajax.data.tokenizers import deciding_files, keep_tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import beside
@@ -51,6 +59,13 @@ def config_of(folder: Path, lines: list, length: int = 8, **data):
         "data": {"train": str(file), "tokenizer": str(folder), "order": "sequential"} | data,
     }
     return megajax.Config.model_validate(content)
+
+
+def test_the_end_of_the_tokenizers_file_comes_before_known_names():
+    ids = {"<|endoftext|>": 3, "</s>": 4, "<end>": 5}
+    assert FolderTokens({"eos_token": "<end>"}).end(ids.get, {"</s>"}, 7) == 5
+    assert FolderTokens().end(ids.get, {"</s>"}, 7) == 7
+    assert FolderTokens().end(ids.get, {"</s>"}, None) == 4 and FolderTokens().end(ids.get, (), None) == 3
 
 
 @pytest.mark.smoke

@@ -81,6 +81,12 @@ def test_the_summary_has_the_stages_and_the_shares_of_the_whole_run(staged):
     assert [line.split(":")[0].strip() for line in lines[4:]] == [f"22.5% {web}", f"55.0% {code}", f"22.5% {maths}"]
 
 
+def test_the_other_splits_have_no_stages(staged):
+    staged.data.valid = staged.data.train
+    valid = datasets(staged)["valid"]
+    assert {int(token) for i in range(20) for token in valid[i]} == {1, 2}, "not 3, of maths"
+
+
 def test_a_missing_file_of_a_stage_is_named(staged):
     staged.data.stages[1].train = "no/where"
     with pytest.raises(InputError, match=r"^data.stages.1.train \(run.yaml, line 19\): no/where.idx does not exist"):

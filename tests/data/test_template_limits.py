@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from megajax.data.answers import samples_of_each
 from megajax.data.chat import Rendering, read_chats
 from megajax.data.chat_template import ChatTemplate
-from megajax.data.rendering import Template, render
+from megajax.data.rendering import Chat, Template, render
 from megajax.data.sandbox import LimitedProcess, Stopped
 from megajax.errors import InputError
 
@@ -52,6 +53,16 @@ def test_a_template_that_explodes_or_does_not_end_is_a_sentence(limit):
         with pytest.raises(Stopped, match=f"the template takes more than .* {limit}: correct it"):
             child.run("the template", "correct it", render, Template({"default": source}, {}, "t"), CHAT, False, {})
         assert time.perf_counter() - start < 10
+
+
+def test_each_chat_has_all_of_the_time():
+    """40 chats of about a hundredth of a second each, with a fifth for one."""
+    child = LimitedProcess(seconds=0.2)
+    source = 2 * "{% for a in range(9000 * messages[0].content | length) %}{% endfor %}"
+    chats = [Chat([{"role": "user", "content": text}], {}) for text in ["", *["x" * 9] * 40]]
+    for given in (chats[:1], chats):  # the first one imports jinja
+        found = child.run("t", "c", samples_of_each, Template({"default": source}, {}, "t"), given)
+        assert len(found) == len(given)
 
 
 @pytest.mark.parametrize("padding", [0, 1000])

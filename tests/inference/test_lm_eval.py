@@ -45,8 +45,9 @@ def adapter(letters_folder, monkeypatch):
 def test_the_end_of_a_text_is_the_first_token_that_stops_or_begins_one(adapter):
     """A mistake in the template's arguments is a sentence too."""
     folder = adapter.model.folder
-    with pytest.raises(InputError, match="chat_template_args=thinking=1 is not a mapping .*: write it like"):
-        type(adapter)(str(folder), dtype="float32", chat_template_args="thinking=1")
+    for given in ("thinking=1", "{day: 2026-01-31}"):  # a date is no value of JSON
+        with pytest.raises(InputError, match=f"chat_template_args={given} is not a mapping .*: write it like"):
+            type(adapter)(str(folder), dtype="float32", chat_template_args=given)
     for stops, prefix, expected in (([5, 6], 3, 5), ([], 3, 3)):
         adapter.model = types.SimpleNamespace(stop_tokens=stops, prefix_token=prefix, folder=folder)
         assert adapter.eot_token_id == expected

@@ -245,6 +245,7 @@ PACKED = {"reset_attention": True, "synthetic_documents": 2}
 FP8 = {"compute": "bfloat16", "fp8": {"recipe": "current"}}
 NEEDS = {  # (model, mesh, other sections): the ability that they need, and what the sentence names
     "context": ({}, {"context": 2}, {}, "context", "mesh.context=2"),
+    "other devices": ({}, {"context": -1}, {}, "context", "mesh.context=2 (from -1)"),
     "documents": (
         {},
         {},
@@ -266,7 +267,7 @@ NEEDS = {  # (model, mesh, other sections): the ability that they need, and what
 def test_a_setting_that_a_part_does_not_declare_is_refused(table, monkeypatch, case):
     model, mesh, sections, ability, named = NEEDS[case]
     model = {"block_pattern": ["mean"]} | model
-    devices = int(np.prod(list(mesh.values())))
+    devices = int(np.prod([2 if size == -1 else size for size in mesh.values()]))
 
     def checked():
         check_mesh(make(table, mesh, 2 if "pipeline" in mesh else 1, model, **sections), devices)

@@ -1,5 +1,6 @@
 """The plan of the rows that devices exchange for their experts: coded by sender and assignment, against NumPy loops."""
 
+import math
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -17,7 +18,7 @@ from megajax.mesh import build_mesh
 from megajax.ops import experts as ops
 from megajax.ops.expert_mlp import Biases, ExpertKernels, ExpertMatrices
 from megajax.ops.grouped_rows import Rounds
-from megajax.options.dispatch import DISPATCHES, choose_dispatch
+from megajax.options.dispatch import DISPATCHES, LITTLE_ROOM, Dispatch, choose_dispatch
 from megajax.parallel.experts import exchanged, gathered_tokens
 from megajax.parallel.experts.exchanged import Assignments, ExchangedRoute
 from megajax.parallel.mesh_comm import MeshComm
@@ -83,6 +84,11 @@ def on_devices(room: int, later: int, is_first: bool):
 @pytest.mark.parametrize(("devices", "k", "name"), [(8, 2, "all_gather"), (9, 2, "all_to_all"), (16, 16, "all_gather")])
 def test_auto_gathers_up_to_eight_devices_or_as_many_as_a_token_has_experts(devices, k, name):
     assert choose_dispatch("auto", devices, k).name == name
+
+
+def test_a_dispatch_with_room_for_any_number_keeps_it():
+    found = [Dispatch("own", room=room).with_little_room().room for room in (math.inf, 9, 1)]
+    assert found == [math.inf, LITTLE_ROOM, 1]
 
 
 @pytest.mark.smoke

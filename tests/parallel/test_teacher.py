@@ -1,5 +1,6 @@
 """Distillation from a frozen teacher of another size, against `jax.grad` of the plain models with unchunked heads."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
@@ -13,8 +14,10 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import flops_per_token, parameter_count
 from megajax.estimate.memory import estimate_memory
+from megajax.layout.kinds import KINDS
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
+from megajax.model.mlp import MLP
 from megajax.sharding import to_canonical
 from megajax.tools.plan.search import check_counted
 from megajax.training.batches import to_global
@@ -129,6 +132,17 @@ def test_what_cannot_run_is_a_sentence(table, case):
     changes, sentence = BAD[case]
     with pytest.raises(ConfigError, match=sentence):
         make(table, {"tensor": 2}, **changes)
+
+
+def test_a_block_of_the_teacher_that_no_axis_may_divide_is_refused_when_the_devices_are_known(table, monkeypatch):
+    class Whole(MLP):
+        NAME, SUPPORTS = "whole", frozenset()
+
+    monkeypatch.setitem(KINDS, "mine", {"whole": Whole})
+    for size, refused in ((2, True), (1, False)):
+        config = make(table, {"context": -1}, teacher={"model": TINY | {"block_pattern": ["mine"]}})
+        with pytest.raises(ConfigError, match="teacher: mesh.context=2 .*needs context") if refused else nullcontext():
+            check_mesh(config, size)
 
 
 def test_rules_about_the_objective_and_the_mesh_are_the_trained_models(table):

@@ -13,6 +13,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
 from megajax.model.trained import part_of
+from megajax.schema.config import KernelsConfig
 from megajax.schema.model import ModelConfig
 from megajax.schema.vision import VisionConfig
 from megajax.step.nodes import plus
@@ -144,6 +145,13 @@ def test_the_layers_of_a_tower_have_every_setting_that_a_model_has_too():
     vision = {"image_token": IMAGE, "patches_per_row": 4, **own}
     layers = ModelConfig.model_validate(TEXT | {"vision": vision}).of_vision
     assert {name: getattr(layers, name) for name in own} == own
+
+
+def test_the_layers_of_a_tower_choose_attention_where_cudnn_takes_no_documents(table):
+    config = make(table, "average", {})
+    for chosen, expected in (("cudnn", "auto"), ("reference", "reference")):
+        tower = config.model_copy(update={"kernels": KernelsConfig(attention=chosen)}).of_vision
+        assert tower is not None and tower.kernels.attention == expected
 
 
 @pytest.mark.parametrize(
