@@ -68,7 +68,7 @@ class FirstFit(_Chooser):
     """The first row with room, by a tree whose nodes have the most room below them."""
 
     def __init__(self, rows: int, capacity: int):
-        self.size = 1 << max(0, rows - 1).bit_length()
+        self.size = 1 << (rows - 1).bit_length()
         self.room = [0] * self.size + [capacity] * rows + [0] * (self.size - rows)
         for node in range(self.size - 1, 0, -1):
             self.room[node] = max(self.room[2 * node], self.room[2 * node + 1])

@@ -274,9 +274,10 @@ def test_stored_arrays_that_do_not_fit_each_other_are_a_sentence(folder):
         array = np.load(path := stored / f"{name}.npy")
         damaged = array.copy()
         damaged[index] = value
-        np.save(path, damaged)
-        with pytest.raises(InputError, match=rf"{stored} cannot be .* \(its arrays do not fit each other\): .*remove"):
-            datasets(config)
+        for wrong in (damaged, array[:0]):
+            np.save(path, wrong)
+            with pytest.raises(InputError, match=rf"{stored} cannot .* \(its arrays do not fit each other\): .*remove"):
+                datasets(config)
         np.save(path, array)
     datasets(config)
 
