@@ -1,5 +1,6 @@
 """Arguments of the benchmark: configs by path and by name, and mistakes."""
 
+import json
 import subprocess
 import time
 from types import SimpleNamespace
@@ -38,13 +39,26 @@ def test_mistakes_are_a_sentence_before_anything_runs(arguments, sentence, capsy
     assert printed.err.startswith("megajax: error: ") and sentence in printed.err
 
 
-def test_a_config_whose_process_is_killed_is_named_with_the_signal(tmp_path, monkeypatch, capfd):
+def test_each_process_has_a_row_and_one_that_is_killed_is_named_with_the_signal(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "stop.py").write_text("import os, sys\nif '--one' in sys.argv:\n    os.kill(os.getpid(), 9)\n")
-    assert bench.main(["quickstart", "run.extensions=[stop.py]"]) == 1
-    table, errors = capfd.readouterr()
+    found = {"config": "quickstart", "overrides": ["x=1"], "mesh": "fsdp 2", "tokens_per_second_per_device": 1234.4}
+    found |= {"tflops_per_second_per_device": 2.04, "mfu": 0.125, "step_ms": [3.0, 2.0, 5.0], "peak_memory_gib": 1.0}
+    found |= {"compile_seconds": 7.4}
+    for name, ends in (
+        ("stop", "os.kill(os.getpid(), 9)"),
+        ("done", f"print({json.dumps(found)!r}, flush=True)\n    os._exit(0)"),
+    ):
+        (tmp_path / f"{name}.py").write_text(f"import os, sys\nif '--one' in sys.argv:\n    {ends}\n")
+    runs = [*("quickstart", "run.extensions=[stop.py]"), *("quickstart", "run.extensions=[done.py]")]
+    assert bench.main(runs) == 1
+    printed, errors = capfd.readouterr()
     assert "quickstart run.extensions=[stop.py]: the process was ended by SIGKILL; " in errors
-    assert "| quickstart run.extensions=[stop.py] | failed |" in table
+    result, _, _, *rows = printed.splitlines()
+    assert json.loads(result) == found
+    assert rows == [
+        f"| quickstart run.extensions=[stop.py] | failed |{' – |' * 6}",
+        "| quickstart x=1 | fsdp 2 | 1,234 | 2.0 | 12.5% | 3.0 (2.0–5.0) | 1.0 | 7 |",
+    ]
 
 
 @pytest.mark.long

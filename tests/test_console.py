@@ -19,7 +19,7 @@ from megajax import commands
 from megajax.config import load_config
 from megajax.config.load import keys as list_keys
 from megajax.config.options import OPTIONS
-from megajax.console import COMMANDS, MISTAKE, command, fold, memory_size, outcome, size, user_errors
+from megajax.console import COMMANDS, CRASH, MISTAKE, command, described, fold, memory_size, outcome, size, user_errors
 from megajax.errors import InputError, UserError, reading
 from megajax.training.logs import console_line
 
@@ -95,11 +95,14 @@ def test_native_lines_are_left_out_and_python_s_own_lines_and_the_terminal_stay(
         hide_native_lines(b"[Gloo] Rank")
         os.write(1, b"[Gloo] Rank 0 is connected\\nnative\\n")
         os.system("echo child")
-        print("[Gloo] Rank is Python's", flush=True)
+        print("[Gloo] Rank is Python's é", flush=True)
         import time; time.sleep(0.3); os._exit(0 if sys.stdout.fileno() != 1 else 1)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert sorted(done.stdout.splitlines()) == ["[Gloo] Rank is Python's", "child", "native"]
+    written = os.environ | {"PYTHONIOENCODING": "ascii:replace"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, env=written
+    )
+    assert sorted(done.stdout.splitlines()) == ["[Gloo] Rank is Python's ?", "child", "native"]
 
 
 def mistake_of(capsys, name, *arguments):
@@ -252,6 +255,12 @@ def test_an_unforeseen_error_of_a_file_is_a_sentence_with_its_cause(capsys, monk
         raise AssertionError
     with pytest.raises(NameError), reading("a.file"):  # a mistake of ours
         eval("unknown", {"__name__": "megajax.module"})
+
+
+def test_a_record_of_an_error_has_its_text_or_else_its_name():
+    assert described(RuntimeError("no memory")) == ("no memory", CRASH)
+    assert described(RuntimeError()) == ("RuntimeError", CRASH)
+    assert described(InputError("correct it")) == ("correct it", MISTAKE)
 
 
 CURES = {

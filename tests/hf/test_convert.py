@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import megajax
@@ -15,7 +16,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import InputError
 from megajax.hf.__main__ import main
-from megajax.hf.convert import export, family_for, read_model
+from megajax.hf.convert import export, family_for, open_readers, read_model
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors, text_names, write_folder
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.plan import plan
@@ -161,6 +162,18 @@ def test_new_tokens_start_with_the_mean_of_the_others_on_any_mesh(unpack, small_
 
 
 @pytest.mark.smoke
+def test_a_device_may_hold_padding_only(unpack):
+    """The second of two devices begins behind the 99 tokens."""
+    folder = unpack("tiny_llama")
+    model = ModelConfig.model_validate(read_model(folder) | {"vocab_multiple": 2 * 99})
+    shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
+    rows = NamedSharding(build_mesh({"fsdp": 2}, jax.devices()[:2]), PartitionSpec("fsdp"))
+    with open_readers(folder, model, shapes, "checkpoint.init_from") as readers:
+        found = np.asarray(readers["embedding.tokens"].on_devices(rows, np.float32))
+    np.testing.assert_array_equal(found[:99], stored_weights("tiny_llama")["embedding.tokens"])
+    assert len(found) == 198 and not found[99:].any()
+
+
 def test_a_folder_with_more_tokens_than_the_run_is_refused(unpack):
     folder = unpack("tiny_llama")
     config = config_for(read_model(folder) | {"vocab_size": 90})
@@ -321,6 +334,10 @@ MISTAKES = {
     "a factor in words": (
         lambda f: change_config(f, rope_parameters={"rope_type": "linear", "factor": "x"}),
         "config.json: rope_parameters.factor=x is not a number: copy it again.",
+    ),
+    "a factor in words of one kind of layers": (
+        lambda f: change_config(f, rope_parameters={"full_attention": {"rope_type": "linear", "factor": "x"}}),
+        "config.json: rope_parameters.full_attention.factor=x is not a number: copy it again.",
     ),
     "a small factor": (
         lambda f: change_config(f, rope_parameters={"rope_type": "linear", "factor": 0.5}),

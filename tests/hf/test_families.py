@@ -184,6 +184,7 @@ def test_options_of_published_families_that_few_models_set_are_kept_or_refused(t
     assert gpt2.attention_scale == 1.0 and family_for(gpt2).write(gpt2)["scale_attn_weights"] is False
     positions = {"model_type": "gpt2", "n_positions": 48} | unscaled  # as the table of the learned ones
     assert longest(read_model(write_config(tmp_path, positions)), positions) == 48
+    assert longest({}, {"model_type": "mamba2"}) == 2048
     # GPT-2 with a head of its own, which is stored as torch's [out, in]
     untied = ModelConfig.model_validate(
         read_model(write_config(tmp_path, {"model_type": "gpt2"} | unscaled | {"tie_word_embeddings": False}))

@@ -19,6 +19,7 @@ from megajax.hf.quantising import StoredForm
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
+from megajax.inference.scoring import Scorer
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind, parameters
 from megajax.training.saving import StateSaver
@@ -176,3 +177,5 @@ def test_generation_with_cached_cross_keys_is_that_of_whole_sequences(weights, n
     assert found == stored["generated"][:, 1:].tolist()
     with pytest.raises(InputError, match="logits of tokens need a text before them"):
         generator.model(stored["tokens"])
+    with pytest.raises(InputError, match="scores of texts need a text before them"):
+        Scorer(generator.model)

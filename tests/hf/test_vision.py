@@ -200,6 +200,13 @@ def test_a_published_config_is_the_named_config(tmp_path, name, config):
     assert ModelConfig.model_validate(read_model(tmp_path)) == expected
 
 
+@pytest.mark.parametrize(("key", "value"), [("in_chans", 1), ("spatial_patch_size", 7), ("out_hidden_size", 1024)])
+def test_a_tower_that_the_model_does_not_have_is_refused_with_its_key(tmp_path, key, value):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"vision_config": QWEN_TOWER | {key: value}}))
+    with pytest.raises(InputError, match=f"{key}={value} "):
+        read_model(tmp_path)
+
+
 # Of videos and of training; LLaVA's last layer, which is not read; transformers' name of a tower that is its own model
 NOT_WRITTEN = {"tokens_per_second", "num_hidden_layers", "projection_dim", "model_type"}
 

@@ -103,7 +103,9 @@ def llama(folder_of):
 
 def test_the_likeliest_tokens_are_those_of_transformers(references, llama):
     expected = references["tiny_llama"]
-    assert last(Generator(llama, GREEDY).tokens(expected["prompts"], 50, chunk=20)) == expected["tokens"]
+    pieces = [*Generator(llama, GREEDY).tokens(expected["prompts"], 50, chunk=20)]
+    assert pieces[-1] == expected["tokens"]
+    assert [max(map(len, piece)) for piece in pieces] == [1, 21, 41, 50]  # the first token is the prompt's
 
 
 def test_logits_from_caches_are_those_of_the_plain_model():

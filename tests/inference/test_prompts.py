@@ -17,7 +17,10 @@ from megajax import generate
 from megajax.data.images import ImageText
 from megajax.data.rendering import Chat
 from megajax.errors import InputError
+from megajax.inference.generation import Generator
 from megajax.inference.prompts import Located, PicturePrompt, as_chat, encode_prompt, read_prompts, with_images
+from megajax.inference.sampling import Sampling
+from megajax.inference.scoring import Scorer
 
 CHAT = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "é?"}]
 
@@ -150,6 +153,8 @@ def test_what_a_model_does_not_have_is_a_sentence():
         (lambda: text(np.zeros((0, 2))), r"tokens has the shape \[0, 2\]: give ids"),
         (lambda: text([[31, 32]]), "32"),
         (lambda: prefix([[1, 2]]), r"logits of tokens would have no prefix.*\(model.prefix_lm=true\).*from prompts"),
+        (lambda: Scorer(prefix), r"scores of texts would have no prefix.*\(model.prefix_lm=true\).*from prompts"),
+        (lambda: Generator(text, Sampling(top_p=2)), "--top-p=2 is not a number of 0 to 1"),
         (lambda: with_images("a <image> b", ["x.png", "y.png"]), "1 times <image>, but 2 pictures are given"),
     ):
         with pytest.raises(InputError, match=sentence):

@@ -103,6 +103,9 @@ def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys, monkey
     )
     _, *rows = (line.split() for line in capsys.readouterr().out.splitlines() if "all tokens" in line or "loss" in line)
     assert [row[-3::2] for row in rows] == [[f"{total / count:.4f}", f"{total / math.log(2) / size:.4f}"]] * 2
+    model.tokenizer = None  # the texts of the tokens are not known
+    unknown = evaluate.evaluate(model, str(tmp_path / "tokens"))
+    assert unknown["bits_per_byte"] is None and unknown["loss"] == pytest.approx(total / count)
 
 
 @pytest.mark.smoke

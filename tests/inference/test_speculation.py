@@ -189,21 +189,22 @@ def test_steps_of_ended_sequences_count_neither_tokens_nor_drafts():
     assert Verified(jnp.int32(4), jnp.array([1])).explain() == one
 
 
-def test_each_draft_is_drawn_with_the_key_of_its_position(monkeypatch):
-    """One module drafts three tokens: the window ends at position 5 + 2, and the newest token is the one after it.
+@pytest.mark.parametrize("modules", [1, 2])
+def test_each_draft_is_drawn_with_the_key_of_its_position(monkeypatch, modules):
+    """Modules draft three tokens: the window ends at position 5 + 2, and the newest token is the one after it.
 
-    The module reads the window and the newest token, then at each next position the draft before.
+    Each reads the window and the tokens after its own, the last one at each next position the draft before.
     """
     drawn, read = [], []
     drafter = object.__new__(Drafter)
     drafter.model = SimpleNamespace(mesh=None, kernels=None, max_length=16)
-    drafter.count, drafter.modules = 3, 1
+    drafter.count, drafter.modules = 3, modules
     drafter._module = lambda weights, k, x, tokens, positions, comm: read.append(positions.tolist()) or x
     drafter._choose = lambda weights, h, keys, at: drawn.append(at.tolist()) or (jnp.array([at[0]]), jnp.zeros((1, 2)))
     monkeypatch.setattr(speculation, "Decode", lambda *_: SimpleNamespace(caches=(None,)))
     window = DraftWindow(jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), int), jnp.array([5]), jnp.array([2]))
-    drafts, _ = drafter.draft(None, window, jnp.array([1]), None, SimpleNamespace(caches=(None,)))
-    assert read == [[[5, 6, 7, 8]], [[8]], [[9]]]
+    drafts, _ = drafter.draft(None, window, jnp.array([1]), None, SimpleNamespace(caches=(None,) * modules))
+    assert read == [*[[[5, 6, 7, 8]]] * modules, [[8]], [[9]]][:3]
     assert drawn == [[9], [10], [11]] and drafts.tokens.tolist() == [[9, 10, 11]]
 
 

@@ -29,7 +29,8 @@ from single_device import stored as stored_form
 
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
-from megajax.megatron.convert import load
+from megajax.hf import reader
+from megajax.megatron.convert import load, open_readers
 from megajax.megatron.distributed import METADATA, NEWEST, MegatronTensors, StoredTensor, named_parts, saved_arguments
 from megajax.megatron.pickled import TorchZip, load_plain
 from megajax.megatron.torch_files import Call, Instance, Named, Pairs, pickled
@@ -119,6 +120,18 @@ def test_a_run_on_a_mesh_starts_from_a_checkpoint(unpack, name, mesh):
                 np.testing.assert_array_equal(trainer.state.layer_state[kind][key], array)
     finally:
         trainer.close()
+
+
+def test_a_device_has_its_own_heads_of_matrices_that_are_read_in_pieces(unpack, monkeypatch):
+    """The heads of queries, keys and values take turns in a tensor, so each piece is of all heads."""
+    monkeypatch.setattr(reader, "PIECE_BYTES", 256)
+    model = ModelConfig.model_validate(stored("gqa")[0])
+    shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
+    heads = NamedSharding(build_mesh({"tensor": 2}, jax.devices()[:2]), PartitionSpec(None, None, "tensor"))
+    with open_readers(unpack("gqa"), model, shapes) as readers:
+        for name in (f"blocks.dense.attention.{own}" for own in ("query", "key", "value")):
+            found = readers[name].on_devices(heads, np.float32)
+            np.testing.assert_array_equal(found, pattern(name, shapes[name]), err_msg=name)
 
 
 def test_experts_begin_as_copies_of_a_dense_checkpoints_mlps(unpack):

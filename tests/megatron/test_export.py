@@ -20,7 +20,7 @@ from megajax.checkpoint.manager import save_weights
 from megajax.config import load_config
 from megajax.errors import InputError
 from megajax.megatron import METADATA, NEWEST
-from megajax.megatron.convert import load
+from megajax.megatron.convert import load, open_tensors
 from megajax.megatron.distributed import saved_arguments
 from megajax.megatron.pickled import Plain, load_plain
 from megajax.megatron.torch_files import Call, Instance, Named, Pairs, pickled
@@ -89,6 +89,18 @@ def test_a_run_comes_back_bit_for_bit_on_any_mesh(make_run, tmp_path, name, axes
             spec.append(axis)
             free.pop(axis, None)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    if not config.model.is_latent:  # for each KV head its queries, its key and its value
+        names = ("query", "key", "value")
+        kind = next(parameter.split(".")[1] for parameter in weights if parameter.endswith("attention.query"))
+        own = [np.asarray(weights[f"blocks.{kind}.attention.{name}"]) for name in names]  # [layer, in, heads, width]
+        layers, width, kv_heads, head = own[1].shape
+        together = np.concatenate([x.reshape(layers, width, kv_heads, -1, head) for x in own], axis=3)
+        with open_tensors(tmp_path / "out", config.model) as stored_tensors:
+            for layer, expected in enumerate(together.reshape(layers, width, -1).swapaxes(1, 2)):
+                name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+                slices = [slice(0, size) for size in expected.shape]
+                np.testing.assert_array_equal(stored_tensors.read(name, slices), expected, err_msg=name)
 
     found, kept = load(tmp_path / "out", *jax.tree.map(wanted, (weights, state)), config.model)
     for parameter, array in weights.items():

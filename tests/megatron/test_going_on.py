@@ -159,6 +159,16 @@ def test_master_weights_are_those_in_fp32(configure):
     assert not np.array_equal(masters["blocks.dense.mlp.up"], rounded["blocks.dense.mlp.up"])
 
 
+def test_a_weight_without_its_master_is_named(configure, tmp_path):
+    config, name = configure("bfloat16", copy=True), "decoder.final_layernorm.weight"
+    metadata = tmp_path / "bfloat16/iter_0000010/.metadata"
+    state, other = (f"optimizer.{word}.param.{name}".encode() for word in ("state", "other"))
+    assert state in metadata.read_bytes()
+    metadata.write_bytes(metadata.read_bytes().replace(state, other))
+    with pytest.raises(InputError, match=f"has {name} in less than FP32, and no master weight of it: set .*=position"):
+        continued(config)[1].weights()
+
+
 def test_fragments_of_the_optimizers_state_are_put_together(configure):
     """Some end in the middle of a matrix. The run was in FP32, so its master weights are its weights."""
     config = configure("fragments")

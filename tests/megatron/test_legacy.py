@@ -205,6 +205,12 @@ def small(folder: Path, rank: str = "00", more=None, **arguments) -> None:
     write(folder, rank, {"model": whole(ModelConfig.model_validate(SMALL))}, more, **arguments)
 
 
+def a_list(folder: Path) -> None:
+    (folder / "mp_rank_00").mkdir()
+    with (folder / "mp_rank_00/model_optim_rng.pt").open("wb") as file:
+        save(file, [1])
+
+
 CALL = Call(Named("posix", "mkdir"), ("made",))
 
 
@@ -221,6 +227,7 @@ CALL = Call(Named("posix", "mkdir"), ("made",))
         (lambda f: write(f, "00", {}, {"model": None}), "has no model"),
         (lambda f: write(f, "00", {"model": {"language_model": {}}}), "before Megatron-Core: convert"),
         (lambda f: write(f, "00", {"model": {}}, {"args": None}), r"has no arguments \(args\)"),
+        (lambda f: a_list(f), r"has no arguments \(args\)"),
         (lambda f: small(f, tensor_model_parallel_size=2), "no file of the tensor-parallel rank 1, of 2"),
         (lambda f: small(f, tensor_model_parallel_size=10**15), "no file of the tensor-parallel rank 1, of 1000000"),
         (lambda f: small(f, "00_001", pipeline_model_parallel_size=2), "no file of the pipeline-parallel rank 0, of 2"),

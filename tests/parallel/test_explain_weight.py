@@ -1,6 +1,7 @@
 """The chain that `explain-weight` prints, against the collectives of the traced train step."""
 
 import math
+import re
 from collections import Counter
 
 import jax
@@ -123,6 +124,22 @@ def test_layers_with_the_same_chain_are_one(table):
     page = explain_weight.lines(Graph.build(plan), "blocks.dense.mlp.down")
     assert [line for line in page if "of one layer" in line] == [
         f"\n{config.model.num_layers} layers of a device; of one layer:"
+    ]
+
+
+def test_stages_gather_their_first_and_last_layers_once_a_step(tmp_path, capsys):
+    """Four layers on each: those between are gathered forward and backward in each of two microbatches."""
+    (tmp_path / "model.yaml").write_text(
+        "model: {num_layers: 8, hidden_size: 64, num_heads: 4, vocab_size: 256}\n"
+        "batch: {global_size: 8, sequence_length: 16, num_microbatches: 2}\ndata: {kind: synthetic}\n"
+    )
+    overrides = ["mesh={pipeline: 2, fsdp: 2, data: -1}", "kernels.scan_unroll=4"]
+    name = "blocks.dense.mlp.down"
+    assert explain_weight.main([str(tmp_path / "model.yaml"), name, *overrides, "--gpus", "8"]) == 0
+    page = capsys.readouterr().out
+    assert "in shards over pipeline 2, data 2, fsdp 2" in page
+    assert re.findall(r"^(\d) layers of a device|gather for the layer +(.*?) a step", page, re.M) == [
+        *(("2", ""), ("", "once"), ("2", ""), ("", "4 times"))
     ]
 
 

@@ -159,6 +159,19 @@ def test_each_instruction_moves_computes_or_launches_nothing(kind):
         assert operations.part_of(found["x"]) == named.get(kind, ("copies", "other"))
 
 
+@pytest.mark.parametrize(
+    ("operands", "results", "size"),
+    [
+        ("f32[4,8]{1,0}", "f32[16,8]{1,0}", 4 * 16 * 8),
+        ("(f32[4,8]{1,0}, bf16[2,3]{1,0})", "(f32[16,8]{1,0}, bf16[8,3]{1,0})", 4 * 16 * 8 + 2 * 8 * 3),
+    ],
+)
+def test_the_result_of_a_start_is_the_second_part_of_its_type(operands, results, size):
+    lines = ["  %p = f32[4,8]{1,0} parameter(0)", f"  ROOT %x = ({operands}, {results}) all-gather-start(%p)"]
+    [op] = hlo.parse("\n".join(["ENTRY %main (p: f32[4,8]) -> f32[16,8] {", *lines, "}"]))
+    assert (op.kind, op.operand_bytes, op.result_bytes) == ("all-gather", 4 * 4 * 8, size)
+
+
 # Bytes of a table are 3200, of a part of it 128, of the indices 16.
 TRAFFIC = {
     "slice(%table)": 128 + 128,
@@ -293,10 +306,11 @@ def test_bytes_between_hosts_are_those_of_the_rings_of_the_groups_on_several_hos
     """Two hosts of eight. Over `data` eight groups of two have a device on both; over `fsdp` each group is in one."""
     gather, whole = ops["gather-start"], 6e8
     mesh = "replica_groups=mesh['data'=2, 'fsdp'=8] {{'{}'}}"
-    over = {axis: replace(gather, kind=kind, attributes=mesh.format(axis)) for axis in ("data", "fsdp")}
+    listed = {"data": "replica_groups=[8,2]<=[2,8]T(1,0)", "fsdp": "replica_groups=[2,8]<=[16]"}
     passes = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(kind, 0)
-    assert over["data"].between_hosts(8) == 8 * passes * whole / 2
-    assert over["fsdp"].between_hosts(8) == 0
+    for axis, expected in (("data", 8 * passes * whole / 2), ("fsdp", 0)):
+        for attributes in (mesh.format(axis), listed[axis]):
+            assert replace(gather, kind=kind, attributes=attributes).between_hosts(8) == expected, attributes
 
 
 def test_arrays_have_the_bytes_of_their_dtypes():

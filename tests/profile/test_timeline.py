@@ -129,6 +129,8 @@ def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_ow
         "other programs": 1,
         "norms and elementwise": 2,
     }
+    reduction = kernel("ncclDevKernel_AllReduce_Sum_f32", 0, 3, module="jit_other")
+    assert timeline.rows_of([reduction], reading, {reduction: 1.0}) == {"other programs": 3}
     whole = 4 + 20 + 5 + 3 + 1
     shares = timeline.unnamed({"GPU 0": own}, reading)
     assert [*shares.items()] == [("ncclDevKernel_SendRecv", 5 / whole), ("nvjet_tst", 4 / whole)]
@@ -141,6 +143,15 @@ def test_the_host_holds_a_device_back_only_where_it_is_late(reading):
         own.append(trace.Kernel("GPU 0", "nvjet_tst", "matmul", STEP, start, start + 10, launched))
         start += 15
     assert timeline.rows_of(own, reading) == {"matmuls": 50, "host gaps": 0 + 2 + 5, "idle between kernels": 5 + 3 + 5}
+
+
+def test_kernels_of_cpus_are_launched_by_the_call_that_runs_their_program():
+    """The first event of the host with the number of the run."""
+    stats = {"hlo_op": "sum", "hlo_module": STEP, "device_ordinal": 3, "run_id": 7}
+    calls = [Event("Execute", 2, 9, {"run_id": 7}), Event("Dispatch", 1, 2, {"run_id": 7}), Event("sum", 4, 5, stats)]
+    file = space({"/host:CPU": {"python": [Event("other", 0, 9, {"run_id": 6}), *calls]}})
+    [found] = trace.read_kernels(jax.profiler.ProfileData.from_serialized_xspace(file))
+    assert found == trace.Kernel("CPU 3", "sum", "sum", STEP, 4, 5, 1)
 
 
 def test_a_collective_without_an_operation_has_the_axes_that_all_of_its_kind_have(reading):

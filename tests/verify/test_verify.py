@@ -160,6 +160,16 @@ def test_a_checkpoint_needs_no_data_of_the_config():
     assert run.program.config.is_padded("train") and run.saver.description(1)["step"] == 1
 
 
+@pytest.mark.long
+def test_frozen_weights_come_back_without_being_in_the_checkpoint(tmp_path):
+    model = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": 250}
+    settings = {"model": model, "lora": {"rank": 2}, "checkpoint": {"init_from": "x"}, "data": {"kind": "synthetic"}}
+    sizes = {"batch": {"global_size": 2, "sequence_length": 8}}
+    run = Run(shrink(Config.model_validate(settings | sizes), [ONE], 2)[0], ONE)
+    whole = run.train(tmp_path)
+    assert compare(run.resume(tmp_path, run.saved), whole).first is None
+
+
 def test_a_checkpoint_that_loses_layer_state_is_named(one, expected, checkpoint, monkeypatch):
     load = saving.loaded_layer_state
     monkeypatch.setattr(saving, "loaded_layer_state", lambda tree: jax.tree.map(lambda x: 0 * x, load(tree)))
@@ -284,6 +294,20 @@ def test_the_mean_does_not_depend_on_the_mesh():
     assert "objective.average: microbatches → tokens" in changes
 
 
+@pytest.mark.parametrize(("microbatches", "sizes", "expected"), [(8, {"pipeline": 3}, 6), (8, {}, 2), (1, {}, 1)])
+def test_one_microbatch_stays_one_and_several_are_multiples_of_the_stages(microbatches, sizes, expected):
+    settings = LARGE | {"batch": LARGE["batch"] | {"num_microbatches": microbatches}}
+    small, _ = shrink(Config.model_validate(settings), [ONE | sizes], 2)
+    assert small.batch.num_microbatches == expected
+
+
+def test_devices_have_parts_of_experts_whose_widths_their_matmuls_multiply():
+    """Of an expert and a shared one 16 columns on each of four devices, half of the width of the others."""
+    settings = LARGE | {"model": LARGE["model"] | {"shared_expert_ffn_hidden_size": 512}}
+    model = shrink(Config.model_validate(settings), [ONE | {"tensor": 4}], 2)[0].model
+    assert (model.expert_ffn_hidden_size, model.shared_expert_ffn_hidden_size) == (64, 64)
+
+
 def test_of_several_dense_layers_before_the_experts_one_stays():
     settings = LARGE | {"model": LARGE["model"] | {"first_dense_layers": 3}}
     small, changes = shrink(Config.model_validate(settings), [ONE], 2)
@@ -348,6 +372,7 @@ def test_documents_stay_as_separate_as_they_are(reset):
     data = LARGE["data"] | settings | ({"synthetic_documents": 2} if any(reset) else {})
     small, _ = shrink(Config.model_validate(LARGE | {"data": data}), [SIZES], 2)
     assert {key: getattr(small.data, key) for key in settings} == settings
+    assert (small.data.synthetic_documents is None) == (not any(reset))
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS.keys() - {"soap"}))

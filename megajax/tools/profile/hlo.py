@@ -129,6 +129,11 @@ class Op:
     @property
     def _groups(self) -> list[list[int]]:
         """The devices of each group of a collective, or of each pair of a permutation; empty if the text has none."""
+        if self.mesh_axes:
+            sizes, names = self.mesh_axes
+            axes = [list(sizes).index(axis) for axis in names]
+            devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+            return np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, self.group_size).tolist()
         if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.attributes):
             shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
             assert dims is not None
@@ -144,13 +149,8 @@ class Op:
         array, twice that for an all-reduce. Devices are numbered host by host.
         """
         passes = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(self.kind, 0)
-        if not passes or not self.mesh_axes:
-            return 0.0
-        sizes, names = self.mesh_axes
-        axes = [list(sizes).index(axis) for axis in names]
-        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-        groups = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, self.group_size) // hosts_of
-        sending = sum(1 for hosts in groups if 0 in hosts and len(set(hosts.tolist())) > 1)  # groups of host 0
+        hosts = ({device // hosts_of for device in group} for group in self._groups)
+        sending = sum(1 for own in hosts if 0 in own and len(own) > 1)  # groups of host 0
         whole = max(self.operand_bytes, self.result_bytes)
         return sending * passes * whole * (self.group_size - 1) / self.group_size
 
@@ -182,7 +182,7 @@ def _computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
             current = start[2]
             entry = current if start[1] else entry
             computations[current] = {}
-        elif current and (match := INSTRUCTION.match(line)):
+        elif match := INSTRUCTION.match(line):
             result, _, rest = _split_type(match[2])
             kind, _, rest = rest.partition("(")
             operands, _, attributes = rest.partition(")")

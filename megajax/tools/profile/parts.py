@@ -26,10 +26,10 @@ class Part:
         self.roofline += other.roofline
 
 
-def parts(kernels: Mapping[str, Sequence[Kernel]], reading: Reading, steps: int) -> dict[Key, Part]:
+def parts(kernels: Mapping[str, Sequence[Kernel]], reading: Reading, steps: int) -> defaultdict[Key, Part]:
     """Each part of the devices' kernels, the mean per step and device."""
     share = 1 / (steps * len(kernels))
-    found: dict[Key, Part] = defaultdict(Part)
+    found: defaultdict[Key, Part] = defaultdict(Part)
     launched: dict[str, Counter[str]] = defaultdict(Counter)
     for kernel in (kernel for own in kernels.values() for kernel in own if not reading.contains_others(kernel)):
         part = found[_key(kernel, reading)]
@@ -63,7 +63,7 @@ def table(kernels: Mapping[str, Sequence[Kernel]], reading: Reading, steps: int,
                 whole = Part()
                 for key in members:
                     whole.add(mean[key])
-                spent = {d: sum(found[key].ms for key in members if key in found) for d, found in by_device.items()}
+                spent = {d: sum(found[key].ms for key in members) for d, found in by_device.items()}
                 slowest = max(spent, key=lambda device: spent[device])
                 reached = f"{whole.roofline / whole.ms:.0%}" if whole.roofline and whole.ms else "–"
                 times = (f"{whole.kernels:.0f}", f"{whole.ms:.2f}", f"{whole.ms / step:.1%}", f"{whole.roofline:.2f}")

@@ -41,7 +41,8 @@ def shrink(
     microbatches = math.lcm(2, units.pipeline) if config.batch.num_microbatches > 1 else 1
     microbatches *= config.communication.microbatches_at_once  # two pairs
     # Chats remain chats, because their batches have padding; nothing reads them. Pictures are random ones.
-    packed, is_chat = config.data.reset_attention, config.data.kind == "chat" and config.model.vision is None
+    is_chat = config.data.kind == "chat" and config.model.vision is None
+    has_documents = config.data.reset_attention or config.data.reset_positions
     small: dict[str, dict[str, Any]] = {
         "run": {"steps": steps, "epochs": None} | ({"eval_steps": 1} if config.run.eval_steps == "all" else {}),
         "model": _small_model(config, units, length),
@@ -55,7 +56,7 @@ def shrink(
             "schedule": None,
         },
         "schedule": {"kind": "constant", "learning_rate": LEARNING_RATE, "min_learning_rate": 0.0, "warmup_steps": 0},
-        "data": {} if is_chat else {"kind": "synthetic", "synthetic_documents": 3 if packed else None},
+        "data": {} if is_chat else {"kind": "synthetic", "synthetic_documents": 3 if has_documents else None},
         "logging": {"norms_interval": 0},
         # The first step's gradients are read from the moments.
         "optimizer": {"state": "float32", "master": "float32", "offload_dir": None},
