@@ -40,7 +40,7 @@ train-samples int | run.steps | which is samples / batch.global_size; data.train
 eval-interval int | run.eval_interval
 eval-iters int=100 | run.eval_steps
 log-interval int=100 | run.log_interval
-log-params-norm | logging.norms_interval
+log-params-norm | logging.norms_interval | 100 or more steps, because such a step computes the gradients twice
 check-for-spiky-loss | run.spike_factor
 check-weight-hash-across-dp-replicas-interval int | run.replica_check_interval
 distributed-timeout-minutes int=10 | run.hang_min_seconds | the shortest time after which a step counts as hung
@@ -185,6 +185,7 @@ valid-data-path many | data.valid
 test-data-path many | data.test
 full-validation | run.eval_steps | all
 multiple-validation-sets, validation-set-names many | data.valid_sets | a list of {name, prefix}
+dataloader-type str | data.order | megatron for single, shuffled for cyclic
 split str | data.split | with no default; Megatron's is 969,30,1
 mock-data | data.kind=synthetic
 tokenizer-model str, tokenizer-type str, vocab-file str, merge-file str | data.tokenizer | byte, null:N, a folder or a

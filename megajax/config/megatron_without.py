@@ -292,7 +292,6 @@ start-weight-decay float, end-weight-decay float, weight-decay-incr-style str=co
     constant: optimizer.weight_decay
 loss-scale float | | precision.compute=float16 always scales the loss dynamically
 use-checkpoint-args | | the model's flags are in a Megatron checkpoint: write them into the line
-dataloader-type str=single | | samples are read in the order of data.order
 use-legacy-models | | models are those of Megatron-Core
 moe-router-topk-limited-devices int, moe-extended-tp | | experts are divided by mesh.experts_over
 standalone-embedding-stage, encoder-tensor-model-parallel-size int=0, encoder-pipeline-model-parallel-size int=0,

@@ -102,6 +102,14 @@ def sentence(capsys, *arguments: str) -> str:
         ("V='--micro-batch-size 1 a'\neval \"p.py $V\"", [], ["1", "a"]),
         ("A=a\0b\np.py --micro-batch-size $A\0", [], ["ab"]),  # bash leaves zero bytes out
         ("HOME=/here\np.py --micro-batch-size $HOME", [], ["/here"]),  # before the environment's
+        (
+            "A=0\n[ -d no ] && A=9\nif ! [ -f train.sh ]; then exit 1; fi\nif ! x; then exit 1; fi\n"
+            "if [ ! -f no ]; then\necho no\nexit 1\nfi\n[ -d no ] || exit 1\n[[ ! -e no ]] && { echo; exit 1; }\n"
+            "if [ -f no ]; then A=1; else exit 1; fi\nif [ -f no ]; then B=1; else B=2; fi\n"
+            "p.py --micro-batch-size $A $B",
+            [],
+            ["1", "2"],
+        ),  # as where the files are, if the script ends without them
         ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
     ],
 )
@@ -204,6 +212,10 @@ HOSTILE = {
     "nested eval": ('X=\'eval "$X"\'\neval "$X"', ("eval is nested too deeply", "line 2", "give the launch line")),
     "deep words": (f"p.py {SMALL} --seed {'${A:-' * 41}1{'}' * 41}", ("nested too deeply", "simplify the line")),
     "another script": ("bash inner.sh", ("inner.sh",)),
+    "an exit before the line": (
+        f"[ $# -lt 1 ] && exit 1\np.py {SMALL}",
+        ("ends with exit", "train.sh, line 1", "give the arguments"),
+    ),
 }
 
 
@@ -302,7 +314,7 @@ OTHER_MODELS = {
         (f"{SMALL} --tensor-model-parallel-size 3", ("the world size 1 is no multiple",)),
         (
             SMALL.replace("--vocab-size 512", "--vocab-size 0"),
-            ("the line becomes a config that does not run: model.vocab_size=0 is too small (the translation, line",),
+            ("the line becomes a config that does not run: model.vocab_size=0 is too small (--vocab-size 0)",),
         ),
         (f"{SMALL} --global-batch-size 0", ("--global-batch-size 0 is below 1", "use 1 or more")),
         (f"{SMALL} --global-batch-size 3 --micro-batch-size 2", ("no multiple",)),

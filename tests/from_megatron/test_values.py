@@ -81,6 +81,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {"run.steps": 2 + 2 + 11},
     ),
+    # 14 samples more are less than a step
+    "a ramp-up leaves out the last partial batch": (
+        f"{FILES.replace('size 2', 'size 4').replace('--train-iters 100', '--train-samples 230')}"
+        " --rampup-batch-size 8 4 32 --data-path x",
+        1,
+        {"run.steps": 2 + 2 + 11, "data.train_samples": 230},
+    ),
     "the embedding takes the place of a layer": (
         f"{DENSE.replace('layers 4', 'layers 7')} --account-for-embedding-in-pipeline-split",
         4,
@@ -157,6 +164,21 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         f"{DENSE} --min-lr 1e-4 --decoupled-lr 5e-3 --decoupled-min-lr 5e-4",
         1,
         {"optimizer.groups": [{"parameters": ["embedding.*", "head"], "learning_rate": 5.0}]},
+    ),
+    "a lowest rate is a multiple up to its digits": (
+        f"{DENSE} --min-lr 1e-5 --lr 1.5e-4 --decoupled-lr 5e-4 --decoupled-min-lr 3.33333e-05",
+        1,
+        {"optimizer.groups": [{"parameters": ["embedding.*", "head"], "learning_rate": 3.33333333333}]},
+    ),
+    "norms are rare, at logged steps": (
+        f"{DENSE} --log-interval 30 --log-params-norm",
+        1,
+        {"logging.norms_interval": 120},
+    ),
+    "a cyclic loader shuffles the whole data": (
+        f"{FILES} --data-path x --dataloader-type cyclic",
+        1,
+        {"data.order": "shuffled", "data.train_samples": None},
     ),
     "a group of layers is computed again": (
         f"{DENSE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",

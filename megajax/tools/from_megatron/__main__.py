@@ -4,6 +4,7 @@ Scripts are read, not executed: no command in them runs.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 import warnings
@@ -139,9 +140,18 @@ def _checked(text: str, world: int) -> list[str]:
         try:
             check_mesh(load_config(path), world)
         except ConfigError as error:
-            sentence = str(error).replace(str(path), "the translation")
-            raise InputError(f"the line becomes a config that does not run: {sentence}") from None
-    return [str(each.message).replace(str(path), "the translation") for each in found]
+            raise InputError(
+                f"the line becomes a config that does not run: {_by_flags(str(error), path, text)}"
+            ) from None
+    return [_by_flags(str(each.message), path, text) for each in found]
+
+
+def _by_flags(sentence: str, path: Path, text: str) -> str:
+    """A sentence about the translation, with the flags of the lines that it names."""
+    lines = text.splitlines()
+    at_line = re.escape(str(path)) + r", line (\d+)"
+    flags = re.sub(at_line, lambda found: lines[int(found[1]) - 1].rpartition("  # ")[2] or found[0], sentence)
+    return flags.replace(str(path), "the translation")
 
 
 def _parser() -> CommandParser:

@@ -27,7 +27,7 @@ def translate_data(t: Translation) -> None:
         has_valid = bool(t["valid_data_path"])
     else:
         t.put("data.kind", "indexed", note="Megatron's default: .bin/.idx files")
-        t.put("data.order", "megatron", note="the samples and their order are Megatron-Core's")
+        _order(t)
         has_valid = _sources(t)
         _documents(t)
         _tokenizer(t)
@@ -40,6 +40,19 @@ def translate_data(t: Translation) -> None:
         steps = t["eval_iters"] if has_valid else 0
         t.put("run.eval_steps", steps, "eval_iters", note="" if has_valid else "there is no validation data")
     t.put("run.eval_interval", t["eval_interval"] or 0, "eval_interval")
+
+
+def _order(t: Translation) -> None:
+    kind = t["dataloader_type"]
+    if kind == "cyclic":
+        t.put("data.order", "shuffled", "dataloader_type")
+        t.differs("cyclic-order", "dataloader_type")
+        t.settings.pop("data.train_samples", None)
+    elif kind in ("single", None):
+        note = "the samples and their order are Megatron-Core's"
+        t.put("data.order", "megatron", "dataloader_type", note=note)
+    else:
+        t.refuse("samples are read in the order of data.order: use single or cyclic", "dataloader_type")
 
 
 def _blend(words: list[str] | None) -> Any:

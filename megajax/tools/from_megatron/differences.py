@@ -34,6 +34,10 @@ DIFFERENCES = {
         "`min_lr` after `--lr-decay-iters`; without a warm-up the rate depends on the batch size",
         "the decay does not end",
     ),
+    "cyclic-order": Difference(
+        "`--dataloader-type cyclic` permutes the samples of each data-parallel rank anew in each epoch",
+        "`data.order: shuffled` permutes all samples anew in each epoch, in the same order on every mesh",
+    ),
     "batch-schedule": Difference(
         "Megatron-Core 0.19 and later ignore `--rampup-batch-size`",
         "`batch.schedule` is always followed",

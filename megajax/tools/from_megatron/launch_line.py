@@ -43,6 +43,9 @@ def from_script(path: Path, arguments: list[str]) -> LaunchLine:
     script = Script(path, arguments)
     found = [line for line in script.lines if _is_launch(line.words)]
     if not found:
+        if script.ended:
+            cure = "give the arguments or variables with which it goes on, or the launch line itself"
+            raise InputError(f"the script ends with exit before a launch line of Megatron-LM ({script.ended}): {cure}.")
         others = [word for line in script.lines for word in line.words[:3] if word.endswith(".sh")]
         cure = (
             f"give {shown(others[0])}, which it calls" if others else "give the script that has it, or the line itself"

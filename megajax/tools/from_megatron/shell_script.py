@@ -40,6 +40,8 @@ class Script:
         self.lines: list[Line] = []
         self.warnings: list[str] = []
         self.texts: list[str] = []
+        self.ended = ""  # the location of the `exit` that ended it
+        self._absent: str | None = None  # the file that the newest test looked for and that is not here
         self._functions: dict[str, CommandList] = {}
         self._open: list[Path] = []
         self._steps = 0
@@ -84,6 +86,8 @@ class Script:
         for before, command in block.commands:
             if (before == "&&" and status is False) or (before == "||" and status is not False):
                 continue
+            if before and self._gives_up(command):
+                continue
             status = self._command(command)
         return status
 
@@ -110,12 +114,28 @@ class Script:
         return True
 
     def _if(self, command: syntax.If) -> None:
+        needs_file: CommandList | None = None
         for condition, body in command.branches:
             status = True if condition is None else self._block(condition)
             self._warn_about_condition(status, command.line)
-            if status:
+            if status and self._gives_up(body):
+                if needs_file is not None:
+                    self._block(needs_file)
+                    return
+            elif status:
                 self._block(body)
                 return
+            elif self._absent is not None and needs_file is None:
+                needs_file = body
+
+    def _gives_up(self, command: syntax.Command) -> bool:
+        """Whether a command ends the script because a file is not on this machine; it may be where the script runs."""
+        absent = self._absent
+        if absent is None or not _ends(command):
+            return False
+        self._absent = None
+        self.warn(f"{shown(absent)} is not here ({self._at}): the script is read as if it were, instead of its exit.")
+        return True
 
     def _warn_about_condition(self, status: bool | None, line: int) -> None:
         if status is None:
@@ -137,8 +157,11 @@ class Script:
             self._block(command.body)
 
     def _simple(self, command: syntax.Simple) -> bool | None:
-        self.values.line = command.line
+        self.values.line, self._absent = command.line, None
         words = list(command.words)
+        if len(words) > 1 and words[0].raw == "!":
+            status = self._simple(syntax.Simple(words[1:], command.line))
+            return None if status is None else not status
         while words and words[0].raw in DECLARING:
             words = [word for word in words[1:] if not word.raw.startswith("-")]
         while words and (found := ASSIGNMENT.match(words[0].raw)):
@@ -173,6 +196,7 @@ class Script:
         elif name == "eval":
             self._text(" ".join(arguments))
         elif name in ("exit", "return"):
+            self.ended = self._at if name == "exit" else ""
             raise _Stop
         elif name == "shift":
             del self.values.positional[1 : 1 + int(arguments[0] if arguments[:1] and arguments[0].isdigit() else 1)]
@@ -255,8 +279,17 @@ class Script:
         if sign == "-v":
             return self.values.get(text) is not None
         if sign in ("-f", "-e", "-s", "-r", "-d"):
-            return _is_file(Path(text)) if sign == "-f" else Path(text).exists() if len(text) < 4096 else False
+            found = _is_file(Path(text)) if sign == "-f" else Path(text).exists() if len(text) < 4096 else False
+            self._absent = None if found else text
+            return found
         return None
+
+
+def _ends(command: syntax.Command) -> bool:
+    """Whether a command, or one of a list, is `exit` or `return`."""
+    if isinstance(command, CommandList):
+        return any(_ends(each) for _, each in command.commands)
+    return isinstance(command, syntax.Simple) and command.words[0].raw in ("exit", "return")
 
 
 def _compared(left: str, sign: str, right: str) -> bool | None:

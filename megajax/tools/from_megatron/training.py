@@ -8,6 +8,7 @@ from megajax.tools.from_megatron.translation import Translation
 
 SCHEDULES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
 FORMS = {"fp32": "float32", "bf16": "bfloat16", "fp8": "int8"}
+NORMS = 100  # fewest steps between norms by layer, which cost a step's gradients
 SPIKE = 10.0  # Megatron's factor
 MATCHING_ADAMW = 0.2  # the extra factor of spectral scales that fits AdamW's rates
 
@@ -28,11 +29,19 @@ class Length:
 
     def steps(self, samples: int | float) -> int:
         """The number of steps after which at least `samples` samples are read."""
+        return self._steps_and_samples(samples)[0]
+
+    def whole_steps(self, samples: int) -> int:
+        """The number of steps that read at most `samples` samples: Megatron leaves out the last partial batch."""
+        steps, read = self._steps_and_samples(samples)
+        return steps - (read > samples)
+
+    def _steps_and_samples(self, samples: int | float) -> tuple[int, int]:
         step, read = 0, 0
         for (_, size), end in zip(self.sizes, [*(start for start, _ in self.sizes[1:]), samples], strict=True):
             needed = max(0, -(-int(min(end, samples) - read) // size))
             step, read = step + needed, read + needed * size
-        return step
+        return step, read
 
 
 def translate_run(t: Translation, size: int) -> None:
@@ -50,7 +59,7 @@ def translate_run(t: Translation, size: int) -> None:
     if iterations is not None:
         steps, total = iterations, iterations * size
     else:
-        steps, total = length.steps(samples) if length.ramps else samples // size, samples
+        steps, total = length.whole_steps(samples), samples
     if steps < 1:
         raise t.arguments.fail("a run has no step", "train one or more")
     t.put("run.steps", min(steps, t["exit_interval"] or steps), *names)
@@ -159,10 +168,9 @@ def _decoupled(t: Translation) -> None:
     """A rate of its own for embeddings and head: a multiple of the schedule's, its lowest one too."""
     factor = t["decoupled_lr"] / t["lr"]
     lowest = t["min_lr"] if t["decoupled_min_lr"] is None else t["decoupled_min_lr"]
-    if abs(lowest - factor * t["min_lr"]) > 1e-9 * max(lowest, t["min_lr"]):
-        t.refuse(
-            f"its lowest rate is {factor:g} x --min-lr: add --decoupled-min-lr {factor * t['min_lr']:g}", "decoupled_lr"
-        )
+    if abs(lowest - factor * t["min_lr"]) > 1e-5 * max(lowest, t["min_lr"]):  # the cure's digits
+        cure = f"write --decoupled-min-lr {factor * t['min_lr']:g}"
+        t.refuse(f"its lowest rate is {factor:g} x --min-lr: {cure}", "decoupled_lr")
     group = {"parameters": ["embedding.*", "head"], "learning_rate": float(f"{factor:.12g}")}
     t.put("optimizer.groups", [group], "decoupled_lr", "decoupled_min_lr")
 
@@ -258,7 +266,7 @@ def translate_records(t: Translation) -> None:
     t.copy("run.max_minutes", "exit_duration_in_mins", float(t["exit_duration_in_mins"] or 1))
     t.copy("run.replica_check_interval", "check_weight_hash_across_dp_replicas_interval")
     t.copy("run.hang_min_seconds", "distributed_timeout_minutes", float(t["distributed_timeout_minutes"] * 60))
-    t.copy("logging.norms_interval", "log_params_norm", t["log_interval"])
+    t.copy("logging.norms_interval", "log_params_norm", t["log_interval"] * -(-NORMS // t["log_interval"]))
     if t["check_for_spiky_loss"]:
         t.put("run.spike_factor", SPIKE, "check_for_spiky_loss")
         t.differs("spikes", "check_for_spiky_loss")
