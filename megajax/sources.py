@@ -111,6 +111,10 @@ class WeightSource:
         """The settings of a LanguageModel for texts."""
         return NO_TEXT
 
+    def __str__(self) -> str:
+        """What is read."""
+        return str(self.path)
+
     @property
     def shown(self) -> str:
         """The path in an error's sentence."""
@@ -147,6 +151,9 @@ class RunSource(WeightSource):
 
     def text(self, config: Config) -> TextSettings:
         return text_settings(config, find_checkpoint(self.path, self.setting, self.location)[0])
+
+    def __str__(self) -> str:
+        return str(self.checkpoint)
 
     @property
     def checkpoint(self) -> Path:
@@ -239,6 +246,9 @@ class Upcycled(WeightSource):
     def __init__(self, dense: WeightSource):
         super().__init__(dense.path, dense.setting, dense.location)
         self._dense = dense
+
+    def __str__(self) -> str:
+        return f"{self._dense}, each expert a copy of its layer's MLP"
 
     def training(self) -> "SavedTraining":
         return self._dense.training()

@@ -92,6 +92,14 @@ def check_order(config: Config, position: Position, saved: int | None, name: str
         )
 
 
+def consequence(change: SettingDifference, samples: int) -> str:
+    """The end of a sentence about an allowed change of a run that goes on after `samples` samples."""
+    if change.key != "batch.sequence_length":
+        return ""
+    before, now = (f"{samples * length:,}" for length in (change.saved, change.mine))
+    return f"; it goes on at sample {samples:,}, so its count of tokens, also for batch.schedule, is {now} and not {before}"
+
+
 def warn_of_another_rate(config: Config, saved: Mapping[str, Any], name: str) -> None:
     """Warn if the next step's learning rate differs from that of the run that saved a checkpoint.
 

@@ -29,7 +29,7 @@ from megajax.options.registered import HOOKS
 from megajax.runtime import prepare_environment
 from megajax.sources import text_settings
 from megajax.training import logs
-from megajax.training.agreement import warn_of_another_rate
+from megajax.training.agreement import consequence, warn_of_another_rate
 from megajax.training.batches import BatchOf, batches, check_own_fields, own_batches, refuse_data
 from megajax.training.checks import NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
@@ -406,7 +406,8 @@ class Trainer:
         if self._state is None:
             self._state = self._first_state(logs.say)
             for change in self._resume_point.allowed:
-                logs.say(f"let through by checkpoint.allow_changes: {change}")
+                samples = self._resume_point.sizes.samples_before(self.step)
+                logs.say(f"let through by checkpoint.allow_changes: {change}{consequence(change, samples)}")
             if self._resume_point.resumed_step is not None:
                 warn_of_another_rate(self.config, self._resume_point.saved, self._resume_point.name)
             local_step = self._resume_point.local_step  # reading it may have led to another checkpoint

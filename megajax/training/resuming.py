@@ -16,6 +16,7 @@ from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.checkpoint.storage import store_errors
 from megajax.errors import InputError, UserError
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
+from megajax.sources import initial_weights
 from megajax.training import run_record
 from megajax.training.continuing import ContinuedTraining
 from megajax.training.local_saves import LocalSaves
@@ -157,6 +158,8 @@ class ResumePoint:
             return state
         state = self.saver.begun(weights)
         if self.continued is None:
+            if weights is not None:
+                say(f"starting with the weights of {initial_weights(self.config)}")
             return state
         say(str(self.continued))
         return self.continued.into(state)

@@ -20,6 +20,7 @@ from megajax.model import Transformer, bind, parameters
 from megajax.model.attention import Attention
 from megajax.model.moe import MoE
 from megajax.ops.router import choose, routing_weights
+from megajax.sources import initial_weights
 from megajax.training.batches import to_global
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
@@ -71,6 +72,7 @@ def saver_of(config, devices=1):
 def test_each_expert_is_the_dense_mlp_of_its_layer(table, tmp_path, name):
     dense, model, stacks = MODELS[name]
     config, weights = start(table, tmp_path, dense, model)
+    assert str(initial_weights(config)) == f"{tmp_path / 'checkpoints/0'}, each expert a copy of its layer's MLP"
     params, state = saver_of(config).restore_weights(str(tmp_path))
     for parameter, array in params.items():
         expected = weights.get(parameter)

@@ -57,6 +57,9 @@ def test_weights_only_checkpoints_start_other_runs_and_are_not_resumed(build, tm
     )
 
     path = run_dir / "checkpoints" / "3"
+    first = (f"run.dir={tmp_path / 'first'}", "run.steps=1", f"checkpoint.init_from={run_dir}")
+    assert build(*first, kind=StoppedQuickTrainer).run() == 0
+    assert f"starting with the weights of {path}" in capsys.readouterr().out.splitlines()
     for overrides in (("run.steps=5", WEIGHTS_ONLY), ("run.steps=5",)):
         with pytest.raises(InputError) as error:
             build(*overrides)
