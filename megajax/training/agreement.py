@@ -97,7 +97,8 @@ def consequence(change: SettingDifference, samples: int) -> str:
     if change.key != "batch.sequence_length":
         return ""
     before, now = (f"{samples * length:,}" for length in (change.saved, change.mine))
-    return f"; it goes on at sample {samples:,}, so its count of tokens, also for batch.schedule, is {now} and not {before}"
+    counted = f"its count of tokens, also for batch.schedule, is {now} and not {before}"
+    return f"; it goes on at sample {samples:,}, so {counted}"
 
 
 def warn_of_another_rate(config: Config, saved: Mapping[str, Any], name: str) -> None:
