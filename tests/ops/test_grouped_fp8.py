@@ -235,11 +235,14 @@ def test_products(rng, sizes, implementation):
     check_products(found, products_in_float64(*arrays[:3], sizes))
 
 
-def test_the_first_rows_of_the_reference_alone(rng):
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_the_first_rows_alone(rng, implementation):
     sizes = SIZES["rows left over"]
     x, w, dy, *_ = operands(rng, sizes)
-    rows = functools.partial(grouped_matmul.fp8_rows_times_weights, rows=sum(sizes) + 1, implementation="reference")
-    found = rows(x, w, jnp.full(1, INVERSE), np.asarray(sizes, np.int32), jnp.bfloat16)
+    how = {"rows": sum(sizes) + 1, "implementation": implementation}
+    found = jax.jit(functools.partial(grouped_matmul.fp8_rows_times_weights, **how), static_argnums=4)(
+        x, w, jnp.full(1, INVERSE), np.asarray(sizes, np.int32), jnp.bfloat16
+    )
     expected = products_in_float64(x, w, dy, sizes)[0][: sum(sizes) + 1]
     assert found.shape == expected.shape and sum(sizes) + 1 < R
     check_products([found], [expected])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import single_device as table
 from first_gradients import EXPERTS, MODEL, build, difference, first_gradients, make
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,6 +30,7 @@ from megajax.parallel.mesh_comm import MeshComm
 from megajax.parallel.tensor.linear import TensorParallel, column_linear
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.step_plan import Collectives
+from megajax.training.batches import to_global
 from megajax.training.summary import summary
 from megajax.weights.block_weights import BlockWeights
 
@@ -245,6 +247,18 @@ def test_in_training_each_layer_and_weight_has_random_bits_of_its_own():
     assert len({tuple(own.seeds.tolist()) for each in found for own in each.values()}) == 8
     assert all(own.token_ids is tokens for each in found for own in each.values())
     assert [*noise(0, None).values()] == [None, None]  # in evaluation
+
+
+def test_each_step_rounds_the_gradients_of_experts_at_random():
+    """No other layer has random numbers here; equal steps are equal."""
+    program = build(config := make("nvfp4", EXPERTS | {"num_layers": 1, "block_pattern": ["experts"]}))
+    weights, [fields] = table.weights_of(config), table.make_batches(config)
+    batch, found = to_global(program, fields), []
+    for step in (0, 0, 1):
+        state = replace(table.first_state(program, weights), step=jnp.int32(step))
+        metrics = program.train_step(state, batch)[1]
+        found.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    assert found[0] == found[1] and found[0][0] == found[2][0] and found[0][1] != found[2][1]
 
 
 def test_it_is_emulated_and_says_so():

@@ -12,6 +12,7 @@ from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError, InputError
 from megajax.estimate.costs import flops_per_token
 from megajax.mesh import build_mesh
+from megajax.model.lora import is_adapter
 from megajax.model.trained import part_of
 from megajax.schema.config import KernelsConfig
 from megajax.schema.model import ModelConfig
@@ -115,6 +116,27 @@ def test_loss_and_gradients_are_those_of_the_reference(table, expected, name, me
     trained = {name: gradient for name, gradient in gradients.items() if part_of(name) in parts}
     after = table.check_first_step(program, state, batch, float(loss), trained)
     assert all((before[name] == np.asarray(w)).all() == (name not in trained) for name, w in after.params.items())
+
+
+FROZEN = {
+    "tower": (groups(["vision.projector.*"], ["vision.*"]), lambda name: part_of(name) in (ALL[0], ALL[2])),
+    "adapters": ({"lora": {"rank": 2, "targets": ["query"]}, "checkpoint": {"init_from": "base"}}, is_adapter),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_a_frozen_tower_has_weights_alone(table, case):
+    """The step can be traced; its numbers are the long test's."""
+    sections, is_trained = FROZEN[case]
+    config = make(table, "average", {}, **sections)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    state, names = program.abstract_state, program.placements.keys()
+    trained = {name for name in names if is_trained(name)}
+    assert trained and program.plan.trained.keys() == trained
+    assert {*state.params, *state.frozen} == names and state.params.keys() >= trained
+    assert {*program.update.slots.placements} == trained
+    assert len(program.graph.frozen) == 1
+    jax.eval_shape(program.train_step, state, program.abstract_batch)
 
 
 def test_the_gradients_of_a_stream_from_the_layers_and_the_embedding_are_added():

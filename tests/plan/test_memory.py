@@ -49,7 +49,8 @@ def test_a_step_needs_most_in_the_head_when_all_layers_have_saved_what_they_comp
 
 
 def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_layer():
-    memory = small("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
+    full = ("remat.policy=full", "model={num_layers: 100, vocab_size: 512}", "kernels.scan_unroll=100")
+    memory = small(*full)
     stored, V = LAYER // 2 + NORMS, 512
     saved = 16 * (2 * 4 + 2 * 2) + LSE + 2 * F + 2 * D + 2 * D
     # The first layer's input, and what it recomputes
@@ -60,6 +61,8 @@ def test_with_recomputation_it_needs_most_in_the_backward_pass_of_the_first_laye
     # Gradients: of the residual stream, of the products and the activation, and the activation; those of the second
     # layer, which are not reduced yet
     assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * LAYER
+    # A head of one chunk waits with the logits' gradient and its rows
+    assert small(*full, "kernels.loss_chunk_tokens=128").working - memory.working == 2 * T * (V + D)
 
 
 def test_the_deterministic_gradients_of_cudnn_hold_16_bits_for_each_pair_of_a_devices_heads_and_tokens():
@@ -156,10 +159,11 @@ def test_loops_cast_the_experts_of_their_layer_only_and_once_a_step_what_other_d
     assert 2 * cast < memory.weights < 2 * (cast + 9 * of_experts // 2)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_devices_of_tensor_share_the_width_of_the_experts_that_each_group_has(tensor):
+@pytest.mark.parametrize(("tensor", "over"), [(1, "[expert]"), (2, "[expert]"), (2, "[expert,tensor]")])
+def test_devices_of_tensor_share_the_width_of_the_experts_that_each_group_has_or_their_rows(tensor, over):
     """Of each row the products of gate and up-projection are kept; for each token 2 rows and a quarter more."""
     sizes = ("mesh.fsdp=1", "mesh.expert=2", f"mesh.tensor={tensor}", "communication.experts=all_to_all")
+    sizes += (f"mesh.experts_over={over}",)
     narrow, wide = (small(*sizes, EXPERTS.replace("size: 64", f"size: {n}"), gpus=2 * tensor) for n in (64, 128))
     assert wide.activations - narrow.activations == 2 * T * 9 * 1.25 * 2 * 2 * 64 // tensor
 
@@ -188,6 +192,11 @@ def test_where_all_is_recomputed_the_rows_of_the_next_layers_experts_are_exchang
     layer = QKV + ATTENTION + NORMS + 8 * D + 3 * 4 * D * 64  # with the router and half of the experts
     live = 2 * D + 4 * rows * D  # gradients of the output and of the residual stream; two layers' rows, their gradients
     assert memory.working == 2 * T * (live + 8 + 2 * rows * 64) + 2 * layer  # and those of products, and of weights
+    # With more tokens the activation and its gradient are more than those; only `full` exchanges rows early
+    more = ("batch.sequence_length=512", EXPERTS.replace("vocab_size: 512", "vocab_size: 64"))
+    for policy, early in (("full", 3 * rows * D), ("selective", 0)):
+        live = 2 * D + early + rows * D + 8 + 2 * rows * 64 + 2 * rows * 64
+        assert small(*two, *more, f"remat.policy={policy}").working == 2 * 512 * live
 
 
 def test_frozen_experts_keep_no_rows_for_gradients_of_weights():
@@ -246,11 +255,17 @@ def test_a_stages_first_and_last_layers_are_whole_after_the_gather_of_a_step():
 
 
 def test_a_pipeline_keeps_the_carry_of_a_tick_and_several_pending_gradients_of_the_head():
-    """Of two stages with two layers each: gpipe has five slots, 1f1b with one operation a tick two."""
+    """Of two stages with two layers each: gpipe has a slot for each microbatch and one more, 1f1b two.
+
+    Of 1f1b with one operation a tick.
+    """
     layer, stream = 2 * 32 * (16 * 16 + LSE + 2 * 64 + 2 * 64), 2 * 32 * 64
-    for schedule, expected in (("gpipe", 5 * 2 * layer + layer + 6 * stream), ("1f1b", 2 * 2 * layer + 2 * stream)):
-        sections = {"mesh": {"pipeline": 2}, "batch": {"num_microbatches": 4}, "pipeline": {"schedule": schedule}}
-        assert next(peaks(plan_of(2, **sections))).activations == expected  # in the head
+    for microbatches in (4, 12):
+        gpipe = (microbatches + 1) * 2 * layer + layer + (microbatches + 2) * stream
+        for schedule, expected in (("gpipe", gpipe), ("1f1b", 2 * 2 * layer + 2 * stream)):
+            batch = {"num_microbatches": microbatches, "global_size": microbatches}
+            sections = {"mesh": {"pipeline": 2}, "batch": batch, "pipeline": {"schedule": schedule}}
+            assert next(peaks(plan_of(2, **sections))).activations == expected  # in the head
 
 
 def test_stages_share_the_values_of_prediction_modules():
@@ -393,6 +408,16 @@ def test_bf16_sums_of_gradients_save_two_bytes_for_each_number_of_a_stage():
     ours = memory_table.estimate(fp32).gradients - memory_table.estimate(bf16).gradients
     assert ours == pytest.approx(2 * numbers, rel=0.01)
     assert (fp32.gib - bf16.gib) * GIB == pytest.approx(2 * numbers, rel=0.3)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_sums_in_bf16_have_the_fp32_gradient_of_the_whole_head_beside_them_unless_it_is_frozen(tied):
+    few = ("batch={global_size: 4, num_microbatches: 2, sequence_length: 8}", "kernels.loss_chunk_tokens=4")
+    few += (f"model.tie_embeddings={tied}", "precision.accumulation=bfloat16")
+    # One of two chunks: logits and their gradient, four arrays of its rows, and the gradient of all rows
+    assert small(*few).working == 2 * (4 * (2 * V + 4 * D) + 8 * D) + 4 * V * D
+    adapters = ("lora.rank=4", "checkpoint.init_from=elsewhere")
+    assert small(*few, *adapters).working == small(*few, *adapters, "precision.accumulation=float32").working
 
 
 def test_a_line_of_the_table_is_a_figure_a_config_overrides_and_gpus():
