@@ -32,7 +32,7 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
     return np.where(IS_REAL[:, None], h, h[-1]).astype(np.float32), weight.astype(np.float32)
 
 
-def route(settings: dict, h: np.ndarray, weight: np.ndarray):
+def route(settings: dict, h: np.ndarray, weight: np.ndarray, training: bool = True):
     """(the part, then of `MoE.route`: experts and weights of each token, metrics)."""
     part = MoE(make_config(MIXTRAL | {"hidden_size": D, "router": settings}).model)
 
@@ -40,7 +40,8 @@ def route(settings: dict, h: np.ndarray, weight: np.ndarray):
     def run(weight, h):
         at, ids = jnp.tile(jnp.arange(S), (len(LENGTHS), 1)), jnp.arange(len(IS_REAL))
         real = RealTokens(jnp.asarray(IS_REAL), *map(jnp.int32, (np.maximum(LENGTHS, 1), LENGTHS.sum(), 3)))
-        inputs = BlockInputs(at, TokenPositions(at), ids, None, layer_loss_scale=jnp.float32(1), real=real)
+        scale = jnp.float32(1) if training else None
+        inputs = BlockInputs(at, TokenPositions(at), ids, None, layer_loss_scale=scale, real=real)
         return part.route({"router": weight}, h, LayerContext(Comm(), inputs, 0, LayerKind("moe", None)))
 
     return part, *jax.device_get(run(weight, h))
@@ -99,15 +100,18 @@ def test_the_share_of_an_expert_is_exact_on_the_device():
             assert router.expert_capacity(factor, number, k, experts) == from_fraction
 
 
-def test_sinkhorn_evens_out_the_real_tokens(tokens):
+def test_sinkhorn_evens_out_the_real_tokens_of_training(tokens):
+    """In an evaluation a token's experts do not depend on others."""
     h, weight = tokens
-    experts = route({"sinkhorn": True, "pre_softmax": True, "normalise": False}, h, weight)[1]
+    settings = {"sinkhorn": True, "pre_softmax": True, "normalise": False}
+    experts, evaluated = (route(settings, h, weight, training)[1] for training in (True, False))
     cost, by_expert = softmax((np.float64(h) @ weight)[IS_REAL]), np.ones(E)
     for _ in range(20):
         by_token = 1 / (len(cost) * (cost @ by_expert) + 1e-8)
         by_expert = 1 / (E * (by_token @ cost) + 1e-8)
     assert np.array_equal(experts[IS_REAL], np.argsort(-cost * by_expert, axis=-1)[:, :K])
-    assert not np.array_equal(experts[IS_REAL], np.argsort(-cost, axis=-1)[:, :K])
+    best = np.argsort(-cost, axis=-1)[:, :K]
+    assert np.array_equal(evaluated[IS_REAL], best) and not np.array_equal(experts[IS_REAL], best)
 
 
 ROUTER = MIXTRAL["router"] | {"expert_bias": True, "capacity_factor": 1.0}

@@ -6,12 +6,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from single_device import stored
 
 from megajax.mesh import AXES, build_mesh
 from megajax.optim.matrices import MatrixLayout, on_whole_matrices
-from megajax.sharding import EMPTY, place, to_canonical
+from megajax.sharding import EMPTY, LOGICAL_TO_MESH, place, to_canonical
 
 # Several matrices a device, so that their order shows; each with axes that divide rows, columns, or hold copies.
 PARAMETERS = {
@@ -19,6 +18,7 @@ PARAMETERS = {
     "down": ((6, 8, 6), ("layers", "embed", "rank")),  # copies over tensor, padding where 3 or 4 devices divide D
     "up": ((6, 8, 12), ("layers", "embed", "mlp")),
     "experts": ((3, 4, 8, 12), ("layers", "experts", "embed", "expert_mlp")),
+    "modules": ((2, 8, 12), ("modules", "embed", "mlp")),  # on all stages
 }
 MESHES = [{}, {"data": 2, "tensor": 4}, {"fsdp": 3, "tensor": 2}, {"expert": 2, "context": 2, "tensor": 2}]
 MESHES += [{"pipeline": 3, "tensor": 2}]
@@ -50,7 +50,7 @@ def test_each_matrix_meets_its_own_array_on_every_mesh(name, mesh):
     rows = {shard.data.shape[0] for shard in slots[name]["kept"].addressable_shards}
     assert rows == {owned.stored_shape[0] // devices.size}  # each device stores its own only
     out, slots = jax.jit(compute)({name: on_mesh(x, placement)}, slots)
-    assert placement.spec[0] == P("pipeline")[0]
+    assert placement.spec[0] == LOGICAL_TO_MESH[axes[0]]
     np.testing.assert_array_equal(
         to_canonical(np.asarray(out[name]), placement).reshape(matrices.shape), matrices + 2000 * kept
     )

@@ -243,6 +243,16 @@ def test_a_thread_that_holds_the_end_of_the_process_hangs_too(make_config, tmp_p
     free.set()
 
 
+def test_no_other_thread_ends_a_process_that_has_ended_in_order(make_config):
+    """Such as the one that waits for signals: it would change the status."""
+    with Watch(make_config()) as watched:
+        pass
+    other = threading.Thread(target=watched.ending.begin, daemon=True)
+    other.start()
+    other.join(0.02)
+    assert other.is_alive()
+
+
 def test_the_limit_is_a_multiple_of_the_median_step_and_generous_for_other_work(make_config, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -56,7 +56,7 @@ def balanced_order(segment_ids: np.ndarray, context: int, causal: bool = True) -
     starts = np.maximum.accumulate(np.where(changed, index, 0), axis=1)
     seen = index + 1 - starts
     if not causal:  # each token of a document sees all of it
-        last = np.roll(changed, -1, axis=1) | (index == S - 1)
+        last = np.roll(changed, -1, axis=1)
         seen = np.minimum.accumulate(np.where(last, index + 1, S)[:, ::-1], axis=1)[:, ::-1] - starts
     work = seen.reshape(rows, context * each, -1).sum(axis=2)
     total, held, owner = np.zeros((rows, context)), np.zeros((rows, context), int), np.zeros_like(work)
