@@ -318,7 +318,11 @@ OTHER_MODELS = {
         ),
         (f"{SMALL} --global-batch-size 0", ("--global-batch-size 0 is below 1", "use 1 or more")),
         (f"{SMALL} --global-batch-size 3 --micro-batch-size 2", ("no multiple",)),
-        (SMALL.replace("--vocab-size 512", ""), ("size of the vocabulary", "--vocab-size")),
+        (SMALL.replace("--vocab-size 512", ""), ("in the files of the tokenizer", "--vocab-size")),
+        (
+            SMALL.replace("--vocab-size 512", "--tokenizer-type HuggingFaceTokenizer"),
+            ("in the files of --tokenizer-type HuggingFaceTokenizer", "--vocab-size"),
+        ),
         (SMALL.replace("--lr 1e-3", ""), ("--lr is not set",)),
         (SMALL.replace("--mock-data", ""), ("no --data-path",)),
         (f"{SMALL} --lr-warmup-samples 5", ("does not go with --train-iters",)),
@@ -341,6 +345,7 @@ def test_a_value_that_is_megatrons_default_is_not_refused():
 
 def test_the_comment_of_a_value_is_its_flag_or_megatrons_default():
     line = f"{SMALL} --num-experts 4 --moe-z-loss-coeff 0.001 --moe-aux-loss-coeff 0.1"
+    line += " --make-vocab-size-divisible-by 64"  # which changes nothing
     text, _ = translate(read(line.split())[0], 1)
     comments = dict(re.findall(r"(\w+): .*  # (.*)", text))
     expected = {

@@ -16,11 +16,12 @@ from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import InputError
 from megajax.hf.__main__ import main
-from megajax.hf.convert import export, family_for, open_readers, read_model
+from megajax.hf.convert import export, family_for, open_readers, read_model, their_tensors
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors, text_names, write_folder
 from megajax.hf.gpt_oss import GptOss
 from megajax.hf.plan import plan
 from megajax.hf.quantising import StoredForm
+from megajax.hf.tensors import Tensor
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
@@ -264,6 +265,14 @@ def test_a_large_model_is_written_in_several_files(tmp_path):
     with FolderTensors(tmp_path / "out") as weights:
         for name, array in arrays.items():
             np.testing.assert_array_equal(weights.read(name, (slice(2, 4), slice(0, 5))), array[2:4])
+
+
+def test_tensors_are_in_the_order_of_their_layers():
+    model = ModelConfig(num_layers=11, hidden_size=8, num_heads=1, vocab_size=8)
+    weights = {"blocks.dense.attention.norm": np.arange(11.0)[:, None] * np.ones(8)}
+    norms = Tensor("blocks.dense.attention.norm", "layers.{layer}.norm")
+    found = [(name, x[0]) for name, x in their_tensors(weights, [norms], model, np.dtype("float32"), {})]
+    assert found == [(f"layers.{layer}.norm", layer) for layer in range(11)]
 
 
 @pytest.mark.smoke

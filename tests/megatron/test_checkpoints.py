@@ -249,7 +249,7 @@ def test_a_pickle_that_calls_a_function_is_refused_by_name(unpack, tmp_path):
     assert not made.exists()
 
 
-def test_a_record_of_two_sizes_is_damage():
+def test_a_record_of_two_sizes_or_that_is_compressed_is_damage():
     """Its numbers are read where they are in the file, so a compressed or cut record would give others."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
@@ -260,9 +260,11 @@ def test_a_record_of_two_sizes_is_damage():
     assert content[size_of_the_last : size_of_the_last + 4] == struct.pack("<I", 8)
     tensor: Any = SimpleNamespace(record="0", start=0, shape=(2,), dtype=np.dtype("float32"), is_contiguous=True)
     assert TorchZip(file, 0, len(content), "file").place(tensor).at == content.index(b"\0" * 8, 30)
-    content[size_of_the_last : size_of_the_last + 4] = struct.pack("<I", 16)
-    with pytest.raises(InputError, match="file is damaged .data/0 is compressed.: copy it again"):
-        TorchZip(io.BytesIO(bytes(content)), 0, len(content), "file").place(tensor)
+    method_of_the_last = size_of_the_last - 14
+    for at, value in ((size_of_the_last, struct.pack("<I", 16)), (method_of_the_last, struct.pack("<H", 8))):
+        changed = content[:at] + value + content[at + len(value) :]
+        with pytest.raises(InputError, match="file is damaged .data/0 is compressed.: copy it again"):
+            TorchZip(io.BytesIO(bytes(changed)), 0, len(changed), "file").place(tensor)
 
 
 def archive(**records: bytes) -> tuple[io.BytesIO, int, int]:

@@ -205,6 +205,7 @@ def test_settings_of_training_come_back_from_the_arguments(key):
         ("gpt", {"max_positions": 64}, {"seq_length": 32, "max_position_embeddings": 64}),
         ("gqa", {}, {"seq_length": 32, "max_position_embeddings": 32}),
         ("mixtral", {"router": {"capacity_factor": 1.25}}, {"moe_token_drop_policy": "probs"}),
+        ("mixtral", {}, {"moe_z_loss_coeff": None, "moe_input_jitter_eps": None}),  # 0.0 would compute a loss
     ],
 )
 def test_an_argument_is_that_of_megatrons_rules(name, more, expected):
