@@ -5,7 +5,9 @@ The loop over the steps is `Trainer.run` in `training/loop.py`.
 
 import gc
 import sys
+import warnings
 
+from megajax.cluster.environment import is_first_process
 from megajax.config import Config
 from megajax.config.cli import parse_command_line
 from megajax.console import user_errors
@@ -17,7 +19,10 @@ from megajax.training.run_lock import Leftovers
 def main(argv: list[str]) -> int:
     """Train with the config of the command line; returns the exit status."""
     with user_errors():
-        config = parse_command_line(argv, "megajax.train")
+        with warnings.catch_warnings():
+            if not is_first_process():
+                warnings.simplefilter("ignore")  # about the config, which is the same in all processes
+            config = parse_command_line(argv, "megajax.train")
         leftovers, ending = Leftovers(config.run.dir), Ending(config)
         with signals_end_the_process(ending, leftovers.remove):
             return _train(config, leftovers, ending)

@@ -204,6 +204,18 @@ def test_help_shows_every_key_with_its_meaning(capsys):
             assert len(described.description) > 8
 
 
+@pytest.mark.parametrize(("index", "warned"), [(None, 1), ("0", 1), ("1", 0), ("7", 1)])
+def test_the_first_process_warns_about_the_config(place, capsys, monkeypatch, index, warned):
+    """With a wrong environment, such as the index 7 of 2, this process counts as the first."""
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    for name, value in (("JAX_COORDINATOR_ADDRESS", "localhost:1"), ("JAX_PROCESS_ID", index)):
+        if index is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        train.main(["run.yaml", "schedule.warmup_steps=5000", "--print-config"])
+    assert caught.value.code == 0 and capsys.readouterr().err.count("warning: schedule.warmup_steps=5000") == warned
+
+
 def test_a_printed_config_prints_itself_again(place, capsys):
     texts = []
     shutil.copy("run.yaml", "0.yaml")

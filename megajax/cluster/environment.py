@@ -57,6 +57,14 @@ def process_index(environment: Mapping[str, str] = os.environ) -> int:
     return 0 if found is None else found.index
 
 
+def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process has index 0, is alone, or has an environment that is an error."""
+    try:
+        return process_index(environment) == 0
+    except ConfigError:
+        return True
+
+
 def _explicit(environment: Mapping[str, str]) -> Processes:
     count, index = (whole_number(environment, name, 0) for name in (COUNT, INDEX))
     if index >= count:

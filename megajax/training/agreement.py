@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from megajax import cluster
 from megajax.checkpoint.description import (
     SettingDifference,
     config_allows,
@@ -115,7 +116,7 @@ def warn_of_another_rate(config: Config, saved: Mapping[str, Any], name: str) ->
     except ValidationError:
         raise InputError(f"{name} is damaged (its schedule has no valid keys): remove it.") from None
     rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
-    if math.isclose(*rates, rel_tol=1e-3):
+    if math.isclose(*rates, rel_tol=1e-3) or not cluster.current().is_first:
         return
     cure = "restore the section schedule to keep it."
     if before.model_copy(update={"decay_steps": now.decay_steps}) == now:
