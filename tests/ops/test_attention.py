@@ -379,6 +379,17 @@ def test_padding_at_the_end_rules_cudnn_out_only_where_tokens_see_later_ones(cau
     assert kernels.attention == expected
 
 
+@pytest.mark.parametrize(
+    ("causal", "window", "expected"), [(True, 8, "cudnn"), (False, 8, "triton"), (False, 16, "cudnn")]
+)
+def test_a_window_within_the_sequence_rules_cudnn_out_only_on_both_sides(causal, window, expected):
+    overrides = ["data={kind: synthetic}", "precision.compute=bfloat16", "batch.sequence_length=16"]
+    overrides += [f"model.sliding_window={window}", f"model.causal={json.dumps(causal)}"]
+    overrides += [] if causal else ["objective.kind=masked_tokens"]
+    kernels = Kernels.choose(load_config("quickstart", overrides), dict.fromkeys(AXES, 1), Hardware("gpu", "8.0"))
+    assert kernels.attention == expected
+
+
 def test_a_prefix_that_sees_itself_rules_cudnn_out():
     def chosen(*overrides: str) -> str:
         config = load_config("quickstart", ["precision.compute=bfloat16", *overrides])

@@ -11,6 +11,8 @@ from mesh_models import HYBRID, KIMI, MAMBA
 
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.kernel_choice import Hardware
+from megajax.step_plan import StepPlan
 
 # All mixers in one model.
 DENSE = {name: value for name, value in MAMBA.items() if name not in ("num_experts", "experts_per_token", "router")}
@@ -34,6 +36,22 @@ def test_a_mesh_trains_as_one_device_does(table, difference, kinds):
     sections = {"data": DOCUMENTS}
     found = difference(make(table, {"tensor": 2, "context": 2}, 1, model, **sections))
     assert not found.problems(), found
+
+
+@pytest.mark.parametrize(
+    ("kinds", "strategy", "expected"),
+    [
+        (["gated_deltanet", "dense"], "all_to_all", True),  # devices share the heads
+        (["gated_deltanet", "dense"], "dynamic", True),  # most groups are small
+        (["gated_deltanet", "dense"], "ring", False),  # causal attention has more work on later devices
+        (["gated_deltanet"], "ring", True),
+        (["dense"], "all_to_all", False),  # nothing needs them
+    ],
+)
+def test_devices_of_context_have_consecutive_tokens_where_a_recurrence_reads_them(table, kinds, strategy, expected):
+    sections = {"communication": {"context": strategy}, "data": DOCUMENTS if strategy == "dynamic" else {}}
+    config = make(table, {"context": 2}, 1, DENSE | {"num_layers": 2, "block_pattern": kinds}, **sections)
+    assert StepPlan.make(config, check_mesh(config, 2), Hardware("cpu")).has_consecutive_tokens == expected
 
 
 @pytest.mark.parametrize(

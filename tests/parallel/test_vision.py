@@ -152,6 +152,8 @@ def test_an_empty_slot_has_no_number_of_a_layer_that_adds_features(table):
     plan = StepPlan.of(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     assert plan.image_slots == range(2)
     assert plan.first_layers.tolist() == [[[-1, 0]], [[1, -1]], [[2, 3]], [[4, -1]]]
+    without = StepPlan.make(table.make_config(TEXT | {"num_layers": 5}, pipeline=stages), plan.sizes, plan.hardware)
+    assert without.first_layers.tolist() == [[-1], [1], [2], [4]]  # here the first slot of the first stage is empty
 
 
 def test_heads_of_a_tower_without_rotary_positions_have_any_width(table):

@@ -74,7 +74,8 @@ def test_metrics_have_the_fixed_keys_and_fit_together(run):
 
 def test_a_run_ends_after_the_step_in_which_a_thread_that_it_needs_has_failed(tmp_path, make_config):
     overrides = f"run.dir={tmp_path / 'run'}", "run.steps=5", "mesh.data=2", "run.log_interval=2"
-    trainer = Trainer(make_config(*overrides), jax.devices()[:2])
+    trainer = Trainer(make_config(*overrides), jax.devices()[:2], flags=["--given"])
+    assert trainer.flags == ["--given"]  # by who has prepared the environment already
     threads.start("a watch", lambda: 1 / 0, needed=True).join()
     with pytest.raises(ThreadError, match="a watch failed .ZeroDivisionError"):
         trainer.run()
