@@ -74,6 +74,24 @@ def test_a_restart_forgets_what_was_read_ahead(tmp_path, monkeypatch):
     one_update(files, 0)
 
 
+def test_a_restart_waits_for_reads_whose_memory_the_next_ones_take(tmp_path, monkeypatch):
+    files, own, begun = SlotFiles(tmp_path, SIZES, 1, 0), SlotFile.read, threading.Semaphore(0)
+
+    def late(self, data, position):
+        begun.release()
+        time.sleep(0.02)
+        own(self, data, position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotFile, "read", late)
+        one_update(files, 0)  # each chunk that it frees is read ahead of the next update
+        assert all(begun.acquire(timeout=20) for _ in range(len(SIZES) + files.slots))
+    files.restart()
+    [found] = files.take()
+    time.sleep(0.03)
+    np.testing.assert_array_equal(found, numbers(1, 0, 0))
+
+
 def test_the_files_have_no_names_and_all_of_their_room(tmp_path):
     files = SlotFiles(tmp_path, SIZES, 2, 0)
     assert [*tmp_path.iterdir()] == []  # a process that is killed leaves nothing
