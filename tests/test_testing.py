@@ -69,6 +69,14 @@ class WithoutMatmul(MLP):
         return x, {}
 
 
+@pytest.mark.parametrize(("sublayer", "needed"), [(OfOneSequence, 2), (OnlyOnOneDevice, 4)])
+def test_it_needs_the_devices_of_the_axes_that_the_class_declares(sublayer, needed, monkeypatch):
+    """On fsdp 2, and on context 2 with it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with pytest.raises(AssertionError, match=f"need {needed} devices, and here are 1: .*device_count={needed} before"):
+        check_sublayer(sublayer)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -27,7 +27,7 @@ from megajax.ops.expert_block_matmul import grouped_product, grouped_weight_grad
 from megajax.ops.grouped_matmul_block import MatmulTiling
 from megajax.options.fp8_recipes import RECIPES
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.parallel.tensor.linear import TensorParallel, column_linear
+from megajax.parallel.tensor.linear import TensorParallel, column_linear, row_linear
 from megajax.parallel.tensor.ring import TensorRing
 from megajax.step_plan import Collectives
 from megajax.training.batches import to_global
@@ -219,10 +219,11 @@ def test_random_rounding_is_the_same_in_the_pieces_of_a_ring(monkeypatch):
     def gradients(x, w, dy, ids, columns):
         weight = BlockWeight(w, None, RoundingNoise(jnp.array([3, 4], jnp.uint32), ids, columns), recipe, "emulated")
 
-        def apply(x, w):
-            return column_linear(tp, x, replace(weight, values=w).with_amax(lax.stop_gradient(w), most))
+        def apply(linear, x, w):
+            return linear(tp, x, replace(weight, values=w).with_amax(lax.stop_gradient(w), most))
 
-        return jax.vjp(apply, x, w)[1](dy)
+        of_column = jax.vjp(partial(apply, column_linear), x, w)[1](dy)
+        return *of_column, *jax.vjp(partial(apply, row_linear), dy, w)[1](x)  # of the same shapes the other way round
 
     def on_devices():
         return jax.jit(jax.vmap(lambda *each: gradients(*each), axis_name="tensor"))(x, w, dy, ids, columns)

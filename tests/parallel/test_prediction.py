@@ -182,7 +182,7 @@ def test_the_modules_train_on_a_mesh_as_on_one_device(table, difference, case):
 PADDED_EXPERTS = (MIXTRAL, 1, {"fsdp": 4, "pipeline": 2}, 2, {"data": UNPACKED})
 
 
-@pytest.mark.parametrize("case", [MESHES["heads and ring"], PADDED_EXPERTS], ids=["a key", "padding"])
+@pytest.mark.parametrize("case", [*MESHES.values(), PADDED_EXPERTS], ids=["sinks", "a key", "padding"])
 def test_what_stages_share_fits_their_tokens(table, case):
     """The step can be traced; its numbers are the long tests'."""
     model, depth, mesh, microbatches, sections = case
