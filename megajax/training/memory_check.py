@@ -65,9 +65,7 @@ def _cheaper(config: Config, sizes: Mapping[str, int]) -> Iterator[list[tuple[st
     if sizes["data"] > 1:
         yield [(f"mesh.data=1 mesh.fsdp={shards}", changed(config, "mesh", data=1, fsdp=shards))]
     counts = [2**k * config.batch.num_microbatches for k in range(1, rows.bit_length())]
-    divided = [
-        (f"batch.num_microbatches={n}", changed(config, "batch", num_microbatches=n)) for n in counts if n <= rows
-    ]
+    divided = [(f"batch.num_microbatches={n}", changed(config, "batch", num_microbatches=n)) for n in counts]
     yield divided
     recomputing = [(f"remat.policy={name}", {"policy": name, "layers": None}) for name in POLICIES]
     yield [(text, changed(config, "remat", **values)) for text, values in recomputing]

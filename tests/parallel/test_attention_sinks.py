@@ -1,4 +1,4 @@
-"""With attention sinks cuDNN's call is part of an operation: remat policies keep the operation's result."""
+"""With attention sinks and QK-clip cuDNN's call is part of an operation: remat policies keep the operation's result."""
 
 import jax
 import pytest
@@ -12,16 +12,18 @@ from megajax.training.step import TrainProgram
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 250}
 
 
-ONE_DEVICE = [("none", 1), ("save_matmuls", 1), ("offload", 1), ("selective", 2), ("full", 2)]
-CASES = [*(({}, *case) for case in ONE_DEVICE), ({"context": 2}, "save_matmuls", 1), ({"context": 2}, "selective", 2)]
+SINKS, ONE_DEVICE = {"attention_sinks": True}, [("none", 1), ("save_matmuls", 1), ("offload", 1), ("selective", 2)]
+CASES = [({}, SINKS, *case) for case in (*ONE_DEVICE, ("full", 2))]
+CASES += [({"context": 2}, SINKS, "save_matmuls", 1), ({"context": 2}, SINKS, "selective", 2)]
+CASES += [({}, {"qk_clip": 100.0}, "save_matmuls", 1), ({}, {}, "save_matmuls", 1), ({}, {}, "selective", 2)]
 
 
-@pytest.mark.parametrize(("mesh", "policy", "forward"), CASES, ids=str)
-def test_attention_runs_again_where_the_policy_says_so_alone(table, monkeypatch, policy, forward, mesh):
+@pytest.mark.parametrize(("mesh", "changes", "policy", "forward"), CASES, ids=str)
+def test_attention_runs_again_where_the_policy_says_so_alone(table, monkeypatch, policy, forward, mesh, changes):
     kernels = Kernels("cudnn")
     monkeypatch.setattr(Kernels, "choose", lambda *_: kernels)
     config = table.make_config(
-        {**MODEL, "attention_sinks": True},
+        MODEL | changes,
         mesh,
         precision={"compute": "bfloat16"},
         communication={"context": "all_to_all"},
