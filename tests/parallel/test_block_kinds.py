@@ -155,6 +155,25 @@ def test_two_sublayers_of_one_class_have_names_and_weights_of_their_own(table, m
     assert first.shape == second.shape and not np.allclose(first, second)
 
 
+class Numbered(MLP):
+    """Counts the number of its layer."""
+
+    METRICS = ("number",)
+
+    def apply(self, w, x, ctx):
+        return super().apply(w, x, ctx)[0], {"number": jnp.int32(ctx.layer)} if ctx.inputs.has_metrics else {}
+
+
+@pytest.mark.parametrize("unroll", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_each_layer_of_a_remat_group_knows_its_number(table, monkeypatch, unroll):
+    monkeypatch.setitem(KINDS, "numbered", {"mean": Mean, "mlp": Numbered})
+    remat, model = {"policy": "full", "group": 2}, {"block_pattern": ["numbered"]}
+    program = build(make(table, {}, model=model, remat=remat, kernels={"scan_unroll": unroll}), 1)
+    state = table.first_state(program, table.weights_of(program.config))
+    metrics = program.train_step(state, to_global(program, next(table.make_batches(program.config))))[1]
+    assert metrics["number"].tolist() == [0, 1, 2, 3]
+
+
 def test_no_two_dropout_keys_coincide():
     """Kinds of one to four sublayers beside each other, the embedding, jitter, adapters, and prediction modules."""
     from megajax.step.mtp import DROPOUT  # here, since a copy of the code may have none (dev/without_mtp.py)
