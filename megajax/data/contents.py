@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 def data_contents(config: "Config") -> dict[str, Any]:
     """What the files have at this start that the keys `data` name: they may have changed, or lie elsewhere.
 
-    The sizes of texts and chats, and hashes of the tokenizer, the chat template and the processor of pictures.
+    The sizes of token files, texts and chats; hashes of the tokenizer, the chat template and the processor of pictures.
     """
     data, found = config.data, dict[str, Any]()
-    if data.kind in ("text", "chat"):
-        paths = [path for pattern, _ in sources_of(data.train) for path in matching_files(pattern)]
-        cache = cache_directory(config)
-        sizes = (RemoteFile(path, cache).size if is_remote(path) else os.path.getsize(path) for path in paths)
-        found["files"] = [[path, size] for path, size in zip(paths, sizes, strict=True)]
+    if data.kind in ("indexed", "text", "chat"):
+        sources, cache = [source for source, _ in sources_of(data.train)], cache_directory(config)
+        if data.kind == "indexed":
+            paths = [f"{source}.bin" for source in sources]
+        else:
+            paths = [path for source in sources for path in matching_files(source)]
+        if all(is_remote(path) or os.path.exists(path) for path in paths):
+            sizes = (RemoteFile(path, cache).size if is_remote(path) else os.path.getsize(path) for path in paths)
+            found["files"] = [[path, size] for path, size in zip(paths, sizes, strict=True)]
     if data.tokenizer is not None and (data.kind in ("text", "chat") or data.fim_rate):
         found["tokenizer_content"] = tokenizer_digest(data.tokenizer)
         if data.kind == "chat":

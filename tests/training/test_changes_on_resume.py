@@ -237,6 +237,25 @@ def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_pat
     assert [str(each) for each in differences(filled, found(folders[1], **infilling), MUST_AGREE)] == lines[:1]
 
 
+def test_token_files_are_compared_by_their_sizes(bases, tmp_path):
+    (_, base), file = bases[0], tmp_path / "tokens.bin"
+    config = base.model_copy(
+        update={"data": base.data.model_copy(update={"kind": "indexed", "train": str(file.with_suffix(""))})}
+    )
+
+    def found():
+        return compared_settings(config, 1, data_contents(config))
+
+    sizes = [found()]
+    for size in (6, 8):
+        file.write_bytes(bytes(size))
+        sizes.append(found())
+    older, saved, mine = sizes
+    assert not differences(older, mine, MUST_AGREE) and not differences(saved, saved, MUST_AGREE)
+    (change,) = differences(saved, mine, MUST_AGREE)
+    assert change == ("data.train.files", [[str(file), 6]], [[str(file), 8]])
+
+
 def test_a_change_is_allowed_by_its_key_or_its_section_and_by_no_other_key(bases):
     (_, config), *_ = bases
     sections = {key.rpartition(".")[0] for key in COMPARED_ON_RESUME} - {""}
