@@ -16,7 +16,7 @@ from megajax.data.encoding import TextEncoder, encode_blocks, write_documents
 from megajax.data.index_cache import file_digest
 from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.journal import RECORD_SECONDS, Journal
-from megajax.data.json_lines import LIMITS, Limits, check_inputs, read_blocks
+from megajax.data.json_lines import LIMITS, Limits, check_inputs, matching_files, read_blocks
 from megajax.data.progress import data_size, show_progress
 from megajax.data.special_tokens import begin_of_document, end_of_document
 from megajax.data.tokenizers import deciding_files, load_tokenizer
@@ -105,7 +105,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines, one document per line, also .gz, .bz2, .xz, .zst; or Parquet, one per row",
+        help="JSON lines, one document per line, also .gz, .bz2, .xz, .zst; or Parquet, one per row; globs too",
     )
     add(
         "--output-prefix",
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with user_errors():
         options, start = _parse(arguments), time.perf_counter()
         prefix, documents, tokens = preprocess(
-            options.input,
+            [file for given in options.input for file in matching_files(given)],
             options.output_prefix,
             options.tokenizer,
             workers=options.workers,

@@ -60,7 +60,8 @@ def read(prefix):
 
 @pytest.mark.smoke
 def test_documents_are_the_encoded_lines_in_order(tmp_path, capsys):
-    inputs = [write_lines(tmp_path / "a.jsonl", TEXTS[:4]), write_lines(tmp_path / "b.jsonl", TEXTS[4:])]
+    write_lines(tmp_path / "a.jsonl", TEXTS[:3]), write_lines(tmp_path / "b.jsonl", TEXTS[3:4])
+    inputs = [str(tmp_path / "[ab].jsonl"), write_lines(tmp_path / "0.jsonl", TEXTS[4:])]  # a glob's files by name
     command = ["--input", *inputs, "--output-prefix", str(tmp_path / "out" / "p"), "--tokenizer", "byte"]
     assert main(command) == 0
     prefix = f"{tmp_path}/out/p_text_document"
