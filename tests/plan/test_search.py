@@ -58,6 +58,15 @@ def test_the_files_own_values_of_varied_keys_need_not_suit_what_is_pinned(eight_
         Search(path, [*pinned, "batch.num_microbatches=16"], 2, H200).best(1)
 
 
+def test_microbatches_divide_each_size_of_a_batch_schedule(config):
+    """Of a batch of 8 that begins with 4, so that one microbatch is not possible."""
+    pinned = ["batch.schedule={0: 4, 1M: 8}"]
+    found = [each.candidate.config.batch for each in Search(config, pinned, 2, H200).best(3)]
+    assert found and all(batch.global_size == 8 and batch.num_microbatches in (2, 4, 8) for batch in found)
+    with pytest.raises(InputError, match=r"batch.num_microbatches=1 rules out .* set batch.num_microbatches to 2, 4"):
+        Search(config, [*pinned, "batch.num_microbatches=1"], 2, H200).best(1)
+
+
 def test_no_other_mesh_is_faster(config):
     """Every axis over two GPUs, with every number of microbatches and remat policy, one by one."""
     search, times = Search(config, [], 2, H200), []

@@ -101,7 +101,10 @@ class Search:
             written = read_tree(self.path, self.kept).values
             self.varied_sections = {name: written.get(name) or {} for name in SECTIONS}
             # The file's own values of the varied keys may be illegal with the pinned keys.
-            self.base = load_config(self.path, [*self.kept, *_as_overrides({**NEUTRAL, **policy})])
+            neutral = {**NEUTRAL, **policy}
+            if (batch := self.varied_sections["batch"]).get("schedule"):  # microbatches that divide each of its sizes
+                neutral[MICROBATCHES] = batch.get("global_size", 1)
+            self.base = load_config(self.path, [*self.kept, *_as_overrides(neutral)])
             self.written = self.base.model_copy(update=self._sections(self.varied_sections))
         self.variations = Variations(self.base, self.fixed, self.gpus, self.rates.hosts_of)
         check_counted(self.base)
@@ -178,7 +181,8 @@ class Search:
 
     def _refusal(self) -> str | None:
         """The reason against the pinned sizes alone, which --explain gives too; None if these are legal."""
-        batch = {MICROBATCHES: most_microbatches(self.fixed.get("mesh.pipeline"), self.base.batch.global_size)}
+        stages, size = self.fixed.get("mesh.pipeline"), self.base.batch.global_size
+        batch = {MICROBATCHES: size if self.base.batch.schedule else most_microbatches(stages, size)}
         settings = {**NEUTRAL, **batch, **self.fixed}
         try:
             explained(self.path, [*self.kept, *_as_overrides(settings)], self.gpus, self.rates)
