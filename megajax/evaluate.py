@@ -56,11 +56,10 @@ def evaluate(
 
     scorer, opened = Scorer(model), open_set(path, model, reading or SetFormat())
     count = tokens = size = 0
-    total, sized, pending = 0.0, True, []
+    total, pending = 0.0, []
     for document in islice(opened.documents, limit):
         count += 1
-        sized &= document.size is not None
-        size += document.size or 0
+        size += document.size
         pending += document.windows
         if len(pending) >= WINDOWS_AT_ONCE:
             total, tokens = _added(scorer, pending, total, tokens)
@@ -69,7 +68,7 @@ def evaluate(
     if not tokens:
         raise InputError(f"--data={path} has no tokens to predict: give a set with text.")
     loss = -total / tokens
-    bits = -total / math.log(2) / size if sized and size else None
+    bits = -total / math.log(2) / size if size else None
     figures = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits}
     return {"documents": count, "tokens": tokens, "scored": opened.scored} | figures
 

@@ -25,10 +25,10 @@ from megajax.inference.scoring import PictureTokens, ScoredWindow, answer_window
 
 
 class Document(NamedTuple):
-    """Windows that predict a document's tokens, or a chat's answers, and the bytes of that text (None: unknown)."""
+    """Windows that predict a document's tokens, or a chat's answers, and the bytes of that text (0: unknown)."""
 
     windows: list[ScoredWindow]
-    size: int | None
+    size: int
 
 
 class SetFormat(NamedTuple):
@@ -118,10 +118,10 @@ def _token_documents(prefix: str, model: LanguageModel) -> Iterator[Document]:
         if tokens and tokens[0] == model.begin_token:  # every document gets it
             tokens = tokens[1:]
         if tokens:
-            yield _whole(model, tokens, len(model.tokenizer.decode(tokens).encode()) if model.tokenizer else None)
+            yield _whole(model, tokens, len(model.tokenizer.decode(tokens).encode()) if model.tokenizer else 0)
 
 
-def _whole(model: LanguageModel, tokens: list[int], size: int | None) -> Document:
+def _whole(model: LanguageModel, tokens: list[int], size: int) -> Document:
     """A document, scored from its first token if a token of the model begins or ends texts, else from its second."""
     prefix = model.prefix_token
     return Document(windows(tokens if prefix is None else [prefix, *tokens], model.max_length), size)

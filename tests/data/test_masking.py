@@ -9,6 +9,7 @@ import megajax
 from megajax.config.checks import check
 from megajax.data.loader import datasets, make_loader
 from megajax.data.masking import Masking, open_masking
+from megajax.data.samples import Changes, Samples, make_batch
 from megajax.errors import ConfigError, InputError
 
 MASK, SPECIAL, SIZE = 99, (97, 98, 99), 100
@@ -50,6 +51,29 @@ def test_positions_are_a_function_of_seed_and_index_and_special_tokens_are_kept(
     np.testing.assert_array_equal(chosen[both], again[both])
     seeds = [Masking(0.5, 0.8, 0.1, MASK, SIZE, SPECIAL, seed)(tokens, counted, 3)[1] for seed in (7, 8)]
     assert (seeds[0] == chosen).all() and (seeds[1] != chosen).any()
+
+
+class Padded(Samples):
+    """Nine tokens, of which the first does not count, nor do the last three, which are padding."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.arange(10, 19, dtype=np.int32)
+
+    def counted(self, index: int) -> np.ndarray:
+        return np.isin(np.arange(9), range(1, 6))
+
+    def padding(self, index: int) -> int:
+        return 3
+
+
+@pytest.mark.smoke
+def test_each_token_that_counts_may_be_hidden_and_no_other_one():
+    masking = Masking(1.0, 1.0, 0.0, MASK, SIZE, SPECIAL, 1)
+    batch = make_batch(Padded(), [0], changes=Changes(masking=masking, is_padded=True))
+    assert batch["tokens"].tolist() == [[10, *[MASK] * 5, 16, 17]]
+    assert batch["targets"].tolist() == [[*range(10, 18)]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 0, 0]]
+    assert batch["is_real"].tolist() == [[True] * 6 + [False] * 2]
 
 
 MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 110, "causal": False}

@@ -1,6 +1,7 @@
 """Folders in FP8 and FP4: the bytes against loops over blocks, and read back, where the logits are the model's."""
 
 import json
+from itertools import product
 
 import jax
 import ml_dtypes
@@ -71,6 +72,8 @@ def written(folder):
 
 CASES = [("tiny_llama", kind) for kind in ("fp8_block", "fp8_channel", "fp8_tensor")]
 CASES += [("tiny_deepseek_v3", "fp8_block"), ("tiny_mixtral", "fp8_channel"), ("tiny_phi3", "fp8_block")]
+CASES += [("tiny_qwen3_5_text", "fp8_tensor")]  # layers of two kinds
+OF_LAYERS = {"self_attn.k_proj": "attention.qkv", "mlp.down_proj": "mlp.down"}
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -105,9 +108,10 @@ def test_linear_layers_are_in_fp8_and_are_read_back(unpack, tmp_path, name, kind
         given = {n: s for n, s in found.items() if n.endswith("input_scale")}
         assert len(given) == len(quantised)
         with safe_open(out / SINGLE, framework="np") as file:
-            for layer in range(model.num_layers):
-                scale = file.get_tensor(f"model.layers.{layer}.self_attn.k_proj.input_scale")
-                assert scale == np.float32(np.float32(amax["attention.qkv.input"][layer].max()) / 448)
+            for layer, (theirs, ours) in product(range(model.num_layers), OF_LAYERS.items()):
+                if (scale := f"model.layers.{layer}.{theirs}.input_scale") in given:
+                    largest = np.float32(amax[f"{ours}.input"][layer].max())
+                    assert file.get_tensor(scale) == np.float32(largest / 448)
     read_model_again, again = weights_of(out)
     assert read_model_again == model
     if (name, kind) != CASES[0]:

@@ -254,6 +254,20 @@ def test_the_loss_of_chats_is_that_of_the_training(chats, tmp_path):
     assert found["loss"] == pytest.approx(trained, rel=1e-5)
 
 
+def test_tokens_that_begin_and_end_a_documents_tokens_are_not_its_text(chats, tmp_path):
+    model, begin, end = megajax.from_hf(chats[0] / "64"), 0, token("z")
+    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+        for tokens in ([begin, 1, 28, end], [1, 28, end], [1, end, 28], [begin, end], [end]):
+            writer.add_document(tokens)
+    found = open_set(str(tmp_path / "tokens"), model, SetFormat()).documents
+    size = len("aé".encode())
+    assert [(window.tokens, size) for (window,), size in found] == [
+        ([begin, 1, 28], size),
+        ([begin, 1, 28], size),
+        ([begin, 1, end, 28], size),
+    ]
+
+
 def test_what_lines_are_is_decided_by_the_first(chats, tmp_path):
     """A chat that has a text too is a chat, unless the key of the text is given; --limit counts chats."""
     directory, _, expected = chats

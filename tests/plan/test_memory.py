@@ -215,12 +215,22 @@ def test_attention_without_a_kernel_saves_its_scores_in_fp32():
     assert none.activations - kernel.activations == 9 * 2 * 4 * (4 * T * T)  # before and after the softmax, 4 heads
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_layer_norms_keep_their_inputs_minus_the_means_in_fp32(tensor):
+    """Of the two norms of each layer; devices of `tensor` share the tokens of both sequences."""
+    rms, layer = (
+        small(f"mesh={{fsdp: {2 // tensor}, tensor: {tensor}}}", f"model.norm={n}norm") for n in ("rms", "layer")
+    )
+    assert layer.activations - rms.activations == 9 * 2 * 4 * T * D
+
+
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
         ("ring", 4 / 2 * 64 + 2 * 32),  # half of the queries for each of four steps, the first keys that arrive
         ("all_gather", 2 * 4 * 2 * 32 + 64),  # all keys and values for each of two chunks, the output once more
         ("all_to_all", 64),  # the output before and after it is exchanged
+        ("all_to_all+ring", 2 / 2 * 64 + 2 * 32 + 64),  # two key-value heads, so rings of two devices
     ],
 )
 def test_attention_over_context_keeps_what_both_passes_use(strategy, more):
