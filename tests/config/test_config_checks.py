@@ -248,6 +248,10 @@ REFUSED = {
     " model.encoder.kind=layers model.encoder.num_layers=4 model.encoder.sequence_length=16": (
         "remat.group=3 does not divide the 4 recomputed layers of model.encoder.num_layers=4 (@): use 1, 2 or 4."
     ),
+    "remat.group=3 remat.policy=full remat.layers=6"  # all four of the encoder
+    " model.encoder.kind=layers model.encoder.num_layers=4 model.encoder.sequence_length=16": (
+        "remat.group=3 does not divide the 4 recomputed layers of model.encoder.num_layers=4 (@): use 1 or 2."
+    ),
     "kernels.attention=cudnn model.attention_softcap=50": (
         "kernels.attention=cudnn cannot be combined with model.attention_softcap=50.0 (@): use kernels.attention=auto."
     ),
