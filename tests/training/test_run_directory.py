@@ -23,7 +23,7 @@ from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.rollbacks import Rollbacks
 from megajax.training.run_lock import Leftovers
-from megajax.training.run_record import changed_keys, set_aside
+from megajax.training.run_record import changed_keys, set_aside, write_config
 from megajax.training.spikes import Rollback
 
 
@@ -90,6 +90,13 @@ def test_a_changed_config_is_listed_and_the_earlier_ones_are_kept(run_dir, build
     assert rates == [0.003, 0.003, 0.1]
     assert read_file(run_dir / "configs/0.yaml").values == first
     assert (run_dir / "configs/5.yaml").read_bytes() == (run_dir / "config.yaml").read_bytes()
+
+
+def test_configs_of_steps_that_are_lost_are_removed_though_the_config_is_that_of_the_last_start(tmp_path, make_config):
+    first, second = make_config(), make_config("run.steps=9")
+    for step, config in ((0, first), (5, second), (3, second)):
+        write_config(tmp_path, config, step)
+    assert digits(tmp_path / "configs") == [0, 3]
 
 
 def test_the_console_tells_what_happens_and_what_to_do_next(run_dir, build, capsys):
