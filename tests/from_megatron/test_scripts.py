@@ -110,6 +110,12 @@ def sentence(capsys, *arguments: str) -> str:
             [],
             ["1", "2"],
         ),  # as where the files are, if the script ends without them
+        (
+            "A=1\nwhile IFS= read -r line; do A=2; done < hosts\nwhile kill -0 $!; do sleep 1; done\n"
+            "B=x\nwhile [ $B != xxx ]; do B=x$B; y; done\np.py --micro-batch-size $A $B",
+            [],
+            ["1", "xxx"],
+        ),  # of a loop as long as a command succeeds nothing is known
         ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
     ],
 )

@@ -42,6 +42,7 @@ class Script:
         self.texts: list[str] = []
         self.ended = ""  # the location of the `exit` that ended it
         self._absent: str | None = None  # the file that the newest test looked for and that is not here
+        self._ran = True  # whether all commands since this was set are known
         self._functions: dict[str, CommandList] = {}
         self._open: list[Path] = []
         self._steps = 0
@@ -108,10 +109,16 @@ class Script:
         elif isinstance(command, syntax.For):
             self._for(command)
         else:
-            while (status := self._block(command.condition)) is True:
+            while (status := self._goes_on(command.condition)) is True:
                 self._block(command.body)
             self._warn_about_condition(status, command.line)
         return True
+
+    def _goes_on(self, condition: CommandList) -> bool | None:
+        """Whether a loop goes on; None after a command that is not run, such as `read` or `kill -0`."""
+        self._ran = True
+        status = self._block(condition)
+        return status if self._ran else None
 
     def _if(self, command: syntax.If) -> None:
         needs_file: CommandList | None = None
@@ -212,6 +219,7 @@ class Script:
             self._text(words[at + 2])
             self._outer = outer
         elif name not in ("echo", "printf"):
+            self._ran = False
             self.lines.append(Line(words, self._at, self._outer))
         return True
 
