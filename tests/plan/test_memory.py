@@ -213,15 +213,26 @@ def test_frozen_experts_keep_no_rows_for_gradients_of_weights():
 def test_attention_without_a_kernel_saves_its_scores_in_fp32():
     kernel, none = small(), small("kernels.attention=reference")
     assert none.activations - kernel.activations == 9 * 2 * 4 * (4 * T * T)  # before and after the softmax, 4 heads
+    kernel, none = (small("remat.policy=selective", f"kernels.attention={name}") for name in ("auto", "reference"))
+    assert none.activations == kernel.activations  # they are computed again
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_layer_norms_keep_their_inputs_minus_the_means_in_fp32(tensor):
-    """Of the two norms of each layer; devices of `tensor` share the tokens of both sequences."""
-    rms, layer = (
-        small(f"mesh={{fsdp: {2 // tensor}, tensor: {tensor}}}", f"model.norm={n}norm") for n in ("rms", "layer")
-    )
-    assert layer.activations - rms.activations == 9 * 2 * 4 * T * D
+LOOP = "kernels.scan_unroll=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([], True),
+        (["mesh={fsdp: 1, tensor: 2}"], True),  # which share the tokens of both sequences
+        ([LOOP], False),  # its residuals do not include what norms compute, unless that is expensive
+        ([LOOP, "mesh={fsdp: 1, tensor: 2}"], True),
+        ([LOOP, "precision.fp8.recipe=current"], True),
+    ],
+)
+def test_layer_norms_keep_their_inputs_minus_the_means_in_fp32(overrides, kept):
+    rms, layer = (small(f"model.norm={norm}norm", *overrides) for norm in ("rms", "layer"))
+    assert layer.activations - rms.activations == kept * 9 * 2 * 4 * T * D
 
 
 @pytest.mark.parametrize(
@@ -234,9 +245,21 @@ def test_layer_norms_keep_their_inputs_minus_the_means_in_fp32(tensor):
     ],
 )
 def test_attention_over_context_keeps_what_both_passes_use(strategy, more):
-    memory = small("mesh.fsdp=1", "mesh.context=4", f"communication.context={strategy}", gpus=4)
+    divided = ("mesh.fsdp=1", "mesh.context=4", f"communication.context={strategy}")
     saved = 16 * (2 * 4 + 2 * 2) + LSE + 2 * F + 2 * D + 2 * D
-    assert memory.activations == 2 * (2 * 128 // 4) * 9 * (saved + more)
+    assert small(*divided, gpus=4).activations == 2 * (2 * 128 // 4) * 9 * (saved + more)
+    again = small(*divided, "remat.policy=selective", gpus=4)  # keeps nothing of attention, of half of the tokens
+    assert again.activations == small("remat.policy=selective").activations / 2
+
+
+def test_devices_of_tensor_share_what_attention_over_context_keeps():
+    none = small("mesh={fsdp: 1, tensor: 2}")
+    ring = small("mesh={fsdp: 1, tensor: 2, context: 2}", "communication.context=ring", gpus=4)
+    assert ring.activations - none.activations / 2 == 2 * (2 * 128 // 2) * 9 * (2 / 2 * 64 + 2 * 32) / 2
+
+
+def test_the_host_keeps_what_layers_name_and_a_device_their_inputs():
+    assert small("remat.policy=offload").activations == 2 * T * 9 * D
 
 
 def test_a_tower_keeps_what_its_layers_save_and_its_output_before_and_after_its_norm():
