@@ -3,6 +3,7 @@
 import pickle
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megajax.data import samples as samples_module
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.megatron import MegatronSamples, OrderSettings
-from megajax.data.samples import BlendedSamples, DocumentSamples, make_batch, split_documents
+from megajax.data.samples import BlendedSamples, DocumentSamples, Samples, make_batch, split_documents
 from megajax.data.synthetic import SyntheticSamples
 from megajax.errors import InputError
 
@@ -204,9 +205,23 @@ def test_far_samples_of_a_blend_are_found_without_the_near_ones():
         assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
 
 
-def test_blend_returns_the_source_sample():
-    blend = BlendedSamples([SyntheticSamples(50, 4, 1), SyntheticSamples(50, 4, 2)], [1, 1])
-    assert blend[5].tolist() == SyntheticSamples(50, 4, 2)[2].tolist()
+class Numbered(Samples):
+    """Whatever is asked of a sample is a number with the source's in hundreds, the index in units."""
+
+    def __init__(self, source: int):
+        self.source = source
+
+    def number(self, index: int) -> Any:
+        return 100 * self.source + index
+
+    __getitem__ = document_lengths = counted = padding = pictures = number
+
+
+def test_blend_returns_all_of_the_source_sample():
+    blend = BlendedSamples([Numbered(1), Numbered(2)], [2, 1])  # at 3/4, 9/4 and 15/4, and at 3/2 and 9/2
+    of_sample = blend.__getitem__, blend.document_lengths, blend.counted, blend.padding, blend.pictures
+    for get in of_sample:
+        assert [get(index) for index in range(5)] == [100, 200, 101, 102, 201]
 
 
 def test_split_covers_all_documents_in_proportion():
