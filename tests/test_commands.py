@@ -44,7 +44,7 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
 
 @pytest.mark.parametrize(
     ("command", "required"),
-    [("plan", "config"), ("verify", "config"), ("profile", "CONFIG_OR_RUN"), ("inspect", "PREFIX|CONFIG")],
+    [("plan", "config"), ("verify", "config"), ("profile", "CONFIG_OR_RUN"), ("inspect", "PREFIX|CONFIG|RUN")],
 )
 def test_a_command_without_arguments_asks_for_its_config_and_not_for_overrides(command, required, capsys):
     with pytest.raises(SystemExit) as stopped:

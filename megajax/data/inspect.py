@@ -1,4 +1,4 @@
-"""`megajax inspect PREFIX|CONFIG`: figures about token files, and samples as the model gets them.
+"""`megajax inspect PREFIX|CONFIG|RUN`: figures about token files, and samples as the model gets them.
 
 A file is described by its documents: their number, lengths, first and last tokens. A config is described by its splits
 and sources, and by one sample as text.
@@ -32,7 +32,7 @@ from megajax.data.remote import RemoteTokens
 from megajax.data.samples import BlendedSamples, Changes, DocumentSamples, Packing, Samples, make_batch, sources_in
 from megajax.data.tokenizers import Tokenizer, decode_after, load_tokenizer
 from megajax.errors import InputError, counted
-from megajax.files import check_output, is_number
+from megajax.files import CONFIG, check_output, is_number
 from megajax.runtime import accept_missing_cuda
 
 if TYPE_CHECKING:
@@ -270,7 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     description = "Print figures about token files, or about a config's data with one of its samples as text."
     parser = CommandParser("megajax.data.inspect", description=description)
-    parser.add_argument("target", metavar="PREFIX|CONFIG", help="prefix of a .bin/.idx pair, or YAML file of a run")
+    what = "prefix of a .bin/.idx pair, or YAML file or directory of a run"
+    parser.add_argument("target", metavar="PREFIX|CONFIG|RUN", help=what)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings instead of the config's")
     parser.add_argument("--sample", type=_number, metavar="N", help="sample to show, of a config (default: 0)")
     parser.add_argument(
@@ -279,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", help="train, valid, test or the NAME of a set (default: train)")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
+        if (config := Path(options.target) / CONFIG).is_file():
+            options.target = str(config)
         if options.target.endswith((".yaml", ".yml")):
             colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
             lines = _config_lines(options, colour)

@@ -181,6 +181,14 @@ def test_a_named_set_is_shown_by_its_name(write_documents, shown, split):
     assert lines[-1] == "⟦b⟧" + "b" * 8
 
 
+def test_a_run_directory_is_its_config(tmp_path, write_documents, capsys):
+    (tmp_path / "config.yaml").write_text(CONFIG.format(data=f"train: {write_documents(text('abc', 'defghij'))}"))
+    assert main([str(tmp_path), "--sample", "1"]) == 0
+    sample = capsys.readouterr()
+    assert main([str(tmp_path / "config.yaml"), "--sample", "1"]) == 0
+    assert capsys.readouterr() == sample and "sample 1 of train" in sample.out
+
+
 def test_mistakes_are_answered_with_one_sentence(tmp_path, write_documents, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prefix = write_documents(text("abc", "defghij"))
