@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
+from megajax.errors import ConfigError
 from megajax.layout.stages import layer_slots, slot_kinds, virtual_stages
 from megajax.mesh import AXES
 from megajax.schema.fields import BATCH_AXES
@@ -150,10 +151,17 @@ def place(
     storage = STORAGE_AXES if in_block else NON_BLOCK_AXES
     table = _rules(axes, storage, experts_over)
     layers = (layers or tuple(range(shape[0]))) if in_block else None
+
+    def indivisible(axis: str, *mesh_axes: str) -> ConfigError:
+        over = ", ".join(f"mesh.{name}={sizes[name]}" for name in mesh_axes)
+        problem = f"{over} does not divide the dimension {axis} of a parameter {[*shape]} with the axes {axes}"
+        return ConfigError(f"{problem}: give it another size, or the axis whole.")
+
     for dim, (size, axis) in enumerate(zip(shape, axes, strict=True)):
         entry = table[axis]
         if axis == "kv_heads" and sizes["tensor"] > size:
-            assert sizes["tensor"] % size == 0
+            if sizes["tensor"] % size:
+                raise indivisible(axis, "tensor")
             entry, kv_groups = None, sizes["tensor"] // size
         if axis == "embed":
             shards = math.prod(sizes[name] for name in _axes(entry or ()))
@@ -162,7 +170,8 @@ def place(
             assert layers is not None and len(layers) % sizes["pipeline"] == 0, (layers, sizes)
             stored[dim] = len(layers)
         else:
-            assert size % math.prod(sizes[name] for name in _axes(entry or ())) == 0, (axis, size, entry, sizes)
+            if size % math.prod(sizes[name] for name in _axes(entry or ())):
+                raise indivisible(axis, *_axes(entry or ()))
         spec.append(entry)
     storage_dim = axes.index("embed") if "embed" in axes else None
     return Placement(shape, axes, P(*spec), tuple(stored), storage_dim, kv_groups, layers)

@@ -23,13 +23,14 @@ from megajax.model.mamba2 import Mamba2
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.model.parameters import parameters
-from megajax.model.sublayer import LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
+from megajax.model.sublayer import MAX_SCORE, LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 from megajax.ops.barriers import not_repeated
 from megajax.schema.fields import cached
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
 BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are numbers of nodes
 BLOCK_CLASSES: dict[str, type[Any]] = {}  # of the kinds that are more than a list of sublayers: subclasses of Block
+ATTRIBUTES = ("config", "kind", "names")  # of a Block, besides its members and its sublayers by name
 # Members of a sublayer for which there is no default.
 REQUIRED = ("NAME", "LINEAR", "apply")
 
@@ -52,6 +53,8 @@ def register_block(kind: str, *parts: type[Sublayer], **named: type[Sublayer]) -
         if again := sorted({value for value in values if values.count(value) > 1}):
             cure = "name one of them, register_block(..., second=TheClass)" if again[0] in dict(own) else "rename one"
             raise ConfigError(f"two sublayers of the block {kind} have the name or the metric {again[0]}: {cure}.")
+    if taken := [name for name, _ in own if not name.isidentifier() or hasattr(Block, name) or name in ATTRIBUTES]:
+        raise ConfigError(f"a sublayer of the block {kind} has the name {taken[0]!r}, which it cannot have: rename it.")
     names, known = _described(dict(own)), _described(KINDS.get(kind, {}))
     if known and names != known:
         raise ConfigError(f"the kind of block {kind} has {', '.join(known)} already: choose another name.")
@@ -68,12 +71,38 @@ def _check_part(part: type[Sublayer]) -> None:
         raise ConfigError(f"{part.__name__} does not define {listed(missing, 'and')}: see megajax.model.Sublayer.")
     if unknown := sorted(set(part.SUPPORTS) - EVERYTHING):
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
+    if unknown := sorted(set(part.LOSSES) - {*part.METRICS}):
+        raise ConfigError(f"{part.__name__}.LOSSES has {unknown[0]!r}, which METRICS has not: add it there.")
+
+
+def _check_linear_layers(part: Sublayer) -> None:
+    for name in part.linear_layers():
+        if name not in part.FUSED and not isinstance(getattr(part, name, None), nnx.Param):
+            raise ConfigError(f"{type(part).__name__}.LINEAR has {name!r}, which is no parameter: declare it.")
+
+
+def _is_loss(metric: Any) -> bool:
+    return isinstance(metric, jax.Array) and metric.shape == () and metric.dtype == jnp.float32
+
+
+def _term_and_metrics(part: Sublayer, x: jax.Array, ctx: LayerContext, returned: Any) -> tuple[jax.Array, Metrics]:
+    """The result of a sublayer's `apply` to a residual stream `x`. Raises ConfigError for one of another form."""
+    name = f"{type(part).__name__}.apply"
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise ConfigError(f"{name} returns {type(returned).__name__}: return a term and a dictionary of metrics.")
+    (y, metrics), losses = returned, part.losses() if ctx.inputs.has_metrics else ()
+    if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
+        cure = "return one as x (by ctx.comm.column_linear and row_linear, and .astype(x.dtype))"
+        raise ConfigError(f"{name} returns a term {y.dtype}{[*y.shape]} for x {x.dtype}{[*x.shape]}: {cure}.")
+    if unknown := sorted(metrics.keys() - {*part.METRICS, MAX_SCORE}):
+        raise ConfigError(f"{name} returns the metric {unknown[0]!r}, which METRICS has not: add it there.")
+    if wrong := [loss for loss in losses if loss not in metrics or not _is_loss(metrics[loss])]:
+        raise ConfigError(f"{name} does not return the loss {wrong[0]!r} of LOSSES as one FP32 number: return it.")
+    return y, metrics
 
 
 OWN = (Attention, CrossAttention, GatedDeltaNet, KimiDeltaAttention, Mamba2, MLP, MoE)
 SUBLAYERS: dict[str, type[Sublayer]] = {part.NAME: part for part in OWN}
-for _kind, _names in BUILT_IN_BLOCKS.items():
-    register_block(_kind, *(SUBLAYERS[name] for name in _names))
 
 
 class Block(nnx.Module):
@@ -92,6 +121,7 @@ class Block(nnx.Module):
             own, values = part.Settings, config.sublayer_settings.get(name, {})
             settings = [] if own is None else [own.model_validate(values)]
             module = (LatentAttention if part is Attention and config.is_latent else part)(config, *settings)
+            _check_linear_layers(module)
             module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
             if name in self.parallel or name in WITHOUT_NORM.get(kind, ()):
                 module.norm = module.norm_bias = None
@@ -117,7 +147,8 @@ class Block(nnx.Module):
                 part_weights |= {norm: first[norm] for norm in ("norm", "norm_bias") if norm in first}
             else:
                 read = x
-            y, found = part.apply(part_weights, read, replace(ctx, state=of_part(ctx.state, name)))
+            returned = part.apply(part_weights, read, replace(ctx, state=of_part(ctx.state, name)))
+            y, found = _term_and_metrics(part, x, ctx, returned)
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
                 y = normalise(
@@ -202,7 +233,12 @@ class Block(nnx.Module):
         """The state `[L, ...]` of this kind's layers after a step; `metrics [L, ...]` are summed over all devices."""
         out: dict[str, jax.Array] = {}
         for name, part in self.parts.items():
-            out |= {f"{name}.{n}": a for n, a in part.updated_state(of_part(state, name), metrics).items()}
+            own = of_part(state, name)
+            new = part.updated_state(own, metrics)
+            if {n: jnp.shape(a) for n, a in new.items()} != {n: a.shape for n, a in own.items()}:
+                problem = f"{type(part).__name__}.updated_state returns another state than it gets"
+                raise ConfigError(f"{problem}: return {listed(own, 'and')}, [layers, ...], of the same shapes.")
+            out |= {f"{name}.{n}": a for n, a in new.items()}
         return out
 
     def rescaled(self, metrics: State) -> dict[str, jax.Array]:
@@ -281,3 +317,7 @@ def _merge_heads(w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     after = len(axes) - 1 - axes.index("head")
     lead = w.shape[: w.ndim - after - 2]
     return w.reshape(*lead, -1, *w.shape[w.ndim - after :])
+
+
+for _kind, _names in BUILT_IN_BLOCKS.items():
+    register_block(_kind, *(SUBLAYERS[name] for name in _names))

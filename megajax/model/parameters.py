@@ -85,7 +85,11 @@ def _initial(parameter: nnx.Param, name: str, seed: int, init_std: float, layers
 
     def values(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if parameter.initial is not None:
-            return parameter.initial(key, shape)
+            first = parameter.initial(key, shape)
+            if first.shape != shape:
+                problem = f"the function `initial` of {name} returns the shape {[*first.shape]} for {[*shape]}"
+                raise ConfigError(f"{problem}: return an array of the shape that it is given.")
+            return first
         if parameter.role == "norm":
             return jnp.full(shape, parameter.scale, jnp.float32)
         if parameter.role == "bias":

@@ -60,7 +60,7 @@ def register_activation(name: str, function: Gated | Callable[[jax.Array], jax.A
     of both its halves. jax differentiates them; GPUs compute them without kernels of megajax's own, in FP8 too. Raises
     ConfigError for a name that is taken.
     """
-    ACTIVATIONS.add(Activation(name, isinstance(function, Gated), in_transformer_engine=False))
+    ACTIVATIONS.add(Activation(name, isinstance(function, Gated), in_transformer_engine=False), function)
     FUNCTIONS[name] = function
 
 

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from megajax.errors import ConfigError
 from megajax.ops.barriers import not_merged
 from megajax.optim.groups import clip, decays, rates
 from megajax.optim.matrices import on_whole_matrices
 from megajax.optim.offload import in_turn
-from megajax.optim.optimizer import MatrixOptimizer, Named, OptimizerState, Slots, Updated
+from megajax.optim.optimizer import MatrixOptimizer, Named, Optimizer, OptimizerState, Slots, Updated
 from megajax.optim.schedule import make_schedule
 from megajax.optim.slots import Member, OptimizerSlots
 from megajax.sharding import Placement
@@ -169,7 +170,7 @@ class Update:
     def _directions_of(self, member: Member, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
         """Of one optimizer: of shards, then of whole matrices."""
         optimizer = member.optimizer
-        directions, slots = optimizer.direction(gradients, slots)
+        directions, slots = _directions_and_slots(optimizer, gradients, slots)
         if not isinstance(optimizer, MatrixOptimizer):
             return directions, slots
         scalars = {slot: x for slot, x in slots.items() if not isinstance(x, dict)}
@@ -184,6 +185,24 @@ class Update:
             slots = slots | {slot: slots[slot] | {name: x} for slot, x in held.items()}
         scales = {name: optimizer.scale(layout.inputs, layout.outputs) for name, layout in layouts.items()}
         return {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}, slots
+
+
+def _directions_and_slots(optimizer: Optimizer, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
+    """`optimizer.direction`. Raises ConfigError if it does not return arrays for all parameters and slots."""
+    name, returned = f"{type(optimizer).__name__}.direction", optimizer.direction(gradients, slots)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ConfigError(f"{name} returns {type(returned).__name__}: return the directions and the new slots.")
+    for what, given, new in zip(("directions", "slots"), (gradients, slots), returned, strict=True):
+        before, after = _shapes(given), _shapes(new)
+        for path in sorted(before.keys() | after.keys()):
+            if before.get(path) != after.get(path):
+                shapes = f"{after.get(path, 'nothing')} for {before.get(path, 'nothing')}"
+                raise ConfigError(f"{name} returns {what}{path} of the shape {shapes}: return {what} as it gets them.")
+    return returned
+
+
+def _shapes(tree: Any) -> dict[str, list[int]]:
+    return {jax.tree_util.keystr(path): [*jnp.shape(x)] for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def _chosen(by_name: Any, names: Collection[str]) -> Any:

@@ -18,6 +18,12 @@ class Option(Protocol):
     def name(self) -> str: ...
 
 
+def _named(value: Any) -> Any:
+    """A class or function by its name, which is the same when its module or cell runs again."""
+    name = getattr(value, "__qualname__", None)
+    return value if name is None else (value.__module__, name)
+
+
 class Registry[Registered: Option](dict[str, Registered]):
     """The options of a key, by name."""
 
@@ -25,18 +31,25 @@ class Registry[Registered: Option](dict[str, Registered]):
         """`kind`: of the options, for sentences. `words`: values of the key that name none, such as auto."""
         super().__init__({option.name: option for option in options})
         self.kind, self.words = kind, words
+        self.added = dict[str, list[Any]]()  # what extensions have registered by name, with classes by their names
 
     @staticmethod
     def of(field: FieldInfo) -> "Registry | None":
         """The registry of the options that a key of the schema names."""
         return next((each for each in field.metadata if isinstance(each, Registry)), None)
 
-    def add(self, option: Registered) -> None:
-        """Add an extension's option; before the config is loaded. Raises ConfigError for a name that is taken."""
+    def add(self, option: Registered, *made: Any) -> None:
+        """Add an extension's option; before the config is loaded. Raises ConfigError for a name that is taken.
+
+        `made` are its classes or functions that are no fields of it. The same again, as from a cell of a notebook that
+        runs twice, takes the place of the first.
+        """
         if not option.name.isidentifier():
             raise ConfigError(f"{option.name!r} is not a name of a {self.kind}: use letters, digits and _.")
-        if option.name in self.words or self.get(option.name, option) != option:
+        own = [_named(value) for value in (type(option), *vars(option).values(), *made)]
+        if option.name in self.words or (option.name in self and self.added.get(option.name) != own):
             raise ConfigError(f"the {self.kind} {option.name} exists already: choose another name.")
+        self.added[option.name] = own
         self[option.name] = option
 
     @property

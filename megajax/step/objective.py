@@ -137,9 +137,17 @@ class Elementwise(Objective):
         """`loss` as the head takes it, with the gradient of `scale` times its sum."""
         return self.head.of_log_probs(scale, self._with_slopes)
 
+    def _of_tokens(self, losses: Any, mask: jax.Array) -> jax.Array:
+        """`losses`, which must be a number for each token of `mask`. Raises ConfigError for others."""
+        shape, dtype = getattr(losses, "shape", None), getattr(losses, "dtype", type(losses).__name__)
+        if shape != mask.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
+            problem = f"{type(self).__name__}.loss returns {dtype}{[*(shape or ())]} for {mask.size} tokens"
+            raise ConfigError(f"{problem}: return a loss for each token, [tokens]; sums and means are taken of these.")
+        return losses
+
     def _with_slopes(self, values: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
         """(losses, their derivatives by the values `[tokens, ...]`), times the mask."""
-        losses, pull = jax.vjp(lambda values: self.loss(values, fields), values)
+        losses, pull = jax.vjp(lambda values: self._of_tokens(self.loss(values, fields), mask), values)
         (slopes,) = pull(jnp.ones_like(losses))
         lead = mask.reshape(-1, *[1] * (slopes.ndim - 1))
         # In padding the fields are zero, so that the function may not be finite.
@@ -213,7 +221,8 @@ class Hidden(Elementwise):
     def _sum(self, weights: Arrays, x: jax.Array, fields: Arrays) -> jax.Array:
         """The summed loss of this device's `x [T / tensor, D]`."""
         own = {name.removeprefix(OBJECTIVE): w for name, w in weights.items() if name.startswith(OBJECTIVE)}
-        losses, mask = self.loss(own, self.head.norm(weights, x), fields), fields["loss_mask"]
+        mask = fields["loss_mask"]
+        losses = self._of_tokens(self.loss(own, self.head.norm(weights, x), fields), mask)
         return jnp.where(mask > 0, mask * losses, 0).sum()
 
     def _weights(self, table: Arrays) -> dict[str, jax.Array]:
@@ -294,6 +303,7 @@ class Segment(Objective):
         return {name: self.comm.sum(a, SHARES) for name, a in sums.items()}
 
 
+UNDEFINED = [base.loss for base in (Elementwise, Logits, Segment, Hidden)]
 OBJECTIVE_CLASSES: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
 
 
@@ -305,6 +315,12 @@ def register_objective(name: str) -> Callable[[type[Objective]], type[Objective]
         ids = [f"{each.__module__}.{each.__qualname__}" for each in (known, objective)]
         if ids[0] != ids[1]:
             raise ConfigError(f"the objective {name} is {ids[0]} already: register {ids[1]} under another name.")
+        derived = isinstance(objective, type) and issubclass(objective, Objective) and hasattr(objective, "turn")
+        if not derived or getattr(objective, "loss", None) in UNDEFINED:
+            cure = "derive a class from Elementwise, Logits, Segment or Hidden, with a method loss"
+            raise ConfigError(f"the objective {name} ({objective.__name__}) does not define loss: {cure}.")
+        if not isinstance(objective.FIELDS, Mapping):
+            raise ConfigError(f"{objective.__name__}.FIELDS is no mapping: give each field's name its dtype.")
         OBJECTIVES[name] = objective
         return objective
 

@@ -86,6 +86,9 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
             wanted = f"{counted(shape[0], 'row')} of {counted(shape[1], 'token')}"
             problem = f"{source} has {name} of the shape {[*found]}, but this process has {wanted}"
             raise InputError(f"{problem}: give {[*shape]}.")
+        if np.issubdtype(d.dtype, np.integer) and not np.issubdtype(np.asarray(fields[name]).dtype, np.integer):
+            if np.any(np.mod(fields[name], 1)):
+                raise InputError(f"{source} holds numbers with a fraction in {name}: give integers.")
     model = program.config.model
     limits = {"tokens": model.vocab_size, "targets": model.vocab_size, "positions": math.inf}
     if model.position == "learned":
@@ -101,7 +104,7 @@ def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str)
     for name, field in program.graph.fields.items():
         if field.limit is not None and (most := int(np.max(fields[name]))) >= field.limit:
             raise InputError(f"{source} holds {most} in {name}: give numbers below {field.limit}.")
-    if (least := np.min(fields["loss_mask"])) < 0:
+    if not (least := np.min(fields["loss_mask"])) >= 0:  # NaN too
         raise InputError(f"{source} holds {least} in loss_mask: give 0 or more.")
 
 

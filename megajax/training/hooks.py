@@ -5,6 +5,8 @@ from typing import Any, cast
 
 import jax
 
+from megajax.config.sentences import listed
+from megajax.errors import InputError
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.spikes import Rollback
 from megajax.training.step import TrainProgram, TrainState
@@ -74,6 +76,17 @@ class RunView:
     def end_with(self, end: StopReason) -> None:
         """End the run without a checkpoint, or let it go back; the first end counts."""
         self.end = end if self.end is None else self.end
+
+
+def check_hook(hook: Any) -> None:
+    """Raise InputError for a hook that is none, or that no run would call."""
+    name = type(hook).__name__
+    if not isinstance(hook, Hook) or hook.every < 1:
+        problem = f"{name} has every={getattr(hook, 'every', None)}"
+        raise InputError(f"the hook {problem}: derive it from megajax.Hook, and set every to 1 or more.")
+    known = [method for method in vars(Hook) if callable(getattr(Hook, method)) and not method.startswith("__")]
+    if unknown := sorted(each for each in dir(hook) if each.startswith("on_") and each not in known):
+        raise InputError(f"the hook {name} has {unknown[0]}, which no run calls: use {listed(known, 'or')}.")
 
 
 class Hook:

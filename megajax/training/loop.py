@@ -36,7 +36,7 @@ from megajax.training.compiled_steps import CompiledSteps, remove_damaged_progra
 from megajax.training.evaluation import Evaluation, mean_loss
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
-from megajax.training.hooks import Hook, RunView, StopReason
+from megajax.training.hooks import Hook, RunView, StopReason, check_hook
 from megajax.training.in_memory import StateGenerator, export_weights
 from megajax.training.modalities import Modalities
 from megajax.training.monitoring import Monitoring
@@ -128,9 +128,7 @@ class Trainer:
         The log is the first: saves and evaluations read the numbers that it has just kept of this step.
         """
         for hook in given:
-            if not isinstance(hook, Hook) or hook.every < 1:
-                problem = f"{type(hook).__name__} has every={getattr(hook, 'every', None)}"
-                raise InputError(f"the hook {problem}: derive it from megajax.Hook, and set every to 1 or more.")
+            check_hook(hook)
         saves = Saves(self.directory, self.save, self.save_locally, self.log, self.watch)
         self.profile, self._norms = Profile(self.view, self._compiled.text), Norms(self.program)
         self._spikes = SpikeCheck(self.config, self.saved, self.monitoring.event)

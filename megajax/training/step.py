@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config, ModelConfig
 from megajax.config.sentences import fail, format_keys, listed
-from megajax.errors import InputError, counted
+from megajax.errors import ConfigError, InputError, counted
 from megajax.layout.kinds import extra_of, layer_kinds
 from megajax.model import Transformer, init_parameters
 from megajax.model.block import Block, layer_state
@@ -386,7 +386,7 @@ def _before_update(
     of_nodes = program.graph.metrics(losses) | layout_metrics(losses)
     for new in (of_nodes, of_layers):
         if taken := sorted(new.keys() & metrics.keys()):
-            raise ValueError(f"a part has the metric {taken[0]}, which the step has already: give it another name.")
+            raise ConfigError(f"a part has the metric {taken[0]}, which the step has already: give it another name.")
         metrics |= new
     if config.precision.compute == "float16":
         metrics["loss_scale"] = state.loss_scale

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from megajax import cluster
+from megajax.errors import InputError
 from megajax.layout.kinds import expert_layers
 from megajax.training import logs
 from megajax.training.hooks import Hook, RunView
@@ -84,7 +85,7 @@ class StepLog(Hook):
             self._line = step, values, self._meter.seconds_left(run.config.run.steps, measured)
         added = {name: np.asarray(value).tolist() for name, value in jax.device_get(added).items()}
         if taken := sorted(added.keys() & {"step", "time", *values}):
-            raise ValueError(f"a hook logs {taken[0]} at step {step}, which its line has already: give another name.")
+            raise InputError(f"a hook logs {taken[0]} at step {step}, which its line has already: give another name.")
         values |= added
         if values and not metrics:
             self.write_line(step, values)

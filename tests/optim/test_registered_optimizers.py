@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,19 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
 from megajax.kernel_choice import Hardware
 from megajax.mesh import build_mesh
-from megajax.optim import Form, MomentForm, OptimizerKind, StateArray, register_form, register_optimizer, slots
+from megajax.optim import (
+    COUNT,
+    Form,
+    MatrixOptimizer,
+    MomentForm,
+    Optimizer,
+    OptimizerKind,
+    Slot,
+    StateArray,
+    register_form,
+    register_optimizer,
+    slots,
+)
 from megajax.optim.sgd import Sgd
 from megajax.optim.update import Update
 from megajax.options import optimizers as declared
@@ -151,5 +164,61 @@ def test_wrong_settings_are_a_sentence(optimizer, words):
 def test_a_name_that_is_taken_is_a_sentence():
     with pytest.raises(ConfigError, match="the optimizer adamw exists already"):
         register_optimizer(OptimizerKind("adamw"), Sgd)
-    with pytest.raises(ConfigError, match="the form of moments int8 exists already"):
-        register_form(MomentForm("int8"), Float16)
+    for name in ("int8", "bfloat16"):  # the second with the built-in one's declaration
+        with pytest.raises(ConfigError, match=f"the form of moments {name} exists already"):
+            register_form(MomentForm(name), Float16)
+    register_form(MomentForm("test_float16"), type("Float16", (Float16,), {}))  # again, as in a notebook
+    register_form(MomentForm("test_float16"), Float16)
+
+
+class Odd(Optimizer):
+    SLOTS = (COUNT, Slot("mean"))
+    change: Any = None  # (gradients, slots) → what `direction` returns
+
+    def direction(self, gradients, slots):
+        return self.change(gradients, slots)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda g, s: s, "Odd.direction returns dict: return the directions and the new slots"),
+        (lambda g, s: ({n: x.sum() for n, x in g.items()}, s), r"directions\['w'\] of the shape \[\] for \[2, 6\]"),
+        (
+            lambda g, s: (g, s | {"mean": {"w": jnp.zeros(())}}),
+            r"\['mean'\]\['w'\] of the shape \[\] for \[2, 6\]",
+        ),
+        (lambda g, s: (g, {"mean": s["mean"]}), r"slots\['count'\] of the shape nothing for \[\]"),
+        (lambda g, s: (g, s | {"more": s["count"]}), r"slots\['more'\] of the shape \[\] for nothing"),
+    ],
+)
+def test_directions_of_another_form_are_a_sentence(monkeypatch, change, sentence):
+    monkeypatch.setattr(Odd, "change", staticmethod(change))
+    monkeypatch.setitem(declared.OPTIMIZERS, "odd", OptimizerKind("odd", made=Odd))
+    monkeypatch.setitem(slots.OPTIMIZER_CLASSES, "odd", Odd)
+    mesh, placement = build_mesh(ONE, jax.devices()[:1]), place((2, 6), ("embed", "mlp"), ONE)
+    plan = StepPlan.of(make_config(MODEL, {}, optimizer={"kind": "odd"}), mesh)
+    update = Update.build(plan, {"w": SimpleNamespace(axes=placement.axes, role="matrix")}, {"w": placement}, mesh)
+    weights = {"w": jnp.zeros((2, 6))}
+    with pytest.raises(ConfigError, match=sentence):
+        update.directions(weights, update.first(weights).optimizer, weights)
+
+
+def test_an_optimizer_is_checked_when_it_is_registered():
+    class Lacking(Optimizer):
+        SLOTS = (COUNT,)
+
+    class LackingMatrices(MatrixOptimizer):
+        pass
+
+    class Twice(Sgd):
+        SLOTS = (Slot("mean"), Slot("mean"))
+
+    for optimizer, sentence in (
+        (Lacking, "Lacking does not define direction"),
+        (LackingMatrices, "LackingMatrices does not define of_matrices"),
+        (Twice, "Twice.SLOTS has mean twice: rename one"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            register_optimizer(OptimizerKind("test_odd"), optimizer)
+    assert "test_odd" not in declared.OPTIMIZERS

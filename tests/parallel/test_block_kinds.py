@@ -1,6 +1,7 @@
 """A kind of block from outside the package, one class and one line, trains on any mesh as on one device."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +59,9 @@ class Squared(Sublayer):
         y = comm.row_linear(jnp.square(comm.column_linear(x, w["up"])), w["down"])
         y = y * w["gain"] / (1 + ctx.state["mean_power"])
         if not ctx.inputs.has_metrics:
-            return y, {}
+            return y.astype(x.dtype), {}
         tokens = len(x) * comm.token_shards
-        return y, {"power": jnp.sum(jnp.square(y)) / tokens}
+        return y.astype(x.dtype), {"power": jnp.sum(jnp.square(y)) / tokens}
 
     def layer_state(self):
         return {"mean_power": jax.ShapeDtypeStruct((), jnp.float32)}
@@ -401,7 +402,7 @@ def test_every_loss_reaches_the_metrics(table):
 
     program = build(program.config, 1)
     program.__dict__["graph"] = replace(program.graph, terminal=(*program.graph.terminal, Taken()))
-    with pytest.raises(ValueError, match="a part has the metric grad_norm, which the step has already"):
+    with pytest.raises(ConfigError, match="a part has the metric grad_norm, which the step has already"):
         jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
 
 
@@ -429,10 +430,18 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     class Same(Squared):
         NAME = "same"
 
+    class Untold(Squared):
+        METRICS, LOSSES = ("power",), ("half",)
+
+    class Fuse(Mean):
+        NAME = "fuse"  # a method of a block
+
     for parts, kind, sentence in (
         ((Attention, Lacking), "mine", "Lacking does not define LINEAR and apply"),
         ((Attention, Wrong), "mine", "Wrong.SUPPORTS has 'contxt': use tensor, context"),
         ((Attention, Attention), "mine", "two sublayers of the block mine have the name .* attention: name one"),
+        ((Attention, Untold), "mine", "Untold.LOSSES has 'half', which METRICS has not: add it"),
+        ((Attention, Fuse), "mine", "the block mine has the name 'fuse', which it cannot have: rename"),
         ((Squared, Same), "mine", "two sublayers of the block mine have the name or the metric power: rename one"),
         ((Mean, MLP), "dense", "dense has attention .*Attention.* already: choose another name"),
         ((), "mine", "give a name, such as my_block, and its sublayers"),
@@ -442,3 +451,39 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     assert "mine" not in KINDS
     register_block("mean", Mean, MLP)  # again, as in a notebook
     assert KINDS["mean"] == {"mean": Mean, "mlp": MLP}
+
+
+class Returns(Squared):
+    """`Squared` with a changed result."""
+
+    METRICS = LOSSES = ("power", "more")
+    change: Any = None  # (term, metrics, input) → what `apply` returns
+
+    def apply(self, w, x, ctx):
+        return self.change(*super().apply(w, x, ctx), x)
+
+    def updated_state(self, state, metrics):
+        return {"mean_power": state["mean_power"].sum()}
+
+
+MORE = {"more": jnp.float32(1)}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda y, metrics, x: None, "Returns.apply returns NoneType: return a term and a dictionary"),
+        (lambda y, metrics, x: (y[:, :1], metrics), r"a term float32\[\d+, 1\] for x float32.*: return one as x"),
+        (lambda y, metrics, x: (y * 1j, metrics), r"a term complex64.* for x float32.*\.astype"),
+        (lambda y, metrics, x: (y, metrics and metrics | {"other": 1.0}), "the metric 'other', .*: add it there"),
+        (lambda y, metrics, x: (y, metrics), "does not return the loss 'more' of LOSSES as one FP32 number"),
+        (lambda y, metrics, x: (y, metrics and metrics | {"more": x[0]}), "does not return the loss 'more' of LOSSES"),
+        (lambda y, metrics, x: (y, metrics and metrics | MORE), "Returns.updated_state .*: return mean_power"),
+    ],
+)
+def test_a_part_that_returns_another_form_is_a_sentence(table, monkeypatch, change, sentence):
+    monkeypatch.setattr(Returns, "change", staticmethod(change))
+    monkeypatch.setitem(KINDS, "returns", {"mlp": Returns})
+    with pytest.raises(ConfigError, match=sentence):
+        program = build(make(table, {}, model={"block_pattern": ["returns"]}), 1)
+        jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)

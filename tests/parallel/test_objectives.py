@@ -173,6 +173,11 @@ def test_wrong_settings_and_batches_are_sentences(table):
     with pytest.raises(ConfigError, match="objective next_token is .*NextToken already"):
         register_objective("next_token")(Focal)
     assert register_objective("next_token")(NextToken) is NextToken
+    for wrong in (type("Lacking", (Elementwise,), {}), lambda log_probs, fields: -log_probs):
+        with pytest.raises(ConfigError, match="test_wrong .* does not define loss: derive a class from Elementwise"):
+            register_objective("test_wrong")(wrong)
+    with pytest.raises(ConfigError, match="Listed.FIELDS is no mapping"):
+        register_objective("test_wrong")(type("Listed", (Focal,), {"FIELDS": ["reward"]}))
     config, batch = make(table, "test_pairs", {}), fields_of("test_pairs")
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
     with pytest.raises(InputError, match="holds 7 in segments: give numbers below 4"):
@@ -186,6 +191,19 @@ def test_wrong_settings_and_batches_are_sentences(table):
         ConfigError, match=r"run.eval_steps=\d+ reads data of the config, but batch_of .* run.eval_steps=0"
     ):
         Trainer(config, jax.devices()[:1], batch_of=lambda samples: batch)
+
+
+def test_losses_that_are_not_those_of_tokens_are_a_sentence(table, monkeypatch):
+    config = make(table, "test_focal", {})
+    for change, found in (
+        (lambda x: x.mean(), r"float32\[\]"),
+        (lambda x: x > 0, r"bool\[\d+\]"),
+        (lambda x: None, "None"),
+    ):
+        monkeypatch.setattr(Focal, "loss", lambda self, log_probs, fields, change=change: change(log_probs))
+        program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+        with pytest.raises(ConfigError, match=f"Focal.loss returns {found}.* tokens: return a loss for each token"):
+            jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
 
 
 EXTENSION = """

@@ -195,6 +195,11 @@ class Taken(megajax.Hook):
         run.log({self._name: 1.0})
 
 
+class Misspelt(megajax.Hook):
+    def on_steps(self, run):
+        pass
+
+
 @pytest.mark.smoke
 def test_mistakes_are_sentences(build, make_config, extension):
     with pytest.raises(ConfigError, match="run.hooks.0=no_hook is not a .*: .*run.extensions"):
@@ -217,6 +222,8 @@ def test_mistakes_are_sentences(build, make_config, extension):
         build(hooks=[hook])
     with pytest.raises(InputError, match="the hook function has .*: derive it from megajax.Hook"):
         build(hooks=[lambda run: None])
+    with pytest.raises(InputError, match="the hook Misspelt has on_steps, which no run calls: use .*on_step,"):
+        build(hooks=[Misspelt()])
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "time", "tokens"])

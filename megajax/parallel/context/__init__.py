@@ -31,7 +31,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., ContextAttention]] = {
 
 def register_context(strategy: ContextStrategy, attention: type[ContextAttention]) -> None:
     """Register an extension's strategy for `communication.context`. Raises ConfigError for a name that is taken."""
-    STRATEGIES.add(strategy)
+    STRATEGIES.add(strategy, attention)
     IMPLEMENTATIONS[strategy.name] = attention
 
 

@@ -14,7 +14,7 @@ IMPLEMENTATIONS: dict[str, type[ExpertParallel]] = {ALL_TO_ALL.name: Exchanged, 
 
 def register_dispatch(dispatch: Dispatch, experts: type[ExpertParallel]) -> None:
     """Register an extension's choice for `communication.experts`. Raises ConfigError for a name that is taken."""
-    DISPATCHES.add(dispatch)
+    DISPATCHES.add(dispatch, experts)
     IMPLEMENTATIONS[dispatch.name] = experts
 
 
