@@ -62,6 +62,9 @@ _DEFAULTS = {
     f"{at}.{name}": _default(field) for at, section in _SECTIONS.items() for name, field in section.model_fields.items()
 }
 
+# Settings of the rows of data, not of the network: a run that resumes compares them, a reader of weights has none.
+OF_ROWS = ("encoder.sequence_length", "vision.patches_per_row")
+
 
 class SettingDifference(NamedTuple):
     """A setting whose value in a checkpoint differs from this run's."""
@@ -149,6 +152,8 @@ def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Seq
         if section == "data":
             theirs, ours = _data(theirs, ours), _data(ours, theirs)
         for name in {**theirs, **ours}:
+            if name in OF_ROWS and name not in ours:
+                continue
             difference = SettingDifference(
                 f"{section}.{name}", _value(theirs, section, name), _value(ours, section, name)
             )

@@ -327,17 +327,30 @@ def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple
     given, shown = Path(path), f"{setting}={path}{location}"
     one = given.parent.name == SUBDIRECTORY and is_number(given.name)
     run_dir = given.parent.parent if one else given
-    if not given.exists() and not (run_dir / SUBDIRECTORY).exists():
-        cure = f"give the directory of a run, RUN/{SUBDIRECTORY}/STEP, or a Hugging Face folder; nothing is downloaded"
-        raise InputError(f"{shown} does not exist on this machine: {cure}.")
     if not (run_dir / SUBDIRECTORY).exists():
-        raise InputError(f"{shown} has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP.")
+        raise InputError(f"{shown} {_instead_of(given)}")
     steps = complete_steps(run_dir)
     if not steps:
         raise InputError(f"{shown} has no complete checkpoint: give another run.")
     if one and int(given.name) not in steps:
         raise InputError(f"{shown} does not exist: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}.")
     return run_dir, int(given.name) if one else steps[-1]
+
+
+def _instead_of(given: Path) -> str:
+    """The end of the sentence about a path that is neither a run nor a Hugging Face folder."""
+    if not given.exists():
+        cure = f"give the directory of a run, RUN/{SUBDIRECTORY}/STEP, or a Hugging Face folder"
+        return f"does not exist on this machine: {cure}; nothing is downloaded."
+    if given.is_file():
+        return f"is a file: give its folder, {given.parent}."
+    if given.name == SUBDIRECTORY:
+        return f"is a run's folder of checkpoints: give the run, {given.parent}, or {given / 'STEP'}."
+    if snapshots := sorted(given.glob("snapshots/*/config.json")):
+        return f"is a folder of Hugging Face's cache: give the model's files in it, {snapshots[-1].parent}."
+    if any(given.glob("*.safetensors")) and not (given / "config.json").exists():
+        return "has safetensors files, but no config.json: add the model's."
+    return f"has no {SUBDIRECTORY}: give the directory of a run, or RUN/{SUBDIRECTORY}/STEP."
 
 
 def restore_model(

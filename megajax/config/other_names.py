@@ -197,6 +197,7 @@ n_group | model.router.num_groups
 topk_group | model.router.groups_per_token
 per_device_train_batch_size | batch.global_size | which is per_device_train_batch_size * gradient_accumulation_steps *
     number of devices
+per_device_eval_batch_size | batch.global_size | evaluation has the batches of training
 max_steps | run.steps
 num_train_epochs | run.epochs
 eval_strategy, evaluation_strategy | run.eval_interval | the steps between evaluations; 0: at the end only
@@ -225,6 +226,13 @@ output_dir | run.dir
 dataset_text_field, text_column_name | data.text_key
 dataloader_num_workers | data.workers
 report_to | logging.wandb | or logging.tensorboard
+do_train, do_eval, overwrite_output_dir | | megajax train trains, evaluates every run.eval_interval steps and resumes
+    from run.dir
+data_seed | run.seed | one seed for weights, data and dropout
+mlm_probability | objective.masking.rate | with objective.kind=masked_tokens
+mean_noise_span_length | data.mean_span_length
+use_liger_kernel | | fused kernels are chosen by the device; the section kernels can set others
+max_train_samples | | data.train is read as a whole: write a shorter file
 """)
 
 # Names of PEFT's LoraConfig, TRL's SFTConfig and what is used with them.
@@ -246,6 +254,18 @@ assistant_only_loss, completion_only_loss, train_on_inputs | | with data.kind=ch
 chat_template_path | data.chat_template
 chat_template_kwargs | data.chat_template_args
 eos_token | data.end_of_document
+cutoff_len, sequence_len | batch.sequence_length
+datasets | data.train | a list of files of text or chats, such as [a.jsonl, b.jsonl]
+val_set_size | data.valid | a file of its own, which chats need; of token files data.split gives a part
+adapter, finetuning_type | lora.rank | null trains all weights
+lora_target_linear | lora.targets | all linear layers by default
+roles_to_train, train_on_eos, mask_prompt | | with data.kind=chat the loss counts the assistant's tokens and the token
+    that ends them
+pad_to_sequence_len | data.packing | sequences always have batch.sequence_length tokens, packed or padded
+dataset_num_proc, dataset_prepared_path, preprocessing_num_workers | data.index_cache | where prepared data are stored
+special_tokens, added_tokens, resize_token_embeddings | model.vocab_size | a larger one adds rows; data.tokenizer must
+    have the tokens
+teacher_model_name_or_path, teacher.init_from | teacher.source | with teacher.model, its network
 """)
 
 # Common names that belong to no single framework.

@@ -31,6 +31,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WHOLE_MODEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_weights")
 OTHER_TOWERS = ("vision_config", "audio_config")
 SHARD_BYTES = 5 * 10**9
+LFS = b"version https://git-lfs"  # the first bytes of a pointer of Git LFS
 HEADER_BYTES = 10**8  # at most, in safetensors too
 BLOCK_BYTES = 2**24  # of tensors that are compared, in FP32
 # The embedding of a model without its head, and what its tensors' names lack
@@ -132,6 +133,10 @@ class FolderTensors:
             try:
                 self._open[file] = safe_open(inside(self.folder / file), framework="np")
             except (SafetensorError, OSError) as error:
+                if _is_lfs_pointer(self.folder / file):
+                    raise InputError(
+                        f"{self.folder / file} is a pointer of Git LFS, not the file: run git lfs pull in its clone."
+                    ) from None
                 reason = str(error).splitlines()[0][:200]
                 raise InputError(
                     f"{self.folder / file} is damaged or not a safetensors file ({reason}): copy it again."
@@ -255,6 +260,14 @@ def read_config(folder: str | Path, whole: Collection[str] = ()) -> dict[str, An
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path} has no model_type: give the folder of a model in Hugging Face's format.")
     return config
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """Whether a clone without Git LFS has left a file's address in its place."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(LFS)) == LFS
 
 
 def _base_of(adapters: Path) -> str:

@@ -64,6 +64,9 @@ def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_mis
         ("lora.lora_alpha", "use lora.alpha, the rank by default, in PEFT 8."),
         ("model_name", "use include, such as include: models/llama3_8b.yaml, a file of configs/models."),
         ("packing", "use data.packing, none for false; chats are packed by default."),
+        ("sequence_len", "did you mean batch.sequence_length?"),
+        ("adapter", "use lora.rank, null trains all weights."),
+        ("teacher.init_from", "use teacher.source, with teacher.model, its network."),
         # typing errors of ours, with and without the section
         ("model.num_leyers", "did you mean model.num_layers?"),
         ("sequence_lenght", "did you mean batch.sequence_length?"),

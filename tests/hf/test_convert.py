@@ -383,6 +383,10 @@ MISTAKES = {
     "one too many": (lambda f: change_tensors(f, lambda t: t.update(more=t[Q])), "has the tensor more, which"),
     "a dtype": (lambda f: change_tensors(f, lambda t: t.update({Q: t[Q].astype(np.int32)})), "has dtype I32: save"),
     "truncated": (truncate, "is damaged or not a safetensors file"),
+    "a pointer of Git LFS": (
+        lambda f: (f / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "is a pointer of Git LFS, not the file: run git lfs pull",
+    ),
     "lying offsets": (lie_about_offsets, "is damaged or not a safetensors file"),
     "a missing file": (make_index, "lacks model-00001-of-00002.safetensors, which its index names"),
     "a pickle": (only_a_pickle, "is a pickle, which can run any program"),

@@ -10,7 +10,13 @@ import jax
 import pytest
 from pydantic import BaseModel
 
-from megajax.checkpoint.description import SettingDifference, config_allows, differences, refuse_changes
+from megajax.checkpoint.description import (
+    SettingDifference,
+    compare_models,
+    config_allows,
+    differences,
+    refuse_changes,
+)
 from megajax.config import LoraConfig
 from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
@@ -155,6 +161,19 @@ def test_every_key_is_compared_or_may_change_for_a_reason(bases):
     assert keys - refused - may_change - {*ELSEWHERE} == set()
     assert refused & may_change == set()
     assert [key for key in refused if not is_named(key, COMPARED_ON_RESUME)] == []
+
+
+@pytest.mark.parametrize("of_rows", ["encoder.sequence_length", "vision.patches_per_row"])
+def test_weights_of_a_run_are_read_whatever_the_length_of_its_rows(tiny, text, of_rows):
+    """A run that resumes compares it, but generation, `checkpoint.init_from` and averages have other rows or none."""
+    kind, part = ("text", ENCODER) if of_rows.startswith("encoder") else ("chat", VISION)
+    config = load_config(tiny, [f"data.train={text}", f"data.kind={kind}", *TEXT, *part])
+    saved = settings(config)
+    assert saved["model"][of_rows] == 16
+    compare_models(saved, config.model, "RUN=runs/a", "name another run")
+    compare_models(saved, changed(config.model, of_rows), "RUN=runs/a", "name another run")
+    with pytest.raises(InputError, match="model.num_layers="):
+        compare_models(saved, changed(config.model, "num_layers"), "RUN=runs/a", "name another run")
 
 
 def test_parts_that_are_frozen_by_groups_are_compared_since_they_have_no_moments(tiny):
