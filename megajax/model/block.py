@@ -68,7 +68,8 @@ def _described(parts: Mapping[str, type[Sublayer]]) -> list[str]:
 def _check_part(part: type[Sublayer]) -> None:
     missing = [name for name in REQUIRED if getattr(part, name, None) is getattr(Sublayer, name, None)]
     if missing:
-        raise ConfigError(f"{part.__name__} does not define {listed(missing, 'and')}: see megajax.model.Sublayer.")
+        members = f"{listed(missing, 'and')}: see megajax.model.Sublayer"
+        raise ConfigError(f"{part.__name__} does not define {members}; LINEAR names one weight at least.")
     if unknown := sorted(set(part.SUPPORTS) - EVERYTHING):
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
     if unknown := sorted(set(part.LOSSES) - {*part.METRICS}):

@@ -21,7 +21,7 @@ from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
 from megajax.layout.kinds import KINDS, expert_layers
 from megajax.mesh import build_mesh
-from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, register_block
+from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, init_parameters, register_block
 from megajax.model.attention import Attention
 from megajax.model.block import dropout_key
 from megajax.model.mlp import MLP
@@ -259,6 +259,27 @@ def test_settings_of_a_sublayer_are_keys(table, monkeypatch):
     ):
         with pytest.raises(ConfigError, match=sentence):
             checked(values)
+    monkeypatch.setattr(Wide, "Settings", type("Settings", (), {"width": 6}))
+    with pytest.raises(ConfigError, match="Wide.Settings is no section: derive it from megajax.schema.fields.Section"):
+        checked({})
+
+
+def test_linear_layers_and_first_values_are_those_of_parameters(table, monkeypatch):
+    class Misspelt(Mean):
+        LINEAR = ("valeu", "output")
+
+    class Short(Mean):
+        def __init__(self, config):
+            super().__init__(config)
+            self.taps = declare((3, 2), ("whole", "whole"), initial=lambda key, shape: jnp.zeros(shape[0]))
+
+    monkeypatch.setitem(KINDS, "misspelt", {"mean": Misspelt})
+    model = make(table, {}, model={"block_pattern": ["misspelt"]}).model
+    with pytest.raises(ConfigError, match="Misspelt.LINEAR has 'valeu', which is no parameter: declare it"):
+        Transformer(model)
+    monkeypatch.setitem(KINDS, "misspelt", {"mean": Short})
+    with pytest.raises(ConfigError, match=r"of blocks.misspelt.mean.taps returns the shape \[3\] for \[3, 2\]: return"):
+        jax.eval_shape(lambda: init_parameters(Transformer(model), 0, 0.1))
 
 
 PACKED = {"reset_attention": True, "synthetic_documents": 2}

@@ -302,6 +302,11 @@ WRONG = {  # of the fields of a batch
     "a negative": (put("targets", -100), "holds -100 in targets: give 0 or more; loss_mask=0 leaves a target out"),
     "a position": (put("positions", -1), "holds -1 in positions"),
     "a mask": (put("loss_mask", -1), "holds -1.0 in loss_mask: give 0 or more"),
+    "no number": (put("loss_mask", np.nan), "holds nan in loss_mask: give 0 or more"),
+    "a fraction": (
+        lambda fields: fields.update(tokens=fields["tokens"] + 0.5),
+        "holds numbers with a fraction in tokens: give integers",
+    ),
 }
 
 
