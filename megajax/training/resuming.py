@@ -197,6 +197,8 @@ class ResumePoint:
         older = [other for other in self.seen if other < step]
         if not older:
             cure = "choose another run.dir, or remove that directory to start from step 0"
+            if self.config.run.extensions:  # whose arrays the checkpoint may not have
+                cure = f"bring back the code of run.extensions that saved it, {cure}"
             raise InputError(f"{damaged}, and there is no older one: {cure}.")
         warnings.warn(f"{damaged}: the run resumes from an older one.", stacklevel=2)
         return older[-1]

@@ -195,6 +195,8 @@ def test_a_damaged_checkpoint_that_was_chosen_or_is_the_only_one_is_a_sentence(r
     shutil.rmtree(run_dir / "checkpoints" / "4")
     with pytest.raises(InputError, match=r"2 is damaged \(state/d/.*\), and there is no older one: choose another run"):
         build("run.steps=6").run()
+    with pytest.raises(InputError, match="there is no older one: bring back the code of run.extensions"):
+        build("run.steps=6", "run.extensions=[string]").run()
 
 
 @pytest.mark.parametrize("kind", ["arrays", "description"])
