@@ -170,14 +170,9 @@ class AttentionShape:
         """Of attention to an encoder's stream, all of which is on every device."""
         model, lengths = config.model, (config.batch.sequence_length, config.model.encoder.sequence_length or 0)
         odd = [length for length in lengths if length % 2]
-        return cls(
-            config.precision.compute,
-            model.head_dim,
-            model.head_dim,
-            odd[0] if odd else max(lengths),
-            packed=config.data.reset_attention,
-            deterministic=config.run.deterministic,
-        )
+        length, packed = odd[0] if odd else max(lengths), config.data.reset_attention
+        widths = model.head_dim, model.head_dim
+        return cls(config.precision.compute, *widths, length, packed=packed, deterministic=config.run.deterministic)
 
 
 def choose_attention(requested: str, hardware: Hardware, attention: AttentionShape) -> tuple[ops.Implementation, str]:

@@ -30,7 +30,7 @@ from megajax.schema.fields import cached
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
 BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are numbers of nodes
 BLOCK_CLASSES: dict[str, type[Any]] = {}  # of the kinds that are more than a list of sublayers: subclasses of Block
-ATTRIBUTES = ("config", "kind", "names")  # of a Block, besides its members and its sublayers by name
+ATTRIBUTES = ("config", "kind", "names", "parallel")  # of a Block, besides its members and its sublayers by name
 # Members of a sublayer for which there is no default.
 REQUIRED = ("NAME", "LINEAR", "apply")
 

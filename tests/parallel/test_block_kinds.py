@@ -457,12 +457,16 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     class Fuse(Mean):
         NAME = "fuse"  # a method of a block
 
+    class Parallel(Mean):
+        NAME = "parallel"  # an attribute of each
+
     for parts, kind, sentence in (
         ((Attention, Lacking), "mine", "Lacking does not define LINEAR and apply"),
         ((Attention, Wrong), "mine", "Wrong.SUPPORTS has 'contxt': use tensor, context"),
         ((Attention, Attention), "mine", "two sublayers of the block mine have the name .* attention: name one"),
         ((Attention, Untold), "mine", "Untold.LOSSES has 'half', which METRICS has not: add it"),
         ((Attention, Fuse), "mine", "the block mine has the name 'fuse', which it cannot have: rename"),
+        ((Attention, Parallel), "mine", "the block mine has the name 'parallel', which it cannot have: rename"),
         ((Squared, Same), "mine", "two sublayers of the block mine have the name or the metric power: rename one"),
         ((Mean, MLP), "dense", "dense has attention .*Attention.* already: choose another name"),
         ((), "mine", "give a name, such as my_block, and its sublayers"),
