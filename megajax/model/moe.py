@@ -192,7 +192,9 @@ class MoE(Sublayer):
         return "down"
 
     def losses(self) -> tuple[str, ...]:
-        return self.LOSSES if self.config.router.has_losses else ()
+        r = self.config.router
+        are_on = r.global_loss > 0 or r.sequence_loss > 0, r.z_loss > 0
+        return tuple(name for name, is_on in zip(self.LOSSES, are_on, strict=True) if is_on)
 
     def layer_state(self) -> dict[str, jax.ShapeDtypeStruct]:
         """`expert_bias [E]`, for load balancing without a loss (Wang et al. 2024), if the router has one."""

@@ -139,11 +139,6 @@ class RouterConfig(Section):
         balances, differs = self.sequence_loss > 0 or self.global_loss > 0, self.expert_bias or self.num_groups > 1
         return self.loss_counts == "top_scores" and balances and differs and not self.force_balance
 
-    @property
-    def has_losses(self) -> bool:
-        """Whether the router adds a loss to the language model's."""
-        return self.sequence_loss > 0 or self.global_loss > 0 or self.z_loss > 0
-
 
 class LinearAttentionConfig(Section):
     """The heads of gated DeltaNet (blocks gated_deltanet and gated_deltanet_moe)."""

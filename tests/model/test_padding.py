@@ -72,8 +72,15 @@ def test_losses_and_counts_are_those_of_the_real_tokens(tokens):
     assert np.array_equal(state["expert_bias"], 0.25 * np.sign(chosen.sum(0).mean() - chosen.sum(0)))
 
     part, *_, metrics = route({"sequence_loss": 1.0}, *tokens)
-    assert part.losses() == route({"global_loss": 1.0}, *tokens)[0].losses() == ("aux_loss", "router_z_loss")
-    assert part.losses() == route({"z_loss": 1.0}, *tokens)[0].losses() and route({}, *tokens)[0].losses() == ()
+    for settings, expected in (
+        ({"sequence_loss": 1.0}, ("aux_loss",)),
+        ({"global_loss": 1.0}, ("aux_loss",)),
+        ({"z_loss": 1.0}, ("router_z_loss",)),
+        ({"sequence_loss": 1.0, "z_loss": 1.0}, ("aux_loss", "router_z_loss")),
+        ({}, ()),
+    ):
+        own, *_, of_training = route(settings, *tokens)
+        assert own.losses() == expected and {*own.LOSSES} & of_training.keys() == {*expected}
     rows = [(chosen[SEQUENCE == b].mean(0) / K, p[SEQUENCE == b].mean(0)) for b in (0, 1, 3)]
     np.testing.assert_allclose(metrics["aux_loss"], np.mean([E * np.sum(f * q) for f, q in rows]), rtol=1e-5)
 

@@ -169,10 +169,10 @@ def steps() -> Steps:
     for step in range(6):
         tokens = rng.integers(0, 60, (4, 17))
         mask = np.ones((4, 16), np.float32)
-        mask[-1, -1] = np.nan if step == BAD else 1.0
         positions = np.broadcast_to(np.arange(16), (4, 16))
         fields = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask, "positions": positions}
-        batches.append(to_global(program, fields))
+        batch = to_global(program, fields)
+        batches.append(batch | {"loss_mask": batch["loss_mask"].at[0, -1, -1].set(jnp.nan)} if step == BAD else batch)
         states.append(jax.tree.map(np.array, state))
         state, _ = program.train_step(state, batches[-1])
     return Steps(program, [*states, jax.tree.map(np.array, state)], batches)
