@@ -58,7 +58,8 @@ def main(words: list[str]) -> int:
         if options.write is None:
             print(text, end="")
             return DONE
-        options.write.write_text(text, encoding="utf-8")
+        with options.write.open("x", encoding="utf-8") as file:
+            file.write(text)
         print(f"wrote {options.write}; {command('plan', options.write, '--gpus', world)} checks memory and speed")
     return DONE
 
