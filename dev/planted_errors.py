@@ -5,7 +5,7 @@ second plants errors one at a time in a copy of the checkout: another comparison
 keyword argument left out, one arm of a condition always taken. Of each it runs the tests that reach its line, those of
 the module's own folder first, for as long as --most allows. A line is printed for each error that none of them finds.
 Read those: of some the program is the same, or only slower, and of some another test would tell. --lines again after
-changes.
+changes. --errors FILE takes somebody's errors instead: a JSON list of {"file": ..., "old": ..., "new": ...}.
 """
 
 import argparse
@@ -178,33 +178,59 @@ def note_lines() -> int:
     return status
 
 
+class Reached:
+    """Which tests reach each line, as --lines noted it."""
+
+    def __init__(self) -> None:
+        self.reached, self.seconds = collections.defaultdict[str, set[str]](set), dict[str, float]()
+        for file in LINES.glob("*.json"):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            self.seconds |= found["seconds"]
+            for line, tests in found["reached"].items():
+                self.reached[line] |= {*tests}
+
+    def tests_of(self, file: str, lines: Iterable[int], most: float) -> tuple[list[str], float]:
+        """The tests that reach one of the lines, those of the module first, and their seconds, at most `most`."""
+        folder, stem = Path(file).parts[1], Path(file).stem
+
+        def cost(test: str) -> float:
+            return (self.seconds[test] + 0.3) * (0.3 if folder in test else 1) * (0.5 if stem in test else 1)
+
+        chosen, total = list[str](), 0.0
+        for test in sorted({test for line in lines for test in self.reached[f"{file}:{line}"]}, key=cost):
+            if not chosen or total + self.seconds[test] <= most:
+                chosen.append(test)
+                total += self.seconds[test]
+        return chosen, total
+
+
 def drawn(seed: int, most: float) -> Iterator[tuple[Planted, list[str], float]]:
     """Errors at lines drawn at random, one a line, each with the tests to run and their seconds."""
-    reached, seconds = collections.defaultdict[str, set[str]](set), dict[str, float]()
-    for file in LINES.glob("*.json"):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        seconds |= found["seconds"]
-        for line, tests in found["reached"].items():
-            reached[line] |= {*tests}
+    reached = Reached()
     files = [path for path in sorted((ROOT / "megajax").rglob("*.py")) if not path.name.endswith(ON_GPUS)]
     errors, seen = [error for path in files for error in Planter(path).found], set[tuple[str, int]]()
     random.Random(seed).shuffle(errors)
     for error in errors:
-        tests = {test for line in (error.line, error.statement) for test in reached[f"{error.file}:{line}"]}
+        tests, total = reached.tests_of(error.file, (error.line, error.statement), most)
         if (error.file, error.line) in seen or not tests or not error.is_another_program():
             continue
         seen.add((error.file, error.line))
-        folder, stem = Path(error.file).parts[1], Path(error.file).stem
+        yield error, tests[:150], total
 
-        def cost(test: str, folder: str = folder, stem: str = stem) -> float:
-            return (seconds[test] + 0.3) * (0.3 if folder in test else 1) * (0.5 if stem in test else 1)
 
-        chosen, total = list[str](), 0.0
-        for test in sorted(tests, key=cost):
-            if not chosen or total + seconds[test] <= most:
-                chosen.append(test)
-                total += seconds[test]
-        yield error, chosen[:150], total
+def given(path: Path, most: float) -> list[tuple[Planted, list[str], float]]:
+    """The errors of a JSON file, each with the tests that reach a line of what it changes, and their seconds."""
+    reached, errors = Reached(), []
+    for error in json.loads(path.read_text(encoding="utf-8")):
+        data, old = (ROOT / error["file"]).read_bytes(), error["old"].encode()
+        if data.count(old) != 1:
+            raise SystemExit(f"{path}: {error['file']} has {data.count(old)} times {error['old']!r}; one is needed.")
+        start = data.index(old)
+        first = data.count(b"\n", 0, start) + 1
+        tests, total = reached.tests_of(error["file"], range(first, first + old.count(b"\n") + 1), most)
+        planted = Planted(error["file"], first, first, start, start + len(old), error["old"], error["new"])
+        errors.append((planted, tests, total))
+    return errors
 
 
 def work(
@@ -217,7 +243,14 @@ def work(
     """Plant errors in a copy of the checkout until the time is up."""
     while time.monotonic() < end:
         with lock:
-            error, tests, seconds = next(errors)
+            if (drawn_or_given := next(errors, None)) is None:
+                return
+        error, tests, seconds = drawn_or_given
+        if not tests:
+            with lock:
+                counts["not reached"] += 1
+                print(f"{error.file}:{error.line}: {error.old!r} -> {error.new!r} (no test reaches it)", flush=True)
+            continue
         file, arguments = tree / error.file, tree / "tests.txt"
         data = file.read_bytes()
         file.write_bytes(error.into(data))
@@ -248,6 +281,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", action="store_true", help="note which tests reach each line")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--errors", type=Path, metavar="FILE", help="plant these errors, once each")
     parser.add_argument("--seconds", type=float, default=3000.0, help="how long errors are planted (default: 3000)")
     parser.add_argument("--most", type=float, default=60.0, help="seconds of tests for an error (default: 60)")
     parser.add_argument("--workers", type=int, default=2, help="errors at the same time (default: 2)")
@@ -263,7 +297,8 @@ def main() -> int:
         shutil.rmtree(tree, ignore_errors=True)
         subprocess.run(["git", "clone", "-q", ROOT, tree], check=True)
     counts, lock = collections.Counter[str](), threading.Lock()
-    errors, end = drawn(options.seed, options.most), time.monotonic() + options.seconds
+    errors = iter(given(options.errors, options.most)) if options.errors else drawn(options.seed, options.most)
+    end = time.monotonic() + options.seconds
     threads = [threading.Thread(target=work, args=(tree, errors, counts, lock, end)) for tree in trees]
     for thread in threads:
         thread.start()
