@@ -29,7 +29,18 @@ from megajax.step.embedding import Embedding
 from megajax.step.encoder_node import EncoderNode
 from megajax.step.encoder_stack import EncoderStack, RelativeBias
 from megajax.step.mtp import MultiTokenPrediction
-from megajax.step.nodes import Arrays, Field, InnerNode, Microbatch, Results, StepArrays, Streams, Table, TerminalNode
+from megajax.step.nodes import (
+    Arrays,
+    Field,
+    InnerNode,
+    Microbatch,
+    Results,
+    StepArrays,
+    Streams,
+    Table,
+    TerminalNode,
+    joined_fields,
+)
 from megajax.step.objective import make_objective
 from megajax.step.pipeline.shared_tokens import SharedTokens
 from megajax.step.second_stack import SecondStack
@@ -99,7 +110,7 @@ class Graph:
     @property
     def fields(self) -> dict[str, Field]:
         """The fields of a batch: those that the nodes read."""
-        return {name: field for node in (*self.inner, *self.terminal) for name, field in node.fields().items()}
+        return joined_fields(*(node.fields() for node in (*self.inner, *self.terminal)))
 
     def derived_fields(self, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The fields `[rows, S, ...]` that terminal nodes make from those of whole rows."""

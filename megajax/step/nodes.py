@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.errors import ConfigError
 from megajax.model.sublayer import BlockInputs, add_metrics
 from megajax.ops.numerics import added
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
@@ -33,6 +34,21 @@ class Field(NamedTuple):
     optional: bool = False  # a batch may lack it
     limit: int | None = None  # values are integers below it
     length: int | None = None  # instead of S, that of an encoder's sequences, in order over `context`
+
+
+def joined_fields(*declared: Mapping[str, Field]) -> dict[str, Field]:
+    """The fields of all nodes; the first declaration of a name counts.
+
+    Raises ConfigError for a later one with another dtype or shape.
+    """
+    fields: dict[str, Field] = {}
+    for name, field in (each for fields_of_node in declared for each in fields_of_node.items()):
+        known = fields.setdefault(name, field)
+        found = [f"{jnp.dtype(each.dtype)}{[*each.extra]}" for each in (field, known)]
+        if found[0] != found[1]:
+            problem = f"{field.setting} declares the batch field {name} as {found[0]}, but it is {found[1]}"
+            raise ConfigError(f"{problem}: give that field another name.")
+    return fields
 
 
 class Microbatch(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, counted
 from megajax.ops.numerics import added
 from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.mesh_comm import MeshComm
@@ -21,7 +21,18 @@ from megajax.schema.fields import BATCH_AXES, Section
 from megajax.schema.model import ModelConfig
 from megajax.sharding import OBJECTIVE
 from megajax.step.head import NORMS, ChunkLoss, LossHead
-from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
+from megajax.step.nodes import (
+    HIDDEN,
+    Arrays,
+    Field,
+    Microbatch,
+    Results,
+    StepArrays,
+    Streams,
+    Table,
+    joined_fields,
+    plus,
+)
 from megajax.step.teacher import STREAM, TeacherHead
 from megajax.step_plan import StepPlan
 
@@ -48,7 +59,7 @@ class Objective:
     def fields(self) -> dict[str, Field]:
         declared = {name: own if isinstance(own, tuple) else (own,) for name, own in self.FIELDS.items()}
         own = {name: Field(dtype, "objective.kind", tuple(extra)) for name, (dtype, *extra) in declared.items()}
-        return {"targets": Field(jnp.int32), "loss_mask": Field(jnp.float32)} | own
+        return joined_fields({"targets": Field(jnp.int32), "loss_mask": Field(jnp.float32)}, own)
 
     def derived_fields(self, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {}
@@ -120,7 +131,12 @@ class Elementwise(Objective):
         return fields["loss_mask"]
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
-        return {"loss": self.count(batch).astype(jnp.float32).sum()}
+        fields = {name: batch[name].reshape(-1, *field.extra) for name, field in self.fields().items()}
+        counts, shape = self.count(fields), fields["loss_mask"].shape
+        if getattr(counts, "shape", None) != shape:
+            problem = f"{type(self).__name__}.count returns {_shown(counts)} for {counted(shape[0], 'token')}"
+            raise ConfigError(f"{problem}: return what each token adds to the divisor, [tokens].")
+        return {"loss": counts.astype(jnp.float32).sum()}
 
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
@@ -139,9 +155,8 @@ class Elementwise(Objective):
 
     def _of_tokens(self, losses: Any, mask: jax.Array) -> jax.Array:
         """`losses`, which must be a number for each token of `mask`. Raises ConfigError for others."""
-        shape, dtype = getattr(losses, "shape", None), getattr(losses, "dtype", type(losses).__name__)
-        if shape != mask.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
-            problem = f"{type(self).__name__}.loss returns {dtype}{[*(shape or ())]} for {mask.size} tokens"
+        if getattr(losses, "shape", None) != mask.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
+            problem = f"{type(self).__name__}.loss returns {_shown(losses)} for {counted(mask.size, 'token')}"
             raise ConfigError(f"{problem}: return a loss for each token, [tokens]; sums and means are taken of these.")
         return losses
 
@@ -245,19 +260,19 @@ class Segment(Objective):
         self.number = plan.batch_shape[1]
 
     def fields(self) -> dict[str, Field]:
-        return super().fields() | {"segments": Field(jnp.int32, "objective.kind", limit=self.number)}
+        return joined_fields({"segments": Field(jnp.int32, "objective.kind", limit=self.number)}, super().fields())
 
     def loss(self, log_probs: jax.Array, fields: Arrays) -> jax.Array:
         """Losses, in any shape, from the sums over the segments of a microbatch: all `[segments]`, in FP32."""
         raise NotImplementedError
 
     def count(self, fields: Arrays) -> jax.Array:
-        """What a microbatch adds to the divisor, in any shape, from the sums over its segments `[segments]`."""
+        """What each loss adds to the divisor, in the shape of the losses, from the sums over the segments."""
         return fields["loss_mask"] > 0
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
-        own = {name: batch[name].reshape(len(batch[name]), -1) for name in self.fields()}
-        counts = jax.vmap(lambda fields: self.count(self._sums(fields)).astype(jnp.float32).sum())(
+        own = {name: batch[name].reshape(len(batch[name]), -1, *field.extra) for name, field in self.fields().items()}
+        counts = jax.vmap(lambda fields: jnp.asarray(self.count(self._sums(fields)), jnp.float32).sum())(
             own | {"share": jnp.full(own["segments"].shape, 1 / self.sizes["pipeline"])}
         )
         copies = self.sizes["tensor"] * self.sizes["pipeline"]
@@ -285,7 +300,16 @@ class Segment(Objective):
         """(the losses of a microbatch, equal on all devices, their pullback to the segments' log-probabilities)."""
         sums = self._sums({**fields, "": log_probs})
         own = sums.pop("")
-        return jax.vjp(lambda values: self.loss(values, sums), own)
+        return jax.vjp(lambda values: self._counted(self.loss(values, sums), sums), own)
+
+    def _counted(self, losses: Any, sums: Arrays) -> jax.Array:
+        """`losses`, which must be those that `count` counts. Raises ConfigError for others."""
+        counts, name = jax.eval_shape(self.count, sums), type(self).__name__
+        if getattr(losses, "shape", None) != counts.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
+            problem = f"{name}.loss returns {_shown(losses)} and {name}.count {_shown(counts)}"
+            cure = "return both in one shape, such as [pairs]; the sum of the losses is divided by that of the counts"
+            raise ConfigError(f"{problem} for {counted(self.number, 'segment')}: {cure}.")
+        return losses
 
     def _share(self, losses: jax.Array) -> jax.Array:
         return losses.sum() / math.prod(self.sizes.values())
@@ -298,8 +322,8 @@ class Segment(Objective):
         ids, mask, share = fields["segments"], fields["loss_mask"].astype(jnp.float32), fields.get("share", 1.0)
         to = jnp.where(ids >= 0, ids, self.number)  # beyond the last: left out
         values = {name: a for name, a in fields.items() if name not in ("segments", "targets", "loss_mask", "share")}
-        terms = {name: mask * a for name, a in values.items()} | {"loss_mask": mask}
-        sums = {name: jax.ops.segment_sum(share * a, to, self.number) for name, a in terms.items()}
+        terms = {name: a.T * mask for name, a in values.items()} | {"loss_mask": mask}
+        sums = {name: jax.ops.segment_sum((share * a).T, to, self.number) for name, a in terms.items()}
         return {name: self.comm.sum(a, SHARES) for name, a in sums.items()}
 
 
@@ -307,24 +331,49 @@ UNDEFINED = [base.loss for base in (Elementwise, Logits, Segment, Hidden)]
 OBJECTIVE_CLASSES: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
 
 
+def _shown(value: Any) -> str:
+    """The dtype and shape of an array; the type of something else."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{value.dtype}{[*shape]}"
+
+
 def register_objective(name: str) -> Callable[[type[Objective]], type[Objective]]:
     """A decorator that registers an objective for `objective.kind`; in a module of `run.extensions`."""
+    if not isinstance(name, str):
+        raise ConfigError('an objective has no name: write @register_objective("NAME") above its class.')
 
     def add(objective: type[Objective]) -> type[Objective]:
         known = OBJECTIVE_CLASSES.get(name) or OBJECTIVES.get(name, objective)
         ids = [f"{each.__module__}.{each.__qualname__}" for each in (known, objective)]
         if ids[0] != ids[1]:
             raise ConfigError(f"the objective {name} is {ids[0]} already: register {ids[1]} under another name.")
-        derived = isinstance(objective, type) and issubclass(objective, Objective) and hasattr(objective, "turn")
-        if not derived or getattr(objective, "loss", None) in UNDEFINED:
-            cure = "derive a class from Elementwise, Logits, Segment or Hidden, with a method loss"
-            raise ConfigError(f"the objective {name} ({objective.__name__}) does not define loss: {cure}.")
-        if not isinstance(objective.FIELDS, Mapping):
-            raise ConfigError(f"{objective.__name__}.FIELDS is no mapping: give each field's name its dtype.")
+        _check_class(name, objective)
         OBJECTIVES[name] = objective
         return objective
 
     return add
+
+
+def _check_class(name: str, objective: type[Objective]) -> None:
+    derived = isinstance(objective, type) and issubclass(objective, Objective) and hasattr(objective, "turn")
+    if not derived or getattr(objective, "loss", None) in UNDEFINED:
+        cure = "derive a class from Elementwise, Logits, Segment or Hidden, with a method loss"
+        raise ConfigError(f"the objective {name} ({objective.__name__}) does not define loss: {cure}.")
+    if getattr(objective, "TEACHER", False) and not issubclass(objective, Logits):
+        problem = f"{objective.__name__}.TEACHER is set, but only a Logits objective is given a teacher's logits"
+        raise ConfigError(f"{problem}: derive it from Logits, or remove TEACHER.")
+    if not isinstance(objective.FIELDS, Mapping):
+        raise ConfigError(f"{objective.__name__}.FIELDS is no mapping: give each field's name its dtype.")
+    for field, own in objective.FIELDS.items():
+        dtype, *extra = own if isinstance(own, tuple) else (own,)
+        try:
+            jnp.dtype(dtype)
+            is_field = all(isinstance(size, int) and size > 0 for size in extra)
+        except TypeError:
+            is_field = False
+        if not is_field:
+            problem = f"{objective.__name__}.FIELDS has {field}: {own!r}"
+            raise ConfigError(f"{problem}: give a dtype, or (dtype, *sizes) for more dimensions.")
 
 
 def make_objective(plan: StepPlan, comm: MeshComm) -> Any:

@@ -42,10 +42,10 @@ class Focal(Elementwise):
 class Pairs(Segment):
     """The first of two sequences is preferred."""
 
-    FIELDS = {"reference": jnp.float32}
+    FIELDS = {"reference": (jnp.float32, 2)}  # in two terms
 
     def loss(self, log_probs, fields):
-        better, worse = (log_probs - fields["reference"]).reshape(-1, 2).T
+        better, worse = (log_probs - fields["reference"].sum(1)).reshape(-1, 2).T
         return -jax.nn.log_sigmoid(better - worse)
 
     def count(self, fields):
@@ -76,7 +76,7 @@ def fields_of(name):
     if name == "test_focal":
         batch["importance"] = rng.uniform(0.5, 2, shape)
     if name == "test_pairs":
-        batch["reference"] = rng.uniform(-4, -3, shape)
+        batch["reference"] = rng.uniform(-2, -1.5, (*shape, 2))
         batch["segments"] = np.broadcast_to(np.arange(ROWS)[:, None] % (ROWS // 2), shape).copy()
         batch["segments"][:, ::5] = -1  # counted by the mask, but in no segment
     return batch
@@ -97,7 +97,7 @@ def expected_loss(name, logits, batch):
         weight = mask * batch["importance"]
         return -(weight * (1 - jnp.exp(own)) ** 1.5 * own).sum() / weight.sum()
     inside = mask * (batch["segments"] >= 0)
-    better, worse = (inside * (own - batch["reference"])).sum(1).reshape(-1, 2).T
+    better, worse = (inside * (own - batch["reference"].sum(-1))).sum(1).reshape(-1, 2).T
     return jnp.mean(jnp.log1p(jnp.exp(worse - better)))
 
 
@@ -176,8 +176,16 @@ def test_wrong_settings_and_batches_are_sentences(table):
     for wrong in (type("Lacking", (Elementwise,), {}), lambda log_probs, fields: -log_probs):
         with pytest.raises(ConfigError, match="test_wrong .* does not define loss: derive a class from Elementwise"):
             register_objective("test_wrong")(wrong)
-    with pytest.raises(ConfigError, match="Listed.FIELDS is no mapping"):
-        register_objective("test_wrong")(type("Listed", (Focal,), {"FIELDS": ["reward"]}))
+    with pytest.raises(ConfigError, match='no name: write @register_objective."NAME"'):
+        register_objective(Focal)
+    for attributes, sentence in (
+        ({"FIELDS": ["reward"]}, "Wrong.FIELDS is no mapping"),
+        ({"FIELDS": {"reward": "flaot32"}}, "Wrong.FIELDS has reward: 'flaot32': give a dtype"),
+        ({"FIELDS": {"reward": (jnp.float32, "8")}}, "Wrong.FIELDS has reward: .*'8'.*: give a dtype"),
+        ({"TEACHER": True}, "Wrong.TEACHER .* derive it from Logits"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            register_objective("test_wrong")(type("Wrong", (Focal,), attributes))
     config, batch = make(table, "test_pairs", {}), fields_of("test_pairs")
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
     with pytest.raises(InputError, match="holds 7 in segments: give numbers below 4"):
@@ -193,17 +201,47 @@ def test_wrong_settings_and_batches_are_sentences(table):
         Trainer(config, jax.devices()[:1], batch_of=lambda samples: batch)
 
 
-def test_losses_that_are_not_those_of_tokens_are_a_sentence(table, monkeypatch):
-    config = make(table, "test_focal", {})
-    for change, found in (
-        (lambda x: x.mean(), r"float32\[\]"),
-        (lambda x: x > 0, r"bool\[\d+\]"),
-        (lambda x: None, "None"),
+def traced(table, name):
+    config = make(table, name, {})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
+    return jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+
+
+def test_results_of_other_shapes_are_a_sentence(table, monkeypatch):
+    of_tokens, of_pairs = "tokens: return a loss for each token", "for 4 segments: return both in one shape"
+    for name, method, change, sentence in (
+        ("test_focal", "loss", lambda x: x.mean(), rf"Focal.loss returns float32\[\] for \d+ {of_tokens}"),
+        ("test_focal", "loss", lambda x: x > 0, rf"Focal.loss returns bool\[\d+\] for \d+ {of_tokens}"),
+        ("test_focal", "loss", lambda x: None, f"Focal.loss returns NoneType .*{of_tokens}"),
+        ("test_focal", "count", lambda x: x.sum(), r"Focal.count returns float32\[\] for 96 tokens: .*\[tokens\]"),
+        ("test_focal", "count", lambda x: None, "Focal.count returns NoneType for 96 tokens"),
+        ("test_pairs", "loss", lambda x: x.sum(), rf"loss returns float32\[\] and Pairs.count bool\[2\] {of_pairs}"),
+        ("test_pairs", "count", lambda x: jnp.ones(4), rf"float32\[2\] and Pairs.count float32\[4\] {of_pairs}"),
     ):
-        monkeypatch.setattr(Focal, "loss", lambda self, log_probs, fields, change=change: change(log_probs))
-        program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
-        with pytest.raises(ConfigError, match=f"Focal.loss returns {found}.* tokens: return a loss for each token"):
-            jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+        with monkeypatch.context() as patch:
+            kind = {"test_focal": Focal, "test_pairs": Pairs}[name]
+            own = getattr(kind, method)
+            patch.setattr(kind, method, lambda self, *given, own=own, change=change: change(own(self, *given)))
+            with pytest.raises(ConfigError, match=sentence):
+                traced(table, name)
+
+
+def test_fields_are_those_of_the_loss_in_the_count_too(table, monkeypatch):
+    def count(self, fields):
+        assert fields.keys() == {"targets", "loss_mask", "importance"} and fields["importance"].shape == (96, 3)
+        return fields["importance"].max(1)
+
+    monkeypatch.setattr(Focal, "FIELDS", {"importance": (jnp.float32, 3)})
+    monkeypatch.setattr(Focal, "loss", lambda self, log_probs, fields: log_probs * fields["importance"].sum(1))
+    monkeypatch.setattr(Focal, "count", count)
+    traced(table, "test_focal")
+
+
+@pytest.mark.parametrize("field", ["tokens", "loss_mask"])
+def test_a_field_that_a_batch_has_in_another_dtype_is_a_sentence(table, monkeypatch, field):
+    monkeypatch.setattr(Focal, "FIELDS", {field: jnp.bfloat16})
+    with pytest.raises(ConfigError, match=rf"declares the batch field {field} as bfloat16.* give that field another"):
+        traced(table, "test_focal")
 
 
 EXTENSION = """
