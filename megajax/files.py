@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gzip
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -88,11 +89,18 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
     return int(value)
 
 
+def is_url(path: str | Path) -> bool:
+    """Whether a path begins with a scheme, also where a slash is missing: a `Path` of s3://x is s3:/x."""
+    return re.match(r"[A-Za-z][\w+.-]+:/", str(path), re.ASCII) is not None
+
+
 def check_output(option: str, path: Path, is_folder: bool = False) -> None:
     """Raises InputError if the file or folder of a command's `option` cannot be written, before the work for it.
 
     Nothing is changed. A folder may have to be made, with those above it.
     """
+    if is_url(path):
+        raise InputError(f"{option}={path} is a URL: write to a path of this machine, and copy what is there.")
     found = Path(os.path.realpath(path))
     try:
         if is_folder:

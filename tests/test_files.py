@@ -229,3 +229,6 @@ def test_a_new_place_is_none_that_has_something_or_is_in_use(tmp_path, monkeypat
         check("--out", Path(taken))
     check("--out", Path("new"))
     check_new_folder("--out", Path("../a/empty"))
+    for path in ("s3://bucket/a", "file:///a"):  # of which a Path would be a folder here
+        with pytest.raises(InputError, match="^--out=.* is a URL: "):
+            check_new_folder("--out", Path(path))

@@ -4,8 +4,8 @@ import math
 import re
 
 from megajax.config.sentences import fail, format_keys, warn
+from megajax.files import is_url
 from megajax.schema.config import Config
-from megajax.schema.data import is_remote
 
 
 def check_checkpoints(config: Config) -> None:
@@ -16,7 +16,7 @@ def check_checkpoints(config: Config) -> None:
 
 def _check_directory(config: Config) -> None:
     directory, key = config.checkpoint.dir, "checkpoint.dir"
-    if directory is not None and is_remote(directory) and not re.fullmatch(r"(gs|s3)://[^/]+(/[^/]+)+/?", directory):
+    if directory is not None and is_url(directory) and not re.fullmatch(r"(gs|s3)://[^/]+(/[^/]+)+/?", directory):
         problem = f"{format_keys(config, key)} is a URL, but not of the form gs://BUCKET/FOLDER or s3://BUCKET/FOLDER"
         cure = "give one, or a directory, such as a bucket of another store that is mounted (docs/checkpoints.md)"
         fail(config, problem, cure, key)

@@ -16,7 +16,7 @@ from megajax.config.model_checks import check_lora, check_model
 from megajax.config.objective_checks import check_objective, check_teacher, with_teacher
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.rule_checks import check_rules
-from megajax.config.run_checks import check_epochs, check_name
+from megajax.config.run_checks import check_directories, check_epochs, check_name
 from megajax.config.sentences import divisors, fail, format_keys, listed, warn
 from megajax.config.sublayer_checks import check_parts
 from megajax.config.vision_checks import check_vision, check_vision_on_mesh
@@ -60,6 +60,7 @@ def check_combinations(config: Config) -> None:
     _check_schedule(config)
     _check_data(config)
     check_name(config)
+    check_directories(config)
     _check_run_dir(config)
     check_checkpoints(config)
     check_upcycling(config)

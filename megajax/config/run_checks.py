@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megajax.config.sentences import fail, format_keys
+from megajax.config.sentences import fail, format_keys, value
+from megajax.files import is_url
 from megajax.schema.config import Config
 from megajax.schema.data import sources_of
 from megajax.schema.fields import UNKNOWN_STEPS
@@ -22,6 +23,17 @@ def check_name(config: Config) -> None:
         problem = f"{format_keys(config, 'run.name')} is no name of a folder in runs/"
         cure = "write it without / and control characters, or set run.dir, which may be any directory"
         fail(config, problem, cure, "run.name")
+
+
+def check_directories(config: Config) -> None:
+    """Raise `ConfigError` for a URL where a directory must be: a folder `s3:` would be made in the current one."""
+    keys = ("run.dir", "run.compilation_cache", "checkpoint.local_dir", "checkpoint.export_hf.dir", "data.index_cache")
+    for key in keys:
+        path = value(config, key)
+        if path is not None and is_url(path):
+            cure = f"write {path.removeprefix('file://')}" if path.startswith("file:///") else "give a directory"
+            cure += "; only checkpoints can be in a bucket: checkpoint.dir" * (key == "run.dir")
+            fail(config, f"{format_keys(config, key)} is a URL, but must be a directory", cure, key)
 
 
 def check_epochs(config: Config) -> None:
