@@ -133,6 +133,8 @@ def path_or_sources(value: Any) -> Any:
         if isinstance(value, str):
             return [{"prefix": path, "weight": float(weight)} for weight, path in _pairs(words)]
         sources = [f"{{prefix: {path}, weight: {weight}}}" for weight, path in _pairs(words)]
+    elif isinstance(value, str) and len(words) > 1 and _number(words[0]):
+        raise ValueError("begins with a weight, but its weights and paths do not alternate: write '0.7 a 0.3 b'")
     elif isinstance(value, str) or not all(isinstance(word, str) for word in words):
         return value
     elif any(map(_number, words)):

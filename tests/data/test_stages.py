@@ -105,6 +105,7 @@ def test_a_missing_file_of_a_stage_is_named(staged):
         ),
         (["data.train=[{prefix: a}, {prefix: b, weight: null}]"], "has sources with and without a weight"),
         (["data.train={file: no.txt}"], "names a file that cannot be read (No such file or directory)"),
+        (["data.train=0.7 a b"], "begins with a weight, but its weights and paths do not alternate"),
         (["data.train={file: bad.txt}"], "names a file that has no blend, such as '0.7 a 0.3 b' or 'a b'"),
         (["data.train=-0.5 a 1.5 b"], "data.train.0.weight=-0.5 is too small"),
         (["data.train=0 a 0 b"], "data.train.0.weight=0.0 is too small"),

@@ -25,7 +25,7 @@ SMALL = (
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "NNODES", "X"):
+    for name in ("WORLD_SIZE", "NNODES", "SLURM_NNODES", "X"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -134,6 +134,9 @@ def test_words_are_those_of_a_shell(place, script, arguments, expected):
         ("#SBATCH --nodes=3\n#SBATCH --gpus-per-node 4\nsrun python p.py", 12),
         ("export WORLD_SIZE=$((3*5))\npython p.py", 15),
         ("torchrun --nproc_per_node $(nvidia-smi -L | wc -l) p.py", None),
+        ("WORLD_SIZE=2\ntorchrun --nproc_per_node $GPUS --nnodes $WORLD_SIZE p.py", None),  # it counts nodes here
+        ("torchrun --nproc_per_node 8 --nnodes $NODES --node_rank 0 p.py", None),
+        ("#SBATCH --nodes=3\nsrun torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES p.py", 24),
     ],
 )
 def test_the_number_of_devices_is_that_of_the_launcher(place, launcher, world):

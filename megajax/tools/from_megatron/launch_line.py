@@ -70,7 +70,7 @@ def from_words(words: list[str]) -> LaunchLine:
     """The launch line that the words of a command are, with or without its launcher and program."""
     values = Values("the command line", [""])
     line = Line(words, "the command line")
-    return LaunchLine(_arguments(line, values), line.location, _world_of_words(_launcher(words)), values)
+    return LaunchLine(_arguments(line, values), line.location, _world_of_launcher(_launcher(words), []), values)
 
 
 def _is_launch(words: list[str]) -> bool:
@@ -107,13 +107,29 @@ def _arguments(line: Line, values: Values) -> list[str]:
 
 def _world(line: Line, script: Script) -> int | None:
     """The number of devices: of the launcher's options, of WORLD_SIZE, or of #SBATCH lines."""
-    if found := _world_of_words([*line.outer, *_launcher(line.words)]):
+    options = re.findall(r"^#SBATCH\s+(-\S+(?:[ \t]+\d+)?)", "\n".join(script.texts), re.MULTILINE)
+    batch = [word for option in options for word in option.split()]
+    launcher = [*line.outer, *_launcher(line.words)]
+    if _has(launcher, PROCESSES):  # some clusters' WORLD_SIZE is the number of nodes
+        return _world_of_launcher(launcher, batch)
+    if found := _world_of_words(launcher):
         return found
     given = script.values.get("WORLD_SIZE")
     if isinstance(given, str) and given.isdigit() and int(given) > 0:
         return int(given)
-    options = re.findall(r"^#SBATCH\s+(-\S+(?:[ \t]+\d+)?)", "\n".join(script.texts), re.MULTILINE)
-    return _world_of_words([word for option in options for word in option.split()])
+    return _world_of_words(batch)
+
+
+def _world_of_launcher(words: list[str], batch: list[str]) -> int | None:
+    """As `_world_of_words`; a number of nodes without a value is that of the #SBATCH lines, or not known."""
+    if _has(words, NODES) and _option(words, NODES) is None:
+        nodes = _option(batch, NODES)
+        return None if nodes is None else _world_of_words([*words, f"--{NODES[0]}={nodes}"])
+    return _world_of_words(words)
+
+
+def _has(words: list[str], names: tuple[str, ...]) -> bool:
+    return any(word.startswith("-") and word.partition("=")[0].lstrip("-") in names for word in words)
 
 
 def _world_of_words(words: list[str]) -> int | None:
