@@ -101,6 +101,17 @@ def test_the_roofline_of_each_collective_is_that_of_the_bytes_sent(kind, operand
     assert operations.roofline_ms(op) == pytest.approx(ms)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "flops"),
+    [("bf16", "DEFAULT", 989e12), ("f32", "HIGHEST", 67e12), ("f32", "DEFAULT", 494e12)],
+)
+def test_the_roofline_of_a_matmul_depends_on_its_arrays_and_their_rounding(ops, dtype, precision, flops):
+    operands = tuple(replace(array, dtype=dtype) for array in ops["matmul"].operands)
+    attributes = f'{ops["matmul"].attributes} "precision_config":{{"operand_precision":["{precision}","{precision}"]}}'
+    op = replace(ops["matmul"], operands=operands, attributes=attributes)
+    assert operations.roofline_ms(op) == pytest.approx(2e3 * 10000 * 10000 * 9890 / flops)
+
+
 def test_all_collectives_have_a_roofline_by_hand():
     [marks] = test_the_roofline_of_each_collective_is_that_of_the_bytes_sent.pytestmark
     assert {case[0] for case in marks.args[1]} == {*hlo.COLLECTIVES}

@@ -2,7 +2,8 @@
 
 The roofline is the shortest possible time on an H200:
 
-- a matmul: 2·M·N·K operations at 989 TFLOP/s, in FP8 at 1979; a grouped matmul of experts likewise, for all rows;
+- a matmul: 2·M·N·K operations at 989 TFLOP/s, in FP8 at 1979, of FP32 arrays at 67, or at 494 where they are rounded
+  to TF32; a grouped matmul of experts likewise, for all rows;
 - attention: B·N·S²·(H + W) operations forward for keys of width H and values of width W (causal counted once), twice
   that backward, at 989 TFLOP/s; megajax's own kernels always count half of all pairs, also with documents or windows;
 - a collective over n GPUs: the bytes that a GPU sends at 450 GB/s (18 NVLinks), (n−1)/n of the whole array, twice that
@@ -17,6 +18,7 @@ from megajax.layout.kinds import DECLARED
 from megajax.tools.profile import hlo
 
 BF16_FLOPS, FP8_FLOPS, MEMORY_BYTES, NVLINK_BYTES = 989e12, 1979e12, 4.8e12, 450e9  # a second
+FP32_FLOPS, TF32_FLOPS = 67e12, 494e12
 PALLAS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # the beginnings of the targets of Pallas's kernels
 EXPERTS_MATMULS = ("grouped_matmul", "grouped_weight_gradient")  # and of the names of megajax's own matmuls
 OWN_MATMULS = (*EXPERTS_MATMULS, "blockwise_matmul")
@@ -136,10 +138,18 @@ def _fp8_operands(op: hlo.Op) -> list[hlo.Array]:
     return [operand for operand in op.operands if operand.dtype.startswith("f8")]
 
 
+def _flops_of_matmul(op: hlo.Op) -> float:
+    if is_fp8(op):
+        return FP8_FLOPS
+    if op.operands[0].dtype != "f32":
+        return BF16_FLOPS
+    return FP32_FLOPS if is_own_matmul(op) or '"HIGHEST"' in op.attributes else TF32_FLOPS
+
+
 def roofline_ms(op: hlo.Op) -> float:
     """The roofline of one run of an operation, as in the module's docstring."""
     if is_matmul(op):
-        return 2e3 * math.prod(matmul_shape(op)) / (FP8_FLOPS if is_fp8(op) else BF16_FLOPS)
+        return 2e3 * math.prod(matmul_shape(op)) / _flops_of_matmul(op)
     if op.target.startswith("__cudnn$fmha"):
         B, N, S, keys = _numbers(op, "intermediate_tensor_shape.*?dimensions")
         window = _numbers(op, "sliding_window_length")[0]
