@@ -320,7 +320,7 @@ def test_a_checkpoint_from_before_a_model_key_existed_has_its_default():
 
 
 def test_training_waits_for_the_copy_to_the_host_and_for_the_result(tmp_path, monkeypatch):
-    """Both times are measured around the calls, of a save that has ended when its result is asked for."""
+    """Both times are measured around the calls, of a save that has ended when its result is asked for, and before."""
     checkpoints = manager.Checkpoints(tmp_path, keep=1, keep_every=None)
     begin = time.perf_counter()
     checkpoints.save(1, {"params": {"w": jax.numpy.zeros(4)}}, {})
@@ -332,9 +332,10 @@ def test_training_waits_for_the_copy_to_the_host_and_for_the_result(tmp_path, mo
     asking = time.perf_counter() - begin
     assert outcome is not None and outcome.error is None
     assert asking < outcome.waited <= copying + asking and outcome.unverified is None
-    monkeypatch.setattr(manager.checksums, "compute", lambda *_: json.loads("{"))
+    monkeypatch.setattr(manager.checksums, "compute", lambda *_: time.sleep(0.2) or json.loads("{"))
     checkpoints.save(2, {"params": {"w": jax.numpy.zeros(4)}}, {})
     outcome = checkpoints.outcome(wait=True)
+    assert outcome is not None and 0.2 <= outcome.waited <= outcome.seconds + 0.1
     assert outcome is not None and outcome.error is None and "line 1 column 2" in str(outcome.unverified)
     checkpoints.close()
 

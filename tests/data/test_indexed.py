@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.data import indexed
 from megajax.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megajax.errors import InputError
 
@@ -232,7 +233,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_damaged_files_are_refused_with_one_sentence(put, fault):
+@pytest.mark.parametrize("block", [1, 2, indexed.CHECK_BLOCK])
+def test_damaged_files_are_refused_with_one_sentence(put, monkeypatch, fault, block):
+    """Whatever number of entries is checked together."""
+    monkeypatch.setattr(indexed, "CHECK_BLOCK", block)
     index, data, sentence = FAULTS[fault]
     prefix = put(index, data)
     with pytest.raises(InputError) as caught:

@@ -91,6 +91,17 @@ def images(tmp_path) -> Images:
     return Images(GRID, ImageProcessor(exact=(12, 12)), ImageText("<i>", "<i>"), False, PictureFiles(tmp_path))
 
 
+def test_all_that_decides_a_pictures_tokens_names_the_stored_chats(images):
+    vision = VisionConfig.model_validate(TOWER | {"merge": 2, "patches_per_row": 12})
+    decide = {"image_token": 5, "patches_per_row": 16, "patch_size": 2, "merge": 1, "class_token": True}
+    keys = [replace(images, vision=vision.model_copy(update={key: value})).key for key, value in decide.items()]
+    keys += [replace(images, vision=vision.model_copy(update={"num_layers": 2})).key]  # decides nothing of it
+    keys += [replace(images, vision=vision, processor=ImageProcessor(exact=(12, 12), pads=True)).key]
+    keys += [replace(images, vision=vision, text=ImageText(*both)).key for both in (("<j>", "<i>"), ("<i>", "<j>"))]
+    unlike = {json.dumps(key) for key in keys}
+    assert len(unlike) == len(keys) and json.dumps(replace(images, vision=vision).key) == json.dumps(keys[len(decide)])
+
+
 def test_a_picture_whose_patches_do_not_fit_is_a_sentence(images, tmp_path):
     picture = Picture("a.png", str(tmp_path / "x.jsonl"), "x.jsonl, line 1")
 

@@ -306,6 +306,22 @@ def test_the_name_of_a_tiktoken_file_gives_its_words(tmp_path):
     assert own.encode("(x") == [256] and gpt2.encode("(x") == [*b"(x"]
 
 
+FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
+ENCODINGS = {  # as tiktoken_ext/openai_public.py has them
+    "r50k_base": {"<|endoftext|>": 50256},
+    "p50k_base": {"<|endoftext|>": 50256},
+    "cl100k_base": {"<|endoftext|>": 100257, **FIM, "<|endofprompt|>": 100276},
+    "o200k_base": {"<|endoftext|>": 199999, "<|endofprompt|>": 200018},
+}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_the_name_of_a_tiktoken_file_gives_its_special_tokens(tmp_path, name):
+    tokenizer = load_tokenizer(write_ranks(tmp_path / f"{name}.tiktoken", [bytes([byte]) for byte in range(256)]))
+    assert {token: tokenizer.token_id(token) for token in tokenizer.special_tokens} == ENCODINGS[name]
+    assert tokenizer.encode("".join(ENCODINGS[name])) == [*ENCODINGS[name].values()]
+
+
 def test_gpt2s_two_files_are_a_tokenizer(tmp_path):
     trained = ByteLevelBPETokenizer()
     lines = [f"don't jump over {i} lazy dogs, café" for i in range(30)]

@@ -310,6 +310,12 @@ def test_processes_read_what_all_have_whole_each(with_tokenizer, tmp_path, capsy
     stored = place_all(declared, sizes)
     whole = sum(math.prod(shape.shape) for name, shape in declared.items() if not stored[name].storage_axes)
     assert sum(reads.size for reads in apart) - together.size == 4 * whole > 0  # FP32
+    # A process has consecutive devices, here the two of a stage: it reads no layer of the other stage.
+    config = load_config(tmp_path / "c.yaml", ["mesh.pipeline=2", "mesh.tensor=2", "batch.num_microbatches=2"])
+    sizes = check_mesh(config, 4)
+    [together], apart = plan(config, sizes, folder, 4), plan(config, sizes, folder, 2)
+    layers = plan(config, check_mesh(config, 4) | {"tensor": 1}, folder, 1)
+    assert [reads.size for reads in apart] == [reads.size for reads in layers]
 
 
 LARGE = {

@@ -168,7 +168,8 @@ def test_growing_prompts_share_programs(references, llama):
 
 def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, folder_of, llama):
     expected, prompts = references["tiny_llama"]["tokens"], references["tiny_llama"]["prompts"]
-    stopping = changed(llama, stop_tokens=(expected[0][4],))
+    never = next(token for token in range(99) if token not in expected[0])
+    stopping = changed(llama, stop_tokens=(never, expected[0][4]))  # the second of two
     cut = expected[0].index(expected[0][4])
     found = last(Generator(stopping, GREEDY).tokens(prompts[:2], 10))
     assert found[0] == expected[0][:cut]
@@ -337,6 +338,15 @@ def test_the_trainings_kernels_are_not_asked_for():
     config = for_inference(megajax.Config.model_validate(content | asked), "bfloat16", 0)
     kernels = choose_kernels(config, Hardware("cpu"))
     assert (kernels.attention, kernels.linear_attention) == ("reference", "reference")
+
+
+@pytest.mark.smoke
+def test_experts_have_no_capacity_that_padding_would_use_up():
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 64, "num_experts": 2}
+    model |= {"router": {"capacity_factor": 1.0, "z_loss": 0.5}}
+    content = {"model": model, "batch": {"global_size": 1, "sequence_length": 8}, "data": {"kind": "synthetic"}}
+    router = for_inference(megajax.Config.model_validate(content), "bfloat16", 0).model.router
+    assert (router.capacity_factor, router.z_loss) == (None, 0.5)
 
 
 def test_each_layer_gets_its_own_balancing_bias():

@@ -127,11 +127,8 @@ THREE = {"fsdp": 2, "tensor": 2, "context": 2}
 # test_plain_model.py has the mean over tokens in both forms of the step.
 CASES = [("means", THREE), pytest.param("smoothed", THREE, marks=pytest.mark.long)]
 CASES += [pytest.param("test_focal", THREE, marks=pytest.mark.long)]
-# One that needs whole sequences, and several chunks of them on devices that share the vocabulary.
-CASES += [
-    ("test_pairs", {"context": 2, "tensor": 2}),
-    pytest.param("test_pairs", {"pipeline": 2}, marks=pytest.mark.long),
-]
+# One that needs whole sequences, and several chunks of them on devices and stages that share the vocabulary.
+CASES += [("test_pairs", {"pipeline": 2, "context": 2, "tensor": 2})]
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)

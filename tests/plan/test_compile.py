@@ -49,7 +49,7 @@ def test_an_output_in_a_donated_buffer_counts_once():
 
 
 def test_a_stored_program_is_not_compiled_again(tmp_path):
-    """One and the same program; another one, or other flags or options of XLA, have entries of their own."""
+    """The same program; another one, other flags or options of XLA, or another device have entries of their own."""
     compiled = []
 
     def lowered(text) -> Any:
@@ -71,8 +71,9 @@ def test_a_stored_program_is_not_compiled_again(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_other")
         compile.compiled(lowered("one"), tmp_path / "store")
-    assert compiled[2:] == [("one", {"xla_option": "1"}), ("one", None)]
-    assert len(list((tmp_path / "store").iterdir())) == 4
+    compile.compiled(lowered("one"), tmp_path / "store", device="b200")
+    assert compiled[2:] == [("one", {"xla_option": "1"}), ("one", None), ("one", None)]
+    assert len(list((tmp_path / "store").iterdir())) == 5
 
 
 def test_the_description_of_another_device_has_the_figures_of_its_chip():

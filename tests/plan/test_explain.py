@@ -87,6 +87,8 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     phases = list(phases_of(found))
     assert sum(phase.seconds for phase in phases) == pytest.approx(found.time.total) and found.time.loops
     assert [phase.name for phase in phases] == [*["forward", "head", "backward"] * 2, "casts", "update", "waiting"]
+    first, _, first_back, second, _, second_back, *_ = (phase.traffic.get("data", Traffic()).sent for phase in phases)
+    assert first > 0 < second_back and first_back == 0 == second  # gathered once a step, and reduced once
     drawing = ElementTree.fromstring(of_phases(found))
     boxes = [box for box in drawing.iter() if box.tag.endswith("rect")]
     rows = {float(box.get("y", 0)) + float(box.get("height", 0)) for box in boxes if len(box)}

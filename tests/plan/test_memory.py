@@ -287,6 +287,16 @@ def test_a_stages_first_and_last_layers_are_whole_after_the_gather_of_a_step():
     assert layers.gathered_bytes == 2 * 2 * matrices
 
 
+def test_layers_in_bf16_beside_those_in_fp8_have_weights_of_their_own_format():
+    recipe = {"recipe": "delayed"}
+    some, none, whole = (plan_of(precision={"fp8": fp8}) for fp8 in (recipe | {"first_bf16_layers": 1}, {}, recipe))
+    first, rest = (StepWeights(plan, Activations(plan).blocks, 2).layers([3]) for plan in (none, whole))
+    assert first != rest
+    weights = StepWeights(some, Activations(some).blocks, 2)
+    assert [weights.slot(slot) for slot in range(4)] == [first, rest, rest, rest]
+    assert weights.layers(range(4)) == first + rest * 3
+
+
 def test_a_pipeline_keeps_the_carry_of_a_tick_and_several_pending_gradients_of_the_head():
     """Of two stages with two layers each: gpipe has a slot for each microbatch and one more, 1f1b two.
 

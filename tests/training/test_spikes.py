@@ -102,10 +102,12 @@ def test_without_the_options_nothing_is_kept(make_config):
 
 
 class SpoiledTrainer(Trainer):
-    """The batch with sample BAD_SAMPLE is bad, at whatever step it comes; it is killed after a step if `dies`."""
+    """The batches that begin with `bad_samples` are bad, at whatever step; it is killed after a step if `dies`."""
+
+    bad_samples = (BAD_SAMPLE,)
 
     def next_batch(self):
-        bad = self.sizes.samples_before(self.step) == BAD_SAMPLE
+        bad = self.sizes.samples_before(self.step) in self.bad_samples
         batch = super().next_batch()
         return shuffled_targets(batch) if bad else batch
 
@@ -193,6 +195,13 @@ def test_a_rollback_leaves_out_the_batches_and_a_killed_run_repeats_it_bit_for_b
         assert trainer(name).run() == 0
         assert read_metrics(tmp_path / name, *numbers) == expected, name
         assert events(name) == [event], name
+
+
+def test_the_first_step_after_a_rollback_is_judged_by_the_losses_before_its_checkpoint(tmp_path, make_config):
+    run = SpoiledTrainer(make_config(f"run.dir={tmp_path}", *SMALL, *WATCHED), jax.devices()[:1])
+    run.bad_samples = (BAD_SAMPLE, BAD_SAMPLE + 8)  # that of step 8, and of step 7 when it comes again
+    assert run.run() == 0
+    assert [(past.step, past.bad_step) for past in Rollbacks(run.config).past] == [(6, 8), (3, 7)]
 
 
 def test_numbers_that_stay_bad_use_up_the_rollbacks_and_end_the_run(tmp_path, make_config, capsys, checkpoint_steps):

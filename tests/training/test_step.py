@@ -303,6 +303,28 @@ def test_the_logged_loss_is_the_language_model_loss_alone(make_program):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.dropout=0.1",),
+        ("model.num_experts=2", "model.router.jitter=0.1"),
+        ("lora.rank=2", "lora.dropout=0.1", "checkpoint.init_from=a_folder"),
+        ("precision.fp8.recipe=nvfp4", "model.hidden_size=32"),  # gradients are rounded at random
+    ],
+    ids=str,
+)
+def test_all_that_is_random_in_a_step_gives_it_a_key_that_differs_from_step_to_step(make_program, overrides):
+    keys = [make_program(*overrides, "run.seed=5").graph.random_key(jnp.int32(step)) for step in (0, 0, 1)]
+    first, again, later = (jax.random.key_data(key).tolist() for key in keys)
+    assert first == again != later
+    assert (
+        make_program("model.num_experts=2", "lora.rank=2", "checkpoint.init_from=a_folder").graph.random_key(
+            jnp.int32(0)
+        )
+        is None
+    )
+
+
 def test_dropout_differs_from_step_to_step_and_repeats_for_a_step(make_program):
     program = make_program("model.dropout=0.3")
     batch = random_batch(program, 0)
