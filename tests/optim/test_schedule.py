@@ -59,6 +59,13 @@ def test_inverse_sqrt_falls_with_the_root_of_the_step_but_not_below_the_minimum(
     assert rates([40000], kind="inverse_sqrt", decay_steps=10**6) == pytest.approx([LOW])
 
 
+@pytest.mark.parametrize(("kind", "lowest"), [("linear", 1e-4), ("cosine", 1e-4), ("wsd", 1e-4), ("inverse_sqrt", 1e-5)])
+def test_the_minimum_that_nobody_set_is_a_tenth_of_the_peak_and_of_an_inverse_root_zero(kind, lowest):
+    given = {"kind": kind, "learning_rate": PEAK, "warmup_steps": 4, "decay_steps": 40000, "wsd_decay_steps": 9}
+    schedule = make_schedule(ScheduleConfig.model_validate(given))
+    assert float(schedule(40000)) == pytest.approx(lowest, rel=1e-5)  # of the root: peak * sqrt(4 / 40000)
+
+
 def test_without_warm_up_the_decay_starts_at_once():
     assert rates([1, 6, 12, 13], kind="linear", warmup_steps=0, decay_steps=12) == pytest.approx(
         [9.25e-4, 5.5e-4, 1e-4, 1e-4], rel=1e-5
