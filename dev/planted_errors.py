@@ -2,8 +2,9 @@
 
 The first runs the suite and notes which tests reach each line (dev/lines_of_tests.py); it takes half as long again. The
 second plants errors one at a time in a copy of the checkout: another comparison or sign, an operand, a statement or a
-keyword argument left out, one arm of a condition always taken. Of each it runs the tests that reach its line, those of
-the module's own folder first, for as long as --most allows. A line is printed for each error that none of them finds.
+keyword argument left out, one arm of a condition always taken, an entry missing in a list. Of each it runs the tests
+that reach its line, those of the module's own folder first, for as long as --most allows; of a constant those that
+reach a line with its name. A line is printed for each error that none of them finds.
 Read those: of some the program is the same, or only slower, and of some another test would tell. --lines again after
 changes. --errors FILE takes somebody's errors instead: a JSON list of {"file": ..., "old": ..., "new": ...}.
 """
@@ -45,6 +46,7 @@ ON_GPUS = ("_kernel.py", "_kernels.py", "_triton.py", "transformer_engine.py")
 
 
 class Planted(NamedTuple):
+    constant: str  # the name of the module's that it changes, if it does
     file: str
     line: int
     statement: int  # its first line
@@ -71,7 +73,7 @@ class Planter(ast.NodeVisitor):
     def __init__(self, path: Path):
         self.file, self.data, self.found = path.relative_to(ROOT).as_posix(), path.read_bytes(), list[Planted]()
         lengths = (len(line) for line in self.data.splitlines(keepends=True))
-        self.starts, self.statement, self.depth = [0], 0, 0
+        self.starts, self.statement, self.depth, self.constant = [0], 0, 0, ""
         for length in lengths:
             self.starts.append(self.starts[-1] + length)
         self.visit(ast.parse(self.data))
@@ -86,7 +88,7 @@ class Planter(ast.NodeVisitor):
     def plant(self, line: int, start: int, end: int, new: str) -> None:
         old = self.data[start:end].decode()
         if not any(word in old for word in HARMLESS):
-            self.found.append(Planted(self.file, line, self.statement, start, end, old, new))
+            self.found.append(Planted(self.constant, self.file, line, self.statement, start, end, old, new))
 
     def instead(self, node: ast.expr | ast.stmt, new: str) -> None:
         self.plant(node.lineno, *self.place(node), new)
@@ -102,12 +104,35 @@ class Planter(ast.NodeVisitor):
             self.statement = node.lineno
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         self.depth += is_function
+        if not self.depth and isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            self.constant = target.id if isinstance(target, ast.Name) and target.id.isupper() else ""
         if self.depth:
             self.plant_in(node)
+        if self.depth or self.constant:
+            self.plant_in_list(node)
         for child in _children(node):
             self.visit(child)
         self.depth -= is_function
         self.statement = outer
+        if not self.depth and isinstance(node, ast.stmt):
+            self.constant = ""
+
+    def plant_in_list(self, node: ast.AST) -> None:
+        """An entry is left out."""
+        match node:
+            case (
+                ast.Tuple(elts=entries, ctx=ast.Load()) | ast.List(elts=entries, ctx=ast.Load()) | ast.Set(elts=entries)
+            ):
+                places = [self.place(entry) for entry in entries]
+            case ast.Dict(keys=keys, values=values) if None not in keys:
+                both = zip(keys, values, strict=True)
+                places = [(self.place(key)[0], self.place(value)[1]) for key, value in both if key is not None]
+            case _:
+                return
+        if len(places) > 2:  # a pair has two meanings
+            for (start, end), (after, _) in zip(places, [*places[1:], (places[-1][1], 0)], strict=True):
+                self.plant(self.data.count(b"\n", 0, start) + 1, start, max(end, after), "")
 
     def plant_in(self, node: ast.AST) -> None:
         match node:
@@ -183,38 +208,47 @@ class Reached:
 
     def __init__(self) -> None:
         self.reached, self.seconds = collections.defaultdict[str, set[str]](set), dict[str, float]()
+        self.uses = collections.defaultdict[str, list[str]](list)  # of constants: "file:line"
+        for path in (ROOT / "megajax").rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+                if name.isupper() and isinstance(node, ast.expr):
+                    self.uses[name].append(f"{path.relative_to(ROOT).as_posix()}:{node.lineno}")
         for file in LINES.glob("*.json"):
             found = json.loads(file.read_text(encoding="utf-8"))
             self.seconds |= found["seconds"]
             for line, tests in found["reached"].items():
                 self.reached[line] |= {*tests}
 
-    def tests_of(self, file: str, lines: Iterable[int], most: float) -> tuple[list[str], float]:
+    def tests_of(self, file: str, lines: Iterable[int], most: float, constant: str = "") -> tuple[list[str], float]:
         """The tests that reach one of the lines, those of the module first, and their seconds, at most `most`."""
+        places = [*(f"{file}:{line}" for line in lines), *self.uses[constant]]
         folder, stem = Path(file).parts[1], Path(file).stem
 
         def cost(test: str) -> float:
             return (self.seconds[test] + 0.3) * (0.3 if folder in test else 1) * (0.5 if stem in test else 1)
 
         chosen, total = list[str](), 0.0
-        for test in sorted({test for line in lines for test in self.reached[f"{file}:{line}"]}, key=cost):
+        for test in sorted({test for place in places for test in self.reached[place]}, key=cost):
             if not chosen or total + self.seconds[test] <= most:
                 chosen.append(test)
                 total += self.seconds[test]
         return chosen, total
 
 
-def drawn(seed: int, most: float) -> Iterator[tuple[Planted, list[str], float]]:
+def drawn(seed: int, most: float, constants: bool) -> Iterator[tuple[Planted, list[str], float]]:
     """Errors at lines drawn at random, one a line, each with the tests to run and their seconds."""
     reached = Reached()
     files = [path for path in sorted((ROOT / "megajax").rglob("*.py")) if not path.name.endswith(ON_GPUS)]
     errors, seen = [error for path in files for error in Planter(path).found], set[tuple[str, int]]()
+    errors = [error for error in errors if error.constant or not constants]
     random.Random(seed).shuffle(errors)
     for error in errors:
-        tests, total = reached.tests_of(error.file, (error.line, error.statement), most)
-        if (error.file, error.line) in seen or not tests or not error.is_another_program():
+        tests, total = reached.tests_of(error.file, (error.line, error.statement), most, error.constant)
+        place = error.file, error.start if error.constant else error.line
+        if place in seen or not tests or not error.is_another_program():
             continue
-        seen.add((error.file, error.line))
+        seen.add(place)
         yield error, tests[:150], total
 
 
@@ -228,7 +262,7 @@ def given(path: Path, most: float) -> list[tuple[Planted, list[str], float]]:
         start = data.index(old)
         first = data.count(b"\n", 0, start) + 1
         tests, total = reached.tests_of(error["file"], range(first, first + old.count(b"\n") + 1), most)
-        planted = Planted(error["file"], first, first, start, start + len(old), error["old"], error["new"])
+        planted = Planted("", error["file"], first, first, start, start + len(old), error["old"], error["new"])
         errors.append((planted, tests, total))
     return errors
 
@@ -281,6 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", action="store_true", help="note which tests reach each line")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--constants", action="store_true", help="only missing entries of the modules' constants")
     parser.add_argument("--errors", type=Path, metavar="FILE", help="plant these errors, once each")
     parser.add_argument("--seconds", type=float, default=3000.0, help="how long errors are planted (default: 3000)")
     parser.add_argument("--most", type=float, default=60.0, help="seconds of tests for an error (default: 60)")
@@ -297,7 +332,8 @@ def main() -> int:
         shutil.rmtree(tree, ignore_errors=True)
         subprocess.run(["git", "clone", "-q", ROOT, tree], check=True)
     counts, lock = collections.Counter[str](), threading.Lock()
-    errors = iter(given(options.errors, options.most)) if options.errors else drawn(options.seed, options.most)
+    seeded = drawn(options.seed, options.most, options.constants)
+    errors = iter(given(options.errors, options.most)) if options.errors else seeded
     end = time.monotonic() + options.seconds
     threads = [threading.Thread(target=work, args=(tree, errors, counts, lock, end)) for tree in trees]
     for thread in threads:
