@@ -13,7 +13,7 @@ from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
 from megajax.hf.convert import load, read_model
-from megajax.hf.folder import HEADS, INDEX, SINGLE, FolderTensors, text_names
+from megajax.hf.folder import HEADS, INDEX, SINGLE, FolderTensors, read_config, text_names
 from megajax.model import Transformer, parameters
 
 FILES = Path(__file__).parents[1] / "data_files"
@@ -201,3 +201,8 @@ def test_of_a_model_with_images_the_language_model_s_keys_count(tmp_path):
     assert model_of({}, tie_word_embeddings=False) == model_of({"tie_word_embeddings": False}) == untied
     with pytest.raises(InputError, match=r"config.json: tie_word_embeddings is true and false"):
         model_of({"tie_word_embeddings": False}, tie_word_embeddings=True)
+    both = {"quantization_config": {"quant_method": "fp8"}, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    both |= {"transformers_weights": SINGLE, "tie_word_embeddings": True}  # of the whole file, image tower or not
+    whole = both | {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert read_config(tmp_path) == both | {"model_type": "gemma3_text"}
