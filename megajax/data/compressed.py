@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 STORED_BYTES = 1 << 12  # decompressed together; Zstandard makes at most 32,768 times as many bytes of them, 128 MiB
 EXPANSION = 1000  # bytes of text for each of a file's; below 30 for most text, gzip makes at most 1,032
 DICTIONARY_BYTES = 1 << 28  # of an .xz file, at most; `xz -9` needs a quarter
-DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)  # raised by the files of `decompress`
+DAMAGE = (OSError, EOFError, zlib.error)  # raised by the files of `decompress`
 
 
 class Frames(io.RawIOBase):

@@ -7,6 +7,7 @@ from megajax.errors import ConfigError
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 PORTS = ("0", "-1", "99999", str(LAST_PORT + 1), "text", "", "1 ", "٣", "9" * 5000, "1e3", "0x10")
 
 
@@ -32,13 +33,11 @@ def test_an_address_without_a_host_and_a_port_is_a_sentence(address):
         processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address})
 
 
-@pytest.mark.parametrize("name", [*SLURM, "OMPI_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize("name", [*SLURM, *OPEN_MPI])
 @pytest.mark.parametrize("value", ["-1", "two", "1.5", "²", "9" * 5000], ids=lambda value: value[:9])
 def test_a_number_that_is_none_is_a_sentence(name, value):
     with pytest.raises(ConfigError, match=f"{name}={value[:4]}"):
-        processes(
-            {"SLURM_NTASKS": "2", "OMPI_COMM_WORLD_SIZE": "1", name: value} if "OMPI" not in name else {name: value}
-        )
+        processes((SLURM if name in SLURM else OPEN_MPI) | {name: value})
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,9 @@ def test_good_addresses_are_taken(address):
     assert processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address}) == Processes(4, 3, address, None)
 
 
-def test_slurm_and_a_single_process():
-    assert processes(SLURM) == Processes(2, 1, None, None)
+def test_slurm_and_open_mpi_and_a_single_process():
+    assert processes(SLURM) == processes(SLURM | OPEN_MPI) == Processes(2, 1, None, None)
+    assert processes(OPEN_MPI) == Processes(3, 2, None, None)
     assert processes({"SLURM_NTASKS": "1", "SLURM_PROCID": "odd"}) is processes({}) is None
 
 

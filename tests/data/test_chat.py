@@ -13,7 +13,7 @@ import megajax
 from megajax.config.checks import check, check_mesh
 from megajax.data.chat import counted_in, counted_tokens
 from megajax.data.chat_template import load_chat_template
-from megajax.data.conversation import IMAGE_PART, Completion, read_record
+from megajax.data.conversation import IMAGE_PART, Completion, is_chat, read_record
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.loader import datasets, make_loader
 from megajax.data.rendering import Chat
@@ -71,6 +71,12 @@ def test_each_speaker_has_a_role_and_each_role_may_be_written(key):
     for speaker, role in (SPEAKERS | {role: role for role in ROLES}).items():
         found = read_record({"conversations": [first, {key: speaker, "value": "x"}]})
         assert isinstance(found, Chat) and [each["role"] for each in found.messages] == ["user", role], speaker
+        result = {"messages": [{"role": "user", "content": "hi"}, {"role": role, "content": {"sum": 3}}]}
+        if role in ("tool", "ipython", "function"):  # a tool's result, which templates write as JSON
+            assert isinstance(read_record(result), Chat)
+        else:
+            with pytest.raises(ValueError, match="has content that is not text"):
+                read_record(result)
     for unknown in ("bing", "Human"):
         with pytest.raises(ValueError, match=f"has the role .*{unknown}.* in message 1: use {', '.join(ROLES)}"):
             read_record({"conversations": [first, {key: unknown, "value": "x"}]})
@@ -202,6 +208,7 @@ def test_forms_of_chats_give_the_samples_of_messages(folder, form):
     ("record", "advised"),
     [
         ({"messages": [QUESTION, ANSWER]}, "chat RUN;"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "chat RUN;"),
         ({"prompt": [QUESTION], "completion": [ANSWER]}, "chat RUN;"),
         ({"prompt": "hi", "completion": "fine"}, "generate RUN --prompts FILE.jsonl;"),
         ({"instruction": "hi", "output": "fine"}, "generate RUN --prompts FILE.jsonl;"),
@@ -212,6 +219,7 @@ def test_the_last_line_advises_the_command_that_fits_the_data(folder, record, ad
     config = config_of(folder)
     line = closing_line(config, 1, 1, 1.0, has_chats(datasets(config)["train"]))
     assert advised.replace("RUN", config.run.dir) in line and line.count(config.run.dir) == 3
+    assert is_chat(record) and not is_chat(dict(list(record.items())[1:]) | {"text": "a"})
 
 
 def test_system_prompts_and_weights_of_turns_and_answers_in_a_prompt():

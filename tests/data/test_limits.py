@@ -104,6 +104,21 @@ def test_padding_between_frames_is_passed(tmp_path):
     assert lines_of(path) == [b"a", b"b"]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_damage_anywhere_in_a_compressed_file_changes_nothing_or_is_a_sentence(tmp_path, name):
+    lines = [b"line %d" % i**5 for i in range(40)]
+    compressor = zstandard.ZstdCompressor(write_checksum=True) if name == "zst" else FORMATS[name]
+    whole, path = compressor.compress(b"\n".join(lines)), tmp_path / f"a.{name}"
+    for place in range(6, len(whole)):  # the bytes before say that it is compressed
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x55
+        path.write_bytes(damaged)
+        try:
+            assert lines_of(path) == lines
+        except InputError as error:
+            assert f"{path} cannot be read beyond line" in str(error)
+
+
 def test_a_dictionary_of_gigabytes_is_not_allocated(tmp_path):
     path = tmp_path / "a.xz"
     small = bytearray(lzma.compress(b"a\n", preset=9))

@@ -59,7 +59,9 @@ def test_inverse_sqrt_falls_with_the_root_of_the_step_but_not_below_the_minimum(
     assert rates([40000], kind="inverse_sqrt", decay_steps=10**6) == pytest.approx([LOW])
 
 
-@pytest.mark.parametrize(("kind", "lowest"), [("linear", 1e-4), ("cosine", 1e-4), ("wsd", 1e-4), ("inverse_sqrt", 1e-5)])
+@pytest.mark.parametrize(
+    ("kind", "lowest"), [("linear", 1e-4), ("cosine", 1e-4), ("wsd", 1e-4), ("inverse_sqrt", 1e-5)]
+)
 def test_the_minimum_that_nobody_set_is_a_tenth_of_the_peak_and_of_an_inverse_root_zero(kind, lowest):
     given = {"kind": kind, "learning_rate": PEAK, "warmup_steps": 4, "decay_steps": 40000, "wsd_decay_steps": 9}
     schedule = make_schedule(ScheduleConfig.model_validate(given))
