@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import megajax
+from megajax.data import pictures
 from megajax.data.image_processing import ImageProcessor, read_processor
 from megajax.data.images import Images, ImageText, SizedPicture, image_text
 from megajax.data.loader import datasets
@@ -89,6 +90,31 @@ def test_a_picture_that_becomes_too_long_is_left_out_before_its_tokens_are_store
 def images(tmp_path) -> Images:
     Image.new("RGB", (5, 7)).save(tmp_path / "a.png")
     return Images(GRID, ImageProcessor(exact=(12, 12)), ImageText("<i>", "<i>"), False, PictureFiles(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "s3", "gs", "gcs", "az", "abfs", "hf", "file"])
+def test_a_picture_may_be_at_an_address_of_a_store_and_nowhere_else(tmp_path, monkeypatch, scheme):
+    """Others of fsspec, such as `github`, `ssh` or a chain with `::`, may start programs or ask for passwords."""
+    opened = list[str]()
+    monkeypatch.setattr(pictures, "RemoteFile", lambda url, _: opened.append(url) or Whole())
+    files = PictureFiles(tmp_path)
+    assert files.image(Picture(f"{scheme}://host/a.png", "x.jsonl", "x.jsonl, line 1")).size == (5, 7)
+    assert opened == [f"{scheme}://host/a.png"]
+    for other in ("ssh", "github", "ftp", "simplecache::http", scheme.upper() + "X"):
+        with pytest.raises(PictureError, match="its URL does not begin with one of http, https, s3"):
+            files.image(Picture(f"{other}://host/a.png", "x.jsonl", "x.jsonl, line 1"))
+    assert len(opened) == 1
+
+
+class Whole:
+    """A remote file, an image of 5 x 7 pixels."""
+
+    def __init__(self):
+        Image.new("RGB", (5, 7)).save(stored := BytesIO(), "png")
+        self.data, self.size = stored.getvalue(), len(stored.getvalue())
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self.data[start:stop]
 
 
 def test_all_that_decides_a_pictures_tokens_names_the_stored_chats(images):

@@ -249,6 +249,23 @@ def test_every_file_beside_a_tokenizer_is_kept_exported_and_decides_what_is_read
     assert files.keys() == found - {"hf_config.json"}
 
 
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")
+BEGINS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>")
+
+
+@pytest.mark.parametrize("name", [*ENDS, *BEGINS])
+def test_a_tokenizer_whose_folder_names_no_token_has_those_of_a_known_name(name):
+    """GPT-2's, Llama 3's, DeepSeek's, Gemma's and Llama 2's."""
+    names = ["a", name]
+    found = FolderTokens()
+
+    def token_id(text: str) -> int | None:
+        return names.index(text) if text in names else None
+
+    assert found.end(token_id, [name], None) == (1 if name in ENDS else None)
+    assert found.begin(token_id, None) == (1 if name in BEGINS else None, False)
+
+
 def test_data_of_a_base_model_need_no_template(tmp_path):
     """A folder without a template reads prompts and completions; a template of the data's own gives the stop token."""
     folder = tmp_path / "qwen3"

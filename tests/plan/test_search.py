@@ -129,6 +129,25 @@ def test_pinned_keys_are_kept_and_what_changes_numbers_is_not_varied(config):
         assert not any("tensor" in override or "policy" in override for override in found.overrides)
 
 
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        "pipeline.schedule=1f1b",
+        "pipeline.virtual_stages=4",
+        "pipeline.layout=[5,3]",
+        "remat.layers=1",
+        "mesh.context=2",
+    ],
+)
+def test_each_key_that_is_varied_is_kept_if_it_is_pinned(config, pinned):
+    key, _, value = pinned.partition("=")
+    beside = ["mesh.pipeline=2"] * key.startswith("pipeline") + ["remat.policy=full"] * key.startswith("remat")
+    search = Search(config, [pinned, *beside], 4, H200)
+    chosen = [each.candidate.config.model_dump() for each in search.best(2)]
+    section, name = key.split(".")
+    assert {str(each[section][name]).replace(" ", "") for each in chosen} == {value.replace("[", "(").replace("]", ")")}
+
+
 def test_keys_beside_a_pinned_one_in_braces_are_kept(config):
     [found] = Search(
         config, ["batch={num_microbatches: 2, global_size: 4}", "remat={policy: full, group: 2}"], 2, H200
