@@ -63,6 +63,29 @@ def shown(value: object) -> str:
     return _printable(head)
 
 
+def accepts(function: Callable[..., Any], *arguments: object) -> bool:
+    """Whether a function of the user's takes these positional arguments; True for one that does not say."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in one without a signature
+        return True
+    return True
+
+
+def check_methods(made: type[Any], base: type[Any]) -> None:
+    """Raise ConfigError if a method of `made`, a subclass of `base`, takes other arguments than that of `base`."""
+    for name in dir(base):
+        declared, own = inspect.getattr_static(base, name), inspect.getattr_static(made, name)
+        if name.startswith("_") or own is declared or not inspect.isroutine(method := getattr(base, name)):
+            continue
+        arguments = [*inspect.signature(method).parameters]
+        if not accepts(getattr(made, name), *arguments):
+            wanted = f"{name}({', '.join(arguments)})"
+            raise ConfigError(f"{made.__name__}.{name} does not take what it is called with: write {wanted}.")
+
+
 def counted(number: int | str, noun: str) -> str:
     """A number, or the text of one, and the noun, in the plural unless the number is 1: "4,096 tokens"."""
     shown = number if isinstance(number, str) else f"{number:,}"

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from megajax import cluster
 from megajax.config import AXES
 from megajax.config.mesh_checks import read_mesh
-from megajax.errors import ConfigError, counted
+from megajax.errors import ConfigError, counted, shown
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -21,11 +21,25 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -
     of all processes. Each host's devices are neighbours, whatever the numbers of its processes, so inner axes whose
     product divides a host's devices lie inside hosts.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = device_list(devices)
+    if not isinstance(sizes, Mapping) or not {*sizes} <= {*AXES}:
+        raise ConfigError(f"sizes={shown(sizes)} are no sizes of axes: give config.checks.check_mesh(config, devices).")
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    assert math.prod(shape) == len(devices), (sizes, len(devices))
+    if (needed := math.prod(shape)) != len(devices):
+        problem = f"a mesh of the sizes {shown(dict(sizes))} has {counted(needed, 'device')}, not {len(devices)}"
+        raise ConfigError(f"{problem}: give build_mesh that number, such as jax.devices()[:{needed}].")
     by_host = neighbours_by_host(devices, hosts_of(devices))
     return Mesh(np.array(by_host).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def device_list(devices: Sequence[Any] | None) -> list[Any]:
+    """The devices, by default all of all processes. Raises ConfigError for others than a list of different ones."""
+    if devices is None:
+        return jax.devices()
+    found = list(devices) if isinstance(devices, (Sequence, np.ndarray)) and not isinstance(devices, str) else []
+    if not found or len({*found}) < len(found):
+        raise ConfigError(f"devices={shown(devices)} is no list of different devices: give one, such as jax.devices().")
+    return found
 
 
 def neighbours_by_host(devices: Sequence[Any], hosts: Sequence[int]) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from megajax.cluster.environment import process_index
 from megajax.config import Config
 from megajax.config.extensions import jax_has_started
+from megajax.config.sentences import require_config
 from megajax.files import replace_copy
 
 LAYER_BYTES = 512 * 2**20  # combine collectives up to about a layer's weights
@@ -131,6 +132,7 @@ def prepare_environment(config: Config) -> list[str]:
 
     If jax has already started, they can no longer be set: a warning names them.
     """
+    require_config(config)
     given = os.environ.get("XLA_FLAGS", "")
     names = {flag.removeprefix("--").split("=")[0] for flag in given.split()}
     flags = [f"--{name}={value}" for name, value in xla_flags(config).items() if name not in names]

@@ -123,3 +123,49 @@ def test_a_bad_override_raises_what_a_notebook_can_catch(load):
         load("mesh.tensor=3")
     with pytest.raises(megajax.UserError, match="data.train"):
         megajax.Trainer(load("data.train=nowhere"), jax.devices()[:4])
+
+
+def test_other_arguments_than_a_config_a_mesh_and_devices_are_sentences(load):
+    config, devices = load(), jax.devices()
+    sizes = check_mesh(config, 4)
+    for call, sentence in (
+        (lambda: megajax.Trainer("x.yaml"), "x.yaml is of the type str, not a config: give megajax.load_config"),
+        (lambda: megajax.Trainer({"run": {}}, flags=[]), "is of the type dict, not a config"),
+        (lambda: megajax.Trainer(config, 4), "devices=4 is no list of different devices: give one"),
+        (lambda: megajax.Trainer(config, devices[0]), "devices=.* is no list of different devices"),
+        (lambda: megajax.Trainer(config, []), r"devices=\[\] is no list"),
+        (lambda: megajax.Trainer(config, [*devices[:2], *devices[:2]]), "is no list of different devices"),
+        (lambda: check_mesh("x.yaml", 4), "x.yaml is of the type str, not a config"),
+        (lambda: check_mesh(config, devices), "num_devices=.* is no number: give one"),
+        (lambda: megajax.build_mesh(config), "sizes=.* are no sizes of axes: give config.checks.check_mesh"),
+        (lambda: megajax.build_mesh({"dat": 8}), "sizes=.*dat.* are no sizes of axes"),
+        (lambda: megajax.build_mesh(sizes, devices[:2]), r"4 devices, not 2: .*jax.devices\(\)\[:4\]"),
+        (lambda: megajax.TrainProgram.build("x.yaml", megajax.build_mesh(sizes, devices[:4])), "not a config"),
+        (lambda: megajax.TrainProgram.build(config, sizes), "mesh=.* is no mesh of all axes: give megajax.build_mesh"),
+        (lambda: megajax.TrainProgram.build(config, jax.make_mesh((8,), ("data",))), "is no mesh of all axes"),
+        (lambda: megajax.load_config({"run": {}}), "is of the type dict, not a path"),
+        (
+            lambda: megajax.load_config("x.yaml", "run.steps=3"),
+            r'run.steps=3 is no list .*\["section.key=value", ...\]',
+        ),
+        (lambda: megajax.load_config("x.yaml", {"run.steps": 3}), "is no list of overrides"),
+    ):
+        with pytest.raises(megajax.UserError, match=sentence):
+            call()
+
+
+def test_what_makes_and_what_gets_batches_is_checked(load):
+    config = load("data={kind: synthetic}", "run.eval_steps=0")
+    for batch_of in (lambda: {}, {"tokens": []}):
+        with pytest.raises(megajax.InputError, match=r"batch_of=.* is no function .*: give one .* batch_of\(samples\)"):
+            megajax.Trainer(config, jax.devices()[:4], batch_of=batch_of)
+    trainer = megajax.Trainer(config, jax.devices()[:4], batch_of=lambda samples: None)
+    with pytest.raises(megajax.InputError, match="batch_of is of the type NoneType: give a dictionary"):
+        trainer.next_batch()
+    with pytest.raises(megajax.InputError, match="the batch is of the type NoneType: give a dictionary"):
+        trainer.train_step(None)
+    fields = {name: np.zeros(s.shape, s.dtype) for name, s in trainer.program.abstract_batch.items()}
+    with pytest.raises(megajax.InputError, match=r"tokens of the shape \[.*\], not \[microbatches, .*to_global"):
+        trainer.train_step({name: field[0] for name, field in fields.items()})
+    with pytest.raises(megajax.InputError, match="the batch has 2 microbatches, but batch.num_microbatches=1: give"):
+        trainer.train_step({name: np.concatenate([field, field]) for name, field in fields.items()})

@@ -90,8 +90,3 @@ def test_an_axis_lies_within_processes_if_no_line_along_it_leaves_one():
 
 def test_axes_are_automatic_outside_the_step():
     assert set(build_mesh({**ONE, "data": 8}).axis_types) == {AxisType.Auto}
-
-
-def test_a_mesh_of_another_number_of_devices_is_our_own_mistake():
-    with pytest.raises(AssertionError):
-        build_mesh({**ONE, "data": 4})

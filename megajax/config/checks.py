@@ -3,6 +3,7 @@
 import math
 import tempfile
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 
 from megajax.config.checkpoint_checks import check_checkpoints, warn_about_kept_checkpoints
@@ -17,10 +18,10 @@ from megajax.config.objective_checks import check_objective, check_teacher, with
 from megajax.config.pipeline_checks import check_stages
 from megajax.config.rule_checks import check_rules
 from megajax.config.run_checks import check_directories, check_epochs, check_name
-from megajax.config.sentences import divisors, fail, format_keys, listed, warn
+from megajax.config.sentences import divisors, fail, format_keys, listed, require_config, warn
 from megajax.config.sublayer_checks import check_parts
 from megajax.config.vision_checks import check_vision, check_vision_on_mesh
-from megajax.errors import counted
+from megajax.errors import ConfigError, counted, shown
 from megajax.options.schedules import TAIL
 from megajax.schema.batch_schedule import BatchSizes, samples_before
 from megajax.schema.config import Config
@@ -78,6 +79,9 @@ def check_mesh(config: Config, num_devices: int, num_processes: int = 1, platfor
     `num_devices` is the number of devices of all `num_processes` processes together. On the `platform` cpu an error
     for too few of them says how one process gets several.
     """
+    require_config(config)
+    if not isinstance(num_devices, Integral):
+        raise ConfigError(f"num_devices={shown(num_devices)} is no number: give one, such as jax.device_count().")
     check_axes(config, _sizes(config))
     _check_batch(config)
     sizes = _fill(config, num_devices, num_processes, platform)

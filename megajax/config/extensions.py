@@ -150,7 +150,7 @@ def _check_names(
 def _validated(config: Config, registered: Any, key: str, values: Mapping[str, Any], chosen: str) -> Any | None:
     """The `values` of `key` as the `Settings` of what the key `chosen` names; None if it has none."""
     settings = getattr(registered, "Settings", None) or Section
-    if not issubclass(settings, Section):
+    if not (isinstance(settings, type) and issubclass(settings, Section)):
         problem = f"{registered.__name__}.Settings is no section: derive it from megajax.schema.fields.Section"
         raise ConfigError(f"{problem}, class Settings(Section).")
     try:

@@ -5,6 +5,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -34,6 +35,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), run_dir: Path |
     `run_dir`, whose record the file is, only those outside this directory. Raises `ConfigError`; warns about settings
     without effect.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise ConfigError(f"{shown(path)} is of the type {type(path).__name__}, not a path: give that of a YAML file.")
+    if (
+        isinstance(overrides, str)
+        or not isinstance(overrides, Sequence)
+        or not all(isinstance(each, str) for each in overrides)
+    ):
+        raise ConfigError(f'{shown(overrides)} is no list of overrides: write ["section.key=value", ...].')
     tree = read_tree(path, overrides)
     for section in Config.model_fields:
         if tree.values.get(section) is None:

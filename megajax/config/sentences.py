@@ -6,10 +6,17 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, shown
 from megajax.schema.config import Config
 from megajax.schema.fields import Section
 from megajax.schema.tree import COMMAND_LINE, show
+
+
+def require_config(config: Any) -> None:
+    """Raise ConfigError for what is no config, such as the path of one."""
+    if not isinstance(config, Config):
+        problem = f"{shown(config)} is of the type {type(config).__name__}, not a config"
+        raise ConfigError(f"{problem}: give megajax.load_config(PATH).")
 
 
 def value(config: Config, key: str) -> Any:

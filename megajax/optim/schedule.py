@@ -1,8 +1,11 @@
 """Learning rate schedules, each with a linear warm-up."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from megajax.errors import ConfigError, accepts, shown
 from megajax.schema.schedule import ScheduleConfig
 
 
@@ -18,6 +21,29 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     rate = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
     delay = config.delay_steps
     return (lambda step: rate(jnp.maximum(step - delay, 0))) if delay else rate
+
+
+def check_schedule(config: ScheduleConfig, steps: int) -> None:
+    """Raise ConfigError unless an extension's schedule is a function whose rates are finite and 0 or more.
+
+    `steps`: of the run, whose first and last step are tried.
+    """
+    if (rate := config.chosen.rate) is None:
+        return
+    name = f"the schedule {config.kind}"
+    if not accepts(rate, config) or not callable(after := rate(config)) or not accepts(after, 0):
+        raise ConfigError(f"{name} is no function of the section whose result is a function of a step: return one.")
+    for step in (0, steps):
+        try:
+            found = np.asarray(jax.jit(after)(jnp.int32(step)))
+        except jax.errors.ConcretizationTypeError:
+            raise ConfigError(
+                f"{name} asks for the value of the step in Python: write jnp.where in place of if."
+            ) from None
+        if found.shape or not 0 <= found < np.inf:
+            raise ConfigError(
+                f"{name} gives {shown(found)} after {steps if step else 0} steps: return one rate of 0 or more."
+            )
 
 
 def _linear(config: ScheduleConfig) -> optax.Schedule:

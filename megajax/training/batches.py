@@ -1,7 +1,6 @@
 """The rows that a process reads, and their conversion to global arrays."""
 
 import itertools
-import math
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -13,10 +12,11 @@ from megajax.config import Config
 from megajax.config.sentences import fail, format_keys
 from megajax.data import loader
 from megajax.data.samples import Samples
-from megajax.errors import InputError, counted
+from megajax.errors import InputError, accepts, shown
 from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.context.token_order import balanced_order, grouped_order, stored_order
 from megajax.schema.batch_schedule import BatchSizes
+from megajax.training.batch_fields import arrays_of, check_fields, check_values
 from megajax.training.step import TrainProgram
 
 # The numbers of the samples that a process reads in a step → their fields `[rows, S]`, in the same order
@@ -44,11 +44,13 @@ def to_global(
     another order along S; if the order depends on the documents, fields hold it. The fields that nodes
     derive from others are added.
     """
-    fields = {name: np.asarray(field) for name, field in fields.items()}
-    _check(program, fields, source)
-    fields = {**fields, **program.graph.derived_fields(fields)}
     known, sharding, shape = program.graph.fields, program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
+    check_fields(program.config, known, fields, source)
+    fields = arrays_of(fields, source)
+    held = rows_of_process(sharding, shape)
+    check_values(known, program.config.model, len(held), S, fields, source)
+    fields = {**fields, **program.graph.derived_fields(fields)}
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
     plan, consecutive = program.plan, program.plan.has_consecutive_tokens
     if plan.context_groups is not None:
@@ -59,7 +61,6 @@ def to_global(
         fields = {**fields, "order": np.broadcast_to(np.arange(S), (rows, S))}
     else:
         order = np.broadcast_to(np.arange(S) if consecutive else stored_order(S, size), (rows, S))
-    held = rows_of_process(sharding, shape)
     held = held[: len(held) // M]  # of the first microbatch; all microbatches have the same
     local_row = np.zeros(B, int)
     local_row[held] = np.arange(len(held))
@@ -76,38 +77,6 @@ def to_global(
     return {name: field(name) for name in fields}
 
 
-def _check(program: TrainProgram, fields: Mapping[str, np.ndarray], source: str) -> None:
-    program.check_fields(fields, derived=False)
-    given = {name: d for name, d in program.graph.fields.items() if not d.derived and not d.optional}
-    held = rows_of_process(program.batch_sharding, program.plan.batch_shape)
-    for name, d in given.items():
-        shape = (len(held), d.length or program.plan.batch_shape[2], *d.extra)
-        if (found := np.shape(fields[name])) != shape:
-            wanted = f"{counted(shape[0], 'row')} of {counted(shape[1], 'token')}"
-            problem = f"{source} has {name} of the shape {[*found]}, but this process has {wanted}"
-            raise InputError(f"{problem}: give {[*shape]}.")
-        if np.issubdtype(d.dtype, np.integer) and not np.issubdtype(np.asarray(fields[name]).dtype, np.integer):
-            if np.any(np.mod(fields[name], 1)):
-                raise InputError(f"{source} holds numbers with a fraction in {name}: give integers.")
-    model = program.config.model
-    limits = {"tokens": model.vocab_size, "targets": model.vocab_size, "positions": math.inf}
-    if model.position == "learned":
-        limits["positions"] = model.max_positions or 0
-    for name, limit in limits.items():
-        least, most = int(np.min(fields[name])), int(np.max(fields[name]))
-        if most >= limit:
-            noun, key = ("position", "max_positions") if name == "positions" else ("token id", "vocab_size")
-            problem = f"{source} holds {noun} {most}, but model.{key}={limit}"
-            raise InputError(f"{problem}: set model.{key}={most + 1} or larger.")
-        if least < 0:
-            raise InputError(f"{source} holds {least} in {name}: give 0 or more; loss_mask=0 leaves a target out.")
-    for name, field in program.graph.fields.items():
-        if field.limit is not None and (most := int(np.max(fields[name]))) >= field.limit:
-            raise InputError(f"{source} holds {most} in {name}: give numbers below {field.limit}.")
-    if not (least := np.min(fields["loss_mask"])) >= 0:  # NaN too
-        raise InputError(f"{source} holds {least} in loss_mask: give 0 or more.")
-
-
 def own_batches(
     program: TrainProgram, batch_of: BatchOf, start_step: int, sizes: BatchSizes
 ) -> Generator[dict[str, jax.Array]]:
@@ -118,8 +87,11 @@ def own_batches(
         yield to_global(program.by_size[size], batch_of(before + rows[rows < size]), "batch_of")
 
 
-def refuse_data(config: Config) -> None:
-    """Raise ConfigError if the config names data, although `batch_of` makes the batches."""
+def check_batch_of(config: Config, batch_of: BatchOf) -> None:
+    """Raise InputError if `batch_of` is no function of samples; ConfigError if the config names data beside it."""
+    if not callable(batch_of) or not accepts(batch_of, np.arange(1)):
+        problem = f"batch_of={shown(batch_of)} is no function of the samples' numbers"
+        raise InputError(f"{problem}: give one that returns their fields, batch_of(samples).")
     for key, read, cure in (
         ("data.kind", config.data.kind != "synthetic", "synthetic"),
         ("run.eval_steps", bool(config.run.eval_steps), "0, and evaluate in a hook"),

@@ -21,6 +21,7 @@ from megajax.config import Config
 from megajax.errors import counted
 from megajax.jax_internals import cache_key, compilation_cache
 from megajax.runtime import keep_autotuning
+from megajax.training.batch_fields import check_microbatches
 from megajax.training.memory_check import check_memory, out_of_memory
 from megajax.training.step import TrainProgram
 
@@ -87,6 +88,7 @@ class CompiledSteps:
 
     def run(self, state: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """A step: (new state, metrics)."""
+        check_microbatches(batch, self._steps)
         self._running = self._steps[len(batch["tokens"])]
         try:
             return self._program.finish(*self._running(state, batch))

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 
 from megajax.config.sentences import listed
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError, accepts, check_methods, shown
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.spikes import Rollback
 from megajax.training.step import TrainProgram, TrainState
@@ -71,6 +71,8 @@ class RunView:
         Arrays are read one step late, so the devices do not wait for the host. Of a step that is not logged, the
         numbers are a line of their own.
         """
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) and name for name in values):
+            raise InputError(f'run.log({shown(repr(values))}) has no numbers by name: give {{"NAME": NUMBER, ...}}.')
         self._log(self.step, values)
 
     def end_with(self, end: StopReason) -> None:
@@ -78,15 +80,28 @@ class RunView:
         self.end = end if self.end is None else self.end
 
 
+def make_hook(name: str, make: Callable[..., Any], settings: Any | None) -> Any:
+    """The hook that is registered by `name`, made with its settings, if it has some."""
+    given = [] if settings is None else [settings]
+    if not callable(make) or not accepts(make, *given):
+        takes = "its settings alone, __init__(self, settings)" if given else "no arguments, or declare a class Settings"
+        raise ConfigError(f"the hook {name} ({shown(make)}) cannot be made: let it take {takes}.")
+    return make(*given)
+
+
 def check_hook(hook: Any) -> None:
-    """Raise InputError for a hook that is none, or that no run would call."""
+    """Raise InputError for a hook that is none, that no run would call, or that takes other arguments."""
     name = type(hook).__name__
-    if not isinstance(hook, Hook) or hook.every < 1:
-        problem = f"{name} has every={getattr(hook, 'every', None)}"
-        raise InputError(f"the hook {problem}: derive it from megajax.Hook, and set every to 1 or more.")
+    if not isinstance(hook, Hook):
+        is_class = isinstance(hook, type) and issubclass(hook, Hook)
+        cure = f"give one that is made, {hook.__name__}(...)" if is_class else "derive its class from megajax.Hook"
+        raise InputError(f"the hook {shown(hook)} is of the type {name}, not a Hook: {cure}.")
+    if not isinstance(hook.every, int) or hook.every < 1:
+        raise InputError(f"the hook {name} has every={shown(repr(hook.every))}: set it to a number of 1 or more.")
     known = [method for method in vars(Hook) if callable(getattr(Hook, method)) and not method.startswith("__")]
     if unknown := sorted(each for each in dir(hook) if each.startswith("on_") and each not in known):
         raise InputError(f"the hook {name} has {unknown[0]}, which no run calls: use {listed(known, 'or')}.")
+    check_methods(type(hook), Hook)
 
 
 class Hook:

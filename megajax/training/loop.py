@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,21 +22,22 @@ from megajax.console import DONE, STOPPED
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import Split, datasets
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.sampling import DEFAULT, Sampling
-from megajax.mesh import build_mesh
+from megajax.mesh import build_mesh, device_list
 from megajax.options.registered import HOOKS
 from megajax.runtime import prepare_environment
 from megajax.sources import text_settings
 from megajax.training import logs
 from megajax.training.agreement import consequence, warn_of_another_rate
-from megajax.training.batches import BatchOf, batches, check_own_fields, own_batches, refuse_data
+from megajax.training.batch_fields import check_fields
+from megajax.training.batches import BatchOf, batches, check_batch_of, check_own_fields, own_batches
 from megajax.training.checks import NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
 from megajax.training.evaluation import Evaluation, mean_loss
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
-from megajax.training.hooks import Hook, RunView, StopReason, check_hook
+from megajax.training.hooks import Hook, RunView, StopReason, check_hook, make_hook
 from megajax.training.in_memory import StateGenerator, export_weights
 from megajax.training.modalities import Modalities
 from megajax.training.monitoring import Monitoring
@@ -87,13 +88,12 @@ class Trainer:
         """
         self.start_time = time.time() if start_time is None else start_time
         self.flags = prepare_environment(config) if flags is None else flags
-        count = len(jax.devices() if devices is None else devices)
-        sizes = check_mesh(config, count, cluster.current().size, jax.default_backend())
+        sizes = check_mesh(config, len(device_list(devices)), cluster.current().size, jax.default_backend())
         self.console = logs.Console()
         self.monitoring = Monitoring(config, self.console.tell)
         self._exports = Exports(config, self.console.report) if config.checkpoint.export_hf.dir is not None else None
         if batch_of is not None:
-            refuse_data(config)
+            check_batch_of(config, batch_of)
         self.data = datasets(config)
         self.config = config = self.monitoring.config = resolve_epochs(config, self.data["train"])
         if self._exports is not None:
@@ -113,14 +113,15 @@ class Trainer:
         self._train_batches: Generator | None = None
         self._compiled = CompiledSteps(self.program, self.console.note)
         self._ahead: deque[jax.Array] = deque()
+        if isinstance(hooks, Hook) or not isinstance(hooks, Iterable):
+            raise InputError(f"hooks={shown(hooks)} is no list: give [{shown(type(hooks).__name__)}(...)].")
         self._make_hooks([*map(self._hook, config.run.hooks), *hooks])
         self._resume_point = ResumePoint(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self._begin()
 
     def _hook(self, name: str) -> Any:
         """The hook of a name of `run.hooks`."""
-        settings = settings_of_hook(self.config, name)
-        return HOOKS[name].make(*([] if settings is None else [settings]))
+        return make_hook(name, HOOKS[name].make, settings_of_hook(self.config, name))
 
     def _make_hooks(self, given: Sequence[Hook]) -> None:
         """All hooks, with the user's, in the order in which they are called; their `on_end` in reverse order.
@@ -194,7 +195,7 @@ class Trainer:
 
     def train_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on `batch`; the metrics are still on the device."""
-        self.program.check_fields(batch)
+        check_fields(self.config, self.program.graph.fields, batch)
         if not self.is_compiled:
             self.compile()
             self._compiled.wait()

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import Config, ModelConfig
-from megajax.config.sentences import fail, format_keys, listed
-from megajax.errors import ConfigError, InputError, counted
+from megajax.config import AXES, Config, ModelConfig
+from megajax.config.sentences import fail, require_config
+from megajax.errors import ConfigError, shown
 from megajax.layout.kinds import extra_of, layer_kinds
 from megajax.model import Transformer, init_parameters
 from megajax.model.block import Block, layer_state
@@ -23,6 +23,7 @@ from megajax.optim.forms import StateArray
 from megajax.optim.groups import clip, clipped_norms
 from megajax.optim.offload import on_device
 from megajax.optim.optimizer import Updated
+from megajax.optim.schedule import check_schedule
 from megajax.optim.streamed import StreamedUpdate
 from megajax.optim.update import Given, Update
 from megajax.parallel.context.token_order import layout_metrics
@@ -37,6 +38,7 @@ from megajax.sharding import (
 from megajax.step.gradients import StepGradients, gradient_function, loss_function
 from megajax.step.graph import Graph
 from megajax.step_plan import StepPlan
+from megajax.training.batch_fields import check_fields, check_microbatches
 from megajax.weights.masters import join_all
 from megajax.weights.scaling import FP8, Scaling
 
@@ -107,7 +109,11 @@ class TrainProgram:
 
         Raises ConfigError for a kernel that cannot run, and for `lora.targets` that the model does not have.
         """
+        require_config(config)
+        if getattr(mesh, "axis_names", None) != AXES:
+            raise ConfigError(f"mesh={shown(mesh)} is no mesh of all axes: give megajax.build_mesh(sizes).")
         targets(config)
+        check_schedule(config.schedule, config.run.steps)
         plan = StepPlan.of(config, mesh)
         if not plan.trained:
             plan.refuse("optimizer.groups gives all parameters the learning rate 0", "train some", "optimizer.groups")
@@ -277,32 +283,10 @@ class TrainProgram:
         loss = loss_function(self.graph, self.mesh)
 
         def evaluate(weights, state, batch):
-            self.check_fields(batch)
+            check_fields(self.config, self.graph.fields, batch)
             return loss(on_device(weights), state, batch)
 
         return jax.jit(evaluate)
-
-    def check_fields(self, batch: Mapping[str, Any], derived: bool = True) -> None:
-        """Raise InputError for a batch that lacks one of the nodes' fields, or has another one.
-
-        If not `derived`, the batch is one that `training.batches.to_global` gets.
-        """
-        known, found = self.graph.fields, {*batch}
-        fields = [name for name, field in known.items() if not field.optional and (derived or not field.derived)]
-        optional = {name for name, field in known.items() if field.optional}
-        if not (wrong := sorted((found - optional).symmetric_difference(fields))):
-            return
-        name = wrong[0]
-        key = known[name].setting if name in known else "data.reset_attention" if name == "segment_ids" else ""
-        setting = f" and {format_keys(self.config, key)}" if key else ""
-        problem = f"the batch {'has' if name in found else 'has no'} {name}{setting}"
-        raise InputError(f"{problem}: give {listed(fields, 'and')}, and no other fields.")
-
-    def _check_microbatches(self, batch: Mapping[str, jax.Array]) -> None:
-        if (count := len(batch["tokens"])) != self.plan.num_microbatches:
-            needed = format_keys(self.config, "batch.num_microbatches")
-            cure = "cut the batch into that number, or call the program of its size (TrainProgram.by_size)"
-            raise ValueError(f"the batch has {counted(count, 'microbatch')}, but {needed}: {cure}.")
 
     def first_weights(self, names: Collection[str]) -> dict[str, jax.Array]:
         """The FP32 weights of step 0 of some trained parameters, as stored on the devices."""
@@ -349,8 +333,8 @@ class TrainProgram:
 
 def _train_step(program: TrainProgram, gradients_of: Callable, state: TrainState, batch):
     """(New state, metrics); with slots in files `_before_update`'s results: `StreamedUpdate` does the rest."""
-    program.check_fields(batch)
-    program._check_microbatches(batch)
+    check_fields(program.config, program.graph.fields, batch)
+    check_microbatches(batch, [program.plan.num_microbatches])
     results = gradients_of(state.weights, state.layer_state, batch, state.step, state.loss_scale)
     state, metrics, given = _before_update(program, state, results)
     if program.streamed is not None:

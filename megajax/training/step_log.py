@@ -81,9 +81,10 @@ class StepLog(Hook):
             values |= self._watch.slowest(self.times.take(), measured["step_seconds"], run.note)
             for hook in run.hooks:
                 hook.on_log(run, step, values)
+            values = {name: _plain(value) for name, value in values.items()}
             del values[IN_ROW]
             self._line = step, values, self._meter.seconds_left(run.config.run.steps, measured)
-        added = {name: np.asarray(value).tolist() for name, value in jax.device_get(added).items()}
+        added = {name: _plain(value) for name, value in jax.device_get(added).items()}
         if taken := sorted(added.keys() & {"step", "time", *values}):
             raise InputError(f"a hook logs {taken[0]} at step {step}, which its line has already: give another name.")
         values |= added
@@ -115,6 +116,11 @@ class StepLog(Hook):
         if self._file.writer and run.config.model.num_experts:
             logs.draw_load_map(Path(run.config.run.dir), expert_layers(run.config.model))
         self._file = None
+
+
+def _plain(value: Any) -> Any:
+    """An array of any library, or a number of NumPy, as Python has it: metrics.jsonl takes no others."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def values_of(metrics: dict[str, np.ndarray]) -> dict[str, Any]:

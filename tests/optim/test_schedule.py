@@ -2,10 +2,14 @@
 
 import math
 
+import jax.numpy as jnp
 import pytest
 
-from megajax.config import ScheduleConfig
+from megajax.config import LearningRateSchedule, ScheduleConfig
+from megajax.errors import ConfigError
 from megajax.optim import make_schedule
+from megajax.optim.schedule import check_schedule
+from megajax.options.schedules import SCHEDULES
 
 PEAK, LOW = 1e-3, 1e-4
 
@@ -101,3 +105,28 @@ def test_by_default_no_step_has_a_learning_rate_of_zero(kind, warmup):
 def test_a_delayed_schedule_begins_at_rate_zero_as_megatrons_does():
     assert rates([1, 2, 5], kind="linear", delay_steps=1) == pytest.approx([0, PEAK / 4, PEAK])
     assert rates([1, 2], kind="linear", warmup_steps=0, delay_steps=1)[0] == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize(
+    ("rate", "sentence"),
+    [
+        (lambda schedule: lambda step: schedule.learning_rate / (step + 1), None),
+        (lambda schedule: schedule.learning_rate, "is no function of the section whose result is a function of a step"),
+        (lambda schedule, steps: lambda step: 1e-3, "is no function of the section"),
+        (lambda schedule: lambda: 1e-3, "is no function of the section"),
+        (lambda schedule: lambda step: 1e-3 if step < 2 else 0.0, "asks .* in Python: write jnp.where in place of if"),
+        (lambda schedule: lambda step: jnp.ones(2), r"gives \[1. 1.\] after 0 steps: return one rate of 0 or more"),
+        (
+            lambda schedule: lambda step: 1e-3 * (9 - step),
+            "gives -0.011\\d* after 20 steps: return one rate of 0 or more",
+        ),
+        (lambda schedule: lambda step: jnp.log(-1.0 - step), "gives nan after 0 steps"),
+    ],
+)
+def test_an_extension_without_rates_is_a_sentence(monkeypatch, rate, sentence):
+    monkeypatch.setitem(SCHEDULES, "test_rate", LearningRateSchedule("test_rate", rate=rate))
+    config = ScheduleConfig.model_validate({"kind": "test_rate", "learning_rate": PEAK, "decay_steps": 20})
+    if sentence is None:
+        return check_schedule(config, 20)
+    with pytest.raises(ConfigError, match=f"the schedule test_rate {sentence}"):
+        check_schedule(config, 20)

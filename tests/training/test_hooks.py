@@ -15,8 +15,9 @@ from trainers import QuickTrainer
 import megajax
 from megajax.checkpoint import complete_steps
 from megajax.console import BAD_NUMBERS, STOPPED
-from megajax.errors import ConfigError, InputError
+from megajax.errors import ConfigError, InputError, UserError
 from megajax.options.registered import HOOKS
+from megajax.schema.fields import Section
 from megajax.training.hooks import RunView
 from megajax.training.loop import Trainer
 
@@ -91,7 +92,7 @@ class Recorder(megajax.Hook):
         assert step in (run.step, run.step - 1)  # one step late, or before a save
 
     def on_log(self, run, step, values):
-        values["twice"] = 2 * values["loss"]
+        values["twice"] = np.float32(2 * values["loss"])
         self.calls.append(("log", step))
 
     def on_save(self, run, step):
@@ -216,14 +217,38 @@ def test_mistakes_are_sentences(build, make_config, extension):
         make_config(*own, "run.hook_settings.norm.every=3")
     with pytest.raises(ConfigError, match="the hook head_norm exists already: choose another name"):
         megajax.config.register_hook("head_norm", Taken)
-    with pytest.raises(InputError, match="the hook Recorder has every=0: .* set every to 1 or more"):
+    with pytest.raises(InputError, match="the hook Recorder has every=0: set it to a number of 1 or more"):
         hook = Recorder()
         hook.every = 0
         build(hooks=[hook])
-    with pytest.raises(InputError, match="the hook function has .*: derive it from megajax.Hook"):
-        build(hooks=[lambda run: None])
+    for given, sentence in (
+        ([lambda run: None], "is of the type function, not a Hook: derive its class from megajax.Hook"),
+        (["head_norm"], "the hook head_norm is of the type str, not a Hook"),
+        ([Taken], r"Taken.* is of the type type, not a Hook: give one that is made, Taken\("),
+        (Taken(), r"hooks=.* is no list: give \[Taken\("),
+        (
+            [type("Few", (megajax.Hook,), {"on_step": lambda self: None})()],
+            r"Few.on_step .* write on_step\(self, run\)",
+        ),
+        ([type("Few", (megajax.Hook,), {"on_log": lambda self, run, values: None})()], r"on_log\(self, run, step, v"),
+        ([type("Text", (megajax.Hook,), {"every": "10"})()], "the hook Text has every='10': set it to a number"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            build(hooks=given)
+    needing = type("Needing", (megajax.Hook,), {"__init__": lambda self, path: None})
+    for make in (needing, Taken(), type("Lacking", (megajax.Hook,), {"Settings": type("Settings", (Section,), {})})):
+        megajax.config.register_hook("test_made", make)
+        with pytest.raises(ConfigError, match="the hook test_made .* cannot be made: let it take"):
+            build("run.hooks=[test_made]")
+        del HOOKS["test_made"]
     with pytest.raises(InputError, match="the hook Misspelt has on_steps, which no run calls: use .*on_step,"):
         build(hooks=[Misspelt()])
+
+
+@pytest.mark.parametrize("values", ["loss", None, {"": 1.0}, {3: 1.0}], ids=str)
+def test_a_hook_that_logs_no_numbers_by_name_is_a_sentence(build, values):
+    with pytest.raises(InputError, match=r"run.log\(.*\) has no numbers by name"):
+        build().view.log(values)
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "time", "tokens"])

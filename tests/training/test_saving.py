@@ -279,23 +279,37 @@ def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config
 
 
 def without(name):
-    return lambda fields: fields.pop(name)
+    return lambda fields: {each: field for each, field in fields.items() if each != name}
 
 
 def put(name, value):
-    return lambda fields: fields[name].__setitem__((1, 2), value)
+    def changed(fields):
+        field = fields[name].copy()
+        field[1, 2] = value
+        return fields | {name: field}
+
+    return changed
 
 
 WRONG = {  # of the fields of a batch
     "no positions": (without("positions"), "the batch has no positions: give tokens, positions, targets and loss_mask"),
     "no targets": (without("targets"), "the batch has no targets: give"),
     "another field": (
-        lambda fields: fields.update(labels=fields["targets"]),
+        lambda fields: fields | {"labels": fields["targets"]},
         "the batch has labels: .* no other fields",
     ),
     "a row": (
-        lambda fields: fields.update(tokens=fields["tokens"][1:]),
+        lambda fields: fields | {"tokens": fields["tokens"][1:]},
         r"tokens of the shape \[7, 16\], .* give \[8, 16\]",
+    ),
+    "no dictionary": (lambda fields: None, "the batch is of the type NoneType: give a dictionary"),
+    "a list": (lambda fields: [*fields.values()], "the batch is of the type list: give a dictionary"),
+    "names": (lambda fields: dict(enumerate(fields.values())), "the batch has 0: .* no other fields"),
+    "unequal rows": (lambda fields: fields | {"tokens": [[1], [1, 2]]}, "rows of unequal lengths in tokens: pad"),
+    "text": (lambda fields: fields | {"tokens": np.full((8, 16), "a")}, "tokens of the type <U1: give .* numbers"),
+    "padding": (
+        lambda fields: fields | {"is_real": np.ones((8, 15))},
+        r"is_real of the shape \[8, 15\].*give \[8, 16\]",
     ),
     "a token": (put("tokens", 125), "holds token id 125, but model.vocab_size=125: set model.vocab_size=126"),
     "a target": (put("targets", 200), "holds token id 200, but model.vocab_size=125: set model.vocab_size=201"),
@@ -304,7 +318,7 @@ WRONG = {  # of the fields of a batch
     "a mask": (put("loss_mask", -1), "holds -1.0 in loss_mask: give 0 or more"),
     "no number": (put("loss_mask", np.nan), "holds nan in loss_mask: give 0 or more"),
     "a fraction": (
-        lambda fields: fields.update(tokens=fields["tokens"] + 0.5),
+        lambda fields: fields | {"tokens": fields["tokens"] + 0.5},
         "holds numbers with a fraction in tokens: give integers",
     ),
 }
@@ -322,9 +336,8 @@ def test_a_batch_of_your_own_is_checked(make_config, wrong):
     change, sentence = WRONG[wrong]
     program, fields = program_and_fields(make_config, "model.vocab_size=125")
     to_global(program, fields)
-    change(fields)
     with pytest.raises(InputError, match=sentence):
-        to_global(program, fields)
+        to_global(program, change(fields))
 
 
 def test_a_learned_position_beyond_the_table_is_refused(make_config):
