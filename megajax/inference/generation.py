@@ -14,7 +14,7 @@ from megajax import cluster
 from megajax.data.images import PlacedPicture
 from megajax.data.spans import START
 from megajax.data.tokenizers import decode_after
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.inference.comm import Decode, Prefill
 from megajax.inference.language_model import ROPE, LanguageModel, Source, positions_from
 from megajax.inference.prompts import PicturePrompt
@@ -65,6 +65,8 @@ class Generator:
 
     def __init__(self, model: LanguageModel, sampling: Sampling = DEFAULT, multiple: int = LENGTH_MULTIPLE):
         """Lengths are rounded up to a `multiple`, so that prompts of similar lengths share compiled programs."""
+        if not isinstance(sampling, Sampling):
+            raise InputError(f"sampling={shown(sampling)} is no Sampling: give megajax.inference.sampling.Sampling().")
         sampling.check()
         check_decoding(model)
         self.model, self.sampling, self.multiple = model, sampling, multiple

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ModelConfig
-from megajax.errors import InputError
+from megajax.errors import InputError, shown
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.load import for_inference
@@ -58,7 +58,10 @@ class StateGenerator(Generator):
         super().__init__(LanguageModel(config, *self._arrays(state), self._mesh, text), sampling)
 
     def update(self, state: TrainState) -> None:
-        """Generate with the weights of another state of the same program from now on; nothing is compiled again."""
+        """Generate with the weights of another state of the same program from now on; nothing is compiled again.
+
+        Raises InputError, and keeps the earlier weights, for what is no such state.
+        """
         self.model.update(*self._arrays(state))
 
     def _arrays(self, state: TrainState) -> tuple[Any, LayerState]:
@@ -69,6 +72,7 @@ class StateSource(WeightSource):
     """The weights of a train state, with adapters merged into their base; all processes read together."""
 
     def __init__(self, program: TrainProgram, state: TrainState):
+        _check_state(program, state)
         super().__init__(program.config.run.dir, "state")
         self._program, self._state = program, program.with_files(state, "master_low_bits")
 
@@ -87,6 +91,18 @@ class StateSource(WeightSource):
             for kind, wanted in layer_state.items()
         }
         return _Parameters(self._program, self._state, params), placed
+
+
+def _check_state(program: TrainProgram, state: Any) -> None:
+    """Raise InputError for what is no state of the program, or one whose memory a step has taken."""
+    if not isinstance(state, TrainState):
+        problem = f"the state is of the type {type(state).__name__}"
+        raise InputError(f"{problem}: give a TrainState, such as trainer.state or what train_step returns.")
+    wanted, found = ({n: w.shape for n, w in each.weights.items()} for each in (program.abstract_state, state))
+    if wanted != found:
+        raise InputError("the state has weights of other shapes than this program: give a state of the same program.")
+    if any(w.is_deleted() for w in state.weights.values()):
+        raise InputError("a step has taken the state's memory: give the state that train_step returned.")
 
 
 class _Parameters:
@@ -138,6 +154,10 @@ def export_weights(
 
     if form != "hf":
         raise InputError(f"the format {form} is not known: give hf.")
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        raise InputError(f"the dtype {shown(dtype)} is not known: give one such as bfloat16.") from None
     with StateSource(program, state).open(program.config.model) as weights:
         return stream(weights, program.config.model, dtype, origin(Path(program.config.run.dir)))
 

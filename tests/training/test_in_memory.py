@@ -102,6 +102,17 @@ def test_a_generator_takes_the_weights_of_later_steps_without_compiling(build, t
     trainer.train_step(trainer.next_batch())
     trainer.train_step(trainer.next_batch())
     jax.block_until_ready(trainer.state)
+    taken = trainer.state
+    trainer.train_step(trainer.next_batch())
+    jax.block_until_ready(trainer.state)
+    for state, sentence in (
+        (trainer.state.params, "the state is of the type dict: give a TrainState"),
+        (replace(trainer.state, params={}), "weights of other shapes"),
+        (taken, "a step has taken the state's memory"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            generator.update(state)
+    assert tokens(generator) == before  # it keeps its weights
     compiled = []
 
     def count(event, *_, **__):
@@ -120,7 +131,7 @@ def test_a_generator_takes_the_weights_of_later_steps_without_compiling(build, t
     assert tokens(generator) == after != before
     trainer.close()
     fresh = build("mesh.fsdp=2", "mesh.tensor=2", "schedule.learning_rate=0.05", kind=Trainer, name="again")
-    for _ in range(2):
+    for _ in range(3):
         fresh.train_step(fresh.next_batch())
     fresh.save()
     fresh.close()
@@ -147,6 +158,11 @@ def test_adapters_are_merged(build, tmp_path):
     assert_streamed(trainer, tmp_path)
 
 
-def test_a_format_that_is_not_known_is_a_sentence(build):
+def test_what_is_not_known_is_a_sentence(build):
+    trainer = build("mesh.fsdp=2")
     with pytest.raises(InputError, match="the format gguf is not known: give hf"):
-        build("mesh.fsdp=2").export_weights("gguf")
+        trainer.export_weights("gguf")
+    with pytest.raises(InputError, match="the dtype bf17 is not known: give one such as bfloat16"):
+        trainer.export_weights("hf", "bf17")
+    with pytest.raises(InputError, match="sampling=greedy is no Sampling: give .*Sampling"):
+        trainer.generator("greedy")
