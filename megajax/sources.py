@@ -5,6 +5,7 @@ Built in are a run or its checkpoint, a folder in Hugging Face's format, and a c
 """
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from megajax.checkpoint.weights import open_layer_state, open_weights, run_confi
 from megajax.config import Config, ModelConfig
 from megajax.data.special_tokens import first_token, known_end, stop_tokens, usual_first_token
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError, check_methods, shown
 from megajax.hf import is_hf_folder
 from megajax.megatron import is_megatron_folder
 from megajax.model import Transformer, parameters
@@ -288,7 +289,15 @@ SOURCES: list[type[WeightSource]] = [HfSource, MegatronSource, RunSource]  # the
 
 
 def register_source(source: type[WeightSource]) -> type[WeightSource]:
-    """Register a layout, which is asked before the built-in ones."""
+    """Register a layout, which is asked before the built-in ones. Raises ConfigError for one that lacks a method."""
+    if not (isinstance(source, type) and issubclass(source, WeightSource)):
+        raise ConfigError(
+            f"the source {shown(source)} is no class of megajax.sources.WeightSource: derive it from that."
+        )
+    for name in ("matches", "open"):
+        if inspect.getattr_static(source, name) is inspect.getattr_static(WeightSource, name):
+            raise ConfigError(f"{source.__name__} does not define {name}: see megajax.sources.WeightSource.")
+    check_methods(source, WeightSource)
     SOURCES.insert(0, source)
     return source
 

@@ -12,7 +12,7 @@ from single_device import make_config
 import megajax
 from megajax import sources
 from megajax.config.checks import check_mesh
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError
 from megajax.inference.load import load_model
 from megajax.model import Transformer, parameters
 from megajax.sharding import to_canonical
@@ -66,6 +66,31 @@ def test_a_run_starts_from_a_layout_of_ones_own(toy):
     state = saver.first_state()
     for name, weight in weights.items():
         np.testing.assert_array_equal(to_canonical(state.params[name], program.placements[name]), weight)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ("text", "the source text is no class of megajax.sources.WeightSource"),
+        (type("Lacking", (sources.WeightSource,), {}), "Lacking does not define matches"),
+        (type("Lacking", (sources.WeightSource,), {"matches": classmethod(lambda cls, path: True)}), "not define open"),
+        (
+            type("Few", (sources.WeightSource,), {"matches": lambda: True, "open": lambda self, model: {}}),
+            r"matches\(path\)",
+        ),
+        (
+            type(
+                "Few", (sources.WeightSource,), {"matches": classmethod(lambda c, path: True), "open": lambda self: {}}
+            ),
+            r"Few.open .*write open\(self, model\)",
+        ),
+    ],
+)
+def test_a_layout_is_checked_when_it_is_registered(layout, sentence):
+    before = [*sources.SOURCES]
+    with pytest.raises(ConfigError, match=sentence):
+        sources.register_source(layout)
+    assert before == sources.SOURCES
 
 
 def test_what_a_layout_lacks_is_said_with_its_path(toy):

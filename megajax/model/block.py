@@ -11,7 +11,7 @@ from flax import nnx
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, check_methods
 from megajax.layout.kinds import BUILT_IN_BLOCKS, KINDS, PARALLEL, WITHOUT_NORM, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
@@ -70,6 +70,7 @@ def _check_part(part: type[Sublayer]) -> None:
     if missing:
         members = f"{listed(missing, 'and')}: see megajax.model.Sublayer"
         raise ConfigError(f"{part.__name__} does not define {members}; LINEAR names one weight at least.")
+    check_methods(part, Sublayer)
     if unknown := sorted(set(part.SUPPORTS) - EVERYTHING):
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
     if unknown := sorted(set(part.LOSSES) - {*part.METRICS}):

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from megajax.config import ModelConfig
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, check_methods
 from megajax.layout.kinds import ENCODER as STREAM
 from megajax.model.comm import Comm
 from megajax.model.parameters import parameters
@@ -59,6 +59,7 @@ def register_encoder(encoder: type[Encoder]) -> type[Encoder]:
         raise ConfigError(f"{ids[1]} has the NAME {name}, which megajax uses: give it another one.")
     if ids[0] != ids[1]:
         raise ConfigError(f"the encoder {name} is {ids[0]} already: register {ids[1]} under another NAME.")
+    check_methods(encoder, Encoder)
     ENCODERS[name] = encoder
     return encoder
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, check_methods
 from megajax.optim.forms import Form, StateArray
 from megajax.optim.optimizer import COUNT, MatrixOptimizer, OptaxOptimizer, Optimizer, Slot
 from megajax.optim.schedule import make_schedule
@@ -33,6 +33,7 @@ def register_optimizer(kind: OptimizerKind, optimizer: type[Optimizer]) -> None:
     missing = [name for name in ("direction", "of_matrices") if getattr(optimizer, name, None) in UNDEFINED]
     if missing:
         raise ConfigError(f"{optimizer.__name__} does not define {missing[0]}: see megajax.optim.Optimizer.")
+    check_methods(optimizer, MatrixOptimizer if issubclass(optimizer, MatrixOptimizer) else Optimizer)
     names = [slot.name for slot in optimizer.SLOTS]
     if again := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{optimizer.__name__}.SLOTS has {again[0]} twice: rename one.")

@@ -59,7 +59,7 @@ class RematPolicy:
 
     def check_names(self, names: Collection[str]) -> None:
         """Raise ConfigError if the blocks name none of the values that this policy keeps."""
-        if isinstance(self.keep, tuple) and not self.of_names(names):
+        if not isinstance(self.keep, Keep) and not self.of_names(names):
             kept, known = ", ".join(self.keep), ", ".join(sorted(names))
             raise ConfigError(
                 f"remat.policy={self.name} keeps {kept}, which no block of the model names: use {known}, or full."
@@ -82,7 +82,8 @@ def register_remat(policy: RematPolicy) -> None:
 
     Raises ConfigError for a name that another policy has, and for one that keeps no value.
     """
-    if isinstance(policy.keep, str) or not policy.keep:
+    is_names = isinstance(policy.keep, (tuple, list)) and all(isinstance(name, str) for name in policy.keep)
+    if not policy.keep or not (is_names or isinstance(policy.keep, Keep)):
         raise ConfigError(
             f"the remat policy {policy.name} has keep={policy.keep!r}: use names in a tuple, or Keep.INPUT."
         )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.errors import ConfigError, counted
+from megajax.errors import ConfigError, check_methods, counted
 from megajax.ops.numerics import added
 from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.mesh_comm import MeshComm
@@ -327,7 +327,8 @@ class Segment(Objective):
         return {name: self.comm.sum(a, SHARES) for name, a in sums.items()}
 
 
-UNDEFINED = [base.loss for base in (Elementwise, Logits, Segment, Hidden)]
+BASES: tuple[Any, ...] = (Logits, Hidden, Segment, Elementwise)
+UNDEFINED = [base.loss for base in BASES]
 OBJECTIVE_CLASSES: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
 
 
@@ -359,6 +360,7 @@ def _check_class(name: str, objective: type[Objective]) -> None:
     if not derived or getattr(objective, "loss", None) in UNDEFINED:
         cure = "derive a class from Elementwise, Logits, Segment or Hidden, with a method loss"
         raise ConfigError(f"the objective {name} ({objective.__name__}) does not define loss: {cure}.")
+    check_methods(objective, next((base for base in BASES if issubclass(objective, base)), Objective))
     if getattr(objective, "TEACHER", False) and not issubclass(objective, Logits):
         problem = f"{objective.__name__}.TEACHER is set, but only a Logits objective is given a teacher's logits"
         raise ConfigError(f"{problem}: derive it from Logits, or remove TEACHER.")

@@ -218,6 +218,10 @@ def test_an_optimizer_is_checked_when_it_is_registered():
         (Lacking, "Lacking does not define direction"),
         (LackingMatrices, "LackingMatrices does not define of_matrices"),
         (Twice, "Twice.SLOTS has mean twice: rename one"),
+        (
+            type("Few", (Sgd,), {"direction": lambda self, gradients: None}),
+            r"Few.direction .*\(self, gradients, slots\)",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             register_optimizer(OptimizerKind("test_odd"), optimizer)

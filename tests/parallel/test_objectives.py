@@ -177,6 +177,7 @@ def test_wrong_settings_and_batches_are_sentences(table):
         register_objective(Focal)
     for attributes, sentence in (
         ({"FIELDS": ["reward"]}, "Wrong.FIELDS is no mapping"),
+        ({"loss": lambda self, log_probs: -log_probs}, r"Wrong.loss .*: write loss\(self, log_probs, fields\)"),
         ({"FIELDS": {"reward": "flaot32"}}, "Wrong.FIELDS has reward: 'flaot32': give a dtype"),
         ({"FIELDS": {"reward": (jnp.float32, "8")}}, "Wrong.FIELDS has reward: .*'8'.*: give a dtype"),
         ({"TEACHER": True}, "Wrong.TEACHER .* derive it from Logits"),

@@ -103,6 +103,7 @@ def test_a_name_is_known_after_its_extension_is_imported(tmp_path, monkeypatch):
         (RematPolicy("two words", Keep.ALL), "'two words' is not a name"),
         (RematPolicy("nothing", ()), "nothing has keep=.*Keep.INPUT"),
         (RematPolicy("letters", cast(Any, "attention")), "letters has keep='attention': use names in a tuple"),
+        (RematPolicy("of_jax", cast(Any, jax.checkpoint_policies.dots_saveable)), "of_jax has keep=.*use names in a"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -116,3 +117,5 @@ def test_a_wrong_registration_is_a_sentence(policy, problem):
 def test_names_that_no_block_has_are_a_sentence():
     with pytest.raises(ConfigError, match="remat.policy=mine keeps attn, which no block .*: use attention"):
         RematPolicy("mine", ("attn",)).check_names({"attention", "output"})
+    with pytest.raises(ConfigError, match="remat.policy=mine keeps attn"):
+        RematPolicy("mine", cast(Any, ["attn"])).check_names({"attention", "output"})
