@@ -11,7 +11,7 @@ from flax import nnx
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
-from megajax.errors import ConfigError, check_methods
+from megajax.errors import ConfigError, accepts, check_methods
 from megajax.layout.kinds import BUILT_IN_BLOCKS, KINDS, PARALLEL, WITHOUT_NORM, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
@@ -22,7 +22,7 @@ from megajax.model.latent_attention import LatentAttention
 from megajax.model.mamba2 import Mamba2
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
-from megajax.model.parameters import parameters
+from megajax.model.parameters import check_declared, parameters
 from megajax.model.sublayer import MAX_SCORE, LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 from megajax.ops.barriers import not_repeated
 from megajax.schema.fields import cached
@@ -71,6 +71,10 @@ def _check_part(part: type[Sublayer]) -> None:
         members = f"{listed(missing, 'and')}: see megajax.model.Sublayer"
         raise ConfigError(f"{part.__name__} does not define {members}; LINEAR names one weight at least.")
     check_methods(part, Sublayer)
+    arguments = ["self", "config", *([] if part.Settings is None else ["settings"])]
+    if not accepts(part.__init__, *arguments):
+        wanted = f"__init__({', '.join(arguments)})"
+        raise ConfigError(f"{part.__name__}.__init__ does not take what it is called with: write {wanted}.")
     if unknown := sorted(set(part.SUPPORTS) - EVERYTHING):
         raise ConfigError(f"{part.__name__}.SUPPORTS has {unknown[0]!r}: use {listed(ABILITIES, 'and')}.")
     if unknown := sorted(set(part.LOSSES) - {*part.METRICS}):
@@ -123,6 +127,7 @@ class Block(nnx.Module):
             own, values = part.Settings, config.sublayer_settings.get(name, {})
             settings = [] if own is None else [own.model_validate(values)]
             module = (LatentAttention if part is Attention and config.is_latent else part)(config, *settings)
+            check_declared(module, type(module).__name__)
             _check_linear_layers(module)
             module.post_norm, module.post_norm_bias = declare_norm(config, config.norm_placement != "before")
             if name in self.parallel or name in WITHOUT_NORM.get(kind, ()):

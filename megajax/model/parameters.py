@@ -6,12 +6,13 @@ are passed as flat dictionaries, keyed by the canonical dotted names of the chec
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, accepts, shown
 from megajax.sharding import LOGICAL_TO_MESH
 
 Initial = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) → FP32 values
@@ -32,15 +33,35 @@ def declare(
     `model.init_std * scale`; norm: `scale`; bias: zeros), unless `initial` does, and whether weight decay applies.
     `muon`: whether the optimizer Muon updates it as a matrix, if that is its role; AdamW updates all others.
     """
+    if not isinstance(shape, Sequence) or not all(isinstance(size, Integral) and size > 0 for size in shape):
+        raise ConfigError(f"a parameter was declared with the shape {shown(shape)}: give a tuple of sizes, (64, 128).")
     if len(shape) != len(axes) or not set(axes) <= {*LOGICAL_TO_MESH}:
         raise ConfigError(
             f"a parameter of the shape {shape} was declared with the logical axes {axes}: give each dimension one of "
             f"{', '.join(LOGICAL_TO_MESH)} (docs/extensions.md, 'What a sublayer declares')"
         )
+    dividing = [LOGICAL_TO_MESH[axis] for axis in axes if LOGICAL_TO_MESH[axis]]
+    if "experts" not in axes and len({*dividing}) < len(dividing):
+        problem = f"a parameter of the shape {shape} was declared with the logical axes {axes}"
+        raise ConfigError(f"{problem}, two of which the same mesh axes divide: call one dimension whole.")
+    if initial is not None and not accepts(initial, None, shape):
+        raise ConfigError(
+            f"a parameter was declared with initial={shown(initial)}: give a function of a key and a shape."
+        )
     if role not in ROLES:
         raise ConfigError(f"a parameter was declared with the role {role}: use {', '.join(ROLES)}")
     own = {"axes": axes, "role": role, "scale": scale, "muon": muon and role == "matrix", "initial": initial}
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **own)
+
+
+def check_declared(module: nnx.Module, name: str) -> None:
+    """Raise ConfigError if an array of `module`, the user's `name`, was not made by `declare`."""
+    for path, parameter in parameters(module).items():
+        if not isinstance(parameter, nnx.Param) or not hasattr(parameter, "role"):
+            problem = f"{name} has {path} of the type {type(parameter).__name__}, which declare did not make"
+            raise ConfigError(
+                f"{problem}: write megajax.model.declare(shape, axes), or keep constants out of attributes."
+            )
 
 
 def stack[Module: nnx.Module](block: Module, layers: tuple[int, ...], axis: str = "layers") -> Module:

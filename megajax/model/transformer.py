@@ -21,7 +21,7 @@ from megajax.model.comm import Comm, TokenPositions
 from megajax.model.encoder import Encoder, make_encoder
 from megajax.model.encoder_layers import TOKENS, EncoderLayers, bias_stream, with_document_fields
 from megajax.model.lora import add_adapters
-from megajax.model.parameters import declare, parameters, stack
+from megajax.model.parameters import check_declared, declare, parameters, stack
 from megajax.model.second_layers import SecondLayers
 from megajax.model.sublayer import (
     BlockInputs,
@@ -262,4 +262,6 @@ def _objective_parameters(config: ModelConfig, objective: ObjectiveConfig | None
     if objective is None or not replaces_head(objective.kind):
         return None
     registered = OBJECTIVES[objective.kind]
-    return nnx.Dict(registered.parameters(config, registered.Settings.model_validate(dict(objective.settings))))
+    own = nnx.Dict(registered.parameters(config, registered.Settings.model_validate(dict(objective.settings))))
+    check_declared(own, f"{registered.__name__}.parameters")
+    return own

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 from mesh_models import MIXTRAL, MODELS
 
 from megajax.checkpoint import Checkpoints
@@ -434,11 +435,41 @@ def test_every_loss_reaches_the_metrics(table):
         (("embed", "heads", "head"), "matrix", "give each dimension one of"),
         (("embed", "width"), "matrix", "'width'.*: give each dimension one of"),
         (("embed", "mlp"), "weight", "the role weight: use matrix"),
+        (("embed", "embed"), "matrix", "two of which the same mesh axes divide: call one dimension whole"),
+        (("heads", "mlp"), "matrix", "two of which the same mesh axes divide"),
     ],
 )
 def test_a_parameter_is_checked_when_it_is_declared(axes, role, sentence):
     with pytest.raises(ConfigError, match=sentence):
         declare((2, 3), axes, role)
+
+
+def test_a_shape_or_a_first_value_of_another_kind_is_a_sentence():
+    for shape in (64, (64.0, 2), (0, 2), "embed"):
+        with pytest.raises(ConfigError, match="declared with the shape .*: give a tuple of sizes"):
+            declare(shape, ("embed", "whole"))
+    with pytest.raises(ConfigError, match="declared with initial=.*: give a function of a key and a shape"):
+        declare((2,), ("whole",), initial=np.ones(2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.ones(2),
+        lambda: jnp.ones(2),
+        lambda: nnx.Param(jnp.ones(2)),
+        lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+    ],
+)
+def test_an_array_that_is_not_declared_is_a_sentence(table, monkeypatch, make):
+    class Own(Squared):
+        def __init__(self, config):
+            super().__init__(config)
+            self.own = make()
+
+    monkeypatch.setitem(KINDS, "own", {"attention": Attention, "mlp": Own})
+    with pytest.raises(ConfigError, match=r"Own has own(\.\w+)? of the type .*: write megajax.model.declare"):
+        Transformer(table.make_config(MODELS["llama"] | {"block_pattern": ["own"]}, {}).model)
 
 
 def test_a_part_is_checked_when_it_is_registered(monkeypatch):
@@ -460,7 +491,16 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     class Parallel(Mean):
         NAME = "parallel"  # an attribute of each
 
+    class Few(Squared):
+        def apply(self, w, x):
+            return x
+
+    class Unset(Squared):
+        Settings = Section
+
     for parts, kind, sentence in (
+        ((Attention, Few), "mine", r"Few.apply .*: write apply\(self, w, x, ctx\)"),
+        ((Attention, Unset), "mine", r"Unset.__init__ .*: write __init__\(self, config, settings\)"),
         ((Attention, Lacking), "mine", "Lacking does not define LINEAR and apply"),
         ((Attention, Wrong), "mine", "Wrong.SUPPORTS has 'contxt': use tensor, context"),
         ((Attention, Attention), "mine", "two sublayers of the block mine have the name .* attention: name one"),
