@@ -22,6 +22,7 @@ from megajax.data.special_tokens import first_token, known_end, stop_tokens, usu
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
 from megajax.errors import ConfigError, InputError, check_methods, shown
 from megajax.hf import is_hf_folder
+from megajax.layout.kinds import EXTRA
 from megajax.megatron import is_megatron_folder
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state as declared_state
@@ -82,9 +83,11 @@ class WeightSource:
     ) -> tuple[dict[str, jax.Array], LayerState]:
         """The parameters by name and the layers' state in these dtypes and shardings.
 
-        Each process reads what its devices hold. Raises InputError as `open` does, and for an array that lacks.
+        Each process reads what its devices hold. Raises InputError as `open` does, for an array that lacks, and for one
+        that the model does not have.
         """
         with self.open(model) as arrays:
+            self._check_names(arrays, model)
             states = {
                 kind: {name: self._on_devices(arrays, f"blocks.{kind}.{name}", wanted) for name, wanted in own.items()}
                 for kind, own in layer_state.items()
@@ -120,6 +123,17 @@ class WeightSource:
     def shown(self) -> str:
         """The path in an error's sentence."""
         return f"{self.setting}={self.path}{self.location}"
+
+    def _check_names(self, arrays: Mapping[str, Any], model: ModelConfig) -> None:
+        states = {f"blocks.{kind}.{name}" for kind, own in declared_state(model).items() for name in own}
+        extra = tuple(f"blocks.{each.name}." for each in EXTRA)  # layers after the model's, which may be left out
+        more = sorted({*arrays} - {*parameters(Transformer(model))} - states)
+        if more := [name for name in more if not name.startswith(extra)]:
+            names = ", ".join(more[:9]) + ", …" * (len(more) > 9)
+            raise InputError(
+                f"{self.shown} gives {names}, but the model has no such array: set the keys of `model` that it belongs "
+                f"to, or leave it out in {type(self).__name__}.open."
+            )
 
     def _on_devices(self, arrays: Mapping[str, Any], name: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         array = arrays.get(name)

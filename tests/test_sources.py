@@ -93,11 +93,14 @@ def test_a_layout_is_checked_when_it_is_registered(layout, sentence):
     assert before == sources.SOURCES
 
 
-def test_what_a_layout_lacks_is_said_with_its_path(toy):
+def test_what_a_layout_lacks_or_has_beside_the_model_is_said_with_its_path(toy):
     config = make_config(MODELS["llama"], {}, checkpoint={"init_from": str(toy)})
     saved(toy, config.model, **{"final_norm": np.zeros(3)})
     program = TrainProgram.build(config, megajax.build_mesh({}, jax.devices()[:1]))
     with pytest.raises(InputError, match=r"checkpoint\.init_from=.*toy\.npz.*\[3\] for final_norm \[64\]"):
+        StateSaver(program).restore_weights(str(toy))
+    saved(toy, config.model, **{"blocks.dense.mlp.bias": np.zeros(3), "blocks.mtp.final_norm": np.zeros(64)})
+    with pytest.raises(InputError, match=r"toy\.npz.* gives blocks\.dense\.mlp\.bias, but the model has no such array"):
         StateSaver(program).restore_weights(str(toy))
     with pytest.raises(InputError, match=r"path=.*toy\.npz.*no config"):
         load_model(toy)
