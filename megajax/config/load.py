@@ -199,7 +199,7 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     if mistake["type"] == "missing":
         return f"{key} is not set ({location}): add it{_meaning(key)}."
     problem, cure = describe_problem(*(item for item in mistakes if _key(item) == key))
-    if problem == "is not a list":
+    if problem == "is not a list" and mistake["type"] != "value_error":
         cure = _as_list(_with_n(key), mistake["input"]) or cure
     elif problem == "is not a mapping" and _last(key).isdigit():
         cure = _as_list(_with_n(key).removesuffix(".N"), mistake["input"])
@@ -275,10 +275,8 @@ def suggestion(key: str, value: Any = None) -> str:
         return f"did you mean {RENAMED[key]}?"
     if feature := missing_feature(key, value):
         return f"{feature}."
-    other = counterpart(key)
-    if other is not None:
-        follows = f"use {other.ours}, {other.note}." if other.note else f"did you mean {other.ours}?"
-        return follows if other.ours else f"{other.note}."
+    if other := counterpart(key):
+        return other.cure
     indices = re.findall(r"\.(\d+)\.", key)
     section, _, leaf = _with_n(plain(key)).rpartition(".")
     known = [name for name, _ in keys()]
@@ -296,6 +294,8 @@ def suggestion(key: str, value: Any = None) -> str:
         return f"did you mean {near[0].replace('.N.', f'.{indices[0]}.' if indices else '.N.')}?"
     if siblings:
         return f"{section} has {listed(siblings, 'and', 99)}."
+    if outer := counterpart(key.partition(".")[0]):  # a setting within a section of another framework
+        return outer.cure
     sections = difflib.get_close_matches(key, Config.model_fields, 1, 0.7)
     if sections:
         return f"did you mean the section {sections[0]}?"

@@ -11,6 +11,13 @@ class OtherName(NamedTuple):
     ours: str
     note: str
 
+    @property
+    def cure(self) -> str:
+        """What to write in place of the name, as the end of a sentence."""
+        if not self.ours:
+            return f"{self.note}."
+        return f"use {self.ours}, {self.note}." if self.note else f"did you mean {self.ours}?"
+
 
 def rows(text: str) -> tuple[OtherName, ...]:
     """Rows `names | our key | note`, their further lines indented."""

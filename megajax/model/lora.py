@@ -20,10 +20,9 @@ from megajax.config import Config, LoraConfig
 from megajax.config.sentences import at_most, fail, format_keys, listed
 from megajax.model.block import FIRST, Block, blocks_of
 from megajax.model.parameters import declare, parameters
+from megajax.schema.lora import ALL, our_layers
 
 A, B = FIRST, "_lora_b"
-PEFT_NAMES = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
-PEFT_NAMES |= {f"{name}_proj": name for name in ("gate", "up", "down")}
 
 
 @jax.tree_util.register_dataclass
@@ -66,13 +65,12 @@ def targets(config: Config) -> list[str]:
     if unknown:
         problem = f"{format_keys(config, key)} has {unknown[0]}, which is not a linear layer that can have an adapter"
         problem += " (experts cannot)" if config.model.num_experts else ""
-        ours = PEFT_NAMES.get(unknown[0])
-        fail(
-            config,
-            problem,
-            f"{unknown[0]} is {ours} here; use {listed(known)}" if ours else f"use {listed(known)}",
-            key,
-        )
+        cure, ours = f"use {listed(known)}", our_layers(lora.targets or ())
+        if not ours:
+            cure = ALL
+        elif set(ours) <= set(known):
+            cure = f"write {key}=[{','.join(ours)}]; the model has {listed(known, 'and')}"
+        fail(config, problem, cure, key)
     for name, parameter in found:
         width = min(_sizes(parameter))
         if _own_name(name) in wanted and lora.rank > width:

@@ -42,6 +42,8 @@ LISTS = {  # key=value → what to write
     "data.stages={5: b}": "[{from_step: 5, train: b}]",
     "optimizer.groups={embedding.*: {learning_rate: 0.1}}": "[{parameters: [embedding.*], learning_rate: 0.1}]",
     "lora.targets=query,value": "[query,value]",
+    "lora.targets=q_proj": "[query]",
+    "lora.targets=c_attn, gate_proj": "[query,key,value,gate]",
     "mesh.experts_over=expert": "[expert]",
 }
 

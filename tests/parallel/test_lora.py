@@ -191,10 +191,14 @@ OF_PEFT |= {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
         *(
             (
                 {"targets": [theirs]},
-                f"has {theirs}, which is not a linear layer that can have an adapter (default): {theirs} is {ours}",
+                f"has {theirs}, which is not a linear layer that can have an adapter (default): write "
+                f"lora.targets=[{ours}]; ",
             )
             for theirs, ours in OF_PEFT.items()
         ),
+        ({"targets": ["v_proj", "query", "c_proj"]}, "(default): write lora.targets=[value,query,output,down]; the"),
+        ({"targets": ["all-linear"]}, "leave lora.targets out, which means all linear layers."),
+        ({"targets": ["q_proj", "lm_head"]}, "has lm_head, which is not a linear layer that can have an adapter"),
         ({"rank": 33}, "lora.rank=33 is above the width 32 of query (default): use 32 or less."),
         *(
             ({"rank": width + 1, "targets": [name]}, f"is above the width {width} of {name} (default): use {width} or")
@@ -207,7 +211,7 @@ def test_targets_that_the_model_does_not_have_are_refused(table, lora, problem):
     with pytest.raises(ConfigError) as error:
         one_device(config)
     assert problem in str(error.value)
-    if "rank" not in lora:
+    if "lm_head" in lora.get("targets", []):
         assert str(error.value).endswith("use down, gate, key, output, query, up or value.")
 
 
