@@ -231,8 +231,33 @@ do_train, do_eval, overwrite_output_dir | | megajax train trains, evaluates ever
 data_seed | run.seed | one seed for weights, data and dropout
 mlm_probability | objective.masking.rate | with objective.kind=masked_tokens
 mean_noise_span_length | data.mean_span_length
+model.rope_scaling.type, model.rope_scaling.rope_type | model.rope_scaling.kind
+rope_parameters | model.rope_scaling | a mapping such as {kind: yarn, factor: 4}, and model.rope_theta
+model_max_length | batch.sequence_length
+attn_pdrop | | there is no dropout of attention weights; model.dropout is hidden dropout
+bos_token_id, eos_token_id, pad_token_id, pad_token | | tokens that begin and end texts are the tokenizer's, and
+    data.end_of_document names another; padding needs none
+use_cache, torch_dtype | precision.compute | the format of the computation; only generation has a cache
+output_router_logits | model.router.global_loss | above 0 for the loss that balances experts
+model_type, architectures | | megajax hf config HF_FOLDER prints the section model of a folder
+max_train_samples, max_eval_samples, dataset_config_name, streaming | | files of data are on this machine and read as a
+    whole: write a shorter one
+min_lr_ratio, min_lr_rate | schedule.min_learning_rate | the learning rate itself, not a fraction of the highest
+save_safetensors | | checkpoints are megajax's; checkpoint.export_hf.dir and megajax hf export write safetensors
+ignore_data_skip | | a resumed run continues at its position in the data
+fsdp_config, accelerator_config, ddp_find_unused_parameters, ddp_timeout | | the section mesh is the whole
+    parallelism
+gradient_checkpointing_kwargs | remat.policy | full or selective
+dataloader_pin_memory, dataloader_drop_last, dataloader_prefetch_factor | data.prefetch | the number of batches read
+    ahead
+remove_unused_columns | | keys of a line that its form does not have are not read
+auto_find_batch_size | | the start estimates memory, and megajax plan finds a batch that fits
+average_tokens_across_devices | | the loss is the mean over all tokens of a step, on all devices
+include_tokens_per_second, include_num_input_tokens_seen, batch_eval_metrics | | metrics.jsonl has tokens and tokens
+    per second
+torch_empty_cache_steps | | XLA allocates a step's memory once
+greater_is_better | checkpoint.keep_best | the number of checkpoints with the lowest evaluation loss to keep
 use_liger_kernel | | fused kernels are chosen by the device; the section kernels can set others
-max_train_samples | | data.train is read as a whole: write a shorter file
 """)
 
 # Names of PEFT's LoraConfig, TRL's SFTConfig and what is used with them.
@@ -256,7 +281,7 @@ chat_template_kwargs | data.chat_template_args
 eos_token | data.end_of_document
 cutoff_len, sequence_len | batch.sequence_length
 datasets | data.train | a list of files of text or chats, such as [a.jsonl, b.jsonl]
-val_set_size | data.valid | a file of its own, which chats need; of token files data.split gives a part
+val_set_size, eval_size | data.valid | a file of its own, which chats need; of token files data.split gives a part
 adapter, finetuning_type | lora.rank | null trains all weights
 lora_target_linear | lora.targets | all linear layers by default
 roles_to_train, train_on_eos, mask_prompt | | with data.kind=chat the loss counts the assistant's tokens and the token
@@ -265,6 +290,20 @@ pad_to_sequence_len | data.packing | sequences always have batch.sequence_length
 dataset_num_proc, dataset_prepared_path, preprocessing_num_workers | data.index_cache | where prepared data are stored
 special_tokens, added_tokens, resize_token_embeddings | model.vocab_size | a larger one adds rows; data.tokenizer must
     have the tokens
+lora.task_type, lora.peft_type, lora.fan_in_fan_out, inference_mode | | megajax hf adapters writes PEFT's own settings
+loraplus_lr_ratio, loraplus_lr_embedding, embedding_lr, embeddings_lr | optimizer.groups | a list such as
+    [{parameters: ['*_lora_b'], learning_rate: 16}]
+eval_packing | data.packing | of training and of evaluation
+padding_free | | packed conversations have their own attention and positions, without padding between them
+activation_offloading | remat.policy=offload
+liger_kernel | | fused kernels are chosen by the device; the section kernels can set others
+evals_per_epoch | run.eval_interval | the steps between evaluations
+saves_per_epoch | run.checkpoint_interval | the steps between checkpoints
+test_size | data.valid | a file of its own, which chats need; of token files data.split gives a part
+data.text_field, data.column, text_field | data.text_key
+messages_key, field_messages, conversation_column, message_field_role, dataset_kwargs, message_property_mappings | |
+    data.kind=chat knows the forms of docs/data.md by their keys: rename others
+loss_type | objective.kind | next_token, masked_tokens or one of run.extensions
 teacher_model_name_or_path, teacher.init_from | teacher.source | with teacher.model, its network
 """)
 

@@ -66,6 +66,10 @@ def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_mis
         ("packing", "use data.packing, none for false; chats are packed by default."),
         ("sequence_len", "did you mean batch.sequence_length?"),
         ("adapter", "use lora.rank, null trains all weights."),
+        ("fsdp_config.fsdp_version", "the section mesh is the whole parallelism."),
+        ("gradient_checkpointing_kwargs.use_reentrant", "use remat.policy, full or selective."),
+        ("datasets.0.path", "use data.train, a list of files of text or chats, such as [a.jsonl, b.jsonl]."),
+        ("model.rope_scaling.type", "did you mean model.rope_scaling.kind?"),
         ("teacher.init_from", "use teacher.source, with teacher.model, its network."),
         # typing errors of ours, with and without the section
         ("model.num_leyers", "did you mean model.num_layers?"),
