@@ -1,7 +1,6 @@
 """The parser of a command: its errors are sentences, and names of other frameworks are answered with ours."""
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -60,10 +59,13 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
+        from megajax.config.options import command_cure
+        from megajax.config.other_values import choice_cure
+
         choices, option = list(map(str, action.choices)), "/".join(action.option_strings) or action.metavar
-        near = difflib.get_close_matches(str(value), choices, 1, 0.5)
-        meant = f"did you mean {near[0]}? The choices are" if near else "use one of"
-        self.error(f"{option}={shown(value)} is not a choice: {meant} {', '.join(choices)}")
+        cure = "" if action.option_strings else command_cure(str(value), choices)
+        cure = cure or choice_cure(f"checkpoint.export_hf.{action.dest}", value, choices)
+        self.error(f"{option}={shown(value)} is not a choice: {cure}")
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith("?") else ";"

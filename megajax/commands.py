@@ -22,8 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megajax {VERSION}")
         return 0
     if name not in COMMANDS:
+        from megajax.config.options import command_cure  # here, because a right command line needs no config
+
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         advice = f"did you mean {nearest[0]}?" if nearest else f"choose {', '.join(COMMANDS)}."
+        advice = f"{cure}." if (cure := command_cure(name)) else advice
         print(f"megajax: error: {name} is not a command of megajax: {advice}", file=sys.stderr)
         return 2
     return importlib.import_module(COMMANDS[name][0]).main(rest)

@@ -43,6 +43,15 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
 
 
 @pytest.mark.parametrize(
+    ("name", "cure"),
+    [("sft", "megajax train"), ("export", "megajax hf export"), ("download", "nothing is downloaded")],
+)
+def test_a_command_of_another_project_is_answered_with_ours(name, cure, capsys):
+    assert commands.main([name]) == 2
+    assert f"{name} is not a command of megajax: " in (error := capsys.readouterr().err) and cure in error
+
+
+@pytest.mark.parametrize(
     ("command", "required"),
     [("plan", "config"), ("verify", "config"), ("profile", "CONFIG_OR_RUN"), ("inspect", "PREFIX|CONFIG|RUN")],
 )

@@ -183,7 +183,19 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
             "export a b --dtype bf16",
             "--dtype=bf16 is not a choice: did you mean bfloat16? The choices are float32",
         ),
+        ("hf", "export a b --quantization fp8", "--quantization=fp8 is not a choice: did you mean fp8_block?"),
+        ("hf", "export a b --quantization awq", "--quantization=awq is not a choice: other tools quantise"),
         ("hf", "exprt a b", "COMMAND=exprt is not a choice: did you mean export?"),
+        ("hf", "merge a b", "COMMAND=merge is not a choice: write megajax hf export"),
+        ("hf", "download org/name", "COMMAND=download is not a choice: nothing is downloaded"),
+        ("generate", "runs/a --prompt a --batch-size 4", "--batch-size is not an option: leave it out"),
+        (
+            "generate",
+            "runs/a --prompt a --repetition_penalty 1.1",
+            "by --temperature, --top-k, --top-p and --min-p",
+        ),
+        ("generate", "runs/a --prompt a --apply-chat-template", "did you mean --chat?"),
+        ("evaluate", "runs/a --tasks hellaswag", "python -m megajax.inference.lm_eval runs lm-eval's tasks"),
     ],
 )
 def test_a_mistyped_option_or_choice_is_answered_with_the_right_one(command, typed, answer, capsys):

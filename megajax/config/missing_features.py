@@ -9,7 +9,11 @@ FEATURES = {
     "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model": (
         "no preference objective such as DPO is built in; docs/custom_loop.md has one, and trains it"
     ),
-    "rl rlhf rlvr ppo grpo rloo reinforce reward reward_model rollout": (
+    "reward reward_model reward_modeling critic value_head classification sequence_classification num_labels": (
+        "an objective with a head for values or classes is in docs/extensions.md; a program of your own trains it,"
+        " docs/custom_loop.md"
+    ),
+    "rl rlhf rlvr ppo grpo rloo reinforce rollout": (
         "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"
     ),
     "distill distillation kd kd_ratio kd_loss teacher_model teacher_checkpoint": (

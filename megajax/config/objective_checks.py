@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from megajax.config.extensions import settings_of
+from megajax.config.missing_features import missing_feature
 from megajax.config.rule_checks import check_rules
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
@@ -23,7 +24,7 @@ def check_objective(config: Config) -> None:
         return
     if kind not in OBJECTIVES:
         known = listed([*OWN_OBJECTIVES, *sorted(OBJECTIVES)])
-        cure = f"use {known}, or name the module that registers it in run.extensions"
+        cure = missing_feature("", kind) or f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
     settings_of(config, OBJECTIVES[kind], "objective")
 

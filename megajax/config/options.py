@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megajax.config.load import suggestion
 from megajax.config.other_names import counterpart, plain
@@ -25,7 +25,35 @@ OPTIONS = {
     "--prepend-bos": "append_bos add_bos",
     "--output-prefix": "output output_dir output_path",
     "--dtype": "torch_dtype bf16 fp16",
-    "--data": "dataset datasets tasks valid_data_path test_data_path",
+    "--chat": "apply_chat_template chat_template messages",
+    "--data": "dataset datasets valid_data_path test_data_path",
+}
+# Options of transformers, vLLM and lm-eval that the commands with --mesh, which load a model, do not have: the reason.
+OF_MODELS = {
+    "batch_size max_num_seqs per_device_eval_batch_size": "leave it out; the command makes its own batches",
+    "do_sample": "--temperature 0 takes the likeliest token, and a higher one samples",
+    "num_beams repetition_penalty length_penalty no_repeat_ngram_size presence_penalty frequency_penalty typical_p"
+    " num_return_sequences n": "tokens are chosen by --temperature, --top-k, --top-p and --min-p only",
+    "device device_map": "--mesh divides the model over the devices; JAX_PLATFORMS=cpu in the environment takes CPUs",
+    "load_in_8bit load_in_4bit quantization": "--dtype is the format, float32, bfloat16 or float16",
+    "tasks num_fewshot": "python -m megajax.inference.lm_eval runs lm-eval's tasks (docs/inference.md)",
+}
+# Names of commands elsewhere, and what to write.
+COMMANDS = {
+    "sft finetune fine_tune fit pretrain run": "write megajax train; a config has the data and checkpoint.init_from",
+    "dpo grpo ppo reward rlhf": "docs/custom_loop.md trains preferences; megajax train is supervised",
+    "infer inference predict complete sample": "write megajax generate",
+    "serve vllm api": "no command serves; megajax hf export writes a folder for servers, and megajax generate tries it",
+    "eval lm_eval test score perplexity": "write megajax evaluate, or python -m megajax.inference.lm_eval for tasks",
+    "convert from_hf from_pretrained": "write megajax hf import",
+    "export to_hf save_pretrained merge merge_lora merge_and_unload merge_weights": (
+        "write megajax hf export, which merges adapters; megajax average joins checkpoints"
+    ),
+    "tokenize prepare": "write megajax preprocess",
+    "estimate_memory": "write megajax plan, or megajax compile",
+    "download pull push upload login": (
+        "nothing is downloaded or uploaded; give folders that are on this machine, and megajax hf export writes one"
+    ),
 }
 # Only `launch` has --processes.
 SEVERAL_HOSTS = (
@@ -44,6 +72,8 @@ def meant(option: str, value: str, options: Sequence[str], takes_keys: bool) -> 
     name = plain(option)
     if own := next((own for own, names in OPTIONS.items() if own in options and name in names.split()), None):
         return f"did you mean {own}?"
+    if "--mesh" in options and not takes_keys and (reason := _found(name, OF_MODELS)):
+        return reason
     if "--processes" in options and name in SEVERAL_HOSTS:
         return "it starts the processes of one host; scripts/slurm/train.sbatch starts those of several"
     if takes_keys and name in CONFIGS:
@@ -62,3 +92,12 @@ def meant(option: str, value: str, options: Sequence[str], takes_keys: bool) -> 
     if "--mesh" in options and section == "mesh" and last in AXES:
         return f"write --mesh {last}{given}"
     return f"{key[1]} is a key of a run's config"
+
+
+def command_cure(name: str, own: Sequence[str] = ()) -> str:
+    """What to write for a command of another project, without a full stop; "" for a name that is near one of `own`."""
+    return "" if difflib.get_close_matches(name, own, 1, 0.75) else _found(plain(name), COMMANDS)
+
+
+def _found(name: str, sentences: Mapping[str, str]) -> str:
+    return next((sentence for names, sentence in sentences.items() if name in names.split()), "")

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from megajax.checkpoint import find_checkpoint
 from megajax.config import Config, ModelConfig
+from megajax.config.other_values import choice_cure
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.weights import abstract_parameters, abstract_state
@@ -116,7 +117,7 @@ def for_inference(config: Config, dtype: str, speculate: int) -> Config:
         problem = f"objective.kind={kind} has parameters in place of the model's head"
         raise InputError(f"{problem}, so the model does not generate or score texts: use TrainProgram.eval_step.")
     if dtype not in DTYPES:
-        raise InputError(f"dtype={dtype} is not one of {', '.join(DTYPES)}: give one of them.")
+        raise InputError(f"dtype={dtype} is not a choice: {choice_cure('checkpoint.export_hf.dtype', dtype, DTYPES)}.")
     router = config.model.router.model_copy(update={"capacity_factor": None})
     model = config.model.model_copy(update={"router": router} | ({} if speculate else without_extra()))
     fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})
