@@ -16,6 +16,7 @@ from megajax.data.json_lines import matching_files
 from megajax.errors import InputError
 from megajax.files import check_output
 from megajax.runtime import accept_missing_cuda
+from megajax.schema.data import sources_of
 
 if TYPE_CHECKING:
     from megajax.inference.language_model import LanguageModel
@@ -41,6 +42,26 @@ def data_sets(arguments: Sequence[str]) -> dict[str, str]:
             raise InputError(f"--data={argument}: another set is called {name}: write NAME={path}.")
         found[name] = path
     return found
+
+
+def own_sets(run: str) -> tuple[dict[str, str], str | None]:
+    """Paths by name of the evaluation data in a run's config, and the key of its texts, None: that of the lines.
+
+    Relative paths may begin in a directory above the run. Raises InputError for a run without such data.
+    """
+    from megajax.sources import RunSource, above_or_here, find_source
+
+    source = find_source(run, "RUN")
+    data = source.config().data if isinstance(source, RunSource) else None
+    if not isinstance(source, RunSource) or data is None or not (data.valid or data.valid_sets):
+        raise InputError(f"RUN={run} names no evaluation data in data.valid or data.valid_sets: give --data PATH.")
+    sets = data_sets([path for path, _ in sources_of(data.valid or ())])
+    sets |= {each.name: each.prefix for each in data.valid_sets}
+    for name, path in sets.items():
+        for end in ("", ".idx"):
+            if found := above_or_here(path + end, source.checkpoint.parent.parent):
+                sets[name] = str(found).removesuffix(end)
+    return sets, data.text_key if data.kind == "text" else None
 
 
 def evaluate(
@@ -97,7 +118,8 @@ def run(options: argparse.Namespace) -> None:
     from megajax.inference.prompts import chosen_arguments
     from megajax.inference.scored_sets import SetFormat
 
-    sets, reading = data_sets(options.data), SetFormat(options.json_key, chosen_arguments(options))
+    sets, json_key = (data_sets(options.data), None) if options.data else own_sets(options.run)
+    reading = SetFormat(options.json_key or json_key, chosen_arguments(options))
     model = load_chosen(options)
     results = {name: evaluate(model, path, reading, options.limit) for name, path in sets.items()}
     print(report(results))
@@ -112,10 +134,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--data",
         action="append",
-        required=True,
         metavar="[NAME=]PATH",
         help="texts or chats (JSON lines, an array, Parquet, a glob), or the prefix of .bin and .idx files; may be"
-        " repeated",
+        " repeated (default: the run's data.valid and data.valid_sets)",
     )
     parser.add_argument("--json-key", help="key of the text in JSON lines (default: text, if the lines are not chats)")
     parser.add_argument("--limit", type=int, help="read only this many documents or chats of each set")

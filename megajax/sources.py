@@ -329,7 +329,7 @@ def initial_weights(config: Config, path: str | None = None, run_dir: Path | Non
     path = path or config.checkpoint.init_from
     assert path is not None
     if run_dir is not None:
-        path = str(_above_or_here(path, run_dir) or path)
+        path = str(above_or_here(path, run_dir) or path)
     where = f"{run_dir}/config.yaml" if run_dir else config.where(INIT_FROM)
     note = "; checkpoint.upcycle=true reads a dense model" if config.checkpoint.upcycle else ""
     source = find_source(path, INIT_FROM, f" ({where}{note})")
@@ -362,7 +362,7 @@ def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     copies = sorted((run_dir / name for name in FILES), key=lambda path: path.suffix != suffix)
     copy = copies[0]
     if not has_no_file(spec):
-        found = next((path for path in copies if path.exists()), None) or _above_or_here(spec, run_dir)
+        found = next((path for path in copies if path.exists()), None) or above_or_here(spec, run_dir)
         if found is None:
             raise InputError(
                 f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
@@ -378,7 +378,7 @@ def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def _above_or_here(path: str, run_dir: Path) -> Path | None:
+def above_or_here(path: str, run_dir: Path) -> Path | None:
     """A file or folder by its path from a directory above the run, or from the current one; None if there is none.
 
     The current directory comes last: it may be another project's, with files of the same names.

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import yaml
 
 import megajax
-from megajax import evaluate
+from megajax import evaluate, sources
 from megajax.data.indexed import IndexedWriter
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
@@ -254,6 +255,35 @@ def test_the_loss_of_chats_is_that_of_the_training(chats, tmp_path):
     assert found["loss"] == pytest.approx(trained, rel=1e-5)
 
 
+def test_a_run_without_data_is_evaluated_on_its_own(chats, tmp_path, monkeypatch, capsys):
+    directory, file, _ = chats
+    shutil.copy(file, tmp_path / "held.jsonl")
+    (run := tmp_path / "runs" / "a").mkdir(parents=True)
+    (run / "checkpoints" / "1").mkdir(parents=True)
+    config = {
+        "model": read_folder(directory / "64")[1],
+        "batch": {"global_size": 2, "sequence_length": 32},
+        "data": {"kind": "text", "train": "a.jsonl", "valid": "held.jsonl", "text_key": "body", "tokenizer": "byte"},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(sources, "find_checkpoint", lambda *_: (run, 1))
+    assert evaluate.own_sets(str(run)) == ({"held.jsonl": str(tmp_path / "held.jsonl")}, "body")
+    config["data"] = {
+        "kind": "chat",
+        "train": "a.jsonl",
+        "valid_sets": [{"name": "held", "prefix": "held.jsonl"}],
+        "tokenizer": "byte",
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert evaluate.own_sets(str(run)) == ({"held": str(tmp_path / "held.jsonl")}, None)
+    for source in (run, directory / "64"):
+        config["data"].pop("valid_sets", None)
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        with pytest.raises(SystemExit):
+            evaluate.main([str(source)])
+        assert "names no evaluation data" in (error := capsys.readouterr().err) and "give --data PATH" in error
+
+
 def test_tokens_that_begin_and_end_a_documents_tokens_are_not_its_text(chats, tmp_path):
     model, begin, end = megajax.from_hf(chats[0] / "64"), 0, token("z")
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
@@ -327,5 +357,6 @@ def test_mistakes_are_sentences(letters_folder, tmp_path, capsys):
     assert "tensors is no axis of a mesh" in error_of("--data", "a", "--mesh", "tensors=2")
     assert "needs 64 devices, more than the 8 here" in error_of("--data", "a", "--mesh", "fsdp=64")
     assert "--limit=0 is not a positive number: give at least 1" in error_of("--data", "a", "--limit", "0")
-    assert "dtype=int8 is not one of float32" in error_of("--data", "a", "--dtype", "int8")
+    assert "dtype=int8 is not a choice: use float32, " in error_of("--data", "a", "--dtype", "int8")
+    assert "dtype=bf16 is not a choice: did you mean bfloat16?" in error_of("--data", "a", "--dtype", "bf16")
     assert "nothing.idx" in error_of("--data", str(tmp_path / "nothing"))
