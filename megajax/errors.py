@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from operator import attrgetter
 from os import PathLike
+from os.path import dirname, exists
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,12 @@ class InputError(UserError):
 
 class ThreadError(UserError):
     """A background thread that the run needs has failed. No mistake of the user: the exit status is that of a crash."""
+
+
+def not_downloaded(path: str) -> str:
+    """The end of a sentence about a missing `path`: a name of Hugging Face's hub, ORG/NAME, is not looked up there."""
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not exists(dirname(path))
+    return "; nothing is downloaded" if is_hub_name else ""
 
 
 def _line(text: str) -> str:

@@ -72,9 +72,15 @@ def read_record(record: Any) -> Chat | Completion:
         return chat
     if {"instruction", "output"} <= keys:
         return _instructed(record)
+    found = shown(", ".join(record)) or "none"
+    cure = "write one of them"
+    if {"chosen", "rejected"} <= keys:
+        cure = "preferences such as DPO's are trained by a program of your own, docs/custom_loop.md"
+    elif "text" in keys:
+        cure = "set data.kind=text for texts, or write one of them"
     raise ValueError(
-        'has neither "messages" nor "prompt" and "completion", "conversations", or "instruction" and "output": write '
-        "one of them"
+        'has neither "messages" nor "prompt" and "completion", "conversations", or "instruction" and "output" '
+        f"(its keys: {found}): {cure}"
     )
 
 

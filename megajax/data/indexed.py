@@ -23,7 +23,7 @@ import numpy as np
 from megajax import cluster
 from megajax.console import command
 from megajax.data.remote import RemoteFile, RemoteTokens
-from megajax.errors import InputError, counted, file_reader
+from megajax.errors import InputError, counted, file_reader, not_downloaded
 from megajax.files import sync
 from megajax.schema.data import is_remote
 
@@ -300,10 +300,11 @@ def _missing(prefix: str) -> str:
     if is_text:
         files = ("--input", prefix, "--output-prefix", stem)
         written = command("preprocess", *files, "--tokenizer", "TOKENIZER")
-        return f"{problem}: write one with `{written}`, and give {stem}_text_document."
+        as_it_is = "data.kind=text reads texts as they are, and data.kind=chat chats"
+        return f"{problem}: {as_it_is}; or write one with `{written}`, and give {stem}_text_document."
     if os.path.exists(f"{prefix}.bin"):
         return f"{problem}, although {prefix}.bin does: write both again."
-    return f"{problem}: correct the prefix, or write it with `{command('preprocess')}`."
+    return f"{problem}: correct the prefix, or write it with `{command('preprocess')}`{not_downloaded(prefix)}."
 
 
 def _nearest(folder: Path, name: str) -> Path | None:

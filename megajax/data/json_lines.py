@@ -15,7 +15,7 @@ from pydantic import Field
 from megajax.data.compressed import DAMAGE, decompress
 from megajax.data.json_array import ARRAY, ArrayError, ArrayReader
 from megajax.data.parquet import read_rows
-from megajax.errors import InputError, file_reader, shown
+from megajax.errors import InputError, file_reader, not_downloaded, shown
 from megajax.extras import require
 from megajax.json_files import Count
 from megajax.schema.data import is_remote
@@ -84,7 +84,7 @@ def _checked_size(path: str) -> int:
     if glob.has_magic(path) and not Path(path).exists():
         raise InputError(f"{path} matches no file; correct the path, or make the files first.")
     if not Path(path).is_file():
-        raise InputError(f"{path} does not exist or is not a file; correct the path.")
+        raise InputError(f"{path} does not exist or is not a file: correct the path{not_downloaded(path)}.")
     try:
         with open(path, "rb") as file:
             start = file.read(8)

@@ -24,7 +24,7 @@ from megajax.data.special_tokens import (
     read_folder_tokens,
 )
 from megajax.data.tokenizer_trial import try_tokenizer
-from megajax.errors import ACCESS_CURE, InputError, file_reader, reported, shown
+from megajax.errors import ACCESS_CURE, InputError, file_reader, not_downloaded, reported, shown
 from megajax.files import check_file, is_number, replace_copy, replaced
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def tokenizer_files(spec: str) -> list[Path]:
     if path.suffix not in (".json", ".model", ".tiktoken"):
         raise InputError(
             f'{spec} is not a tokenizer: use "byte", "null:VOCABULARY_SIZE", a folder, or the path of a '
-            "tokenizer.json, a SentencePiece .model or a .tiktoken file."
+            f"tokenizer.json, a SentencePiece .model or a .tiktoken file{not_downloaded(spec)}."
         )
     if not path.is_file():
         raise InputError(f'{spec} does not exist: correct the path of the tokenizer, or use "byte".')

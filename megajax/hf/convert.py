@@ -13,6 +13,7 @@ import numpy as np
 
 from megajax.checkpoint.description import compare_models, describe_model
 from megajax.config import ModelConfig
+from megajax.console import command
 from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
@@ -112,7 +113,7 @@ def read_folder(folder: str | Path, with_images: bool = True) -> tuple[Family, d
     except (ArithmeticError, AttributeError, IndexError, TypeError) as problem:  # a value of a type that is not checked
         raise InputError(f"{path} is damaged ({shown(problem)}): copy it again.") from None
     except ValueError as problem:
-        raise InputError(f"{path}: {shown(problem)}, which megajax's model does not have: use another model.") from None
+        raise InputError(f"{path}: {shown(problem)}, and megajax cannot compute this: use another model.") from None
     check_section(section, family.names, config, path)
     return family, _as_stored(Path(folder), family, section, config), config
 
@@ -214,9 +215,8 @@ def open_readers(
     family, section, config = read_folder(folder, model.vision is not None)
     new_tokens = range(section["vocab_size"], model.vocab_size)
     shown = section | ({"vocab_size": model.vocab_size} if new_tokens else {})
-    compare_models(
-        describe_section(shown, model), model, f"{setting}={folder}{location}", "name another folder", allowed
-    )
+    cure = f"take the section model from `{command('hf', 'config', folder)}`"
+    compare_models(describe_section(shown, model), model, f"{setting}={folder}{location}", cure, allowed)
     entries = {tensor.ours: tensor for tensor in family.tensors(model)}
     copies: dict[str, list[str]] = {}
     for tensor in family.copies(model):

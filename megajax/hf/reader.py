@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from megajax.config import ModelConfig
-from megajax.errors import InputError, file_reader
+from megajax.errors import InputError, file_reader, shown
 from megajax.hf.folder import HEADS
 from megajax.hf.tensors import Slices, Tensor, tensor_names, whole_shape
 from megajax.layout.kinds import extra_of
@@ -247,15 +247,16 @@ def check_tensors(weights: NamedTensors, readers: Sequence[Reader], unused: tupl
         for name in reader.names.values():
             parts.setdefault(name, []).append((reader.tensor, reader.rest))
     expected = {name: whole_shape(pieces) for name, pieces in parts.items()}
+    extra = [n for n in weights.files if n not in expected and not n.startswith(unused) and not n.endswith(UNUSED)]
     for name, shape in expected.items():
         if name not in weights.files:
-            raise InputError(f"{weights.folder} has no tensor {name}: copy the whole model.")
+            instead = f", but {shown(', '.join(extra))}, which no parameter needs" if extra else ""
+            raise InputError(f"{weights.folder} has no tensor {name}{instead}: copy the whole language model.")
         if (found := weights.shape(name)) != shape:
             raise InputError(
                 f"{weights.folder / weights.files[name]}: {name} has the shape {list(found)}, but by "
                 f"{weights.described_by} it has {[*shape]}: give both of the same model."
             )
-    extra = [n for n in weights.files if n not in expected and not n.startswith(unused) and not n.endswith(UNUSED)]
     extra = [name for name in extra if name not in HEADS]  # equal to the embedding, or it were a parameter
     if extra:
         raise InputError(f"{weights.folder} has the tensor {extra[0]}, which the model does not have: give its own.")

@@ -190,7 +190,8 @@ def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
 
 
 MISTAKES = {
-    "--input no.jsonl": "no.jsonl does not exist or is not a file; correct the path.",
+    "--input org/name": "org/name does not exist or is not a file: correct the path; nothing is downloaded.",
+    "--input no.jsonl": "no.jsonl does not exist or is not a file: correct the path.",
     "--input dir": "dir is a directory; name the files in it, such as dir/*.jsonl.",
     "--input empty.jsonl": "--input: empty.jsonl has no documents; nothing is written.",
     "--input blank.jsonl": "--input: blank.jsonl has no documents; nothing is written.",

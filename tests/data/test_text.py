@@ -202,7 +202,7 @@ def test_joined_arrays_read_as_one(sizes, data):
 
 FILES = {"empty": "", "hollow": '{"body": ""}', "bad": "{\n[]", "short": '{"body": "short"}', "a.zip": "PK\3\4"}
 MISTAKES = {
-    "none": r"data.train \(default\): .*none does not exist or is not a file; correct the path",
+    "none": r"data.train \(default\): .*none does not exist or is not a file: correct the path",
     "no-*.jsonl": r"no-\*.jsonl matches no file",
     "run": r"run is a directory; name the files in it, such as .*run/\*.jsonl",
     "empty": "empty has no documents: give other files, or another data.text_key",

@@ -206,6 +206,8 @@ def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
     sentences = {
         "gpt2": 'gpt2 is not a tokenizer: use "byte", "null:VOCABULARY_SIZE", a folder, or the path of a '
         "tokenizer.json, a SentencePiece .model or a .tiktoken file.",
+        "org/name": 'org/name is not a tokenizer: use "byte", "null:VOCABULARY_SIZE", a folder, or the path of a '
+        "tokenizer.json, a SentencePiece .model or a .tiktoken file; nothing is downloaded.",
         f"{tmp_path}/model": f"{tmp_path}/model is a directory without a tokenizer: add tokenizer.json, "
         "tokenizer.model, a .tiktoken file, or vocab.json and merges.txt.",
         f"{tmp_path}/bad.tiktoken": f"{tmp_path}/bad.tiktoken, line 2 is not a token in base64 and its rank: copy the "

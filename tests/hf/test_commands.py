@@ -415,7 +415,7 @@ def test_mistakes_are_sentences(imported, with_tokenizer, tmp_path, capsys):
     assert "has checkpoints of steps 0." in error_of(capsys, "export", run_dir, tmp_path / "o", "--step", 3)
     assert f"{run_dir}/config.json does not exist" in error_of(capsys, "import", run_dir, tmp_path / "new")
     other = error_of(capsys, "compare", with_tokenizer("tiny_mistral"), run_dir, lines=5)  # one for each setting
-    assert "HF_FOLDER=" in other and "was saved with other settings" in other and "name another folder" in other
+    assert "HF_FOLDER=" in other and "was saved with other settings" in other and "hf config " in other
     assert "has no checkpoints: give the directory of a run" in error_of(capsys, "compare", folder, folder)
     needs = error_of(capsys, "compare", folder, tmp_path / "no_run", "--logits")  # said before anything is read
     assert "--logits needs torch and transformers (" in needs

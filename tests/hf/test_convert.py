@@ -358,7 +358,7 @@ MISTAKES = {
     ),
     "part of each head": (
         lambda f: change_config(f, partial_rotary_factor=0.5),
-        "partial_rotary_factor=0.5, which megajax's model does not have",
+        "partial_rotary_factor=0.5, and megajax cannot compute this: use another model",
     ),
     "too few kinds of layers": (
         lambda f: change_config(f, layer_types=["full_attention"]),
@@ -375,7 +375,15 @@ MISTAKES = {
     "no key": (lambda f: (f / "config.json").write_text("{}"), "has no model_type"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     "another size": (lambda f: change_config(f, num_hidden_layers=2), "model.num_layers=2, but this run has 3"),
+    "an activation": (
+        lambda f: change_config(f, hidden_act="relu6"),
+        "hidden_act=relu6 is not silu, and megajax cannot",
+    ),
     "no tensor": (lambda f: change_tensors(f, lambda t: t.pop(Q)), f"has no tensor {Q}"),
+    "the head of a classifier": (
+        lambda f: change_tensors(f, lambda t: t.update({"score.weight": t.pop("lm_head.weight")})),
+        "has no tensor lm_head.weight, but score.weight, which no parameter needs: copy the whole language model",
+    ),
     "another shape": (
         lambda f: change_tensors(f, lambda t: t.update({Q: t[Q][1:].copy()})),
         "by config.json it has [48, 48]",

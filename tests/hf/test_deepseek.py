@@ -238,7 +238,7 @@ def test_a_model_that_megajax_does_not_have_is_refused(folder, case):
     change_config(folder, **changes)
     with pytest.raises(InputError) as error:
         read_model(folder)
-    assert sentence in str(error.value) and "megajax's model does not have" in str(error.value)
+    assert sentence in str(error.value) and "megajax cannot compute this" in str(error.value)
 
 
 # The keys of the published folders' config.json that describe the network
