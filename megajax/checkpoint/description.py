@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 from pydantic.fields import FieldInfo
 
 from megajax.config import Config, DataConfig, ModelConfig
+from megajax.config.sentences import listed
 from megajax.errors import InputError
 from megajax.layout.recurrent import unused_sections
 from megajax.model import Transformer, parameters
@@ -74,14 +75,18 @@ class SettingDifference(NamedTuple):
     mine: Any
 
     def __str__(self) -> str:
-        """`key=value, but this run has value`; of two lists of files those that are not in both."""
+        """`key=value, but this run has value`; of two lists of files or sources those that are not in both."""
         key, saved, mine = self
         if key.endswith(".content"):
             return f"{key.removesuffix('.content')} has another content than at the checkpoint"
-        if key == "data.train.files":
-            key, common = "files of data.train", [file for file in saved if file in mine]
+        if key.endswith(".digests"):
+            changed = listed([path for path in saved if saved[path] != mine[path]], "and")
+            return f"{key.removesuffix('.digests')}: {changed} or its .idx has another content than at the checkpoint"
+        of_files = key.endswith(".files")
+        if of_files or (isinstance(saved, list) and isinstance(mine, list) and show(saved) == show(mine)):
+            key, common = f"files of {key[:-6]}" if of_files else key, [each for each in saved if each in mine]
             if not len(saved) == len(mine) == len(common):  # else their order differs
-                saved, mine = ([file for file in files if file not in common] for files in (saved, mine))
+                saved, mine = ([each for each in items if each not in common] for items in (saved, mine))
         return f"{key}={show(saved)}, but this run has {show(mine)}"
 
 
@@ -247,10 +252,22 @@ def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """
     if data["kind"] == other["kind"] in ("synthetic", OWN_BATCHES):
         return {}
-    data, other = _with_packing(data), _with_packing(other)
+    data, other = dict(_with_packing(data)), _with_packing(other)
     always, keys = ("kind", "train", "split", "order", "stages"), {"samples": "train_samples", "files": "train.files"}
+    keys |= {"digests": "train.digests", "stage_files": "stages.files", "stage_digests": "stages.digests"}
+    data |= {name: _of_equal_files(name, data, other) for name in ("digests", "stage_digests") if name in data}
     keys |= {f"{name}_content": f"{name}.content" for name in ("tokenizer", "chat_template")}
     return {keys.get(name, name): value for name, value in data.items() if name in always or name in other}
+
+
+def _of_equal_files(name: str, data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The hashes of files that both descriptions have, with one size: the lists of files show other changes."""
+    mine, theirs = (
+        {path: size for path, size in [*d.get("files", ()), *d.get("stage_files", ())]} for d in (data, other)
+    )
+    return {
+        path: found for path, found in data[name].items() if path in other.get(name, ()) and mine[path] == theirs[path]
+    }
 
 
 def _with_packing(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """What is in the files that the section `data` names, for checkpoints' descriptions and the names of stored chats."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,27 +11,26 @@ from megajax.data.index_cache import cache_directory, file_digest, text_digest
 from megajax.data.json_lines import matching_files
 from megajax.data.remote import RemoteFile
 from megajax.data.tokenizers import deciding_files, tokenizer_files
+from megajax.errors import file_reader
 from megajax.schema.data import is_remote, sources_of
 
 if TYPE_CHECKING:
     from megajax.config import Config, DataConfig
 
 
+PIECES, PIECE_BYTES = 8, 2**12  # of a token file, evenly over it: to read a large one at each start takes too long
+
+
 def data_contents(config: "Config") -> dict[str, Any]:
     """What the files have at this start that the keys `data` name: they may have changed, or lie elsewhere.
 
-    The sizes of token files, texts and chats; hashes of the tokenizer, the chat template and the processor of pictures.
+    The sizes of token files, texts and chats, and hashes of pieces of token files; `stages` has those of each stage.
+    Hashes of the tokenizer, the chat template and the processor of pictures.
     """
     data, found = config.data, dict[str, Any]()
     if data.kind in ("indexed", "text", "chat"):
-        sources, cache = [source for source, _ in sources_of(data.train)], cache_directory(config)
-        if data.kind == "indexed":
-            paths = [f"{source}.bin" for source in sources]
-        else:
-            paths = [path for source in sources for path in matching_files(source)]
-        if all(is_remote(path) or os.path.exists(path) for path in paths):
-            sizes = (RemoteFile(path, cache).size if is_remote(path) else os.path.getsize(path) for path in paths)
-            found["files"] = [[path, size] for path, size in zip(paths, sizes, strict=True)]
+        found |= _files(data.train, config)
+        found["stages"] = [_files(stage.train, config) for stage in data.stages or ()]
     if data.tokenizer is not None and (data.kind in ("text", "chat") or data.fim_rate):
         found["tokenizer_content"] = tokenizer_digest(data.tokenizer)
         if data.kind == "chat":
@@ -39,6 +39,41 @@ def data_contents(config: "Config") -> dict[str, Any]:
             if (images := open_images(config)) is not None:
                 found["image_processor_content"] = text_digest(images.key)
     return found
+
+
+def _files(blend: Any, config: "Config") -> dict[str, Any]:
+    """The `files` of a blend, [path, size] each, and `digests` of token files, by path; empty if one is missing."""
+    sources, cache = [source for source, _ in sources_of(blend)], cache_directory(config)
+    if config.data.kind != "indexed":
+        paths = [path for source in sources for path in matching_files(source)]
+    else:
+        paths = [f"{source}.bin" for source in sources]
+    if not all(is_remote(path) or os.path.exists(path) for path in paths):
+        return {}
+    sizes = (RemoteFile(path, cache).size if is_remote(path) else os.path.getsize(path) for path in paths)
+    found: dict[str, Any] = {"files": [[path, size] for path, size in zip(paths, sizes, strict=True)]}
+    if config.data.kind == "indexed":
+        found["digests"] = {f"{source}.bin": _token_digest(source, cache) for source in sources}
+    return found
+
+
+def _token_digest(prefix: str, cache: Path) -> str:
+    """A hash of pieces of both token files."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in (f"{prefix}.idx", f"{prefix}.bin"):
+        remote = RemoteFile(path, cache) if is_remote(path) else None
+        last = max((remote.size if remote else os.path.getsize(path)) - PIECE_BYTES, 0)
+        for first in sorted({last * i // (PIECES - 1) for i in range(PIECES)}):
+            end = first + PIECE_BYTES
+            found.update(remote.read(first, min(end, remote.size)) if remote else _read(path, first, end))
+    return found.hexdigest()
+
+
+@file_reader("path")
+def _read(path: str, first: int, end: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(first)
+        return file.read(end - first)
 
 
 def tokenizer_digest(spec: str) -> str:

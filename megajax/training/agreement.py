@@ -37,6 +37,11 @@ def compared_settings(config: Config, step: int, contents: Mapping[str, Any]) ->
     # A later stage may change.
     if data.kind != "synthetic" and (past := [each for each in data.stages or () if each.from_step < step]):
         decisive["stages"] = [[samples_before(config, s.from_step), s.model_dump(mode="json")] for s in past]
+    contents = dict(contents)
+    for found in filter(None, contents.pop("stages", ())[: len(decisive.get("stages", ()))]):
+        files = [file for file in found["files"] if file not in contents.get("files", ())]
+        decisive.setdefault("stage_files", []).extend(files)
+        decisive.setdefault("stage_digests", {}).update(found.get("digests", {}))
     # SGD without momentum has no moments to restore; other changes of beta1 are allowed.
     beta1 = "zero" if optimizer.chosen.is_stateless and optimizer.beta1 == 0 else "above zero"
     more = {key: value(config, f"optimizer.{key}") for key in optimizer.chosen.decides_arrays}

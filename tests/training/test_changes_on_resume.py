@@ -260,23 +260,50 @@ def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_pat
     assert [str(each) for each in differences(filled, found(folders[1], **infilling), MUST_AGREE)] == lines[:1]
 
 
-def test_token_files_are_compared_by_their_sizes(bases, tmp_path):
-    (_, base), file = bases[0], tmp_path / "tokens.bin"
-    config = base.model_copy(
-        update={"data": base.data.model_copy(update={"kind": "indexed", "train": str(file.with_suffix(""))})}
-    )
+@pytest.mark.parametrize("of", ["train", "stages"])
+def test_token_files_are_compared_by_their_sizes_and_by_pieces_of_their_content(tmp_path, of):
+    """Those of stages too that have begun."""
+    prefix, fixed = tmp_path / "tokens", tmp_path / "fixed"
+    file, index = (prefix.with_suffix(suffix) for suffix in (".bin", ".idx"))
+    stages = f"data.stages=[{{from_step: 5, train: {prefix}}}]" if of == "stages" else "data.stages=null"
+    source = fixed if of == "stages" else prefix
+    config = load_config("quickstart", ["data.kind=indexed", f"data.train={source}", "data.split=null", stages])
+    for path in (index, fixed.with_suffix(".bin"), fixed.with_suffix(".idx")):
+        path.write_bytes(bytes(9))
 
-    def found():
-        return compared_settings(config, 1, data_contents(config))
+    def found(step=6):
+        return compared_settings(config, step, data_contents(config))
 
-    sizes = [found()]
-    for size in (6, 8):
-        file.write_bytes(bytes(size))
-        sizes.append(found())
-    older, saved, mine = sizes
-    assert not differences(older, mine, MUST_AGREE) and not differences(saved, saved, MUST_AGREE)
-    (change,) = differences(saved, mine, MUST_AGREE)
-    assert change == ("data.train.files", [[str(file), 6]], [[str(file), 8]])
+    def changes():
+        return [(each.key, str(each)) for each in differences(saved, found(), MUST_AGREE)]
+
+    older = found()
+    file.write_bytes(bytes(6))
+    before = found()
+    file.write_bytes(bytes(100_000))
+    saved = found()
+    assert not differences(older, saved, MUST_AGREE) and not differences(saved, saved, MUST_AGREE)
+    (change,) = differences(before, saved, MUST_AGREE)
+    assert change == (f"data.{of}.files", [[str(file), 6]], [[str(file), 100_000]])
+    for path, content in ((file, b"x" + bytes(99_999)), (file, bytes(99_999) + b"x"), (index, b"12345678x")):
+        before = path.read_bytes()
+        path.write_bytes(content)
+        ((key, text),) = changes()
+        assert key == f"data.{of}.digests" and str(file) in text
+        path.write_bytes(before)
+    assert not changes()
+    file.unlink()
+    assert not [key for key, _ in changes() if key.endswith("digests")]
+    index.write_bytes(bytes(8))
+    if of == "stages":  # one that has not begun may change
+        assert not differences(found(5), older | {"data": found(5)["data"]}, MUST_AGREE)
+
+
+def test_two_long_lists_show_what_differs():
+    sources = [{"prefix": f"data/a_long_name_of_a_text_document_{n}", "weight": 0.5} for n in range(9)]
+    changed = [*sources[:8], {"prefix": "data/new", "weight": 0.5}]
+    text = str(SettingDifference("data.train", sources, changed))
+    assert "document_8" in text and "data/new" in text and "document_0" not in text
 
 
 def test_a_change_is_allowed_by_its_key_or_its_section_and_by_no_other_key(bases):
