@@ -182,8 +182,15 @@ class ResumePoint:
     def _read(self, step: int) -> tuple[TrainState | None, str]:
         """The state of a checkpoint whose files have no damage on any process; or None and the problem."""
         checkpoints, states = self._checkpoints(), []
-        problem = checkpoints.damage(step)
-        problem = problem or self._problem(lambda: states.append(self.saver.restore(checkpoints, step)))
+        if problem := checkpoints.damage(step):
+            return None, problem
+        problem = self._problem(lambda: states.append(self.saver.restore(checkpoints, step)))
+        if problem and self.config.run.extensions and checkpoints.has_checksums(step):  # their arrays may have changed
+            raise InputError(
+                f"the checkpoint {checkpoints.directory / str(step)} cannot be read by this run ({problem}), but its "
+                "files are as they were saved: bring back the code of run.extensions that saved it, or choose another "
+                "run.dir."
+            )
         return (None, problem) if problem else (states[0], "")
 
     def _older(self, step: int, problem: str) -> int:
@@ -197,8 +204,6 @@ class ResumePoint:
         older = [other for other in self.seen if other < step]
         if not older:
             cure = "choose another run.dir, or remove that directory to start from step 0"
-            if self.config.run.extensions:  # whose arrays the checkpoint may not have
-                cure = f"bring back the code of run.extensions that saved it, {cure}"
             raise InputError(f"{damaged}, and there is no older one: {cure}.")
         warnings.warn(f"{damaged}: the run resumes from an older one.", stacklevel=2)
         return older[-1]

@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import jax
@@ -24,6 +25,7 @@ from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.rollbacks import Rollbacks
 from megajax.training.run_lock import Leftovers
 from megajax.training.run_record import changed_keys, set_aside, write_config
+from megajax.training.saving import StateSaver
 from megajax.training.spikes import Rollback
 
 
@@ -195,8 +197,23 @@ def test_a_damaged_checkpoint_that_was_chosen_or_is_the_only_one_is_a_sentence(r
     shutil.rmtree(run_dir / "checkpoints" / "4")
     with pytest.raises(InputError, match=r"2 is damaged \(state/d/.*\), and there is no older one: choose another run"):
         build("run.steps=6").run()
-    with pytest.raises(InputError, match="there is no older one: bring back the code of run.extensions"):
+
+
+def test_whole_files_that_changed_extensions_cannot_read_are_not_called_damaged(run_dir, build, monkeypatch):
+    """Nor is an older checkpoint taken instead."""
+
+    def restore(*_: Any) -> None:
+        raise ValueError("blocks.dense.mine has another shape")
+
+    monkeypatch.setattr(StateSaver, "restore", restore)
+    before = files(run_dir)
+    with pytest.raises(
+        InputError, match=r"4 cannot be read .*mine has another shape.*: bring back the code of run.ext"
+    ):
         build("run.steps=6", "run.extensions=[string]").run()
+    assert files(run_dir) == before
+    with pytest.warns(UserWarning, match="4 is damaged"), pytest.raises(InputError, match="2 is damaged"):
+        build("run.steps=6").run()
 
 
 @pytest.mark.parametrize("kind", ["arrays", "description"])
