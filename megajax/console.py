@@ -11,6 +11,7 @@ import sys
 import textwrap
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ INDENT = 11 * " "  # of the summary, after its labels
 STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 # Exit statuses: the last three mean a lost or hanging process, a stop on request after saving, and Ctrl-C as in shells.
 DONE, CRASH, MISTAKE, BAD_NUMBERS, LOST, STOPPED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
+early_warnings = deque[str](maxlen=100)  # shown before a run directory keeps them
 
 # subcommand: (the module whose main(arguments) it runs, its help)
 COMMANDS = {
@@ -218,6 +220,8 @@ def user_errors() -> Iterator[None]:
             if (found := outcome(error)) is None:
                 raise
             _fail(*found)
+        finally:
+            early_warnings.clear()
 
 
 def outcome(error: BaseException) -> tuple[str, int] | None:
@@ -257,4 +261,5 @@ def _fail(sentence: str, status: int) -> NoReturn:
 
 
 def _warn_in_a_line(message: Warning | str, *_: object, **__: object) -> None:
+    early_warnings.append(str(message))
     print(paint("megajax: warning:", "yellow", sys.stderr), message, file=sys.stderr)

@@ -38,7 +38,7 @@ class Ending:
 
     def tell(self, kind: str, text: str, status: int) -> None:
         """Send the event of the end, "end", "hang" or "lost", if the run has begun to write its directory."""
-        if self.speaks and self.config.logging.on_event is not None and (self.owns_run or self._could_own_run()):
+        if self.speaks and events.has_target(self.config) and (self.owns_run or self._could_own_run()):
             found = events.event(self.config, kind, self.step, text, status)
             within_seconds(events.SECONDS, "logging.on_event", events.deliver, self.config, found)
 

@@ -35,6 +35,15 @@ def check_target(config: Config) -> None:
         raise ConfigError(f"{shown} names the program {program}, which is not found: correct its path.")
 
 
+def has_target(config: Config) -> bool:
+    """Whether there is a command or URL that can be told; false where `check_target` is the error that ends the run."""
+    try:
+        check_target(config)
+    except ConfigError:
+        return False
+    return config.logging.on_event is not None
+
+
 def event(config: Config, kind: str, step: int | None, text: str, status: int | None = None) -> dict[str, Any]:
     """The JSON object of an event: "spike", "rollback", or with an exit status "hang", "lost" (a process) or "end"."""
     run = {"run": config.run.name, "run_dir": os.path.abspath(config.run.dir), "host": socket.gethostname()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megajax import threads
 from megajax.config import Config
-from megajax.console import DONE, STOPPED, described
+from megajax.console import DONE, STOPPED, described, early_warnings
 from megajax.files import CONSOLE_LOG
 from megajax.training import events
 from megajax.training.logs import CONSOLE
@@ -85,6 +85,8 @@ class KeptConsole(logging.Handler):
         CONSOLE.setLevel(logging.INFO)
         CONSOLE.addHandler(self)
         self._write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S %z')} process {os.getpid()} on {socket.gethostname()}")
+        while early_warnings:
+            self._write(f"megajax: warning: {early_warnings.popleft()}")
 
     def emit(self, record: logging.LogRecord) -> None:
         self.last = record.getMessage()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPP
 from megajax.errors import ConfigError, InputError, ThreadError
 from megajax.training import events, run_lock, trackers
 from megajax.training.ending import Ending
+from megajax.training.events import check_target
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import Trainer
 from megajax.training.monitoring import Background, Monitoring
@@ -216,6 +218,15 @@ def test_the_event_of_an_error_has_the_exit_status_of_the_command(make_config, t
     event = json.loads((tmp_path / "events").read_text())
     assert (event["event"], event["step"], event["status"]) == ("end", 7, ended.value.code)
     assert abs(event["time"] - time.time()) < 60 and (str(error) in event["text"] or isinstance(error, OSError))
+
+
+def test_a_target_that_is_the_mistake_is_not_told_of_it(make_config, tmp_path, capsys):
+    config = make_config(
+        f"run.dir={tmp_path}", "logging.on_event=no_such_program"
+    )  # an earlier start made the directory
+    with pytest.raises(SystemExit), Watch(config), user_errors():
+        check_target(config)
+    assert capsys.readouterr().err.splitlines()[1:] == []
 
 
 def test_an_event_names_the_run_directory_for_other_working_directories(make_config, tmp_path, monkeypatch):
@@ -424,3 +435,8 @@ def test_the_consoles_text_is_kept_start_by_start(build, capsys):
     printed, kept = capsys.readouterr().out, (trainer.run_dir / "console.log").read_text()
     assert [line for line in kept.splitlines() if not line.startswith("--- ")] == printed.splitlines()
     assert kept.count("--- ") == 2
+    with user_errors():  # a command, whose config is read before there is a directory
+        warnings.warn("of the config", stacklevel=1)
+        build("run.steps=4").run()
+    lines = (trainer.run_dir / "console.log").read_text().splitlines()[len(kept.splitlines()) :]
+    assert lines[0].startswith("--- ") and lines[1] == "megajax: warning: of the config"

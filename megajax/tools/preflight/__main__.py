@@ -108,6 +108,8 @@ def main(arguments: list[str]) -> int:
         for name in ("threshold", "megabytes", "matrix", "disk_megabytes"):
             if (value := getattr(options, name)) is not None and value <= 0:
                 raise InputError(f"--{name.replace('_', '-')}={value} is not positive: give a larger number.")
+        if options.threshold > 1:
+            raise InputError(f"--threshold={options.threshold:g} is above 1: give a share of the median, such as 0.8.")
         config = load_config(options.run[0], options.run[1:]) if options.run else None
         nccl_log = network.listen()
         if options.rates is not None:

@@ -227,6 +227,7 @@ def link_rates(
 
 def disk_rates(host: str, directory: Path, megabytes: int) -> list[Sample]:
     """The rates of writing a file in `directory`, on the disk at the end, and of reading it without the page cache."""
+    is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"preflight-{host}-{os.getpid()}.tmp"
     data, blocks = os.urandom(BLOCK), max(1, megabytes * 2**20 // BLOCK)  # compression would not help
@@ -246,5 +247,8 @@ def disk_rates(host: str, directory: Path, megabytes: int) -> list[Sample]:
         read = time.perf_counter() - start
     finally:
         path.unlink(missing_ok=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # another host has its file there
+                directory.rmdir()
     size = 1e-9 * BLOCK * blocks
     return [Sample(f"{DISK} write", host, size / written, "GB/s"), Sample(f"{DISK} read", host, size / read, "GB/s")]
