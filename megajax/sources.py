@@ -161,6 +161,11 @@ class RunSource(WeightSource):
     ) -> tuple[dict[str, jax.Array], LayerState]:
         return restore_model(str(self.path), params, layer_state, model, self.setting, self.location, self.allowed)
 
+    def training(self) -> "SavedTraining":
+        if not self.path.exists():
+            find_checkpoint(self.path, self.setting, self.location)  # raises its error
+        return super().training()
+
     def config(self) -> Config:
         return run_config(find_checkpoint(self.path, self.setting, self.location)[0], self.setting)
 

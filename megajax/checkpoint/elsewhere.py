@@ -29,8 +29,8 @@ RETRIES = 3  # of a request to a bucket at the start; a save waits longer
 def link_checkpoints(config: Config) -> None:
     """Make `checkpoint.dir` and `RUN/checkpoints`, if they are not there; the first process calls it at each start.
 
-    Raises InputError if the directory or bucket cannot be written or belongs to another run, or if the run has
-    checkpoints elsewhere.
+    Raises InputError if the directory or bucket cannot be written or belongs to another run, if the run has
+    checkpoints elsewhere, or if it had some there and nothing is there now.
     """
     wanted = config.checkpoint.dir
     if wanted is None:
@@ -45,7 +45,12 @@ def link_checkpoints(config: Config) -> None:
         )
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
-        if (name := _owner(folder, run_dir, key)) != str(run_dir):
+        if (name := _owner(folder, run_dir, key, leads_elsewhere(run_dir))) is None:
+            raise InputError(
+                f"{key}: the run's checkpoints were there ({link} leads there), but nothing is there now: mount or "
+                f"restore it; if they are gone for good, remove {link}, and the run begins at step 0."
+            )
+        if name != str(run_dir):
             raise InputError(
                 f"{key} has the checkpoints of run.dir={name}: choose another directory, or write {run_dir} into "
                 f"{folder / OWNER} if that run was moved."
@@ -60,17 +65,24 @@ def link_checkpoints(config: Config) -> None:
         ) from None
 
 
-def _owner(folder: Folder, run_dir: Path, key: str) -> str:
-    """The run directory whose checkpoints are in a folder; `run_dir` if it had none. `key` is for errors."""
+def _owner(folder: Folder, run_dir: Path, key: str, was_taken: bool) -> str | None:
+    """The run directory whose checkpoints are in a folder; `run_dir` if it had none. `key` is for errors.
+
+    None for a folder without an owner that `was_taken` by this run: its disk may not be mounted.
+    """
     if isinstance(folder, Path):
-        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / OWNER).exists():
+            if was_taken:
+                return None
+            folder.mkdir(parents=True, exist_ok=True)
             replace_text(folder / OWNER, f"{run_dir}\n")
         return (folder / OWNER).read_text(encoding="utf-8").strip()
     context = tensorstore.Context({f"{store}_request_retries": {"max_retries": RETRIES} for store in ("gcs", "s3")})
     try:
         store = tensorstore.KvStore.open(key_value_store(folder), context=context).result()
         found = store.read(OWNER).result()
+        if was_taken and not found.value:
+            return None
         name = found.value.decode().strip() or str(run_dir)
         # Written again at each start, which shows at once whether a save can write; but only over what was read.
         written = store.write(OWNER, f"{name}\n", if_equal=found.stamp.generation).result()

@@ -36,6 +36,9 @@ logging: {tensorboard: false}
 """
 
 
+IN_BUCKET = "checkpoint.dir=gs://b/x"
+
+
 @pytest.fixture
 def build(tmp_path):
     """(overrides...) → a Trainer of `tmp_path/run` with its checkpoints in `tmp_path/far`."""
@@ -81,6 +84,19 @@ def test_a_lost_run_directory_does_not_lose_the_checkpoints(build, tmp_path):
     assert build().step == 2
 
 
+@pytest.mark.parametrize("place", ["far", IN_BUCKET])
+def test_a_start_that_finds_nothing_where_the_checkpoints_were_is_no_run_from_step_0(build, bucket, tmp_path, place):
+    """As with a disk that is not mounted."""
+    folder, overrides = (tmp_path / "far", ()) if place == "far" else (bucket / "x", (place,))
+    save(build(*overrides), 2)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="checkpoint.dir=.* but nothing is there now: mount .* remove .*/checkpoints,"):
+        build(*overrides)
+    assert not folder.exists()
+    (tmp_path / "elsewhere").rename(folder)
+    assert build(*overrides).step == 2
+
+
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     """The directory that plays the buckets `gs://b` and `s3://b`."""
@@ -119,9 +135,6 @@ def bucket(tmp_path, monkeypatch):
     for module in (elsewhere, arrays):
         monkeypatch.setattr(module, "key_value_store", key_value_store)
     return root / "b"
-
-
-IN_BUCKET = "checkpoint.dir=gs://b/x"
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("gs", marks=pytest.mark.long), "s3"])

@@ -290,6 +290,8 @@ def test_a_model_with_experts_goes_on_at_the_position_of_a_dense_one(configure):
 def test_only_checkpoints_of_megatron_have_a_training_to_go_on_with(configure, tmp_path):
     with pytest.raises(InputError, match="init_from=.* is no checkpoint of Megatron-Core.*init_state"):
         continued(configure("llama", checkpoint={"init_from": str(tmp_path)}))
+    with pytest.raises(InputError, match="init_from=.* does not exist"):
+        continued(configure("llama", checkpoint={"init_from": str(tmp_path / "none")}))
     with pytest.raises(ConfigError, match=r"lora.rank=2 .*checkpoint.init_state=all.*init_state=weights"):
         configure("llama", lora={"rank": 2})
 
