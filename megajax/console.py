@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from megajax import threads
-from megajax.errors import ThreadError, UserError, shown
+from megajax.errors import LostReaderError, ThreadError, UserError, shown
 
 SPACE, PERMISSION = "free disk space there", "choose a directory that you may write to"
 CURES = {
@@ -226,6 +226,8 @@ def user_errors() -> Iterator[None]:
 
 def outcome(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit status of an error that ends a command; None if it is no mistake of the user's."""
+    if isinstance(error, LostReaderError):
+        return str(error), LOST
     if isinstance(error, UserError):
         return str(error), CRASH if isinstance(error, ThreadError) else MISTAKE
     if isinstance(error, KeyboardInterrupt):

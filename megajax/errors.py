@@ -42,6 +42,10 @@ class ThreadError(UserError):
     """A background thread that the run needs has failed. No mistake of the user: the exit status is that of a crash."""
 
 
+class LostReaderError(UserError):
+    """A process of `data.workers` was ended from outside. The exit status is that of a lost process."""
+
+
 def not_downloaded(path: str) -> str:
     """The end of a sentence about a missing `path`: a name of Hugging Face's hub, ORG/NAME, is not looked up there."""
     is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not exists(dirname(path))

@@ -70,9 +70,11 @@ def start_processes(
         if found.address is not None:
             cure = "give an address of process 0's host with a free port"
             raise ConfigError(f"{env.ADDRESS}={found.address} cannot be used ({shown(error)}): {cure}.") from None
+        alone = next(names[0] for names in (env.SLURM, env.OPEN_MPI) if env.whole_number(environment, names[0], 1) > 1)
         raise ConfigError(
-            f"the environment has several processes, but jax could not join them ({shown(error)}): "
-            f"start the processes with srun or mpirun, or set {', '.join(env.EXPLICIT)}."
+            f"{alone}={found.count} says that there are several processes, but jax could not join them "
+            f"({shown(error)}): start them with srun or mpirun, or set {', '.join(env.EXPLICIT)}; for one process, as "
+            f"in the shell of an allocation, unset {alone}."
         ) from None
 
 

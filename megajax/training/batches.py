@@ -1,6 +1,7 @@
 """The rows that a process reads, and their conversion to global arrays."""
 
 import itertools
+import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from megajax.config import Config
 from megajax.config.sentences import fail, format_keys
 from megajax.data import loader
 from megajax.data.samples import Samples
-from megajax.errors import InputError, accepts, shown
+from megajax.errors import InputError, LostReaderError, accepts, shown
 from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.context.token_order import balanced_order, grouped_order, stored_order
 from megajax.schema.batch_schedule import BatchSizes
@@ -124,7 +125,7 @@ def batches(
     """Endless global batches of a split from `start_step` on, on the devices.
 
     `sizes` are the numbers of sequences of the steps, by default those of the config. Raises InputError for a token
-    outside the vocabulary.
+    outside the vocabulary, and LostReaderError if a process of `data.workers` is killed.
     """
     rows, config = rows_of_process(program.batch_sharding, program.plan.batch_shape), program.config
     sizes = sizes or loader.batch_sizes(config, split)
@@ -132,5 +133,12 @@ def batches(
     try:
         for step, local in enumerate(fields, start_step):
             yield to_global(program.by_size[sizes.size(step)], local, f"data.{split}")
+    except RuntimeError as error:
+        if not (found := re.search(r"Worker process was terminated .*(exit code -?\d+)", str(error))):  # grain's words
+            raise
+        raise LostReaderError(
+            f"a process of {format_keys(config, 'data.workers')} was ended ({found[1]}), perhaps because the host had "
+            "no memory left: start the same command again to resume, with fewer of them if so."
+        ) from None
     finally:
         fields.close()  # type: ignore[attr-defined]

@@ -55,6 +55,16 @@ def test_slurm_and_open_mpi_are_left_to_jax(initialized, environment):
     assert initialized == [((), SETTINGS)]
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_the_shell_of_an_allocation_is_told_how_to_be_one_process(monkeypatch, name):
+    def initialize(*_: object, **__: object) -> None:
+        raise ValueError("coordinator_address should be defined.")  # jax finds no step of srun
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(ConfigError, match=f"^{name}=8 says .* srun .*; for one process, .* unset {name}"):
+        start_processes({name: "8"})
+
+
 @pytest.mark.parametrize(
     "environment", [{}, {"SLURM_NTASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"SLURM_JOB_ID": "7"}], ids=str
 )

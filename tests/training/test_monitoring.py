@@ -3,6 +3,7 @@
 import errno
 import http.server
 import json
+import multiprocessing
 import re
 import shlex
 import socket
@@ -426,6 +427,20 @@ def test_a_service_that_fails_is_named_once_and_one_that_hangs_is_left():
     assert [line for line in said if "it failed (division by zero)" in line] == said[:1]
     assert "did not answer within 0.2 s" in said[-1] and len(said) == 2
     release.set()
+
+
+@pytest.mark.long
+def test_a_killed_reader_is_a_lost_process(build, capsys):
+    earlier = multiprocessing.active_children()
+    trainer = build("data.workers=1", "data.prefetch=1")
+    trainer.next_batch()
+    (reader,) = (process for process in multiprocessing.active_children() if process not in earlier)
+    reader.kill()
+    with pytest.raises(SystemExit) as ended, user_errors():
+        for _ in range(100):
+            trainer.next_batch()
+    error = capsys.readouterr().err
+    assert ended.value.code == LOST and "data.workers=1 was ended (exit code -9)" in error and "resume" in error
 
 
 def test_the_consoles_text_is_kept_start_by_start(build, capsys):

@@ -27,6 +27,7 @@ from megajax.tools.from_megatron.document import document
 from megajax.tools.from_megatron.experts import translate_experts
 from megajax.tools.from_megatron.model import translate_model
 from megajax.tools.from_megatron.parallel import translate_batch, translate_mesh, translate_pipeline
+from megajax.tools.from_megatron.shell_values import Values
 from megajax.tools.from_megatron.training import (
     translate_optimizer,
     translate_precision,
@@ -77,17 +78,24 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
     return own, line
 
 
+def _with(given: Arguments, more: Arguments) -> Arguments:
+    return Arguments(given.given | more.given, given.texts | more.texts, f"{given.location}, {more.location}")
+
+
 def read(line: list[str]) -> tuple[Arguments, int | None]:
     """(the arguments, the number of devices if it is known) of a script, a YAML file, a checkpoint or a line.
 
     Warns about what the script has and this does not know.
     """
     first = Path(line[0])
-    if len(line) == 1 and is_megatron_folder(first):
+    if is_megatron_folder(first):
         saved = saved_arguments(first)
         world = saved.get("world_size")
         saved |= dict.fromkeys(("finetune", "no_load_optim", "pretrained_checkpoint", "ckpt_step")) | {"load": line[0]}
-        return megatron.from_mapping(saved, str(first)), world if isinstance(world, int) else None
+        given, world = megatron.from_mapping(saved, str(first)), world if isinstance(world, int) else None
+        if len(line) > 1:  # further flags, such as --data-path
+            given = _with(given, megatron.from_words(line[1:], Values("the command line", [""]), "the command line"))
+        return given, world
     if len(line) == 1 and first.suffix in (".yaml", ".yml"):
         return megatron.from_yaml(first), None
     is_script = first.suffix in (".sh", ".bash", ".slurm", ".sbatch") or (
@@ -105,8 +113,7 @@ def read(line: list[str]) -> tuple[Arguments, int | None]:
         given = megatron.from_yaml(path)
         rest = [word for word in words if word not in ("--yaml-cfg", file)]
         more = megatron.from_words(rest, found.values, found.location)
-        both = Arguments(given.given | more.given, given.texts | more.texts, f"{path}, {found.location}")
-        return both, found.world
+        return _with(given, more), found.world
     return megatron.from_words(words, found.values, found.location), found.world
 
 
