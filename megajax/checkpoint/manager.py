@@ -327,7 +327,10 @@ def find_checkpoint(path: str | Path, setting: str, location: str = "") -> tuple
     given, shown = Path(path), f"{setting}={path}{location}"
     one = given.parent.name == SUBDIRECTORY and is_number(given.name)
     run_dir = given.parent.parent if one else given
-    if not (run_dir / SUBDIRECTORY).exists():
+    if not (folder := run_dir / SUBDIRECTORY).exists():
+        if folder.is_symlink():
+            there = f"{folder.resolve()}, which does not exist on this machine"
+            raise InputError(f"{shown} has its checkpoints in {there}: mount or restore that directory.")
         raise InputError(f"{shown} {_instead_of(given)}")
     steps = complete_steps(run_dir)
     if not steps:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megajax.errors import ConfigError, file_reader, shown
-from megajax.files import read_text, why_unreadable
+from megajax.files import CONFIG, read_text, why_unreadable
 
 NAMED = Path(__file__).parents[2] / "configs"  # the configs that have names
 
@@ -207,8 +207,10 @@ def _read_text(path: Path, location: str) -> str:
         cure = f"did you mean {near}?" if near else cure
         raise ConfigError(f"config file {shown(path)} does not exist{location}: {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
+        of_run = path / CONFIG  # its directory, as other commands take it
+        cure = f"did you mean {of_run}?" if of_run.is_file() else "give a YAML file."
         raise ConfigError(
-            f"config file {shown(path)} cannot be read{location}, {why_unreadable(error)}: give a YAML file."
+            f"config file {shown(path)} cannot be read{location}, {why_unreadable(error)}: {cure}"
         ) from None
 
 

@@ -93,6 +93,9 @@ def test_a_start_that_finds_nothing_where_the_checkpoints_were_is_no_run_from_st
     with pytest.raises(InputError, match="checkpoint.dir=.* but nothing is there now: mount .* remove .*/checkpoints,"):
         build(*overrides)
     assert not folder.exists()
+    if place == "far":
+        with pytest.raises(InputError, match=f"has its checkpoints in {folder}, which does not exist .*: mount"):
+            megajax.load_weights(tmp_path / "run")
     (tmp_path / "elsewhere").rename(folder)
     assert build(*overrides).step == 2
 

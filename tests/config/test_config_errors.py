@@ -222,6 +222,9 @@ def test_a_missing_or_unreadable_file_is_named():
     names = "or the name of one in configs/, such as llama3_8b."
     assert message("no/x.yaml") == f"config file no/x.yaml does not exist: give the path of a YAML file, {names}"
     assert message(".") == "config file . cannot be read, Is a directory: give a YAML file."
+    Path("run").mkdir()
+    Path("run/config.yaml").touch()
+    assert message("run") == "config file run cannot be read, Is a directory: did you mean run/config.yaml?"
     os.mkfifo("pipe.yaml")
     assert message("pipe.yaml") == "config file pipe.yaml cannot be read, it is no regular file: give a YAML file."
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
