@@ -132,6 +132,7 @@ def test_words_are_those_of_a_shell(place, script, arguments, expected):
         ("mpirun -np 6 python p.py", 6),
         ("srun -n 4 --ntasks 2 -n 8 python p.py", 8),  # the last one counts
         ("#SBATCH --nodes=3\n#SBATCH --gpus-per-node 4\nsrun python p.py", 12),
+        ("#SBATCH --ntasks-per-node=4 -N 3 # nodes\nsrun python p.py", 12),
         ("export WORLD_SIZE=$((3*5))\npython p.py", 15),
         ("torchrun --nproc_per_node $(nvidia-smi -L | wc -l) p.py", None),
         ("WORLD_SIZE=2\ntorchrun --nproc_per_node $GPUS --nnodes $WORLD_SIZE p.py", None),  # it counts nodes here

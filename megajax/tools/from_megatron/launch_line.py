@@ -107,8 +107,8 @@ def _arguments(line: Line, values: Values) -> list[str]:
 
 def _world(line: Line, script: Script) -> int | None:
     """The number of devices: of the launcher's options, of WORLD_SIZE, or of #SBATCH lines."""
-    options = re.findall(r"^#SBATCH\s+(-\S+(?:[ \t]+\d+)?)", "\n".join(script.texts), re.MULTILINE)
-    batch = [word for option in options for word in option.split()]
+    options = re.findall(r"^#SBATCH[ \t]+([^#\n]+)", "\n".join(script.texts), re.MULTILINE)
+    batch = [word for several in options for word in several.split()]
     launcher = [*line.outer, *_launcher(line.words)]
     if _has(launcher, PROCESSES):  # some clusters' WORLD_SIZE is the number of nodes
         return _world_of_launcher(launcher, batch)
