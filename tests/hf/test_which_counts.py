@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -174,6 +175,23 @@ def test_names_of_a_model_without_its_head_are_read(unpacked, name):
         for tensor, stored in names.items():
             found = weights.read(tensor, tuple(slice(0, size) for size in tensors[stored].shape))
             np.testing.assert_array_equal(found, tensors[stored])
+
+
+def test_masks_that_older_files_of_gpt2_hold_are_passed(unpacked):
+    folder, tensors = unpacked("tiny_gpt2")
+    masks = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8), "h.0.attn.masked_bias": np.float32([-1e4])}
+    save_file(tensors | {f"transformer.{name}": mask for name, mask in masks.items()}, folder / SINGLE)
+    for name, weight in read(folder).items():
+        assert np.isfinite(weight).all() and weight.size, name
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(np.float32, 4), (np.float16, 2), (ml_dtypes.bfloat16, 2)])
+def test_tensors_are_read_in_each_dtype_and_have_its_bytes(tmp_path, dtype, size):
+    stored = np.arange(12).reshape(3, 4).astype(dtype)
+    save_file({"w": stored}, tmp_path / SINGLE)
+    with FolderTensors(tmp_path) as weights:
+        assert (weights.shape("w"), weights.itemsize("w")) == ((3, 4), size)
+        np.testing.assert_array_equal(weights.read("w", (slice(1, 3), slice(0, 4))), stored[1:])
 
 
 @pytest.mark.smoke
