@@ -159,8 +159,8 @@ def sentence_of(config):
 
 def test_missing_and_damaged_files_are_named_with_their_key(make_config, write_documents):
     prefix = write_documents(DOCUMENTS)
-    assert sentence_of(make_config(train=prefix, valid="no/where")) == (
-        "data.valid (run.yaml, line 10): no/where.idx does not exist: correct the prefix, or write it with "
+    assert sentence_of(make_config(train=prefix, valid="./no/where")) == (
+        "data.valid (run.yaml, line 10): ./no/where.idx does not exist: correct the prefix, or write it with "
         "`python -m megajax.data.preprocess`."
     )
     with open(f"{prefix}.bin", "ab") as file:
