@@ -203,7 +203,8 @@ def _of_next_token(a: jax.Array, documents: jax.Array | None) -> jax.Array:
 
 def _means(sums: jax.Array) -> jax.Array:
     """`[..., 3]` of `cross_entropy` → the mean cross-entropy and z-loss, `[..., 2]`."""
-    return sums[..., :2] / jnp.maximum(sums[..., 2:], 1)
+    count = sums[..., 2:]
+    return sums[..., :2] / jnp.where(count > 0, count, 1)
 
 
 def _combined(name: str, a: jax.Array) -> jax.Array:

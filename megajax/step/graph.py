@@ -184,10 +184,10 @@ class Graph:
         return recipe is not None and recipe.is_stochastic
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
-        """By loss the number that its sum is divided by, over all devices and microbatches, at least 1."""
+        """By loss the number that its sum is divided by, over all devices and microbatches; 1 if nothing counts."""
         copies = self.sizes["tensor"] * self.sizes["pipeline"]  # devices that hold the same tokens
         counts = {name: count / copies for node in self.terminal for name, count in node.counts(batch).items()}
-        return {name: jnp.maximum(count, 1) for name, count in sum_over_all(counts, self.sizes).items()}
+        return {name: _divisor(count) for name, count in sum_over_all(counts, self.sizes).items()}
 
     def add_factors(self, batch: Arrays, counts: Arrays) -> Arrays:
         """The batch with the fields FACTOR, `[M, ...]`, if the step minimises the mean of the microbatches' means.
@@ -201,7 +201,7 @@ class Graph:
         for node in self.terminal:
             fields = {name: batch[name][:, None] for name in node.fields()}
             for name, count in jax.vmap(node.counts)(fields).items():
-                factors[FACTOR + node.NAME] = counts[name] / (jnp.maximum(self.comm.sum(count, "context"), 1) * means)
+                factors[FACTOR + node.NAME] = counts[name] / (_divisor(self.comm.sum(count, "context")) * means)
         return {**batch, **factors}
 
     # What nodes give
@@ -252,3 +252,8 @@ def _second_stacks(plan: StepPlan, dtypes: WeightDtypes) -> list[SecondStack]:
         return [EncoderStack(plan, own, model.encoder, dtypes)]
     assert model.vision is not None
     return [VisionStack(plan, own, model.vision, dtypes)]
+
+
+def _divisor(count: jax.Array) -> jax.Array:
+    """A sum of weights of tokens, which may be below 1; 1 in place of 0, since what is divided is 0 too."""
+    return jnp.where(count > 0, count, 1)
