@@ -52,8 +52,7 @@ def own_sets(run: str) -> tuple[dict[str, str], str | None]:
     from megajax.sources import RunSource, above_or_here, find_source
 
     source = find_source(run, "RUN")
-    data = source.config().data if isinstance(source, RunSource) else None
-    if not isinstance(source, RunSource) or data is None or not (data.valid or data.valid_sets):
+    if not isinstance(source, RunSource) or not ((data := source.config().data).valid or data.valid_sets):
         raise InputError(f"RUN={run} names no evaluation data in data.valid or data.valid_sets: give --data PATH.")
     sets = data_sets([path for path, _ in sources_of(data.valid or ())])
     sets |= {each.name: each.prefix for each in data.valid_sets}
