@@ -80,14 +80,18 @@ class SettingDifference(NamedTuple):
         if key.endswith(".content"):
             return f"{key.removesuffix('.content')} has another content than at the checkpoint"
         if key.endswith(".digests"):
-            changed = listed([path for path in saved if saved[path] != mine[path]], "and")
-            return f"{key.removesuffix('.digests')}: {changed} or its .idx has another content than at the checkpoint"
+            changed = listed([_with_index(path) for path in saved if saved[path] != mine[path]], "and")
+            return f"{key.removesuffix('.digests')}: {changed} has another content than at the checkpoint"
         of_files = key.endswith(".files")
         if of_files or (isinstance(saved, list) and isinstance(mine, list) and show(saved) == show(mine)):
             key, common = f"files of {key[:-6]}" if of_files else key, [each for each in saved if each in mine]
             if not len(saved) == len(mine) == len(common):  # else their order differs
                 saved, mine = ([each for each in items if each not in common] for items in (saved, mine))
         return f"{key}={show(saved)}, but this run has {show(mine)}"
+
+
+def _with_index(path: str) -> str:
+    return f"{path} or its .idx" if path.endswith(".bin") else path
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from megajax.data.images import open_images
 from megajax.data.index_cache import cache_directory, file_digest, text_digest
 from megajax.data.json_lines import matching_files
 from megajax.data.remote import RemoteFile
+from megajax.data.shards import is_shard
 from megajax.data.tokenizers import deciding_files, tokenizer_files
 from megajax.errors import file_reader
 from megajax.schema.data import is_remote, sources_of
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from megajax.config import Config, DataConfig
 
 
-PIECES, PIECE_BYTES = 8, 2**12  # of a token file, evenly over it: to read a large one at each start takes too long
+PIECES, PIECE_BYTES = 8, 2**12  # of a large file, evenly over it: to read it all at each start takes too long
 
 
 def data_contents(config: "Config") -> dict[str, Any]:
     """What the files have at this start that the keys `data` name: they may have changed, or lie elsewhere.
 
-    The sizes of token files, texts and chats, and hashes of pieces of token files; `stages` has those of each stage.
-    Hashes of the tokenizer, the chat template and the processor of pictures.
+    The sizes and hashes of token files, texts and chats, of pieces of all but the chats; `stages` has those of each
+    stage. Hashes of the tokenizer, the chat template and the processor of pictures.
     """
     data, found = config.data, dict[str, Any]()
     if data.kind in ("indexed", "text", "chat"):
@@ -42,31 +43,33 @@ def data_contents(config: "Config") -> dict[str, Any]:
 
 
 def _files(blend: Any, config: "Config") -> dict[str, Any]:
-    """The `files` of a blend, [path, size] each, and `digests` of token files, by path; empty if one is missing."""
-    sources, cache = [source for source, _ in sources_of(blend)], cache_directory(config)
-    if config.data.kind != "indexed":
-        paths = [path for source in sources for path in matching_files(source)]
-    else:
+    """The `files` of a blend, [path, size] each, and their `digests` by path; empty if one is missing."""
+    sources, cache, kind = [source for source, _ in sources_of(blend)], cache_directory(config), config.data.kind
+    if kind == "indexed":
         paths = [f"{source}.bin" for source in sources]
+    else:
+        paths = [path for source in sources for path in matching_files(source)]
     if not all(is_remote(path) or os.path.exists(path) for path in paths):
         return {}
-    sizes = (RemoteFile(path, cache).size if is_remote(path) else os.path.getsize(path) for path in paths)
-    found: dict[str, Any] = {"files": [[path, size] for path, size in zip(paths, sizes, strict=True)]}
-    if config.data.kind == "indexed":
-        found["digests"] = {f"{source}.bin": _token_digest(source, cache) for source in sources}
-    return found
+    files, digests = list[Any](), dict[str, str]()
+    for path in paths:
+        found = hashlib.blake2b(digest_size=16)
+        if kind == "indexed":
+            _add_pieces(found, f"{path.removesuffix('.bin')}.idx", cache)
+        files.append([path, _add_pieces(found, path, cache)])
+        digests[path] = file_digest(path) if kind == "chat" and not is_shard(path) else found.hexdigest()
+    return {"files": files, "digests": digests}
 
 
-def _token_digest(prefix: str, cache: Path) -> str:
-    """A hash of pieces of both token files."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in (f"{prefix}.idx", f"{prefix}.bin"):
-        remote = RemoteFile(path, cache) if is_remote(path) else None
-        last = max((remote.size if remote else os.path.getsize(path)) - PIECE_BYTES, 0)
-        for first in sorted({last * i // (PIECES - 1) for i in range(PIECES)}):
-            end = first + PIECE_BYTES
-            found.update(remote.read(first, min(end, remote.size)) if remote else _read(path, first, end))
-    return found.hexdigest()
+def _add_pieces(found: Any, path: str, cache: Path) -> int:
+    """The size of a file, of which pieces are added to a hash."""
+    remote = RemoteFile(path, cache) if is_remote(path) else None
+    size = remote.size if remote else os.path.getsize(path)
+    last = max(size - PIECE_BYTES, 0)
+    for first in sorted({last * i // (PIECES - 1) for i in range(PIECES)}):
+        end = first + PIECE_BYTES
+        found.update(remote.read(first, min(end, size)) if remote else _read(path, first, end))
+    return size
 
 
 @file_reader("path")

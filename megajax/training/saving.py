@@ -75,7 +75,10 @@ class StateSaver:
 
     @cached_property
     def _contents(self) -> Mapping[str, Any]:
-        return data_contents(self.program.config) if self._given_contents is None else self._given_contents
+        """As process 0 finds them: thousands would read the same files."""
+        if self._given_contents is not None:
+            return self._given_contents
+        return cluster.current().first_decides(lambda: data_contents(self.program.config), "contents")
 
     def save(
         self,

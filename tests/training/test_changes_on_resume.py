@@ -299,6 +299,23 @@ def test_token_files_are_compared_by_their_sizes_and_by_pieces_of_their_content(
         assert not differences(found(5), older | {"data": found(5)["data"]}, MUST_AGREE)
 
 
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_texts_and_chats_of_the_same_size_are_compared_by_their_content(bases, tmp_path, kind):
+    _, base = bases[2 if kind == "text" else 3]
+    (file := tmp_path / "file.jsonl").write_bytes(bytes(100_000))
+    config = base.model_copy(update={"data": base.data.model_copy(update={"train": str(file)})})
+    saved = compared_settings(config, 1, data_contents(config))
+    assert not differences(saved, compared_settings(config, 1, data_contents(config)), MUST_AGREE)
+    for position in (99_999,) if kind == "text" else (99_999, 5_000):  # the second is between the pieces
+        content = bytearray(100_000)
+        content[position] = 1
+        file.write_bytes(content)
+        (change,) = differences(saved, compared_settings(config, 1, data_contents(config)), MUST_AGREE)
+        assert change.key == "data.train.digests" and str(file) in str(change) and ".idx" not in str(change)
+    without = saved | {"data": {name: value for name, value in saved["data"].items() if name != "digests"}}
+    assert not differences(without, compared_settings(config, 1, data_contents(config)), MUST_AGREE)  # an older one
+
+
 def test_two_long_lists_show_what_differs():
     sources = [{"prefix": f"data/a_long_name_of_a_text_document_{n}", "weight": 0.5} for n in range(9)]
     changed = [*sources[:8], {"prefix": "data/new", "weight": 0.5}]
