@@ -47,7 +47,7 @@ class Embedding:
 
     def fields(self) -> dict[str, Field]:
         vision = self.model.vision
-        index = {INDEX: Field(jnp.int32, "model.vision", limit=vision.embeddings_per_row)} if vision else {}
+        index = {INDEX: Field(jnp.int32, "model.vision", limit=vision.embeddings_per_row, least=-1)} if vision else {}
         return {"tokens": Field(jnp.int32)} | index
 
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, Any]:

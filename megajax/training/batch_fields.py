@@ -88,7 +88,11 @@ def check_values(
         if least < 0:
             raise InputError(f"{source} holds {least} in {name}: give 0 or more; loss_mask=0 leaves a target out.")
     for name, field in known.items():
-        if field.limit is not None and (most := int(np.max(fields[name]))) >= field.limit:
-            raise InputError(f"{source} holds {most} in {name}: give numbers below {field.limit}.")
+        if field.limit is not None:
+            least, most = int(np.min(fields[name])), int(np.max(fields[name]))
+            if least < field.least or most >= field.limit:
+                wrong = most if most >= field.limit else least
+                limits = f"give numbers below {field.limit}, and {field.least} or more"
+                raise InputError(f"{source} holds {wrong} in {name}: {limits}.")
     if not (least := np.min(fields["loss_mask"])) >= 0:  # NaN too
         raise InputError(f"{source} holds {least} in loss_mask: give 0 or more.")

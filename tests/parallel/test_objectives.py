@@ -188,8 +188,10 @@ def test_wrong_settings_and_batches_are_sentences(table):
             register_objective("test_wrong")(type("Wrong", (Focal,), attributes))
     config, batch = make(table, "test_pairs", {}), fields_of("test_pairs")
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
-    with pytest.raises(InputError, match="holds 7 in segments: give numbers below 4"):
-        to_global(program, batch | {"segments": np.broadcast_to(np.arange(ROWS)[:, None], (ROWS, LENGTH))})
+    numbers = np.broadcast_to(np.arange(ROWS)[:, None], (ROWS, LENGTH))
+    for segments, wrong in ((numbers, 7), (numbers % 4 - 2, -2)):
+        with pytest.raises(InputError, match=f"holds {wrong} in segments: give numbers below 4, and -1 or more"):
+            to_global(program, batch | {"segments": segments})
     del batch["reference"]
     with pytest.raises(InputError, match="has no reference and objective.kind=test_pairs"):
         to_global(program, batch)

@@ -186,10 +186,11 @@ def test_numbers_beyond_a_row_of_images_or_a_table_are_refused(table, name, limi
     config = make(table, name, {}, **PACKED)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
     for field, limit in limits.items():
-        batch = fields(name)
-        batch[field] = np.full_like(batch[field], limit)
-        with pytest.raises(InputError, match=f"holds {limit} in {field}: give numbers below {limit}"):
-            to_global(program, batch)
+        for wrong in (limit, -2):
+            batch = fields(name)
+            batch[field] = np.full_like(batch[field], wrong)
+            with pytest.raises(InputError, match=f"holds {wrong} in {field}: give numbers below {limit}"):
+                to_global(program, batch)
 
 
 def test_flops_are_those_of_the_tower_too(table):
