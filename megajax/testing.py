@@ -129,7 +129,7 @@ def _config(model: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]])
 def _check_dependence(sublayer: type[Sublayer], config: Config, counted: slice, changed: slice, what: str) -> None:
     """The loss of the tokens `counted` must not depend on the tokens `changed`; a document is half of a sequence."""
     program = Run(config, dict.fromkeys(AXES, 1)).program
-    state, losses, fields = program.init_state(), [], next(batches(config, seed=0))
+    state, losses, fields = program.random_state(), [], next(batches(config, seed=0))
     mask, index = np.zeros_like(fields["loss_mask"]), np.broadcast_to(np.arange(LENGTH), fields["tokens"].shape)
     mask[:, counted] = True
     if "segment_ids" in fields:

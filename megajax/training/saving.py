@@ -246,8 +246,8 @@ class StateSaver:
     def begun(self, weights: Weights | None) -> TrainState:
         """The state of step 0 from `weights`, or from random ones; without the teacher's."""
         if weights is None:
-            return self.program.init_state(teacher=False)
-        return self.with_weights(self.program.init_state(params=False, teacher=False), weights)
+            return self.program.random_state(teacher=False)
+        return self.with_weights(self.program.random_state(params=False, teacher=False), weights)
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""

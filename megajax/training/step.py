@@ -207,8 +207,17 @@ class TrainProgram:
     def first_loss_scale(self) -> jax.Array:
         return jnp.float32(INITIAL_LOSS_SCALE if self.config.precision.compute == "float16" else 1.0)
 
-    def init_state(self, params: bool = True, teacher: bool = True) -> TrainState:
-        """The first state, made on the devices in its shards; no device or host ever holds whole arrays.
+    def init_state(self) -> TrainState:
+        """`random_state()`; ConfigError if the config names weights: `StateSaver.first_state` reads them."""
+        named = {"checkpoint.init_from": self.config.checkpoint.init_from, "teacher.model": self.config.teacher.model}
+        if keys := [key for key, given in named.items() if given is not None]:
+            problem = f"init_state() makes random weights, but {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set"
+            cure = "take StateSaver(program).first_state() of megajax.training.saving, or random_state()"
+            fail(self.config, problem, cure, *keys)
+        return self.random_state()
+
+    def random_state(self, params: bool = True, teacher: bool = True) -> TrainState:
+        """The state of step 0 with random weights, made in its shards: no device or host ever holds whole arrays.
 
         Without `params` it lacks those that come from elsewhere: the base of adapters, or else all. Without `teacher`
         it lacks the teacher's. There is room for them. Slots in files (`optimizer.offload_dir`) are zeros there.
@@ -219,7 +228,7 @@ class TrainProgram:
         return self.to_files(self._first(params, teacher)())
 
     def _first(self, params: bool, teacher: bool) -> Callable[[], TrainState]:
-        """The jitted function behind `init_state`."""
+        """The jitted function behind `random_state`."""
         lacking: dict[str, Any] = {}
         if not params:
             lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "master_low_bits": {}}

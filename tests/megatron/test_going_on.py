@@ -113,7 +113,7 @@ def trainer(config, devices=1) -> Trainer:
 
 def state_of(config):
     saver, training = continued(config)
-    state = saver.with_weights(saver.program.init_state(params=False), training.weights())
+    state = saver.with_weights(saver.program.random_state(params=False), training.weights())
     return saver.program, training.into(state)
 
 

@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_those_of_the_merged_weights(steps):
 
 def test_the_adapted_model_is_the_base_model_at_first(steps):
     frozen = steps.table.first_state(steps.program, steps.weights).frozen
-    state = replace(steps.program.init_state(params=False), frozen=frozen)
+    state = replace(steps.program.random_state(params=False), frozen=frozen)
     first = {name: np.asarray(w) for name, w in state.params.items()}
     assert all(w.any() != name.endswith(B) for name, w in first.items())
     assert first["blocks.dense.mlp.down_lora_a"].std() == pytest.approx((3 * 48) ** -0.5, rel=0.1)

@@ -135,7 +135,7 @@ def train(config: Config, weights: Mapping[str, np.ndarray] | None = None) -> Tr
     count = math.prod(getattr(config.mesh, axis) for axis in AXES)
     sizes = check_mesh(config, count)
     program = TrainProgram.build(config, build_mesh(sizes, jax.devices()[:count]))
-    state = program.init_state() if weights is None else first_state(program, weights)
+    state = program.random_state() if weights is None else first_state(program, weights)
     initial, gradients = canonical(program, state.weights), {}
     losses, norms, router, mtp_losses = [], [], {}, []
     for fields in make_batches(config):

@@ -119,7 +119,7 @@ def test_weights_of_another_run_are_split():
     random = np.random.default_rng(0)
     given = {n: random.standard_normal(p.shape).astype(np.float32) for n, p in program.placements.items()}
     saver = StateSaver(program)
-    first = program.init_state(params=False)
+    first = program.random_state(params=False)
     assert not (first.params or first.ema or first.master_low_bits), (
         "those of the other run would need room beside them"
     )

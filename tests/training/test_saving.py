@@ -135,7 +135,7 @@ def test_padded_adapters_are_saved_and_read_without_their_base(make_config, tmp_
     shape = ("model.hidden_size=36", "model.num_heads=2", "mesh.fsdp=8")
     config = make_config(*shape, "lora.rank=2", "lora.targets=[query]", "checkpoint.init_from=base")
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
-    state, saver = program.init_state(), StateSaver(program)
+    state, saver = program.random_state(), StateSaver(program)
     checkpoints = Checkpoints(tmp_path, keep=1, keep_every=None)
     saver.save(checkpoints, 3, state)
     outcome = checkpoints.outcome(wait=True)

@@ -325,6 +325,12 @@ def test_all_that_is_random_in_a_step_gives_it_a_key_that_differs_from_step_to_s
     )
 
 
+def test_random_weights_in_place_of_those_of_init_from_are_made_only_if_asked_for(make_program):
+    program = make_program("lora.rank=2", "checkpoint.init_from=a_folder")
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from .*first_state\(\).*random_state\(\)"):
+        program.init_state()
+
+
 def test_dropout_differs_from_step_to_step_and_repeats_for_a_step(make_program):
     program = make_program("model.dropout=0.3")
     batch = random_batch(program, 0)

@@ -65,7 +65,7 @@ class Run:
 
     def train(self, directory: Path | None = None) -> RunTrace:
         """All steps; with `directory` a checkpoint in the middle."""
-        return self._steps(self.program.init_state(), 1, directory)
+        return self._steps(self.program.random_state(), 1, directory)
 
     def resume(self, directory: Path, saved: Arrays) -> RunTrace:
         """The steps after a checkpoint, whose state was `saved`."""
@@ -73,7 +73,7 @@ class Run:
         state = self.saver.restore(checkpoints, self.saved_step)
         checkpoints.close()
         if self.program.abstract_state.frozen:  # frozen weights are not part of a checkpoint
-            state = replace(state, frozen=self.program.init_state().frozen)
+            state = replace(state, frozen=self.program.random_state().frozen)
         restored = canonical_state(self.program, state)
         assert restored.keys() == saved.keys(), restored.keys() ^ saved.keys()
         changed = [name for name, x in restored.items() if x.tobytes() != saved[name].tobytes()]
