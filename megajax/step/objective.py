@@ -260,7 +260,9 @@ class Segment(Objective):
         self.number = plan.batch_shape[1]
 
     def fields(self) -> dict[str, Field]:
-        return joined_fields({"segments": Field(jnp.int32, "objective.kind", limit=self.number, least=-1)}, super().fields())
+        return joined_fields(
+            {"segments": Field(jnp.int32, "objective.kind", limit=self.number, least=-1)}, super().fields()
+        )
 
     def loss(self, log_probs: jax.Array, fields: Arrays) -> jax.Array:
         """Losses, in any shape, from the sums over the segments of a microbatch: all `[segments]`, in FP32."""

@@ -211,7 +211,7 @@ class TrainProgram:
         """`random_state()`; ConfigError if the config names weights: `StateSaver.first_state` reads them."""
         named = {"checkpoint.init_from": self.config.checkpoint.init_from, "teacher.model": self.config.teacher.model}
         if keys := [key for key, given in named.items() if given is not None]:
-            problem = f"init_state() makes random weights, but {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set"
+            problem = f"init_state() makes random weights, but the config has {' and '.join(keys)}"
             cure = "take StateSaver(program).first_state() of megajax.training.saving, or random_state()"
             fail(self.config, problem, cure, *keys)
         return self.random_state()
