@@ -66,7 +66,7 @@ class Conversation:
 
         Raises InputError for what the model cannot answer, which is no part of the conversation then.
         """
-        from megajax.inference.generation import continue_texts
+        from megajax.inference.generation import continue_texts, generator
         from megajax.inference.prompts import Located, as_chat, encode_prompt, with_images
 
         model, options, pieces = self._model, self._options, []
@@ -86,6 +86,8 @@ class Conversation:
         except KeyboardInterrupt:
             pass
         print()
+        if cut := generator(model, self._sampling).explain_cut(options.tokens):
+            print(cut, file=sys.stderr)
         self._count += 1  # another seed for the next answer
         if any(pieces):
             answer = {"role": "assistant", "content": "".join(pieces)}

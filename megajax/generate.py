@@ -56,8 +56,11 @@ def generate(options) -> None:
         for (prompt, *_), text in zip(prompts, found, strict=True):
             asked = prompt.messages if isinstance(prompt, Chat) else getattr(prompt, "prompt", prompt)
             print(json.dumps({"prompt": asked, "text": text}, ensure_ascii=False))
-    if verified := generator(model, sampling).verified:
-        print(verified.explain(), file=sys.stderr)
+    used = generator(model, sampling)
+    if cut := used.explain_cut(options.tokens):
+        print(cut, file=sys.stderr)
+    if used.verified:
+        print(used.verified.explain(), file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:

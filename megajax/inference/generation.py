@@ -14,7 +14,7 @@ from megajax import cluster
 from megajax.data.images import PlacedPicture
 from megajax.data.spans import START
 from megajax.data.tokenizers import decode_after
-from megajax.errors import InputError, shown
+from megajax.errors import InputError, counted, shown
 from megajax.inference.comm import Decode, Prefill
 from megajax.inference.language_model import ROPE, LanguageModel, Source, positions_from
 from megajax.inference.prompts import PicturePrompt
@@ -60,7 +60,8 @@ class GenerationState(NamedTuple):
 class Generator:
     """The two compiled programs of a model, for one setting of the sampling.
 
-    `verified` counts the drafts of the newest call of `tokens`, with speculation.
+    Of the newest call of `tokens`: `verified` counts its drafts, with speculation; `cut` says of each sequence whether
+    it ended at the model's context.
     """
 
     def __init__(self, model: LanguageModel, sampling: Sampling = DEFAULT, multiple: int = LENGTH_MULTIPLE):
@@ -71,6 +72,7 @@ class Generator:
         check_decoding(model)
         self.model, self.sampling, self.multiple = model, sampling, multiple
         self.drafter, self.verified = Drafter(model, sampling) if model.speculate else None, None
+        self.cut = np.zeros(0, bool)
         self.stop = np.array([*model.stop_tokens, NONE], np.int32)
         self._prefill = jax.jit(self._prefill_program, static_argnames=("size", "room"))
         self._decode = jax.jit(self._decode_program, donate_argnames="progress")
@@ -112,6 +114,7 @@ class Generator:
         while True:
             done, count, self.verified = _on_host((progress.done, progress.count, progress.verified))
             active = np.asarray(progress._replace(done=done, count=count).active(limits))
+            self.cut = ~done & ~active & (limits < max_tokens)
             if chunk is not None or not active.any():
                 rows = zip(_on_host(progress.tokens), limits, strict=True)
                 yield [[int(token) for token in row[:limit] if token != NONE] for row, limit in rows]
@@ -119,6 +122,13 @@ class Generator:
                 return
             ends = np.minimum(limits, count[active].min() + (chunk or most))
             progress = self._decode(self.model.weights, progress, ends)
+
+    def explain_cut(self, max_tokens: int) -> str:
+        """A sentence on the sequences of the newest call that ended at the context; empty if none did."""
+        if not self.cut.any():
+            return ""
+        ended = f"{counted(int(self.cut.sum()), 'text')} ended at the model's context of {self.model.max_length} tokens"
+        return f"{ended}, before --tokens={max_tokens}: give a shorter prompt, or a model with a longer context."
 
     def _padded(self, prompts: Sequence[Sequence[int]], growing: bool) -> tuple[np.ndarray, np.ndarray]:
         """Prompts for an encoder `[B, T]`, padded at their ends, and their lengths. Raises InputError as `tokens`."""
@@ -303,8 +313,8 @@ def continue_texts(
     encoded = [model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     chunk = 8 if on_text else LENGTH_MULTIPLE if stop else None
     ends = {tokenizer.token_id(name) for name in tokenizer.special_tokens if any(name in text for text in stop)}
-    printed, texts = 0, [""] * len(prompts)
-    for rows in generator(model, sampling).tokens(encoded, max_tokens, seed, chunk, growing):
+    printed, texts, used = 0, [""] * len(prompts), generator(model, sampling)
+    for rows in used.tokens(encoded, max_tokens, seed, chunk, growing):
         ended = [next((i for i, token in enumerate(row) if token in ends), None) for row in rows]
         rows = [row[:end] for row, end in zip(rows, ended, strict=True)]
         before = [list(each.tokens if isinstance(each, PicturePrompt) else each) for each in encoded]
@@ -318,7 +328,9 @@ def continue_texts(
             ready = max(printed, len(texts[0].rstrip("\ufffd")) - held)
             on_text(texts[0][printed:ready])
             printed = ready
-        if all(end >= 0 or token is not None for end, token in zip(cut, ended, strict=True)):
+        going_on = np.array([end < 0 and token is None for end, token in zip(cut, ended, strict=True)])
+        used.cut &= going_on
+        if not going_on.any():
             break
     if on_text:
         on_text(texts[0][printed:])

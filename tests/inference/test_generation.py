@@ -176,8 +176,9 @@ def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, fo
     assert found[1] == expected[1][:10] or expected[0][4] in expected[1]
     short = changed(llama, stop_tokens=(), max_length=20)
     for chunk in (None, 4):
-        found = last(Generator(short, GREEDY, multiple=8).tokens(prompts, 14, chunk=chunk))
+        found = last((generator := Generator(short, GREEDY, multiple=8)).tokens(prompts, 14, chunk=chunk))
         assert found == [expected[0][:14], expected[1][:11], expected[2][:3]]
+        assert generator.cut.tolist() == [False, True, True]
     with pytest.raises(InputError, match="a prompt has 17 tokens, which leaves no room in the model's context of 17"):
         last(Generator(changed(llama, max_length=17), GREEDY).tokens(prompts[2:], 10))
     with pytest.raises(InputError, match="token 99 is not in the vocabulary: give ids from 0 to 98"):
