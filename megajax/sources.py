@@ -115,6 +115,10 @@ class WeightSource:
         """The settings of a LanguageModel for texts."""
         return NO_TEXT
 
+    def longest(self, model: ModelConfig) -> int | None:
+        """The tokens of the longest sequence that the weights are for, with the positions of `model`; None: unknown."""
+        return None
+
     def __str__(self) -> str:
         """What is read."""
         return str(self.path)
@@ -218,6 +222,16 @@ class HfSource(WeightSource):
         dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
         return config.model_copy(update={"precision": config.precision.model_copy(update={"compute": dtype})})
 
+    def longest(self, model: ModelConfig) -> int | None:
+        from megajax.hf.convert import longest, read_folder
+
+        _, section, theirs = read_folder(self.path, model.vision is not None)
+        own, positions = ModelConfig.model_validate(section), lambda m: (m.position, m.rope_theta, m.rope_scaling)
+        grows = model.rope_scaling is not None and model.rope_scaling.kind == "dynamic"  # with the sequence
+        if model.position != "rope" or grows or positions(own) != positions(model):
+            return None
+        return longest(section, theirs)
+
     def text(self, config: Config) -> TextSettings:
         tokenizer = load_tokenizer(str(self.path)) if files_in(self.path) else None
         end = None if tokenizer is None else tokenizer.end_of_document
@@ -272,6 +286,9 @@ class Upcycled(WeightSource):
 
     def training(self) -> "SavedTraining":
         return self._dense.training()
+
+    def longest(self, model: ModelConfig) -> int | None:
+        return self._dense.longest(model)
 
     @contextlib.contextmanager
     def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:

@@ -65,7 +65,10 @@ def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer
 
 def test_texts_that_end_at_the_models_context_are_counted(trainer, capsys):
     length = trainer.config.batch.sequence_length
-    for count, said in ((length - 2, ""), (length, f"1 text .* context of {length} tokens, before --tokens={length}: ")):
+    for count, said in (
+        (length - 2, ""),
+        (length, f"1 text .* context of {length} tokens, before --tokens={length}"),
+    ):
         arguments = [str(trainer.run_dir), "--prompt", "ab", "--tokens", str(count), "--temperature", "0"]
         assert generate.main(arguments) == 0
         assert bool(re.match(said, found := capsys.readouterr().err)) and bool(found) == bool(said)

@@ -17,7 +17,7 @@ from megajax.checkpoint.description import (
     describe_model,
     describe_objective,
 )
-from megajax.config import Config, ScheduleConfig
+from megajax.config import Config, ModelConfig, ScheduleConfig
 from megajax.config.sentences import value
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, counted
@@ -25,6 +25,7 @@ from megajax.model.trained import frozen_parts
 from megajax.optim import make_schedule
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.schema.data import sources_of
+from megajax.sources import WeightSource
 
 MUST_AGREE = ("model", "optimizer", "run", "batch", "lora", "objective", "data")
 
@@ -105,6 +106,25 @@ def consequence(change: SettingDifference, samples: int) -> str:
     before, now = (f"{samples * length:,}" for length in (change.saved, change.mine))
     counted = f"its count of tokens, also for batch.schedule, is {now} and not {before}"
     return f"; it goes on at sample {samples:,}, so {counted}"
+
+
+def warn_of_longer_sequences(config: Config, source: WeightSource, model: ModelConfig) -> None:
+    """Warn if the sequences of a run are longer than those that the weights of `source`, of `model`, are for."""
+    if not cluster.current().is_first or (longest := source.longest(model)) is None:
+        return
+    length, key = config.batch.sequence_length, "batch.sequence_length"
+    if length <= longest:
+        return
+    further = "a larger model.rope_scaling.factor"
+    if model.rope_scaling is None:
+        scaling = f"{{kind: yarn, factor: {math.ceil(length / longest)}, original_max_positions: {longest}}}"
+        further = f"model.rope_scaling='{scaling}'"
+    warnings.warn(
+        f"{key}={length} ({config.where(key)}) is more than the {longest} positions of {source.shown}, whose weights "
+        f"have seen none beyond them: set {key}={longest} or less, or {further} with "
+        "checkpoint.allow_changes=[model.rope_scaling].",
+        stacklevel=2,
+    )
 
 
 def warn_of_another_rate(config: Config, saved: Mapping[str, Any], name: str) -> None:

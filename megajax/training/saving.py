@@ -30,7 +30,7 @@ from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import Position, samples_before
 from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
 from megajax.sources import INIT_FROM, LayerState, WeightSource, find_source, initial_weights
-from megajax.training.agreement import MUST_AGREE, check_order, compared_settings
+from megajax.training.agreement import MUST_AGREE, check_order, compared_settings, warn_of_longer_sequences
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
 
@@ -213,6 +213,7 @@ class StateSaver:
         """
         (wanted, layer_state), config = self.canonical_weights, self.program.config
         source = initial_weights(config, path)
+        warn_of_longer_sequences(config, source, config.model)
         if own := {name for name in wanted if name.startswith(OBJECTIVE)}:
             with source.open(config.model) as arrays:
                 absent = own.difference(arrays)
@@ -234,7 +235,9 @@ class StateSaver:
             fail(config, "teacher.model is set, but teacher.source names no weights", cure, "teacher.model")
         frozen: Any = self._canonical_abstract.frozen
         wanted = {name.removeprefix(TEACHER): frozen[name] for name in names}
-        weights, _ = _read(find_source(source, key, f" ({config.where(key)})"), wanted, {}, model)
+        found = find_source(source, key, f" ({config.where(key)})")
+        warn_of_longer_sequences(config, found, model)
+        weights, _ = _read(found, wanted, {}, model)
         return self._in_stored_form({TEACHER + name: w for name, w in weights.items()}, "frozen")
 
     def first_state(self) -> TrainState:

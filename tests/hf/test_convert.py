@@ -1,6 +1,7 @@
 """Hugging Face folders that transformers wrote (tests/data_files/make_transformers_references.py), read and written."""
 
 import json
+import warnings
 from pathlib import Path
 
 import jax
@@ -428,6 +429,15 @@ def test_weights_may_start_a_model_with_a_longer_context_if_the_change_is_named(
     with pytest.warns(UserWarning, match=r"let through by checkpoint.allow_changes: model.rope_scaling="):
         found = read(folder, config)
     np.testing.assert_array_equal(found["blocks.dense.attention.query"], expected["blocks.dense.attention.query"])
+    plain = config_for(read_model(folder))
+    for config_of_length, length in ((plain, 513), (config, 513), (plain, 512)):
+        batch = config_of_length.batch.model_copy(update={"sequence_length": length})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            read(folder, config_of_length.model_copy(update={"batch": batch}))
+        said = [text for each in caught if "batch.sequence_length=513" in (text := str(each.message))]
+        assert len(said) == (config_of_length is plain and length == 513)
+        assert all("512 positions" in text and "model.rope_scaling" in text and str(folder) in text for text in said)
     other = config.model_copy(update={"model": config.model.model_copy(update={"qk_norm": True})})
     other = other.model_copy(update={"checkpoint": CheckpointConfig(allow_changes=("model",))})
     with pytest.raises(
