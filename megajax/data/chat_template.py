@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.data.answers import AnswerSamples, samples_of_each, samples_within
 from megajax.data.model_files import TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
-from megajax.data.rendering import Chat, Message, Template, render
+from megajax.data.rendering import Chat, Message, Template, compiles, render
 from megajax.data.sandbox import LimitedProcess, Stopped
 from megajax.errors import InputError, file_reader
 from megajax.files import read_text, why_unreadable
@@ -41,6 +41,13 @@ class ChatTemplate:
         changed = copy.copy(self)
         changed._template = replace(self._template, image=image)
         return changed
+
+    def check(self) -> None:
+        """Raises InputError for a template that is damaged."""
+        try:
+            self._run(compiles)
+        except Stopped as stopped:
+            raise stopped.error from None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
         """The text of a chat, as `Template.render`."""

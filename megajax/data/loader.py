@@ -11,6 +11,7 @@ import numpy as np
 from megajax import cluster
 from megajax.config.extensions import import_extensions
 from megajax.data.chat_samples import ChatSamples, open_chat
+from megajax.data.contents import template_of
 from megajax.data.fim import open_infilling
 from megajax.data.images import Images, open_images
 from megajax.data.index_cache import cache_directory
@@ -66,6 +67,7 @@ def datasets(config: "Config") -> dict[Split, Samples]:
     if config.data.kind != "synthetic":
         present += [f"valid/{each.name}" for each in config.data.valid_sets]
         _check_tokenizer(config)
+        _check_template(config)
         for opens in (open_spans, open_infilling, open_masking):  # they check settings and tokens
             opens(config)
     opened: dict[Split, Samples] = {split: open_split(config, split, files) for split in present}
@@ -363,6 +365,16 @@ def _check_tokenizer(config: "Config") -> None:
             f"{config.model.vocab_size} ({config.where('model.vocab_size')}): set model.vocab_size={size} or "
             "larger."
         )
+
+
+def _check_template(config: "Config") -> None:
+    if config.data.kind != "chat":
+        return
+    key = "data.tokenizer" if config.data.chat_template is None else "data.chat_template"
+    try:
+        cluster.current().first_decides(lambda: (found := template_of(config.data)) and found.check())
+    except InputError as error:
+        raise InputError(f"{key} ({config.where(key)}): {error}") from None
 
 
 def _check_token_ids(config: "Config", dataset: Documents) -> None:

@@ -91,7 +91,7 @@ class Template:
             raise
         except Exception as error:  # a template is a program, which can fail in any way
             raise InputError(
-                f"the chat template {self.location} does not accept the messages ({shown(error)}): correct them."
+                f"the chat template {self.location} does not accept the messages ({shown(error)}): correct them or it."
             ) from None
         if len(text) > SHORT and len(text) > GROWTH * (len(source) + len(pickle.dumps((messages, more)))):
             raise InputError(
@@ -146,6 +146,11 @@ class Template:
     @cached_property
     def _read_forms(self) -> dict[tuple[Any, str, type | str], bool]:
         return {}
+
+
+def compiles(template: Template) -> Iterator[bool]:
+    """True, or InputError, as the work of a child process."""
+    yield bool(_compiled(template.sources["default"], template.location))
 
 
 def render(template: Template, messages: Sequence[Message], prompt: bool, more: dict[str, Any]) -> Iterator[str]:

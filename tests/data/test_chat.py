@@ -379,7 +379,7 @@ def test_a_bad_line_is_a_sentence(folder, line):
 @pytest.mark.smoke
 def test_templates_that_fail_are_sentences(folder):
     for template, sentence in {
-        "{{": "jinja is damaged",
+        "{{": r"^data\.tokenizer .*jinja is damaged",
         "{{ raise_exception('no system turns') }}": r"does not accept the messages \(no system turns\)",
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": "changes earlier turns when .* in "
         "message 2",
@@ -390,6 +390,11 @@ def test_templates_that_fail_are_sentences(folder):
         (folder / "chat_template.jinja").write_text(template)
         with pytest.raises(InputError, match=sentence):
             datasets(config_of(folder))
+    (folder / "other.jinja").write_text("{% for")
+    for name, sentence in (("other", "damaged"), ("nowhere", "cannot be read"), ("..", "cannot be read")):
+        path = folder / f"{name}.jinja" if name != ".." else folder
+        with pytest.raises(InputError, match=rf"^data\.chat_template \(.*{sentence}"):
+            datasets(config_of(folder, {"chat_template": str(path)}))
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="has no chat template"):
         datasets(config_of(folder))
