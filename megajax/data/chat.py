@@ -11,6 +11,7 @@ import numpy as np
 from megajax.data.answers import AnswerSamples
 from megajax.data.chat_template import ChatTemplate
 from megajax.data.conversation import IMAGE, Completion, read_record
+from megajax.data.encoding import BadLines
 from megajax.data.images import Images, ImageText, PictureTable, PlacedPicture, SizedPicture
 from megajax.data.json_lines import (
     LineBlock,
@@ -19,7 +20,7 @@ from megajax.data.json_lines import (
     read_blocks,
     record_blocks,
 )
-from megajax.data.picture_checks import BadPictures, with_pictures
+from megajax.data.picture_checks import BadPictures, warn_of_pictures, with_pictures
 from megajax.data.rendering import Chat, Span
 from megajax.data.sandbox import Stopped
 from megajax.data.shards import is_shard
@@ -333,16 +334,16 @@ def encode_files(
         tokens.append(np.fromiter(ids, np.int32, min(room, len(ids))))
         counted.append(mask[:room])
         placed.append(here)
-    bad.warn(paths)
     if not tokens:
-        raise _no_samples(paths, conversations, bad, capacity)
+        warn_of_pictures(paths, bad.lines)
+        raise _no_samples(paths, conversations, bad.lines, capacity)
     starts = np.concatenate([[0], np.cumsum([each.size for each in tokens], dtype=np.int64)])
     figures = np.array([conversations, dropped, cut, rendered])
-    table = None if images is None else PictureTable.of(placed, bad.count)
+    table = None if images is None else PictureTable.of(placed, bad.lines)
     return EncodedChats(np.concatenate(tokens), np.concatenate(counted), starts, figures, table)
 
 
-def _no_samples(paths: Sequence[str], conversations: int, bad: BadPictures, capacity: int) -> InputError:
+def _no_samples(paths: Sequence[str], conversations: int, bad: BadLines, capacity: int) -> InputError:
     problem, cure = "has no conversations", "give other data"
     if conversations:
         problem = f"has no conversation of which the loss counts anything within {capacity - 1} tokens"

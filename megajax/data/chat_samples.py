@@ -13,6 +13,7 @@ from megajax.data.images import Images, PictureTable, PlacedPicture, open_images
 from megajax.data.index_cache import cache_directory, cached, file_digest, folder_of, storage_errors
 from megajax.data.json_lines import check_inputs, matching_files
 from megajax.data.packing import PatchRoom, RowPacking, pack
+from megajax.data.picture_checks import warn_of_pictures
 from megajax.data.samples import Samples
 from megajax.data.shards import is_shard
 from megajax.data.tokenizers import load_tokenizer
@@ -21,7 +22,7 @@ from megajax.schema.data import is_remote
 if TYPE_CHECKING:
     from megajax.config import Config
 
-VERSION = 6  # of the encoding, part of the key of the stored tokens
+VERSION = 7  # of the encoding, part of the key of the stored tokens
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
 PICTURE_ARRAYS = tuple(f"picture_{name}" for name in PictureTable._fields)
 
@@ -137,7 +138,7 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
         "sequence_length": length,
         "too_long": data.too_long,
         "packing": [packing.method, [packing.pairs.layers, packing.pairs.causal] if packing.balances else None],
-    } | ({} if images is None else {"images": images.key})
+    } | ({} if images is None else {"images": images.key, "paths": paths})  # pictures are relative to them
 
     def build() -> Sequence[np.ndarray]:
         tokenizer = load_tokenizer(str(data.tokenizer))
@@ -149,7 +150,11 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     arrays = cached(cache, key, names, build)
     with storage_errors(folder_of(cache, key)):
         _check_fit(arrays[: len(ARRAYS)], length + 1)
-    return ChatSamples(path, arrays, length, config.run.seed, data.order == "shuffled", images)
+        samples = ChatSamples(path, arrays, length, config.run.seed, data.order == "shuffled", images)
+        bad = samples.table and samples.table.left_out
+    if bad:
+        warn_of_pictures(paths, bad, folder_of(cache, key))
+    return samples
 
 
 def _check_fit(arrays: Sequence[np.ndarray], capacity: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megajax.data.rendering import Chat
-from megajax.errors import shown
+from megajax.errors import counted, shown
 from megajax.schema.data import TEMPLATE_INPUTS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
@@ -183,11 +183,17 @@ def _named_pictures(record: Mapping[str, Any]) -> list[str]:
     found = record.get("images")
     found = record.get("image") if found is None else found
     named = [] if found is None else found if isinstance(found, list) else [found]
-    named = [each.get("path") if isinstance(each, dict) else each for each in named]
-    names = [each for each in named if isinstance(each, str) and each]
+    names = [each for each in map(_picture_name, named) if isinstance(each, str) and each]
     if len(names) == len(named):
         return names
     raise ValueError(f'has "images" that are not paths or URLs ({shown(repr(found))}): write a list of them')
+
+
+def _picture_name(given: Any) -> Any:
+    """A path or URL as messages and Hugging Face's datasets give it; {"bytes": ..., "path": ...} is the bytes."""
+    if not isinstance(given, dict):
+        return given
+    return next((given[key] for key in ("bytes", "url", "path") if given.get(key)), None)
 
 
 def _pictures_in(record: Mapping[str, Any], text: str) -> tuple[str, ...]:
@@ -195,7 +201,8 @@ def _pictures_in(record: Mapping[str, Any], text: str) -> tuple[str, ...]:
     names = _named_pictures(record)
     if names and text.count(IMAGE) != len(names):
         raise ValueError(
-            f"has {len(names)} pictures and {text.count(IMAGE)} times {IMAGE}: write it where each picture belongs"
+            f"has {counted(len(names), 'picture')} and {text.count(IMAGE)} times {IMAGE}: write it where each picture "
+            "belongs"
         )
     return tuple(names)
 
@@ -211,8 +218,7 @@ def _with_pictures(messages: list[Any], named: list[str]) -> tuple[list[Any], tu
             if not _is_picture(part):
                 continue
             name = next((part[key] for key in PART_KEYS if part.get(key) is not None), None)
-            name = name.get("url") if isinstance(name, dict) else name
-            name = next(rest, None) if name is None else name
+            name = next(rest, None) if name is None else _picture_name(name)
             if not isinstance(name, str) or not name:
                 raise ValueError(
                     f"has no path or URL for the picture in part {j} of message {i}: write "

@@ -95,7 +95,7 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
             out = f", {source.dropped:,} left out"
         if source.table is not None:
             size += f" with {counted(len(source.table.places), 'picture')}"
-            if bad := int(source.table.left_out[0]):
+            if bad := source.table.left_out.count:
                 out += f", {bad:,} left out because of their pictures"
         if source.cut:
             out += f", {source.cut:,} cut after {counted(source.sequence_length + 1, 'token')}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from megajax.data.encoding import BadLines
 from megajax.data.image_processing import ImageProcessor, cut_patches, find_processor, patch_order
 from megajax.data.index_cache import cache_directory
 from megajax.data.model_files import token_texts, tokenizer_config
@@ -114,7 +115,8 @@ class Images:
         places = np.flatnonzero(all_ids == self.vision.image_token)
         if len(places) > len(pictures):
             raise ValueError(
-                f"has {len(places)} times the text {self.text.template}, but {len(pictures)} pictures: remove the text"
+                f"has {len(places)} times the text {self.text.template}, but its pictures are {len(pictures)}: remove "
+                "the text"
             )
         if len(places) < least:
             raise ValueError(f"has {least} pictures, but the chat template writes {len(places)}: correct it")
@@ -142,10 +144,10 @@ class Images:
         try:
             pixels = self.processor(self.files.image(picture), vision.patch_size * vision.merge)
         except PictureError as error:
-            raise InputError(f"{picture.location}: the picture {picture.name} {error}: restore it.") from None
+            raise InputError(f"{picture.location}: the picture {picture.title} {error}: restore it.") from None
         if tuple(side // vision.patch_size for side in pixels.shape[1:]) != (rows, columns):
             raise InputError(
-                f"{picture.location}: the picture {picture.name} has another size than when its tokens were stored: "
+                f"{picture.location}: the picture {picture.title} has another size than when its tokens were stored: "
                 "restore it, or remove data.index_cache."
             )
         return self.arranged(pixels)
@@ -255,18 +257,18 @@ class PictureTable(NamedTuple):
 
     `ends` int64 [conversations]: where those of each end in the others; `places` int64 [pictures, 3]: the first token
     in the conversation, rows and columns of patches; `names` uint8: JSON of each `Picture`, and `name_ends` int64.
-    `left_out` int64 [1]: conversations that are left out because of their pictures.
+    `bad` uint8: JSON of the number of conversations left out because of their pictures, and of sentences about some.
     """
 
     ends: np.ndarray
     places: np.ndarray
     names: np.ndarray
     name_ends: np.ndarray
-    left_out: np.ndarray
+    bad: np.ndarray
 
     @classmethod
-    def of(cls, conversations: Sequence[Sequence[PlacedPicture]], left_out: int) -> "PictureTable":
-        """The table of conversations' pictures."""
+    def of(cls, conversations: Sequence[Sequence[PlacedPicture]], left_out: BadLines) -> "PictureTable":
+        """The table of conversations' pictures; others are left out."""
         flat = [placed for each in conversations for placed in each]
         names = [json.dumps(placed.sized.picture).encode() for placed in flat]
         return cls(
@@ -274,8 +276,13 @@ class PictureTable(NamedTuple):
             np.array([(first, sized.rows, sized.columns) for sized, first in flat], np.int64).reshape(-1, 3),
             np.frombuffer(b"".join(names) or b" ", np.uint8),
             np.cumsum([len(name) for name in names], dtype=np.int64),
-            np.array([left_out]),
+            np.frombuffer(json.dumps(left_out).encode(), np.uint8),
         )
+
+    @property
+    def left_out(self) -> BadLines:
+        """The conversations that are left out because of their pictures."""
+        return BadLines(*json.loads(self.bad.tobytes()))
 
     def pictures(self, item: int) -> list[PlacedPicture]:
         """The pictures of a conversation; their positions are those in it."""

@@ -15,6 +15,7 @@ from pydantic import Field
 from megajax.data.compressed import DAMAGE, decompress
 from megajax.data.json_array import ARRAY, ArrayError, ArrayReader
 from megajax.data.parquet import read_rows
+from megajax.data.pictures import embedded
 from megajax.errors import InputError, file_reader, not_downloaded, shown
 from megajax.extras import require
 from megajax.json_files import Count
@@ -212,13 +213,18 @@ def _record_blocks(
         return LineBlock(path, first, "".join(lines).encode(), stored_bytes, end, unit)
 
     for value, taken in records:
-        lines.append(json.dumps(value, default=str) + "\n")
+        lines.append(json.dumps(value, default=_as_text) + "\n")
         size, stored_bytes = size + len(lines[-1]), stored_bytes + taken
         if len(lines) == limits.rows or size >= limits.block_bytes:
             yield block()
             first, stored_bytes, lines, size = first + len(lines), 0, [], 0
     if lines:
         yield block()
+
+
+def _as_text(value: Any) -> str:
+    """What JSON does not have: bytes, such as a picture's, as a data URL."""
+    return embedded(value) if isinstance(value, bytes) else str(value)
 
 
 class TextLine(NamedTuple):

@@ -5,9 +5,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import cpu_count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megajax.data.encoding import BAD_SHOWN, BadLines
+from megajax.data.encoding import BadLines
 from megajax.data.images import Images, SizedPicture
 from megajax.data.pictures import Picture, PictureError
 from megajax.errors import counted
@@ -22,16 +23,18 @@ class BadPictures:
     """Conversations that are left out because of a picture, and sentences about the first ones."""
 
     def __init__(self) -> None:
-        self.count, self.first = 0, list[str]()
+        self.lines = BadLines(0, [])
 
     def add(self, sentence: str) -> None:
-        self.count += 1
-        self.first += [sentence] * (len(self.first) < BAD_SHOWN)
+        self.lines = self.lines.plus(BadLines(1, [sentence]))
 
-    def warn(self, paths: Sequence[str]) -> None:
-        if self.count:
-            what = f"{', '.join(paths)}: {counted(self.count, 'conversation')} with bad pictures left out."
-            warnings.warn(f"{what}{BadLines(self.count, self.first).named()}", stacklevel=2)
+
+def warn_of_pictures(paths: Sequence[str], bad: BadLines, stored: Path | None = None) -> None:
+    """Names the conversations that were left out; `stored` is the folder that has the others' tokens."""
+    if bad.count:
+        again = "" if stored is None else f" After correcting them, remove {stored}, or they stay left out."
+        what = f"{', '.join(paths)}: {counted(bad.count, 'conversation')} with bad pictures left out."
+        warnings.warn(f"{what}{again}{bad.named()}", stacklevel=2)
 
 
 def with_pictures(
@@ -65,8 +68,9 @@ def _sized(images: Images, chat: "ConversationSamples") -> list[SizedPicture] | 
     """The pictures of a conversation, or a sentence about the first bad one."""
     found = list[SizedPicture]()
     for number, name in enumerate(chat.pictures, start=1):
+        picture = Picture(name, chat.file, chat.location)
         try:
-            found.append(images.sized(Picture(name, chat.file, chat.location)))
+            found.append(images.sized(images.files.keep(picture)))
         except PictureError as error:
-            return f"{chat.location}, picture {number}: {name} {error}"
+            return f"{chat.location}, picture {number}: {picture.title} {error}"
     return found

@@ -73,7 +73,7 @@ def _sized(images: Images, picture: Picture) -> SizedPicture:
     try:
         return images.sized(picture)
     except PictureError as error:
-        raise InputError(f"{picture.location}: the picture {picture.name} {error}: give another one.") from None
+        raise InputError(f"{picture.location}: the picture {picture.title} {error}: give another one.") from None
 
 
 @file_reader("path")

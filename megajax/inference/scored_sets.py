@@ -16,7 +16,7 @@ from megajax.data.conversation import is_chat
 from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset
 from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse, read_blocks, texts
-from megajax.data.picture_checks import BadPictures, with_pictures
+from megajax.data.picture_checks import BadPictures, warn_of_pictures, with_pictures
 from megajax.data.shards import is_shard
 from megajax.data.special_tokens import CONFIG, end_of_document
 from megajax.errors import InputError
@@ -85,7 +85,7 @@ def _chats(files: Sequence[str], model: LanguageModel, reading: SetFormat) -> It
         parts = [_answers(model, *each, pictures, chat.location) for each in encode(chat.texts, tokenizer, end)]
         size = sum(len(each.text[start:stop].encode()) for each in chat.texts for start, stop in each.spans)
         yield Document(list(chain.from_iterable(parts)), size)
-    bad.warn(files)
+    warn_of_pictures(files, bad.lines)
 
 
 def _answers(

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 import megajax
 from megajax.data import inspect
@@ -26,7 +28,7 @@ from megajax.data.image_processing import (
 )
 from megajax.data.inspect import write_pictures
 from megajax.data.loader import datasets, find_images, make_loader
-from megajax.data.pictures import PictureError, decode
+from megajax.data.pictures import PictureError, PictureFiles, decode, embedded
 from megajax.data.shards import Shard
 from megajax.errors import InputError
 from megajax.schema.batch_schedule import BatchSizes
@@ -253,14 +255,35 @@ def test_pictures_are_named_in_other_forms_too(reference, tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     text = "user: <image>\nWhat is it?\nassistant: A cat.\nuser: And\n<image>\nassistant: A dog.\n"
     prompt = {"prompt": text[:-7], "completion": text[-7:], "images": NAMES}
-    records = [{"conversations": spoken, "images": NAMES}, {"messages": parts}, prompt]
+    inside = [{"bytes": embedded((tmp_path / name).read_bytes()), "path": "elsewhere.png"} for name in NAMES]
+    records = [{"conversations": spoken, "images": NAMES}, {"messages": parts}, prompt, prompt | {"images": inside}]
     (tmp_path / "chat_template.jinja").write_text(template)
     samples = datasets(config_of(tmp_path, "llava", write_lines(tmp_path, records), packing="none"))["train"]
-    rows = [samples[i][: int(samples.document_lengths(i)[0])] for i in range(3)]
+    rows = [samples[i][: int(samples.document_lengths(i)[0])] for i in range(4)]
     np.testing.assert_array_equal(rows[0], rows[1])
+    np.testing.assert_array_equal(rows[2], rows[3])
     np.testing.assert_array_equal(rows[0], rows[2][:-1])  # a completion ends with the end of a text
     assert [placed.sized.picture.name for placed in samples.pictures(1)] == [url["image_url"]["url"], "second.png"]
     assert (rows[0] == 258).sum() == 18
+    files = PictureFiles(tmp_path / "run/index_cache")
+    for beside, contained in zip(samples.pictures(2), samples.pictures(3), strict=True):
+        assert len(contained.sized.picture.name) < 50  # the bytes are in the cache
+        assert files.image(contained.sized.picture) == files.image(beside.sized.picture)
+
+
+def test_pictures_in_parquet_files_are_those_beside_the_file(reference, tmp_path):
+    """As Hugging Face's datasets write them: a column of {"bytes", "path"}."""
+    write_folder(tmp_path, reference["chats"]["llava"])
+    inside = [{"bytes": (tmp_path / name).read_bytes(), "path": None} for name in NAMES]
+    record = {"prompt": "<image> and <image>", "completion": "A cat."}
+    parquet.write_table(pyarrow.Table.from_pylist([record | {"images": inside}]), tmp_path / "chats.parquet")
+    write_lines(tmp_path, [record | {"images": NAMES}])
+    batches = []
+    for train in ("chats.parquet", "chats.jsonl"):
+        config = config_of(tmp_path, "llava", train)
+        batches.append(next(make_loader(config, split="train", rows=np.arange(1), samples=datasets(config)["train"])))
+    assert batches[0]["patches"].any()
+    np.testing.assert_equal(*batches)
 
 
 def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path):
@@ -373,6 +396,14 @@ def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
         assert any(name in each and reason in each for each in message.split("\n")), (name, reason, message)
     assert "6 conversations with bad pictures left out" in message and "1 more" in message
     assert any("6 left out because of their pictures" in each for each in describe_data(config, opened))
+    with pytest.warns(UserWarning, match="After correcting them, remove .*index_cache/") as again:
+        datasets(config)  # of the stored tokens
+    assert str(again[0].message) == message
+    (moved := tmp_path / "moved").mkdir()
+    (moved / train).write_bytes((tmp_path / train).read_bytes())
+    elsewhere = config.model_copy(update={"data": config.data.model_copy(update={"train": f"{moved}/{train}"})})
+    with pytest.warns(UserWarning), pytest.raises(InputError, match="no conversation whose pictures can be used"):
+        datasets(elsewhere)  # beside that file are no pictures
     (tmp_path / "first.png").unlink()  # after its tokens were stored
     with pytest.raises(InputError, match="line 1: the picture first.png does not exist"):
         next(make_loader(config, split="train", rows=np.arange(1), samples=opened["train"]))

@@ -144,7 +144,7 @@ def test_a_picture_whose_patches_do_not_fit_is_a_sentence(images, tmp_path):
     with pytest.raises(InputError, match="line 1: the picture a.png has another size than .* remove data.index_cache"):
         images.entries_of(SizedPicture(picture, 3, 2))
     counted, sized = np.ones(2, bool), SizedPicture(picture, 3, 3)
-    with pytest.raises(ValueError, match="has 2 times the text <i>, but 1 pictures: remove the text"):
+    with pytest.raises(ValueError, match="has 2 times the text <i>, but its pictures are 1: remove the text"):
         images.expanded([258, 258], counted, [sized], 0)
     assert len(images.expanded([258, 7], counted, [sized], 1)[0]) == 10
 
