@@ -26,7 +26,7 @@ from megajax.hf.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megajax.hf.mamba_hybrids import Bamba, FalconH1, GraniteMoeHybrid, Mamba2Only
 from megajax.hf.modernbert import ModernBert
 from megajax.hf.nemotron_h import NemotronH
-from megajax.hf.quantising import StoredForm, quantised_weights
+from megajax.hf.quantising import QuantisedWeights, StoredForm, quantised_weights
 from megajax.hf.qwen3_5 import Qwen35MoeText, Qwen35Text
 from megajax.hf.qwen3_next import Qwen3Next
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded, unread_head
@@ -282,17 +282,21 @@ def export(
     if "text_config" in config:
         config["text_config"] = {"pad_token_id": None, **extra, **config["text_config"]}
     config |= {"dtype": dtype, "torch_dtype": dtype}
-    quantised = quantised_weights(form, tensors_by_name(_entries(family, model), model), model, family.model_type)
+    quantised = _quantised(form, family, model)
     config |= quantised.settings
     write_folder(folder, config, quantised.stored(stream(weights, model, dtype, origin, quantised.names)), files)
 
 
 def check_quantisation(model: ModelConfig, quantisation: str, origin: str | None = None) -> None:
     """Raise InputError if the folder of this model cannot be quantised so."""
-    family = family_for(model, origin)
-    quantised_weights(
-        StoredForm("float32", quantisation), tensors_by_name(_entries(family, model), model), model, family.model_type
-    )
+    _quantised(StoredForm("float32", quantisation), family_for(model, origin), model)
+
+
+def _quantised(form: StoredForm, family: Family, model: ModelConfig) -> QuantisedWeights:
+    """What a folder quantises. Engines have a linear layer for the head of a model with tied embeddings too."""
+    untied = _entries(family, model.model_copy(update={"tie_embeddings": False}))
+    heads = [tensor.theirs for tensor in untied if tensor.ours == "head"]
+    return quantised_weights(form, tensors_by_name(_entries(family, model), model), model, family.model_type, heads)
 
 
 def _entries(family: Family, model: ModelConfig) -> list[Tensor]:

@@ -4,6 +4,7 @@ Matrices of linear layers are quantised from FP32, the nearest number and ties t
 routers and biases keep `checkpoint.export_hf.dtype`.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -22,6 +23,13 @@ from megajax.options.quantisations import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MX
 Parts = Mapping[str, Sequence[tuple[Tensor, tuple[int, ...]]]]  # by the name of a tensor in the folder, with indices
 E4M3_LARGEST = 448.0
 BLOCK = 128
+RENAMED = {  # modules of transformers 5 by the tensors of a folder; engines compare names with either
+    r"^backbone\.": "model.",
+    r"^language_model\.model\.": "model.language_model.",
+    r"^language_model\.lm_head": "lm_head",
+    r"^vision_tower\.vision_model\.": "model.vision_tower.",
+    r"^(multi_modal_projector|visual)\.": r"model.\1.",
+}
 KEY = "checkpoint.export_hf.quantization"
 InputAmax = Mapping[str, float]  # by the name of a tensor in the folder: the largest magnitude of its layer's input
 
@@ -53,7 +61,7 @@ class Quantiser:
 
     def fits(self, name: str, parts: Iterable[Tensor]) -> bool:
         """Whether the format has this tensor."""
-        return name.endswith(self.ending) and all(part.pattern for part in parts)
+        return name.endswith(self.ending) and all(part.pattern and part.dimensions == self.dimensions for part in parts)
 
 
 class Fp8Block(Quantiser):
@@ -154,10 +162,13 @@ class QuantisedWeights(NamedTuple):
                 yield name, array
 
 
-def quantised_weights(form: StoredForm, parts: Parts, model: ModelConfig, model_type: str) -> QuantisedWeights:
+def quantised_weights(
+    form: StoredForm, parts: Parts, model: ModelConfig, model_type: str, heads: Sequence[str]
+) -> QuantisedWeights:
     """What a form of `parts`, the tensors of a folder of this `model_type`, quantises.
 
-    Raises InputError for a model whose linear layers the format does not have.
+    `heads` are the tensors of an untied head. Raises InputError for a model whose linear layers the format does not
+    have.
     """
     if form.quantisation == NONE.name:
         return QuantisedWeights()
@@ -181,9 +192,15 @@ def quantised_weights(form: StoredForm, parts: Parts, model: ModelConfig, model_
             amax = _input_amax(form.history, linear, parts, model)
             quantiser.input_amax = {name: amax[name] for name in found if amax[name] > 0}
             found = [*quantiser.input_amax]  # layers in BF16 have no amax
-    others = sorted({*parts} - {*found})
-    settings = quantiser.settings([name.removesuffix(".weight") for name in others if name.endswith(".weight")])
+    others = sorted({*parts, *heads} - {*found})
+    settings = quantiser.settings(_modules(name for name in others if name.endswith(".weight")))
     return QuantisedWeights(quantiser, tuple(found), {"quantization_config": settings})
+
+
+def _modules(weights: Iterable[str]) -> list[str]:
+    """The modules of these tensors, also by the names that transformers 5 gives them."""
+    names = [name.removesuffix(".weight") for name in weights]
+    return [*dict.fromkeys([*names, *(re.sub(theirs, new, name) for theirs, new in RENAMED.items() for name in names)])]
 
 
 def fail(quantisation: str, problem: str, cure: str = NONE.name) -> NoReturn:

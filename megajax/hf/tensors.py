@@ -56,6 +56,11 @@ class Tensor:
         """How many leading dimensions of the parameter are spread over tensors."""
         return ("{layer}" in self.theirs) + ("{expert}" in self.theirs)
 
+    @property
+    def dimensions(self) -> int:
+        """Those of the tensor, if it has a pattern."""
+        return len(self._axes[0])
+
     @cached_property
     def _axes(self) -> tuple[list[list[str]], list[str]]:
         """(their dimensions, each a list of axes; our axes)."""

@@ -125,6 +125,20 @@ def test_linear_layers_are_in_fp8_and_are_read_back(unpack, tmp_path, name, kind
     assert 1e-3 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.15  # of E4M3: 2 to 3 % a matmul
 
 
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("tiny_llama_tied", "lm_head"),  # without a tensor: engines would wait for its scales
+        ("tiny_modernbert", "decoder"),
+        ("tiny_nemotron_h", "model.norm_f"),  # backbone.norm_f in the files, and in transformers 4
+    ],
+)
+def test_engines_find_each_module_that_is_not_quantised(unpack, tmp_path, name, module):
+    model, weights = weights_of(unpack(name))
+    export(weights, model, tmp_path / "out", StoredForm("float32", "fp8_channel"), {})
+    assert module in read_folder(tmp_path / "out")[2]["quantization_config"]["ignore"]
+
+
 def test_experts_of_gpt_oss_are_in_mxfp4_and_stay_what_they_are(unpack, tmp_path):
     model, weights = weights_of(unpack("tiny_gpt_oss"))
     export(weights, model, tmp_path / "first", StoredForm("float32", "mxfp4"), {})
@@ -177,6 +191,11 @@ def test_a_group_of_mxfp4_has_the_better_of_two_scales():
             "because transformer.h.0.mlp.c_fc.weight of model_type gpt2 is no matrix [out, in]: use none",
         ),
         ("tiny_gpt_oss", "fp8_channel", "of model_type gpt_oss is no matrix [out, in]: use mxfp4"),
+        (
+            "tiny_granitemoehybrid",  # [experts, out, in]
+            "fp8_channel",
+            ".block_sparse_moe.input_linear.weight of model_type granitemoehybrid is no matrix [out, in]: use none",
+        ),
         ("tiny_llama", "mxfp4", "because model_type llama has no experts in one tensor, as GPT-OSS has"),
         ("tiny_mixtral", "fp8_tensor", "because it has experts, whose inputs have no scale"),
     ],
