@@ -29,11 +29,12 @@ from megajax.hf.nemotron_h import NemotronH
 from megajax.hf.quantising import QuantisedWeights, StoredForm, quantised_weights
 from megajax.hf.qwen3_5 import Qwen35MoeText, Qwen35Text
 from megajax.hf.qwen3_next import Qwen3Next
+from megajax.hf.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded, unread_head
 from megajax.hf.t5 import T5
 from megajax.hf.tensors import Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_values, complete
-from megajax.hf.vision_language import Gemma3, Llava, Qwen3Vl, Qwen25Vl, VisionLanguage
+from megajax.hf.vision_language import Gemma3, Llava, VisionLanguage
 from megajax.layout.kinds import EXTRA, extra_layers, without_extra
 from megajax.model.block import layer_state, state_by_name
 from megajax.schema.tree import show
@@ -83,7 +84,7 @@ FAMILIES: dict[str, Family] = {
         *(Gemma2(), Gemma3Text(), Phi3(), Olmo2(), Nemotron(), SmolLm3()),
         *(DeepseekV2(), DeepseekV3(), KimiK2(), KimiLinear(), NemotronH()),
         *(GraniteMoeHybrid(), Bamba(), FalconH1(), Mamba2Only(), T5(), ModernBert()),
-        *(Llava(), Gemma3(), Qwen25Vl(), Qwen3Vl()),
+        *(Llava(), Gemma3(), Qwen2Vl(), Qwen25Vl(), Qwen3Vl()),
     )
 }
 WITH_IMAGES = tuple(name for name, family in FAMILIES.items() if isinstance(family, VisionLanguage))

@@ -54,6 +54,8 @@ LLAMA |= _sizes(32, 4096, 32, 11008, 32000, 2048)
 MISTRAL: Json = LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131_072, "num_key_value_heads": 8}
 QWEN2: Json = LLAMA | _sizes(32, 4096, 32, 22016, 151_936, 32_768) | {"num_key_value_heads": 32}
 QWEN2 |= {"sliding_window": 4096, "max_window_layers": 28}
+QWEN2_VL_TEXT = QWEN2 | _sizes(80, 8192, 64, 29_568, 152_064, 32_768)
+QWEN2_VL_TEXT |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
 GEMMA2: Json = _sizes(26, 2304, 8, 9216, 256_000, 8192) | {
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
@@ -136,10 +138,10 @@ DEFAULTS: dict[str, Json] = {
     "llava": {"image_token_index": 32_000, "vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
     | {"projector_hidden_act": "gelu", "multimodal_projector_bias": True},
     "gemma3": {"image_token_index": 262_144, "mm_tokens_per_image": 256},
+    "qwen2_vl": {"image_token_id": 151_655},
+    "qwen2_vl_text": QWEN2_VL_TEXT,
     "qwen2_5_vl": {"image_token_id": 151_655},
-    "qwen2_5_vl_text": QWEN2
-    | _sizes(80, 8192, 64, 29_568, 152_064, 32_768)
-    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+    "qwen2_5_vl_text": QWEN2_VL_TEXT,
     "qwen3_vl": {"image_token_id": 151_655},
     "qwen3_vl_text": QWEN2
     | _sizes(32, 4096, 32, 22_016, 151_936, 128_000)
@@ -150,6 +152,9 @@ DEFAULTS: dict[str, Json] = {
     | {"layer_norm_eps": 1e-5},
     "siglip_vision_model": _tower(12, 768, 12, 3072)
     | {"image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    "qwen2_vl_vision": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
+    | {"hidden_act": "quick_gelu", "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    | {"in_channels": 3},
     "qwen2_5_vl_vision": {"depth": 32, "hidden_size": 3584, "num_heads": 16, "intermediate_size": 3420}
     | {"hidden_act": "silu", "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112}
     | {"fullatt_block_indexes": [7, 15, 23, 31], "in_channels": 3},

@@ -84,6 +84,7 @@ PARAMETERS = {
     # With images. Without CLIP's last layer and the norm after it, which LLaVA does not use
     "llava_1_5_7b": 7_063_427_072 - 12_596_224 - 2048,
     "gemma3_4b": 4_300_079_472,
+    "qwen2_vl_7b": 8_291_375_616,
     "qwen2_5_vl_7b": 8_292_166_656,
     "qwen3_vl_8b": 8_767_123_696,
     "llama3_8b_l16": 8_030_261_248 - 16 * 218_112_000 - 2 * (128_256 - 32_768) * 4096,

@@ -30,6 +30,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -118,6 +120,24 @@ def qwen2_5_vl(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, A
     return Qwen2_5_VLForConditionalGeneration(config), text | {"vision": tower}, images, 24
 
 
+def qwen2_vl(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any], list[list[Image]], int]:
+    vision = {"embed_dim": 16, "hidden_size": 24, "mlp_ratio": 2, "depth": 2, "num_heads": 2, "patch_size": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 1]}
+    config = Qwen2VLConfig(
+        text_config=TEXT | {"rms_norm_eps": 1e-6, "max_window_layers": 2, "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=91,
+        vision_start_token_id=88,
+        vision_end_token_id=89,
+    )
+    tower = {"num_layers": 2, "patch_size": 2, "temporal_patch_size": 2, "patch_bias": False, "merge": 2}
+    tower |= {"activation": "quick_gelu", "ffn_hidden_size": 32}
+    text = {"norm_epsilon": 1e-6, "rope_theta": 1e6, "attention_bias": "qkv", "rope_sections": [1, 1, 1]}
+    images = [[(6, 4), (2, 6)], [(4, 6)]]
+    return Qwen2VLForConditionalGeneration(config), text | {"vision": tower}, images, 24
+
+
 def qwen3_vl(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any], list[list[Image]], int]:
     vision = {"hidden_size": 16, "intermediate_size": 24, "depth": 3, "num_heads": 2, "patch_size": 2}
     vision |= {"num_position_embeddings": 9, "deepstack_visual_indexes": [0, 1], "out_hidden_size": 24}
@@ -141,8 +161,15 @@ def qwen3_vl(generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any
 TEXT = {"vocab_size": 99, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2}
 SAME = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 40, "vocab_size": 99}
-PATCHES = {"llava": 12, "llava_siglip": 12, "gemma3": 40, "qwen2_5_vl": 48, "qwen3_vl": 48}  # of a row
-QWEN = "qwen2_5_vl", "qwen3_vl"
+PATCHES = {  # of a row
+    "llava": 12,
+    "llava_siglip": 12,
+    "gemma3": 40,
+    "qwen2_vl": 48,
+    "qwen2_5_vl": 48,
+    "qwen3_vl": 48,
+}
+QWEN = "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
 
 
 def inputs_of(name: str, vision: dict[str, Any], images: list[list[Image]], generator: torch.Generator):
@@ -214,6 +241,6 @@ def make(build: Callable[..., Any], seed: int) -> None:
 
 
 if __name__ == "__main__":
-    for seed, build in enumerate((llava, gemma3, qwen2_5_vl, llava_siglip, qwen3_vl)):
+    for seed, build in enumerate((llava, gemma3, qwen2_5_vl, llava_siglip, qwen3_vl, qwen2_vl)):
         if build.__name__ in (sys.argv[1:] or [build.__name__]):
             make(build, 30 + seed)

@@ -94,6 +94,8 @@ LLAVA = {"image_token_index": 32_000, "projector_hidden_act": "gelu", "vision_fe
 LLAVA |= {"vision_feature_select_strategy": "default", "multimodal_projector_bias": True}
 QWEN_TOWER = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16}
 QWEN_TOWER |= {"in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN2_TOWER = {"depth": 32, "embed_dim": 1280, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16}
+QWEN2_TOWER |= {"in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 QWEN3_TOWER = {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304}
 QWEN3_TOWER |= {"num_heads": 16, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
 QWEN3_TOWER |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
@@ -122,6 +124,14 @@ WHOLE: dict[str, list[tuple[dict, dict, dict, dict]]] = {
             {"image_token_index": 262_144, "mm_tokens_per_image": 256},
             {},
             SIGLIP | {"image_size": 896, "patch_size": 14},
+        )
+    ],
+    "qwen2_vl": [
+        (
+            {"vision_config": {"hidden_size": 8192}},
+            {"image_token_id": 151_655},
+            sizes(80, 8192, 64, 29_568) | QWEN,
+            QWEN2_TOWER,
         )
     ],
     "qwen2_5_vl": [

@@ -21,7 +21,7 @@ from megajax.hf.vision_language import VisionLanguage
 from megajax.model import Transformer, bind, parameters
 
 FILES = Path(__file__).parents[1] / "data_files"
-NAMES = ["llava", "llava_siglip", "gemma3", "qwen2_5_vl", "qwen3_vl"]
+NAMES = ["llava", "llava_siglip", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 FIELDS = ("patches", "patch_segments", "patch_positions", "image_index", "rope_positions")
 TOLERANCE = 1e-5
 
@@ -171,6 +171,9 @@ QWEN |= {"num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e
 QWEN |= {"vocab_size": 152064, "image_token_id": 151655, "max_window_layers": 28, "use_sliding_window": False}
 QWEN |= {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32768}
 QWEN |= {"tie_word_embeddings": False, "vision_config": QWEN_TOWER | {"temporal_patch_size": 2}}
+QWEN2_TOWER = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 3584}
+QWEN2_TOWER |= {"patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2}
+QWEN2 = QWEN | {"model_type": "qwen2_vl", "vision_config": QWEN2_TOWER | {"model_type": "qwen2_vl"}}
 LLAVA_TOWER = {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model"}
 LLAVA_TOWER |= {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768}
 LLAVA = {"model_type": "llava", "ignore_index": -100, "image_token_index": 32000, "pad_token_id": 32001}
@@ -189,7 +192,7 @@ QWEN3_TEXT |= {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24,
 QWEN3 = {"model_type": "qwen3_vl", "image_token_id": 151655, "video_token_id": 151656, "tie_word_embeddings": False}
 QWEN3 |= {"text_config": QWEN3_TEXT | {"vocab_size": 151936}}
 QWEN3 |= {"vision_config": QWEN3_TOWER | {"spatial_merge_size": 2, "temporal_patch_size": 2}}
-PUBLISHED = [("qwen2_5_vl_7b", QWEN), ("llava_1_5_7b", LLAVA), ("qwen3_vl_8b", QWEN3)]
+PUBLISHED = [("qwen2_vl_7b", QWEN2), ("qwen2_5_vl_7b", QWEN), ("llava_1_5_7b", LLAVA), ("qwen3_vl_8b", QWEN3)]
 
 
 @pytest.mark.parametrize(("name", "config"), PUBLISHED)
