@@ -11,7 +11,7 @@ from megajax.hf import beside
 from megajax.hf.adapters import open_merged
 from megajax.hf.convert import export
 from megajax.hf.quantising import StoredForm, fail
-from megajax.options.quantisations import NONE, QUANTISATIONS
+from megajax.options.quantisations import FP8_BLOCK, FP8_CHANNEL, NONE, QUANTISATIONS
 from megajax.weights.scaling import FP8
 
 
@@ -31,7 +31,9 @@ def export_step(
     if QUANTISATIONS[quantisation].needs_history:
         if not config.precision.fp8.chosen.keeps_history:
             fail(
-                quantisation, "its inputs' amaxes are those of precision.fp8.recipe=delayed, which the run did not have"
+                quantisation,
+                "its inputs' amaxes are those of precision.fp8.recipe=delayed, which the run did not have",
+                f"{FP8_CHANNEL.name} or {FP8_BLOCK.name}",
             )
         stored = open_weights(run_dir / SUBDIRECTORY / str(step), f"{FP8}.")
         form = form._replace(history={name: np.asarray(array[...]) for name, array in stored.items()})

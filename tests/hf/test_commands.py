@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,13 @@ def test_a_run_with_another_tokenizer_keeps_nothing_of_the_folder(imported, tmp_
     trainer.close()
     assert not {"tokenizer_config.json", "hf_config.json", "chat_template.jinja"} & visible(tmp_path / "other")
     assert (tmp_path / "other/tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
+
+
+def test_an_export_with_inputs_scales_that_the_run_does_not_have_is_told_the_other_formats(imported, tmp_path, capsys):
+    _, run_dir = imported
+    with pytest.raises(SystemExit):
+        main(["export", str(run_dir), str(tmp_path / "out"), "--quantization", "fp8_tensor"])
+    assert re.search("fp8_tensor .*recipe=delayed.*fp8_channel or fp8_block", capsys.readouterr().err)
 
 
 def test_special_tokens_come_from_the_tokenizer_if_nothing_else_names_them(imported, tmp_path):
