@@ -1,6 +1,7 @@
 """The start of a run of several processes: they join at the coordinator of process 0."""
 
 import contextlib
+import errno
 import functools
 import ipaddress
 import os
@@ -42,6 +43,23 @@ def bind_address(coordinator: str) -> str | None:
     return coordinator
 
 
+def _check_port_is_free(found: env.Processes, bound: str) -> None:
+    """Raise ConfigError if somebody listens where the coordinator will: gRPC would share the port, and both wait."""
+    host, _, port = bound.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended process do not count
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"{env.ADDRESS}={found.address} has a port that another process listens on, perhaps a second one "
+                    f"with {env.INDEX}=0, or one of an earlier run: give each process its own number, end the other "
+                    "one, or give a free port."
+                ) from None
+
+
 def start_processes(
     environment: Mapping[str, str] = os.environ,
     peer_timeout: float | None = None,
@@ -63,6 +81,8 @@ def start_processes(
                 _join(peer_timeout)
             else:
                 bound = found.bind or bind_address(found.address)
+                if found.index == 0:
+                    _check_port_is_free(found, bound or f":{found.address.rpartition(':')[2]}")
                 _join(peer_timeout, found.address, found.count, found.index, bound=bound)
     except ConfigError:
         raise
@@ -138,12 +158,26 @@ def _join(peer_timeout: float | None, *arguments: Any, bound: str | None = None)
             reason = str(error)
         state.client = None  # else jax shuts it down again at exit, with a traceback
         jax.distributed.shutdown()
-        missing = re.search(r"timed out task names:\s*((?:\d+\s+)+)", reason)
-        who = ", ".join(sorted(missing[1].split(), key=int)) if missing else "0, or another one,"
-        raise ConfigError(
-            f"process {who} of {state.num_processes} did not come to {state.coordinator_address} within "
-            f"{JOIN_SECONDS} s: look at its output, and at the address and port, which every host must reach."
-        ) from None
+        raise ConfigError(_why_not_joined(state, reason)) from None
+
+
+def _why_not_joined(state: Any, reason: str) -> str:
+    """A sentence on a failed start, by the coordinator's reason."""
+    at, number = state.coordinator_address, f"process {state.process_id} of {state.num_processes}"
+    if "newer incarnation" in reason:
+        return (
+            f"{number} is not the only one with this number at {at}: give each process its own {env.INDEX}, or start "
+            "them with srun or mpirun, and end those of an earlier start."
+        )
+    if "Unexpected task" in reason:
+        cure = f"give all processes the same {env.COUNT}"
+        return f"{number} is not one of those that process 0 at {at} waits for: {cure}."
+    missing = re.search(r"timed out task names:\s*((?:\d+\s+)+)", reason)
+    who = ", ".join(sorted(missing[1].split(), key=int)) if missing else "0, or another one,"
+    return (
+        f"process {who} of {state.num_processes} did not come to {at} within {JOIN_SECONDS} s: look at its output, and "
+        "at the address and port, which every host must reach."
+    )
 
 
 @contextlib.contextmanager

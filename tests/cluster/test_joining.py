@@ -10,6 +10,7 @@ import pytest
 
 from megajax.cluster.joining import JOIN_SECONDS, start_processes
 from megajax.errors import ConfigError
+from megajax.jax_internals import distributed
 
 
 @pytest.fixture
@@ -103,6 +104,44 @@ def test_a_process_number_counts_up_to_their_number(initialized, wrong):
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         start_processes(EXPLICIT | wrong)
     assert not initialized
+
+
+def test_a_port_that_another_process_zero_listens_on_is_refused(initialized):
+    """gRPC would share it, and both would wait for the others."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        given = EXPLICIT | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{listener.getsockname()[1]}"}
+        start_processes(given)
+        with pytest.raises(ConfigError, match="JAX_COORDINATOR_ADDRESS=127.* JAX_PROCESS_ID=0"):
+            start_processes(given | {"JAX_PROCESS_ID": "0"})
+    start_processes(given | {"JAX_PROCESS_ID": "0"})
+    assert len(initialized) == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "variable"),
+    [
+        ("ALREADY_EXISTS: Aborted connect attempt as there is a request from a newer incarnation.", "JAX_PROCESS_ID"),
+        ("INVALID_ARGUMENT: Unexpected task registered with task=3", "JAX_NUM_PROCESSES"),
+    ],
+)
+def test_a_process_that_the_coordinator_turns_away_is_told_which_variable_is_wrong(monkeypatch, reason, variable):
+    """jax's error is std::bad_cast; the coordinator's reason comes with the end of its client."""
+
+    class Client:
+        def shutdown(self):
+            raise jax.errors.JaxRuntimeError(reason)
+
+    def initialize(*_: object, **__: object) -> None:
+        state.client, state.process_id, state.num_processes, state.coordinator_address = Client(), 3, 4, "host:1234"
+        raise RuntimeError("std::bad_cast")
+
+    state = distributed.global_state
+    for name in ("client", "process_id", "num_processes", "coordinator_address"):
+        monkeypatch.setattr(state, name, None)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    with pytest.raises(ConfigError, match=f"process 3 of 4 .*host:1234.*{variable}"):
+        start_processes(EXPLICIT)
 
 
 @pytest.fixture
