@@ -99,6 +99,17 @@ def sentence(capsys, *arguments: str) -> str:
         ("cat << \t 'EOF'\nx \"y\nEOF\np.py --micro-batch-size 1", [], ["1"]),
         (f"p.py --micro-batch-size {'${A:-' * 40}1{'}' * 40}", [], ["1"]),
         ("cat <<EOF > x\np.py --micro-batch-size 9 '\nEOF\np.py --micro-batch-size 1 > log 2>&1", [], ["1"]),
+        (
+            "A=1\nB=2\nsrun -n 2 bash -e <<EOF # a 'comment'\n# it's\nB=3\np.py --micro-batch-size $A $B "
+            '\\$B "x y"\nEOF\n',
+            [],
+            ["1", "2", "3", "x y"],
+        ),  # the outer shell's values, but of what it escapes
+        (
+            "A=1\nsh <<O; bash <<- 'EOF'\nx\nO\n\tB=\"it's\"\n\tp.py --micro-batch-size $A \"$B\" 'b c'\n\tEOF\ncat x",
+            [],
+            ["1", "it's", "b c"],
+        ),
         ("V='--micro-batch-size 1 a'\neval \"p.py $V\"", [], ["1", "a"]),
         ("A=a\0b\np.py --micro-batch-size $A\0", [], ["ab"]),  # bash leaves zero bytes out
         ("HOME=/here\np.py --micro-batch-size $HOME", [], ["/here"]),  # before the environment's

@@ -8,14 +8,13 @@ from pathlib import Path
 from megajax.errors import InputError, shown
 from megajax.files import read_text, why_unreadable
 from megajax.tools.from_megatron import shell_syntax as syntax
-from megajax.tools.from_megatron.shell_syntax import ASSIGNMENT, CommandList, Word
+from megajax.tools.from_megatron.shell_syntax import ASSIGNMENT, SHELLS, CommandList, Word
 from megajax.tools.from_megatron.shell_values import MARK, Values
 
 MAX_BYTES = 2**20  # of a script
 MAX_FILES = 50  # with those that it sources
 MAX_STEPS = 20_000  # commands, those of loops counted each time
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
-SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 

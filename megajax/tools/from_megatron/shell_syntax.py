@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from megajax.errors import InputError, shown
 
 MAX_DEPTH = 40  # of blocks in blocks, of quotes in substitutions
+SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[\w+\])?(\+?)=")
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "&>>", "&>", "|", "&", ";", "\n", "(", ")")
 _CLOSING = {"(": ")", "{": "}"}
@@ -26,6 +27,15 @@ class Operator:
 
     text: str
     line: int
+
+
+@dataclass(frozen=True)
+class HereDocument:
+    """A text that ends at a line `end`; `shell`: the index among the tokens of the shell that reads it, if one does."""
+
+    end: str
+    is_quoted: bool
+    shell: int | None
 
 
 @dataclass
@@ -95,7 +105,7 @@ class _Lexer:
 
     def __init__(self, text: str, file: str, line: int = 1):
         self.text, self.file, self.at, self.line = text, file, 0, line
-        self.heredocs: list[str] = []
+        self.heredocs: list[HereDocument] = []
 
     def fail(self, problem: str, line: int, cure: str = "close it") -> InputError:
         return InputError(f"{problem} ({self.file}, line {line}): {cure}.")
@@ -112,7 +122,8 @@ class _Lexer:
                     self.at += len(redirection[0])
                     while self.at < len(self.text) and self._skip_blanks():
                         pass
-                    self.heredocs.append(re.sub(r"[\"'\\]", "", self.word().raw))
+                    end = re.sub(r"[\"'\\]", "", word := self.word().raw)
+                    self.heredocs.append(HereDocument(end, end != word, _shell_of(found)))
                     continue
                 if not self.text.startswith(("<(", ">("), self.at):
                     self.at += len(redirection[0])
@@ -125,7 +136,7 @@ class _Lexer:
                 drops = False
                 if operator == "\n":
                     self.line += 1
-                    self._skip_heredocs()
+                    self._read_heredocs(found)
                 continue
             word = self.word()
             if not drops:
@@ -147,15 +158,28 @@ class _Lexer:
             return False
         return True
 
-    def _skip_heredocs(self) -> None:
-        for end in self.heredocs:
+    def _read_heredocs(self, found: list[Word | Operator]) -> None:
+        """Go over the here-documents that begin here; one that a shell reads becomes its `-c TEXT`."""
+        added = 0  # words, before those of the next document
+        for document in self.heredocs:
+            first, line, last = self.at, self.line, len(self.text)
             while self.at < len(self.text):
                 stop = self.text.find("\n", self.at)
                 stop = len(self.text) if stop < 0 else stop
-                ended = self.text[self.at : stop].strip() == end
+                ended, start = self.text[self.at : stop].strip() == document.end, self.at
                 self.at, self.line = stop + 1, self.line + 1
                 if ended:
+                    last = start
                     break
+            if document.shell is not None:
+                text, at = "\n" + self.text[first:last], document.shell + 1 + added
+                quoted = (
+                    "'" + text.replace("'", "'\\''") + "'"
+                    if document.is_quoted
+                    else '"' + text.replace('"', '\\"') + '"'
+                )
+                found[at:at] = [Word("-c", line), Word(quoted, line)]
+                added += 2
         self.heredocs = []
 
     def word(self) -> Word:
@@ -243,6 +267,17 @@ class _Lexer:
                 self._piece(depth + 1)
         if level:
             raise self.fail(f"${opening} is not closed", line)
+
+
+def _shell_of(tokens: list[Word | Operator]) -> int | None:
+    """The index of the shell that is the newest command, perhaps behind srun, and has options only."""
+    for at in reversed(range(len(tokens))):
+        word = tokens[at]
+        if not isinstance(word, Word) or not (word.raw in SHELLS or re.fullmatch(r"-[a-bd-z]+", word.raw)):
+            return None
+        if word.raw in SHELLS:
+            return at
+    return None
 
 
 class _Parser:
