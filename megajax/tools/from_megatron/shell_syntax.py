@@ -173,12 +173,7 @@ class _Lexer:
                     break
             if document.shell is not None:
                 text, at = "\n" + self.text[first:last], document.shell + 1 + added
-                quoted = (
-                    "'" + text.replace("'", "'\\''") + "'"
-                    if document.is_quoted
-                    else '"' + text.replace('"', '\\"') + '"'
-                )
-                found[at:at] = [Word("-c", line), Word(quoted, line)]
+                found[at:at] = [Word("-c", line), Word(_quoted(text, document.is_quoted), line)]
                 added += 2
         self.heredocs = []
 
@@ -267,6 +262,14 @@ class _Lexer:
                 self._piece(depth + 1)
         if level:
             raise self.fail(f"${opening} is not closed", line)
+
+
+def _quoted(text: str, is_literal: bool) -> str:
+    """A here-document as a word: in it quotes are characters, and of escapes that of a quote is none."""
+    if is_literal:
+        return "'" + text.replace("'", "'\\''") + "'"
+    escaped = {'"': r"\"", r"\"": r"\\\""}
+    return '"' + re.sub(r"\\.|\"", lambda found: escaped.get(found[0], found[0]), text, flags=re.DOTALL) + '"'
 
 
 def _shell_of(tokens: list[Word | Operator]) -> int | None:
