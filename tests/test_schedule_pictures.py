@@ -110,6 +110,21 @@ def test_the_command_draws_one_operation_a_tick_or_lockstep(tmp_path, capsys):
     assert draw(make_schedule("1f1b", 2, 3)) in drawn and "slots      3 for activations" in drawn
 
 
+def test_the_schedule_of_a_config_is_drawn_and_options_replace_its_numbers(tmp_path, capsys):
+    run = ["quickstart", "mesh.pipeline=2", "batch.num_microbatches=4", "remat.policy=none"]
+    svg = ["--svg", str(tmp_path / "a.svg")]
+    for more, title in (
+        ([], "1f1b: 2 stages, 4 microbatches, 1 virtual stage, one operation a tick\n"),
+        (["remat.policy=full"], "1f1b: 2 stages, 4 microbatches, 1 virtual stage\n"),
+        (["pipeline.schedule=gpipe", "--stages", "3"], "gpipe: 3 stages, 4 microbatches, 1 virtual stage\n"),
+    ):
+        assert main([*run, *more, *svg]) == 0
+        assert capsys.readouterr().out.startswith(title)
+    with pytest.raises(SystemExit):
+        main(["quickstart", *svg])
+    assert "mesh.pipeline=1" in capsys.readouterr().err
+
+
 def test_drawing_needs_no_jax():
     code = "import sys, megajax.tools.schedule; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -7,15 +7,17 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megajax.command_parser import CommandParser
+from megajax.config import AXES, load_config
+from megajax.config.sentences import fail
 from megajax.console import user_errors
 from megajax.errors import ConfigError, counted
 from megajax.files import check_output
-from megajax.layout.backward_parts import PARTS
+from megajax.layout.backward_parts import PARTS, backward_parts
 from megajax.options.pipeline_schedules import KINDS
 from megajax.step.pipeline.schedules import IDLE, Schedule, ScheduleTable, make_schedule
 from megajax.step.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
@@ -236,10 +238,29 @@ def chosen(options: argparse.Namespace) -> tuple[Schedule, Costs]:
         raise ConfigError(str(error)) from None
 
 
+def _of_config(path: str, overrides: list[str]) -> dict[str, Any]:
+    """The options that draw the schedule of a config."""
+    config = load_config(path, overrides)
+    sizes = {axis: max(1, getattr(config.mesh, axis)) for axis in AXES}
+    if config.mesh.pipeline < 2:
+        fail(config, f"mesh.pipeline={config.mesh.pipeline} has no schedule", "set 2 stages or more", "mesh.pipeline")
+    return {
+        "schedule": config.pipeline.schedule,
+        "stages": config.mesh.pipeline,
+        "microbatches": config.batch.num_microbatches,
+        "virtual_stages": config.pipeline.virtual_stages,
+        "lockstep": not backward_parts(config, sizes).slots,
+    }
+
+
 def main(arguments: list[str]) -> int:
     """Print a drawing of the schedule and its costs, and write the SVG; returns the exit status."""
     with user_errors():
-        options = _parser().parse_args(arguments)
+        parser = _parser()
+        options = parser.parse_intermixed_args(arguments)
+        if options.config is not None:
+            parser.set_defaults(**_of_config(options.config, options.overrides))  # options replace them
+            options = parser.parse_intermixed_args(arguments)
         schedule, costs = chosen(options)
         default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.virtual_stages}.svg"
         check_output("--svg", path := getattr(options, "svg", Path(default)))
@@ -276,6 +297,8 @@ def _parser() -> CommandParser:
         description="Draw a pipeline schedule and print its costs. Costs are per microbatch on a whole stage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a run, whose schedule is drawn")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="overrides of single keys")
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
     parser.add_argument("--stages", type=int, default=4, help="number of stages")
     parser.add_argument("--microbatches", type=int, default=8, help="number of microbatches in a step")
