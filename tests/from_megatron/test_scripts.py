@@ -101,9 +101,9 @@ def sentence(capsys, *arguments: str) -> str:
         ("cat <<EOF > x\np.py --micro-batch-size 9 '\nEOF\np.py --micro-batch-size 1 > log 2>&1", [], ["1"]),
         (
             "A=1\nB=2\nsrun -n 2 bash -e <<EOF # a 'comment'\n# it's\nB=3\np.py --micro-batch-size $A $B "
-            '\\$B "x y"\nEOF\n',
+            '\\$B "x y" "a\\"b"\nEOF\n',
             [],
-            ["1", "2", "3", "x y"],
+            ["1", "2", "3", "x y", 'a"b'],
         ),  # the outer shell's values, but of what it escapes
         (
             "A=1\nsh <<O; bash <<- 'EOF'\nx\nO\n\tB=\"it's\"\n\tp.py --micro-batch-size $A \"$B\" 'b c'\n\tEOF\ncat x",
