@@ -1,7 +1,9 @@
 """`megajax hf`: models in Hugging Face's format; `--help` lists the commands."""
 
 import argparse
+import re
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from megajax.errors import InputError
 from megajax.files import check_new_folder
 from megajax.hf.adapters import export_adapters
 from megajax.hf.compare import check_reference, compare, compare_logits, summary
-from megajax.hf.convert import read_model
+from megajax.hf.convert import read_folder
 from megajax.hf.exporting import export_step
 from megajax.hf.folder import folder_bytes
 from megajax.hf.importing import import_folder
@@ -30,6 +32,7 @@ from megajax.schema.tree import Dumper
 
 MODULE = "megajax.hf.__main__"
 DTYPES = ("float32", "bfloat16", "float16")
+OTHER_HEAD = re.compile(r"\w+For(\w+Classification|QuestionAnswering|MultipleChoice)|\w+Reward\w*")  # of a family
 PER_PROCESS = 8  # devices, unless there are fewer
 
 
@@ -37,7 +40,15 @@ def _config(parser: CommandParser, argv: Sequence[str]) -> int:
     """print the section `model` of the config that describes the folder's model"""
     parser.add_argument("folder", metavar="HF_FOLDER")
     options = parser.parse_args(argv)
-    print(yaml.dump({"model": read_model(options.folder)}, Dumper=Dumper, sort_keys=False), end="")
+    _, section, theirs = read_folder(options.folder)
+    if head := OTHER_HEAD.search(str(theirs.get("architectures"))):
+        warnings.warn(
+            f"{options.folder}/config.json has architectures={head[0]}, whose head megajax does not read: "
+            "checkpoint.init_from needs the folder of the language model; docs/extensions.md has objectives with a "
+            "head of their own.",
+            stacklevel=2,
+        )
+    print(yaml.dump({"model": section}, Dumper=Dumper, sort_keys=False), end="")
     return 0
 
 

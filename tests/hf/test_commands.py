@@ -175,6 +175,14 @@ def test_a_run_with_another_tokenizer_keeps_nothing_of_the_folder(imported, tmp_
     assert (tmp_path / "other/tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
 
 
+def test_the_config_of_a_classifier_says_that_its_head_is_not_read(imported, capsys):
+    folder, _ = imported
+    change_json(folder / "config.json", architectures=["LlamaForSequenceClassification"])
+    assert main(["config", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert "architectures=LlamaForSequenceClassification" in printed.err and printed.out.startswith("model:\n")
+
+
 def test_an_export_with_inputs_scales_that_the_run_does_not_have_is_told_the_other_formats(imported, tmp_path, capsys):
     _, run_dir = imported
     with pytest.raises(SystemExit):
