@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from megajax.errors import ConfigError, accepts
 from megajax.ops import expert_activation_kernel, mlp_kernel
 from megajax.ops.barriers import not_merged
 from megajax.ops.grouped_rows import bias_of_rows
@@ -58,8 +59,11 @@ def register_activation(name: str, function: Gated | Callable[[jax.Array], jax.A
 
     A plain function maps the first matrix's output, in FP32, to an array of the same shape; `Gated` has the functions
     of both its halves. jax differentiates them; GPUs compute them without kernels of megajax's own, in FP8 too. Raises
-    ConfigError for a name that is taken.
+    ConfigError for a name that is taken, and for functions of other arguments.
     """
+    if not all(accepts(each, None) for each in (function if isinstance(function, Gated) else [function])):
+        problem = f"the activation {name} has a function that does not take one array"
+        raise ConfigError(f"{problem}: give a function of the first matrix's output, or Gated(gate, up) of its halves.")
     ACTIVATIONS.add(Activation(name, isinstance(function, Gated), in_transformer_engine=False), function)
     FUNCTIONS[name] = function
 

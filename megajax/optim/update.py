@@ -5,7 +5,8 @@ Whole matrices come and go in between, and so do arrays that are kept on the hos
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -177,9 +178,12 @@ class Update:
         layouts = {name: layout for name, layout in member.layouts.items() if name in gradients}
         owned = {name: {slot: slots[slot][name] for slot in member.owned_slots(name)} for name in layouts}
         owned = {name: held for name, held in owned.items() if held}
-        compute = on_whole_matrices(
-            lambda matrices, held: optimizer.of_matrices(matrices, scalars | held), layouts, self.mesh, optimizer.dtype
-        )
+
+        def of_matrices(matrices: jax.Array, held: Slots) -> tuple[jax.Array, Slots]:
+            with _only_declared(f"{type(optimizer).__name__}.of_matrices", given := scalars | held):
+                return optimizer.of_matrices(matrices, given)
+
+        compute = on_whole_matrices(of_matrices, layouts, self.mesh, optimizer.dtype)
         whole, owned = compute({name: directions[name] for name in layouts}, owned)
         for name, held in owned.items():
             slots = slots | {slot: slots[slot] | {name: x} for slot, x in held.items()}
@@ -187,9 +191,24 @@ class Update:
         return {name: scales[name] * whole[name].astype(jnp.float32) for name in layouts}, slots
 
 
+@contextmanager
+def _only_declared(method: str, slots: Slots) -> Iterator[None]:
+    """Around a method of an extension's optimizer: a slot that it reads and does not declare is a ConfigError."""
+    try:
+        yield
+    except KeyError as error:
+        name = error.args[0]
+        if not isinstance(name, str) or not name.isidentifier() or name in slots:
+            raise
+        problem = f"{method} reads {name!r}, but its slots are {', '.join(slots) or 'none'}"
+        raise ConfigError(f"{problem}: declare a Slot of this name in SLOTS, or in slots_of_matrices.") from error
+
+
 def _directions_and_slots(optimizer: Optimizer, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
     """`optimizer.direction`. Raises ConfigError if it does not return arrays for all parameters and slots."""
-    name, returned = f"{type(optimizer).__name__}.direction", optimizer.direction(gradients, slots)
+    name = f"{type(optimizer).__name__}.direction"
+    with _only_declared(name, slots):
+        returned = optimizer.direction(gradients, slots)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ConfigError(f"{name} returns {type(returned).__name__}: return the directions and the new slots.")
     for what, given, new in zip(("directions", "slots"), (gradients, slots), returned, strict=True):

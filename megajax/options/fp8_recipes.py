@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, accepts
 from megajax.options.registry import Registry
 
 # (FP32 numbers [rows, K] of a matmul that sums over K, "input", "weight" or "gradient") → the numbers that a format has
@@ -44,8 +44,11 @@ RECIPES = Registry(
 def register_fp8(recipe: Fp8Recipe) -> None:
     """Register a recipe in reference arithmetic for `precision.fp8.recipe`; before the config is loaded.
 
-    Raises ConfigError for a name that another recipe has, and for one without `rounded`.
+    Raises ConfigError for a name that another recipe has, and for one without a function `rounded` of these arguments.
     """
     if recipe.rounded is None:
         raise ConfigError(f"the FP8 recipe {recipe.name} has no function `rounded`: give one.")
+    if not accepts(recipe.rounded, None, "input"):
+        problem = f"`rounded` of the FP8 recipe {recipe.name} does not take what it is called with"
+        raise ConfigError(f"{problem}: write rounded(x, operand), with operand input, weight or gradient.")
     RECIPES.add(replace(recipe, in_blocks=True))

@@ -189,6 +189,7 @@ class Odd(Optimizer):
             r"\['mean'\]\['w'\] of the shape \[\] for \[2, 6\]",
         ),
         (lambda g, s: (g, {"mean": s["mean"]}), r"slots\['count'\] of the shape nothing for \[\]"),
+        (lambda g, s: (g, s["variance"]), "Odd.direction reads 'variance', but its slots are .*mean.*SLOTS"),
         (lambda g, s: (g, s | {"more": s["count"]}), r"slots\['more'\] of the shape \[\] for nothing"),
     ],
 )

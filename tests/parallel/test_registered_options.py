@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from mesh_models import MIXTRAL
 
-from megajax.config import RematPolicy, load_config, register_remat
+from megajax.config import Fp8Recipe, RematPolicy, load_config, register_fp8, register_remat
 from megajax.errors import ConfigError
 from megajax.model.comm import TokenPositions
 from megajax.ops.mlp_activation import FUNCTIONS, Gated, register_activation
@@ -127,4 +127,15 @@ def test_a_name_that_is_not_registered_is_a_sentence(key, choices):
 )
 def test_a_name_that_is_taken_is_a_sentence(register, option, problem):
     with pytest.raises(ConfigError, match=problem):
-        register(option, object)
+        register(option, abs)
+
+
+def test_a_function_of_other_arguments_is_a_sentence():
+    for function in (lambda: 0, lambda x, y: x, "relu", Gated(jax.nn.relu, lambda: 0)):
+        with pytest.raises(ConfigError, match="the activation wrong has a function that does not take one array"):
+            register_activation("wrong", function)
+    assert "wrong" not in ACTIVATIONS
+    with pytest.raises(
+        ConfigError, match=r"`rounded` of the FP8 recipe wrong does not take .*: write rounded\(x, operand\)"
+    ):
+        register_fp8(Fp8Recipe("wrong", rounded=lambda x: x))  # pyright: ignore
