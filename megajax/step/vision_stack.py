@@ -28,7 +28,7 @@ class VisionStack(SecondStack):
         fields = {
             PATCHES: Field(jnp.float32, SETTING, (vision.patch_dim,)),
             SEGMENTS: Field(jnp.int32, SETTING),
-            POSITIONS: Field(jnp.int32, SETTING, (2,), limit=vision.fixed_grid),
+            POSITIONS: Field(jnp.int32, SETTING, (2,), limit=vision.fixed_grid, least=-1),  # of a class entry
         }
         return {name: field._replace(length=self.tower.length) for name, field in fields.items()}
 
