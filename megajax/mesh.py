@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax import cluster
-from megajax.config import AXES
+from megajax.config import AXES, Config
 from megajax.config.mesh_checks import read_mesh
+from megajax.config.sentences import fail
 from megajax.errors import ConfigError, counted, shown
 
 
@@ -30,6 +31,17 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -
         raise ConfigError(f"{problem}: give build_mesh that number, such as jax.devices()[:{needed}].")
     by_host = neighbours_by_host(devices, hosts_of(devices))
     return Mesh(np.array(by_host).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def require_mesh(config: Config, mesh: Any) -> None:
+    """Raise ConfigError for what is no mesh of all axes, and for one of other sizes than the config's."""
+    if getattr(mesh, "axis_names", None) != AXES:
+        raise ConfigError(f"mesh={shown(mesh)} is no mesh of all axes: give megajax.build_mesh(sizes).")
+    for axis, size in mesh_sizes(mesh).items():
+        if (wanted := getattr(config.mesh, axis)) not in (-1, size):
+            problem = f"mesh.{axis}={wanted}, but the mesh has the size {size} along it"
+            cure = f"give build_mesh(check_mesh(config, DEVICES)), or set mesh.{axis}={size}"
+            fail(config, problem, cure, f"mesh.{axis}")
 
 
 def device_list(devices: Sequence[Any] | None) -> list[Any]:

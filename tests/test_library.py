@@ -143,6 +143,7 @@ def test_other_arguments_than_a_config_a_mesh_and_devices_are_sentences(load):
         (lambda: megajax.TrainProgram.build("x.yaml", megajax.build_mesh(sizes, devices[:4])), "not a config"),
         (lambda: megajax.TrainProgram.build(config, sizes), "mesh=.* is no mesh of all axes: give megajax.build_mesh"),
         (lambda: megajax.TrainProgram.build(config, jax.make_mesh((8,), ("data",))), "is no mesh of all axes"),
+        (lambda: megajax.TrainProgram.build(config, megajax.build_mesh({"data": 8})), "mesh.data=.* has the size 8"),
         (lambda: megajax.load_config({"run": {}}), "is of the type dict, not a path"),
         (
             lambda: megajax.load_config("x.yaml", "run.steps=3"),

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import AXES, Config, ModelConfig
+from megajax.config import Config, ModelConfig
 from megajax.config.sentences import fail, require_config
-from megajax.errors import ConfigError, shown
+from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_of, layer_kinds
+from megajax.mesh import require_mesh
 from megajax.model import Transformer, init_parameters
 from megajax.model.block import Block, layer_state
 from megajax.model.lora import targets
@@ -107,11 +108,11 @@ class TrainProgram:
     def build(cls, config: Config, mesh: Mesh) -> "TrainProgram":
         """The program of a checked config on a mesh.
 
-        Raises ConfigError for a kernel that cannot run, and for `lora.targets` that the model does not have.
+        Raises ConfigError for a mesh of other sizes than the config's, for a kernel that cannot run, and for
+        `lora.targets` that the model does not have.
         """
         require_config(config)
-        if getattr(mesh, "axis_names", None) != AXES:
-            raise ConfigError(f"mesh={shown(mesh)} is no mesh of all axes: give megajax.build_mesh(sizes).")
+        require_mesh(config, mesh)
         targets(config)
         check_schedule(config.schedule, config.run.steps)
         plan = StepPlan.of(config, mesh)
