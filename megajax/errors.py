@@ -74,6 +74,12 @@ def shown(value: object) -> str:
     return _printable(head)
 
 
+def array_form(value: object) -> str:
+    """The dtype and shape of an array, "float32[2, 3]"; the type of something else."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{getattr(value, 'dtype', '')}{[*shape]}"
+
+
 def accepts(function: Callable[..., Any], *arguments: object) -> bool:
     """Whether a function of the user's takes these positional arguments; True for one that does not say."""
     try:

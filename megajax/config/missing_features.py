@@ -2,7 +2,7 @@
 
 import re
 
-from megajax.config.other_names import plain
+from megajax.config.other_names import by_word, plain
 
 # Names, as a part of a key or as a value, and the sentence.
 FEATURES = {
@@ -47,7 +47,7 @@ FEATURES = {
     ),
 }
 
-_BY_NAME = {name: sentence for names, sentence in FEATURES.items() for name in names.split()}
+_BY_NAME = by_word(FEATURES)
 
 
 def missing_feature(key: str, value: object = None) -> str | None:

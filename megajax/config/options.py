@@ -2,10 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megajax.config.load import suggestion
-from megajax.config.other_names import counterpart, plain
+from megajax.config.other_names import by_word, counterpart, plain
 from megajax.schema.fields import AXES
 
 # Our option: its names in torchrun, accelerate, Megatron's tools, transformers and vLLM. It counts where it exists.
@@ -72,7 +72,7 @@ def meant(option: str, value: str, options: Sequence[str], takes_keys: bool) -> 
     name = plain(option)
     if own := next((own for own, names in OPTIONS.items() if own in options and name in names.split()), None):
         return f"did you mean {own}?"
-    if "--mesh" in options and not takes_keys and (reason := _found(name, OF_MODELS)):
+    if "--mesh" in options and not takes_keys and (reason := by_word(OF_MODELS).get(name)):
         return reason
     if "--processes" in options and name in SEVERAL_HOSTS:
         return "it starts the processes of one host; scripts/slurm/train.sbatch starts those of several"
@@ -96,8 +96,4 @@ def meant(option: str, value: str, options: Sequence[str], takes_keys: bool) -> 
 
 def command_cure(name: str, own: Sequence[str] = ()) -> str:
     """What to write for a command of another project, without a full stop; "" for a name that is near one of `own`."""
-    return "" if difflib.get_close_matches(name, own, 1, 0.75) else _found(plain(name), COMMANDS)
-
-
-def _found(name: str, sentences: Mapping[str, str]) -> str:
-    return next((sentence for names, sentence in sentences.items() if name in names.split()), "")
+    return "" if difflib.get_close_matches(name, own, 1, 0.75) else by_word(COMMANDS).get(plain(name), "")

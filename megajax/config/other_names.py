@@ -5,6 +5,7 @@ have a value. The note gives the difference and follows our key after a comma; w
 reason.
 """
 
+from collections.abc import Mapping
 from itertools import chain
 
 from megajax.config.megatron_flags import MEGATRON, MEGATRON_WITHOUT
@@ -257,7 +258,7 @@ include_tokens_per_second, include_num_input_tokens_seen, batch_eval_metrics | |
     per second
 torch_empty_cache_steps | | XLA allocates a step's memory once
 greater_is_better | checkpoint.keep_best | the number of checkpoints with the lowest evaluation loss to keep
-use_liger_kernel | | fused kernels are chosen by the device; the section kernels can set others
+use_liger_kernel, liger_kernel | | fused kernels are chosen by the device; the section kernels can set others
 """)
 
 # Names of PEFT's LoraConfig, TRL's SFTConfig and what is used with them.
@@ -296,7 +297,6 @@ loraplus_lr_ratio, loraplus_lr_embedding, embedding_lr, embeddings_lr | optimize
 eval_packing | data.packing | of training and of evaluation
 padding_free | | packed conversations have their own attention and positions, without padding between them
 activation_offloading | remat.policy=offload
-liger_kernel | | fused kernels are chosen by the device; the section kernels can set others
 evals_per_epoch | run.eval_interval | the steps between evaluations
 saves_per_epoch | run.checkpoint_interval | the steps between checkpoints
 test_size | data.valid | a file of its own, which chats need; of token files data.split gives a part
@@ -374,6 +374,11 @@ ALL = (*MEGATRON, *MAXTEXT, *TORCHTITAN, *HUGGING_FACE, *FINE_TUNING, *SHORT, *c
 def plain(name: str) -> str:
     """A name without the dashes and capitals in which frameworks differ."""
     return name.lstrip("-").replace("-", "_").lower()
+
+
+def by_word(sentences: Mapping[str, str]) -> dict[str, str]:
+    """The sentence of each of the names that stand together in a key."""
+    return {name: sentence for names, sentence in sentences.items() for name in names.split()}
 
 
 def counterpart(key: str) -> OtherName | None:

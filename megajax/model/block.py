@@ -11,7 +11,7 @@ from flax import nnx
 from megajax import ops
 from megajax.config import ModelConfig
 from megajax.config.sentences import listed
-from megajax.errors import ConfigError, accepts, check_methods
+from megajax.errors import ConfigError, accepts, array_form, check_methods
 from megajax.layout.kinds import BUILT_IN_BLOCKS, KINDS, PARALLEL, WITHOUT_NORM, stacked_layers
 from megajax.layout.sublayers import ABILITIES, EVERYTHING, parts_of
 from megajax.model.attention import Attention
@@ -97,9 +97,9 @@ def _term_and_metrics(part: Sublayer, x: jax.Array, ctx: LayerContext, returned:
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise ConfigError(f"{name} returns {type(returned).__name__}: return a term and a dictionary of metrics.")
     (y, metrics), losses = returned, part.losses() if ctx.inputs.has_metrics else ()
-    if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
+    if getattr(y, "shape", None) != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
         cure = "return one as x (by ctx.comm.column_linear and row_linear, and .astype(x.dtype))"
-        raise ConfigError(f"{name} returns a term {y.dtype}{[*y.shape]} for x {x.dtype}{[*x.shape]}: {cure}.")
+        raise ConfigError(f"{name} returns a term {array_form(y)} for x {array_form(x)}: {cure}.")
     if unknown := sorted(metrics.keys() - {*part.METRICS, MAX_SCORE}):
         raise ConfigError(f"{name} returns the metric {unknown[0]!r}, which METRICS has not: add it there.")
     if wrong := [loss for loss in losses if loss not in metrics or not _is_loss(metrics[loss])]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.errors import ConfigError, check_methods, counted
+from megajax.errors import ConfigError, array_form, check_methods, counted
 from megajax.ops.numerics import added
 from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.mesh_comm import MeshComm
@@ -134,7 +134,7 @@ class Elementwise(Objective):
         fields = {name: batch[name].reshape(-1, *field.extra) for name, field in self.fields().items()}
         counts, shape = self.count(fields), fields["loss_mask"].shape
         if getattr(counts, "shape", None) != shape:
-            problem = f"{type(self).__name__}.count returns {_shown(counts)} for {counted(shape[0], 'token')}"
+            problem = f"{type(self).__name__}.count returns {array_form(counts)} for {counted(shape[0], 'token')}"
             raise ConfigError(f"{problem}: return what each token adds to the divisor, [tokens].")
         return {"loss": counts.astype(jnp.float32).sum()}
 
@@ -156,7 +156,7 @@ class Elementwise(Objective):
     def _of_tokens(self, losses: Any, mask: jax.Array) -> jax.Array:
         """`losses`, which must be a number for each token of `mask`. Raises ConfigError for others."""
         if getattr(losses, "shape", None) != mask.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
-            problem = f"{type(self).__name__}.loss returns {_shown(losses)} for {counted(mask.size, 'token')}"
+            problem = f"{type(self).__name__}.loss returns {array_form(losses)} for {counted(mask.size, 'token')}"
             raise ConfigError(f"{problem}: return a loss for each token, [tokens]; sums and means are taken of these.")
         return losses
 
@@ -308,7 +308,7 @@ class Segment(Objective):
         """`losses`, which must be those that `count` counts. Raises ConfigError for others."""
         counts, name = jax.eval_shape(self.count, sums), type(self).__name__
         if getattr(losses, "shape", None) != counts.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
-            problem = f"{name}.loss returns {_shown(losses)} and {name}.count {_shown(counts)}"
+            problem = f"{name}.loss returns {array_form(losses)} and {name}.count {array_form(counts)}"
             cure = "return both in one shape, such as [pairs]; the sum of the losses is divided by that of the counts"
             raise ConfigError(f"{problem} for {counted(self.number, 'segment')}: {cure}.")
         return losses
@@ -332,12 +332,6 @@ class Segment(Objective):
 BASES: tuple[Any, ...] = (Logits, Hidden, Segment, Elementwise)
 UNDEFINED = [base.loss for base in BASES]
 OBJECTIVE_CLASSES: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
-
-
-def _shown(value: Any) -> str:
-    """The dtype and shape of an array; the type of something else."""
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"{value.dtype}{[*shape]}"
 
 
 def register_objective(name: str) -> Callable[[type[Objective]], type[Objective]]:

@@ -539,6 +539,7 @@ MORE = {"more": jnp.float32(1)}
     [
         (lambda y, metrics, x: None, "Returns.apply returns NoneType: return a term and a dictionary"),
         (lambda y, metrics, x: (y[:, :1], metrics), r"a term float32\[\d+, 1\] for x float32.*: return one as x"),
+        (lambda y, metrics, x: (None, metrics), r"a term NoneType for x float32.*: return one as x"),
         (lambda y, metrics, x: (y * 1j, metrics), r"a term complex64.* for x float32.*\.astype"),
         (lambda y, metrics, x: (y, metrics and metrics | {"other": 1.0}), "the metric 'other', .*: add it there"),
         (lambda y, metrics, x: (y, metrics), "does not return the loss 'more' of LOSSES as one FP32 number"),
