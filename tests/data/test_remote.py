@@ -18,11 +18,13 @@ import pytest
 from fsspec.spec import AbstractFileSystem
 
 from megajax.config import DataConfig
-from megajax.data import remote
+from megajax.data import contents, remote
+from megajax.data.contents import data_contents
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.inspect import main as inspect_main
 from megajax.data.loader import datasets, make_loader, open_split
 from megajax.data.preprocess import preprocess
+from megajax.data.remote import RemoteFile
 from megajax.errors import InputError
 
 DOCUMENTS = [list(range(start, start + 7)) for start in range(0, 700, 7)]
@@ -257,6 +259,17 @@ def test_only_token_files_are_read_from_a_url_and_none_are_written(tmp_path):
         IndexedWriter("s3://a/b", np.uint16)
     with pytest.raises(InputError, match="^s3://a/b is remote, but is needed on this machine: copy the files first"):
         IndexedDataset("s3://a/b")
+
+
+def test_remote_files_have_the_sizes_and_hashes_of_local_ones_and_are_opened_once(upload, make_remote, monkeypatch):
+    prefix, url = upload()
+    local = data_contents(make_remote(train=prefix))
+    opened: list[str] = []
+    monkeypatch.setattr(contents, "RemoteFile", lambda path, cache: opened.append(path) or RemoteFile(path, cache))
+    found = data_contents(make_remote(train=url))
+    assert [size for _, size in found["files"]] == [size for _, size in local["files"]]
+    assert [*found["digests"].values()] == [*local["digests"].values()]
+    assert sorted(opened) == [f"{url}.bin", f"{url}.idx"]
 
 
 def test_a_remote_file_is_described_by_its_index(upload, capsys):
