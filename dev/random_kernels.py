@@ -157,7 +157,7 @@ def run(config: Config, platform: str) -> FirstSteps:
     devices = jax.devices(platform)[: devices_of(config.mesh.model_dump())]
     with jax.default_device(devices[0]):
         program = TrainProgram.build(config, build_mesh(check_mesh(config, len(devices)), devices))
-        state, losses, gradients, changes, rows = program.init_state(), [], {}, {}, ()
+        state, losses, gradients, changes, rows = program.random_state(), [], {}, {}, ()
         before = canonical(program, state.params)
         of_muon = [name for each in program.update.slots.members if each.kind == "muon" for name in each.layouts]
         for step, fields in enumerate(batches(config, config.run.seed), 1):

@@ -159,7 +159,7 @@ def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lor
         if name != "head":
             np.testing.assert_array_equal(np.asarray(state.weights[name]), w)
     assert {"objective.weight", "objective.bias"} <= state.params.keys()
-    np.testing.assert_array_equal(state.params["objective.weight"], program.init_state().params["objective.weight"])
+    np.testing.assert_array_equal(state.params["objective.weight"], program.random_state().params["objective.weight"])
     first = np.asarray(state.params["objective.weight"])
     assert 0.5 < first.std() / program.config.model.init_std < 1.5
     state, metrics = program.train_step(state, to_global(program, fields(1)))
