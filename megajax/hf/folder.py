@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict
@@ -22,7 +22,7 @@ from megajax.data.model_files import inside, read_json
 from megajax.errors import InputError, file_reader, shown
 from megajax.files import is_free, sync, sync_directory
 from megajax.hf import ADAPTERS, quantised
-from megajax.hf.quantised import Slices
+from megajax.hf.quantised import COMPRESSED_SCALE, FP8_SCALE, Slices
 from megajax.json_files import Count, parse
 
 HEADS = ("lm_head.weight", "decoder.weight", "language_model.lm_head.weight")  # of a family one of them
@@ -153,7 +153,7 @@ class FolderTensors:
         for part, dtypes in (found.parts if found else {name: READABLE}).items():
             if (dtype := self._slice(part).get_dtype()) not in dtypes:
                 where = self.folder / self._stored_in[part]
-                raise InputError(f"{where}: {part} has dtype {dtype}: save the model in {', '.join(READABLE)}.")
+                raise InputError(f"{where}: {part} has dtype {dtype}{_other_dtype(part, dtype, dtypes)}.")
         return found.shape(self) if found else self.stored_shape(name)
 
     def itemsize(self, name: str) -> float:
@@ -200,6 +200,17 @@ class FolderTensors:
             offsets = {name: each["data_offsets"][0] for name, each in found.items() if each and "data_offsets" in each}
             self._offsets[file] = {name: 8 + length + offset for name, offset in offsets.items()}
         return self._offsets[file][self._names[name]]
+
+
+def _other_dtype(name: str, dtype: str, expected: Sequence[str]) -> str:
+    """The end of the sentence on a tensor of another dtype than `expected`."""
+    if expected is READABLE and dtype in FP8_DTYPES:
+        return (
+            f" and no scales, which quantization_config in config.json describes and a tensor {name}{FP8_SCALE} or "
+            f"{name}{COMPRESSED_SCALE} has: copy the whole folder"
+        )
+    quantised = "" if expected is READABLE else f" where a quantised tensor has {' or '.join(expected)}"
+    return f"{quantised}: save the model in {', '.join(READABLE)}"
 
 
 def text_names(names: Iterable[str], folder: Path) -> dict[str, str]:

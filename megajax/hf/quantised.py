@@ -161,18 +161,19 @@ def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: st
     if method == "compressed-tensors":
         return _compressed(names, settings, where)
     sizes = settings.get("weight_block_size")
-    if sizes is not None and not (
-        isinstance(sizes, list) and [type(n) for n in sizes] == [int, int] and min(sizes) > 0
-    ):
-        raise InputError(
-            f"{where}: quantization_config.weight_block_size={sizes} is not a list of two sizes: copy it again."
-        )
-    block = None if sizes is None else (sizes[0], sizes[1])
+    block = None if sizes is None else _sizes(sizes, "weight_block_size", where)
     return {name: Fp8(name, block) for name in names if name + FP8_SCALE in names}
 
 
+def _sizes(sizes: Any, key: str, where: str) -> tuple[int, int]:
+    """The rows and columns of a block; InputError for another value."""
+    if isinstance(sizes, list) and [type(n) for n in sizes] == [int, int] and min(sizes) > 0:
+        return sizes[0], sizes[1]
+    raise InputError(f"{where}: quantization_config.{key}={sizes} is not a list of two sizes: copy it again.")
+
+
 def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> dict[str, Quantised]:
-    """The matrices of compressed-tensors' FP8: with one scale, or one for each row."""
+    """The matrices of compressed-tensors' FP8: with one scale, or one for each row or block."""
     groups = settings.get("config_groups")
     forms = (
         [group.get("weights") for group in groups.values() if isinstance(group, dict)]
@@ -180,14 +181,17 @@ def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: st
         else []
     )
     strategies = {form.get("strategy") if isinstance(form, dict) else None for form in forms}
-    if settings.get("format") != "float-quantized" or not strategies or not strategies <= {"channel", "tensor"}:
+    known = strategies == {"block"} or strategies <= {"channel", "tensor"}
+    if settings.get("format") != "float-quantized" or not strategies or not known:
         found_strategies = f"strategies {', '.join(sorted(map(str, strategies)))}" if strategies else "no strategies"
         raise InputError(
             f"{where}: quantization_config has format={settings.get('format')} with {found_strategies} "
-            "of weights: megajax reads float-quantized with channel or "
-            "tensor; save the model in bfloat16 with transformers and give that folder."
+            "of weights: megajax reads float-quantized with channel or tensor, or with block alone; "
+            "save the model in bfloat16 with transformers and give that folder."
         )
     block = None if strategies == {"tensor"} else (1, None)
+    if strategies == {"block"}:
+        block = _sizes(forms[0].get("block_structure"), "config_groups: block_structure", where)
     found: dict[str, Quantised] = {}
     for name in names:
         if name + COMPRESSED_SCALE in names:

@@ -22,6 +22,8 @@ from megajax.training.step import TrainProgram
 FILES = Path(__file__).parents[1] / "data_files"
 E4M3, E2M1, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 8]}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+COMPRESSED_BLOCK = COMPRESSED | {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": [16, 8]}}}}
 
 
 def fp8_blocks(w, block, dtype=np.float32):
@@ -65,11 +67,15 @@ SLICES = [(slice(0, 40), slice(0, 30)), (slice(3, 29), slice(7, 17)), (slice(16,
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, E8M0])
-def test_a_slice_of_fp8_blocks_has_its_scales(tmp_path, rng, dtype):
+@pytest.mark.parametrize(
+    ("settings", "scale", "dtype"),
+    [(FP8, "w_scale_inv", each) for each in (np.float32, ml_dtypes.bfloat16, E8M0)]
+    + [(COMPRESSED_BLOCK, "w_scale", ml_dtypes.bfloat16)],
+)
+def test_a_slice_of_fp8_blocks_has_its_scales(tmp_path, rng, settings, scale, dtype):
     values, scales, whole = fp8_blocks(rng.normal(size=(40, 30)).astype(np.float32), (16, 8), dtype)
-    save_file({"other": np.ones(5, np.float32), "w": values, "w_scale_inv": scales}, tmp_path / SINGLE)
-    with FolderTensors(tmp_path, FP8) as weights:
+    save_file({"other": np.ones(5, np.float32), "w": values, scale: scales}, tmp_path / SINGLE)
+    with FolderTensors(tmp_path, settings) as weights:
         assert weights.files.keys() == {"other", "w"} and weights.shape("w") == (40, 30)
         for slices in SLICES:
             found = weights.read("w", slices)
@@ -183,13 +189,19 @@ MISTAKES = {
         "quantization_config has format=pack-quantized with strategies group of weights: megajax reads float-quantized",
     ),
     "no groups": (
-        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        COMPRESSED,
         {},
         "quantization_config has format=float-quantized with no strategies of weights: megajax reads float-quantized",
     ),
-    "no scales": (FP8, {"w": W}, "w has dtype F8_E4M3: save the model in F32"),
+    "no scales": (FP8, {"w": W}, "w has dtype F8_E4M3 and no scales"),
+    "no settings": (None, {"w": W, "w_scale_inv": SCALES}, "and no scales, which quantization_config in config.json"),
     "other scales": (FP8, {"w": W, "w_scale_inv": SCALES.T.copy()}, "has the shape [4, 3], but by quantization_config"),
-    "packed in bytes": (FP8, {"w": np.ones((40, 30), np.int8), "w_scale_inv": SCALES}, "w has dtype I8: save"),
+    "packed in bytes": (FP8, {"w": np.ones((40, 30), np.int8), "w_scale_inv": SCALES}, "w has dtype I8 where a"),
+    "a block of one size": (
+        COMPRESSED | {"config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": 128}}}},
+        {},
+        "block_structure=128 is not a list of two sizes",
+    ),
     "another group": (
         {"quant_method": "mxfp4"},
         {"w_blocks": np.ones((2, 3, 4, 8), np.uint8), "w_scales": np.ones((2, 3, 4), np.uint8)},
