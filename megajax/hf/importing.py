@@ -10,8 +10,9 @@ from jax.sharding import SingleDeviceSharding
 from megajax.checkpoint.description import describe_model
 from megajax.checkpoint.manager import save_weights
 from megajax.config import Config
+from megajax.config.checks import check_combinations
 from megajax.data.tokenizers import files_in, keep_tokenizer, kept_name, load_tokenizer
-from megajax.errors import file_reader, reading
+from megajax.errors import ConfigError, InputError, file_reader, reading
 from megajax.hf import beside
 from megajax.hf.convert import load, longest, read_folder
 from megajax.hf.folder import new_folder
@@ -65,4 +66,10 @@ def _config(folder: Path, run_dir: Path) -> Config:
         "data": data,
     }
     with reading(folder / "config.json"):  # such as a length that no run has
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
+    try:
+        check_combinations(config)
+    except ConfigError as error:  # no command could read the run
+        problem = str(error).replace(" (default)", "")
+        raise InputError(f"{folder / 'config.json'} is of a model that no run has: {problem}") from None
+    return config
