@@ -4,7 +4,7 @@ import difflib
 import itertools
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -20,7 +20,7 @@ from megajax.config.other_names import counterpart, plain
 from megajax.config.other_values import choice_cure
 from megajax.config.run_checks import check_one_length
 from megajax.config.sentences import listed
-from megajax.errors import ConfigError, file_reader, shown
+from megajax.errors import MOST_SHOWN, ConfigError, file_reader, shown
 from megajax.options.registry import Registry
 from megajax.schema.config import Config
 from megajax.schema.keys import keys
@@ -192,10 +192,10 @@ def _sentence(error: ValidationError, tree: Tree, path: str) -> str:
     """The sentence about the first mistake; unknown keys come first, because a misspelt key is also a missing one."""
     mistakes = [item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"]
     mistakes.sort(key=lambda item: (item["type"] != "extra_forbidden", _is_list_for_a_choice(item)))
+    if unknown := [item for item in mistakes if item["type"] == "extra_forbidden"]:
+        return _unknown({_key(item): item["input"] for item in unknown}, tree, path)
     mistake, key = mistakes[0], _key(mistakes[0])
     location = _location(key, tree, path)
-    if mistake["type"] == "extra_forbidden":
-        return _unknown(key, mistake["input"], tree, path)
     if mistake["type"] == "missing":
         return f"{key} is not set ({location}): add it{_meaning(key)}."
     problem, cure = describe_problem(*(item for item in mistakes if _key(item) == key))
@@ -252,12 +252,24 @@ def _with_n(key: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".N", key)
 
 
-def _unknown(key: str, value: Any, tree: Tree, path: str) -> str:
-    """The sentence about an unknown key, or about the first key of an unknown section."""
-    location = _location(key, tree, path)
-    if isinstance(value, dict) and value:
-        return _unknown(f"{key}.{next(iter(value))}", next(iter(value.values())), tree, path)
-    return f"{key} is not a config key ({location}): {suggestion(key, value)}"
+def _unknown(values: dict[str, Any], tree: Tree, path: str) -> str:
+    """The sentence about the first unknown key, and a list of the others; a list of our keys is written once."""
+    lines: dict[str, str] = {}
+    for key, value in _leaves(values):
+        cure = f": {suggestion(key, value)}"
+        problem = " (" if lines else " is not a config key ("
+        is_repeated = len(cure) > MOST_SHOWN and cure in lines.values()
+        lines[f"{key}{problem}{_location(key, tree, path)})"] = "" if is_repeated else cure
+    return "\n  ".join(f"{key}{cure}" for key, cure in lines.items())
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The dotted keys below mappings, with their values."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves({f"{key}.{name}": own for name, own in value.items()})
+        else:
+            yield key, value
 
 
 def _last(key: str) -> str:

@@ -261,6 +261,10 @@ def _parsed(text: str, source: str, key: str) -> tuple[Any, dict[str, str]]:
         line = f", line {mark.line + 1}" if mark is not None and not key else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read"
         quote = f"; put text in quotes, such as '{key}=\"TEXT\"' in a shell" if key else ""
+        if source.endswith(".toml"):
+            raise ConfigError(
+                f"{source} is TOML: write YAML; docs/migration.md has torchtitan's keys and ours."
+            ) from None
         cure = next((f"; {cure}" for start, cure in _YAML_CURES.items() if str(problem).startswith(start)), quote)
         raise ConfigError(f"not valid YAML ({source}{line}): {problem}{cure}.") from None
 

@@ -28,6 +28,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_torchtitans_files_are_named_as_what_they_are():
+    Path("llama3.toml").write_text("[training]\nsteps = 1\n")
+    assert (
+        message("llama3.toml") == "llama3.toml is TOML: write YAML; docs/migration.md has torchtitan's keys and ours."
+    )
+
+
 def message(path: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
@@ -157,6 +164,11 @@ def test_an_override_that_is_not_yaml_says_so():
 FILES = {
     "model:\n  num_layers: 4\n  num_head: 8\n": (
         "model.num_head is not a config key (bad.yaml, line 3): did you mean model.num_heads?"
+    ),
+    "steps: 3\ntraining:\n  seq_len: 8\n  compile: true\n": (
+        "steps is not a config key (bad.yaml, line 1): did you mean run.steps?\n"
+        "  training.seq_len (bad.yaml, line 3): did you mean batch.sequence_length?\n"
+        "  training.compile (bad.yaml, line 4): everything is always compiled."
     ),
     "# nothing\n": "model.num_layers is not set (bad.yaml): add it (number of blocks (attention and MLP)).",
     MODEL: ("batch.global_size is not set (bad.yaml): add it (sequences per step, over all devices and microbatches)."),

@@ -56,6 +56,8 @@ def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_mis
             " batch.sequence_length / number of increments.",
         ),
         ("lr_scheduler.decay_type", "did you mean schedule.kind?"),
+        ("compile.backend", "everything is always compiled."),
+        ("mlpwi", "use remat.policy, save_matmuls, offload, or one of run.extensions that names what it saves."),
         ("lora.r", "did you mean lora.rank?"),
         (
             "load_best_model_at_end",

@@ -433,9 +433,9 @@ def test_mistakes_are_sentences(imported, with_tokenizer, tmp_path, capsys):
     assert f"{run_dir}/config.json does not exist" in error_of(capsys, "import", run_dir, tmp_path / "new")
     config = tmp_path / "changed" / "config.json"
     shutil.copytree(folder, config.parent)
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 3}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 4}))
     sentence = error_of(capsys, "import", config.parent, tmp_path / "new")
-    assert f"{config} is of a model that no run has: model.num_kv_heads=3 does not divide" in sentence
+    assert f"{config} is of a model that no run has: model.num_kv_heads=4 does not divide" in sentence
     other = error_of(capsys, "compare", with_tokenizer("tiny_mistral"), run_dir, lines=5)  # one for each setting
     assert "HF_FOLDER=" in other and "was saved with other settings" in other and "hf config " in other
     assert "has no checkpoints: give the directory of a run" in error_of(capsys, "compare", folder, folder)
