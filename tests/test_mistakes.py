@@ -1,6 +1,7 @@
 """The likeliest mistakes, as people type them: the exact sentence, status 2, nothing written, never a traceback."""
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -217,7 +218,8 @@ EDITED = {
     "a misspelt section": (
         "batch:",
         "batches:",
-        "batches.global_size is not a config key (run.yaml, line 8): did you mean batch.global_size?",
+        "batches.global_size is not a config key (run.yaml, line 8): did you mean batch.global_size?\n"
+        "  batches.sequence_length (run.yaml, line 9): did you mean batch.sequence_length?",
     ),
     "an open bracket": (
         "{kind: synthetic}",
@@ -288,14 +290,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The sentence of `train`'s error for `argv`."""
+    """The sentence of `train`'s error for `argv`, with the list that may follow."""
     before = sorted(Path().rglob("*"))
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     printed = capsys.readouterr()
     assert (stop.value.code, printed.out) == (2, "")
     assert sorted(Path().rglob("*")) == before
-    assert printed.err.startswith("megajax: error: ") and printed.err.count("\n") == 1
+    assert printed.err.startswith("megajax: error: ") and re.fullmatch(r".*\n(  .*\n)*", printed.err)
     return printed.err.removeprefix("megajax: error: ").rstrip("\n")
 
 

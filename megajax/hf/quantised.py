@@ -175,12 +175,9 @@ def _sizes(sizes: Any, key: str, where: str) -> tuple[int, int]:
 def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> dict[str, Quantised]:
     """The matrices of compressed-tensors' FP8: with one scale, or one for each row or block."""
     groups = settings.get("config_groups")
-    forms = (
-        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if isinstance(groups, dict)
-        else []
-    )
-    strategies = {form.get("strategy") if isinstance(form, dict) else None for form in forms}
+    found_groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    forms = [group["weights"] if isinstance(group.get("weights"), dict) else {} for group in found_groups]
+    strategies = {form.get("strategy") for form in forms}
     known = strategies == {"block"} or strategies <= {"channel", "tensor"}
     if settings.get("format") != "float-quantized" or not strategies or not known:
         found_strategies = f"strategies {', '.join(sorted(map(str, strategies)))}" if strategies else "no strategies"
