@@ -105,8 +105,7 @@ class Planter(ast.NodeVisitor):
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         self.depth += is_function
         if not self.depth and isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            self.constant = target.id if isinstance(target, ast.Name) and target.id.isupper() else ""
+            self.constant = _constant(node)
         if self.depth:
             self.plant_in(node)
         if self.depth or self.constant:
@@ -174,6 +173,12 @@ def _children(node: ast.AST) -> Iterable[ast.AST]:
     return ast.iter_child_nodes(node)
 
 
+def _constant(node: ast.Assign | ast.AnnAssign) -> str:
+    """The name in capitals that a statement gives a value."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    return target.id if isinstance(target, ast.Name) and target.id.isupper() else ""
+
+
 def _called(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
 
@@ -209,11 +214,17 @@ class Reached:
     def __init__(self) -> None:
         self.reached, self.seconds = collections.defaultdict[str, set[str]](set), dict[str, float]()
         self.uses = collections.defaultdict[str, list[str]](list)  # of constants: "file:line"
+        within = collections.defaultdict[str, set[str]](set)  # constants whose values have the constant
         for path in (ROOT / "megajax").rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_bytes())):
-                name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-                if name.isupper() and isinstance(node, ast.expr):
-                    self.uses[name].append(f"{path.relative_to(ROOT).as_posix()}:{node.lineno}")
+            for statement in ast.parse(path.read_bytes()).body:
+                own = _constant(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ""
+                for node in ast.walk(statement):
+                    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+                    if name.isupper() and isinstance(node, ast.expr):
+                        self.uses[name].append(f"{path.relative_to(ROOT).as_posix()}:{node.lineno}")
+                        within[name] |= {own} - {name, ""}
+        for name, others in within.items():
+            self.uses[name] += [line for other in others for line in self.uses[other]]
         for file in LINES.glob("*.json"):
             found = json.loads(file.read_text(encoding="utf-8"))
             self.seconds |= found["seconds"]
@@ -261,10 +272,19 @@ def given(path: Path, most: float) -> list[tuple[Planted, list[str], float]]:
             raise SystemExit(f"{path}: {error['file']} has {data.count(old)} times {error['old']!r}; one is needed.")
         start = data.index(old)
         first = data.count(b"\n", 0, start) + 1
-        tests, total = reached.tests_of(error["file"], range(first, first + old.count(b"\n") + 1), most)
-        planted = Planted("", error["file"], first, first, start, start + len(old), error["old"], error["new"])
+        constant = _constant_at(ast.parse(data), first)
+        tests, total = reached.tests_of(error["file"], range(first, first + old.count(b"\n") + 1), most, constant)
+        planted = Planted(constant, error["file"], first, first, start, start + len(old), error["old"], error["new"])
         errors.append((planted, tests, total))
     return errors
+
+
+def _constant_at(module: ast.Module, line: int) -> str:
+    """The module's constant whose value stands at the line, "" if there is none."""
+    for node in module.body:
+        if node.lineno <= line <= (node.end_lineno or line) and isinstance(node, ast.Assign | ast.AnnAssign):
+            return _constant(node)
+    return ""
 
 
 def work(
