@@ -77,6 +77,8 @@ def test_tensor_between_hosts_is_named_with_a_warning():
     assert where == "hosts      2 with 8 devices each; between hosts: tensor; inside: -"
     assert "mesh.tensor=16" in warning and "divides the 8 devices of a host" in warning
     assert describe_hosts({"tensor": 8}, [0] * 8) == []
+    where, *_ = describe_hosts({"fsdp": 12}, [0] * 4 + [1] * 8)
+    assert where.startswith("hosts      2 with 4 to 8 devices each;")
 
 
 def test_an_axis_lies_within_processes_if_no_line_along_it_leaves_one():

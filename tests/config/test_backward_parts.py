@@ -17,6 +17,8 @@ CASES: list[tuple[str, list[range] | str]] = [  # of Llama 3 8B's 16 layers on t
     # Seven layers of 2 and one of 3 are 17 in forward passes: 9 and 8, so three ticks of 9 for 25, which is 8 % more.
     ("remat.policy=full remat.layers=1", "8 layer slots have no equal halves"),
     ("remat.policy=full remat.layers=7 remat.group=7", "8 layer slots have no equal halves"),
+    # Two of 19 layers are one group, 3 each: 6 + 7 * 2 and 10 * 2. The layers after a group are cut anywhere.
+    ("remat.policy=full remat.layers=2 remat.group=2 model.num_layers=38", [range(9, 19), range(9)]),
     ("pipeline.virtual_stages=2", "pipeline.virtual_stages=2"),
     ("pipeline.schedule=zero_bubble", "pipeline.schedule=zero_bubble"),
     ("mesh.fsdp=2 mesh.context=2", [range(4, 8), range(4)]),

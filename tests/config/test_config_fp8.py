@@ -29,6 +29,7 @@ FP8 = "precision.fp8."
 LATENT = (
     "model.num_kv_heads=8 model.head_dim=32 model.qk_nope_head_dim=16 model.qk_rope_head_dim=16 model.v_head_dim=16"
 )
+EXPERTS, SHARED = "model.num_experts=4 model.experts_per_token=2", "model.shared_expert_ffn_hidden_size"
 
 
 def test_the_fp8_layers_are_those_between_the_first_and_the_last():
@@ -101,6 +102,9 @@ SHAPES = [
         "the tokens of a microbatch on one device / mesh.tensor=4 is 40",
     ),
     (f"{LATENT} model.kv_lora_rank=24", 1, "model.kv_lora_rank=24 is not one"),
+    (f"{LATENT} model.kv_lora_rank=16 model.q_lora_rank=24", 1, "model.q_lora_rank=24 is not one"),
+    (f"{EXPERTS} model.expert_ffn_hidden_size=72", 1, "model.expert_ffn_hidden_size=72 / mesh.tensor=1 is 72"),
+    (f"{EXPERTS} {SHARED}=24", 1, f"{SHARED}=24 / mesh.tensor=1 is 24"),
 ]
 
 

@@ -61,6 +61,8 @@ SIZES = [
 
 DIVIDED = "batch.global_size=2 batch.num_microbatches=1 batch.sequence_length=16 mesh.context=4"
 DELTA = f"{DIVIDED} model.block_pattern=[gated_deltanet]"
+OVERLAP = "communication.overlap_experts=true model.num_experts=4 mesh.data=2"
+EXPERTS = "model.num_experts=4 mesh.tensor=4"
 # overrides at the last legal value, the first one beyond it, devices
 LIMITS = [
     # 4 of 16 tokens on a device: a convolution sees 4 before a token, but not 5.
@@ -71,6 +73,10 @@ LIMITS = [
     ("mesh.tensor=8 batch.sequence_length=32 model.ffn_hidden_size=96", "model.ffn_hidden_size=100", 8),
     ("mesh.tensor=8 batch.sequence_length=32", "model.vocab_size=1001 model.vocab_multiple=1", 8),
     ("model.num_experts=4 mesh.expert=4", "model.num_experts=6", 4),
+    (f"{EXPERTS} model.expert_ffn_hidden_size=96", "model.expert_ffn_hidden_size=98", 4),
+    (f"{EXPERTS} model.shared_expert_ffn_hidden_size=96", "model.shared_expert_ffn_hidden_size=98", 4),
+    # a device has half of the experts, or all
+    (f"{OVERLAP} mesh.experts_over=[data]", "mesh.experts_over=[expert]", 2),
 ]
 
 

@@ -36,6 +36,16 @@ def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_mis
     assert len(megatron) == len(set(megatron))
 
 
+def test_a_name_that_a_framework_has_a_key_for_is_answered_with_a_key():
+    """Whatever else it means elsewhere: Megatron-LM's rows win, then the frameworks', before those without a key."""
+    without = {plain(name) for rows in MEGATRON_WITHOUT.values() for row in rows for name in row.names}
+    known = {plain(name) for row in ALL if row.ours for name in row.names}
+    shared = without & known
+    assert {"batch_size", "warmup", "checkpoint_activations"} <= shared
+    for name in shared:
+        assert suggestion(name).startswith(("did you mean ", "use ")), name
+
+
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [

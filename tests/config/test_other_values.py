@@ -135,6 +135,11 @@ OF_FRAMEWORKS: dict[str, dict[str, dict[str, str | None]]] = {
         | {"soap": "soap"},
         "model.norm": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
     },
+    # norm_before_gate, and its default, in mamba_ssm's RMSNormGated
+    "the order of Mamba-2's gate and norm": {
+        "model.mamba2.output_norm": dict.fromkeys(("norm_before_gate", "gate_after_norm"), "before_gate")
+        | dict.fromkeys(("norm_after_gate", "gate_before_norm"), "after_gate")
+    },
     "NumPy's and PyTorch's dtypes": {
         key: dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16")
         | dict.fromkeys(("fp32", "torch.float32", "tf32"), "float32")
