@@ -169,6 +169,8 @@ def test_a_name_that_is_taken_is_a_sentence():
             register_form(MomentForm(name), Float16)
     register_form(MomentForm("test_float16"), type("Float16", (Float16,), {}))  # again, as in a notebook
     register_form(MomentForm("test_float16"), Float16)
+    with pytest.raises(ConfigError, match="test_float16 exists already"):
+        register_form(MomentForm("test_float16"), type("AnotherForm", (Float16,), {}))
 
 
 class Odd(Optimizer):

@@ -215,3 +215,12 @@ def test_experts_with_biases_on_a_mesh_are_those_of_a_plain_loop(dispatch, over)
     outputs = np.einsum("ntef,efd->nted", hidden, down) + down_bias
     chosen = np.take_along_axis(outputs, experts[..., None], axis=2)
     np.testing.assert_allclose(found, (weights[..., None] * chosen).sum(axis=2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dispatch_has_rounds_where_its_first_one_may_not_have_room_for_all_rows():
+    """All rows of `devices` devices may go to one of them, which has room for a multiple of an even share."""
+    for dispatch in DISPATCHES.values():
+        for devices in (1, 2, 4, 5, 8):
+            rounds = Rounds.of(share=100, most=100 * devices, room=dispatch.room, later_room=1)
+            assert dispatch.has_rounds(devices) == (rounds.most > rounds.first), (dispatch.name, devices)
+    assert not DISPATCHES["all_gather"].has_rounds(4) and DISPATCHES["all_gather"].has_rounds(5)

@@ -29,7 +29,9 @@ SOFTMAX = MIXTRAL | {
     "shared_expert_gate": True,
     "dropout": 0.2,
     "z_loss": 0.01,
-    "router": {"global_loss": 0.3, "sequence_loss": 0.2, "z_loss": 0.1, "jitter": 0.3, "capacity_factor": 1.0},
+    "router": {"global_loss": 0.3, "sequence_loss": 0.2, "z_loss": 0.1, "jitter": 0.3, "capacity_factor": 1.0}
+    # losses that count other experts than those that get a token, because of the groups alone
+    | {"num_groups": 2, "loss_counts": "top_scores"},
 }
 DEEPSEEK_ROUTER = {
     "score_function": "sigmoid",

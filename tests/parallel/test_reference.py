@@ -12,6 +12,7 @@ from mesh_models import DEEPSEEK
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import build_mesh
+from megajax.model import Transformer, parameters
 from megajax.reference import Reference, adamw
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -80,6 +81,22 @@ def test_its_initial_weights_are_those_of_a_run(table):
     assert expected.keys() == found.keys()
     for name, w in table.canonical(program, expected).items():
         np.testing.assert_array_equal(found[name], w, err_msg=name)
+
+
+@pytest.mark.parametrize("decayed", ["embedding", "norm", "bias"])
+def test_weight_decay_is_of_matrices_and_of_the_roles_that_a_setting_names(table, decayed):
+    """Without gradients only decay changes a weight, by rate · decay."""
+    key = {"embedding": "decay_embeddings", "norm": "decay_norms", "bias": "decay_biases"}[decayed]
+    settings = {f"decay_{name}": False for name in ("embeddings", "norms", "biases")} | {key: True}
+    config = table.make_config("gpt2", {}, optimizer={"weight_decay": 0.5, **settings})
+    roles = {name: parameter.role for name, parameter in parameters(Transformer(config.model)).items()}
+    assert {"matrix", "embedding", "norm", "bias"} == {*roles.values()}
+    ones = {name: np.ones(1, np.float32) for name in roles}
+    update = adamw(config, RATE)
+    changes, _ = update.update(jax.tree.map(np.zeros_like, ones), update.init(ones), ones)
+    for name, role in roles.items():
+        expected = -RATE * 0.5 if role in ("matrix", decayed) else 0
+        np.testing.assert_allclose(changes[name], expected, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

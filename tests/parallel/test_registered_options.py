@@ -73,6 +73,7 @@ def registered():
     yield
     for options in (ACTIVATIONS, FUNCTIONS):
         del options["reglu"]
+        options.pop("test_relu", None)
     del POLICIES["attention_outputs"]
     for options in (STRATEGIES, ATTENTION):
         options.pop("everything")
@@ -139,3 +140,20 @@ def test_a_function_of_other_arguments_is_a_sentence():
         ConfigError, match=r"`rounded` of the FP8 recipe wrong does not take .*: write rounded\(x, operand\)"
     ):
         register_fp8(Fp8Recipe("wrong", rounded=lambda x: x))  # pyright: ignore
+
+
+def test_another_extensions_computation_under_a_taken_name_is_refused(registered):
+    """The same one again takes the place of the first, as from a cell of a notebook that runs twice."""
+
+    def other(x):
+        return x
+
+    for register, option, own in (
+        (context.register_context, ContextStrategy("everything"), Everything),
+        (experts.register_dispatch, Dispatch("one_by_one", gathers_tokens=True), OneByOne),
+        (register_activation, "test_relu", jax.nn.relu),
+    ):
+        register(option, own)
+        register(option, own)
+        with pytest.raises(ConfigError, match="exists already"):
+            register(option, other)

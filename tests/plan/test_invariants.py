@@ -435,13 +435,15 @@ def test_rows_of_experts_are_those_of_the_documented_formula(devices):
 
 
 def test_experts_with_a_capacity_save_that_many_rows():
-    def saved(factor):
-        plan = make("experts", model={"router": {"capacity_factor": factor}}).plan
+    def saved(factor, replicas=1):
+        plan = make("experts", replicas, mesh={"data": replicas}, model={"router": {"capacity_factor": factor}}).plan
         return Activations(plan).saved(plan.layer_slots[0].block, plan.segments[0], False)
 
     half, quarter = saved(1.0) - saved(0.5), saved(0.5) - saved(0.25)
     of_a_row = 2 * (D + 2 * 64)  # the token, and the gate and the up side of an expert
     assert half == pytest.approx(2 * quarter) and half >= ROWS * LENGTH * of_a_row  # of two rows of each token one
+    # The capacity is that of the tokens of both replicas: an expert may get all its rows from one of them.
+    assert saved(0.25, 2) < saved(0.5, 2) == saved(1.0, 2)
 
 
 @pytest.mark.parametrize("name", ["experts", "latent"])

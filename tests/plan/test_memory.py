@@ -416,7 +416,9 @@ def test_what_a_strategy_keeps_of_each_token(by_chunk):
     gathered = 2 * 4 * 3 + 10 if by_chunk else 4 * 3
     assert (RING.kept(4, 10, 3, by_chunk), ALL_GATHER.kept(4, 10, 3, by_chunk)) == (ring, gathered)
     assert RING.kept(6, 10, 3, by_chunk) == (3 if by_chunk else 2) * 10 + 3
-    assert RING.kept(16, 10, 3, by_chunk) == 3 * 10 + 3  # 15 steps are a loop
+    assert RING.kept(8, 10, 3, by_chunk) == (4 if by_chunk else 2) * 10 + 3  # 7 steps are the most that are no loop
+    for devices in (9, 16):
+        assert RING.kept(devices, 10, 3, by_chunk) == 3 * 10 + 3
 
 
 def test_the_parts_add_up_to_the_total():

@@ -47,6 +47,9 @@ def test_every_token_but_the_first_of_a_source_is_predicted_once(make_config, te
     rows = -(-(sum(LENGTHS) - 1) // sets.batch.sequence_length)
     assert [len(open_split(sets, split)) for split in ("valid/a", "test")] == [rows] * 2
     assert [sets.is_padded(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 3 + [False]
+    # Megatron's last sample of a validation set may be short
+    last = make_config(blend, "data.order=megatron", "data.drop_last_validation_sample=false")
+    assert [last.is_padded(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 2 + [False] * 2
 
 
 CHATS = [
