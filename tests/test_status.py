@@ -52,6 +52,16 @@ def test_a_line_says_where_each_run_is(make, capsys):
     assert "saved step 29 2 h ago" in a and a.endswith("logged 2 min ago")
 
 
+def test_the_last_lines_of_a_long_file_are_read(make):
+    """The first of them may be cut, and one may be damaged."""
+    run = make("a", 30)
+    metrics = Path(run, "metrics.jsonl")
+    first, *others = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([first[:-2] + " " * 2**21 + "}\n", *others[:9], "damaged\n", *others[9:]]))
+    [shown], *_ = lines([Path(run)])
+    assert "step 30/100" in shown and "loss 0.3000" in shown and "saved step 29" in shown
+
+
 AGES = {
     0: "0 s",
     59: "59 s",

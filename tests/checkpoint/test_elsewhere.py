@@ -96,6 +96,10 @@ def test_a_start_that_finds_nothing_where_the_checkpoints_were_is_no_run_from_st
     if place == "far":
         with pytest.raises(InputError, match=f"has its checkpoints in {folder}, which does not exist .*: mount"):
             megajax.load_weights(tmp_path / "run")
+        folder.mkdir()  # where the disk is mounted
+        with pytest.raises(InputError, match="but nothing is there now: mount"):
+            build(*overrides)
+        folder.rmdir()
     (tmp_path / "elsewhere").rename(folder)
     assert build(*overrides).step == 2
 

@@ -25,6 +25,7 @@ def run_dir(tmp_path):
         "model": MODEL,
         "mesh": {"fsdp": 2, "tensor": 2},
         "batch": {"global_size": 4, "sequence_length": 8},
+        "optimizer": {"state": "bfloat16"},
         "data": {"kind": "synthetic"},
         "logging": {"tensorboard": False},
     }
@@ -41,9 +42,10 @@ def test_the_table_names_mesh_sizes_and_damage_and_one_step_its_arrays(run_dir, 
     titles, first, last = capsys.readouterr().out.splitlines()
     assert titles.split()[:2] == ["step", "saved"]
     assert first.startswith("0 ") and last.startswith("3 ")
-    # FP32 parameters and two moments: embedding and head 2·32·8, attention 4·8·8, MLP 3·8·16, norms 3·8; and scalars.
-    numbers = 3 * (2 * 32 * 8 + 4 * 8 * 8 + 3 * 8 * 16 + 3 * 8)
-    assert f"  {4 * numbers / 1000:.3g} kB  " in last
+    # FP32 parameters and two moments of 16 bits: embedding and head 2·32·8, attention 4·8·8, MLP 3·8·16, norms 3·8; and
+    # scalars.
+    numbers = 2 * 32 * 8 + 4 * 8 * 8 + 3 * 8 * 16 + 3 * 8
+    assert last.split()[4] == "kB" and float(last.split()[3]) == pytest.approx((4 + 2 + 2) * numbers / 1000, rel=0.01)
     assert last.endswith("fsdp 2 × tensor 2  with checksums, not verified")
 
     assert inspect.main([str(run_dir / "checkpoints" / "3"), "--verify", "--arrays"]) == 0

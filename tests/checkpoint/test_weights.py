@@ -5,6 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import megajax
 from megajax.checkpoint import Checkpoints
+from megajax.checkpoint.arrays import check_size
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,19 @@ def declare(checkpoint, name, **header):
     store.write(f"{name}/.zarray", json.dumps(found | header)).result()
     for record in checkpoint.glob("checksums.json*"):
         record.unlink()
+
+
+def test_arrays_may_be_a_gibibyte_or_a_thousand_times_their_files(tmp_path):
+    """Constant weights compress well; larger declarations are no weights."""
+    (tmp_path / "chunks").write_bytes(bytes(2**21))
+    large = 1000 * 2**21 // 4  # float32 numbers
+    for numbers, files in ((2**28, tmp_path / "nothing"), (large, tmp_path)):
+        files.mkdir(exist_ok=True)
+        for more in (0, 1):
+            spec = {"driver": "zarr", "kvstore": "memory://", "metadata": {"shape": [numbers + more], "dtype": "<f4"}}
+            array = tensorstore.open(spec, create=True).result()
+            with pytest.raises(ValueError, match="declare") if more else nullcontext():
+                check_size(files, {"w": array})
 
 
 @pytest.mark.parametrize(

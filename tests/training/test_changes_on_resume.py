@@ -115,7 +115,7 @@ VISION = ("model.vision={image_token: 9, num_layers: 1, hidden_size: 16, num_hea
 ENCODER = ("model.encoder={kind: layers, num_layers: 1, sequence_length: 16}",)
 # Settings with which keys are read, and the section that is walked with them: "" all.
 BASES = (
-    ("", ("model.num_experts=4", *LATENT, "model.v_head_dim=8", "model.rope_scaling={kind: yarn, factor: 2}")),
+    ("", (*LATENT, "model.router.num_groups=2", "model.v_head_dim=8", "model.rope_scaling={kind: yarn, factor: 2}")),
     ("lora", LORA),
     ("data", ("data.kind=text", *TEXT, "data.fim_rate=0.5")),
     ("data", ("data.kind=chat", *TEXT)),
@@ -149,13 +149,15 @@ def is_named(key: str, names) -> bool:
 def test_every_key_is_compared_or_may_change_for_a_reason(bases):
     """In each base in which it is read."""
     free = {name for names in MAY_CHANGE.values() for name in names.split()}
-    refused, keys, forgotten = set(), set(), []
+    refused, keys, forgotten, read = set(), set(), [], set()
     for section, base in bases:
         saved, ignored = settings(base), {key for key, _ in unread(base)} | {*(() if section else NOT_IN_FIRST)}
         for key, _ in leaves(base):
             keys.add(key)
             if key in ELSEWHERE or not key.startswith(section):
                 continue
+            if not is_named(key, ignored):
+                read.add(key)
             if differences(saved, settings(changed(base, key)), MUST_AGREE):
                 refused.add(key)
             elif not is_named(key, free | ignored):
@@ -163,6 +165,8 @@ def test_every_key_is_compared_or_may_change_for_a_reason(bases):
     for name in (*free, *COMPARED_ON_RESUME):
         assert any(is_named(key, [name]) for key in keys), f"{name} is no key"
     assert forgotten == []
+    unread_in_all = [key for key in keys - read - refused if not is_named(key, (*free, *ELSEWHERE))]
+    assert unread_in_all == [], "BASES lack settings with which they are read"
     assert [key for key in refused if is_named(key, free)] == []
     assert [key for key in refused if not is_named(key, COMPARED_ON_RESUME)] == []
 

@@ -113,6 +113,17 @@ def test_the_first_save_is_a_line_with_its_size_and_its_time(build, monkeypatch,
     assert lines[0].endswith("(1.23 MB in 12.3 s beside training)")
 
 
+def test_the_size_of_a_save_is_that_of_all_shards_of_a_process_and_of_one_copy_of_each(tmp_path):
+    tier, mesh = LocalTier(str(tmp_path), "run", "layout"), jax.make_mesh((4, 2), ("data", "tensor"))
+    tier.prepare(keep=None)
+    arrays = {name: jax.numpy.ones((8, 2), dtype) for name, dtype in (("w", "float32"), ("mu", "bfloat16"))}
+    for spec in ((), ("data",), ("data", "tensor")):
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        tier.save(len(spec), jax.device_put(arrays, sharding), {})
+        outcome = tier.outcome(wait=True)
+        assert (outcome.error, outcome.size) == (None, 16 * 4 + 16 * 2)
+
+
 def test_layers_in_another_order_are_another_layout(build, capsys):
     """Each device has rows of the same shapes with one round of stages or two."""
     stages = ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=4", "batch.num_microbatches=2")
