@@ -92,7 +92,8 @@ def _import_file(path: Path, setting: str) -> ModuleType:
         raise ConfigError(f"{setting}, but there is no file {path}: correct the path, or bring the file back.")
     name = path.stem
     loaded = sys.modules.get(name)
-    others = [loaded.__file__ or "built in"] if loaded else [each for each in _sources(name) if not Path(each).is_dir()]
+    source = getattr(loaded, "__file__", None) or "built in"
+    others = [source] if loaded else [each for each in _sources(name) if not Path(each).is_dir()]
     if others:
         if Path(others[0]).resolve() != path.resolve():
             raise ConfigError(f"{setting}, but {name} is another module's name ({others[0]}): rename the file.")

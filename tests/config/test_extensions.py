@@ -101,12 +101,14 @@ def test_a_file_that_cannot_be_imported_is_a_sentence_that_names_it(text):
         ),
         ("[gone.py]", "there is no file .*gone.py: correct the path"),
         ("[json.py]", "json is another module's name .*: rename the file"),
+        ("[sys.py]", "sys is another module's name .*: rename the file"),  # which has no file
         ("no_such_blocks", "run.extensions=no_such_blocks is not a list .*: write .no_such_blocks."),
         ("[3]", "run.extensions.0=3 is not text .*: put it in quotes"),
     ],
 )
 def test_one_that_does_not_exist_is_a_sentence(value, sentence):
-    Path("json.py").write_text("")
+    for name in ("json.py", "sys.py"):
+        Path(name).write_text("")
     with pytest.raises(ConfigError, match=sentence):
         load_config("x.yaml", [f"run.extensions={value}"])
 
