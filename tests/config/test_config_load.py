@@ -10,7 +10,7 @@ import yaml
 
 from megajax.config import Config, help_text, load_config
 from megajax.config.load import config_path, keys
-from megajax.schema.tree import as_override
+from megajax.schema.tree import Loader, as_override
 
 pytestmark = pytest.mark.usefixtures("base_config")
 
@@ -106,6 +106,7 @@ VALUES = {
     "run.name=010": "010",
     "run.name=2024-01-01": "2024-01-01",
     "run.name=a=b": "a=b",
+    'data.train="a\\nb"': "a\nb",
     "run.name=12:30": "12:30",
     "run.deterministic=true": True,
     "data.split=969,30,1": "969,30,1",
@@ -124,6 +125,19 @@ def test_values_are_read_as_yaml_1_2_and_printed_so_that_they_read_back(override
     assert value == VALUES[override] and type(value) is type(VALUES[override])
     write("printed.yaml", config.to_yaml())
     assert load_config("printed.yaml") == load_config("x.yaml", [f"{section}.{name}={as_override(value)}"]) == config
+
+
+def test_a_name_is_that_of_a_folder_only_where_the_run_directory_follows_from_it():
+    config = load_config("x.yaml", ["run.name=team/a", "run.dir=/data/runs/a"])
+    assert (config.run.name, config.run.dir) == ("team/a", "/data/runs/a")
+
+
+@pytest.mark.parametrize(
+    "value", ["a\nb", "a: b", " a", "'", '"', "null", "", "\t", "é\n", ["a\nb", 1], {"a": "b\n\nc"}]
+)
+def test_a_value_as_an_override_is_one_line_that_reads_back(value):
+    text = as_override(value)
+    assert "\n" not in text and yaml.load(text, Loader) == value
 
 
 def test_lists_from_the_command_line():

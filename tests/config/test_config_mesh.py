@@ -75,6 +75,8 @@ LIMITS = [
     ("model.num_experts=4 mesh.expert=4", "model.num_experts=6", 4),
     (f"{EXPERTS} model.expert_ffn_hidden_size=96", "model.expert_ffn_hidden_size=98", 4),
     (f"{EXPERTS} model.shared_expert_ffn_hidden_size=96", "model.shared_expert_ffn_hidden_size=98", 4),
+    ("remat.policy=full remat.layers=2", "remat.layers=3", 1),
+    ("mesh.pipeline=2 remat.policy=full remat.layers=1", "remat.layers=2", 2),  # of a stage's layers
     # a device has half of the experts, or all
     (f"{OVERLAP} mesh.experts_over=[data]", "mesh.experts_over=[expert]", 2),
 ]

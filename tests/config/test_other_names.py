@@ -110,6 +110,8 @@ def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
     assert "such as DPO is built in" in suggestion("loss.kind", "dpo")
     assert "reinforcement learning does not exist" in suggestion("grpo.beta")
     assert "megajax hf export" in suggestion("push_to_hub", True)
+    for name in ("reward_model", "value_head", "num_labels"):
+        assert "docs/extensions.md" in suggestion(name), name
     for named in set(re.findall(r"\b\w+\.[\w.]+\w", " ".join(FEATURES.values()))):
         assert named in KEYS or named.endswith(".md"), named
     assert not any(name in {key.rpartition(".")[2] for key in KEYS} for names in FEATURES for name in names.split())

@@ -458,3 +458,11 @@ def test_an_imported_run_is_not_resumed(imported):
     _, run_dir = imported
     with pytest.raises(megajax.InputError, match="has no optimizer state .*: set checkpoint.init_from=.* and another"):
         Trainer(run_config(run_dir, "RUN"), jax.devices()[:1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_export_has_each_dtype_of_weights_in_folders(tmp_path, capsys, dtype):
+    """The run is missing, which is the error."""
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out"), "--dtype", dtype])
+    assert "nowhere" in capsys.readouterr().err

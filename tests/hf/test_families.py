@@ -318,6 +318,16 @@ def test_multipliers_of_an_input_are_not_those_of_biases(tmp_path):
     assert [found[f"attention.{name}"] for name in ("query", "key", "value")] == [4, 2, 4]
 
 
+@pytest.mark.parametrize(("norm_first", "ours"), [(True, "before_gate"), (False, "after_gate")])
+def test_falcons_norm_of_mamba_is_before_or_after_the_gate(tmp_path, norm_first, ours):
+    """transformers' FalconH1RMSNormGated gates the normalised output, or normalises the gated one."""
+    config = PUBLISHED["falcon_h1_0_5b"] | {"mamba_rms_norm": True, "mamba_norm_before_gate": norm_first}
+    model = ModelConfig.model_validate(read_model(write_config(tmp_path, config)))
+    assert model.mamba2.output_norm == ours
+    written = family_for(model, "falcon_h1").write(model)
+    assert (written["mamba_rms_norm"], written["mamba_norm_before_gate"]) == (True, norm_first)
+
+
 @pytest.mark.smoke
 def test_multipliers_are_undone_exactly_for_all_numbers_of_bfloat16():
     """Every finite BF16 number, times the factors of published models, in FP32 and back."""

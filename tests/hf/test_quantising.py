@@ -91,6 +91,12 @@ def test_linear_layers_are_in_fp8_and_are_read_back(unpack, tmp_path, name, kind
     found, plain, config = written(out), FolderTensors(tmp_path / "plain"), read_folder(out)[2]["quantization_config"]
     suffix = "_scale_inv" if kind == "fp8_block" else "_scale"
     quantised = [n for n in found if n + suffix in found]
+    if kind != "fp8_block":  # as compressed-tensors' schemes FP8 and FP8_DYNAMIC
+        (group,) = config["config_groups"].values()
+        static, common = kind == "fp8_tensor", {"num_bits": 8, "type": "float", "symmetric": True}
+        weights_form, inputs_form = ("tensor", "tensor") if static else ("channel", "token")
+        assert group["weights"] == common | {"strategy": weights_form, "dynamic": False}
+        assert group["input_activations"] == common | {"strategy": inputs_form, "dynamic": not static}
     left_out = config["modules_to_not_convert" if kind == "fp8_block" else "ignore"]
     matrices = [n for n in plain.files if n.endswith("proj.weight")]
     assert {*quantised} & {*matrices} == {*matrices} - in_bf16

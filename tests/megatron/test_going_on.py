@@ -31,6 +31,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.megatron.convert import open_training
 from megajax.megatron.distributed import Chunk, MegatronTensors, StoredTensor, in_model_space
 from megajax.megatron.resume_point import saved_training
+from megajax.megatron.torch_files import Instance, Named, save, tensor
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
 from megajax.training import continuing
@@ -331,6 +332,18 @@ def test_the_optimizer_counts_its_updates_without_skipped_steps(configure, tmp_p
     _, state = state_of(config)
     assert int(state.step) == 10
     assert int(state.optimizer.slots["adamw"]["count"]) == int(state.optimizer.rounded) == 8
+
+
+def test_numbers_of_a_common_state_may_be_tensors_and_the_rate_that_of_any_group(configure, tmp_path):
+    configure("llama", copy=True)
+    args = Instance(Named("argparse", "Namespace"), {"consumed_train_samples": 72})
+    groups = [{"step": tensor("1", np.array(8.0, np.float32)), "lr": None}, {"lr": 0.007}]
+    state = {"args": args, "iteration": tensor("0", np.array(9)), "optimizer": {"param_groups": groups}}
+    numbers = {"0": np.array([9]), "1": np.array([8.0], np.float32)}
+    with (tmp_path / "llama/iter_0000010/common.pt").open("wb") as file:
+        save(file, state, numbers)
+    found = saved_training(tmp_path / "llama")
+    assert (found.step, found.samples, found.updates, found.rate) == (9, 72, 8, 0.007)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_a_name_is_known_after_its_extension_is_imported(tmp_path, monkeypatch):
         (RematPolicy("two words", Keep.ALL), "'two words' is not a name"),
         (RematPolicy("nothing", ()), "nothing has keep=.*Keep.INPUT"),
         (RematPolicy("letters", cast(Any, "attention")), "letters has keep='attention': use names in a tuple"),
+        (RematPolicy("numbers", cast(Any, ("attention", 1))), "numbers has keep=.*use names in a tuple"),
         (RematPolicy("of_jax", cast(Any, jax.checkpoint_policies.dots_saveable)), "of_jax has keep=.*use names in a"),
     ],
     ids=lambda value: getattr(value, "name", ""),
