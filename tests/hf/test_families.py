@@ -422,6 +422,17 @@ def test_the_module_of_qwen3_next_and_5_is_under_its_published_names(tmp_path, f
         check_weights(tmp_path / "out", model, weights)
 
 
+@pytest.mark.parametrize("key", ["mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"])
+def test_keys_of_qwen3_next_are_none_of_qwen3_5(tmp_path, key):
+    """transformers does not read them: all layers have experts, whose weights are normalised."""
+    with zipfile.ZipFile(FILES / "tiny_qwen3_5_moe_text.zip") as archive:
+        config = json.loads(archive.read("config.json"))
+    other = {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}[key]
+    assert key not in config
+    section = read_model(write_config(tmp_path, config))
+    assert read_model(write_config(tmp_path, config | {key: other})) == section
+
+
 def test_kimi_linear_as_it_was_published(tmp_path):
     """Its layers are in linear_attn_config, from 1, and its first layer's MLP is not named an expert."""
     path = Path(__file__).parents[2] / "configs/models/kimi_linear_48b_a3b.yaml"

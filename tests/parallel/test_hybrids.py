@@ -19,6 +19,7 @@ DENSE = {name: value for name, value in MAMBA.items() if name not in ("num_exper
 DENSE = {name: value for name, value in DENSE.items() if name != "expert_ffn_hidden_size"}
 DENSE |= {"kda": KIMI["kda"], "linear_attention": HYBRID["linear_attention"]}
 ALL = ("gated_deltanet", "kda", "attention_mamba2")
+WITH_MLP, WITH_EXPERTS = ("gated_deltanet", "kda", "mamba2_mlp"), ("gated_deltanet_moe", "kda_moe", "mamba2_moe")
 DOCUMENTS = {"synthetic_documents": 5, "reset_attention": True, "reset_positions": True}
 
 
@@ -54,12 +55,12 @@ def test_devices_of_context_have_consecutive_tokens_where_a_recurrence_reads_the
     assert StepPlan.make(config, check_mesh(config, 2), Hardware("cpu")).has_consecutive_tokens == expected
 
 
-@pytest.mark.parametrize("kind", [None, "attention_mamba2", "gated_deltanet", "kda_moe"])
+@pytest.mark.parametrize("kind", [None, "attention_mamba2", "mamba2", *WITH_MLP, *WITH_EXPERTS])
 @pytest.mark.parametrize("position", ["rope", "relative"])
 def test_tokens_are_distributed_by_work_only_where_layers_may_have_them_in_any_order(table, kind, position):
     """A bias of the scores is made for one order, and a recurrence takes consecutive tokens."""
     model = DENSE | {"num_layers": 2, "block_pattern": kind and [kind, "dense"], "position": position}
-    model |= {"num_experts": 4} if kind == "kda_moe" else {}
+    model |= {"num_experts": 4} if kind in WITH_EXPERTS else {}
     config = make(table, {"context": 2}, 1, model, communication={"context": "all_gather"}, data=DOCUMENTS)
     plan = StepPlan.make(config, check_mesh(config, 2), Hardware("cpu"))
     assert plan.balances_context == (kind is None and position == "rope")

@@ -446,6 +446,18 @@ def test_experts_with_a_capacity_save_that_many_rows():
     assert saved(0.25, 2) < saved(0.5, 2) == saved(1.0, 2)
 
 
+def test_gradients_of_a_second_round_are_those_of_experts_alone():
+    """Both devices may send all rows to one, which has room for them with all_gather only."""
+
+    def working(block, dispatch):
+        mesh, communication = {"expert": 2}, {"experts": dispatch}
+        plan = make("experts", 2, mesh=mesh, communication=communication, model={"first_dense_layers": 1}).plan
+        return Activations(plan).working(block, plan.segments[0].policy, weight_gradients=10**9)
+
+    assert working("dense", "all_to_all") == working("dense", "all_gather")
+    assert working("moe", "all_to_all") > working("moe", "all_gather")
+
+
 @pytest.mark.parametrize("name", ["experts", "latent"])
 def test_policies_save_at_most_what_none_saves_and_compute_the_rest_again(name):
     # Whether attention, and elementwise work with matmuls or without, run again
