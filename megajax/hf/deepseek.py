@@ -122,9 +122,9 @@ class DeepseekV3(DeepseekV2):
     def read_router(self, config: Json) -> Json:
         if (method := config["topk_method"]) != "noaux_tc":
             raise ValueError(f"topk_method={method} is not noaux_tc")
-        groups, chosen = read_groups(config), config["num_experts_per_tok"]
-        if groups and max(chosen // config["topk_group"], 1) != 2:
-            raise ValueError(f"num_experts_per_tok={chosen} is not twice topk_group={config['topk_group']}")
+        groups, chosen, of_groups = read_groups(config), config["num_experts_per_tok"], config["topk_group"]
+        if groups and (not of_groups or max(chosen // of_groups, 1) != 2):
+            raise ValueError(f"num_experts_per_tok={chosen} is not twice topk_group={of_groups}")
         normalised = bool(config["norm_topk_prob"])
         if normalised and chosen == 1:
             raise ValueError("norm_topk_prob=true with num_experts_per_tok=1")

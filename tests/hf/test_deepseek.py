@@ -210,6 +210,8 @@ REFUSED = {
         {"num_experts_per_tok": 6},
         "num_experts_per_tok=6 is not twice topk_group=2",
     ),
+    "no chosen group": ({"topk_group": 0}, "num_experts_per_tok=4 is not twice topk_group=0"),
+    "null chosen groups": ({"topk_group": None}, "num_experts_per_tok=4 is not twice topk_group=None"),
     "one expert, normalised": (
         {"num_experts_per_tok": 1, "n_group": 1},
         "norm_topk_prob=true with num_experts_per_tok=1",
