@@ -361,6 +361,14 @@ def test_each_prediction_module_has_weights_of_its_own():
     assert (modules.stored, modules.whole) == (2 * (matrices + norms),) * 2
 
 
+@pytest.mark.parametrize(("tied", "zeros"), [(True, 256 * 64), (False, 0)])
+def test_the_gradient_of_a_whole_table_is_added_to_zeros_as_large_as_the_stored_one(tied, zeros):
+    """Both devices store 256 of 512 rows; one that is not tied has no whole gradient. Several microbatches."""
+    plan = plan_of(2, model={"tie_embeddings": tied}, batch={"num_microbatches": 2}, mesh={"fsdp": 2})
+    *_, end = peaks(plan)
+    assert end.working == 4 * zeros
+
+
 def kept_before(plan: StepPlan) -> int:
     assert plan.second_stack is not None
     return second_activations(plan, plan.second_stack)[0]
