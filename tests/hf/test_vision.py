@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
-from megajax.hf.convert import FAMILIES, export, family_for, open_readers, read_model, their_tensors
+from megajax.hf.convert import FAMILIES, export, family_for, open_readers, read_folder, read_model, their_tensors
 from megajax.hf.folder import HEADS
 from megajax.hf.quantising import StoredForm
 from megajax.hf.reader import on_devices
@@ -111,6 +111,14 @@ def compared(unpack, stored, name: str):
 
 def is_kept(theirs, ours) -> bool:
     return ours == theirs if not isinstance(theirs, dict) else ours == (ours or {}) | theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*the language model")
+@pytest.mark.parametrize("name", ["llava", "llava_siglip", "gemma3"])
+def test_without_images_a_folder_is_that_of_its_language_model(unpack, name):
+    whole, text = (read_folder(unpack(name), with_images)[1] for with_images in (True, False))
+    assert "vision" in whole and "vision" not in text
+    assert all(text[key] == whole[key] for key in ("num_layers", "hidden_size", "vocab_size"))
 
 
 @pytest.mark.parametrize("name", NAMES)
