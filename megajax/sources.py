@@ -94,6 +94,11 @@ class WeightSource:
             }
             return {name: self._on_devices(arrays, name, wanted) for name, wanted in params.items()}, states
 
+    def lacks(self, own: Collection[str], model: ModelConfig) -> set[str]:
+        """Those of an objective's parameters `own` that the weights do not have."""
+        with self.open(model) as arrays:
+            return {*own}.difference(arrays)
+
     def training(self) -> "SavedTraining":
         """The training that the weights come from, for `checkpoint.init_state`. Raises InputError if it is not read."""
         raise InputError(
@@ -207,6 +212,11 @@ class HfSource(WeightSource):
         from megajax.hf.convert import load
 
         return load(self.path, params, layer_state, model, self.setting, self.location, self.allowed)
+
+    def lacks(self, own: Collection[str], model: ModelConfig) -> set[str]:
+        from megajax.hf.convert import own_parameters
+
+        return {*own} - own_parameters(self.path, model.vision is not None)
 
     def config(self) -> Config:
         from megajax.hf.convert import longest, read_folder

@@ -1,8 +1,9 @@
-"""A value or class head: a linear layer on the model's last hidden states, in place of the head of the vocabulary.
+"""A value or class head: a matrix on the model's last hidden states, in place of the head of the vocabulary.
 
 run: {extensions: [docs/examples/value_head.py]}
 objective: {kind: value_head, settings: {outputs: 1}}
 
+It is called `score`, as in transformers' AutoModelForSequenceClassification, whose folders are read and written.
 The batch field `labels` [rows, length] has a value for each token, as for a critic; with several outputs the number of
 a class. `loss_mask` is 1 at the tokens with a label: at all of them, or at the last one of a sequence to classify it.
 """
@@ -28,10 +29,10 @@ class ValueHead(Hidden):
     @classmethod
     def parameters(cls, model, settings):
         D, K = model.hidden_size, settings.outputs
-        return {"weight": declare((D, K), ("embed", "outputs")), "bias": declare((K,), ("outputs",), "bias")}
+        return {"score": declare((D, K), ("embed", "outputs"))}
 
     def loss(self, w, hidden, fields):
-        outputs, labels = hidden @ w["weight"] + w["bias"], fields["labels"]  # [tokens, K], [tokens]
+        outputs, labels = hidden @ w["score"], fields["labels"]  # [tokens, K], [tokens]
         if self.settings.outputs == 1:
             return jnp.square(outputs[:, 0] - labels)
         chosen = labels[:, None].astype(jnp.int32)

@@ -11,7 +11,7 @@ FEATURES = {
     ),
     "reward reward_model reward_modeling critic value_head classification sequence_classification num_labels": (
         "an objective with a head for values or classes is in docs/extensions.md; a program of your own trains it,"
-        " docs/custom_loop.md"
+        " docs/custom_loop.md, and megajax hf export writes it for AutoModelForSequenceClassification"
     ),
     "rl rlhf rlvr ppo grpo rloo reinforce rollout": (
         "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"

@@ -22,6 +22,7 @@ from megajax.hf.tensors import Tensor, tensor_names, whole_shape
 from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
 from megajax.options.registered import replaces_head
+from megajax.sharding import OBJECTIVE
 from megajax.sources import initial_weights
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -41,15 +42,14 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
         yield weights | layer_state
         return
     assert base is not None
-    if problem := _parameters_in_place_of_head(config, run_dir):
-        raise InputError(f"{problem}, which the base has: take the arrays from megajax.load_weights.")
     with contextlib.ExitStack() as stack:
         shapes = {name: p.shape for name, p in parameters(Transformer(config.model)).items()}
         source = initial_weights(config, run_dir=run_dir)
         arrays = stack.enter_context(source.open(config.model))
         if {name: tuple(array.shape) for name, array in arrays.items() if name not in layer_state} != shapes:
             raise InputError(f"{source.shown} is not the adapters' base: restore the base.")
-        yield {name: _Merged(name, arrays[name], weights, config.lora.scale) for name in shapes} | layer_state
+        own = {name: array for name, array in weights.items() if name.startswith(OBJECTIVE)}
+        yield {name: _Merged(name, arrays[name], weights, config.lora.scale) for name in shapes} | layer_state | own
 
 
 class _Merged:

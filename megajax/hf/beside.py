@@ -58,6 +58,11 @@ def origin(run_dir: Path) -> str | None:
     return (config.get("text_config") or config).get("model_type")
 
 
+def labels(run_dir: Path) -> Any:
+    """The names of a classifier's classes in the folder that a run started from, as `id2label` has them."""
+    return read_json(run_dir / KEPT_CONFIG).get("id2label")
+
+
 def is_its_tokenizer(source: Path, spec: str | None) -> bool:
     """Whether `data.tokenizer=spec` is the tokenizer beside the weights in `source`; true for null (token ids only)."""
     if spec is None:

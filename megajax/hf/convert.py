@@ -16,6 +16,7 @@ from megajax.config import ModelConfig
 from megajax.console import command
 from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
+from megajax.hf.classifiers import SCORE, classifier_keys, with_own_head
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
 from megajax.hf.folder import HEADS, FolderTensors, check_tied, read_config, write_folder
@@ -224,6 +225,10 @@ def open_readers(
         copies.setdefault(tensor.ours, []).append(tensor.theirs)
     shapes = {**shapes, **{name: array.shape for name, array in state_by_name(layer_state(model)).items()}}
     unread = unread_head([entries.pop(name) for name in entries.keys() - shapes.keys()], model)
+    if SCORE.ours in shapes:
+        entries[SCORE.ours] = SCORE
+    elif unread:
+        unread += (SCORE.theirs,)
     assert entries.keys() == shapes.keys(), entries.keys() ^ shapes.keys()
     theirs = model.model_copy(update={"vocab_size": section["vocab_size"]})
     with FolderTensors(folder, config.get("quantization_config"), family.stored_names) as weights:
@@ -240,6 +245,13 @@ def open_readers(
         }
         check_tensors(weights, [*readers.values()], family.unused(config) + unread)
         yield readers
+
+
+def own_parameters(folder: str | Path, with_images: bool) -> set[str]:
+    """The parameters that an objective may have in place of the head, and the folder has: a classifier's."""
+    family, _, config = read_folder(folder, with_images)
+    with FolderTensors(Path(folder), config.get("quantization_config"), family.stored_names) as weights:
+        return {SCORE.ours} if SCORE.theirs in weights.files else set()
 
 
 def family_for(model: ModelConfig, origin: str | None = None) -> Family:
@@ -272,32 +284,37 @@ def export(
     extra: Mapping[str, Any],
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
+    labels: Any = None,
 ) -> None:
     """Write the parameters and the layers' state `weights`, canonical arrays read layer by layer, as a folder.
 
-    `extra` are further keys of config.json, `files` the contents of further files; `origin` as in `family_for`. Raises
-    InputError if no family fits, or if the folder cannot be written.
+    `extra` are further keys of config.json, `files` the contents of further files; `origin` is as in `family_for`, and
+    `labels` as in `classifier_keys`. Raises InputError if no family fits, or if the folder cannot be written.
     """
     family, dtype = family_for(model, origin), form.dtype
     config = {"pad_token_id": None, **extra, **family.write(model)}
     if "text_config" in config:
         config["text_config"] = {"pad_token_id": None, **extra, **config["text_config"]}
     config |= {"dtype": dtype, "torch_dtype": dtype}
-    quantised = _quantised(form, family, model)
+    entries = with_own_head(_entries(family, model), weights, family.model_type)
+    if SCORE in entries:
+        config |= classifier_keys(family.model_type, weights[SCORE.ours].shape[-1], labels)
+    quantised = _quantised(form, family, model, entries)
     config |= quantised.settings
     write_folder(folder, config, quantised.stored(stream(weights, model, dtype, origin, quantised.names)), files)
 
 
 def check_quantisation(model: ModelConfig, quantisation: str, origin: str | None = None) -> None:
     """Raise InputError if the folder of this model cannot be quantised so."""
-    _quantised(StoredForm("float32", quantisation), family_for(model, origin), model)
+    family = family_for(model, origin)
+    _quantised(StoredForm("float32", quantisation), family, model, _entries(family, model))
 
 
-def _quantised(form: StoredForm, family: Family, model: ModelConfig) -> QuantisedWeights:
+def _quantised(form: StoredForm, family: Family, model: ModelConfig, entries: Sequence[Tensor]) -> QuantisedWeights:
     """What a folder quantises. Engines have a linear layer for the head of a model with tied embeddings too."""
     untied = _entries(family, model.model_copy(update={"tie_embeddings": False}))
     heads = [tensor.theirs for tensor in untied if tensor.ours == "head"]
-    return quantised_weights(form, tensors_by_name(_entries(family, model), model), model, family.model_type, heads)
+    return quantised_weights(form, tensors_by_name(entries, model), model, family.model_type, heads)
 
 
 def _entries(family: Family, model: ModelConfig) -> list[Tensor]:
@@ -317,7 +334,7 @@ def stream(
     if the weights lack a tensor of it.
     """
     family, number, states = family_for(model, origin), np.dtype(dtype), state_by_name(layer_state(model))
-    tensors = _entries(family, model)
+    tensors = with_own_head(_entries(family, model), weights, family.model_type)
     if absent := next((tensor.ours for tensor in tensors if tensor.ours not in weights), None):
         raise InputError(
             f"the model has no {absent}, but model_type {family.model_type} does: train it with an objective that "

@@ -38,4 +38,4 @@ def export_step(
         stored = open_weights(run_dir / SUBDIRECTORY / str(step), f"{FP8}.")
         form = form._replace(history={name: np.asarray(array[...]) for name, array in stored.items()})
     with open_merged(run_dir, step, config) as weights:
-        export(weights, config.model, folder, form, keys, files, beside.origin(run_dir))
+        export(weights, config.model, folder, form, keys, files, beside.origin(run_dir), beside.labels(run_dir))

@@ -21,6 +21,7 @@ from megajax.layout.kinds import extra_of
 
 PIECE_BYTES = 2**28  # of a piece in FP32
 READERS = 4  # pieces that are read at the same time
+CLASSIFIER_HEADS = ("score.", "classifier.", "classification_head.")  # of transformers' models
 # Buffers of older folders, and the scales of engines' caches, which are no parameters.
 UNUSED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attn.k_scale", "attn.v_scale")
 VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1, "head_bias": 0}  # the padded dimension
@@ -251,7 +252,10 @@ def check_tensors(weights: NamedTensors, readers: Sequence[Reader], unused: tupl
     for name, shape in expected.items():
         if name not in weights.files:
             instead = f", but {shown(', '.join(extra))}, which no parameter needs" if extra else ""
-            raise InputError(f"{weights.folder} has no tensor {name}{instead}: copy the whole language model.")
+            cure = "copy the whole language model"
+            if any(each.startswith(CLASSIFIER_HEADS) for each in extra):
+                cure = "it is a classifier, and only an objective with parameters of its own starts from one"
+            raise InputError(f"{weights.folder} has no tensor {name}{instead}: {cure}.")
         if (found := weights.shape(name)) != shape:
             raise InputError(
                 f"{weights.folder / weights.files[name]}: {name} has the shape {list(found)}, but by "

@@ -208,15 +208,16 @@ class StateSaver:
     def restore_weights(self, path: str) -> Weights:
         """The model of another run's checkpoint, or of a folder in Hugging Face's format, in canonical shapes.
 
-        With LoRA they are the frozen weights, in their dtype. An objective's parameters may be absent. Raises
-        InputError if one is not finite: no step would have a gradient that is.
+        With LoRA they are the frozen weights, in their dtype, and an objective's. An objective's parameters may be
+        absent. Raises InputError if one is not finite: no step would have a gradient that is.
         """
         (wanted, layer_state), config = self.canonical_weights, self.program.config
+        trained: Any = self._canonical_abstract.params
+        wanted = wanted | {name: leaf for name, leaf in trained.items() if name.startswith(OBJECTIVE)}
         source = initial_weights(config, path)
         warn_of_longer_sequences(config, source, config.model)
         if own := {name for name in wanted if name.startswith(OBJECTIVE)}:
-            with source.open(config.model) as arrays:
-                absent = own.difference(arrays)
+            absent = source.lacks(own, config.model)
             wanted = {name: leaf for name, leaf in wanted.items() if name not in absent}
         return _read(source, wanted, layer_state, config.model)
 
@@ -250,13 +251,22 @@ class StateSaver:
         """The state of step 0 from `weights`, or from random ones; without the teacher's."""
         if weights is None:
             return self.program.random_state(teacher=False)
-        return self.with_weights(self.program.random_state(params=False, teacher=False), weights)
+        state = self.with_weights(self.program.random_state(params=False, teacher=False), weights)
+        own = {name: w for name, w in weights[0].items() if name.startswith(OBJECTIVE)}
+        if not own or not self.program.config.lora.rank:
+            return state
+        params = self._joined(state).params | self._in_stored_form(own, "params")
+        if self.program.config.optimizer.ema_decay:
+            state = replace(state, ema=self.program.update.first_averages(params))
+        return self._halved(replace(state, params=params))
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
         params, layer_state = weights
         state = replace(state, layer_state=state.layer_state | layer_state)
         which = "frozen" if self.program.config.lora.rank else "params"
+        if which == "frozen":
+            params = {name: w for name, w in params.items() if not name.startswith(OBJECTIVE)}
         params = self._in_stored_form(params, which)
         if which == "frozen":
             self.base_checksum = int(_checksum(params))

@@ -236,8 +236,6 @@ def test_adapters_that_cannot_be_written_or_merged_are_sentences(run, tmp_path):
     import_extensions(["docs/examples/value_head.py"])
     own_head = changed("objective", kind="value_head")
     problem = f"RUN={folder} has parameters of objective.kind=value_head in place of"
-    with pytest.raises(InputError, match=f"{problem} .*megajax.load_weights"):
-        adapters.open_merged(folder, step, own_head).__enter__()
     with pytest.warns(UserWarning, match=f"{problem} .* are not written: .*megajax.load_weights"):
         adapters.export_adapters(folder, step, own_head, tmp_path / "without_head")
     named = changed("checkpoint", init_from=base.name)  # beside the run, not in the current directory

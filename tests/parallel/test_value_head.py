@@ -63,7 +63,7 @@ def fields(outputs):
 
 def weights_of(table, config):
     rng, outputs = np.random.default_rng(4), config.objective.settings["outputs"]
-    own = {"objective.weight": rng.normal(size=(D, outputs)), "objective.bias": rng.normal(size=outputs)}
+    own = {"objective.score": rng.normal(size=(D, outputs))}
     model = {name: w for name, w in table.weights_of(config).items() if name != "head"}
     return model | {name: w.astype(np.float32) for name, w in own.items()}
 
@@ -79,7 +79,7 @@ def expected(table):
         def loss(weights):
             own = {name: w for name, w in weights.items() if not name.startswith("objective.")}
             hidden = bind(Transformer(config.model), own | {"head": jnp.eye(D, V)})(batch["tokens"])[..., :D]
-            found = jnp.einsum("bsd,dk->bsk", hidden, weights["objective.weight"]) + weights["objective.bias"]
+            found = jnp.einsum("bsd,dk->bsk", hidden, weights["objective.score"])
             if outputs == 1:
                 losses = (found[..., 0] - batch["labels"]) ** 2
             else:
@@ -119,28 +119,31 @@ def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tm
     saved = checkpoints.describe(1)
     with pytest.raises(InputError, match="init_from=.*with objective.kind=value_head, which has .*in place of"):
         StateSaver(built(make(table, {}, **PLAIN))).restore_weights(str(tmp_path))
-    with pytest.raises(InputError, match="the model has no head, but model_type .* does: .*objective.kind"):
-        next(export_weights(program, state))
+    exported = dict(export_weights(program, state))
+    assert "lm_head.weight" not in exported
+    np.testing.assert_array_equal(exported["score.weight"].T, weights_of(table, config)["objective.score"])
     with pytest.raises(InputError, match="objective.kind=value_head, but this run has null"):
         StateSaver(built(make(table, {}, **PLAIN))).compare(saved, "it")
     three = StateSaver(built(make(table, {}, 3)))
-    with pytest.raises(InputError, match=r"objective.weight=\[16, 1\], but this run has \[16, 3\].*other par"):
+    with pytest.raises(InputError, match=r"objective.score=\[16, 1\], but this run has \[16, 3\].*other par"):
         three.compare(saved, "it")
-    with pytest.raises(InputError, match=r"objective.bias \[1\], but this run has \[3\]: set objective.settings to"):
+    with pytest.raises(
+        InputError, match=r"objective.score \[16, 1\], but this run has \[16, 3\]: set objective.settings to"
+    ):
         three.restore_weights(str(tmp_path))
     checkpoints.close()
     plain = make(table, {}, **PLAIN)
-    assert parameter_count(Transformer(plain.model)) - parameter_count(program.model) == D * V - (D + 1)
+    assert parameter_count(Transformer(plain.model)) - parameter_count(program.model) == D * V - D
     assert flops_per_token(plain) - flops_per_token(config) == 6 * (D * V - D)
     # Beside adapters the model's head has no gradient, an objective's own has.
     adapters = {"lora": {"rank": 2, "targets": ["query"]}, "checkpoint": {"init_from": "base"}}
     frozen, own = (make(table, {}, **adapters, **changes) for changes in (PLAIN, {}))
     assert flops_per_token(frozen) - flops_per_token(own) == 4 * D * V - 6 * D
     ours, theirs = (estimate_memory(p.plan.on_gpus()) for p in (built(make(table, {})), built(plain)))
-    assert theirs.parameters - ours.parameters == 4 * (D * V - (D + 1))
-    assert theirs.optimizer - ours.optimizer == 4 * (D * V - (D + 1)) * (theirs.optimizer // theirs.parameters)
-    text = "\n".join(lines(tensor.graph, "objective.weight"))
-    assert "objective.weight: trained" in text and "canonical  [16, 1] float32" in text
+    assert theirs.parameters - ours.parameters == 4 * (D * V - D)
+    assert theirs.optimizer - ours.optimizer == 4 * (D * V - D) * (theirs.optimizer // theirs.parameters)
+    text = "\n".join(lines(tensor.graph, "objective.score"))
+    assert "objective.score: trained" in text and "canonical  [16, 1] float32" in text
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param(2, marks=pytest.mark.long)])
@@ -158,12 +161,12 @@ def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lor
     for name, w in given.items():
         if name != "head":
             np.testing.assert_array_equal(np.asarray(state.weights[name]), w)
-    assert {"objective.weight", "objective.bias"} <= state.params.keys()
-    np.testing.assert_array_equal(state.params["objective.weight"], program.random_state().params["objective.weight"])
-    first = np.asarray(state.params["objective.weight"])
+    assert "objective.score" in state.params
+    np.testing.assert_array_equal(state.params["objective.score"], program.random_state().params["objective.score"])
+    first = np.asarray(state.params["objective.score"])
     assert 0.5 < first.std() / program.config.model.init_std < 1.5
     state, metrics = program.train_step(state, to_global(program, fields(1)))
-    assert np.isfinite(metrics["loss"]) and np.abs(np.asarray(state.params["objective.weight"]) - first).min() > 0
+    assert np.isfinite(metrics["loss"]) and np.abs(np.asarray(state.params["objective.score"]) - first).min() > 0
 
 
 def test_what_needs_logits_is_refused(table):
