@@ -197,6 +197,11 @@ class Qwen3Vl(Qwen25Vl):
 
     model_type, architecture = "qwen3_vl", "Qwen3VLForConditionalGeneration"
     text, tower_type = Qwen3VlText(), "qwen3_vl_vision"
+    of_text, of_tower = "model.language_model.", "model.visual."
+    older = {r"visual\.": of_tower, r"model\.(?!language_model\.|visual\.)": of_text}  # transformers reads no others
+
+    def text_name(self, theirs: str) -> str:
+        return f"{self.of_text}{own}" if (own := theirs.removeprefix("model.")) != theirs else theirs
 
     def read_tower(self, config: Json, tower: Json) -> Json:
         rows, layers = tower["num_position_embeddings"], [*tower["deepstack_visual_indexes"]]

@@ -106,8 +106,12 @@ class VisionLanguage(EachTensorOnce):
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """All parameters' entries."""
         assert model.vision is not None
-        text = [Tensor(**{**vars(t), "theirs": self.of_text + t.theirs}) for t in self.text.tensors(model)]
+        text = [Tensor(**{**vars(t), "theirs": self.text_name(t.theirs)}) for t in self.text.tensors(model)]
         return text + self.tower_tensors(model, model.vision)
+
+    def text_name(self, theirs: str) -> str:
+        """The name of a tensor of the text model."""
+        return self.of_text + theirs
 
     @property
     def tower_types(self) -> tuple[str, ...]:

@@ -129,6 +129,8 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, tmp_path, name):
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (unpack(name), tmp_path))
     named = {published(name, tensor): array for tensor, array in theirs.items()}
     assert ours.keys() <= named.keys() and all((named[tensor] == ours[tensor]).all() for tensor in ours)
+    if "qwen" in name:  # transformers 5 renames the others' as it reads them
+        assert ours.keys() == theirs.keys()
     unused = FAMILIES[name.removesuffix("_siglip")].unused(json.loads((unpack(name) / "config.json").read_text()))
     assert all(tensor.startswith(unused) for tensor in named.keys() - ours.keys())
     assert model_of(tmp_path) == model
