@@ -76,6 +76,9 @@ def check_values(
         if np.issubdtype(d.dtype, np.integer) and not np.issubdtype(fields[name].dtype, np.integer):
             if np.any(np.mod(fields[name], 1)):
                 raise InputError(f"{source} holds numbers with a fraction in {name}: give integers.")
+        if d.setting == "objective.kind" and not (finite := np.isfinite(fields[name])).all():
+            wrong = fields[name][~finite][0]
+            raise InputError(f"{source} holds {wrong} in {name}: give finite numbers, also where loss_mask=0.")
     limits = {"tokens": model.vocab_size, "targets": model.vocab_size, "positions": math.inf}
     if model.position == "learned":
         limits["positions"] = model.max_positions or 0

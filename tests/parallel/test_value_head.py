@@ -169,6 +169,15 @@ def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lor
     assert np.isfinite(metrics["loss"]) and np.abs(np.asarray(state.params["objective.score"]) - first).min() > 0
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_label_that_is_no_number_is_refused(table, value):
+    """As a class it would be some number, and as a value the step were skipped; gradients are of padding too."""
+    given = fields(1)
+    given["labels"][2, 3], given["loss_mask"][2, 3] = value, 0
+    with pytest.raises(InputError, match=f"holds {value} in labels: give finite numbers, also where loss_mask=0"):
+        to_global(built(make(table, {})), given)
+
+
 def test_what_needs_logits_is_refused(table):
     for changes, sentence in (
         (
