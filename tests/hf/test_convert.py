@@ -383,7 +383,7 @@ MISTAKES = {
     "no tensor": (lambda f: change_tensors(f, lambda t: t.pop(Q)), f"has no tensor {Q}"),
     "the head of a classifier": (
         lambda f: change_tensors(f, lambda t: t.update({"score.weight": t.pop("lm_head.weight")})),
-        "has no tensor lm_head.weight, but score.weight, .*: it is a classifier, and only an objective",
+        "has no tensor lm_head.weight, but score.weight, which no parameter needs: it is a classifier",
     ),
     "another shape": (
         lambda f: change_tensors(f, lambda t: t.update({Q: t[Q][1:].copy()})),
