@@ -134,6 +134,18 @@ def test_words_are_those_of_a_shell(place, script, arguments, expected):
     assert words(place, script, *arguments) == ["--micro-batch-size", *expected]
 
 
+def test_a_test_of_a_file_is_that_of_bash(place):
+    """By the letters of POSIX's test: exists, regular file, directory, readable, larger than zero."""
+    (place / "folder").mkdir()
+    (place / "full").write_text("x")
+    (place / "empty").touch()
+    holds = {"folder": "edrs", "full": "efrs", "empty": "efr", "none": "", "": ""}
+    tests = [f"[ -{letter} '{name}' ] && A=$A/{name[:2]}-{letter}" for name in holds for letter in "edfrs"]
+    found = words(place, "\n".join(["A=", *tests, "p.py --micro-batch-size $A"]))
+    expected = [f"/{name[:2]}-{letter}" for name, letters in holds.items() for letter in "edfrs" if letter in letters]
+    assert found == ["--micro-batch-size", "".join(expected)]
+
+
 @pytest.mark.parametrize(
     ("launcher", "world"),
     [

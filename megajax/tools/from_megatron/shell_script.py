@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,13 @@ MAX_BYTES = 2**20  # of a script
 MAX_FILES = 50  # with those that it sources
 MAX_STEPS = 20_000  # commands, those of loops counted each time
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
+FILE_TESTS = {
+    "-e": Path.exists,
+    "-f": Path.is_file,
+    "-d": Path.is_dir,
+    "-r": Path.exists,
+    "-s": lambda path: path.stat().st_size > 0,
+}
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
@@ -254,7 +262,7 @@ class Script:
             self.warn(f"source {shown(self.values.written(name))} ({self._at}) is not read: its path is not known.")
             return
         beside = Path(self.values.positional[0]).parent
-        found = next((path for path in (Path(name), beside / name) if name and _is_file(path)), None)
+        found = next((path for path in (Path(name), beside / name) if name and _is(Path.is_file, path)), None)
         if found is None:
             self.warn(f"{shown(name)}, sourced in {self._at}, is not here: what it sets is missing.")
         else:
@@ -285,8 +293,8 @@ class Script:
             return bool(text) == (sign == "-n")
         if sign == "-v":
             return self.values.get(text) is not None
-        if sign in ("-f", "-e", "-s", "-r", "-d"):
-            found = _is_file(Path(text)) if sign == "-f" else Path(text).exists() if len(text) < 4096 else False
+        if sign in FILE_TESTS:
+            found = bool(text) and _is(FILE_TESTS[sign], Path(text))
             self._absent = None if found else text
             return found
         return None
@@ -316,8 +324,8 @@ def _shell_at(words: list[str]) -> int | None:
     return next(found, None)
 
 
-def _is_file(path: Path) -> bool:
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
     try:
-        return path.is_file()
+        return kind(path)
     except (OSError, ValueError):  # a name of 300 letters, or one with a null character
         return False
