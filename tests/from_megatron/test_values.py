@@ -123,6 +123,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {"model.router.global_loss": 0.01, "model.router.sequence_loss": 0.02},
     ),
+    "losses over the same tokens add up": (
+        f"{EXPERTS} global_aux_loss seq_aux_loss --moe-aux-loss-coeff 0.25 0.5 0.125",
+        1,
+        {"model.router.global_loss": 0.75, "model.router.sequence_loss": 0.125},
+    ),
     "one weight is that of all": (
         f"{EXPERTS} seq_aux_loss --moe-aux-loss-coeff 0.01",
         1,

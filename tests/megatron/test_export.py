@@ -214,6 +214,18 @@ def test_an_argument_is_that_of_megatrons_rules(name, more, expected):
     assert {key: arguments[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("multiple", "tensor", "size"), [(32, 2, 160), (32, 4, 160), (1, 1, 150), (1, 2, 256), (2, 4, 512)]
+)
+def test_the_vocabulary_is_padded_as_megatron_pads_it(multiple, tensor, size):
+    """150 tokens, up to a multiple of --make-vocab-size-divisible-by times --tp: if it can be, as here."""
+    model = MODELS["gqa"] | {"vocab_size": 150, "vocab_multiple": multiple}
+    config = make_config(model, batch={"global_size": 8, "sequence_length": 32})
+    found = arguments_for(config, STEP, 40, (tensor, 1, 1))
+    each = found["make_vocab_size_divisible_by"] * tensor
+    assert found["padded_vocab_size"] == size and size % each == 0 and size - 150 < each
+
+
 def test_windows_are_without_the_own_token_and_come_back():
     model = MODELS["gqa"] | {"sliding_window": 8, "layer_pattern": ("local", "global")}
     arguments = arguments_for(make_config(model, batch={"global_size": 8, "sequence_length": 32}), STEP, 40, (1, 1, 1))
