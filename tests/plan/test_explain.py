@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from megajax.config import load_config
+from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.tools.plan import explain, picture
 from megajax.tools.plan.__main__ import main
@@ -119,6 +120,13 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
         assert ms == pytest.approx(1e3 * (whole.seconds - again.seconds), abs=0.3)  # of six figures
         assert ms_exposed == pytest.approx(1e3 * (whole.exposed - again.exposed), abs=0.3)
         assert gb == pytest.approx((whole.sent - again.sent) / 1e9, abs=0.002)
+    # Computation and what nothing hides follow each other without an overlap, from the axis' start to its end.
+    at = float(LEFT)
+    parts = [box for box in boxes if len(box) and box.get("fill") != COLORS["hidden"]]
+    for left, width in sorted((float(box.get("x", 0)), float(box.get("width", 0))) for box in parts):
+        assert left == pytest.approx(at, abs=0.1)
+        at = left + width
+    assert at == pytest.approx(WIDTH - RIGHT, abs=0.1)
     # 14 pixels of each colour are the legend; what is recomputed is a part of the backward pass.
     assert widths[COLORS["exposed"]] - 14 == pytest.approx(scale * (exposed - recomputed), abs=0.2)
     assert widths[COLORS["head"]] - 14 == pytest.approx(scale * found.time.head, abs=0.2)
@@ -164,6 +172,14 @@ def test_the_written_file_is_the_config_with_the_settings_of_the_first_row(confi
     with pytest.raises(SystemExit):
         main([str(config), "--gpus", "2", *own, f"--write={file}"])
     assert f"--write={file} exists" in capsys.readouterr().err
+
+
+def test_the_written_file_of_the_fewest_gpus_is_for_them_and_says_so(config, tmp_path, capsys):
+    """Two billion parameters of 16 bytes fit one GPU."""
+    file = tmp_path / "plan.yaml"
+    assert main([str(config), "--gpus", "4", "--fewest", f"--write={file}"]) == 0
+    assert "1 H200\n" in capsys.readouterr().out and ": 1 H200, " in file.read_text().splitlines()[0]
+    assert check_mesh(load_config(file), 1)
 
 
 @pytest.mark.parametrize(
