@@ -95,6 +95,21 @@ def test_of_collectives_that_devices_did_not_run_as_often_no_time_is_waiting(ker
     }
 
 
+def test_a_collective_that_computation_interrupts_waits_before_it_transfers(reading):
+    """Of 10 ms it transfers in the last 4; matmuls run in the fourth and in the eighth of them."""
+
+    def kernel(name: str, op: str, start: float, end: float) -> trace.Kernel:
+        return trace.Kernel("GPU 0", name, op, STEP, start, end)
+
+    gather = kernel("ncclDevKernel_AllGather_RING_LL", "gather-start", 0, 10)
+    own = [gather, kernel("nvjet_tst", "matmul", 3, 4), kernel("nvjet_tst", "matmul", 7, 8)]
+    assert timeline.rows_of(own, reading, {gather: 4.0}) == {
+        "matmuls": 2,
+        "waiting in collectives over fsdp": 3 + 2,
+        "collectives over fsdp": 1 + 2,
+    }
+
+
 def test_the_table_has_each_rows_share_of_the_step_and_difference_from_the_prediction():
     measured = timeline.Measured({"matmuls": 6.0, "collectives over tensor": 2.0}, {})
     predicted = {"matmuls": 5.0, "optimizer": 1.5}
