@@ -13,12 +13,15 @@ import jax
 import numpy as np
 import pytest
 from several_processes import clusters, together
-from trainers import Killed, KilledQuickTrainer, KilledTrainer
+from trainers import Killed, KilledQuickTrainer, KilledTrainer, QuickTrainer
 
+import megajax
 from megajax.checkpoint import checksums
 from megajax.checkpoint.local_tier import LocalTier
 from megajax.errors import ConfigError, InputError
 from megajax.training.loop import Trainer
+from megajax.training.rollbacks import Rollbacks
+from megajax.training.spikes import Rollback
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens")
 STEPS = ("run.steps=8", "run.checkpoint_interval=4", "run.eval_steps=0")
@@ -39,10 +42,10 @@ STATES = {
 def build(make_config, tmp_path):
     """(overrides...) → a Trainer on four devices that saves locally every step."""
 
-    def build(*overrides, devices=4, kind=KilledTrainer):
+    def build(*overrides, devices=4, kind=KilledTrainer, hooks=()):
         local = (f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
         config = make_config(f"run.dir={tmp_path / 'run'}", *STEPS, *local, *overrides)
-        return kind(config, jax.devices()[:devices])
+        return kind(config, jax.devices()[:devices], hooks=hooks)
 
     return build
 
@@ -170,6 +173,33 @@ def test_a_local_checkpoint_in_place_of_a_damaged_durable_one_stays_for_another_
     with pytest.warns(UserWarning, match="checkpoints/4 is damaged .*: the run resumes from an older one"):
         crash(again, 3)
     assert sorted(local_files(tmp_path)) == [3]
+
+
+class GoingBack(megajax.Hook):
+    """A rollback from step 7, once, to the checkpoint of step 4."""
+
+    def on_step(self, run):
+        if run.step == 7:
+            self.saved()
+            run.end_with(Rollback(1, 4, 56, 7, None, None, 24))
+
+
+class KilledAfterRollback(QuickTrainer):
+    """Its process is killed after the first step that it repeats."""
+
+    def next_batch(self):
+        if self.step == 5 and Rollbacks(self.config).past:
+            raise Killed
+        return super().next_batch()
+
+
+def test_a_run_that_is_killed_after_a_rollback_does_not_undo_it(build, tmp_path):
+    hook = GoingBack()
+    trainer = build(devices=1, kind=KilledAfterRollback, hooks=[hook])
+    hook.saved = trainer.saved
+    with pytest.raises(Killed):
+        trainer.run()
+    assert sorted(local_files(tmp_path)) == [5]
 
 
 def test_an_index_that_does_not_fit_its_data_is_damage(build, tmp_path):

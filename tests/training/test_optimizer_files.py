@@ -19,6 +19,7 @@ from megajax.optim.slot_files import SlotFiles
 from megajax.optim.streamed import StoredRows
 from megajax.sharding import Placement
 from megajax.training.batches import to_global
+from megajax.training.in_memory import StateSource
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
@@ -166,6 +167,18 @@ def test_what_is_stored_is_loaded(programs):
     assert_equal(filed.with_files(state, "ema").ema, whole.ema)
     first = filed.with_files(filed.init_state())
     assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(first.optimizer))  # zeros again
+
+
+def test_weights_in_use_are_whole_if_a_half_of_each_is_in_files(programs):
+    _, filed = programs("optimizer.master=split", "precision.compute=bfloat16")
+    whole = random_state(filed)  # of small lower halves, so the upper ones are not rounded up
+    state, name = filed.to_files(whole), "head"
+    assert name in whole.master_low_bits and name not in state.master_low_bits
+    upper, lower = (
+        np.asarray(half[name]).view(np.uint16).astype(np.uint32) for half in (whole.params, whole.master_low_bits)
+    )
+    with StateSource(filed, state).open(filed.config.model) as weights:
+        np.testing.assert_array_equal(weights[name][()].view(np.uint32), upper << 16 | lower)
 
 
 def test_a_loop_saves_restores_and_begins_with_slots_in_files(programs, tmp_path):

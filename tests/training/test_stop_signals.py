@@ -40,6 +40,14 @@ def test_a_first_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts(number, c
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("requests", [*itertools.product([True, False], repeat=2)], ids=str)
+def test_a_run_that_has_reached_its_goal_stays_done_whatever_else_asks_for_a_stop(requests):
+    with StopSignals() as stop:
+        for done in requests:
+            stop.ask(done) if done else os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested(1) and stop.is_done == any(requests)
+
+
 def test_a_deadline_asks_for_a_stop_when_it_is_reached():
     with StopSignals(deadline=time.monotonic() + 3600) as stop:
         assert not stop.requested(1)
