@@ -154,11 +154,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {"run.checkpoint_interval": 10, "checkpoint.keep_every": 10},
     ),
+    "the newest three": (
+        f"{DENSE} --save x --save-interval 10 --most-recent-k 3",
+        1,
+        {"checkpoint.keep": 3, "checkpoint.keep_every": None},
+    ),
     "the newest, and some": (
         f"{DENSE} --save x --save-interval 10 --save-retain-interval 50",
         1,
         {"checkpoint.keep": 1, "checkpoint.keep_every": 50},
     ),
+    "logits are clipped": (f"{DENSE} --qk-clip --qk-clip-threshold 50", 1, {"model.qk_clip": 50.0}),
     "Lion's own betas": (
         f"{DENSE} --optimizer lion --lion-beta1 0.8 --lion-beta2 0.7",
         1,
@@ -295,8 +301,14 @@ CONTRADICTIONS = [
     ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts.*add it"),
     ("--use-torch-fsdp2 --num-distributed-optimizer-instances 3", 4, "instances 3 does not divide 4.*correct it"),
     ("--step-batch-size-schedule 0:2,9:16", 1, "excludes --global-batch-size.*remove one"),
+    (
+        "--step-batch-size-schedule 0:2,9:16 --rampup-batch-size 8 4 24",
+        1,
+        "--step-batch-size-schedule .*excludes --rampup-batch-size.*remove one",
+    ),
     ("--rampup-batch-size 2 3 90", 1, "--rampup-batch-size 2 3 90 is no START INCREMENT SAMPLES.*correct it"),
     (f"{STAGES} 5", 2, "5 layers are no multiple of 2 virtual stages.*correct them"),
+    (f"{STAGES} 6 --num-virtual-stages-per-pipeline-rank 2", 2, "6 layers are no multiple of 4 virtual stages"),
     (f"{STAGES} 4 --account-for-embedding-in-pipeline-split", 2, "4 layers and the ends are no multiple of 2 stages"),
     (f"{STAGES} 4 --num-layers-per-virtual-pipeline-stage 3", 2, "does not divide a stage's layers.*correct it"),
     (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|tL", 2, "has 3 layers in 2 stages, not 4 in a multiple of 2"),
@@ -314,7 +326,7 @@ CONTRADICTIONS += [
         *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "global-batch-size"),
         *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
         *("expert-model-parallel-size", "expert-tensor-parallel-size", "num-distributed-optimizer-instances"),
-        "make-vocab-size-divisible-by",
+        *("make-vocab-size-divisible-by", "encoder-num-layers", "encoder-seq-length"),
     )
 ]
 CONTRADICTIONS += [("--lr 0 --decoupled-lr 2e-3", 1, "--lr 0 is not above 0.*use more")]

@@ -122,10 +122,10 @@ def _step_schedule(t: Translation, length: int) -> list[tuple[int, int]]:
     text = t["step_batch_size_schedule"]
     if text is None:
         return []
-    if t["global_batch_size"] is not None:
-        raise t.arguments.fail(
-            f"{t.arguments.shown('step_batch_size_schedule')} excludes --global-batch-size", "remove one"
-        )
+    for name in ("rampup_batch_size", "global_batch_size"):
+        if t[name] is not None:
+            problem = f"{t.arguments.shown('step_batch_size_schedule')} excludes --{name.replace('_', '-')}"
+            raise t.arguments.fail(problem, "remove one")
     try:
         pairs = [entry.split(":") for entry in text.replace(",", " ").split()]
         found = sorted((_amount(tokens), _amount(size)) for tokens, size in pairs)
@@ -144,7 +144,7 @@ def _amount(text: str) -> int:
 def _ramp_up(t: Translation, length: int) -> list[tuple[int, int]]:
     """(tokens, sequences) of --rampup-batch-size START INCREMENT SAMPLES."""
     ramp = t["rampup_batch_size"]
-    if ramp is None or t["step_batch_size_schedule"] is not None:
+    if ramp is None:
         return []
     try:
         start, increment, samples = map(int, ramp)
