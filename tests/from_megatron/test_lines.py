@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from single_device import make_config
 
 from megajax.config import load_config
 from megajax.config.megatron_flags import DEFAULTS, FLAGS
@@ -265,6 +266,15 @@ def check_arguments(config, a: Parsed) -> None:
     if a["num_experts"]:
         pairs += [(router(back), router(a)), (experts(back, config), experts(a, config))]
     assert not {key: (mine[key], own[key]) for mine, own in pairs for key in own if mine[key] != own[key]}
+
+
+def test_the_arguments_of_experts_of_a_dense_model_are_the_parsers_defaults():
+    """Values of Megatron's types, which are not always those of the words of a line."""
+    found = arguments_for(
+        make_config({"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 50}), 0, 0, (1, 1, 1)
+    )
+    of_experts = {name: value for name, value in found.items() if name.startswith("moe_")}
+    assert of_experts == {name: THEIR_DEFAULTS[name] for name in of_experts} and len(of_experts) > 40
 
 
 def check_comments(text: str) -> None:

@@ -128,6 +128,7 @@ def sentence(capsys, *arguments: str) -> str:
             ["1", "xxx"],
         ),  # of a loop as long as a command succeeds nothing is known
         ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
+        ('A=()\nexport\n> log\n$B\np.py --micro-batch-size 1 $A "$A" &\nwait', [], ["1", ""]),  # lines of no words
     ],
 )
 def test_words_are_those_of_a_shell(place, script, arguments, expected):
@@ -343,6 +344,7 @@ OTHER_MODELS = {
         (f"{SMALL} --zzz 1 --num-layer 3 --zzz 2", ("2 words are not flags",)),
         (f"p.py --zzz 1 {SMALL}", ("--zzz is not a flag",)),
         (f"{SMALL} --seed one", ("--seed one is not an integer",)),
+        (f"{SMALL} --qk-clip --qk-clip-alpha 0.3", ("--qk-clip-alpha 0.3", "alpha is 0.5")),
         (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
         (f"{SMALL} --tensor-model-parallel-size 3", ("the world size 1 is no multiple",)),
         (
@@ -529,6 +531,7 @@ def test_a_run_begins_where_megatrons_would(place, flags, expected):
         ("--optimizer sgd", "sgd-decay"),
         ("--fp16", "fp16-gradients"),
         ("--lr-warmup-init 1e-7 --lr-warmup-samples 0", "warmup-init"),
+        ("--lr-warmup-fraction 0.25", "sample-rates"),
         ("--num-experts 4 --moe-expert-capacity-factor 2", "capacity"),
         ("--num-experts 4", "router-bias"),
         ("--softmax-type learnable", "router-bias"),
@@ -568,6 +571,12 @@ def test_a_formula_of_several_replicas_or_ranks_differs_only_there(flags, world,
 def test_an_inverse_root_differs_without_warm_up_and_with_a_minimum_before_the_last_step(warmup, decay, differs):
     schedule = f"--lr-decay-style inverse-square-root --lr-warmup-iters {warmup} --lr-decay-iters {decay}"
     assert any("row inverse-sqrt)" in text for text in settings(f"{SMALL} {schedule}")[1]) == differs
+
+
+@pytest.mark.parametrize(("style", "differs"), [("linear", True), ("cosine", True), ("constant", False)])
+def test_a_decay_within_a_step_differs_where_there_is_a_decay(style, differs):
+    line = f"{SMALL.replace('--train-iters 10', '--train-samples 16')} --global-batch-size 2 --lr-decay-samples 9"
+    assert any("row sample-rates)" in text for text in settings(f"{line} --lr-decay-style {style}")[1]) == differs
 
 
 def test_expert_and_tensor_sizes_become_axes():
@@ -646,6 +655,8 @@ def test_a_yaml_file_that_cannot_be_read_is_a_sentence(place, text, parts, capsy
 def test_the_command_writes_a_new_file(place, capsys):
     line = f"--world 2 {SMALL} --write run.yaml".split()
     assert commands.main(["from-megatron", *line]) == 0
+    assert commands.main(["from-megatron", "--world=2", *SMALL.split(), "--write=again.yaml"]) == 0
+    assert (place / "run.yaml").read_text() == (place / "again.yaml").read_text()
     assert "wrote run.yaml" in capsys.readouterr().out
     assert yaml.safe_load((place / "run.yaml").read_text())["mesh"]["data"] == 2
     assert "exists" in sentence(capsys, *line)
