@@ -13,7 +13,7 @@ from megajax.tools.plan.__main__ import main
 from megajax.tools.plan.explain import mesh_overrides
 from megajax.tools.plan.picture import COLORS, LEFT, RIGHT, WIDTH, of_phases, phases_of
 from megajax.tools.plan.rates import rates_of
-from megajax.tools.plan.report import more_time
+from megajax.tools.plan.report import mesh_text, more_time
 from megajax.tools.plan.search import explained
 from megajax.tools.plan.work import Traffic
 
@@ -105,6 +105,7 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     recomputed = sum(each.exposed for each in found.time.recomputed.traffic.values())
     texts = [node.text or "" for node in ElementTree.fromstring(of_phases(found)).iter() if node.tag.endswith("text")]
     assert f"a step of {1e3 * found.time.total:,.1f} ms, 2 microbatches, estimated" in texts
+    assert any(mesh_text(found) in each for each in texts)
     assert f"{1e3 * found.time.total:,.0f}" in texts  # the end of the axis of time
     # The hints add up to the step's traffic without recomputation; those of the hidden and the exposed part are equal.
     hidden, exposed_hints = (
@@ -188,6 +189,7 @@ def test_the_written_file_of_the_fewest_gpus_is_for_them_and_says_so(config, tmp
         (["--explain", "tensor=2,fsdp=2"], "mesh.fsdp=2 x mesh.tensor=2 does not divide 6 devices"),
         (["--explain", "tensor=2,tensor=4"], "--explain=tensor=2,tensor=4 has tensor twice"),
         (["--explain", "tensor=2", "--fp8"], "--fp8 has no effect with --explain"),
+        (["--explain", "tensor=2", "--fewest"], "--fewest has no effect with --explain"),
         (["--fewest", "--compile", "1"], "--compile has no effect with --fewest"),
         (["--compile", "3", "--top", "2"], "--compile=3 is more than the rows, --top=2: compile fewer"),
         (["--hosts-of", "0"], "--hosts-of=0 is not above 0"),

@@ -82,6 +82,7 @@ def test_overrides_that_are_cut_continue_in_a_shell():
         assert all(each.endswith(" \\") and len(each) <= width for each in cut) and not last.endswith("\\")
         assert " ".join(each.removesuffix(" \\").strip() for each in (*cut, last)) == line
     assert fit(line, None) == [line] and len(fit("words " * 30, WIDTH)) == 3
+    assert "\\" not in "".join(fit("words " * 30, WIDTH)), "a sentence is none to copy"
 
 
 @pytest.mark.parametrize("text, tokens", [("15T", 15e12), ("1.5B", 1.5e9), ("20M", 2e7), ("4K", 4e3), ("15e12", 15e12)])

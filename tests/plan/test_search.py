@@ -319,6 +319,7 @@ def test_one_mesh_is_explained(config, capsys):
         (["--gpus", "8", "--tokens", "many"], "many is not a number of tokens: write 15T or 15e12"),
         (["--gpus", "8", "--margin", "100%"], "100% is no percentage from 0 to below 100: write 8%"),
         ([], "--gpus is missing"),
+        (["--gpus", "0"], "--gpus is missing or below 1"),
     ],
 )
 def test_what_cannot_be_planned_is_a_sentence(config, capsys, arguments, sentence):
@@ -357,6 +358,13 @@ def test_the_usual_recipe_has_a_sequence_in_a_microbatch_and_recomputes_what_doe
         usual = Search(config, [], 2, replace(H200, memory_gib=memory)).usual().candidate
         assert (usual.config.batch.num_microbatches, usual.config.remat.policy) == (8, policy)
         assert usual.plan.sizes == check_mesh(load_config(config, ["mesh.tensor=2"]), 2)
+
+
+def test_all_is_recomputed_where_nothing_else_fits(config):
+    pinned = ["mesh.tensor=2", "mesh.pipeline=1", "mesh.context=1", "batch.num_microbatches=8"]
+    least = explained(config, [*pinned, "remat.policy=full"], 2, H200)
+    [found] = Search(config, pinned, 2, replace(H200, memory_gib=least.gib)).best(1)
+    assert found.candidate.config.remat.policy == "full" and found.gib <= least.gib
 
 
 def test_a_config_that_the_usual_recipe_does_not_fit_gets_the_reason(config, capsys):

@@ -158,6 +158,11 @@ def test_collectives_of_activations_and_uneven_experts_by_hand():
     assert context.exposed == pytest.approx(0.29 * context.seconds)
     tensor = small(2, mesh={"tensor": 2}).activations["tensor"]
     assert tensor.exposed == pytest.approx(0.44 * tensor.seconds)
+    # Matmuls in FP8 take 1/2, or with scales of blocks 1/(2 · 0.73), of the time, and so hide as much less. With one
+    # scale two of four collectives are FP8's, and have half of the bytes beside as much computation.
+    for recipe, exposed in (("blockwise", 1 - 0.56 / (2 * 0.73)), ("current", 1 - 4 * 0.56 / 2 / 3)):
+        fp8 = small(2, mesh={"tensor": 2}, precision={"fp8": {"recipe": recipe}}).activations["tensor"]
+        assert fp8.exposed == pytest.approx(exposed * fp8.seconds), recipe
     # As many rows for each expert: four on each device, or four on one.
     experts = {"block_pattern": ["experts"], "experts_per_token": 2, "expert_ffn_hidden_size": 1024}
     divided = small(2, mesh={"expert": 2}, model=experts | {"num_experts": 8})
@@ -202,6 +207,11 @@ def test_experts_over_tensor_have_the_rows_of_the_tokens_that_its_devices_share(
     experts = {"block_pattern": ["experts"], "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 1024}
     one, half = small(model=experts), small(2, mesh={"tensor": 2, "experts_over": ["tensor"]}, model=experts)
     assert half.matmuls / one.matmuls == pytest.approx(1.124 / 2, rel=1e-3)  # but for the router
+    # Of each token's stream two collectives in both passes, and as many of a shared expert's.
+    for shared, collectives in ((0, 4), (512, 8)):
+        model = experts | {"shared_expert_ffn_hidden_size": shared}
+        sent = small(2, mesh={"tensor": 2}, model=model).activations["tensor"].sent
+        assert sent == 4 * collectives * T * D * 2 / 2, shared
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
