@@ -10,6 +10,7 @@ import pytest
 
 from dev import gpu_rows
 from megajax import jax_internals
+from megajax.estimate import costs
 from megajax.tools import bench
 
 
@@ -81,6 +82,7 @@ def test_figures_are_of_one_device_and_belong_together(tmp_path, monkeypatch):
     )
     timed, start = 3, time.time()
     monkeypatch.setattr(bench, "process_start_time", lambda: start)
+    monkeypatch.setattr(costs, "peak_flops", lambda kind: {"cpu": 2e9}[kind])
     found = bench.bench(str(path), ["mesh.fsdp=-1"], warmup=1, timed=timed)
     assert 0 < found["first_step_seconds"] < time.time() - start - timed * found["step_ms"][1] / 1e3
     assert found["devices"] == "8 × cpu" and found["mesh"] == "fsdp 8"
@@ -90,7 +92,8 @@ def test_figures_are_of_one_device_and_belong_together(tmp_path, monkeypatch):
     assert speed == pytest.approx(8 * 16 / (median / 1e3) / 8)
     flops = 6 * (4 * 8 * 8 + 3 * 8 * 8 + 50 * 8 + 16 * 8)  # a token's matmuls with the head, and its half of all pairs
     assert found["tflops_per_second_per_device"] == pytest.approx(speed * flops / 1e12)
-    assert found["mfu"] is None and f"| {speed:,.0f} |" in bench.row(found)
+    assert found["mfu"] == pytest.approx(speed * flops / 2e9) and f"| {speed:,.0f} |" in bench.row(found)
+    assert bench.row(found | {"mfu": None}) != bench.row(found)  # a device without a data sheet
 
 
 def test_all_steps_after_the_warm_up_are_timed():

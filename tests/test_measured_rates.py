@@ -1,6 +1,7 @@
 """megajax preflight --rates: fits recover known rates, programs compute what they count, the plan reads the file."""
 
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -231,3 +232,5 @@ def test_a_program_that_cannot_run_is_left_out_with_a_warning():
         assert rates.timed(program._replace(function=fails), TINY) is None
     timing = rates.timed(program, TINY)
     assert timing is not None and timing[:3] == (COPY, 64, 128)
+    start = time.perf_counter()
+    assert rates.timed(program, replace(TINY, warm_seconds=0.2)) and time.perf_counter() - start >= 0.2

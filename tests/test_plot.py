@@ -99,6 +99,8 @@ def test_curves_that_coincide_have_their_differences_beneath():
     losses, difference = plot.draw({"one": run(1), "two": run(1.001), "three": run(0.998)}).axes
     assert [line.get_color() for line in difference.lines] == ["C1", "C2"]
     np.testing.assert_allclose(points(difference), [[[s, d] for s in (1, 2, 3)] for d in (1e-3, 2e-3)])
+    scales = [plot.draw({"one": run(1), "two": run(factor)}).axes[1].get_yscale() for factor in (1.001, 1)]
+    assert scales == ["log", "linear"]  # of zeros there is no logarithm
     assert len(plot.draw({"one": run(1), "two": run(1.1)}).axes) == 1
     spike = [*run(1.001)[:2], {"step": 3, "loss": 12.0}]  # the others coincide
     np.testing.assert_allclose(points(plot.draw({"one": run(1), "two": spike}).axes[1])[0][2], [3, 0.2])

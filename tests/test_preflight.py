@@ -141,10 +141,11 @@ def test_the_clock_takes_the_best_round(monkeypatch):
     assert measurements.seconds_per_call(lambda x: x, jax.numpy.zeros(1)) == 5 / measurements.CALLS
 
 
-def test_bad_options_are_sentences(capsys):
+@pytest.mark.parametrize("option", ["--matrix", "--megabytes", "--disk-megabytes", "--threshold"])
+def test_bad_options_are_sentences(capsys, option):
     with pytest.raises(SystemExit) as stopped:
-        command.main(["--matrix=0"])
-    assert stopped.value.code == 2 and "--matrix=0 is not positive" in capsys.readouterr().err
+        command.main([f"{option}=0"])
+    assert stopped.value.code == 2 and f"{option}=0" in (said := capsys.readouterr().err) and "is not positive" in said
 
 
 def test_a_directory_that_cannot_be_written_is_found_before_the_matmuls(tmp_path, capsys):

@@ -69,7 +69,8 @@ def test_a_path_may_have_equal_signs(tmp_path, monkeypatch):
 
 def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "WINDOWS_AT_ONCE", 2)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    lines = [json.dumps({"text": "of another key", "body": text}) for text in TEXTS]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines) + "\n")
     model = megajax.from_hf(letters_folder)
     with pytest.raises(InputError, match="use megajax.from_hf"):
         megajax.load_run(letters_folder)
@@ -87,7 +88,7 @@ def test_files_are_evaluated_as_by_hand(letters_folder, tmp_path, capsys, monkey
             total -= logits[tokens[i]] - np.log(np.exp(logits).sum())
             count += 1
     size = sum(len(text.encode()) for text in TEXTS)
-    options = ["--data", f"lines={tmp_path / 'texts.jsonl'}", "--data", str(tmp_path / "tokens")]
+    options = ["--data", f"lines={tmp_path / 'texts.jsonl'}", "--data", str(tmp_path / "tokens"), "--json-key=body"]
     assert evaluate.main([str(letters_folder), *options, "--output", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert [found[name].pop("scored") for name in ("lines", "tokens")] == ["all tokens"] * 2

@@ -90,6 +90,11 @@ def test_of_collectives_that_devices_did_not_run_as_often_no_time_is_waiting(ker
     assert sorted(transfers.values()) == pytest.approx([1, 1, 1, 1])
     one_less = {**kernels, "GPU 1": [k for k in kernels["GPU 1"] if k.op != "gather-start" or k.start < 10]}
     assert timeline.transfer_times(one_less, reading) == {}
+    of_another = {
+        device: [replace(k, op="other-start") for k in own if k.op == "gather-start"] for device, own in kernels.items()
+    }
+    more = kernels | {"GPU 0": [*kernels["GPU 0"], *of_another["GPU 0"]]}
+    assert timeline.transfer_times(more, reading) == transfers, "its kernels have the same name"
     assert timeline.transfer_times({"GPU 0": kernels["GPU 0"]}, reading).keys() == {
         kernel for kernel in kernels["GPU 0"] if kernel.op == "gather-start"
     }
@@ -144,6 +149,9 @@ def test_kernels_without_an_operation_or_of_other_programs_have_rows_of_their_ow
         "other programs": 1,
         "norms and elementwise": 2,
     }
+    for kind in ("while", "call", "conditional"):  # as XLA names those that contain others
+        loop = {"loop": replace(reading.ops["loop"], kind=kind)}
+        assert timeline.rows_of(own[1:2], replace(reading, ops=loop)) == {}, kind
     reduction = kernel("ncclDevKernel_AllReduce_Sum_f32", 0, 3, module="jit_other")
     assert timeline.rows_of([reduction], reading, {reduction: 1.0}) == {"other programs": 3}
     whole = 4 + 20 + 5 + 3 + 1
@@ -271,6 +279,8 @@ def test_the_largest_gap_is_the_one_above_the_prediction_or_without_it_the_large
         "The largest gap: optimizer (10.00 ms in place of 4.00, 6.0% of the step): "
     )
     assert largest_gap(measured, measured.mean).startswith("No gap: ")
+    for row, cure in CURES.items():
+        assert largest_gap(timeline.Measured({row: 10.0}, {}), {}).endswith(f": {cure}."), row
 
 
 def test_of_many_devices_those_that_compute_longest_and_shortest_have_lines():
