@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,6 +200,9 @@ def test_another_base_and_adapters_as_a_base_are_refused(run, tmp_path):
     changed = make_config(other, trainer.run_dir, name, f"checkpoint.init_from={other}")
     with pytest.raises(InputError, match=r"has other weights than the base of the adapters in .*: set it to the same"):
         Trainer(changed, devices=jax.devices()[:2]).state  # noqa: B018
+    for compute, refusal in (("float32", pytest.raises(InputError)), ("bfloat16", nullcontext())):
+        with refusal:  # a base in another dtype has other bits
+            trainer.saver.compare_base({"precision": {"compute": compute}, "base": 1}, "a checkpoint")
     on_top = make_config(base, tmp_path / "run", name, f"checkpoint.init_from={trainer.run_dir}")
     with pytest.raises(InputError, match=r"has adapters only: write the merged model with python -m megajax.hf export"):
         Trainer(on_top, devices=jax.devices()[:2])

@@ -293,7 +293,12 @@ def test_what_is_written_beside_a_trace_counts_the_steps_that_it_has(tmp_path, m
     program = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(jax.devices()[:4]).reshape(2, 2)))
     run: Any = SimpleNamespace(program=program, state=SimpleNamespace(step=0), note=print)
     run.config = SimpleNamespace(logging=logging, run=SimpleNamespace(dir=str(tmp_path)))
-    profile = Profile(run, lambda: "HloModule")
+    profile, failed = Profile(run, lambda: "HloModule"), Profile(run, lambda: "HloModule")
+    run.step = 1
+    failed.before_step(run, {})
+    failed.on_end(run)  # no step, so nothing that can be divided among them
+    assert not [*(tmp_path / "profile").iterdir()]
+    (tmp_path / "profile").rmdir()
     for run.step in range(3):
         profile.before_step(run, {})
         profile.on_step(run)

@@ -105,13 +105,24 @@ def test_a_run_does_not_go_on_as_another_one(tmp_path, make_config, change):
         Trainer(make_config(f"run.dir={tmp_path}", "run.steps=2", change), jax.devices()[:1])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])  # then each has a cache of its own
-def test_process_0_compiles_before_those_that_share_its_cache(make_config, deterministic):
+@pytest.fixture
+def cache(request):
+    """The cache of compiled programs, or none."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", before if request.param else None)
+    yield request.param
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize(("cache", "deterministic"), [(True, False), (True, True), (False, False)], indirect=["cache"])
+def test_process_0_compiles_before_those_that_share_its_cache(make_config, cache, deterministic):
+    """The processes of a deterministic run have a cache each."""
+    alone = deterministic or not cache
     ended, other_ended = [], threading.Event()
 
     def compile_in(rank: int, *_: object) -> None:
         if rank == 0:
-            other_ended.wait(10 if deterministic else 0.05)
+            other_ended.wait(10 if alone else 0.05)
         ended.append(rank)
         if rank == 1:
             other_ended.set()
@@ -122,7 +133,7 @@ def test_process_0_compiles_before_those_that_share_its_cache(make_config, deter
 
     with together(clusters(2)) as call:
         assert call(run) == [None, None]
-    assert ended == ([1, 0] if deterministic else [0, 1])
+    assert ended == ([1, 0] if alone else [0, 1])
 
 
 @pytest.mark.long

@@ -40,6 +40,25 @@ def test_a_first_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts(number, c
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_is_heard_by_who_listens_to_signals_and_the_first_is_not():
+    """`megajax.train` has a thread that ends a process which is stuck in a call."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        with StopSignals():
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(BlockingIOError):
+                os.read(reader, 9)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            assert os.read(reader, 9) == bytes([signal.SIGINT])
+    finally:
+        signal.set_wakeup_fd(before)
+
+
 @pytest.mark.parametrize("requests", [*itertools.product([True, False], repeat=2)], ids=str)
 def test_a_run_that_has_reached_its_goal_stays_done_whatever_else_asks_for_a_stop(requests):
     with StopSignals() as stop:
