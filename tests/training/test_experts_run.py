@@ -158,7 +158,7 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     cells = [cell for cell in picture.iter("{http://www.w3.org/2000/svg}rect") if cell.get("class")]
     assert len(cells) == MOST_COLUMNS * layers
     assert [cell[0].text for cell in cells[2:4]] == ["layer 2, steps 10 to 30: 1", "layer 3, steps 10 to 30: 3"]
-    assert "layer 0, step 5: 1<" in load_map([5], values[:1], [0])
+    assert "layer 0, step 5: 1<" in load_map([5], values[:1, :1], [0])
     assert float(picture.get("height", 0)) > float(cells[93].get("y", 0)) > float(cells[92].get("y", 0))
     assert cells[2].get("fill") == cells[4].get("fill") != cells[3].get("fill")
     # Columns stand side by side inside the picture; each second row has its name, beside its middle.
