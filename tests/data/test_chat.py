@@ -291,23 +291,25 @@ def test_stored_arrays_that_do_not_fit_each_other_are_a_sentence(folder):
 
 
 def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, reference):
-    long = sum(len(each["ids"]) > 65 for each in reference["conversations"])
-    assert 0 < long < 20
-    cut = config_of(folder, length=64)
-    left = config_of(folder, {"too_long": "drop"}, length=64)
+    lengths = sorted(len(each["ids"]) for each in reference["conversations"])
+    room = lengths[12]  # one fills it exactly
+    long = sum(length > room for length in lengths)
+    assert 0 < long < 8
+    cut = config_of(folder, length=room - 1)
+    left = config_of(folder, {"too_long": "drop"}, length=room - 1)
     assert sum(map(len, [datasets(left)["train"].order])) == 20 - long
     opened = datasets(cut)
-    assert max(np.diff(opened["train"].starts)) == 65
+    assert max(np.diff(opened["train"].starts)) == room
     (line,) = [line for line in describe_data(left, datasets(left)) if line.startswith("train:")]
     assert f"20 conversations, {long} left out" in line and "the loss counts" in line
     (line,) = [line for line in describe_data(cut, opened) if line.startswith("train:")]
-    assert f", {long} cut after 65 tokens, " in line
-    masks, rows = [each["mask"][:65] for each in reference["conversations"]], len(opened["train"])
+    assert f", {long} cut after {room} tokens, " in line
+    masks, rows = [each["mask"][:room] for each in reference["conversations"]], len(opened["train"])
     tokens, read = sum(map(len, masks)), cut.run.steps * cut.batch.global_size
-    assert f"{tokens:,} tokens in {rows} sequences ({tokens / (65 * rows):.0%} full)" in line
+    assert f"{tokens:,} tokens in {rows} sequences ({tokens / (room * rows):.0%} full)" in line
     assert line.endswith(f"counts {sum(map(sum, masks)) / tokens:.0%} of the tokens; {read / rows:.3g} epochs")
     twice = [{"prefix": str(folder / "chats.jsonl"), "weight": weight} for weight in (3, 1)]
-    blend = config_of(folder, {"train": twice}, length=64)
+    blend = config_of(folder, {"train": twice}, length=room - 1)
     found = [line for line in describe_data(blend, datasets(blend)) if line.startswith("train:")]
     for line, share in zip(found, (0.75, 0.25), strict=True):
         assert line.endswith(f"; {share * read / rows:.3g} epochs")

@@ -97,6 +97,15 @@ def test_a_blend_is_that_of_the_plain_algorithm(numbers, count):
     assert every == plain_blend(np.array(numbers) / sum(numbers), sum(numbers), numbers)
 
 
+def test_a_blend_of_more_than_a_million_samples_is_that_of_the_plain_algorithm_to_its_end():
+    """With halves and quarters, which float64 has exactly, its order repeats every four samples."""
+    weights, count = [0.5, 0.25, 0.25], 2**20 + 6
+    datasets, samples = blend_indices(weights, count)
+    np.testing.assert_array_equal(datasets, np.resize([d for d, _ in plain_blend(weights, 4)], count))
+    for d in range(3):
+        np.testing.assert_array_equal(samples[datasets == d], np.arange((datasets == d).sum()))
+
+
 @pytest.mark.smoke
 def test_weights_are_checked():
     for weights in ([0.0, 0.0], [1.0, -1.0], [math.nan]):

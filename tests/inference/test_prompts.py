@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from megajax import generate
 from megajax.data.images import ImageText
-from megajax.data.rendering import Chat
+from megajax.data.rendering import Chat, Template
 from megajax.errors import InputError
 from megajax.inference.generation import Generator
 from megajax.inference.prompts import Located, PicturePrompt, as_chat, encode_prompt, read_prompts, with_images
@@ -116,6 +116,15 @@ def test_a_picture_in_a_text_is_written_as_the_template_does_and_tokenised_as_th
     model = SimpleNamespace(images=images, encode=lambda text, special_tokens: [text, special_tokens])
     found = encode_prompt(model, Located(with_images("a <image>", ["x.png"])), {})
     assert found == ("a [i]", PicturePrompt(["a <[i]>", True], ["x.png", 1]))
+
+
+def test_the_template_arguments_of_a_chat_count_before_the_commands():
+    template = Template({"default": "{{ a }} {{ b }} {{ tools[0] }}"}, {"a": "the data's", "b": "the data's"}, "t")
+    encode = lambda text, special_tokens: [text, special_tokens]  # noqa: E731
+    model = SimpleNamespace(config=SimpleNamespace(prefix_lm=False), chat_template=template, encode=encode)
+    chat = Chat(CHAT, {"b": "its own", "tools": ["c"]})
+    text, prompt = encode_prompt(model, Located(chat), {"a": "the command's", "b": "the command's"})
+    assert text == "the command's its own c" and prompt.tokens == [text, False]
 
 
 def test_a_file_of_prompts_gives_json_lines(letters_folder, tmp_path, capsys):
