@@ -198,12 +198,14 @@ def test_special_tokens_come_from_the_tokenizer_if_nothing_else_names_them(impor
     assert main(["export", str(run_dir), str(tmp_path / "out")]) == 0
     expected = {"bos_token_id": 1, "eos_token_id": 3}
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == expected
+    expected |= {"model_type": "llama"}
     assert expected.items() <= json.loads((tmp_path / "out/config.json").read_text()).items()
-    kept = {"bos_token_id": None, "eos_token_id": 2, "text_config": {"max_position_embeddings": 9999}}
+    of_text = {"max_position_embeddings": 9999, "model_type": "mistral"}  # of families with the same model
+    kept = {"bos_token_id": None, "eos_token_id": 2, "text_config": of_text}
     (run_dir / "hf_config.json").write_text(json.dumps(kept))
     (run_dir / "generation_config.json").write_text('{"bos_token_id": 4}')
     assert main(["export", str(run_dir), str(tmp_path / "out3")]) == 0
-    expected = {"bos_token_id": 4, "eos_token_id": [3, 2], "max_position_embeddings": 9999}
+    expected = {"bos_token_id": 4, "eos_token_id": [3, 2], **of_text}
     assert expected.items() <= json.loads((tmp_path / "out3/config.json").read_text()).items()
     for name in ("hf_config.json", "generation_config.json", "tokenizer_config.json"):
         (run_dir / name).unlink()

@@ -410,6 +410,7 @@ def test_the_module_of_qwen3_next_and_5_is_under_its_published_names(tmp_path, f
     np.testing.assert_array_equal(own["mtp.norm.weight"], weights["blocks.mtp.final_norm"][0])
     assert own["mtp.fc.weight"].shape == (D, 2 * D) and own["mtp.pre_fc_norm_hidden.weight"].shape == (D,)
     assert own["mtp.layers.0.self_attn.q_proj.weight"].shape == (2 * model.num_heads * model.head_dim, D)
+    assert {name.split(".")[2] for name in own if name.startswith("mtp.layers.")} == {"0"}, "experts too"
     check_weights(tmp_path / "out", model, weights)
     if family == "qwen3_next":
         return

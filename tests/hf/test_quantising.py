@@ -70,6 +70,23 @@ def written(folder):
     return shapes
 
 
+# (weights, inputs) of a compressed-tensors group: who shares a scale, and whether the engine makes it from each input
+SCHEMES = {
+    "fp8_channel": ({"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}),
+    "fp8_tensor": ({"strategy": "tensor", "dynamic": False}, {"strategy": "tensor", "dynamic": False}),
+}
+
+
+def check_schemes(config, kind):
+    if kind == "fp8_block":
+        expected = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        assert expected.items() <= config.items()
+        return
+    (group,) = config["config_groups"].values()
+    for part, scheme in zip(("weights", "input_activations"), SCHEMES[kind], strict=True):
+        assert group[part] == scheme | {"num_bits": 8, "type": "float", "symmetric": True}, part
+
+
 CASES = [("tiny_llama", kind) for kind in ("fp8_block", "fp8_channel", "fp8_tensor")]
 CASES += [("tiny_deepseek_v3", "fp8_block"), ("tiny_mixtral", "fp8_channel"), ("tiny_phi3", "fp8_block")]
 CASES += [("tiny_qwen3_5_text", "fp8_tensor")]  # layers of two kinds
@@ -91,12 +108,7 @@ def test_linear_layers_are_in_fp8_and_are_read_back(unpack, tmp_path, name, kind
     found, plain, config = written(out), FolderTensors(tmp_path / "plain"), read_folder(out)[2]["quantization_config"]
     suffix = "_scale_inv" if kind == "fp8_block" else "_scale"
     quantised = [n for n in found if n + suffix in found]
-    if kind != "fp8_block":  # as compressed-tensors' schemes FP8 and FP8_DYNAMIC
-        (group,) = config["config_groups"].values()
-        static, common = kind == "fp8_tensor", {"num_bits": 8, "type": "float", "symmetric": True}
-        weights_form, inputs_form = ("tensor", "tensor") if static else ("channel", "token")
-        assert group["weights"] == common | {"strategy": weights_form, "dynamic": False}
-        assert group["input_activations"] == common | {"strategy": inputs_form, "dynamic": not static}
+    check_schemes(config, kind)
     left_out = config["modules_to_not_convert" if kind == "fp8_block" else "ignore"]
     matrices = [n for n in plain.files if n.endswith("proj.weight")]
     assert {*quantised} & {*matrices} == {*matrices} - in_bf16

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from megajax.config import Config, ModelConfig
 from megajax.config.checks import check_mesh
+from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
 from megajax.hf.convert import export, family_for, read_model, their_tensors
 from megajax.hf.quantising import StoredForm
@@ -22,6 +23,7 @@ from megajax.inference.sampling import Sampling
 from megajax.inference.scoring import Scorer
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind, parameters
+from megajax.sources import TextSettings
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
@@ -171,10 +173,12 @@ def test_generation_with_cached_cross_keys_is_that_of_whole_sequences(weights, n
     (model, own), stored = weights[name], np.load(FILES / f"{name}.npz")
     config = config_for(model.model_dump(), **mesh)
     devices = build_mesh(check_mesh(config, 2), jax.devices()[:2])
-    generator = Generator(LanguageModel(config, jax.device_put(own), {}, devices), GREEDY, 8)
+    text = TextSettings(load_tokenizer("byte"), end_token=1)
+    generator = Generator(LanguageModel(config, jax.device_put(own), {}, devices, text), GREEDY, 8)
     prompts = [row[:n].tolist() for row, n in zip(stored["encoder_tokens"], stored["lengths"], strict=True)]
     (*_, found) = generator.tokens(prompts, 8)
     assert found == stored["generated"][:, 1:].tolist()
+    assert generator.model.encode("ab") == [97, 98, 1], "the encoder's sequences end as in training"
     with pytest.raises(InputError, match="logits of tokens need a text before them"):
         generator.model(stored["tokens"])
     with pytest.raises(InputError, match="scores of texts need a text before them"):

@@ -125,7 +125,8 @@ def test_without_images_a_folder_is_that_of_its_language_model(unpack, name):
 def test_a_folder_is_read_and_written_as_it_was(unpack, tmp_path, name):
     model = model_of(unpack(name))
     weights = read(unpack(name), model)
-    export(jax.device_get(weights), model, tmp_path, StoredForm("float32"), {})
+    of_run = {"bos_token_id": 5, "eos_token_id": [6, 7], "max_position_embeddings": 89}
+    export(jax.device_get(weights), model, tmp_path, StoredForm("float32"), of_run)
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (unpack(name), tmp_path))
     named = {published(name, tensor): array for tensor, array in theirs.items()}
     assert ours.keys() <= named.keys() and all((named[tensor] == ours[tensor]).all() for tensor in ours)
@@ -136,6 +137,7 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, tmp_path, name):
     assert model_of(tmp_path) == model
     theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (unpack(name), tmp_path))
     assert ours.get("image_seq_length") == ((model.vision.grid or 0) ** 2 if "llava" in name else None)
+    assert of_run.items() <= ours.items() and of_run.items() <= ours["text_config"].items()
     parts = [(theirs, ours), *((theirs[part], ours[part]) for part in ("text_config", "vision_config"))]
     differ = {key for their, own in parts for key, value in their.items() if not is_kept(value, own.get(key))}
     differ -= {"text_config", "vision_config"}
@@ -167,7 +169,8 @@ def test_every_other_key_of_a_config_counts(unpack, tmp_path, name):
             return False
 
     base = ModelConfig.model_validate(read_model(unpack(name)))
-    parts = (config, config["text_config"], config["vision_config"])
+    parts = [config, config["text_config"], config["vision_config"]]
+    parts += [part["rope_parameters"] for part in parts if isinstance(part.get("rope_parameters"), dict)]
     silent = {key for part in parts for key in part if not isinstance(part[key], dict) and is_silent(part, key)}
     assert silent <= {*MAY_CHANGE.split()}
 
