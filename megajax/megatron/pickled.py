@@ -110,6 +110,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PurePosixPath"): PurePosixPath,
     **{("torch", name): name for name in STORAGES},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }

@@ -6,7 +6,7 @@ dev/megatron_checkpoints.py compares further models with megatron-core itself.
 import os
 import pickle
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from megajax.megatron.distributed import saved_arguments
 from megajax.megatron.gpt import tensor_shapes
 from megajax.megatron.legacy import LegacyTensors
 from megajax.megatron.torch_files import Call, Instance, Named, save, tensor
+from megajax.megatron.torch_files import pickled as as_pickle
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
 from megajax.training.loop import Trainer
@@ -315,6 +316,14 @@ def test_the_stride_of_a_dimension_of_one_does_not_matter(shape, strides, expect
     """As in torch: a tensor that was cut keeps the strides of the whole one."""
     info = pickled.TensorInfo("0", np.dtype("float32"), 0, shape, strides)
     assert info.is_contiguous == expected
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+@pytest.mark.parametrize("name", ["PosixPath", "PurePosixPath"])
+def test_a_path_is_read_as_each_python_saves_it(module, name):
+    """torch's list of tensors has that of its folder. Python 3.13 has the classes in a module of their own."""
+    written = as_pickle({"checkpoint_id": Call(Named(module, name), ("/", "a", "b"))})
+    assert pickled.load_plain(written, ".metadata") == {"checkpoint_id": PurePosixPath("/a/b")}
 
 
 # The typed storages of torch 2, with NumPy's name of their numbers, and its dtypes of before and of now
