@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import COMMON, HYBRID, LATENT_MODELS, MAMBA, MIXTRAL
+from mesh_models import COMMON, HYBRID, KIMI, LATENT_MODELS, MAMBA, MIXTRAL
 from models_in_use import build
 
 import megajax
@@ -133,6 +133,24 @@ def test_logits_from_caches_are_those_of_the_plain_model():
 
     expected = jax.jit(bind(model.model, plain))(tokens)
     np.testing.assert_allclose(cached(model.weights, tokens), expected, atol=2e-5)
+
+
+def test_padding_behind_a_prompt_leaves_no_trace_in_what_recurrences_keep():
+    """A sequence goes on from the states and from the windows of the convolutions."""
+    mixers = {"kda": KIMI["kda"], "mamba2": MAMBA["mamba2"]}
+    model = build(HYBRID | mixers | {"num_layers": 3, "block_pattern": ["gated_deltanet", "kda", "mamba2"]}, {})
+
+    @jax.jit
+    def kept(weights, tokens):
+        comm = Prefill(model.mesh, model.kernels, model.max_length, jnp.array([7, 3]), 8, 1)
+        model.whole_sequences(weights, tokens, comm)
+        return comm.caches
+
+    tokens = np.random.default_rng(0).integers(250, size=(2, 7))
+    padded = np.where(np.arange(7) < 3, tokens, tokens[:, ::-1] + 1)
+    for one, other in zip(*(jax.tree.leaves(kept(model.weights, rows)) for rows in (tokens, padded)), strict=True):
+        np.testing.assert_array_equal(one[1], other[1])
+        assert one[0].any() and not np.array_equal(one[0], other[0])
 
 
 def changed(model, **values):

@@ -217,6 +217,14 @@ def test_equal_distributions_accept_every_draft():
     assert greedy.tolist() == [[0, 1, 0]]
 
 
+@pytest.mark.smoke
+def test_drafts_are_drawn_at_the_temperature_of_the_command():
+    logits = np.array([[[1.0, 3.0, 2.0, -4.0]]], np.float32)
+    shares = np.where(logits > 1.5, np.exp(logits / 2), 0)
+    found = jax.jit(partial(distribution, sampling=Sampling(temperature=2.0, top_k=2)))(logits)
+    np.testing.assert_allclose(found, shares / shares.sum(), rtol=1e-6)
+
+
 @pytest.mark.long
 def test_qwen3_next_drafts_with_its_module(references, folder_of, tmp_path):
     """A published folder has a module that transformers leaves out; this one's is random."""
