@@ -153,9 +153,10 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
         tmp_path, r"has no room for 536870912 GiB of .* each device, and .* are free \(.*\): .* a larger disk", 2**59
     )
     mounts, at = tmp_path / "mounts", os.stat(tmp_path).st_dev
-    mounts.write_text(f"22 27 {os.major(at)}:{os.minor(at)} / /dev/shm rw shared:3 - tmpfs tmpfs rw\n")
     monkeypatch.setattr(slot_files, "MOUNTS", mounts)
-    refused(tmp_path, r"is in the host's memory \(tmpfs\): choose a folder on a disk")
+    for kind in ("tmpfs", "ramfs", "devtmpfs"):
+        mounts.write_text(f"22 27 {os.major(at)}:{os.minor(at)} / /dev/shm rw shared:3 - {kind} {kind} rw\n")
+        refused(tmp_path, rf"is in the host's memory \({kind}\): choose a folder on a disk")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("megajax")]
 
 

@@ -199,6 +199,11 @@ def test_parts_that_are_frozen_by_groups_are_compared_since_they_have_no_moments
         groups = f"optimizer.groups=[{{parameters: {json.dumps(names)}, learning_rate: 0}}]"
         parts = frozen_parts(load_config(tiny, ["data.kind=synthetic", *VISION, groups]))
         assert part_of(last) not in parts and len(parts) == (2 if names is most else 0)
+    for rates, count in (((0, 2), 2), ((2, 0), 1)):  # of a parameter the first group counts
+        pairs = zip(("vision.*", "*"), rates, strict=True)
+        groups = ", ".join(f"{{parameters: ['{pattern}'], learning_rate: {rate}}}" for pattern, rate in pairs)
+        parts = frozen_parts(load_config(tiny, ["data.kind=synthetic", *VISION, f"optimizer.groups=[{groups}]"]))
+        assert len(parts) == count and ("language model" in parts) == (rates[0] > 0)
 
 
 def test_stages_are_compared_if_only_one_of_both_runs_has_them(tiny, text):
