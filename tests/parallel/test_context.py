@@ -27,9 +27,9 @@ B, S, H = 2, 48, 8
 SPEC = P(None, "context")
 
 
-def plain_attention(q, k, v, sinks=None, *, window=None, segments=None, softcap=None, causal=True):
-    """In NumPy and float64, all scores at once: q `[B, S, N, H]`, k and v `[B, S, K, H]`, sinks `[N]`."""
-    k, v = (np.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+def plain_scores(q, k, *, window=None, segments=None, softcap=None, causal=True):
+    """exp(scores) `[B, N, S, S]` of q `[B, S, N, H]` and k `[B, S, K, H]` in float64, 0 where a key is not seen."""
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = np.einsum("bqnh,bknh->bnqk", q, k) / np.sqrt(q.shape[-1])
     scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
     behind = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
@@ -37,7 +37,12 @@ def plain_attention(q, k, v, sinks=None, *, window=None, segments=None, softcap=
     visible = np.broadcast_to(visible, scores.shape).copy()
     if segments is not None:
         visible &= (segments[:, :, None] == segments[:, None, :])[:, None]
-    weights = np.where(visible, np.exp(scores), 0)
+    return np.where(visible, np.exp(scores), 0)
+
+
+def plain_attention(q, k, v, sinks=None, **how):
+    """In NumPy and float64, all scores at once: q `[B, S, N, H]`, k and v `[B, S, K, H]`, sinks `[N]`."""
+    weights, v = plain_scores(q, k, **how), np.repeat(v, q.shape[2] // v.shape[2], axis=2)
     total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[:, None, None])
     return np.einsum("bnqk,bknh->bqnh", weights / total, v)
 
@@ -66,7 +71,9 @@ def gradients_of(function, arguments, dout, epsilon=1e-6):
 def on_devices(
     strategy: str, size: int, scores: Scores, window, q, k, v, sinks, dout, segments=None, balanced=True, causal=True
 ):
-    """(output, dq, dk, dv) of FP32 attention on `size` devices, in the order of the sequence; and dsinks, if any.
+    """(each head's largest score, output, dq, dk, dv) of FP32 attention on `size` devices; and dsinks, if any.
+
+    The tokens are in the order of the sequence.
 
     Chunks of packed documents are `balanced` by work, or in zig-zag like those of whole sequences.
     """
@@ -98,21 +105,21 @@ def on_devices(
         def attention(q, k, v, sinks):
             chosen, _ = choose_context(strategy, size, {"query heads": q.shape[2], "KV heads": k.shape[2]}, False)
             over_context = context_attention(chosen, size)(size, scores, window, positions.chunks is None, causal)
-            return over_context.attend(q, k, v, positions, sinks)[0]
+            return over_context.attend(q, k, v, positions, sinks)
 
-        out, pull = jax.vjp(attention, q, k, v, sinks)
-        return out, *pull(dout)
+        out, pull, largest = jax.vjp(attention, q, k, v, sinks, has_aux=True)
+        return largest[None], out, *pull(dout)
 
     def unless_none(a, spec):
         return None if a is None else spec
 
     of_tokens = documents, index, sizes
     specs = (*[SPEC] * 4, *(unless_none(a, SPEC) for a in of_tokens), unless_none(logits, P()))
-    out_specs = (*[SPEC] * 4, P("context"))  # of sinks each device's share, one after the other
+    out_specs = (P("context"), *[SPEC] * 4, P("context"))  # of sinks each device's share, one after the other
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
     with jax.default_matmul_precision("highest"):
-        *found, shares = run(*stored, *of_tokens, logits)
-    found = [reorder(np.asarray(a), np.argsort(order, axis=1)) for a in found]
+        largest, *found, shares = run(*stored, *of_tokens, logits)
+    found = [np.max(largest, axis=0), *(reorder(np.asarray(a), np.argsort(order, axis=1)) for a in found)]
     return found if shares is None else [*found, np.asarray(shares).reshape(size, -1).sum(axis=0)]
 
 
@@ -172,12 +179,14 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
     causal = options.get("causal", True)
     arguments = (q, k, v) if sinks is None else (q, k, v, sinks)
 
-    def plain(*arguments):
-        return plain_attention(*arguments, window=window, segments=segments, softcap=softcap, causal=causal)
-
-    scores = Scores(H**-0.5, softcap, "reference")
-    balanced = "zig-zag" not in name
-    out, *gradients = on_devices(strategy, size, scores, window, q, k, v, sinks, dout, segments, balanced, causal)
+    how = {"window": window, "segments": segments, "softcap": softcap, "causal": causal}
+    plain, scores = partial(plain_attention, **how), Scores(H**-0.5, softcap, "reference", wants_largest=True)
+    given = q, k, v, sinks, dout, segments, "zig-zag" not in name, causal
+    largest, out, *gradients = on_devices(strategy, size, scores, window, *given)
+    # QK-clip's bound of each head's scores, of the head's own number
+    of_heads = np.log(plain_scores(q, k, **how).sum(-1)).max(axis=(0, 2))
+    assert np.ptp(of_heads) > 0.1 and of_heads.min() > 0
+    np.testing.assert_allclose(largest, of_heads, rtol=1e-5)
     np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
     directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
@@ -242,8 +251,8 @@ def test_parts_of_cudnn_add_up_to_plain_attention(monkeypatch, strategy, size, n
     q, k, v, dout = numbers(8, 2, 5 if name == "narrow values" else H)
     sinks = SINKS if name == "with sinks" else None
     arguments, causal = (q, k, v) if sinks is None else (q, k, v, sinks), name != "both sides"
-    scores, plain = Scores(H**-0.5, None, "cudnn"), partial(plain_attention, causal=causal)
-    out, *gradients = on_devices(strategy, size, scores, None, q, k, v, sinks, dout, causal=causal)
+    scores, plain = Scores(H**-0.5, None, "cudnn", wants_largest=True), partial(plain_attention, causal=causal)
+    _, out, *gradients = on_devices(strategy, size, scores, None, q, k, v, sinks, dout, causal=causal)
     np.testing.assert_allclose(out, plain(*arguments), rtol=1e-5, atol=1e-5)
     directions, slopes = gradients_of(plain, arguments, dout)
     for gradient, direction, slope in zip(gradients, directions, slopes, strict=True):
@@ -315,75 +324,23 @@ def test_the_logged_imbalance_is_the_busiest_devices_keys_over_those_of_a_mean_o
     )
 
 
-def test_the_logged_shares_of_groups_are_those_of_the_largest_group_of_each_microbatch():
-    """Of four microbatches of two rows of three tokens."""
-    sizes = jnp.array([[[1] * 3, [1] * 3], [[1] * 3, [2] * 3], [[4] * 3, [1] * 3], [[2] * 3, [2] * 3]])
-    _, metrics = token_order.add_token_positions({"tokens": 0 * sizes, token_order.GROUP_SIZE: sizes}, 4)
-    shares = {"context_groups/1": 0.25, "context_groups/2": 0.5, "context_groups/4": 0.25}
-    sums = {"loss": 2.0, "attention_imbalance": 1.5, **metrics}
-    assert token_order.layout_metrics(sums) == {"attention_imbalance": 1.5} | shares
-
-
-def test_each_device_has_an_early_and_a_late_chunk():
-    assert token_order.chunk_order(4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
-    assert token_order.stored_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert token_order.stored_order(6, 1).tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_chunks_are_distributed_by_work():
-    # 16 tokens on 2 devices: chunks of one token, a long document and then one of a token each.
-    segments = np.array([[0] * 8 + list(range(1, 9))])
-    order = token_order.balanced_order(segments, 2)[0]
-    assert sorted(order) == list(range(16))
-    seen = np.array([*range(1, 9), *[1] * 8])
-    held = [order[:8], order[8:]]
-    assert all((np.diff(own) > 0).all() for own in held)
-    # The queries of the long document see 36 keys, the others one each.
-    assert sorted(int(seen[own].sum()) for own in held) == [22, 22]
-    zigzag = token_order.stored_order(16, 2)
-    assert [int(seen[own].sum()) for own in (zigzag[:8], zigzag[8:])] == [14, 30]
-
-
-def test_imbalance_is_the_busiest_device_over_the_mean_of_all_microbatches():
-    assert float(token_order.imbalance(jnp.array([[1.0, 3.0], [2.0, 2.0]]))) == 5 / 4
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_typical_packed_batches_are_balanced(size):
-    rng = np.random.default_rng(0)
-    ends = np.sort(rng.choice(np.arange(1, 4096), (8, 20)), axis=1)
-    segments = np.stack([np.searchsorted(row, np.arange(4096), side="right") for row in ends])
-    seen = np.arange(4096) + 1 - np.stack([np.searchsorted(row, row) for row in segments])
-    order = token_order.balanced_order(segments, size)
-    work = np.take_along_axis(seen, order, axis=1).reshape(8, size, -1).sum(axis=2)
-    assert (work.max(axis=1) / work.mean(axis=1)).max() < 1.03
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_tokens_change_between_zig_zag_and_the_order_of_the_sequence(size):
-    mesh, tokens = Mesh(np.array(jax.devices()[:size]), ("context",)), np.arange(2 * 24 * 3).reshape(2, 24, 3)
-    zigzag = tokens[:, token_order.stored_order(24, size)]
-    for function, given, expected in (
-        (token_order.to_consecutive, zigzag, tokens),
-        (token_order.from_consecutive, tokens, zigzag),
-    ):
-        move = jax.shard_map(partial(function, context=size), mesh=mesh, in_specs=SPEC, out_specs=SPEC)
-        np.testing.assert_array_equal(jax.jit(move)(given), expected)
-
-
 @pytest.mark.parametrize(
-    ("window", "zigzag", "near"),
-    [(None, True, 7), (1, True, 0), (3, True, 1), (4, True, 2), (1, False, 7)],
+    ("window", "zigzag", "near", "two_sided_ends"),
+    [
+        *((None, True, 7, None), (1, True, 0, None), (3, True, 1, None), (4, True, 2, None), (1, False, 7, None)),
+        (3, True, 7, np.full((1, 4), 20)),
+    ],
 )
-def test_the_ring_visits_every_device_that_a_query_can_see_and_returns(window, zigzag, near):
+def test_the_ring_visits_every_device_that_a_query_can_see_and_returns(window, zigzag, near, two_sided_ends):
     """Coded by rank: a device gets the code of each such device once, and adds its own code to each sum.
 
-    A query of the 2 tokens of a chunk sees keys of chunks up to `near` away; without zigzag they may be anywhere.
+    A query of the 2 tokens of a chunk sees keys of chunks up to `near` away; without zigzag, or those of its own prefix
+    or image, they may be anywhere.
     """
     size, chunk = 8, 2
     mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
     ring = Ring(size, Scores(1.0, None, "reference"), window, zigzag)
-    positions = SimpleNamespace(index=np.zeros((1, 2 * chunk)), two_sided_ends=None)
+    positions = SimpleNamespace(index=np.zeros((1, 2 * chunk)), two_sided_ends=two_sided_ends)
 
     def local(codes):
         work = RingWork(
