@@ -25,7 +25,11 @@ RATE, STEPS, SAVED, LARGEST = 1e-2, 6, 3, 48
 # Bases are refreshed in steps 3 and 5. With an epsilon of 1e-8 the first update is the sign of each rotated number,
 # and that of one near 0 depends on the rounding of a processor.
 SETTINGS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3, "frequency": 2, "largest": LARGEST}
-LLAMA = MODELS["llama"] | {"num_layers": 1, "ffn_hidden_size": 64}  # the FFN's side of a matrix has no basis
+LLAMA = MODELS["llama"] | {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+}  # the FFN's side of a matrix has no basis
 UNEVEN = {"batch": {"num_microbatches": 4}, "pipeline": {"layout": (1, 2)}}  # one empty slot
 CASES = {  # (model, two meshes with their sections)
     "padding and copies, then the host": (
@@ -84,6 +88,8 @@ def test_meshes_update_weights_as_numpy_does(model, first, second, tmp_path, mon
     assert outcome is not None and not outcome.error
     restored = StateSaver(other).restore(checkpoints, SAVED)
     checkpoints.close()
+    slots = restored.optimizer.slots["soap"].keys()
+    assert {f"{side}_{kind}" for side in ("rows", "columns") for kind in ("factor", "basis")} <= slots
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(restored.optimizer.slots["soap"]["square"])}
     assert kinds == {"pinned_host" if other.config.optimizer.offload else "device"}
 
