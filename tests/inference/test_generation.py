@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_models import COMMON, HYBRID, KIMI, LATENT_MODELS, MAMBA, MIXTRAL
+from mesh_models import COMMON, HYBRID, LATENT_MODELS, MAMBA, MIXTRAL
 from models_in_use import build
 
 import megajax
@@ -135,10 +135,9 @@ def test_logits_from_caches_are_those_of_the_plain_model():
     np.testing.assert_allclose(cached(model.weights, tokens), expected, atol=2e-5)
 
 
-def test_padding_behind_a_prompt_leaves_no_trace_in_what_recurrences_keep():
-    """A sequence goes on from the states and from the windows of the convolutions."""
-    mixers = {"kda": KIMI["kda"], "mamba2": MAMBA["mamba2"]}
-    model = build(HYBRID | mixers | {"num_layers": 3, "block_pattern": ["gated_deltanet", "kda", "mamba2"]}, {})
+def test_padding_behind_a_prompt_leaves_no_trace_in_what_a_delta_rule_keeps():
+    """A sequence goes on from the state and from the window of the convolution. Nemotron-H's mesh has Mamba-2's."""
+    model = build(HYBRID | {"num_layers": 1, "block_pattern": ["gated_deltanet"]}, {})
 
     @jax.jit
     def kept(weights, tokens):
