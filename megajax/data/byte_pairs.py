@@ -125,22 +125,26 @@ def read_tiktoken(path: Path) -> "tokenizers.Tokenizer":
 def add_missing(tokenizer: "tokenizers.Tokenizer", found: FolderTokens) -> None:
     """Add the tokens that only the files beside a tokenizer have; texts are cut at them, as in transformers.
 
-    Raises InputError if one would get another id than there.
+    What these files say of a token counts before the tokenizer's own file. Raises InputError if one would get another
+    id than there.
     """
     import tokenizers
 
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    names = {*found.names.values()}
     for number, token in sorted(found.added.items()):
+        if token.content not in known or token.has_flags:
+            flags = token._asdict() | {"special": token.special or token.content in names}
+            del flags["has_flags"]
+            tokenizer.add_tokens([tokenizers.AddedToken(**flags)])
         if token.content not in known:
-            flags = {"special": token.special, "lstrip": token.lstrip, "rstrip": token.rstrip, "normalized": False}
-            tokenizer.add_tokens([tokenizers.AddedToken(token.content, **flags)])
+            known.add(token.content)
             if tokenizer.token_to_id(token.content) != number:
                 raise InputError(
                     f"tokenizer_config.json gives {token.content} the id {number}, but the tokenizer beside it "
                     f"{tokenizer.token_to_id(token.content)}: copy all of the tokenizer's files again."
                 )
-    named = [name for name in found.names.values() if name not in known and tokenizer.token_to_id(name) is not None]
-    tokenizer.add_special_tokens(named)
+    tokenizer.add_special_tokens([name for name in names - known if tokenizer.token_to_id(name) is not None])
 
 
 def _encoding(path: Path, size: int) -> Encoding:

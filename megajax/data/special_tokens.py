@@ -42,6 +42,9 @@ class AddedToken(NamedTuple):
     special: bool = True
     lstrip: bool = False  # it takes the white space before it
     rstrip: bool = False
+    single_word: bool = False  # not within a word
+    normalized: bool = False  # looked for in the normalised text
+    has_flags: bool = False  # a file has those above
 
 
 class StoredToken(TypedDict):
@@ -51,6 +54,8 @@ class StoredToken(TypedDict):
     special: NotRequired[bool]
     lstrip: NotRequired[bool]
     rstrip: NotRequired[bool]
+    single_word: NotRequired[bool]
+    normalized: NotRequired[bool]
 
 
 @dataclass(frozen=True)
@@ -123,11 +128,11 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTok
     by_text = check(read_json(folder / ADDED), str(folder / ADDED), dict[Text, TokenId], CURE)
     place = f"{folder / CONFIG}, key added_tokens_decoder,"
     by_id = check(config.get("added_tokens_decoder") or {}, place, dict[IdText, StoredToken], CURE)
-    flags = AddedToken._fields[1:]
-    return {token: AddedToken(text) for text, token in by_text.items()} | {
-        int(token): AddedToken(stored["content"], **{name: stored.get(name, False) for name in flags})
-        for token, stored in by_id.items()
-    }
+    found = {token: AddedToken(text) for text, token in by_text.items()}
+    for token, stored in by_id.items():
+        usual = {"special": False, "normalized": not stored.get("special")}
+        found[int(token)] = AddedToken(**usual | stored, has_flags=True)
+    return found
 
 
 def end_of_document(tokenizer: "Tokenizer", spec: str, name: str | None = None, setting: str = "--eod-token") -> int:

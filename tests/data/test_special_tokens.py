@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken as TokenOfFile
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 import megajax
 from megajax.data.chat_template import find_chat_template
@@ -356,3 +357,39 @@ def test_templates_tokenizers_and_exports_read_the_names_of_the_same_file(case, 
     known = {} if "eos_token" in expected else {"eos_token": "</s>"}  # a known name, as documented
     end = (known | expected)["eos_token"]
     assert load_tokenizer(str(tmp_path)).end_of_document == tokenizer.token_to_id(end)
+
+
+# Flags of <x>, token 6, in tokenizer.json and in added_tokens_decoder, and by transformers 5.24 the tokens of
+# "a <x> b", whether it is in "a<x>b", and whether in "<X>" of a tokenizer that writes small letters
+PLAIN, LEFT, RIGHT = [0, 2, 6, 2, 1], [0, 6, 2, 1], [0, 2, 6, 1]
+FLAGS = [
+    (None, {}, PLAIN, True, False),
+    (None, {"lstrip": True}, LEFT, True, False),
+    (None, {"rstrip": True, "special": False}, RIGHT, True, False),
+    (None, {"single_word": True}, PLAIN, False, False),
+    (None, {"normalized": True}, PLAIN, True, True),
+    ({"lstrip": True}, None, LEFT, True, False),
+    ({"lstrip": True}, {}, PLAIN, True, False),
+    ({"single_word": True}, {"rstrip": True}, RIGHT, True, False),
+]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("named", [False, True], ids=["", "eos"])
+@pytest.mark.parametrize(("own", "added", "expected", "within", "in_capitals"), FLAGS, ids=str)
+def test_a_token_is_found_in_texts_as_the_files_say(tmp_path, own, added, expected, within, in_capitals, named):
+    """A name makes it special, and changes nothing else."""
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate("ab <>x")}, "a"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Split("", "isolated")
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    if own is not None:
+        tokenizer.add_tokens([TokenOfFile("<x>", **flags | own)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config: dict = {"eos_token": "<x>"} if named else {}
+    if added is not None:
+        config |= {"added_tokens_decoder": {"6": {"content": "<x>"} | flags | added}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert [*found.encode("a <x> b")] == expected
+    assert (6 in found.encode("a<x>b"), 6 in found.encode("<X>")) == (within, in_capitals)
+    assert ("<x>" in found.special_tokens) == (named or (added or {}).get("special", True))
