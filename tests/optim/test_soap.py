@@ -25,11 +25,8 @@ RATE, STEPS, SAVED, LARGEST = 1e-2, 6, 3, 48
 # Bases are refreshed in steps 3 and 5. With an epsilon of 1e-8 the first update is the sign of each rotated number,
 # and that of one near 0 depends on the rounding of a processor.
 SETTINGS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3, "frequency": 2, "largest": LARGEST}
-LLAMA = MODELS["llama"] | {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "ffn_hidden_size": 64,
-}  # the FFN's side of a matrix has no basis
+# The FFN's side of a matrix has no basis
+LLAMA = MODELS["llama"] | {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64}
 UNEVEN = {"batch": {"num_microbatches": 4}, "pipeline": {"layout": (1, 2)}}  # one empty slot
 CASES = {  # (model, two meshes with their sections)
     "padding and copies, then the host": (
