@@ -34,8 +34,9 @@ def test_a_package_is_imported_where_it_is_and_named_where_it_is_not(extra, monk
     assert str(missing.value).endswith(f"pip install 'megajax[{extra}]', or set KEY=0.")
 
 
-def test_a_package_that_does_not_load_is_named_with_the_reason(monkeypatch, tmp_path):
-    (tmp_path / "s3fs.py").write_text("import no_such_module_of_its_own")
+@pytest.mark.parametrize("problem", ["import {}", "raise ModuleNotFoundError('{}')", "raise OSError('{}')"])
+def test_a_package_that_does_not_load_is_named_with_the_reason(problem, monkeypatch, tmp_path):
+    (tmp_path / "s3fs.py").write_text(problem.format("no_such_module_of_its_own"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "s3fs", raising=False)
     with pytest.raises(ConfigError, match="KEY=1 cannot load s3fs .*no_such_module_of_its_own.*: repair its"):

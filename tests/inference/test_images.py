@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -16,10 +18,12 @@ from megajax import chat, evaluate, generate
 from megajax.data.image_processing import read_processor
 from megajax.data.images import Images, ImageText
 from megajax.data.pictures import Picture, PictureFiles
+from megajax.inference.comm import Prefill, WholeSequences
 from megajax.inference.generation import generator
 from megajax.inference.prompts import PicturePrompt
 from megajax.inference.sampling import Sampling
 from megajax.inference.scoring import ScoredWindow, Scorer
+from megajax.kernel_choice import Kernels
 
 FILES = Path(__file__).parents[1] / "data_files"
 IMAGE = 90
@@ -61,11 +65,18 @@ def test_greedy_tokens_and_their_scores_are_those_of_transformers(name, referenc
     assert found == [case["generated"] for case in given["cases"]]
     if name == "llava":
         _check_commands(tmp_path, given, capsys, monkeypatch)
-    if name == "qwen3_vl":
+    if name in ("qwen3_vl", "gemma3"):
         rows = zip(prompts, given["cases"], strict=True)
         windows = [ScoredWindow([*p.tokens, *c["generated"]], len(p.tokens), None, p.pictures) for p, c in rows]
         scores = [score.log_likelihood for score in Scorer(model).scores(windows)]
         assert scores == pytest.approx([case["log_likelihood"] for case in given["cases"]], rel=1e-5)
+
+
+def test_tokens_of_a_picture_see_both_sides_in_scored_texts_and_in_prompts():
+    mesh, positions, ends = megajax.build_mesh({}, jax.devices()[:1]), jnp.arange(4)[None], jnp.array([[0, 3, 3, 0]])
+    for comm in (WholeSequences(mesh, Kernels(), 4), Prefill(mesh, Kernels(), 4, jnp.array([4]), 4, 1)):
+        found = comm.token_positions(positions, ends)
+        assert found.index is positions and found.two_sided_ends is ends
 
 
 def _check_commands(folder: Path, given: dict, capsys, monkeypatch) -> None:

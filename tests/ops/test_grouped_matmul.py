@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mesh_models import MIXTRAL
+from single_device import make_config
 
+from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
-from megajax.kernel_choice import EMULATED, Hardware, choose_grouped_matmul
+from megajax.kernel_choice import EMULATED, Hardware, Kernels, choose_grouped_matmul
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_matmul_kernel as kernel
 from megajax.ops import grouped_matmul_triton as triton
@@ -228,6 +231,11 @@ def test_whole_experts_are_the_cure_for_a_width_that_tensor_divides():
         ConfigError, match="2880, 1440: add tensor to mesh.experts_over, or use kernels.grouped_matmul=xla"
     ):
         choose("pallas", widths=(2880, 1440), over_tensor=True)
+    model = MIXTRAL | {"hidden_size": 128, "head_dim": 32, "num_experts": 8, "expert_ffn_hidden_size": 2880}
+    for over, width in ((["expert"], 1440), (["expert", "tensor"], 2880)):
+        config = make_config(model, {"expert": 2, "tensor": 2, "experts_over": over}, precision={"compute": "bfloat16"})
+        chosen = Kernels.choose(config, check_mesh(config, 4), Hardware("gpu", "9.0"))
+        assert chosen.grouped_matmul == ("triton" if width == 1440 else "pallas"), chosen.grouped_matmul_reason
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4", "blockwise"])

@@ -18,6 +18,7 @@ from megajax.layout.kinds import KINDS, LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import LayerContext
 from megajax.model.comm import Comm, TokenPositions
+from megajax.model.recurrent import rows
 from megajax.model.sublayer import BlockInputs
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -54,6 +55,15 @@ def test_it_is_a_loop_over_tokens():
     y, metrics = jax.jit(lambda weights, x: make(config).apply(weights, x, ctx))(weights, x.reshape(-1, D))
     np.testing.assert_allclose(y, (expected @ w["output"]).reshape(-1, D), rtol=1e-4, atol=1e-4)
     assert metrics == {}
+
+
+def test_tokens_beyond_both_ends_of_a_sequence_are_zeros():
+    """From another position in each row, as generation keeps the newest tokens of each prompt."""
+    x, first = 1 + np.arange(2 * 4 * 3).reshape(2, 4, 3), np.array([0, -2, 3])
+    found = rows(jnp.asarray(x[[0, 1, 0]]), jnp.asarray(first), 3)
+    padded = np.pad(x, ((0, 0), (2, 3), (0, 0)))
+    expected = [padded[row, 2 + start : 5 + start] for row, start in zip((0, 1, 0), first, strict=True)]
+    np.testing.assert_array_equal(found, expected)
 
 
 def make(table, mesh, microbatches=1, model=None, **sections):
