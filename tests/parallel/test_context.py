@@ -328,6 +328,7 @@ def test_the_logged_imbalance_is_the_busiest_devices_keys_over_those_of_a_mean_o
     ("window", "zigzag", "near", "two_sided_ends"),
     [
         *((None, True, 7, None), (1, True, 0, None), (3, True, 1, None), (4, True, 2, None), (1, False, 7, None)),
+        *((6, True, 3, None), (8, True, 7, None)),  # the largest window of two ways, and the first of one way
         (3, True, 7, np.full((1, 4), 20)),
     ],
 )

@@ -6,6 +6,8 @@ microbatch.
 """
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ from megajax.config.checks import check_mesh
 from megajax.layout.backward_parts import backward_parts
 from megajax.mesh import AXES, build_mesh
 from megajax.sharding import EMPTY, stored_layers
+from megajax.step.pipeline.runner import StageRunner
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -140,3 +143,16 @@ def test_the_evaluation_loss_is_that_of_the_reference(table, make_config):
     assert tokens == fields["loss_mask"].sum()
     expected = table.expected_evaluation(config, weights, fields)
     assert float(loss / tokens) == pytest.approx(expected, rel=table.SCALAR_TOLERANCE)
+
+
+def test_virtual_stages_have_their_parts_of_loops_and_of_single_layers():
+    """Of four: the layers of a segment without a loop are stacked by stage, those of a loop follow each other."""
+    stack = SimpleNamespace(segments=[SimpleNamespace(iterations=n) for n in (1, 3)])
+    own: Any = SimpleNamespace(schedule=SimpleNamespace(virtual_stages=4), stack=stack)
+    single, loop = np.arange(4 * 2).reshape(4, 2), np.arange(12 * 2).reshape(12, 2)
+    layers: Any = [({"a": single},), ({"a": loop},)]
+    found: Any = StageRunner.by_virtual_stage(own, layers)
+    for r, (of_single, of_loop) in enumerate(found):
+        np.testing.assert_array_equal(of_single[0]["a"], [2 * r, 2 * r + 1])
+        np.testing.assert_array_equal(of_loop[0]["a"], 6 * r + np.arange(6).reshape(3, 2))
+    jax.tree.map(np.testing.assert_array_equal, StageRunner.join_virtual_stages(own, found), layers)
