@@ -1,6 +1,7 @@
 """Attention over `context`: outputs and gradients against plain float64 attention, and training on such meshes."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ B, S, H = 2, 48, 8
 SPEC = P(None, "context")
 
 
-def plain_scores(q, k, *, window=None, segments=None, softcap=None, causal=True):
+def plain_scores(q, k, *, window=None, segments=None, softcap=None, causal=True, runs=None):
     """exp(scores) `[B, N, S, S]` of q `[B, S, N, H]` and k `[B, S, K, H]` in float64, 0 where a key is not seen."""
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = np.einsum("bqnh,bknh->bnqk", q, k) / np.sqrt(q.shape[-1])
@@ -35,6 +36,8 @@ def plain_scores(q, k, *, window=None, segments=None, softcap=None, causal=True)
     behind = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
     visible = ((behind >= 0) | (not causal)) & (np.abs(behind) < (window or S))
     visible = np.broadcast_to(visible, scores.shape).copy()
+    if runs is not None:
+        visible |= ((runs[:, :, None] == runs[:, None, :]) & (runs[:, :, None] > 0))[:, None]
     if segments is not None:
         visible &= (segments[:, :, None] == segments[:, None, :])[:, None]
     return np.where(visible, np.exp(scores), 0)
@@ -69,7 +72,7 @@ def gradients_of(function, arguments, dout, epsilon=1e-6):
 
 
 def on_devices(
-    strategy: str, size: int, scores: Scores, window, q, k, v, sinks, dout, segments=None, balanced=True, causal=True
+    strategy, size, scores: Scores, window, q, k, v, sinks, dout, segments=None, balanced=True, causal=True, runs=None
 ):
     """(each head's largest score, output, dq, dk, dv) of FP32 attention on `size` devices; and dsinks, if any.
 
@@ -96,11 +99,16 @@ def on_devices(
     sizes = reorder(fields[token_order.GROUP_SIZE], order) if fields else None
     logits = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
-    def local(q, k, v, dout, documents, index, sizes, sinks):
+    flags = None if runs is None else jnp.asarray(reorder(runs > 0, order))
+
+    def local(q, k, v, dout, documents, index, sizes, flags, sinks):
         fields = {"tokens": q[..., 0, 0], "segment_ids": documents, "order": index, token_order.GROUP_SIZE: sizes}
         fields = {name: field[None] for name, field in fields.items() if field is not None}
         batch, _ = token_order.add_token_positions(fields, size, causal=causal)
         positions = token_order.token_positions_of({name: field[0] for name, field in batch.items()}, size)
+        if flags is not None:
+            ends = token_order.two_sided_ends(flags[None], fields.get("order"), size)[0]
+            positions = replace(positions, two_sided_ends=ends)
 
         def attention(q, k, v, sinks):
             chosen, _ = choose_context(strategy, size, {"query heads": q.shape[2], "KV heads": k.shape[2]}, False)
@@ -113,7 +121,7 @@ def on_devices(
     def unless_none(a, spec):
         return None if a is None else spec
 
-    of_tokens = documents, index, sizes
+    of_tokens = documents, index, sizes, flags
     specs = (*[SPEC] * 4, *(unless_none(a, SPEC) for a in of_tokens), unless_none(logits, P()))
     out_specs = (P("context"), *[SPEC] * 4, P("context"))  # of sinks each device's share, one after the other
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
@@ -129,12 +137,21 @@ DOCUMENTS = np.stack([np.repeat(np.arange(6), (5, 1, 13, 17, 9, 3)), np.repeat(n
 )
 # Of groups of 1, 2 and 4 devices: halves, quarters and eighths of these rows are whole documents in another order.
 GROUPED = np.stack([np.repeat(np.arange(5), (7, 24, 6, 5, 6)), np.repeat(np.arange(5), (24, 9, 6, 3, 6))])
+# Prefixes of documents, whose tokens see each other on both sides, by their numbers: all of a document but two tokens
+PREFIXES = np.where(
+    np.stack([np.arange(S) < np.searchsorted(row, row, "right") - 2 for row in DOCUMENTS]), DOCUMENTS + 1, 0
+)
 SINKS = np.linspace(-2, 3, 8)
 OPTIONS = {
     "groups, with sinks": {"segments": GROUPED, "sinks": SINKS},
     "groups, window on both sides, soft-cap": {"segments": GROUPED, "window": 11, "softcap": 2.0, "causal": False},
     # Four devices have a divisor in common with the KV heads, but do not divide them.
-    "packed, with sinks": {"segments": DOCUMENTS, "sinks": np.linspace(-2, 3, 12), "heads": (12, 6)},
+    "packed, with sinks": {
+        "segments": DOCUMENTS,
+        "sinks": np.linspace(-2, 3, 12),
+        "heads": (12, 6),
+        "runs": PREFIXES,
+    },
     "packed, in zig-zag": {"segments": DOCUMENTS},
     "narrow window": {"window": 3},
     "window, with sinks": {"window": 11, "sinks": SINKS},
@@ -175,13 +192,14 @@ def test_attention_and_its_gradients_are_those_of_plain_attention(strategy, size
     options = OPTIONS[name]
     # Fewer KV heads than devices, also where the devices share the heads.
     q, k, v, dout = numbers(*options.get("heads", (8, 2)), options.get("value_width", H))
-    segments, window, softcap, sinks = (options.get(name) for name in ("segments", "window", "softcap", "sinks"))
+    names = ("segments", "window", "softcap", "sinks", "runs")
+    segments, window, softcap, sinks, runs = map(options.get, names)
     causal = options.get("causal", True)
     arguments = (q, k, v) if sinks is None else (q, k, v, sinks)
 
-    how = {"window": window, "segments": segments, "softcap": softcap, "causal": causal}
+    how = {"window": window, "segments": segments, "softcap": softcap, "causal": causal, "runs": runs}
     plain, scores = partial(plain_attention, **how), Scores(H**-0.5, softcap, "reference", wants_largest=True)
-    given = q, k, v, sinks, dout, segments, "zig-zag" not in name, causal
+    given = q, k, v, sinks, dout, segments, "zig-zag" not in name, causal, runs
     largest, out, *gradients = on_devices(strategy, size, scores, window, *given)
     # QK-clip's bound of each head's scores, of the head's own number
     of_heads = np.log(plain_scores(q, k, **how).sum(-1)).max(axis=(0, 2))
