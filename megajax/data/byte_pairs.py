@@ -134,9 +134,9 @@ def add_missing(tokenizer: "tokenizers.Tokenizer", found: FolderTokens) -> None:
     names = {*found.names.values()}
     for number, token in sorted(found.added.items()):
         if token.content not in known or token.has_flags:
-            flags = token._asdict() | {"special": token.special or token.content in names}
-            del flags["has_flags"]
-            tokenizer.add_tokens([tokenizers.AddedToken(**flags)])
+            flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+            special = token.special or token.content in names
+            tokenizer.add_tokens([tokenizers.AddedToken(token.content, special=special, **flags)])
         if token.content not in known:
             known.add(token.content)
             if tokenizer.token_to_id(token.content) != number:

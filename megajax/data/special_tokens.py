@@ -130,8 +130,8 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTok
     by_id = check(config.get("added_tokens_decoder") or {}, place, dict[IdText, StoredToken], CURE)
     found = {token: AddedToken(text) for text, token in by_text.items()}
     for token, stored in by_id.items():
-        usual = {"special": False, "normalized": not stored.get("special")}
-        found[int(token)] = AddedToken(**usual | stored, has_flags=True)
+        usual: StoredToken = {"content": "", "special": False, "normalized": not stored.get("special")}
+        found[int(token)] = AddedToken(**{**usual, **stored}, has_flags=True)
     return found
 
 
