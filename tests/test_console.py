@@ -120,7 +120,7 @@ def test_every_command_names_the_option_that_is_nearest_to_an_unknown_one(comman
 
 
 TAKE_KEYS = {"train", "launch", "preflight", "plan", "compile", "verify", "bench", "profile", "inspect"}
-TAKE_KEYS |= {"explain-weight"}
+TAKE_KEYS |= {"explain-weight", "schedule"}
 TAKE_A_MESH = {"generate", "chat", "evaluate"}
 
 

@@ -114,7 +114,7 @@ def test_the_step_has_the_loss_and_gradients_of_transformers(name):
     # Two rows; three heads are not divided.
     sizes = dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2 if config.model.num_kv_heads % 2 == 0 else 1}
     mesh = build_mesh(sizes, jax.devices()[: np.prod(list(sizes.values()))])
-    program = TrainProgram.build(config, mesh)
+    program = TrainProgram.build(config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)}), mesh)
     params = {
         name: jax.device_put(stored_in(w, program.placements[name], w.dtype), program.state_shardings.params[name])
         for name, w in weights.items()
