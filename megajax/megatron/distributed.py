@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from megajax.errors import InputError, file_reader, shown
 from megajax.megatron import METADATA, NEWEST, RANK_FILE, is_distributed, is_legacy
 from megajax.megatron.pickled import Plain, TensorInfo, TorchZip, load_plain
 
-OPEN_FILES = 64
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 # Norms that are fused with the layer after them, as Transformer Engine's modules name them
 FUSED_NORMS = {
@@ -86,7 +85,6 @@ class MegatronTensors:
     def __init__(self, folder: str | Path, model: ModelConfig):
         """`model` is the run's: prediction modules count from its layers on, the vocabulary is without padding."""
         self.folder, self._vocabulary = newest(Path(folder)), model.vocab_size
-        self._open: dict[str, BinaryIO] = {}
         self._placed = lru_cache(maxsize=4096)(self._place)
         self._by_state: dict[str, dict[str, NamedPart]] = {"": {}}
         stored = in_model_space(_stored_tensors(self.folder), str(self.folder / METADATA))
@@ -105,7 +103,7 @@ class MegatronTensors:
 
     def of_state(self, state: str) -> "MegatronTensors":
         """The tensors of such an array instead, by the names of the parameters after `state_prefix`."""
-        chosen = copy.copy(self)  # with the same open files
+        chosen = copy.copy(self)
         chosen._choose(state)
         return chosen
 
@@ -113,8 +111,7 @@ class MegatronTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        """Nothing stays open."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without the padding of the vocabulary."""
@@ -195,18 +192,15 @@ class MegatronTensors:
     def _place(self, chunk: Chunk, stored: StoredTensor) -> int:
         """The first byte of a chunk's numbers in its file."""
         path = self.folder / chunk.file
-        if chunk.file not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[chunk.file] = path.open("rb")
         source = f"{path} ({stored.key})"
         if chunk.start + chunk.length > path.stat().st_size:
             raise InputError(f"{path} is shorter than {METADATA} says: copy it again.")
-        archive = TorchZip(self._open[chunk.file], chunk.start, chunk.length, source)
-        info = archive.value
-        if not isinstance(info, TensorInfo) or (info.shape, info.dtype) != (chunk.sizes, stored.dtype):
-            raise InputError(f"{source} has another tensor than {METADATA} says: copy the whole checkpoint again.")
-        return archive.place(info).at
+        with path.open("rb") as file:  # of its own: several threads read at the same time
+            archive = TorchZip(file, chunk.start, chunk.length, source)
+            info = archive.value
+            if not isinstance(info, TensorInfo) or (info.shape, info.dtype) != (chunk.sizes, stored.dtype):
+                raise InputError(f"{source} has another tensor than {METADATA} says: copy the whole checkpoint again.")
+            return archive.place(info).at
 
 
 def newest(folder: Path) -> Path:

@@ -65,7 +65,6 @@ class LegacyTensors(MegatronTensors):
     @file_reader("folder")
     def __init__(self, folder: str | Path, model: ModelConfig):
         self.folder, self._vocabulary = newest(Path(folder)), model.vocab_size
-        self._open = {}
         self._placed = lru_cache(maxsize=4096)(self._place)
         files = _rank_files(self.folder)
         pieces: dict[str, dict[int, LocalTensor]] = {}  # by name and tensor-parallel rank

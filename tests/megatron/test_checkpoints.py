@@ -12,7 +12,9 @@ import os
 import pickle
 import shutil
 import struct
+import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +134,22 @@ def test_a_device_has_its_own_heads_of_matrices_that_are_read_in_pieces(unpack, 
         for name in (f"blocks.dense.attention.{own}" for own in ("query", "key", "value")):
             found = readers[name].on_devices(heads, np.float32)
             np.testing.assert_array_equal(found, pattern(name, shapes[name]), err_msg=name)
+
+
+def test_threads_read_tensors_of_one_file_at_the_same_time(unpack):
+    folder, interval = unpack("gqa"), sys.getswitchinterval()
+    model = ModelConfig.model_validate(stored("gqa")[0])
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            with MegatronTensors(folder, model) as tensors, ThreadPoolExecutor(8) as pool:
+                blocks = {name: [slice(0, size) for size in tensors.shape(name)] for name in tensors.files}
+                found = [*pool.map(tensors.read, blocks, blocks.values())]
+    finally:
+        sys.setswitchinterval(interval)
+    with MegatronTensors(folder, model) as tensors:
+        for name, read_by_a_thread in zip(blocks, found, strict=True):
+            np.testing.assert_array_equal(read_by_a_thread, tensors.read(name, blocks[name]), err_msg=name)
 
 
 def test_experts_begin_as_copies_of_a_dense_checkpoints_mlps(unpack):
