@@ -16,14 +16,14 @@ pipeline-model-parallel-comm-backend str, flash-attention-version int, moe-pad-e
     use-tp-pp-dp-mapping, disable-gloo-process-groups off->use_gloo_process_groups, use-sharp, sharp-enabled-group str,
     distributed-timeout-seconds-after-init int, use-nccl-ub flag->nccl_ub, disable-symmetric-registration,
     gtp-remat-nccl-ub, gtp-expert-remat-nccl-ub, suggested-communication-unit-size int, fake-process-group,
-    cuda-graph-scope many->cuda_graph_scope_deprecated, cuda-graph-modules many,
+    cuda-graph-scope many->cuda_graph_scope_deprecated, cuda-graph-modules many=,
     inference-dynamic-batching-num-cuda-graphs int=16, decode-only-cuda-graphs, inference-cuda-graph-all-prefills,
     inference-cuda-graph-max-tokens int=512, inference-dynamic-batching-cuda-graph-mixed-prefill-count int=16,
     inference-dynamic-batching-cuda-graph-sizing-distribution str=exponential | | settings of NCCL, CUDA and PyTorch:
     XLA has its own
-distribute-saved-activations, gtp-remat-opt-in-modules many, ddp-num-buckets int, ddp-bucket-size int,
+distribute-saved-activations, gtp-remat-opt-in-modules many=, ddp-num-buckets int, ddp-bucket-size int,
     ddp-pad-buckets-for-high-nccl-busbw, ddp-reduce-scatter-with-fp32-accumulation,
-    gtp-remat-reduce-scatter-with-fp32-accumulation, ddp-param-name-patterns-for-fp32-local-accumulation many,
+    gtp-remat-reduce-scatter-with-fp32-accumulation, ddp-param-name-patterns-for-fp32-local-accumulation many=,
     ddp-average-in-collective, megatron-fsdp-version int=1, no-use-layer-wise-param-layout
     off->use_layer_wise_param_layout, fsdp-manual-registration, create-all-gather-group, outer-dp-sharding-strategy
     str=no_shard, fsdp-double-buffer, enable-full-sharding-in-hsdp, torch-fsdp2-no-reshard-after-forward
@@ -38,13 +38,13 @@ moe-shared-expert-glu-interleave-size int, moe-router-padding-for-quantization, 
     moe-hybridep-num-sms-preprocessing int=108, moe-ncclep-zero-copy, moe-mlp-glu-interleave-size int,
     moe-paged-stash, moe-paged-stash-page-size int=64, moe-paged-stash-buffer-size-factor-cuda float=1.1,
     moe-paged-stash-buffer-size-factor-cpu float=0.0 | | how tokens reach their experts: communication.experts chooses
-cpu-offloading-retain-pinned-cpu-buffers, offload-modules many, min-offloaded-tensor-size int=1048576,
+cpu-offloading-retain-pinned-cpu-buffers, offload-modules many=, min-offloaded-tensor-size int=1048576,
     delta-offload-bytes-across-pp-ranks int=0, activation-offload-fraction float=1.0,
     fine-grained-offloading-max-inflight-offloads int, use-torch-optimizer-for-cpu-offload,
     dump-param-to-param-group-map str, no-pin-cpu-grads off->pin_cpu_grads, no-pin-cpu-params off->pin_cpu_params | |
     details of offloading: optimizer.offload and remat.policy=offload have none
-moe-per-layer-logging, config-logger-dir str, pytorch-profiler-collect-shapes, pytorch-profiler-collect-callstack,
-    pytorch-profiler-collect-chakra, profile-ranks many, record-memory-history, memory-snapshot-path
+moe-per-layer-logging, config-logger-dir str=, pytorch-profiler-collect-shapes, pytorch-profiler-collect-callstack,
+    pytorch-profiler-collect-chakra, profile-ranks many=, record-memory-history, memory-snapshot-path
     str=snapshot.pickle, record-shapes, nvtx-ranges, save-params-interval int, save-activations-interval int,
     save-tokens-per-expert-interval int, save-wgrads-interval int, save-dgrads-interval int, flight-recorder-dump-path
     str, flight-recorder-trace-buffer-size int=2000, no-flight-recorder-dump-on-timeout
@@ -130,7 +130,7 @@ rl-prompts-per-eval int=32, grpo-prompts-per-step int=32, grpo-group-size int=2,
     no-rl-offload-inference-model-weights-when-idle off->rl_offload_inference_model_weights_when_idle, refit-method
     str=gloo, rl-verify-model-weights-swap, no-rl-verify-model-weights-swap off->rl_verify_model_weights_swap,
     rl-skip-bos-token, no-rl-skip-bos-token off->rl_skip_bos_token, rl-profile, rl-profile-dir str,
-    rl-inference-parsers many | | without --perform-rl-step they do nothing
+    rl-inference-parsers many= | | without --perform-rl-step they do nothing
 dsa-indexer-n-heads int, dsa-indexer-head-dim int, dsa-indexer-topk int, dsa-indexer-topk-freq int=1,
     dsa-indexer-skip-topk-offset int=0, dsa-indexer-loss-coeff float, dsa-indexer-use-sparse-loss, dsa-kernel-backend
     str=none, dsa-indexer-rope-interleaved, no-dsa-indexer-rotate-activation off->dsa_indexer_rotate_activation,
@@ -145,7 +145,7 @@ dsa-indexer-n-heads int, dsa-indexer-head-dim int, dsa-indexer-topk int, dsa-ind
     relative-attention-max-distance int=128, bert-no-binary-head off->bert_binary_head, mamba-training-ssm-states-dtype
     str, mask-prob float=0.15, short-seq-prob float=0.1, ict-head-size int, biencoder-projection-dim int=0,
     biencoder-shared-query-context-model, titles-data-path str, query-in-block-prob float=0.1, use-one-sent-docs,
-    evidence-data-path str, retriever-report-topk-accuracies many, retriever-score-scaling, block-data-path str,
+    evidence-data-path str, retriever-report-topk-accuracies many=, retriever-score-scaling, block-data-path str,
     embedding-path str, indexer-batch-size int=128, indexer-log-interval int=1000, num-classes int=1000, img-h
     int=224, img-w int=224, num-channels int=3, patch-dim int=16, classes-fraction float=1.0, data-per-class-fraction
     float=1.0, no-data-sharding off->data_sharding, head-lr-mult float=1.0, vision-backbone-type str=vit,
@@ -177,7 +177,7 @@ no-tp-comm-bulk-wgrad off->tp_comm_bulk_wgrad, disable-tp-comm-bulk-wgrad off->t
     microbatch-group-size-per-virtual-pipeline-stage int->microbatch_group_size_per_vp_stage,
     high-priority-a2a-comm-stream, inference-fuse-tp-communication, tp-comm-overlap-cfg str,
     overlap-cpu-optimizer-d2h-h2d, no-align-grad-reduce off->align_grad_reduce, disable-align-grad-reduce
-    off->align_grad_reduce, high-priority-stream-groups many, no-overlap-p2p-communication off->overlap_p2p_comm,
+    off->align_grad_reduce, high-priority-stream-groups many=, no-overlap-p2p-communication off->overlap_p2p_comm,
     overlap-param-gather-with-optimizer-step, no-align-param-gather off->align_param_gather | | communication always
     overlaps with computation where possible
 cross-entropy-fusion-impl str=native, use-fused-weighted-squared-relu, fused-residual-rmsnorm,
@@ -268,7 +268,7 @@ tensor-parallel-num-weight-shards int, expert-tensor-parallel-num-weight-shards 
 freeze-all-layers | | all parameters are trained; optimizer.groups with learning_rate 0 freezes some
 apply-wd-to-qk-layernorm, no-weight-decay-cond-type str | | norms of queries and keys have the weight decay of all
     norms: optimizer.decay_norms
-iterations-to-skip many, skip-train, test-mode | | all batches are trained: none is left out by its number, and a run
+iterations-to-skip many=, skip-train, test-mode | | all batches are trained: none is left out by its number, and a run
     is a training
 start-eval-at-iter int, eval-global-batch-size int, eval-micro-batch-size int | | evaluations have the batch of the
     training, from the start on

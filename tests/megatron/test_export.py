@@ -3,9 +3,11 @@
 dev/megatron_checkpoints.py has megatron-core read them.
 """
 
+import json
 import pickle
 import pickletools
 import zipfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -36,6 +38,7 @@ from megajax.tools.from_megatron.training import translate_precision
 from megajax.tools.from_megatron.translation import Translation
 
 STEP = 5
+PARSER = json.loads((Path(__file__).parent.parent / "data_files/megatron_lines.json").read_text())
 SMALL = {"hidden_size": 16, "num_heads": 4, "num_layers": 2, "ffn_hidden_size": 24, "vocab_size": 50}
 GPT = SMALL | {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True}
 MODELS = {
@@ -212,6 +215,25 @@ def test_an_argument_is_that_of_megatrons_rules(name, more, expected):
     config = make_config(MODELS[name] | more, batch={"global_size": 8, "sequence_length": 32})
     arguments = arguments_for(config, STEP, 40, (1, 1, 1))
     assert {key: arguments[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_argument_has_a_type_of_megatrons_parser(name):
+    """The type of its default, or of what it made of some launch line."""
+    found = arguments_for(
+        make_config(MODELS[name], batch={"global_size": 8, "sequence_length": 32}), STEP, 40, (1, 1, 1)
+    )
+    values: dict[str, list] = {}
+    for dest, kind, default in PARSER["flags"].values():
+        values.setdefault(dest, []).extend([default, True, False] if kind in ("flag", "off") else [default])
+    for line in PARSER["lines"].values():
+        for dest, value in line["parsed"].items():
+            values.setdefault(dest, []).append(value)
+    types = {dest: {type(value) for value in own} for dest, own in values.items()}
+    types = {dest: own | {float} if int in own else own for dest, own in types.items()}
+    types["params_dtype"] = {np.dtype}  # torch's, of which JSON has the name
+    wrong = {dest: value for dest, value in found.items() if not isinstance(value, tuple(types.get(dest, {object})))}
+    assert not wrong and len(found.keys() & types.keys()) > 800
 
 
 @pytest.mark.parametrize(

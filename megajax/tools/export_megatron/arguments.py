@@ -29,9 +29,9 @@ OF_YARN = {
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
 }
-# Megatron's values where they are of another type than the flags' words
+# Megatron's values where they are not the flags' words
 PARSED = {"moe_layer_freq": 1, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
-PARSED |= {"config_logger_dir": "", "offload_modules": [], "cuda_graph_modules": []}
+PARSED |= {"exit_signal": 15, "fim_eod_token": "<|endoftext|>"}
 # Several settings that together say the kind of each layer
 OF_LAYERS = ("block_pattern", "first_dense_layers", "moe_layer_interval", "layer_pattern", "rope_pattern")
 
