@@ -97,9 +97,14 @@ def read_folder(folder: str | Path, with_images: bool = True) -> tuple[Family, d
 
     Raises InputError for a family that is not known, a value that no model has, and a model that megajax does not have.
     """
-    config, path = read_config(folder, WITH_IMAGES if with_images else ()), Path(folder) / "config.json"
+    config, path = read_config(folder, WITH_IMAGES if with_images else (), FAMILIES), Path(folder) / "config.json"
     name = config["model_type"]
     if name not in FAMILIES:
+        if (whole := read_config(folder, WITH_IMAGES)["model_type"]) in FAMILIES:
+            raise InputError(
+                f"{path}: megajax reads model_type={whole} only with its images: set model.vision, or take the section "
+                f"model from `{command('hf', 'config', folder)}`."
+            )
         raise InputError(f"{path}: model_type={shown(name)} is not known: megajax reads {', '.join(sorted(FAMILIES))}.")
     family, config = FAMILIES[name], complete(config, path)
     check_values(config, family.names, path)

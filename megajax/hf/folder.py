@@ -243,10 +243,11 @@ def folder_bytes(folder: Path) -> int:
 
 
 @file_reader("folder")
-def read_config(folder: str | Path, whole: Collection[str] = ()) -> dict[str, Any]:
+def read_config(folder: str | Path, whole: Collection[str] = (), families: Collection[str] = ()) -> dict[str, Any]:
     """The folder's config.json; of a model that also reads images, that of its language model.
 
-    It is the whole one of the model_types `whole`.
+    It is the whole one of the model_types `whole`. Warns of a part that is left out if the model's type is one of
+    `families`.
     """
     path = Path(folder) / "config.json"
     if (adapters := path.with_name(ADAPTERS)).is_file():
@@ -259,17 +260,19 @@ def read_config(folder: str | Path, whole: Collection[str] = ()) -> dict[str, An
     config = read_json(path)
     text = config.get("text_config")
     is_whole = config.get("model_type") in whole and config.get("vision_config")
+    left_out: list[str] = []
     if not is_whole and isinstance(text, dict) and "model_type" in text:
-        if left_out := [key for key in OTHER_TOWERS if config.get(key)]:
-            warnings.warn(
-                f"{path}: the language model (text_config) is read, and the model of {' and '.join(left_out)} is not.",
-                stacklevel=2,
-            )
+        left_out = [key for key in OTHER_TOWERS if config.get(key)]
         config = _text_config(config, text, path)
     if (named := config.get("transformers_weights")) not in (None, SINGLE, INDEX):
         raise InputError(f"{path}: transformers_weights={named} is not {SINGLE}: rename the file, and remove the key.")
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path} has no model_type: give the folder of a model in Hugging Face's format.")
+    if left_out and config["model_type"] in families:
+        warnings.warn(
+            f"{path}: the language model (text_config) is read, and the model of {' and '.join(left_out)} is not.",
+            stacklevel=2,
+        )
     return config
 
 

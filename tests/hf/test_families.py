@@ -141,6 +141,27 @@ def test_the_language_model_of_a_folder_with_images_is_read(tmp_path, prefix):
     check_weights(tmp_path, model, np.load(FILES / "tiny_gemma3_text.npz"))
 
 
+@pytest.mark.parametrize(
+    ("whole", "text", "with_images", "sentence"),
+    [
+        *(
+            (name, f"{name}_text", False, f"model_type={name} .*model.vision")
+            for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+        ),
+        ("gemma9", "qwen2_vl_text", False, "model_type=qwen2_vl_text is not known"),
+        ("gemma9", "gemma9_text", True, "model_type=gemma9_text is not known"),
+    ],
+)
+def test_a_folder_whose_language_model_is_not_read_alone_is_an_error_without_a_warning(
+    tmp_path, recwarn, whole, text, with_images, sentence
+):
+    config = {"model_type": whole, "text_config": {"model_type": text}, "vision_config": {"depth": 3}}
+    write_config(tmp_path, config)
+    with pytest.raises(InputError, match=sentence):
+        read_folder(tmp_path, with_images)
+    assert not recwarn.list
+
+
 def check_weights(folder: Path, model: ModelConfig, expected) -> None:
     """The parameters that are read from a folder are the expected ones."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
