@@ -86,10 +86,10 @@ class Fp8:
         values = _numbers(E4M3, stored.read_stored(self.name, slices).view(np.uint8))
         block = self._block(stored.stored_shape(self.name))
         if block is None:
-            values *= stored.read_stored(self.scales, ()).astype(np.float32)
+            values *= _scales(stored, self.scales, ())
             return values
         blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(slices, block, strict=True))
-        scales = stored.read_stored(self.scales, blocks).astype(np.float32)
+        scales = _scales(stored, self.scales, blocks)
         block_of = [np.arange(s.start, s.stop) // b - s.start // b for s, b in zip(slices, block, strict=True)]
         values *= scales[np.ix_(*block_of)]
         return values
@@ -131,7 +131,7 @@ class Mxfp4:
     def read(self, stored: StoredTensors, slices: Slices) -> np.ndarray:
         experts, inner, out = slices
         groups = slice(inner.start // GROUP, -(-inner.stop // GROUP))
-        scales = E8M0[stored.read_stored(self.scales, (experts, out, groups))]
+        scales = _scales(stored, self.scales, (experts, out, groups))
         blocks = stored.read_stored(self.blocks, (experts, out, groups, slice(0, GROUP // 2)))
         blocks = np.ascontiguousarray(blocks.transpose(0, 2, 3, 1))  # bytes: a fourth of the numbers they stand for
         E, G, half, N = blocks.shape
@@ -195,6 +195,19 @@ def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: st
             beside = name.removesuffix("weight") + INPUT_SCALE
             found[name] = Fp8(name, block, COMPRESSED_SCALE, beside if beside in names else None)
     return found
+
+
+def _scales(stored: StoredTensors, name: str, slices: Slices) -> np.ndarray:
+    """A block of scales in FP32, of bytes the powers of two; InputError if one is not finite."""
+    found = stored.read_stored(name, slices)
+    scales = E8M0[found] if found.dtype == np.uint8 else found.astype(np.float32)
+    if not np.isfinite(scales).all():
+        wrong = scales[~np.isfinite(scales)].flat[0]
+        raise InputError(
+            f"{stored.folder}: {name} has a scale that is {wrong}, and so are its weights: copy the whole model "
+            "again, or quantise it again."
+        )
+    return scales
 
 
 def _numbers(table: np.ndarray, codes: np.ndarray) -> np.ndarray:

@@ -167,6 +167,33 @@ def test_an_mxfp4_folder_has_its_weights_on_a_mesh(tmp_path, small_pieces):
         np.testing.assert_array_equal(found["down"][layer], expected[layer, "down_proj"])
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("settings", "parts", "bad"),
+    [
+        (FP8, ("w", "w_scale_inv"), np.float32(np.nan)),
+        (FP8, ("w", "w_scale_inv"), ml_dtypes.bfloat16(-np.inf)),
+        (FP8, ("w", "w_scale_inv"), E8M0(np.nan)),
+        (FP8 | {"weight_block_size": None}, ("w", "w_scale_inv"), np.float32(np.inf)),
+        ({"quant_method": "mxfp4"}, ("w_blocks", "w_scales"), np.uint8(255)),
+    ],
+)
+def test_a_scale_that_is_not_finite_is_a_sentence_where_it_is_read(tmp_path, settings, parts, bad):
+    if settings["quant_method"] == "mxfp4":
+        values, scales, blocks = np.zeros((1, 8, 2, 16), np.uint8), np.full((1, 8, 2), 127, np.uint8), (1, 32, 8)
+    else:
+        shape = (3, 4) if settings["weight_block_size"] else ()
+        values, scales, blocks = np.ones((40, 30), E4M3), np.ones(shape, bad.dtype), (32, 16)
+    scales[(-1,) * scales.ndim] = bad
+    save_file(dict(zip(parts, (values, scales), strict=True)), tmp_path / SINGLE)
+    with FolderTensors(tmp_path, settings) as weights:
+        shape = weights.shape("w")
+        if scales.ndim:  # not in these blocks
+            weights.read("w", tuple(slice(0, size) for size in blocks))
+        with pytest.raises(InputError, match=f"{tmp_path}: {parts[1]} has a scale that is .*(nan|inf)"):
+            weights.read("w", tuple(slice(0, size) for size in shape))
+
+
 W, SCALES = np.ones((40, 30), E4M3), np.ones((3, 4), np.float32)
 MISTAKES = {
     "another method": (
