@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megajax.errors import ConfigError, check_methods
 from megajax.optim.forms import Form, StateArray
-from megajax.optim.optimizer import COUNT, MatrixOptimizer, OptaxOptimizer, Optimizer, Slot
+from megajax.optim.optimizer import COUNT, MatrixOptimizer, OptaxOptimizer, Optimizer, Slot, check_state
 from megajax.optim.schedule import make_schedule
 from megajax.optim.slots import FORM_CLASSES, OPTIMIZER_CLASSES
 from megajax.options import optimizers as options
@@ -25,18 +25,22 @@ __all__ = [
     "register_optimizer",
 ]
 
-UNDEFINED = (Optimizer.direction, MatrixOptimizer.of_matrices)
+UNDEFINED = (Optimizer.direction, MatrixOptimizer.of_matrices, OptaxOptimizer.transformation)
 
 
 def register_optimizer(kind: OptimizerKind, optimizer: type[Optimizer]) -> None:
     """Register an extension's optimizer for `optimizer.kind`. Raises ConfigError for a name that is taken."""
-    missing = [name for name in ("direction", "of_matrices") if getattr(optimizer, name, None) in UNDEFINED]
+    base = next(each for each in (MatrixOptimizer, OptaxOptimizer, Optimizer) if issubclass(optimizer, each))
+    missing = [each.__name__ for each in UNDEFINED if getattr(optimizer, each.__name__, None) is each]
     if missing:
-        raise ConfigError(f"{optimizer.__name__} does not define {missing[0]}: see megajax.optim.Optimizer.")
-    check_methods(optimizer, MatrixOptimizer if issubclass(optimizer, MatrixOptimizer) else Optimizer)
+        raise ConfigError(f"{optimizer.__name__} does not define {missing[0]}: see megajax.optim.{base.__name__}.")
+    check_methods(optimizer, base)
     names = [slot.name for slot in optimizer.SLOTS]
     if again := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{optimizer.__name__}.SLOTS has {again[0]} twice: rename one.")
+    is_by_state = optimizer.direction is OptaxOptimizer.direction
+    if issubclass(optimizer, OptaxOptimizer) and is_by_state and optimizer.slots is Optimizer.slots:
+        check_state(optimizer, names)
     options.OPTIMIZERS.add(replace(kind, made=optimizer))
     OPTIMIZER_CLASSES[kind.name] = optimizer
 

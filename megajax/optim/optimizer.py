@@ -3,7 +3,7 @@
 An optimizer is written for one device. It never sees the mesh, the form of its moments between steps, or the host.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from megajax.errors import ConfigError
 from megajax.schema.fields import Section
 from megajax.step_plan import StepPlan
 
@@ -75,8 +76,24 @@ class OptaxOptimizer(Optimizer):
         raise NotImplementedError
 
     def direction(self, gradients: Named, slots: Slots) -> tuple[Named, Slots]:
+        check_state(type(self), slots)
         directions, after = self.transformation().update(gradients, self.STATE(**slots))
         return directions, after._asdict()  # type: ignore[union-attr]
+
+
+def check_state(optimizer: type[OptaxOptimizer], slots: Collection[str]) -> None:
+    """Raise ConfigError unless the fields of an optimizer's STATE are its `slots`."""
+    state: Any = getattr(optimizer, "STATE", None)
+    if (fields := getattr(state, "_fields", None)) is None:
+        raise ConfigError(
+            f"{optimizer.__name__}.STATE={state} is no NamedTuple: set it to the class of the transformation's state."
+        )
+    if {*fields} != {*slots}:
+        ours, theirs = (", ".join(names) or "none" for names in (slots, fields))
+        raise ConfigError(
+            f"{optimizer.__name__} has the slots {ours}, and its STATE {state.__name__} has the fields {theirs}: give "
+            "SLOTS a slot for each field, with its name."
+        )
 
 
 class MatrixOptimizer(Optimizer):

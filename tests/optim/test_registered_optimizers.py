@@ -23,6 +23,7 @@ from megajax.optim import (
     Form,
     MatrixOptimizer,
     MomentForm,
+    OptaxOptimizer,
     Optimizer,
     OptimizerKind,
     Slot,
@@ -217,7 +218,24 @@ def test_an_optimizer_is_checked_when_it_is_registered():
     class Twice(Sgd):
         SLOTS = (Slot("mean"), Slot("mean"))
 
+    class Bare(OptaxOptimizer):
+        SLOTS = (Slot("mu"),)
+
+    class NoState(Bare):
+        def transformation(self):
+            return optax.scale_by_lion()
+
+    class OtherSlots(NoState):
+        STATE = optax.ScaleByLionState
+
+    class SlotsOfSettings(OtherSlots):
+        def slots(self):
+            return (COUNT, Slot("mean"))
+
     for optimizer, sentence in (
+        (Bare, "Bare does not define transformation: see megajax.optim.OptaxOptimizer"),
+        (NoState, "NoState.STATE=None is no NamedTuple"),
+        (OtherSlots, "OtherSlots has the slots mu, .*STATE ScaleByLionState has the fields count, mu: .*SLOTS"),
         (Lacking, "Lacking does not define direction"),
         (LackingMatrices, "LackingMatrices does not define of_matrices"),
         (Twice, "Twice.SLOTS has mean twice: rename one"),
@@ -229,3 +247,5 @@ def test_an_optimizer_is_checked_when_it_is_registered():
         with pytest.raises(ConfigError, match=sentence):
             register_optimizer(OptimizerKind("test_odd"), optimizer)
     assert "test_odd" not in declared.OPTIMIZERS
+    with pytest.raises(ConfigError, match="SlotsOfSettings has the slots count, mean, .* fields count, mu"):
+        SlotsOfSettings(None).direction({}, {"count": None, "mean": {}})
