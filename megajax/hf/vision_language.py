@@ -240,7 +240,6 @@ class Gemma3(VisionLanguage):
     text, tower_type = Gemma3Text(), SIGLIP
 
     def read_tower(self, config: Json, tower: Json) -> Json:
-        check_fixed(tower, {"vision_use_head": False})
         vision, tokens = read_vit(tower), config["mm_tokens_per_image"]
         side = round(tokens**0.5)
         if side < 1 or side**2 != tokens or vision["grid"] % side:
@@ -250,6 +249,9 @@ class Gemma3(VisionLanguage):
     def write_tower(self, model: ModelConfig, vision: VisionConfig) -> tuple[Json, Json]:
         side = (vision.grid or 0) // vision.merge
         return {"mm_tokens_per_image": side**2}, write_vit(vision) | {"vision_use_head": False}
+
+    def unused(self, config: Json) -> tuple[str, ...]:
+        return (f"{self.of_tower}head.",)  # with vision_use_head, transformers' default; Gemma 3 does not call it
 
     def tower_tensors(self, model: ModelConfig, vision: VisionConfig) -> list[Tensor]:
         return [

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
 from megajax.hf.convert import FAMILIES, export, family_for, open_readers, read_folder, read_model, their_tensors
-from megajax.hf.folder import HEADS
+from megajax.hf.folder import HEADS, SINGLE
 from megajax.hf.quantising import StoredForm
 from megajax.hf.reader import on_devices
 from megajax.hf.vision_language import VisionLanguage
@@ -262,6 +262,20 @@ def test_tensors_of_published_files_that_the_model_has_not_are_left_out():
     assert all(name.startswith(unused) for name in NOT_READ["llava"])
     others = [f"vision_tower.vision_model.{name}" for name in ("encoder.layers.22.mlp.fc2.weight", "pre_layrnorm.bias")]
     assert not any(name.startswith(unused) for name in (*others, "language_model.lm_head.weight"))
+
+
+def test_the_unused_head_of_gemma_3s_tower_is_not_read(unpack, tmp_path):
+    """`vision_use_head` is transformers' default; no output or gradient of its Gemma 3 depends on the head."""
+    config = json.loads((unpack("gemma3") / "config.json").read_text())
+    tensors = load_file(unpack("gemma3") / SINGLE)
+    expected = read(unpack("gemma3"), model := model_of(unpack("gemma3")))
+    for own in ({"vision_use_head": True}, {}):
+        tower = {key: value for key, value in config["vision_config"].items() if key != "vision_use_head"} | own
+        (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": tower}))
+        prefix = next(name for name in tensors if "post_layernorm" in name).partition("post_layernorm")[0]
+        save_file(tensors | {f"{prefix}head.probe": np.ones((1, 1, 16), np.float32)}, tmp_path / SINGLE)
+        assert model_of(tmp_path) == model
+        jax.tree.map(np.testing.assert_array_equal, read(tmp_path, model), expected)
 
 
 # Beginnings of names in files of LLaVA and of Gemma 3: as published, of transformers from 4.52 on, and of a bare model
