@@ -38,8 +38,8 @@ CHARACTERS = 1 << 20  # of texts that are tokenised together
 MARGIN = 16  # tokens: two texts with the same beginning may be cut into other tokens just before they differ
 AT_ONCE = 200  # conversations that are rendered together
 NO_ANSWER = ValueError(
-    "has no answer of the assistant that counts, or the chat template does not write it: remove the line, or correct "
-    "data.chat_template"
+    "has no answer of the assistant that counts, or the chat template writes or marks no text of it: remove the line, "
+    "or correct data.chat_template"
 )
 NO_TOWER = ValueError("has pictures, but the model reads text only (it has no model.vision): leave the line out")
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from megajax.data.answers import WINDOW, answer_samples
+from megajax.data.chat import Rendering, conversations
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.rendering import Chat, Template
+from megajax.data.sandbox import Stopped
 from megajax.errors import InputError
 
 REFERENCE = Path(__file__).parents[1] / "data_files/chat.json"
@@ -20,6 +22,11 @@ CHATML = """{% for m in messages %}
 <begin>assistant
 {% endif %}
 """
+MARKED = CHATML.replace(
+    "{{ m.content | trim }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
 CHAT = [{"role": "user", "content": "é?"}]
 THINKING = CHATML.replace(
     "{{ m.content",
@@ -235,17 +242,42 @@ def test_a_long_chat_of_a_model_that_thinks_takes_linear_time():
 def test_an_answer_of_weight_0_does_not_count():
     chat = long_chat(3)
     chat.messages[4]["weight"], chat.messages[6]["weight"] = 0, 1
-    marked = CHATML.replace("{{ m.content | trim }}", "{% generation %}{{ m.content | trim }}{% endgeneration %}")
-    marked = marked.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}")
-    marked = marked.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
-    for source, counted in ((CHATML, ["so<end>\n", "so<end>\n"]), (marked, ["so", "so"])):
+    for source, counted in ((CHATML, ["so<end>\n", "so<end>\n"]), (MARKED, ["so", "so"])):
         [(text, spans)] = answer_samples(template_of(source), chat).samples
         answers = [i for i in range(len(text)) if text.startswith("so<end>", i)]
         assert [text[start:stop] for start, stop in spans] == counted
         assert [start for start, _ in spans] == [answers[0], answers[2]]
-    twice = template_of(marked + "{% generation %}x{% endgeneration %}")
+    twice = template_of(MARKED + "{% generation %}x{% endgeneration %}")
     with pytest.raises(InputError, match="weight 0"):
         answer_samples(twice, chat)
+
+
+@pytest.mark.parametrize(
+    ("source", "answers", "counted"),
+    [
+        (CHATML, [("", 1)], ["<end>\n"]),
+        (MARKED, [("", 1)], None),
+        (MARKED, [("", 1), ("so", 0)], None),
+        (MARKED, [("", 1), ("no", 0), ("so", 1)], ["", "so"]),
+        (MARKED.replace("<end>", "").replace("{% endgen", "<end>{% endgen"), [("", 1)], ["<end>"]),
+    ],
+)
+def test_of_an_answer_without_text_counts_what_the_template_marks(source, answers, counted):
+    """In transformers too a chat's mask has no token of an empty mark."""
+    messages = [
+        message
+        for text, weight in answers
+        for message in (*CHAT, {"role": "assistant", "content": text, "weight": weight})
+    ]
+    line = json.dumps({"messages": messages}).encode()
+    rendering = Rendering(lambda: ChatTemplate({"default": source}, {}, "t"))
+    if counted is None:
+        with pytest.raises(Stopped) as stopped:
+            conversations([line], rendering)
+        assert "has no answer of the assistant that counts" in str(stopped.value.error)
+    else:
+        [[[text, spans, _]]] = [each.texts for each in conversations([line], rendering)]
+        assert [text[start:stop] for start, stop in spans] == counted
 
 
 def test_a_generation_prompt_that_the_answer_does_not_begin_with():
