@@ -255,6 +255,10 @@ REFUSED = {
     "kernels.attention=cudnn model.attention_softcap=50": (
         "kernels.attention=cudnn cannot be combined with model.attention_softcap=50.0 (@): use kernels.attention=auto."
     ),
+    "model.qk_clip=100 model.attention_softcap=50": (
+        "model.qk_clip=100.0 cannot be combined with model.attention_softcap=50.0, because the soft-cap bounds the"
+        " scores itself (@): remove one of them."
+    ),
     "kernels.attention=cudnn precision.compute=float32": (
         "kernels.attention=cudnn cannot be combined with precision.compute=float32 (@): use kernels.attention=auto."
     ),

@@ -43,6 +43,7 @@ def test_a_model_counts_its_windows_and_leaves_out_recurrences():
     heads = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
     mixed = ModelConfig(**small, block_pattern=("gated_deltanet", "dense"), linear_attention=heads)
     assert AttentionPairs.of_model(mixed).of([8]).tolist() == [2 * 36]
+    assert AttentionPairs.of_model(ModelConfig(**small, causal=False)).of([8]).tolist() == [4 * 8 * 8]
 
 
 # The same in plain loops: no heaps, no tree, all rows looked at for each item.

@@ -282,6 +282,13 @@ def test_the_section_model_is_printed(unpack, capsys):
     assert "  sliding_window: 7\n" in capsys.readouterr().out
 
 
+def test_silu_may_be_called_swish(unpack):
+    folder = unpack("tiny_llama")
+    expected = read_model(folder)
+    change_config(folder, hidden_act="swish")
+    assert read_model(folder) == expected
+
+
 # Mistakes
 
 

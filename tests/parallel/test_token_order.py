@@ -21,6 +21,16 @@ def test_the_logged_shares_of_groups_are_those_of_the_largest_group_of_each_micr
     assert token_order.layout_metrics(sums) == {"attention_imbalance": 1.5} | shares
 
 
+def test_without_a_causal_mask_no_token_sees_padding():
+    """The first row is one document of four tokens, the second has two, of three and one."""
+    real, two = [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]], [[0] * 6, [0, 0, 0, 1, 1, 1]]
+    batch = {"is_real": jnp.array([real], bool), "segment_ids": jnp.array([two])}
+    found, _ = token_order.add_token_positions(batch, 1, causal=False)
+    assert found["document_ends"][0, :, :4].tolist() == [[4] * 4, [3, 3, 3, 4]]
+    found, _ = token_order.add_token_positions({"is_real": batch["is_real"]}, 1, causal=False)
+    assert found["document_ends"][0, :, :4].tolist() == [[4] * 4] * 2
+
+
 def test_each_device_has_an_early_and_a_late_chunk():
     assert token_order.chunk_order(4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
     assert token_order.stored_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]

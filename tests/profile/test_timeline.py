@@ -66,6 +66,12 @@ def kernels() -> dict[str, list[trace.Kernel]]:
     return trace.by_device(trace.read_kernels(two_gpus()))
 
 
+def test_devices_are_in_the_order_of_their_numbers():
+    names = [f"GPU {number}" for number in range(12)]
+    found = trace.by_device(trace.Kernel(name, "add", "", "", 0.0, 1.0) for name in sorted(names))
+    assert [*found] == names
+
+
 def test_a_step_is_divided_into_work_exposed_collectives_and_gaps(kernels, reading):
     """GPU 0's gather of 3 ms waits for 2, beside a matmul for 1 of them. Half of the 11 ms each is a step."""
     assert {device: len(own) for device, own in kernels.items()} == {"GPU 0": 12, "GPU 1": 12}

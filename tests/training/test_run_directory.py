@@ -20,6 +20,7 @@ from megajax.config import load_config
 from megajax.errors import InputError
 from megajax.schema.tree import read_file
 from megajax.training import logs
+from megajax.training.hooks import Hook
 from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.rollbacks import Rollbacks
@@ -41,9 +42,10 @@ def digits(root: Path) -> list[int]:
 @pytest.fixture
 def build(tmp_path, make_config):
     """(overrides...) → a Trainer on one device with run.dir tmp_path/run."""
-    return lambda *overrides, kind=Trainer: kind(
+    return lambda *overrides, kind=Trainer, hooks=(): kind(
         make_config(f"run.dir={tmp_path / 'run'}", "data.split='8,2,0'", "run.eval_steps=1", *overrides),
         jax.devices()[:1],
+        hooks=hooks,
     )
 
 
@@ -311,10 +313,22 @@ class FullDisk(Trainer):
                 time.sleep(0.01)
 
 
+class Saves(Hook):
+    """Notes the steps that are saved."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_save(self, run, step):
+        self.steps.append(step)
+
+
 def test_a_save_that_fails_is_a_warning_while_an_older_checkpoint_stands(run_dir, build, capsys):
-    trainer = build("run.steps=7", "run.checkpoint_interval=1", "checkpoint.keep=1", kind=FullDisk)
-    trainer.full = (5,)
+    own = [Saves()]
+    trainer = build("run.steps=7", "run.checkpoint_interval=1", "checkpoint.keep=1", kind=FullDisk, hooks=own)
+    first, trainer.full = trainer.step + 1, (5,)
     assert trainer.run() == 0
+    assert own[0].steps == [step for step in range(first, 8) if step != 5]
     printed = capsys.readouterr().out
     assert "the checkpoint of step 5 could not be saved" in printed
     assert "(File too large): the newest one is of step 4; training continues" in printed

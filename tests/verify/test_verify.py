@@ -190,7 +190,7 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     model = {name: value for name, value in LARGE["model"].items() if name not in ("num_experts", "router")}
     settings = LARGE | {"model": model | {"block_pattern": ["dense", "squared"]}}
     settings["batch"] = LARGE["batch"] | {"num_microbatches": 1}
-    settings["precision"] = {"fp8": {"recipe": "delayed", "first_bf16_layers": 3}}
+    settings["precision"] = {"fp8": {"recipe": "delayed", "first_bf16_layers": 3, "last_bf16_layers": 2}}
     (tmp_path / "toy.yaml").write_text(Config.model_validate(settings).to_yaml())
     arguments = ["toy.yaml", "run.extensions=[toy_blocks]", "--mesh", "fsdp=2,tensor=2", "--steps", "1"]
     assert command.main(arguments) == 0
@@ -200,6 +200,7 @@ def test_fp8_and_a_block_from_outside(tmp_path, capsys, monkeypatch):
     shown = printed.out
     assert "precision.fp8.amax_history_length: 1024 → 4" in shown
     assert "precision.fp8.first_bf16_layers: 3 → 1" in shown
+    assert "precision.fp8.last_bf16_layers: 2 → 1" in shown
     assert "Linear layers compute in FP8, all else in FP32." in shown
     assert re.search(r"layer state .* (fp8\.|blocks\.squared\.mlp\.mean_power).* after step 1", shown), shown
 
@@ -265,10 +266,13 @@ def test_the_sign_of_a_step_counts_only_where_the_gradient_is_no_rounding(expect
     [("float32", "float32", "none"), ("bfloat16", "bfloat16", "none"), ("fp8", "float32", "current")],
 )
 def test_the_small_config_computes_in_the_format_that_is_asked_for(precision, compute, recipe):
-    settings = LARGE | {"precision": {"compute": "bfloat16", "gradients": "bfloat16", "fp8": {"recipe": "current"}}}
+    fp8 = {"recipe": "current", "first_bf16_layers": 2, "last_bf16_layers": 3}
+    settings = LARGE | {"precision": {"compute": "bfloat16", "gradients": "bfloat16", "fp8": fp8}}
     found = shrink(Config.model_validate(settings), [SIZES], 2, precision)[0]
     small, exact = found.precision, in_fp32(found).precision
     assert (small.compute, small.gradients, small.fp8.recipe) == (compute, "float32", recipe)
+    if precision == "fp8":
+        assert (small.fp8.first_bf16_layers, small.fp8.last_bf16_layers) == (1, 1)
     assert (exact.compute, exact.gradients, exact.fp8.recipe) == ("float32", "float32", "none")
 
 
