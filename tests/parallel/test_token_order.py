@@ -52,7 +52,7 @@ def test_chunks_are_distributed_by_work():
 
 
 def test_imbalance_is_the_busiest_device_over_the_mean_of_all_microbatches():
-    assert float(token_order.imbalance(jnp.array([[1.0, 3.0], [2.0, 2.0]]))) == 5 / 4
+    assert float(token_order.imbalance(jnp.array([[1.0, 3.0], [6.0, 6.0]]))) == 9 / 8
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
