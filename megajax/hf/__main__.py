@@ -43,9 +43,9 @@ def _config(parser: CommandParser, argv: Sequence[str]) -> int:
     _, section, theirs = read_folder(options.folder)
     if head := OTHER_HEAD.search(str(theirs.get("architectures"))):
         warnings.warn(
-            f"{options.folder}/config.json has architectures={head[0]}, whose head megajax does not read: "
-            "checkpoint.init_from needs the folder of the language model; docs/extensions.md has objectives with a "
-            "head of their own.",
+            f"{options.folder}/config.json has architectures={head[0]}, whose head the section model does not have: "
+            "only an objective with parameters of its own starts from this folder (docs/huggingface.md, classifiers); "
+            "else give checkpoint.init_from that of the language model.",
             stacklevel=2,
         )
     print(yaml.dump({"model": section}, Dumper=Dumper, sort_keys=False), end="")
