@@ -27,11 +27,11 @@ def answer_samples(
 ) -> AnswerSamples:
     """(text, the spans of the answers that count) of each sample of a chat.
 
-    The template marks the answers by {% generation %}. Otherwise a sample is a chat up to an answer, as the template
-    writes it when this answer is the last one. Answers that do not change when the next one follows share a sample, so
-    most templates give one. With more samples the answers beyond the first `room(text)` characters of the chat are
-    left out, None: all fit; else a long chat would be rendered from its beginning for each of them. Raises InputError
-    if it is not known where an answer begins.
+    A template with {% generation %} marks the answers, of some chats perhaps none. Otherwise a sample is a chat up to
+    an answer, as the template writes it when this answer is the last one. Answers that do not change when the next one
+    follows share a sample, so most templates give one. With more samples the answers beyond the first `room(text)`
+    characters of the chat are left out, None: all fit; else a long chat would be rendered from its beginning for each
+    of them. Raises InputError if it is not known where an answer begins.
     """
     found = _unless_long(template, chat)
     return _by_answer(template, chat, found, room(found)) if isinstance(found, str) else found
@@ -51,7 +51,7 @@ def samples_within(template: Template, chat: Chat, text: str, room: int | None) 
 def _unless_long(template: Template, chat: Chat) -> AnswerSamples | str:
     """The samples of a chat, or its text if their number depends on the room."""
     text, spans = template.with_marks(chat.messages, **chat.arguments)
-    if spans:
+    if spans or template.has_marks(**chat.arguments):
         return AnswerSamples([(text, _counted(template, chat, spans))])
     if len(chat.answers) <= WINDOW:
         return _by_answer(template, chat, text, None)
@@ -62,7 +62,7 @@ def _unless_long(template: Template, chat: Chat) -> AnswerSamples | str:
 def _counted(template: Template, chat: Chat, spans: list[Span]) -> list[Span]:
     """The marked spans of answers that count."""
     answers = chat.answers
-    if all(map(chat.counts, answers)):
+    if not spans or all(map(chat.counts, answers)):
         return spans
     if len(spans) != len(answers):
         raise InputError(

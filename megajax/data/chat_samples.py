@@ -22,7 +22,7 @@ from megajax.schema.data import is_remote
 if TYPE_CHECKING:
     from megajax.config import Config
 
-VERSION = 7  # of the encoding, part of the key of the stored tokens
+VERSION = 8  # of the encoding, part of the key of the stored tokens
 ARRAYS = ("tokens", "counted", "starts", "order", "ends", "figures")
 PICTURE_ARRAYS = tuple(f"picture_{name}" for name in PictureTable._fields)
 

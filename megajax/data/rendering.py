@@ -6,6 +6,7 @@ in jinja's sandbox and cannot reach Python or files.
 
 import json
 import pickle
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ AROUND = {  # role of a message: those before and after it in a chat that templa
     "assistant": ([ASKED], []),
     "tool": ([ASKED, CALLED], []),
 }
+END_OF_MARK = re.compile(r"{%[-+]?\s*endgeneration\s*[-+]?%}")
 TOOL_USE = "tool_use"  # the name of a folder's template for chats with tools, beside "default"
 
 
@@ -78,9 +80,15 @@ class Template:
         ends = [sum(map(len, parts[: i + 1])) for i in range(len(parts))]
         return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=False))
 
+    def has_marks(self, **more: Any) -> bool:
+        """Whether the template for these arguments marks answers by {% generation %}, though perhaps not each."""
+        return END_OF_MARK.search(self._source(more)) is not None
+
+    def _source(self, more: dict[str, Any]) -> str:
+        return self.sources[TOOL_USE if more.get("tools") is not None and TOOL_USE in self.sources else "default"]
+
     def _marked(self, messages: Sequence[Message], add_generation_prompt: bool, more: dict[str, Any]) -> str:
-        tools = more.get("tools")
-        source = self.sources[TOOL_USE if tools is not None and TOOL_USE in self.sources else "default"]
+        source = self._source(more)
         restart_clock()
         compiled = _compiled(source, self.location)
         read = [self._with_content(compiled, _as_templates_read(message), more) for message in messages]

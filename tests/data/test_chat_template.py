@@ -257,13 +257,14 @@ def test_an_answer_of_weight_0_does_not_count():
     [
         (CHATML, [("", 1)], ["<end>\n"]),
         (MARKED, [("", 1)], None),
+        (MARKED.replace("{% if m.role", "{% if 'so' not in m.content and m.role"), [("so", 1)], None),
         (MARKED, [("", 1), ("so", 0)], None),
         (MARKED, [("", 1), ("no", 0), ("so", 1)], ["", "so"]),
         (MARKED.replace("<end>", "").replace("{% endgen", "<end>{% endgen"), [("", 1)], ["<end>"]),
     ],
 )
-def test_of_an_answer_without_text_counts_what_the_template_marks(source, answers, counted):
-    """In transformers too a chat's mask has no token of an empty mark."""
+def test_of_an_answer_counts_what_the_template_marks(source, answers, counted):
+    """In transformers too a chat's mask has no token of an empty mark, or of an answer without one."""
     messages = [
         message
         for text, weight in answers
