@@ -14,7 +14,7 @@ FEATURES = {
         " docs/custom_loop.md, and megajax hf export writes it for AutoModelForSequenceClassification"
     ),
     "rl rlhf rlvr ppo grpo rloo reinforce rollout": (
-        "reinforcement learning does not exist; data.kind=chat is supervised fine-tuning"
+        "no reinforcement learning is built in; docs/custom_loop.md has a loop that samples, scores and trains (GRPO)"
     ),
     "distill distillation kd kd_ratio kd_loss teacher_model teacher_checkpoint": (
         "no loss of distillation is built in; teacher.model, and an objective that reads it, are in docs/extensions.md"

@@ -1,7 +1,8 @@
 """The objective of training: a terminal node. `objective.kind` names it; `register_objective` adds one.
 
-A class of your own derives from `Elementwise`, `Logits`, `Segment` or `Hidden`. It declares its settings (`Settings`,
-the keys of `objective.settings`) and the batch fields that it reads besides the usual ones (`FIELDS`).
+A class of your own derives from `Elementwise`, `Logits`, `Segment`, `Hidden` or `HiddenSegment`. It declares its
+settings (`Settings`, the keys of `objective.settings`) and the batch fields that it reads besides the usual ones
+(`FIELDS`).
 """
 
 import math
@@ -197,12 +198,8 @@ class Logits(Elementwise):
         return self.head.of_logits(scale, with_teacher)
 
 
-class Hidden(Elementwise):
-    """The sum of a function of each token's hidden state, the model's output after its final norm: no logits.
-
-    Its own parameters, such as those of a value or class head, take the place of the model's head. Each device computes
-    its own tokens at once. Mask and divisor are those of `Elementwise`.
-    """
+class OwnHead(Objective):
+    """Parameters of an objective, such as those of a value or class head, that take the place of the model's head."""
 
     REPLACES_HEAD: ClassVar[bool] = True
 
@@ -211,40 +208,66 @@ class Hidden(Elementwise):
         """Its parameters (`declare`), called `objective.NAME`; the axis "outputs" is whole on each device, in FP32."""
         return {}
 
+    @jax.named_scope("head")
+    def of_hidden(self, function: Callable, weights: Arrays, x: jax.Array, fields: Arrays) -> jax.Array:
+        """`function` of the parameters, the hidden states of this device's `x [T / tensor, D]`, and their fields."""
+        own = {name.removeprefix(OBJECTIVE): w for name, w in weights.items() if name.startswith(OBJECTIVE)}
+        return function(own, self.head.norm(weights, x), fields)
+
+    def of_trained(
+        self, function: Callable, arrays: StepArrays, streams: Streams, fields: Arrays, table: Table
+    ) -> tuple[jax.Array, Callable]:
+        """(`of_hidden`, its pullback to the weights that `table` has and to the residual stream)."""
+        own = self.weights(arrays.table)
+        trained = {name: w for name, w in own.items() if name in table}
+        return jax.vjp(lambda w, x: self.of_hidden(function, own | w, x, fields), trained, streams[HIDDEN])
+
+    def weights(self, table: Arrays) -> dict[str, jax.Array]:
+        return {name: w for name, w in table.items() if name in NORMS or name.startswith(OBJECTIVE)}
+
+    def local(self, fields: Arrays) -> dict[str, jax.Array]:
+        return {name: self.comm.local_tokens(field) for name, field in fields.items()}
+
+
+def with_gradients(pulled: tuple[Arrays, jax.Array], gradients: Streams, table: Table) -> tuple[Streams, Table]:
+    """What the pullback of `OwnHead.of_trained` gives, added to the gradients of the streams and to the table's."""
+    of_weights, dx = pulled
+    summed = {name: added(table[name], gradient) for name, gradient in of_weights.items()}
+    return plus(gradients, {HIDDEN: dx}), table | summed
+
+
+class Hidden(OwnHead, Elementwise):
+    """The sum of a function of each token's hidden state, the model's output after its final norm: no logits.
+
+    Its own parameters take the place of the model's head. Each device computes its own tokens at once. Mask and divisor
+    are those of `Elementwise`.
+    """
+
     def loss(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> jax.Array:
         """Losses `[tokens]` from the parameters by name, the hidden states `[tokens, D]` and the fields.
 
-        Differentiable in `w` and `hidden`. Loss and derivatives must be finite in padding, whose fields are zero.
+        Differentiable in `w` and `hidden`; a token's loss depends on no other token, which may be on another device.
+        Loss and derivatives must be finite in padding, whose fields are zero.
         """
         raise NotImplementedError
 
     def turn(
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        own, fields = self._weights(arrays.table), self._local_fields(batch, streams)
-        trained = {name: w for name, w in own.items() if name in table}
-        loss, pull = jax.vjp(lambda w, x: self._sum(own | w, x, fields), trained, streams[HIDDEN])
-        of_weights, dx = pull(arrays.loss_factors[self.NAME])
-        table = table | {name: added(table[name], gradient) for name, gradient in of_weights.items()}
-        return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": loss})
+        fields = self.local(self.of_tokens(batch, streams))
+        loss, pull = self.of_trained(self._sum, arrays, streams, fields, table)
+        pulled = pull(arrays.loss_factors[self.NAME])
+        return *with_gradients(pulled, gradients, table), Results(losses={"loss": loss})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
-        fields = self._local_fields(batch, streams)
-        return {"loss": self._sum(self._weights(arrays.table), streams[HIDDEN], fields)}
+        fields = self.local(self.of_tokens(batch, streams))
+        return {"loss": self.of_hidden(self._sum, self.weights(arrays.table), streams[HIDDEN], fields)}
 
-    @jax.named_scope("head")
-    def _sum(self, weights: Arrays, x: jax.Array, fields: Arrays) -> jax.Array:
-        """The summed loss of this device's `x [T / tensor, D]`."""
-        own = {name.removeprefix(OBJECTIVE): w for name, w in weights.items() if name.startswith(OBJECTIVE)}
+    def _sum(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> jax.Array:
+        """The summed loss of this device's tokens."""
         mask = fields["loss_mask"]
-        losses = self._of_tokens(self.loss(own, self.head.norm(weights, x), fields), mask)
+        losses = self._of_tokens(self.loss(w, hidden, fields), mask)
         return jnp.where(mask > 0, mask * losses, 0).sum()
-
-    def _weights(self, table: Arrays) -> dict[str, jax.Array]:
-        return {name: w for name, w in table.items() if name in NORMS or name.startswith(OBJECTIVE)}
-
-    def _local_fields(self, batch: Microbatch, streams: Streams) -> dict[str, jax.Array]:
-        return {name: self.comm.local_tokens(field) for name, field in self.of_tokens(batch, streams).items()}
 
 
 class Segment(Objective):
@@ -269,7 +292,7 @@ class Segment(Objective):
         raise NotImplementedError
 
     def count(self, fields: Arrays) -> jax.Array:
-        """What each loss adds to the divisor, in the shape of the losses, from the sums over the segments."""
+        """What each loss adds to the divisor, in their shape, from the sums over the segments; 0: left out."""
         return fields["loss_mask"] > 0
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
@@ -285,12 +308,9 @@ class Segment(Objective):
     ) -> tuple[Streams, Table, Results]:
         x, fields = streams[HIDDEN], self.of_tokens(batch, streams)
         log_probs = self.head.log_probs(arrays.table, x, fields["targets"])
-        losses, pull = self._losses(log_probs, fields)
-        (slopes,) = pull(jnp.ones_like(losses))
-        ids = fields["segments"]
-        factors = jnp.where(ids >= 0, -fields["loss_mask"] * slopes[jnp.maximum(ids, 0)], 0)
+        losses, slopes = self._with_slopes(log_probs, fields)
         loss = self.head.cross_entropy(arrays.loss_factors[self.NAME])
-        _, dx, table = self.head.losses_and_gradients(arrays.table, x, fields["targets"], factors, table, loss)
+        _, dx, table = self.head.losses_and_gradients(arrays.table, x, fields["targets"], -slopes, table, loss)
         return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": self._share(losses)})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
@@ -298,20 +318,27 @@ class Segment(Objective):
         log_probs = self.head.log_probs(arrays.table, streams[HIDDEN], fields["targets"])
         return {"loss": self._share(self._losses(log_probs, fields)[0])}
 
-    def _losses(self, log_probs: jax.Array, fields: Arrays) -> tuple[jax.Array, Callable]:
-        """(the losses of a microbatch, equal on all devices, their pullback to the segments' log-probabilities)."""
-        sums = self._sums({**fields, "": log_probs})
+    def _with_slopes(self, values: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
+        """(the losses of a microbatch, the derivatives of their sum by this device's `values [T, ...]`)."""
+        losses, pull = self._losses(values, fields)
+        (slopes,) = pull(jnp.ones_like(losses))
+        ids = fields["segments"]
+        return losses, jnp.where(ids >= 0, fields["loss_mask"] * slopes[jnp.maximum(ids, 0)].T, 0).T
+
+    def _losses(self, values: jax.Array, fields: Arrays) -> tuple[jax.Array, Callable]:
+        """(the losses of a microbatch, equal on all devices, their pullback to the sums over the segments)."""
+        sums = self._sums({**fields, "": values})
         own = sums.pop("")
         return jax.vjp(lambda values: self._counted(self.loss(values, sums), sums), own)
 
     def _counted(self, losses: Any, sums: Arrays) -> jax.Array:
-        """`losses`, which must be those that `count` counts. Raises ConfigError for others."""
-        counts, name = jax.eval_shape(self.count, sums), type(self).__name__
+        """`losses` with 0 where `count` has 0. Raises ConfigError if their shapes differ."""
+        counts, name = jnp.asarray(self.count(sums)), type(self).__name__
         if getattr(losses, "shape", None) != counts.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
             problem = f"{name}.loss returns {array_form(losses)} and {name}.count {array_form(counts)}"
             cure = "return both in one shape, such as [pairs]; the sum of the losses is divided by that of the counts"
             raise ConfigError(f"{problem} for {counted(self.number, 'segment')}: {cure}.")
-        return losses
+        return jnp.where(counts > 0, losses, 0)
 
     def _share(self, losses: jax.Array) -> jax.Array:
         return losses.sum() / math.prod(self.sizes.values())
@@ -329,8 +356,48 @@ class Segment(Objective):
         return {name: self.comm.sum(a, SHARES) for name, a in sums.items()}
 
 
-BASES: tuple[Any, ...] = (Logits, Hidden, Segment, Elementwise)
-UNDEFINED = [base.loss for base in BASES]
+class HiddenSegment(OwnHead, Segment):
+    """`Segment` of values that the objective's own parameters give each token, such as a reward; no logits.
+
+    Its parameters are those of `Hidden`, and take the place of the model's head.
+    """
+
+    def values(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> jax.Array:
+        """Values `[tokens, ...]` from the parameters by name, the hidden states `[tokens, D]` and the fields.
+
+        As `Hidden.loss`: differentiable, of no other token, finite in padding.
+        """
+        raise NotImplementedError
+
+    def loss(self, values: jax.Array, fields: Arrays) -> jax.Array:
+        """Losses, in any shape, from the sums over the segments of a microbatch: all `[segments, ...]`, in FP32."""
+        raise NotImplementedError
+
+    def turn(
+        self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
+    ) -> tuple[Streams, Table, Results]:
+        fields = self.of_tokens(batch, streams)
+        values, pull = self.of_trained(self._values, arrays, streams, self.local(fields), table)
+        losses, slopes = self._with_slopes(self.comm.all_gather_tokens(values), fields)
+        pulled = pull(self.comm.local_tokens(slopes * arrays.loss_factors[self.NAME]))
+        return *with_gradients(pulled, gradients, table), Results(losses={"loss": self._share(losses)})
+
+    def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
+        fields = self.of_tokens(batch, streams)
+        values = self.of_hidden(self._values, self.weights(arrays.table), streams[HIDDEN], self.local(fields))
+        return {"loss": self._share(self._losses(self.comm.all_gather_tokens(values), fields)[0])}
+
+    def _values(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> jax.Array:
+        """`values`, which must be numbers for each token. Raises ConfigError for others."""
+        values, mask = self.values(w, hidden, fields), fields["loss_mask"]
+        shape = getattr(values, "shape", None)
+        if not shape or shape[0] != len(mask) or not jnp.issubdtype(values.dtype, jnp.floating):
+            problem = f"{type(self).__name__}.values returns {array_form(values)} for {counted(mask.size, 'token')}"
+            raise ConfigError(f"{problem}: return a number for each token, [tokens], or several.")
+        return values.astype(jnp.float32)
+
+
+BASES: tuple[Any, ...] = (Logits, Hidden, HiddenSegment, Segment, Elementwise)
 OBJECTIVE_CLASSES: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
 
 
@@ -353,10 +420,14 @@ def register_objective(name: str) -> Callable[[type[Objective]], type[Objective]
 
 def _check_class(name: str, objective: type[Objective]) -> None:
     derived = isinstance(objective, type) and issubclass(objective, Objective) and hasattr(objective, "turn")
-    if not derived or getattr(objective, "loss", None) in UNDEFINED:
-        cure = "derive a class from Elementwise, Logits, Segment or Hidden, with a method loss"
-        raise ConfigError(f"the objective {name} ({objective.__name__}) does not define loss: {cure}.")
-    check_methods(objective, next((base for base in BASES if issubclass(objective, base)), Objective))
+    base: Any = next((base for base in BASES if derived and issubclass(objective, base)), Objective)
+    to_write = [name for name in ("loss", "values") if hasattr(base, name)]
+    lacking = [name for name in to_write if getattr(objective, name) is getattr(base, name)]
+    if lacking or not derived:
+        cure = f"derive a class from {', '.join(each.__name__ for each in BASES)}"
+        problem = f"the objective {name} ({objective.__name__}) does not define {lacking[0] if lacking else 'loss'}"
+        raise ConfigError(f"{problem}: {cure}, with the methods that docs/extensions.md has for it.")
+    check_methods(objective, base)
     if getattr(objective, "TEACHER", False) and not issubclass(objective, Logits):
         problem = f"{objective.__name__}.TEACHER is set, but only a Logits objective is given a teacher's logits"
         raise ConfigError(f"{problem}: derive it from Logits, or remove TEACHER.")

@@ -108,7 +108,7 @@ def test_a_name_that_is_not_near_gets_no_key(typed: str):
 
 def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
     assert "such as DPO is built in" in suggestion("loss.kind", "dpo")
-    assert "reinforcement learning does not exist" in suggestion("grpo.beta")
+    assert "docs/custom_loop.md" in suggestion("grpo.beta")
     assert "megajax hf export" in suggestion("push_to_hub", True)
     for name in ("reward_model", "value_head", "num_labels"):
         assert "docs/extensions.md" in suggestion(name), name

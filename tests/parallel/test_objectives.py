@@ -13,7 +13,7 @@ from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.schema.fields import Section
-from megajax.step.objective import Elementwise, NextToken, Segment, register_objective
+from megajax.step.objective import Elementwise, HiddenSegment, NextToken, Segment, register_objective
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram
@@ -173,8 +173,11 @@ def test_wrong_settings_and_batches_are_sentences(table):
         register_objective("next_token")(Focal)
     assert register_objective("next_token")(NextToken) is NextToken
     for wrong in (type("Lacking", (Elementwise,), {}), lambda log_probs, fields: -log_probs):
-        with pytest.raises(ConfigError, match="test_wrong .* does not define loss: derive a class from Elementwise"):
+        with pytest.raises(ConfigError, match="test_wrong .* does not define loss: derive a class from .*Elementwise"):
             register_objective("test_wrong")(wrong)
+    without_values = type("Lacking", (HiddenSegment,), {"loss": lambda self, values, fields: values})
+    with pytest.raises(ConfigError, match=r"test_wrong .* does not define values: derive a class from"):
+        register_objective("test_wrong")(without_values)
     with pytest.raises(ConfigError, match='no name: write @register_objective."NAME"'):
         register_objective(Focal)
     for attributes, sentence in (

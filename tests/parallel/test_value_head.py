@@ -1,4 +1,4 @@
-"""A value and a class head on the hidden states (docs/examples), against `jax.grad` of the plain model's output."""
+"""A value, a class and a reward head (docs/examples), against `jax.grad` of the plain model's output."""
 
 import math
 from functools import cache
@@ -26,13 +26,15 @@ from megajax.training.step import TrainProgram
 
 ROWS, LENGTH = 8, 12
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
+PAIRS = {"objective": {"kind": "reward_model", "settings": {}}}
+SEGMENTS = np.array([0, 1, 1, 0, 0, -1, 1, 0])  # of rows, two a microbatch; a pair that lacks its second member
 PLAIN = {"objective": {"kind": "next_token", "settings": {}}}
 D, V = TINY["hidden_size"], 128  # of the padded vocabulary
 
 
 @pytest.fixture(scope="module", autouse=True)
 def example():
-    import_extensions(["docs/examples/value_head.py"])
+    import_extensions(["docs/examples/value_head.py", "docs/examples/reward_model.py"])
 
 
 def make(table, mesh, outputs=1, **changes):
@@ -61,8 +63,14 @@ def fields(outputs):
     return {**batch, "labels": labels.astype(np.float32), "positions": positions}
 
 
+def fields_of_pairs():
+    batch = fields(1)
+    del batch["labels"]
+    return {**batch, "segments": np.broadcast_to(SEGMENTS[:, None], (ROWS, LENGTH))}
+
+
 def weights_of(table, config):
-    rng, outputs = np.random.default_rng(4), config.objective.settings["outputs"]
+    rng, outputs = np.random.default_rng(4), config.objective.settings.get("outputs", 1)
     own = {"objective.score": rng.normal(size=(D, outputs))}
     model = {name: w for name, w in table.weights_of(config).items() if name != "head"}
     return model | {name: w.astype(np.float32) for name, w in own.items()}
@@ -70,16 +78,26 @@ def weights_of(table, config):
 
 @pytest.fixture(scope="module")
 def expected(table):
-    """(loss, gradients) from the plain model; with the identity as head its logits are the hidden states."""
+    """(loss, gradients) from the plain model; with the identity as head its logits are the hidden states.
+
+    Of a number of outputs, or of pairs: None.
+    """
 
     @cache
     def of(outputs):
-        config, batch = make(table, {}, outputs), fields(outputs)
+        config = make(table, {}, outputs or 1)
+        batch = fields(outputs) if outputs else fields_of_pairs()
 
         def loss(weights):
             own = {name: w for name, w in weights.items() if not name.startswith("objective.")}
             hidden = bind(Transformer(config.model), own | {"head": jnp.eye(D, V)})(batch["tokens"])[..., :D]
             found = jnp.einsum("bsd,dk->bsk", hidden, weights["objective.score"])
+            if outputs is None:
+                better, worse = (
+                    jnp.where(SEGMENTS == n, (batch["loss_mask"] * found[..., 0]).sum(1), 0).reshape(4, 2).sum(1)
+                    for n in (0, 1)
+                )
+                return jnp.log1p(jnp.exp(worse - better))[jnp.array([0, 1, 3])].mean()
             if outputs == 1:
                 losses = (found[..., 0] - batch["labels"]) ** 2
             else:
@@ -93,12 +111,14 @@ def expected(table):
     return of
 
 
-def test_loss_and_gradients_are_those_of_a_plain_model(table, expected):
-    outputs, mesh = 3, {"pipeline": 2, "tensor": 2, "context": 2}
-    config = make(table, mesh, outputs, microbatches=4, pipeline={"schedule": "gpipe"})
+@pytest.mark.parametrize("outputs", [None, pytest.param(3, marks=pytest.mark.long)])
+def test_loss_and_gradients_are_those_of_a_plain_model(table, expected, outputs):
+    mesh, kind = {"pipeline": 2, "tensor": 2, "context": 2}, {} if outputs else PAIRS
+    config = make(table, mesh, outputs, microbatches=4, pipeline={"schedule": "gpipe"}, **kind)
     loss, gradients = expected(outputs)
     program = built(config)
-    state, batch = table.first_state(program, weights_of(table, config)), to_global(program, fields(outputs))
+    batch = to_global(program, fields(outputs) if outputs else fields_of_pairs())
+    state = table.first_state(program, weights_of(table, config))
     total, number = program.eval_step(state.weights, state.layer_state, batch)
     assert float(total / number) == pytest.approx(float(loss), rel=table.PLAIN_VALUE)
     table.check_first_step(program, state, batch, float(loss), gradients)
