@@ -201,7 +201,7 @@ def _check_data(config: Config) -> None:
     if data.kind == "synthetic":
         return
     samples, needed = data.train_samples, samples_before(config, config.run.steps)
-    if samples is not None and samples < needed:
+    if data.order == "megatron" and samples is not None and samples < needed:
         keys = ("data.train_samples", "run.steps", "batch.global_size")
         problem = f"{format_keys(config, keys[0])} is less than the {counted(needed, 'sample')} of"
         problem += f" {' and '.join(format_keys(config, key) for key in keys[1:])}"

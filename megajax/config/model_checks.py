@@ -28,7 +28,7 @@ def _check_latent(config: Config) -> None:
     if model.num_kv_heads != model.num_heads:
         latent, heads = "model.kv_lora_rank", "model.num_kv_heads"
         problem = f"{format_keys(config, latent)} cannot be combined with {format_keys(config, heads)}"
-        fail(config, problem, "remove it: each head has its own keys", latent, heads)
+        fail(config, problem, f"remove {heads}: each head has its own keys", latent, heads)
 
 
 def _check_heads(config: Config) -> None:

@@ -12,6 +12,7 @@ from megajax.schema.config import Config
 from megajax.schema.fields import Section
 from megajax.schema.keys import keys
 from megajax.schema.rules import AtMost, Below, Divides, Excludes, MultipleOf, Needs, ReadIf, Rule
+from megajax.schema.tree import show
 
 
 class Statement:
@@ -37,8 +38,9 @@ class Statement:
         """The cure of a broken rule that has none of its own."""
         value, other = self.values(config)
         match self.rule:
-            case Needs():
-                return f"set {self.other}, or remove {self.key}"
+            case Needs(values=needed):
+                exactly = f"={show(needed)}" if isinstance(needed, str | bool) else ""
+                return f"set {self.other}{exactly}, or remove {self.key}"
             case Divides():
                 return f"use {listed(divisors(other))}, or change {self.other}"
             case MultipleOf():
@@ -73,7 +75,7 @@ def default_of(key: str) -> Any:
 def _statements(config: Config, *kinds: type[Rule]) -> Iterator[Statement]:
     """The rules of some kinds about the keys that the config has."""
     absent = tuple(f"model.{name}." for name in ("rope_scaling", "vision") if getattr(config.model, name) is None)
-    return (each for each in _all_statements(kinds) if not each.key.startswith(absent))
+    return (each for each in all_statements(kinds) if not each.key.startswith(absent))
 
 
 @functools.cache
@@ -82,7 +84,7 @@ def _fields() -> dict[str, FieldInfo]:
 
 
 @functools.cache
-def _all_statements(kinds: tuple[type[Rule], ...]) -> list[Statement]:
+def all_statements(kinds: tuple[type[Rule], ...]) -> list[Statement]:
     """All rules of some kinds; one of a section is one of each of its keys."""
     found, fields = [], _fields()
     for key, field in fields.items():

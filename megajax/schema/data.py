@@ -169,7 +169,7 @@ class DataConfig(Section):
             "order",
             "megatron",
             because="that order is made for one blend",
-            cure="use shuffled or sequential, or remove the stages",
+            cure="use shuffled or sequential, or remove data.stages",
         ),
     ] = Field(
         default=None,
@@ -291,7 +291,7 @@ class DataConfig(Section):
     fim_rate: Annotated[
         Share,
         OF_FILES,
-        Excludes("kind", "chat", cure="remove it"),
+        Excludes("kind", "chat", cure="remove data.fim_rate"),
         Needs("tokenizer", cure="set data.tokenizer to the tokenizer that wrote the data"),
     ] = Field(default=0.0, description="Fill-in-the-middle: share of the documents whose middle is moved to their end.")
     fim_spm_rate: Annotated[Share, ReadIf("fim_rate")] = Field(
@@ -313,7 +313,7 @@ class DataConfig(Section):
     )
     synthetic_documents: Annotated[
         Count | None,
-        Needs("kind", "synthetic", cure="remove it, or set data.kind=synthetic"),
+        Needs("kind", "synthetic"),
         AtMost("batch.sequence_length"),
     ] = Field(
         default=None, description="synthetic: number of documents in a sequence, cut at random positions; null: one."

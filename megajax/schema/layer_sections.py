@@ -32,9 +32,7 @@ class RopeScaling(Section):
     beta_fast: Annotated[Positive, ReadIf("kind", "yarn")] = Field(
         default=32.0, description="yarn: frequencies with more turns in original_max_positions are kept."
     )
-    beta_slow: Annotated[
-        Positive, ReadIf("kind", "yarn"), AtMost("beta_fast", cure="use 1.0 and 32.0, the defaults")
-    ] = Field(
+    beta_slow: Annotated[Positive, ReadIf("kind", "yarn"), AtMost("beta_fast")] = Field(
         default=1.0, description="yarn: frequencies with fewer turns in original_max_positions are divided by factor."
     )
     attention_factor: Annotated[Positive | None, ReadIf("kind", ("yarn", "longrope"))] = Field(
@@ -84,9 +82,7 @@ class RouterConfig(Section):
     normalise: bool = Field(default=True, description="Divide the chosen experts' scores by their sum.")
     scaling_factor: Positive = Field(default=1.0, description="Factor of the chosen experts' weights.")
     num_groups: Count = Field(default=1, description="Number of expert groups; a token uses only some of them.")
-    groups_per_token: Annotated[Count, ReadIf("num_groups", more_than_one)] = Field(
-        default=1, description="Number of groups from which a token chooses its experts."
-    )
+    groups_per_token: Count = Field(default=1, description="Number of groups from which a token chooses its experts.")
     group_score: Annotated[Literal["sum", "max"], ReadIf("num_groups", more_than_one)] = Field(
         default="sum",
         description="Score of a group: the sum of its best experts_per_token / groups_per_token scores (DeepSeek-V3),"

@@ -43,7 +43,8 @@ from megajax.schema.layer_sections import (
 from megajax.schema.rules import TRAINING_ONLY, AtMost, Excludes, Needs, ReadIf
 from megajax.schema.vision import VisionConfig
 
-EXPERTS = Needs("model.num_experts", what="experts", cure="set model.num_experts, or remove it")
+EXPERTS = Needs("model.num_experts", what="experts")
+WITHOUT_LATENTS = "attention_sinks", "attention_bias", "attention_gate"
 LATENT_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # DeepSeek's
 
 
@@ -58,7 +59,7 @@ def _has_local(pattern: tuple[str, ...] | None) -> bool:
 RELATIVE, NO_BIAS = "relative", "its attention has no bias of the scores"
 WITHOUT_ENCODER = Excludes("model.encoder.kind", "layers", because="an encoder with a decoder has no such part")
 BEFORE_OR_AFTER_LAYERS = ("embedding_norm", "prediction_head", "head_bias")
-OF_CROSS_ENTROPY = f"one of {', '.join(OWN_OBJECTIVES)}"
+OF_CROSS_ENTROPY = f"objective.kind={' or '.join(OWN_OBJECTIVES)}"
 ROTARY, IN_LOCAL_LAYERS = ReadIf("position", "rope"), ReadIf("layer_pattern", _has_local)
 
 
@@ -117,11 +118,11 @@ class ModelConfig(Section):
     )
     kv_lora_rank: Annotated[
         Width | None,
-        *(Needs(key, cure=f"set it; DeepSeek has {n}") for key, n in LATENT_WIDTHS.items()),
+        *(Needs(key, cure=f"set model.{key}={n}, as DeepSeek has") for key, n in LATENT_WIDTHS.items()),
         Excludes("position", "learned", cure="use rope, or none as in Kimi Linear"),
-        Excludes("rope_fraction", cure="set model.qk_rope_head_dim instead"),
-        Excludes("qk_norm", cure="remove it: the latents are normalised"),
-        *(Excludes(key, cure="remove it") for key in ("attention_sinks", "attention_bias", "attention_gate")),
+        Excludes("rope_fraction", cure="remove model.rope_fraction: all of model.qk_rope_head_dim is rotated"),
+        Excludes("qk_norm", because="the latents are normalised", cure="remove model.qk_norm"),
+        *(Excludes(key, cure=f"remove model.{key}") for key in WITHOUT_LATENTS),
     ] = Field(
         default=None,
         description="Width of the latent from which keys and values are computed (multi-head latent attention,"

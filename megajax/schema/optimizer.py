@@ -120,7 +120,6 @@ class OptimizerConfig(Section):
         Excludes(
             "logging.norms_interval",
             because="the norms of updates need all moments on the devices",
-            cure="remove one of them",
         ),
     ] = Field(
         default=None,

@@ -45,7 +45,7 @@ class RunConfig(Section):
             because="that order is made for a number of samples",
             cure=f"{SET_STEPS}, or use shuffled or sequential",
         ),
-        Excludes("data.stages", because="it counts passes over data.train", cure=f"{SET_STEPS}, or remove the stages"),
+        Excludes("data.stages", because="it counts passes over data.train", cure=f"{SET_STEPS}, or remove data.stages"),
     ] = Field(
         default=None,
         description="Number of passes over data.train, instead of run.steps, which follows once the data is open.",
@@ -130,7 +130,7 @@ class RunConfig(Section):
         Excludes(
             "data.stages",
             because="stages begin at fixed samples, and a rollback leaves out batches",
-            cure=f"remove the stages, {NO_ROLLBACKS}",
+            cure=f"remove data.stages, {NO_ROLLBACKS}",
         ),
     ] = Field(
         default=0,

@@ -26,7 +26,7 @@ class ScheduleConfig(Section):
         description="Shape after the warm-up; wsd: constant, then a final decay; or one registered by run.extensions.",
     )
     learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
-    min_learning_rate: Annotated[PositiveOrZero, _reads(LOWEST), AtMost("learning_rate", cure="lower it")] = derived(
+    min_learning_rate: Annotated[PositiveOrZero, _reads(LOWEST), AtMost("learning_rate")] = derived(
         lambda schedule: lowest_rate(schedule["kind"], schedule["learning_rate"]),
         "a tenth of learning_rate; 0 for inverse_sqrt",
         "Learning rate at the end of the decay; with 0 the step decay_steps changes nothing.",

@@ -55,7 +55,7 @@ REFUSED = {
     ),
     "run.max_rollbacks=1 run.checkpoint_interval=9 data.kind=indexed data.train=t data.stages=[{from_step: 9, train: u}]": (  # noqa: E501
         "run.max_rollbacks=1 cannot be combined with data.stages=[{from_step: 9, train: u}], because stages begin "
-        "at fixed samples, and a rollback leaves out batches (@): remove the stages, or set run.max_rollbacks=0."
+        "at fixed samples, and a rollback leaves out batches (@): remove data.stages, or set run.max_rollbacks=0."
     ),
     "mesh.data=-1 mesh.fsdp=-1": (
         "mesh.data=-1 and mesh.fsdp=-1 cannot share the remaining devices (@): keep -1 on one axis only."
@@ -102,7 +102,8 @@ REFUSED = {
         " set both to the width of the dense model's MLP."
     ),
     "model.experts_per_token=4": (
-        "model.experts_per_token=4 needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
+        "model.experts_per_token=4 needs experts, but model.num_experts=null (@): set model.num_experts, or remove"
+        " model.experts_per_token."
     ),
     "model.num_experts=4 model.experts_per_token=8": (
         "model.experts_per_token=8 is more than model.num_experts=4 (the command line: model.experts_per_token=8):"
@@ -133,7 +134,8 @@ REFUSED = {
         " line: mesh.expert=2): add expert to mesh.experts_over, or use mesh.data."
     ),
     "mesh.experts_over=[tensor]": (
-        "mesh.experts_over=[tensor] needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
+        "mesh.experts_over=[tensor] needs experts, but model.num_experts=null (@): set model.num_experts, or remove"
+        " mesh.experts_over."
     ),
     "model.num_experts=8 mesh.tensor=2 model.expert_ffn_hidden_size=33": (
         "mesh.tensor=2 does not divide model.expert_ffn_hidden_size=33 (the command line: mesh.tensor=2):"
@@ -198,8 +200,8 @@ REFUSED = {
         " use 1.0 and 4.0 as Llama 3.1 does."
     ),
     "model.rope_scaling={kind: yarn, factor: 4, beta_slow: 40}": (
-        "model.rope_scaling.beta_slow=40.0 is more than model.rope_scaling.beta_fast=32.0 (@): use 1.0 and 32.0, "
-        "the defaults."
+        "model.rope_scaling.beta_slow=40.0 is more than model.rope_scaling.beta_fast=32.0 (@): use 32.0 or "
+        "less, or raise model.rope_scaling.beta_fast."
     ),
     "model.rope_scaling={kind: longrope, factor: 4, short_factors: [1, 1, 1, 1], long_factors: [2]}": (
         "model.rope_scaling.kind=longrope needs 4 numbers in model.rope_scaling.long_factors, not 1 (@): give one for"
@@ -263,7 +265,8 @@ REFUSED = {
         "kernels.attention=cudnn cannot be combined with precision.compute=float32 (@): use kernels.attention=auto."
     ),
     "schedule.min_learning_rate=1": (
-        "schedule.min_learning_rate=1.0 is more than schedule.learning_rate=0.0003 (@): lower it."
+        "schedule.min_learning_rate=1.0 is more than schedule.learning_rate=0.0003 (@): use 0.0003 or less,"
+        " or raise schedule.learning_rate."
     ),
     "schedule.warmup_steps=101": (
         "schedule.warmup_steps=101 is more than schedule.decay_steps=100 (@): use 100 or less, or raise "
@@ -286,8 +289,8 @@ REFUSED = {
         "data.split=9,1,0 cannot be combined with data.valid=b (@): remove one of them."
     ),
     "data.synthetic_documents=2 data.kind=indexed data.train=a": (
-        "data.synthetic_documents=2 needs data.kind=synthetic, but data.kind=indexed (@): remove it, or set "
-        "data.kind=synthetic."
+        "data.synthetic_documents=2 needs data.kind=synthetic, but data.kind=indexed (@): set "
+        "data.kind=synthetic, or remove data.synthetic_documents."
     ),
     "data.synthetic_documents=33": (
         "data.synthetic_documents=33 is more than batch.sequence_length=32 (@): use 32 or less, or raise "

@@ -103,10 +103,12 @@ REFUSED = {
         " experts (@): lower them, or set model.num_experts=null."
     ),
     "model.first_dense_layers=1 model.num_experts=null": (
-        "model.first_dense_layers=1 needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
+        "model.first_dense_layers=1 needs experts, but model.num_experts=null (@): set model.num_experts, or remove"
+        " model.first_dense_layers."
     ),
     "model.moe_layer_interval=2 model.num_experts=null": (
-        "model.moe_layer_interval=2 needs experts, but model.num_experts=null (@): set model.num_experts, or remove it."
+        "model.moe_layer_interval=2 needs experts, but model.num_experts=null (@): set model.num_experts, or remove"
+        " model.moe_layer_interval."
     ),
     "model.block_pattern=[dense,moe] model.num_experts=null model.expert_ffn_hidden_size=null": (
         "model.block_pattern=[dense, moe] has layers with experts (@): set model.num_experts."

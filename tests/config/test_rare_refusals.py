@@ -21,7 +21,7 @@ DELTA, MASKED = "model.block_pattern=[gated_deltanet,dense]", "model.causal=fals
 # Settings, what the sentence says of them, and the way out
 REFUSED = [
     (
-        f"{FILES} data.train_samples=159",
+        f"{FILES} data.order=megatron data.train_samples=159",
         "data.train_samples=159 is less than the 160 samples of run.steps=20 and batch.global_size=8",
         "set data.train_samples=160 or more",
     ),
@@ -50,7 +50,8 @@ REFUSED = [
     ),
 ]
 ALLOWED = [
-    f"{FILES} data.train_samples=160",
+    f"{FILES} data.order=megatron data.train_samples=160",
+    f"{FILES} data.train_samples=1",
     f"{FILES} data.valid_sets=[{{name:a,prefix:p}},{{name:b,prefix:q}}]",
     f"{ROUTER}=1 model.router.score_function=sigmoid",
     "model.position=relative model.relative_buckets=32 model.relative_max_distance=17",

@@ -96,11 +96,11 @@ def test_a_token_sees_the_last_one_only_if_attention_is_to_both_sides(causal):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"v_head_dim": None}, r"model.kv_lora_rank=12 needs model.v_head_dim .*: set it; DeepSeek has 128"),
+        ({"v_head_dim": None}, r"model.kv_lora_rank=12 needs model.v_head_dim .*: set model.v_head_dim=128"),
         ({"head_dim": 16}, r"model.head_dim=16 is not the sum of model.qk_nope_head_dim=8 .*: remove model.head_dim"),
         ({"qk_rope_head_dim": 3}, r"model.qk_rope_head_dim=3 is odd"),
-        ({"num_kv_heads": 2}, r"cannot be combined with model.num_kv_heads=2 .*: remove it: each head"),
-        ({"rope_fraction": 0.5}, r"cannot be combined with model.rope_fraction=0.5 .*set model.qk_rope_head_dim"),
+        ({"num_kv_heads": 2}, r"cannot be combined with model.num_kv_heads=2 .*: remove model.num_kv_heads: each head"),
+        ({"rope_fraction": 0.5}, r"cannot be combined with model.rope_fraction=0.5 .*: remove model.rope_fraction"),
         ({"attention_bias": True}, r"cannot be combined with model.attention_bias=true"),
     ],
 )

@@ -159,11 +159,11 @@ def test_wrong_settings_and_batches_are_sentences(table):
         ({"kind": "test_focal", "settings": {"gamma": "x"}}, "objective.settings.gamma=x"),
         (
             {"kind": "test_focal", "label_smoothing": 0.1},
-            "label_smoothing=0.1 needs one of next_token, masked_tokens, but",
+            "label_smoothing=0.1 needs objective.kind=next_token or masked_tokens, but",
         ),
         (
             {"kind": "test_focal", "average": "microbatches"},
-            "average=microbatches needs one of next_token, masked_tokens, but",
+            "average=microbatches needs objective.kind=next_token or masked_tokens, but",
         ),
         ({"settings": {"gamma": 1}}, "objective.settings=.* needs a registered objective"),
     ):

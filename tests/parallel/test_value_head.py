@@ -210,7 +210,7 @@ def test_what_needs_logits_is_refused(table):
         ),
         (
             {"model": {"z_loss": 0.1}},
-            "model.z_loss=0.1 needs one of next_token, masked_tokens, but objective.kind=value_head",
+            "model.z_loss=0.1 needs objective.kind=next_token or masked_tokens, but objective.kind=value_head",
         ),
     ):
         with pytest.raises(ConfigError, match=sentence):

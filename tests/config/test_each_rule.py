@@ -1,0 +1,207 @@
+"""Each rule beside a key of the schema: a config that breaks it is refused with both keys, and a way out loads."""
+
+import itertools
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+
+from megajax.config import load_config
+from megajax.config.rule_checks import Statement, all_statements
+from megajax.errors import ConfigError
+from megajax.options.data_kinds import KINDS, DataKind
+from megajax.options.optimizers import OPTIMIZERS, OptimizerKind
+from megajax.options.registered import OBJECTIVES, OWN_OBJECTIVES
+from megajax.options.registry import Registry
+from megajax.schema.keys import keys
+from megajax.schema.rules import AtMost, Below, Divides, Excludes, MultipleOf, Needs, ReadIf
+from megajax.schema.tree import as_override
+
+pytestmark = pytest.mark.usefixtures("base_config", "extensions")
+
+BASE = """\
+model: {num_layers: 12, hidden_size: 64, num_heads: 8, vocab_size: 1000}
+batch: {global_size: 8, sequence_length: 32}
+data: {kind: synthetic}
+"""
+Settings = dict[str, Any]
+FILES = {"data.kind": "indexed", "data.train": "t", "data.tokenizer": "byte"}
+EXPERTS = {"model.num_experts": 8}
+TOWER = {"image_token": 5, "num_layers": 12, "hidden_size": 64, "num_heads": 4}
+# What else a config has that sets a key; "model.router" stands for all keys that begin so.
+WITH: dict[str, Settings] = {
+    "checkpoint.export_hf": {"checkpoint.export_hf.dir": "d", "run.checkpoint_interval": 2},
+    "checkpoint.keep_best": {"run.checkpoint_interval": 10, "run.eval_interval": 10},
+    "checkpoint.local": {"checkpoint.local_dir": "d", "checkpoint.local_interval": 5},
+    "checkpoint.upcycle": {"checkpoint.init_from": "r", **EXPERTS},
+    "communication.context": {"mesh.context": 2},
+    "data.fim": FILES,
+    "data.kind": FILES,
+    "data.order": FILES,
+    "data.packing": FILES,
+    "data.stages": FILES,
+    "data.split": {"data.tokenizer": "byte"},
+    "lora.rank": {"checkpoint.init_from": "r"},
+    "mesh.experts_over": EXPERTS,
+    "model.causal": {"objective.kind": "mine"},
+    "model.encoder": {"model.encoder.num_layers": 12, "model.encoder.sequence_length": 16},
+    "model.expert": EXPERTS,
+    "model.first_dense_layers": EXPERTS,
+    "model.kv_lora_rank": dict.fromkeys(("model.qk_nope_head_dim", "model.qk_rope_head_dim", "model.v_head_dim"), 8),
+    "model.max_positions": {"model.position": "learned"},
+    "model.moe_layer_interval": EXPERTS,
+    "model.rope_interleaved": {"model.rope_sections": [2, 1, 1]},
+    "model.rope_scaling": {"model.rope_scaling.factor": 2},
+    "model.rope_scaling.beta": {"model.rope_scaling.kind": "yarn"},
+    "model.rope_scaling.long": {"model.rope_scaling.short_factors": [1.0] * 4},
+    "model.rope_scaling.short": {"model.rope_scaling.long_factors": [1.0] * 4},
+    "model.router": EXPERTS,
+    "model.shared_expert": EXPERTS,
+    "model.vision.": {"model.vision": TOWER},
+    "model.vision.class_token": {"model.vision.grid": 4},
+    "objective.kind": {"model.causal": False},
+    "optimizer.offload_dir": {"optimizer.offload": 1.0},
+    "pipeline": {"batch.num_microbatches": 4},
+    "precision.fp8.backend": {"precision.fp8.recipe": "current"},
+    "remat.group": {"remat.policy": "full"},
+    "run.max_rollbacks": {"run.checkpoint_interval": 10},
+    "teacher": {"objective.kind": "reads_teacher"},
+}
+# Values of the keys whose types do not tell them
+VALUES: dict[str, list[Any]] = {
+    "data.denoisers": [[{"weight": 1.0}]],
+    "data.split": ["8,1,1"],
+    "data.stages": [[{"from_step": 5, "train": "u"}]],
+    "data.tokenizer": ["byte", "null:10"],
+    "data.train_samples": [8000],
+    "model.block_pattern": [["dense"], ["moe"], ["gated_deltanet"]],
+    "model.encoder.kind": ["none", "layers", "mine"],
+    "model.max_positions": [64, 16],
+    "model.relative_max_distance": [64],
+    "model.rope_scaling": [{"factor": 2.0}],
+    "model.rope_scaling.beta_fast": [16.0, 0.5],
+    "model.rope_scaling.high_freq_factor": [8.0, 0.5],
+    "model.rope_scaling.long_factors": [[2.0] * 4],
+    "model.rope_scaling.short_factors": [[2.0] * 4],
+    "model.rope_sections": [[2, 1, 1]],
+    "model.vision": [TOWER],
+    "objective.kind": [*OWN_OBJECTIVES, "mine", "replaces_head", "reads_teacher"],
+    "objective.masking.random": [0.05],
+    "optimizer.muon.coefficients": ["polar_express"],
+    "pipeline.layout": [[6, 6]],
+    "schedule.min_learning_rate": [1e-4, 0.5],
+    "teacher.model": [{"num_layers": 1, "hidden_size": 64, "num_heads": 8, "vocab_size": 1000}],
+}
+OF_TYPES = {"int": [4, 1, 2, 3, 10, 64, 0, 2000], "float": [0.5, 2.0, 1.0], "dict": [{"a": 1}], "str": ["x"]}
+FIELDS = dict(keys())
+
+
+class Mine:
+    """An objective, or an optimizer, of an extension."""
+
+
+@pytest.fixture
+def extensions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(KINDS, "mine", DataKind("mine", read=lambda path: ([], [])))
+    monkeypatch.setitem(OPTIMIZERS, "mine", OptimizerKind("mine", reads=(), made=Mine))
+    monkeypatch.setitem(OBJECTIVES, "mine", Mine)
+    for name in ("replaces_head", "reads_teacher"):
+        trait = {"replaces_head": "REPLACES_HEAD", "reads_teacher": "TEACHER"}[name]
+        monkeypatch.setitem(OBJECTIVES, name, type(name, (Mine,), {trait: True}))
+
+
+def values(key: str) -> list[Any]:
+    """Values of a key, its default last."""
+    field, registry = FIELDS[key], Registry.of(FIELDS[key])
+    found = VALUES.get(key) or (registry.choices if registry else list(choices(field.annotation)))
+    types = re.sub(r"Literal\[.*?\]", "", str(field.annotation))
+    if key not in VALUES and registry is None:
+        found += next((each for name, each in OF_TYPES.items() if name in types), [])
+        found = [[each] for each in found] if "tuple" in types else found
+    return [*found, None if field.default_factory or field.is_required() else field.default]
+
+
+def choices(annotation: Any) -> Iterator[Any]:
+    if annotation is bool:
+        yield from (True, False)
+    for each in get_args(annotation):
+        yield from [each] if isinstance(each, str) else choices(each)
+
+
+def breaking(statement: Statement) -> Iterator[Settings]:
+    """Settings that break a rule."""
+    both = statement.key, statement.other
+    others = [given for prefix, given in WITH.items() if any(key.startswith(prefix) for key in both)]
+    for pair in itertools.product(*map(values, both)):
+        if not statement.rule.holds(*pair, *statement.defaults):
+            yield {name: own for given in others for name, own in given.items()} | dict(zip(both, pair, strict=True))
+
+
+def overrides(settings: Settings) -> list[str]:
+    return [f"{key}={as_override(settings[key])}" for key in sorted(settings)]  # a section before its keys
+
+
+def load(overrides: list[str]) -> str:
+    """The error, or the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            load_config("x.yaml", overrides)
+        except ConfigError as error:
+            return f"error: {error}"
+    return "\n".join(str(each.message) for each in caught)
+
+
+def named_ways(statement: Statement, settings: Settings, cure: str) -> Iterator[list[str]]:
+    """The overrides after each thing that a cure names: key=value, or a key to remove."""
+    yield from ([*overrides(settings), change] for change in re.findall(r"[\w.]+=[\w.]+", cure))
+    both = [statement.key, statement.other]
+    for removed in both if cure == "remove one of them" else re.findall(r"remove ([\w.]+)", cure):
+        yield overrides({name: own for name, own in settings.items() if name != removed})
+
+
+def other_values(statement: Statement, settings: Settings) -> Iterator[list[str]]:
+    """The overrides with another value of one of both keys."""
+    for key in (statement.key, statement.other):
+        yield from (overrides(settings | {key: own}) for own in reversed(values(key)))
+
+
+def name_of(statement: Statement) -> str:
+    return f"{statement.key}-{type(statement.rule).__name__}-{statement.other}"
+
+
+REFUSING = all_statements((Needs, Excludes, Divides, MultipleOf, AtMost, Below))
+
+
+@pytest.mark.parametrize("statement", REFUSING, ids=name_of)
+def test_what_breaks_a_rule_is_refused_and_a_way_out_loads(statement: Statement):
+    rule, tried = statement.rule, list[str]()
+    relation = "needs .*" if isinstance(rule, Needs) else f"{rule.WORDS} {statement.other}=.*"
+    relation += re.escape(rule.because)
+    sentence = re.compile(rf"error: {statement.key}=.* {relation}.*\): (.*{re.escape(rule.cure)})\.$", re.DOTALL)
+    for settings in breaking(statement):
+        tried.append(load(overrides(settings)))
+        if found := sentence.match(tried[-1]):
+            assert statement.other in tried[-1]
+            after = [load(way) for way in named_ways(statement, settings, found[1])]
+            assert not any(map(sentence.match, after)), (tried[-1], after)
+            ways = (load(way) for way in other_values(statement, settings))
+            assert any(not text.startswith("error") for text in itertools.chain(after, ways)), tried[-1]
+            return
+    raise AssertionError(tried)
+
+
+@pytest.mark.parametrize("statement", all_statements((ReadIf,)), ids=name_of)
+def test_what_is_not_read_is_warned_about_and_is_read_with_another_value(statement: Statement):
+    start = f"{statement.key}="
+    unread = re.compile(rf"{start}.* {ReadIf.WORDS} {statement.other}=.* \(.*\): remove it\.$", re.MULTILINE)
+    for settings in breaking(statement):
+        if unread.search(load(overrides(settings))):
+            break
+    else:
+        raise AssertionError("no config is warned about")
+    fits = [own for own in values(statement.other) if statement.rule.holds(None, own, *statement.defaults)]
+    after = [load(overrides(settings | {statement.other: own})) for own in fits]
+    assert any(not each.startswith("error") and not unread.search(each) for each in after), after
