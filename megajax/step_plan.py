@@ -22,13 +22,14 @@ from megajax.layout import stages
 from megajax.layout.backward_parts import BackwardParts, backward_parts
 from megajax.layout.context_groups import ContextGroups
 from megajax.layout.kinds import (
+    ATTENTION,
     LayerKind,
     block_layers,
     deepstack_count,
     extra_kind,
     extra_layers,
     layer_windows,
-    may_have_attention,
+    may_have,
 )
 from megajax.layout.segments import LayerSegment, Unrolling, choose_unrolling, plan_segments
 from megajax.layout.sublayers import takes_order
@@ -325,7 +326,7 @@ class StepPlan:
         """
         model, strategy = self.config.model, self.config.context_strategy(self.sizes)
         shared = strategy.key_shards(self.sizes["context"]) == 1 or self.context_groups is not None
-        return any(map(takes_order, block_layers(model))) and (shared or not may_have_attention(model))
+        return any(map(takes_order, block_layers(model))) and (shared or not may_have(model, ATTENTION))
 
     @cached_property
     def context_groups(self) -> ContextGroups | None:

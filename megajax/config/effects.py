@@ -4,10 +4,12 @@ from typing import Any, NamedTuple
 
 from megajax.config.rule_checks import default_of, unread
 from megajax.config.sentences import format_keys, value, warn
+from megajax.layout.kinds import ATTENTION, MLP, MOE, may_have
 from megajax.layout.recurrent import recurrent_heads, unused_sections
 from megajax.schema.config import Config
 from megajax.schema.rules import ReadIf
 from megajax.schema.schedule import lowest_rate
+from megajax.schema.tree import show
 
 # Besides the model, a checkpoint's description has these.
 COMPARED_ON_RESUME = (
@@ -28,6 +30,13 @@ COMPARED_ON_RESUME = (
     *(f"data.{name}" for name in ("fim_rate", "fim_spm_rate", "fim_tokens", "noise_density", "mean_span_length")),
     "data.denoisers",
 )
+OF_ATTENTION = (
+    *("model.rope_theta", "model.rope_scaling", "model.rope_fraction", "model.rope_sections", "model.rope_interleaved"),
+    *("model.qk_norm", "model.qk_clip", "model.attention_scale", "model.attention_bias", "model.attention_softcap"),
+    *("model.attention_gate", "model.attention_sinks"),
+)
+OF_GROUPS = ("model.router.num_groups", "model.router.groups_per_token", "model.router.group_score")
+DECAYED = ("optimizer.decay_norms", "optimizer.decay_biases", "optimizer.decay_embeddings")
 
 
 class Unread(NamedTuple):
@@ -45,6 +54,9 @@ def warn_without_effect(config: Config) -> None:
         if config.where(key) != "default" and value(config, key) != _default(config, key):
             problem = f"{format_keys(config, key)} {ReadIf.WORDS} {format_keys(config, reason)}"
             warn(config, problem, "remove it", key)
+    for key, given in config.replaced.items():
+        problem = f"{key}={show(given)} {ReadIf.WORDS} {format_keys(config, 'data.kind', 'data.packing')}"
+        warn(config, problem, "remove it", key)
     allowed = "checkpoint.allow_changes"
     for entry in config.checkpoint.allow_changes:
         if not any(_within(key, entry) for key in COMPARED_ON_RESUME) and not _within(entry, "model"):
@@ -58,7 +70,10 @@ def _within(key: str, section: str) -> bool:
 
 def _of_several_keys(config: Config) -> list[Unread]:
     """The rules that depend on more than one other key."""
-    model, data, run = config.model, config.data, config.run
+    model, data, run, optimizer = config.model, config.data, config.run, config.optimizer
+    no_attention = not may_have(model, ATTENTION)
+    averages = optimizer.ema_decay is not None or optimizer.master == "split"
+    stateless = optimizer.chosen.is_stateless and optimizer.beta1 == 0
     recurrent = tuple(
         heads.key(name) for heads in unused_sections(model) for name in type(getattr(model, heads.section)).model_fields
     )
@@ -78,7 +93,14 @@ def _of_several_keys(config: Config) -> list[Unread]:
         Unread(undivided, f"mesh.{config.mesh.experts_over[0]}", ("communication.experts", "mesh.experts_over")),
         Unread(True, "model.block_pattern", recurrent),
         Unread(not recurrent_heads(model), "model.block_pattern", ("kernels.linear_attention",)),
+        Unread(no_attention, "model.block_pattern", OF_ATTENTION),
+        Unread(no_attention and model.vision is None, "model.block_pattern", ("kernels.attention",)),
+        Unread(not may_have(model, MLP, MOE), "model.block_pattern", ("model.activation", "model.mlp_bias")),
         Unread(ungrouped, router, ("model.router.loss_counts",)),
+        Unread(model.router.force_balance, "model.router.force_balance", OF_GROUPS),
+        Unread(optimizer.weight_decay == 0, "optimizer.weight_decay", DECAYED),
+        Unread(stateless, "optimizer.beta1", ("optimizer.state",)),
+        Unread(stateless and not averages, "optimizer.beta1", ("optimizer.offload",)),
         Unread(not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
         Unread(not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
         Unread(not stores, "data.order", ("data.index_cache",)),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from megajax.config.sentences import divisors, listed, value
-from megajax.layout.kinds import may_have_attention, mlp_widths
+from megajax.layout.kinds import ATTENTION, may_have, mlp_widths
 from megajax.layout.recurrent import recurrent_heads
 from megajax.schema.config import Config
 
@@ -13,7 +13,7 @@ def tensor_keys(config: Config) -> list[str]:
     whole = {"expert_ffn_hidden_size"} if "tensor" in config.mesh.experts_over else set()
     widths = [key for key in mlp_widths(config.model) if key not in whole]
     shared = [heads.key(heads.shared) for heads in recurrent_heads(config.model)]
-    heads = ["model.num_heads"] if may_have_attention(config.model) else []
+    heads = ["model.num_heads"] if may_have(config.model, ATTENTION) else []
     return [*heads, *shared, *(f"model.{key}" for key in widths)]
 
 

@@ -149,9 +149,9 @@ def has_sublayer(model: ModelConfig, name: str) -> bool:
     return any(name in BUILT_IN_BLOCKS.get(block, ()) for block in block_layers(model))
 
 
-def may_have_attention(model: ModelConfig) -> bool:
-    """Whether a layer has attention: also one of a kind that is not built in."""
-    return any(ATTENTION in BUILT_IN_BLOCKS.get(block, (ATTENTION,)) for block in block_layers(model))
+def may_have(model: ModelConfig, *names: str) -> bool:
+    """Whether a layer has one of these built-in sublayers, or is of a kind that is not built in."""
+    return any(not {*names}.isdisjoint(BUILT_IN_BLOCKS.get(block, names)) for block in block_layers(model))
 
 
 def deepstack_count(model: ModelConfig) -> int:

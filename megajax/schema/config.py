@@ -260,6 +260,7 @@ class Config(Section):
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
     _locations: dict[str, str] = PrivateAttr(default_factory=dict)
+    _replaced: dict[str, bool] = PrivateAttr(default_factory=dict)  # values that were given, but follow from others
 
     @model_validator(mode="after")
     def _fill_across_sections(self) -> "Config":
@@ -276,8 +277,10 @@ class Config(Section):
             # The last token of a conversation does not predict the next one, and none attends to another.
             is_packed = self.data.packing != "none"
             separate = {"reset_attention": is_packed, "reset_positions": is_packed}
-            data = self.data.model_copy(update=separate | {"mask_end_of_document_loss": True})
-            object.__setattr__(self, "data", data)
+            separate |= {"mask_end_of_document_loss": True}
+            given = {name: getattr(self.data, name) for name in self.data.model_fields_set & separate.keys()}
+            self._replaced.update({f"data.{name}": own for name, own in given.items() if own != separate[name]})
+            object.__setattr__(self, "data", self.data.model_copy(update=separate))
         if self.lora.rank is not None and self.lora.alpha is None:
             object.__setattr__(self, "lora", self.lora.model_copy(update={"alpha": float(self.lora.rank)}))
         teacher = self.teacher.model
@@ -400,6 +403,11 @@ class Config(Section):
     def where(self, key: str) -> str:
         """The location where `key` ("section.name") was set: a file and line, an override, or "default"."""
         return self._locations.get(key, "default")
+
+    @property
+    def replaced(self) -> Mapping[str, bool]:
+        """Values that were given, by key, in place of which the config has those that follow from other keys."""
+        return self._replaced
 
     def to_yaml(self) -> str:
         """The whole config as YAML, sections in order; it loads to an equal config."""

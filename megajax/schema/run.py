@@ -91,7 +91,7 @@ class RunConfig(Section):
         description="A step that takes this multiple of the median of recent steps, and at least hang_min_seconds,"
         " ends the run with exit status 4 and writes hang-PROCESS.txt; null: never.",
     )
-    hang_min_seconds: Seconds = Field(
+    hang_min_seconds: Annotated[Seconds, ReadIf("hang_factor", bool)] = Field(
         default=300.0,
         description="Shortest time after which a step counts as hung; compilation, an evaluation and a save have 12"
         " times as long.",

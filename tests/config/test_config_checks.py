@@ -416,6 +416,7 @@ def test_each_relation_of_two_numbers_holds_up_to_its_border():
     assert rules.MultipleOf("other").holds(0, 0, None, None) and not rules.MultipleOf("other").holds(2, 0, None, None)
 
 
+FORCED = "model.router.force_balance=true"
 WARNED = {
     "model.rope_theta=500000.0": ("model.position=learned", "model.position=learned"),
     "model.rope_fraction=0.5": ("model.position=none", "model.position=none"),
@@ -482,6 +483,15 @@ WARNED = {
     "data.drop_last_validation_sample=false": ("", "data.order=shuffled"),
     "data.index_cache=elsewhere": ("", "data.order=shuffled"),
     "data.reset_positions=true": ("", "data.synthetic_documents=null"),
+    "run.hang_min_seconds=60.0": ("run.hang_factor=null", "run.hang_factor=null"),
+    "optimizer.decay_norms=true": ("optimizer.weight_decay=0", "optimizer.weight_decay=0.0"),
+    "optimizer.state=int8": ("optimizer={kind: sgd, beta1: 0}", "optimizer.beta1=0.0"),
+    "optimizer.offload=1.0": ("optimizer={kind: sgd, beta1: 0}", "optimizer.beta1=0.0"),
+    "model.router.num_groups=2": ("model={num_experts: 8, router: {force_balance: true}}", FORCED),
+    "model.qk_norm=true": ("model.block_pattern=[gated_deltanet]", "model.block_pattern=[gated_deltanet]"),
+    "model.qk_clip=100.0": ("model.block_pattern=[mamba2]", "model.block_pattern=[mamba2]"),
+    "kernels.attention=reference": ("model.block_pattern=[mamba2]", "model.block_pattern=[mamba2]"),
+    "model.activation=gelu": ("model.block_pattern=[attention]", "model.block_pattern=[attention]"),
 }
 
 
@@ -494,6 +504,21 @@ def test_a_setting_without_effect_is_warned_about(override: str):
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", [*quiet, *([other] if other else []), override])
     assert [str(item.message) for item in caught] == [expected]
+
+
+@pytest.mark.parametrize(("packing", "given"), [("first_fit", False), ("none", True)])
+def test_what_chats_decide_themselves_is_warned_about_if_it_is_set_otherwise(packing: str, given: bool):
+    chats = ["data.kind=chat", "data.train=t", "data.tokenizer=byte", f"data.packing={packing}"]
+    settings = [f"data.reset_attention={str(given).lower()}", "data.mask_end_of_document_loss=true"]
+    with pytest.warns(UserWarning) as caught:
+        config = load_config("x.yaml", [*chats, *settings, "schedule.decay_steps=1000"])
+    assert config.data.reset_attention is not given
+    expected = f"{settings[0]} has no effect with data.kind=chat and data.packing={packing} (the command line: "
+    assert [str(item.message) for item in caught] == [f"{expected}{settings[0]}): remove it."]
+    Path("printed.yaml").write_text(config.to_yaml())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config("printed.yaml")
 
 
 def test_experts_that_drop_tokens_do_not_begin_with_the_loss_of_the_mlp_that_they_copy():

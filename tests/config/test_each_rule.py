@@ -120,6 +120,7 @@ def values(key: str) -> list[Any]:
     if key not in VALUES and registry is None:
         found += next((each for name, each in OF_TYPES.items() if name in types), [])
         found = [[each] for each in found] if "tuple" in types else found
+    found += [None] if "None" in types else []
     return [*found, None if field.default_factory or field.is_required() else field.default]
 
 
