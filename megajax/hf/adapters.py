@@ -16,12 +16,12 @@ from megajax.config import Config
 from megajax.errors import InputError
 from megajax.hf import ADAPTERS, is_hf_folder
 from megajax.hf.beside import origin
+from megajax.hf.classifiers import ARCHITECTURES, SCORE
 from megajax.hf.convert import describe_section, family_for, read_model
 from megajax.hf.folder import new_folder, save_tensors
 from megajax.hf.tensors import Tensor, tensor_names, whole_shape
 from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
-from megajax.options.registered import replaces_head
 from megajax.sharding import OBJECTIVE
 from megajax.sources import initial_weights
 
@@ -69,8 +69,8 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     """Write the adapters of a checkpoint as a folder in PEFT's format: adapter_config.json, adapter_model.safetensors.
 
     Weights that are one tensor in the family's model, such as GPT-2's queries, keys and values, become one adapter of
-    the sum of their ranks. Raises InputError for a run without adapters, for a model that no family has, and for a
-    folder that cannot be written.
+    the sum of their ranks. A classifier's matrix is among the tensors, as a module that PEFT saves. Raises InputError
+    for a run without adapters, for a model that no family has, and for a folder that cannot be written.
     """
     lora = config.lora
     if lora.rank is None or lora.alpha is None:
@@ -81,10 +81,16 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
             f"RUN={run_dir} reads images (model.vision): write its merged weights with the command export."
         )
     _warn_of_another_base(config, run_dir)
-    if problem := _parameters_in_place_of_head(config, run_dir):
+    family, declared = family_for(model, origin(run_dir)), parameters(Transformer(model))
+    tensors, stored = family.tensors(model), dict[str, np.ndarray]()
+    own = {name for name in weights if name.startswith(OBJECTIVE)}
+    is_classifier = own == {SCORE.ours} and family.model_type in ARCHITECTURES
+    if is_classifier:
+        score = np.asarray(weights[SCORE.ours][...], np.float32)
+        stored[f"base_model.model.{SCORE.theirs}"] = np.ascontiguousarray(score.T)
+    elif own:
+        problem = f"RUN={run_dir} has parameters of objective.kind={config.objective.kind} in place of the model's head"
         warnings.warn(f"{problem}, which are not written: take them from megajax.load_weights.", stacklevel=2)
-    tensors, declared = family_for(model, origin(run_dir)).tensors(model), parameters(Transformer(model))
-    stored: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     transposed = False
     parts: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
@@ -104,7 +110,8 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     other_ranks = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        "modules_to_save": [SCORE.theirs.removesuffix(".weight")] if is_classifier else None,
         "base_model_name_or_path": config.checkpoint.init_from,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -119,12 +126,6 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
     with new_folder(folder) as partial:
         save_tensors(stored, partial / PEFT_WEIGHTS)
         (partial / ADAPTERS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _parameters_in_place_of_head(config: Config, run_dir: Path) -> str:
-    """The beginning of a sentence about them; empty if there are none."""
-    kind = config.objective.kind
-    return f"RUN={run_dir} has parameters of objective.kind={kind} in place of the model's head" * replaces_head(kind)
 
 
 def _warn_of_another_base(config: Config, run_dir: Path) -> None:

@@ -309,10 +309,11 @@ def export(
     write_folder(folder, config, quantised.stored(stream(weights, model, dtype, origin, quantised.names)), files)
 
 
-def check_quantisation(model: ModelConfig, quantisation: str, origin: str | None = None) -> None:
-    """Raise InputError if the folder of this model cannot be quantised so."""
-    family = family_for(model, origin)
-    _quantised(StoredForm("float32", quantisation), family, model, _entries(family, model))
+def check_export(model: ModelConfig, weights: Collection[str], quantisation: str) -> None:
+    """Raise InputError if no folder has a model with parameters of these names, or if it cannot be quantised so."""
+    family = family_for(model)
+    entries = with_own_head(_entries(family, model), weights, family.model_type)
+    _quantised(StoredForm("float32", quantisation), family, model, entries)
 
 
 def _quantised(form: StoredForm, family: Family, model: ModelConfig, entries: Sequence[Tensor]) -> QuantisedWeights:

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from megajax.options.fp8_recipes import RECIPES
 from megajax.options.quantisations import QUANTISATIONS
-from megajax.options.registered import replaces_head
 from megajax.schema.fields import Count, Section, Text
 from megajax.schema.rules import Below, Excludes, MultipleOf, Needs, ReadIf
 
@@ -14,9 +13,7 @@ from megajax.schema.rules import Below, Excludes, MultipleOf, Needs, ReadIf
 class ExportConfig(Section):
     """Folders in Hugging Face's format, written from checkpoints while training continues."""
 
-    dir: Annotated[
-        Text | None, Excludes("objective.kind", replaces_head, because="it has parameters in place of the model's head")
-    ] = Field(default=None, description="Directory of the folders, step-STEP each; null: none.")
+    dir: Text | None = Field(default=None, description="Directory of the folders, step-STEP each; null: none.")
     every: Annotated[
         Count | None,
         ReadIf("dir"),

@@ -10,6 +10,7 @@ from megajax import cluster, threads
 from megajax.checkpoint import reason
 from megajax.config import Config
 from megajax.errors import InputError, UserError
+from megajax.model import Transformer, parameters
 from megajax.training.hooks import Hook, RunView
 
 
@@ -25,13 +26,14 @@ class Exports(Hook):
 
         Raises InputError if no family of models has the config's model, or if it cannot be quantised so.
         """
-        from megajax.hf.convert import check_quantisation  # here, because it needs safetensors
+        from megajax.hf.convert import check_export  # here, because it needs safetensors
 
         self.config, self._say = config, say
         self._settings = config.checkpoint.export_hf
         self._key = f"checkpoint.export_hf.dir={self._directory} ({config.where('checkpoint.export_hf.dir')})"
         try:
-            check_quantisation(config.model, self._settings.quantization)
+            names = parameters(Transformer(config.model, objective=config.objective)).keys()
+            check_export(config.model, names, self._settings.quantization)
         except InputError as error:
             raise InputError(f"{self._key}: {error}") from None
         self._thread: Thread | None = None

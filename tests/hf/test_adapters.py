@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.storage import SUBDIRECTORY
 from megajax.config import load_config
-from megajax.config.extensions import import_extensions
 from megajax.errors import InputError
 from megajax.hf import adapters
 from megajax.hf.__main__ import main
@@ -171,6 +170,7 @@ def test_the_settings_of_adapters_are_those_that_peft_reads(run, tmp_path):
         "bias": "none",
         "fan_in_fan_out": name == "tiny_gpt2",
         "inference_mode": True,
+        "modules_to_save": None,
     }
 
 
@@ -237,11 +237,6 @@ def test_adapters_that_cannot_be_written_or_merged_are_sentences(run, tmp_path):
         UserWarning, match=rf"vocab_size={tokens}, but this run has {tokens + 1}.*with the command export"
     ):
         adapters.export_adapters(folder, step, changed("model", vocab_size=tokens + 1), tmp_path / "out")
-    import_extensions(["docs/examples/value_head.py"])
-    own_head = changed("objective", kind="value_head")
-    problem = f"RUN={folder} has parameters of objective.kind=value_head in place of"
-    with pytest.warns(UserWarning, match=f"{problem} .* are not written: .*megajax.load_weights"):
-        adapters.export_adapters(folder, step, own_head, tmp_path / "without_head")
     named = changed("checkpoint", init_from=base.name)  # beside the run, not in the current directory
     with adapters.open_merged(folder, step, named) as found, adapters.open_merged(folder, step, config) as expected:
         np.testing.assert_array_equal(found["final_norm"][()], expected["final_norm"][()])
@@ -268,3 +263,15 @@ def test_peft_has_each_layer_of_a_model_with_dense_and_moe_layers_once(tmp_path,
     found = peft[f"base_model.model.model.layers.{moe[-1]}.self_attn.o_proj.lora_A.weight"]
     a = weights["blocks.moe.attention.output_lora_a"][-1]  # [N, H, rank]
     np.testing.assert_array_equal(found, a.reshape(-1, 2).T)
+
+    weights["objective.score"] = rng.normal(size=(config.model.hidden_size, 3)).astype(np.float32)
+    adapters.export_adapters(tmp_path / "run", 1, config, tmp_path / "classifier")
+    classifier = load_file(tmp_path / "classifier" / "adapter_model.safetensors")
+    score = classifier.pop("base_model.model.score.weight")
+    np.testing.assert_array_equal(score.T, weights["objective.score"])
+    settings = json.loads((tmp_path / "classifier" / "adapter_config.json").read_text())
+    assert classifier.keys() == names
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    weights["objective.other"] = weights.pop("objective.score")
+    with pytest.warns(UserWarning, match="has parameters of objective.kind=.* are not written: .*megajax.load_weights"):
+        adapters.export_adapters(tmp_path / "run", 1, config, tmp_path / "without_head")

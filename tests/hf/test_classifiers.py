@@ -10,11 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import megajax
+from megajax.config import ModelConfig
 from megajax.config.extensions import import_extensions
 from megajax.errors import InputError
 from megajax.hf.__main__ import main
 from megajax.hf.classifiers import ARCHITECTURES, with_own_head
-from megajax.hf.convert import FAMILIES, read_model
+from megajax.hf.convert import FAMILIES, check_export, read_model
 
 FILES = Path(__file__).parents[1] / "data_files"
 NEAR = {"rtol": 0, "atol": 1e-5}
@@ -97,11 +98,15 @@ def test_a_classifier_of_other_classes_is_a_sentence_and_of_none_has_new_ones(fo
     np.testing.assert_array_equal(np.asarray(trainer.state.params["final_norm"]), tensors["model.norm.weight"])
 
 
-def test_a_head_that_no_classifier_has_is_a_sentence_and_not_left_out():
+def test_a_head_that_no_classifier_has_is_a_sentence_and_not_left_out(folder):
     """With a tied embedding the folder would be a whole language model without it."""
     with pytest.raises(InputError, match="objective.other, objective.score in place of a head.*megajax.load_weights"):
         with_own_head([], ["objective.score", "objective.other"], "qwen2")
     with pytest.raises(InputError, match="no classifier of model_type=mamba2"):
         with_own_head([], ["objective.score"], "mamba2")
     assert with_own_head([], ["head"], "mamba2") == []
+    model = ModelConfig(**read_model(folder))  # at the start of a run that exports
+    check_export(model, ["objective.score"], "none")
+    with pytest.raises(InputError, match="has objective.other in place of a head"):
+        check_export(model, ["objective.other"], "none")
     assert ARCHITECTURES.keys() <= FAMILIES.keys()

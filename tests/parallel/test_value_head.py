@@ -205,10 +205,6 @@ def test_what_needs_logits_is_refused(table):
             "mtp_layers=1 cannot be combined with objective.kind=value_head, because it has",
         ),
         (
-            {"checkpoint": {"export_hf": {"dir": "x", "every": 10}}},
-            "export_hf.dir=x cannot be combined with objective.kind=value_head",
-        ),
-        (
             {"model": {"z_loss": 0.1}},
             "model.z_loss=0.1 needs objective.kind=next_token or masked_tokens, but objective.kind=value_head",
         ),
