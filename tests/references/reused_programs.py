@@ -168,7 +168,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     kept = ["seed", "deterministic"]
     if schedule["kind"] == "constant":
         del schedule["decay_steps"]  # by default run.steps
-    if config.optimizer.ademamix:
+    if config.optimizer.kind == "ademamix":
         kept.append("steps")
     settings["run"] = {name: run[name] for name in kept}
     settings["data"] = {name: value for name, value in settings["data"].items() if name.startswith("reset_")}
