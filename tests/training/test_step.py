@@ -13,7 +13,7 @@ from megajax.mesh import build_mesh
 from megajax.optim.ademamix import Ademamix
 from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
-from megajax.training.step import TrainProgram
+from megajax.training.step import TrainProgram, _train_step
 
 GPT = (
     "model.norm=layernorm",
@@ -143,6 +143,13 @@ def gpt_gradients():
     return gradients_of
 
 
+def updates(program):
+    """`train_step` of a third argument, the gradients: that of AdamW has them of its own, and takes twice as long."""
+    step = jax.jit(lambda state, batch, results: _train_step(program, lambda *_: results, state, batch))
+    own = program.config.optimizer.kind == "adamw"
+    return (lambda state, batch, _: program.train_step(state, batch)) if own else step
+
+
 @pytest.mark.parametrize("kind, clip", [("adamw", 0.5), ("ademamix", 0.5), ("lion", 0.5), ("sgd", 0.0)])
 def test_three_steps_equal_plain_numpy(make_program, gpt_gradients, kind, clip):
     reference, settings = OPTIMIZERS[kind]
@@ -156,7 +163,7 @@ def test_three_steps_equal_plain_numpy(make_program, gpt_gradients, kind, clip):
         "optimizer.weight_decay=0.3",
         *(f"optimizer.decay_{name}={str(value).lower()}" for name, value in flags.items()),
     )
-    gradients_of = gpt_gradients(program)
+    gradients_of, step = gpt_gradients(program), updates(program)
     state = program.init_state()
     # Norms and biases start at one and zero: moved, so that decay shows on them.
     rng = np.random.default_rng(7)
@@ -167,15 +174,15 @@ def test_three_steps_equal_plain_numpy(make_program, gpt_gradients, kind, clip):
     directions = {name: reference() for name in weights}
     for t, rate in enumerate(RATES, start=1):
         batch = random_batch(program, t)
-        _, gradients, *_ = gradients_of(state.params, {}, batch, state.step, state.loss_scale)
-        gradients = to_numpy(gradients)
+        results = gradients_of(state.params, {}, batch, state.step, state.loss_scale)
+        gradients = to_numpy(results.gradients)
         norm = np.sqrt(sum(np.sum(g * g) for g in gradients.values()))
         assert norm > 1  # or else nothing is clipped
         factor = min(1.0, clip / norm) if clip else 1.0
         for name, g in gradients.items():
             decay = 0.3 * decays(name, **flags) * weights[name]
             weights[name] = weights[name] - rate * (directions[name](factor * g, t) + decay)
-        state, metrics = program.train_step(state, batch)
+        state, metrics = step(state, batch, results)
         assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
         assert float(metrics["learning_rate"]) == pytest.approx(rate, rel=1e-6)
         assert int(state.step) == t
@@ -203,6 +210,8 @@ def test_half_precision_keeps_fp32_masters_that_move_by_less_than_half_precision
     before = {name: np.asarray(w) for name, w in state.params.items()}
     state, metrics = program.train_step(state, random_batch(program, 0))
     assert np.isfinite(metrics["loss"]) and not metrics["skipped"]
+    if compute == "bfloat16":
+        assert "loss_scale" not in metrics and float(state.loss_scale) == 1
     floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert {str(leaf.dtype) for leaf in floats} == {"float32"}
     name = "blocks.dense.mlp.up"
@@ -225,13 +234,13 @@ def test_the_state_is_donated_and_keeps_its_place(make_program):
     leaves = jax.tree.leaves(state)
     places = [leaf.sharding for leaf in leaves]
     batch = random_batch(program, 0)
-    state, _ = program.train_step(state, batch)
+    step = program.train_step.lower(state, batch).compile()
+    state, _ = step(state, batch)
     assert all(leaf.is_deleted() for leaf in leaves)
     assert not any(field.is_deleted() for field in batch.values())
     assert [leaf.sharding for leaf in jax.tree.leaves(state)] == places
-    memory = program.train_step.lower(state, batch).compile().memory_analysis()
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert memory.alias_size_in_bytes >= stored  # every array is written where it was read
+    assert step.memory_analysis().alias_size_in_bytes >= stored  # every array is written where it was read
 
 
 def test_averages_of_weights_forget_the_first_ones_sooner(make_program):
@@ -267,7 +276,7 @@ def test_offloaded_moments_and_averages_are_on_the_host_and_change_no_number(mak
 
 @pytest.mark.parametrize(
     "overrides, ties",
-    [("", 0), pytest.param("optimizer.offload=1", 2, marks=pytest.mark.long), ("optimizer.state=int8", 2)],
+    [("", 0), pytest.param("optimizer.offload=1", 1, marks=pytest.mark.long), ("optimizer.state=int8", 1)],
 )
 def test_small_moments_tie_the_weight_gradients_of_each_layer_to_it(make_program, overrides, ties):
     def barriers(layers):
@@ -277,7 +286,7 @@ def test_small_moments_tie_the_weight_gradients_of_each_layer_to_it(make_program
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
         return text.count("stablehlo.optimization_barrier")
 
-    assert barriers(4) - barriers(2) == ties
+    assert barriers(2) - barriers(1) == ties
 
 
 def test_a_share_too_small_for_any_array_is_refused(make_program):
