@@ -157,10 +157,13 @@ def fp16(make_config):
     return build(make_config("precision.compute=float16"))
 
 
+def with_scale(state, scale):
+    """With the sharding of a step's result, or else the second step is compiled again."""
+    return replace(state, loss_scale=jax.device_put(np.float32(scale), state.loss_scale.sharding))
+
+
 def test_the_loss_scale_halves_at_an_overflow_until_steps_are_good_again(fp16):
-    batch, state = good_batch(fp16), fp16.init_state()
-    # With the sharding of the step's result, or else the second step is compiled again.
-    state = replace(state, loss_scale=jax.device_put(np.float32(2**28), state.loss_scale.sharding))
+    batch, state = good_batch(fp16), with_scale(fp16.init_state(), 2**28)
     before, scales = numbers(state.params), []
     for step in range(1, 20):
         state, metrics = fp16.train_step(state, batch)
@@ -219,13 +222,6 @@ def test_fp16_gradients_do_not_depend_on_the_loss_scale(fp16, make_config):
         assert np.linalg.norm(found[0][name] - np.asarray(g)) < 2e-2 * size, name
 
 
-def test_the_other_formats_have_no_loss_scale(make_config):
-    program = build(make_config("precision.compute=bfloat16"))
-    state, metrics = program.train_step(program.init_state(), good_batch(program))
-    assert "loss_scale" not in metrics and float(state.loss_scale) == 1
-
-
 def test_an_overflow_keeps_the_scale_at_one_or_more(fp16):
-    state = replace(fp16.init_state(), loss_scale=jnp.float32(1))
-    state, _ = fp16.train_step(state, poisoned(good_batch(fp16)))
+    state, _ = fp16.train_step(with_scale(fp16.init_state(), 1), poisoned(good_batch(fp16)))
     assert float(state.loss_scale) == 1
