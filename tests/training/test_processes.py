@@ -250,7 +250,8 @@ def test_a_negative_token_late_in_a_file_stops_one_device(make_config, late):
 
 def test_a_negative_token_in_the_last_evaluation_loses_no_step(tmp_path, make_config, late, checkpoint_steps):
     overrides = (f"data.valid={late}", "data.split=null", "run.steps=2", "run.eval_interval=100", "run.eval_steps=4")
-    trainer = Trainer(make_config(f"run.dir={tmp_path / 'run'}", *overrides), jax.devices()[:1])
+    same = (*OPTIONS, f"schedule.decay_steps={STEPS}")  # the program of other tests
+    trainer = Trainer(make_config(f"run.dir={tmp_path / 'run'}", *same, *overrides), jax.devices()[:1])
     with pytest.raises(InputError, match="data.valid holds -7 in t"):
         trainer.run()
     assert checkpoint_steps(tmp_path / "run") == [2]
