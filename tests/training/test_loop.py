@@ -200,7 +200,7 @@ def test_the_loss_falls_below_the_unigram_entropy_of_the_text(run, text):
 
 
 def test_the_run_directory_holds_the_config_that_ran(run):
-    trainer = run("run.steps=1", "model.rope_theta=5e5")
+    trainer = run("run.steps=1", "model.rope_theta=5e5", kind=QuickTrainer)
     assert load_config(trainer.run_dir / "config.yaml") == trainer.config
 
 
