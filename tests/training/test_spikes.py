@@ -129,11 +129,14 @@ class FromStep8(Trainer):
 
 
 def shuffled_targets(batch):
-    return batch | {"targets": (batch["targets"] + 60) % 125}
+    targets = (np.asarray(batch["targets"]) + 60) % 125
+    return batch | {"targets": jax.device_put(targets, batch["targets"].sharding)}
 
 
 def no_number(batch):
-    return batch | {"loss_mask": batch["loss_mask"].at[0, 0, 0].set(math.nan)}
+    mask = np.array(batch["loss_mask"])
+    mask[0, 0, 0] = math.nan
+    return batch | {"loss_mask": jax.device_put(mask, batch["loss_mask"].sharding)}
 
 
 def by_hand(config, order):
