@@ -286,7 +286,7 @@ def test_small_moments_tie_the_weight_gradients_of_each_layer_to_it(make_program
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
         return text.count("stablehlo.optimization_barrier")
 
-    assert barriers(2) - barriers(1) == ties
+    assert barriers(3) - barriers(2) == ties
 
 
 def test_a_share_too_small_for_any_array_is_refused(make_program):
