@@ -53,7 +53,7 @@ def processes():
 
 
 def verdicts(those: list[Peers], seconds: float) -> dict[int, str]:
-    """What the processes find within `seconds`, by number; each is asked as the watch does it.
+    """What the processes find within `seconds`, by their index in `those`; each is asked as the watch does it.
 
     The seconds are those that the processes are told of: on a busy machine more of them pass.
     """
@@ -62,9 +62,9 @@ def verdicts(those: list[Peers], seconds: float) -> dict[int, str]:
         if len(found) == len(those):
             break
         time.sleep(0.01)
-        for process in those:
-            if process.rank not in found and (sentence := process.check(0.01)):
-                found[process.rank] = sentence
+        for index, process in enumerate(those):
+            if index not in found and (sentence := process.check(0.01)):
+                found[index] = sentence
                 process.leave(LOST, sentence)
     return found
 
@@ -117,29 +117,35 @@ def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes)
     assert those[0].check(0.5) is None and those[0].check(1) is not None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"step": 1}', "[" * 100_000], ids=lambda text: text[:9])
-def test_a_text_that_is_no_sign_counts_as_silence(processes, text):
-    """Of another program that reaches the coordinator's port: the thread goes on to read."""
-    those, clients = processes(2, timeout=0.6)
-    clients[1].lost = True
-    clients[0].store.values["megajax/signs/0/1"] = text
-    found = verdicts(those[:1], 5)
-    assert "process 1" in found[0] and "was lost" in found[0] and "step: 1" not in found[0]
+def test_a_text_that_is_no_sign_counts_as_silence(processes):
+    """Of another program that reaches the coordinator's port: the thread goes on to read. A run for each text."""
+    readers, texts = [], ["", "{", "[1]", "3", '{"step": 1}', "[" * 100_000]
+    for text in texts:
+        (reader, _), clients = processes(2, timeout=0.6)
+        clients[1].lost = True
+        clients[0].store.values["megajax/signs/0/1"] = text
+        readers.append(reader)
+    found = verdicts(readers, 5)
+    for index, text in enumerate(texts):
+        assert "process 1" in found[index] and "was lost" in found[index], text[:9]
+        assert "step: 1" not in found[index], text[:9]
     threads.check()
 
 
-@pytest.mark.parametrize(("status", "agreed"), [(0, True), (3, True), (75, True), (2, True), (0, False)])
-def test_a_process_that_ends_is_not_lost(processes, status, agreed):
+def test_a_process_that_ends_is_not_lost(processes):
     """With a status on which all processes agree; another one, or the end of one alone, ends the others."""
-    those, clients = processes(2, timeout=1.2)
-    those[1].leave(status, agreed=agreed)
-    clients[1].lost = True
-    found = verdicts(those[:1], 0.8)
-    if status == 2 or not agreed:
-        assert "process 1 on host" in found[0] and f"ended with status {status}" in found[0]
-    else:
-        assert not found
-        those[0].leave(status)  # the other has left: no wait
+    ends, others = [(0, True), (3, True), (75, True), (2, True), (0, False)], []
+    for status, agreed in ends:
+        (other, ending), clients = processes(2, timeout=1.2)
+        ending.leave(status, agreed=agreed)
+        clients[1].lost = True
+        others.append(other)
+    found = verdicts(others, 0.8)
+    assert found.keys() == {3, 4}, found
+    for index in found:
+        assert "process 1 on host" in found[index] and f"ended with status {ends[index][0]}" in found[index]
+    for index in (0, 1, 2):
+        others[index].leave(ends[index][0])  # the other has left: no wait
 
 
 @pytest.fixture
