@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from trainers import StoppedTrainer
+from trainers import QuickTrainer, StoppedTrainer
 
 from megajax import train
 from megajax.config import load_config
@@ -83,10 +83,11 @@ def test_building_and_evaluating_writes_nothing(run_dir, build):
 
 def test_a_changed_config_is_listed_and_the_earlier_ones_are_kept(run_dir, build, capsys):
     first = read_file(run_dir / "config.yaml").values
-    assert build("run.steps=5", "run.checkpoint_interval=2").run() == 0
+    assert build("run.steps=5", "run.checkpoint_interval=2", kind=QuickTrainer).run() == 0
     assert "run.steps 4 → 5" in capsys.readouterr().out
     with pytest.warns(UserWarning, match=r"step 6 is 0\.1, but 0\.003 in the schedule so far: restore the section"):
-        assert build("run.steps=6", "run.checkpoint_interval=2", "schedule.learning_rate=0.1").run() == 0
+        more = ("run.steps=6", "run.checkpoint_interval=2", "schedule.learning_rate=0.1")
+        assert build(*more, kind=QuickTrainer).run() == 0
     printed = capsys.readouterr().out
     assert "changed since the last start: run.steps 5 → 6; schedule.learning_rate 0.003 → 0.1" in printed
     assert digits(run_dir / "configs") == [0, 4, 5]

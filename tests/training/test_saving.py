@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from trainers import QuickTrainer
 
 from megajax.checkpoint import Checkpoints
 from megajax.checkpoint.description import SettingDifference, refuse_changes
@@ -23,8 +24,8 @@ from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram
 SHORT = ("run.steps=2", "run.eval_steps=0")
 
 
-def trainer_of(config, devices=1):
-    return Trainer(config, devices=jax.devices()[:devices])
+def trainer_of(config, devices=1, kind=Trainer):
+    return kind(config, devices=jax.devices()[:devices])
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_changes_that_matter_are_refused_all_at_once_unless_they_are_named(make_
     _, found = refusal(make_config(*trained, *changes, "checkpoint.allow_changes=[model, data, batch.sequence_length]"))
     assert found == {"run.seed=1234, but this run has 7"}
     names = "checkpoint.allow_changes=[model.rope_theta, data, batch.sequence_length, run.seed]"
-    trainer = trainer_of(make_config(*trained, *changes, names, "run.steps=3"))
+    trainer = trainer_of(make_config(*trained, *changes, names, "run.steps=3"), kind=QuickTrainer)
     capsys.readouterr()
     assert trainer.run() == 0
     start = "let through by checkpoint.allow_changes: "
@@ -256,7 +257,7 @@ def test_other_files_of_a_text_are_other_data(make_config, tmp_path, monkeypatch
 
 def test_momentum_that_is_not_in_the_checkpoint_is_refused_in_a_sentence(make_config, tmp_path):
     overrides = [f"run.dir={tmp_path / 'run'}", *SHORT, "optimizer.kind=sgd"]
-    assert trainer_of(make_config(*overrides, "optimizer.beta1=0.0")).run() == 0
+    assert trainer_of(make_config(*overrides, "optimizer.beta1=0.0"), kind=QuickTrainer).run() == 0
     with pytest.raises(InputError, match="optimizer.beta1=zero, but this run has above zero"):
         trainer_of(make_config(*overrides, "optimizer.beta1=0.9"))
 
