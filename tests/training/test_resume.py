@@ -29,7 +29,7 @@ def run_on(config, sizes: dict[str, int]) -> None:
 EMA = "ema_eval_loss"
 LONG = ("run.steps=8", "run.checkpoint_interval=4", "run.eval_steps=1", "data.split='8,2,0'")
 # A width of 36 needs padding on 8 storage shards.
-WIDTH = ("model.hidden_size=36", "model.head_dim=8", "model.num_layers=1")
+WIDTH = ("model.hidden_size=36", "model.head_dim=8", "model.num_layers=1", "model.activation=gelu")
 
 
 def test_a_run_saved_on_one_mesh_goes_on_on_another(tmp_path, make_config, read_metrics, monkeypatch):
