@@ -139,8 +139,8 @@ def first_weights(model: Any, seed: int, init_std: float) -> dict[str, np.ndarra
             rows = [None] if layers is None else [np.uint32(layer) for layer in layers]
             count, number = math.prod(shape) // len(rows), np.uint32(zlib.crc32(name.encode()))
             size = 2 ** max(12, (count - 1).bit_length())
-            std = init_std * parameter.scale
-            drawn = [np.asarray(_normal(np.uint32(seed), number, row, size, std))[:count] for row in rows]
+            std = np.float32(init_std * parameter.scale)
+            drawn = [np.asarray(_normal(np.uint32(seed), number, row, std, size))[:count] for row in rows]
             found[name] = np.stack(drawn).reshape(shape)
     return found | (_values(others) if others else {})
 
@@ -149,8 +149,8 @@ def _values(functions: dict[str, Callable]) -> dict[str, np.ndarray]:
     return jax.tree.map(np.asarray, jax.jit(lambda: {name: function() for name, function in functions.items()})())
 
 
-@partial(jax.jit, static_argnames=("size", "std"))
-def _normal(seed: Any, name: Any, layer: Any, size: int, std: float) -> jax.Array:
+@partial(jax.jit, static_argnames="size")
+def _normal(seed: Any, name: Any, layer: Any, std: Any, size: int) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed), name)
     key = key if layer is None else jax.random.fold_in(key, layer)
     return std * jax.random.normal(key, (size,), jax.numpy.float32)
