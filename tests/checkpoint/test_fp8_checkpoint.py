@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
+from trainers import QuickTrainer
 
 from megajax.config import load_config
 from megajax.errors import ConfigError
@@ -29,14 +30,14 @@ def delayed(length: int) -> list[str]:
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """(steps, overrides, axis=size...) → a Trainer of the one run directory on a mesh of the first devices."""
+    """(steps, overrides, kind, axis=size...) → a Trainer of the one run directory on a mesh of the first devices."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
 
-    def make(steps, overrides, **sizes):
+    def make(steps, overrides, kind=Trainer, **sizes):
         mesh = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
         config = load_config(path, [f"run.dir={tmp_path / 'run'}", f"run.steps={steps}", *overrides, *mesh])
-        return Trainer(config, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
+        return kind(config, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
 
     return make
 
@@ -112,7 +113,13 @@ def test_a_shorter_history_keeps_its_newest_steps(make_trainer):
 def test_a_run_with_delayed_scaling_exports_its_inputs_scales(make_trainer, tmp_path):
     """No calibration: the scales are those of the largest magnitudes of the history."""
     export = [f"checkpoint.export_hf.dir={tmp_path / 'hf'}", "checkpoint.export_hf.quantization=fp8_tensor"]
-    history = histories(run_to_the_end(make_trainer(2, [*delayed(4), *export])))
+    trainer = make_trainer(2, [*delayed(4), *export, "run.eval_steps=0"], kind=QuickTrainer)
+    random = np.random.default_rng(1)
+    trainer.state.layer_state["fp8"] = {
+        name: jnp.float32(random.uniform(1, 9, history.shape)) for name, history in histories(trainer).items()
+    }
+    assert trainer.run() == 0
+    history = histories(trainer)
     with safe_open(tmp_path / "hf/step-2/model.safetensors", framework="np") as file:
         for theirs, ours in (("self_attn.q_proj", "attention.qkv"), ("mlp.down_proj", "mlp.down")):
             for layer in range(2):
