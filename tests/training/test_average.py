@@ -79,11 +79,15 @@ def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys)
 
     started = build("started", f"checkpoint.init_from={out}")
     loss = started.evaluate()
-    as_arrays = lambda tree: jax.device_put(jax.tree.map(lambda a: np.asarray(a, np.float32), tree))  # noqa: E731
-    started.state = replace(started.state, params=as_arrays(expected), layer_state={"moe": as_arrays(state)})
+    like, of_layers = started.state.params, started.state.layer_state["moe"]
+
+    def placed(arrays, like):
+        return {name: jax.device_put(np.float32(array), like[name].sharding) for name, array in arrays.items()}
+
+    started.state = replace(started.state, params=placed(expected, like), layer_state={"moe": placed(state, of_layers)})
     assert loss == pytest.approx(started.evaluate(), rel=1e-6)
     for step in (2, 5, 7):  # the mean is none of the checkpoints
-        started.state = replace(started.state, params=as_arrays(saved[step]["params"]))
+        started.state = replace(started.state, params=placed(saved[step]["params"], like))
         assert abs(started.evaluate() - loss) > 1e-4 * loss
     assert load_run(out).config.num_experts == 4
 

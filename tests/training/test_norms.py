@@ -110,9 +110,9 @@ def test_norms_of_split_masters_are_those_of_both_halves(make_config):
         np.testing.assert_allclose(logged[f"weight_norm/{name}"], 1.003 * np.sqrt(size), rtol=1e-5, err_msg=name)
 
 
-def logged(make_config, read_metrics, run_dir, interval):
+def logged(make_config, read_metrics, run_dir, interval, *overrides):
     """What a run with norms every `interval` steps logs, with its losses and norms."""
-    overrides = (*RUN, "run.steps=3", f"logging.norms_interval={interval}", "model.num_layers=1")
+    overrides = (*overrides, "run.steps=3", f"logging.norms_interval={interval}")
     assert Trainer(make_config(*overrides, f"run.dir={run_dir}"), jax.devices()[:1]).run() == 0
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line], read_metrics(run_dir, "loss", "grad_norm")
@@ -127,5 +127,6 @@ def test_norms_are_logged_at_their_steps(tmp_path, make_config, read_metrics):
 
 @pytest.mark.long
 def test_norms_change_no_loss(tmp_path, make_config, read_metrics):
-    never, always = (logged(make_config, read_metrics, tmp_path / str(interval), interval)[1] for interval in (0, 1))
+    overrides = (*RUN, "model.num_layers=1")
+    never, always = (logged(make_config, read_metrics, tmp_path / f"{n}", n, *overrides)[1] for n in (0, 1))
     assert never == always and len(never) == 3
