@@ -1,5 +1,6 @@
 """Norms whose weights are the difference from 1, against the same norms with 1 added to the weights."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ def test_every_norm_of_a_layer_adds_one(name):
     logits = []
     for zero_centred in (False, True):  # `weights_of` has the same numbers around 1, or around 0
         config = make_config(MODELS[name] | {"num_layers": 1, "norm_zero_centred": zero_centred})
-        logits.append(bind(Transformer(config.model), weights_of(config))(jnp.arange(12)[None]))
+        logits.append(
+            jax.jit(bind(Transformer(config.model), jax.device_put(weights_of(config))))(jnp.arange(12)[None])
+        )
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-5)
     assert np.abs(logits[0]).max() > 0.1
