@@ -16,8 +16,9 @@ SMALL = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 EXPERTS = {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16}
 EXPERTS |= {"shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True}
-DELTA = {"num_key_heads": 8, "num_value_heads": 32, "key_head_dim": 8, "value_head_dim": 12, "conv_kernel": 4}
-STATES = {"num_groups": 8, "num_heads": 32, "state_dim": 8, "head_dim": 12, "conv_kernel": 4}
+# The mixers' heads have one size, and modules are as many as layers: each shape is drawn by a program of its own.
+DELTA = {"num_key_heads": 32, "num_value_heads": 32, "key_head_dim": 8, "value_head_dim": 8, "conv_kernel": 4}
+STATES = {"num_groups": 32, "num_heads": 32, "state_dim": 8, "head_dim": 8, "conv_kernel": 4}
 TOWER = {"image_token": 1, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "patch_size": 2, "grid": 4}
 TOWER |= {"class_token": True, "embedding_norm": True, "projector": "average"}
 ZERO_CENTRED = "vision.projector.norm"  # whatever the model's norms are
@@ -25,7 +26,7 @@ CASES = {
     "llama": MODELS["llama"] | SMALL | {"num_kv_heads": 2, "qk_norm": True},
     "gpt2": GPT2 | SMALL | {"max_positions": 16},
     "experts": SMALL | LATENT | EXPERTS,
-    "modules": MODELS["llama"] | SMALL | {"num_kv_heads": 2, "mtp_layers": 2, "norm_zero_centred": True},
+    "modules": MODELS["llama"] | SMALL | {"mtp_layers": 3, "norm_zero_centred": True},
     "gated_deltanet": SMALL | {"block_pattern": ["gated_deltanet"], "linear_attention": DELTA},
     "kda": SMALL | {"block_pattern": ["kda"], "kda": {"num_heads": 32, "head_dim": 8, "conv_kernel": 4}},
     "mamba2": SMALL | {"block_pattern": ["mamba2"], "mamba2": STATES},
@@ -94,11 +95,14 @@ def test_outputs_whose_number_does_not_grow_have_the_std_of_the_head(axes, expec
     assert factor == (1 / 4 if expected else 1 / 2)
 
 
-@pytest.mark.parametrize("case", CASES)
+OF_DEPTH = CASES | {"two modules": CASES["modules"] | {"mtp_layers": 2}}
+
+
+@pytest.mark.parametrize("case", OF_DEPTH)
 def test_depth_scaling_divides_what_is_added_to_the_residual_stream_by_the_root_of_the_branches(case):
     """By what each parameter declares, and of two models by their numbers."""
     plain, scaled = (
-        parameters(Transformer(ModelConfig.model_validate(CASES[case] | {"depth_scaled_init": on})))
+        parameters(Transformer(ModelConfig.model_validate(OF_DEPTH[case] | {"depth_scaled_init": on})))
         for on in (False, True)
     )
     factors = {n: 1 / math.sqrt(2 * SMALL["num_layers"]) if n.endswith(INTO_THE_STREAM) else 1 for n in plain}
