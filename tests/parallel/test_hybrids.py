@@ -27,13 +27,14 @@ def make(table, mesh, microbatches, model, **sections):
     return table.make_config(model, mesh, microbatches=microbatches, steps=2, optimizer="sgd", **sections)
 
 
-@pytest.mark.parametrize("kinds", [ALL[:1], pytest.param(ALL, marks=pytest.mark.long)], ids=len)
-def test_a_mesh_trains_as_one_device_does(table, difference, kinds):
-    """Documents across devices, which hold consecutive tokens. Mamba-2: tests/parallel/test_context.py too.
+@pytest.mark.long
+def test_a_mesh_trains_as_one_device_does(table, difference):
+    """Documents across devices, which hold consecutive tokens.
 
+    tests/parallel/test_context.py has Mamba-2 beside attention, then gated DeltaNet, over `context` and `tensor`.
     KDA: tests/ops/test_linear_recurrences.py passes its states between devices.
     """
-    model = DENSE | {"num_layers": len(kinds), "block_pattern": [*kinds]}
+    model = DENSE | {"num_layers": len(ALL), "block_pattern": [*ALL]}
     sections = {"data": DOCUMENTS}
     found = difference(make(table, {"tensor": 2, "context": 2}, 1, model, **sections))
     assert not found.problems(), found
