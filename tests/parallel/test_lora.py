@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from megajax.config import LoraConfig
 from megajax.config.checks import check_mesh
@@ -58,10 +59,13 @@ def one_device(config) -> TrainProgram:
 
 @pytest.fixture(scope="module")
 def steps(table) -> SimpleNamespace:
-    """One step on one device in FP32, without dropout, and the loss of the merged weights in plain jax."""
+    """One step on four devices in FP32, without dropout, and the loss of the merged weights in plain jax.
+
+    Two devices share a KV head.
+    """
     lora = ALL | {"dropout": 0.0, "targets": ["query", "value", "down"]}
-    config = table.make_config(LLAMA, lora=lora, **BASE)
-    program = one_device(config)
+    config = table.make_config(LLAMA, {"tensor": 4}, lora=lora, **BASE)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     weights = table.weights_of(config)
     fields = next(table.make_batches(config))
     batch = to_global(program, fields)
@@ -111,20 +115,22 @@ def test_a_step_keeps_frozen_weights_bit_for_bit_and_has_no_moments_of_them(step
 def test_no_gradient_of_a_frozen_weight_is_computed(steps):
     text = steps.program.train_step.lower(steps.state, steps.batch).compile().as_text()
     D, F, V = 32, 48, 256
-    frozen = {f"f32[{shape}]" for shape in (f"{D},{2 * F}", f"{F},{D}", f"{D},{V}", f"{D},64", f"{D},{D}")}
+    qkv, gate_up = 3 * 8, 2 * F // 4  # of a device: one head of each
+    shapes = (f"{D},{qkv}", f"{D // 4},{D}", f"{D},{gate_up}", f"{F // 4},{D}", f"{D},{V // 4}")
+    frozen = {f"f32[{shape}]" for shape in shapes}
     made = [line.split(" dot(")[0].split("=")[1].split("{")[0].strip() for line in text.splitlines() if " dot(" in line]
     assert f"f32[{D},6]" in made and not frozen.intersection(made)  # the first matrices of query and value have one
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model, mesh, options",
     [
         # Two devices share a KV head. The stages of a pipeline hold adapters as they hold the weights beside them.
-        (LLAMA, {"tensor": 4}, {"lora": ALL}),
-        pytest.param(LLAMA, {"pipeline": 2, "tensor": 4}, {"lora": ALL, "microbatches": 2}, marks=pytest.mark.long),
-        pytest.param(DENSE_AND_LATENT_MOE, {"expert": 2, "fsdp": 2}, {"lora": SOME}, marks=pytest.mark.long),
+        (LLAMA, {"pipeline": 2, "tensor": 4}, {"lora": ALL, "microbatches": 2}),
+        (DENSE_AND_LATENT_MOE, {"expert": 2, "fsdp": 2}, {"lora": SOME}),
     ],
-    ids=["tensor 4", "pipeline 2 × tensor 4", "expert 2 × fsdp 2"],
+    ids=["pipeline 2 × tensor 4", "expert 2 × fsdp 2"],
 )
 def test_steps_on_a_mesh_equal_those_on_one_device(table, model, mesh, options):
     config = table.make_config(model, mesh, steps=2, optimizer="sgd", **options, **BASE)
@@ -143,22 +149,45 @@ def test_the_dropout_of_an_adapter_is_the_same_in_every_process():
     assert found == expected
 
 
-@pytest.mark.parametrize("layer", ["column_linear", "row_linear", "replicated_linear"])
-def test_each_kind_of_layer_drops_the_inputs_of_its_adapter_alone(layer):
-    """By the documented rule: a number is dropped by the bits of its token's and its column's key."""
-    rng, rate = np.random.default_rng(0), 0.4
-    x, base, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 6), (6, 4), (6, 2), (2, 4)))
-    key, tokens = jax.random.key(7), np.array([3, 9, 11, 200, 4], np.uint32)
-    comm = MeshComm(dict.fromkeys(AXES, 1), Kernels(), Collectives(), deterministic=False, frozen=True)
-    with jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda x, *w: getattr(comm, layer)(x, Adapted(*w, key, tokens, rate)))(x, base, a, b)
+# Of the input, the weight, the adapter's two matrices and the output: which dimensions `tensor` divides.
+TOKENS, COLUMNS = P("tensor"), P(None, "tensor")
+DIVIDED = {
+    "column_linear": (TOKENS, COLUMNS, P(), COLUMNS, COLUMNS),
+    "row_linear": (COLUMNS, P("tensor"), P("tensor"), P(), TOKENS),
+    "replicated_linear": (TOKENS, P(), P(), P(), TOKENS),
+}
 
-    @jax.jit
+
+@pytest.fixture(scope="module")
+def draws() -> tuple:
+    """(a key, eight tokens' numbers, the bits of each number of their inputs `[8, 6]`)."""
+    key, tokens = jax.random.key(7), np.array([3, 9, 11, 200, 4, 70, 1, 8], np.uint32)
+
     def draw(token, column):
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, token), column))[0]
 
-    draws = [[int(draw(token, column)) for column in range(6)] for token in tokens]
-    kept = np.array(draws) >= np.uint32(rate * 2**32)
+    of_all = jax.jit(jax.vmap(jax.vmap(draw, (None, 0)), (0, None)))
+    return key, tokens, np.asarray(of_all(tokens, np.arange(6)))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("layer", DIVIDED)
+def test_each_kind_of_layer_drops_the_inputs_of_its_adapter_alone(draws, layer, tensor):
+    """By the documented rule: a number is dropped by the bits of its token's and its column's key."""
+    rng, rate, (key, tokens, bits) = np.random.default_rng(0), 0.4, draws
+    x, base, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 6), (6, 4), (6, 2), (2, 4)))
+    sizes = dict.fromkeys(AXES, 1) | {"tensor": tensor}
+    comm = MeshComm(sizes, Kernels(), Collectives(), deterministic=False, frozen=True)
+    *specs, out = DIVIDED[layer]
+
+    def local(tokens, x, *w):
+        return getattr(comm, layer)(x, Adapted(*w, key, tokens, rate))
+
+    mesh = build_mesh(sizes, jax.devices()[:tensor])
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(TOKENS, *specs), out_specs=out, check_vma=False))
+    with jax.default_matmul_precision("highest"):
+        found = run(tokens, x, base, a, b)
+    kept = bits >= np.uint32(rate * 2**32)
     assert 0 < kept.sum() < kept.size
     np.testing.assert_allclose(found, x @ base + np.where(kept, x / (1 - rate), 0) @ a @ b, rtol=1e-4, atol=1e-5)
 
@@ -167,7 +196,8 @@ def test_the_plan_knows_what_is_frozen(steps, table):
     sizes = {name: w.size for name, w in steps.weights.items()}
     adapted = sum(size for name, size in sizes.items() if name.endswith((A, B)))
     base = sum(sizes.values()) - adapted
-    memory = estimate_memory(steps.program.plan)
+    on_one = one_device(table.make_config(LLAMA, lora=steps.lora, **BASE))
+    memory = estimate_memory(on_one.plan)
     assert (memory.parameters, memory.optimizer) == (4 * (base + adapted), 8 * adapted)
     lora = {"rank": 3, "targets": ["up"]}
     half = one_device(table.make_config(LLAMA, precision={"compute": "bfloat16"}, lora=lora, **BASE))
@@ -176,7 +206,7 @@ def test_the_plan_knows_what_is_frozen(steps, table):
     memory, own, norms = estimate_memory(half.plan), 2 * 3 * (32 + 48), 5 * 32
     assert memory.parameters == 4 * (own + norms) + 2 * (base - norms)
     matrices = base - norms - 256 * 32  # with the head, without the embedding
-    difference = flops_per_token(table.make_config(LLAMA)) - flops_per_token(steps.program.config)
+    difference = flops_per_token(table.make_config(LLAMA)) - flops_per_token(on_one.config)
     assert difference == 2 * matrices - 6 * adapted
 
 
