@@ -2,13 +2,17 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from trainers import QuickTrainer
 
 import megajax
+from megajax.checkpoint.description import describe_model
+from megajax.checkpoint.manager import save_weights
 from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
@@ -29,6 +33,7 @@ TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "i
 TEACHER = {**TINY, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True}
 TEACHER |= {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16, "logit_softcap": 4.0}
 TEACHER |= {"norm": "layernorm"}
+WITH_EXPERTS = {"teacher": {"model": TEACHER | {"first_dense_layers": 0}}}  # in each layer; a stage has an empty slot
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +68,7 @@ def weights_of(table, config):
 @pytest.fixture(scope="module")
 def expected(table):
     """(loss, gradients) of the plain models."""
-    config, batch = make(table, {}), fields()
+    config, batch = make(table, {}, **WITH_EXPERTS), fields()
     weights = weights_of(table, config)
     own = {n.removeprefix("teacher."): w for n, w in weights.items() if n.startswith("teacher.")}
 
@@ -80,7 +85,7 @@ def expected(table):
 
 def test_loss_and_gradients_are_those_of_the_plain_models(table, expected):
     mesh, (loss, gradients) = {"pipeline": 2, "tensor": 2}, expected
-    config = make(table, mesh, microbatches=4)
+    config = make(table, mesh, microbatches=4, **WITH_EXPERTS)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
     state, batch = table.first_state(program, weights_of(table, config)), to_global(program, fields())
     before = {name: np.asarray(w) for name, w in state.frozen.items()}
@@ -94,9 +99,9 @@ def test_a_teacher_draws_nothing(table):
     """Dropout and jitter of the training that it comes from are no part of the step."""
     drawing = {"dropout": 0.5, "router": {"jitter": 0.3}}
     experts = {"num_experts": 2, "experts_per_token": 1, "expert_ffn_hidden_size": 8, "dropout": 0.2}
-    student = TINY | experts | {"router": {"jitter": 0.1, "pre_softmax": True}}
-    steps = []
-    for teacher in (TEACHER, TEACHER | drawing):
+    student = TINY | experts | {"num_layers": 1, "router": {"jitter": 0.1, "pre_softmax": True}}
+    plain, steps = TEACHER | {"num_layers": 1, "first_dense_layers": 0}, []
+    for teacher in (plain, plain | drawing):
         config = make(table, {}, model=student, teacher={"model": teacher}, microbatches=1)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
         steps.append(program.train_step.lower(program.abstract_state, program.abstract_batch).as_text())
@@ -153,30 +158,31 @@ def test_rules_about_the_objective_and_the_mesh_are_the_trained_models(table):
 
 
 def test_a_run_reads_the_teachers_weights(table, tmp_path, monkeypatch):
-    """The teacher is the checkpoint of another run; a checkpoint of the student has none of it. Neither run learns."""
+    """A checkpoint of the student has none of the teacher, which another run saved. The run does not learn."""
     monkeypatch.chdir(tmp_path)
-    data = {"data": {"kind": "synthetic"}, "logging": {"norms_interval": 0}}
-
-    def run(name, **changes):
-        config = make(table, {"fsdp": 2}, run={"name": name, "dir": name, "steps": 1, "log_interval": 1}, **changes)
-        trainer = QuickTrainer(config, jax.devices()[:2])
-        trainer.run()
-        return trainer
-
-    of_teacher = {"teacher": {}, "objective": {"kind": "next_token", "settings": {}}}
-    narrow = {"model": {**TINY, "num_layers": 1}, "microbatches": 1}
     wider = {**TINY, "num_layers": 1, "num_heads": 4, "tie_embeddings": True}
-    base = run("teacher", **narrow | {"model": wider}, **of_teacher, **data)
-    teacher = {"teacher": {"model": wider, "source": "teacher"}, **narrow}
-    trained = run("student", **teacher, **data)
-    for name, w in base.state.params.items():
-        found = trained.state.frozen[f"teacher.{name}"]
-        np.testing.assert_array_equal(canonical(trained, f"teacher.{name}", found), canonical(base, name, w))
+    of_teacher = table.make_config(wider)
+    weights = table.weights_of(of_teacher)
+    description = {"format": 1, "step": 0, "model": describe_model(of_teacher.model)}
+    save_weights(Path("teacher"), jax.tree.map(jnp.asarray, weights), {}, description)
+    config = make(
+        table,
+        {"fsdp": 2},
+        run={"name": "student", "dir": "student", "steps": 1, "log_interval": 1, "eval_steps": 0},
+        model={**TINY, "num_layers": 1},
+        microbatches=1,
+        teacher={"model": wider, "source": "teacher"},
+        data={"kind": "synthetic"},
+        logging={"norms_interval": 0},
+    )
+    trained = QuickTrainer(config, jax.devices()[:2])
+    trained.run()
+    frozen = trained.state.frozen
+    assert frozen.keys() == {f"teacher.{name}" for name in weights}
+    for name, w in frozen.items():
+        found = to_canonical(np.asarray(w), trained.program.placements[name])
+        np.testing.assert_array_equal(found, weights[name.removeprefix("teacher.")], err_msg=name)
     assert not [name for name in megajax.load_weights("student") if name.startswith("teacher.")]
-
-
-def canonical(trainer, name, w):
-    return np.asarray(to_canonical(np.asarray(w), trainer.program.placements[name]))
 
 
 def test_a_run_needs_a_source_and_the_planner_says_what_it_does_not_count(table, tmp_path, monkeypatch):
