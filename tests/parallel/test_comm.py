@@ -63,16 +63,23 @@ def make_comm(sizes) -> MeshComm:
     return MeshComm(make_mesh(sizes)[0], Kernels(), Collectives(), deterministic=False)
 
 
-def on_devices(sizes, function, *values):
-    """`function` on every device of a mesh, of its entries of `values` `[*mesh, ...]` → its results, `[*mesh, ...]`."""
+def on_devices(sizes, functions, *values):
+    """`functions` on every device of a mesh, of its entries of `values` `[*mesh, ...]` → their results, `[*mesh, ...]`.
+
+    One, or several by name, each of a value: one program of all takes less time than one of each.
+    """
     _, mesh = make_mesh(sizes)
 
     def local(*blocks):
-        out = function(*(block.reshape(block.shape[len(AXES) :]) for block in blocks))
-        return out[(None,) * len(AXES)]
+        own = [block.reshape(block.shape[len(AXES) :]) for block in blocks]
+        if callable(functions):
+            out = functions(*own)
+        else:
+            out = {name: function(value) for (name, function), value in zip(functions.items(), own, strict=True)}
+        return jax.tree.map(lambda a: a[(None,) * len(AXES)], out)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=False)
-    return np.asarray(jax.jit(run)(*values))
+    return jax.device_get(jax.jit(run)(*values))
 
 
 def coded(sizes, *shape):
@@ -118,18 +125,45 @@ def reduce_per_step(weight, gradient):
 # The residual stream
 
 
+@pytest.fixture(scope="module")
+def communicated():
+    """A mesh → (values, results) by name of a communication point."""
+    known = {}
+
+    def of(sizes):
+        if (key := mesh_id(sizes)) not in known:
+            comm = make_comm(sizes)
+
+            def reductions(x):
+                start = jnp.full(2, comm.index("tensor") * 10, jnp.float32)
+                return jnp.stack([comm.max(x, "tensor"), comm.sum(x, "tensor"), start])
+
+            points = {
+                "enter": (comm.all_gather_tokens, coded(sizes, 3, 2)),
+                "leave": (comm.reduce_scatter_tokens, coded(sizes, 4, 2)),
+                "own tokens": (comm.local_tokens, coded(sizes, 4, 2)),
+                "sequences": (lambda _: comm.sequence_ids(3), coded(sizes)),
+                "reductions": (reductions, coded(sizes, 2)),
+                "sum": (lambda x: sum_over_all(x, make_mesh(sizes)[0]), coded(sizes, 2)),
+            }
+            functions, values = ({name: point[i] for name, point in points.items()} for i in (0, 1))
+            found = on_devices(sizes, functions, *values.values())
+            known[key] = {name: (value, found[name]) for name, value in values.items()}
+        return known[key]
+
+    return of
+
+
 @over_meshes
-def test_enter_gathers_the_tokens_in_the_order_of_tensor(sizes):
-    values = coded(sizes, 3, 2)
-    found = on_devices(sizes, make_comm(sizes).all_gather_tokens, values)
+def test_enter_gathers_the_tokens_in_the_order_of_tensor(communicated, sizes):
+    values, found = communicated(sizes)["enter"]
     for index in devices_of(values):
         assert np.array_equal(found[index], np.concatenate(list(over(index, values, "tensor"))))
 
 
 @over_meshes
-def test_leave_sums_over_tensor_and_keeps_the_own_tokens(sizes):
-    values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
-    found = on_devices(sizes, make_comm(sizes).reduce_scatter_tokens, values)
+def test_leave_sums_over_tensor_and_keeps_the_own_tokens(communicated, sizes):
+    (values, found), tensor = communicated(sizes)["leave"], sizes.get("tensor", 1)
     for index in devices_of(values):
         own = np.split(sum(over(index, values, "tensor")), tensor)[position(index, sizes, "tensor")]
         assert np.array_equal(found[index], own)
@@ -153,9 +187,8 @@ def test_pieces_are_summed_in_fp32_on_the_device_of_their_tokens():
 
 
 @over_meshes
-def test_own_tokens_are_those_that_leave_keeps(sizes):
-    values, tensor = coded(sizes, 4, 2), sizes.get("tensor", 1)
-    found = on_devices(sizes, make_comm(sizes).local_tokens, values)
+def test_own_tokens_are_those_that_leave_keeps(communicated, sizes):
+    (values, found), tensor = communicated(sizes)["own tokens"], sizes.get("tensor", 1)
     for index in devices_of(values):
         assert np.array_equal(found[index], np.split(values[index], tensor)[position(index, sizes, "tensor")])
 
@@ -169,33 +202,27 @@ def test_positions_that_tensor_does_not_divide_are_a_sentence():
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"tensor": 8}], ids=str)
-@pytest.mark.parametrize("heads", [1, 2, 8])
-def test_devices_have_equal_parts_of_all_heads_or_neighbours_the_same_one(sizes, heads):
-    values, tensor = coded(sizes, 8, 2)[..., :heads, :], sizes.get("tensor", 1)
-    found = on_devices(sizes, make_comm(sizes).local_heads, values)
-    for index in devices_of(values):
-        device, each = position(index, sizes, "tensor"), max(heads // tensor, 1)
-        first = device * each if heads >= tensor else device // (tensor // heads)
-        assert np.array_equal(found[index], values[index][first : first + each])
+def test_devices_have_equal_parts_of_all_heads_or_neighbours_the_same_one(sizes):
+    of, tensor = {heads: coded(sizes, 8, 2)[..., :heads, :] for heads in (1, 2, 8)}, sizes.get("tensor", 1)
+    found = on_devices(sizes, dict.fromkeys(of, make_comm(sizes).local_heads), *of.values())
+    for heads, values in of.items():
+        for index in devices_of(values):
+            device, each = position(index, sizes, "tensor"), max(heads // tensor, 1)
+            first = device * each if heads >= tensor else device // (tensor // heads)
+            assert np.array_equal(found[heads][index], values[index][first : first + each]), heads
 
 
 @over_meshes
-def test_sequences_are_numbered_through_the_batch_axes(sizes):
-    found = on_devices(sizes, lambda _: make_comm(sizes).sequence_ids(3), coded(sizes))
+def test_sequences_are_numbered_through_the_batch_axes(communicated, sizes):
+    _, found = communicated(sizes)["sequences"]
     for index in devices_of(found):
         first = 3 * position(index, sizes, "data", "fsdp", "expert")
         assert found[index].tolist() == [first, first + 1, first + 2]
 
 
 @over_meshes
-def test_vocabulary_maxima_and_sums_run_over_tensor_alone(sizes):
-    comm, values = make_comm(sizes), coded(sizes, 2)
-
-    def reductions(x):
-        start = jnp.full(2, comm.index("tensor") * 10, jnp.float32)
-        return jnp.stack([comm.max(x, "tensor"), comm.sum(x, "tensor"), start])
-
-    found = on_devices(sizes, reductions, values)
+def test_vocabulary_maxima_and_sums_run_over_tensor_alone(communicated, sizes):
+    values, found = communicated(sizes)["reductions"]
     for index in devices_of(values):
         group = list(over(index, values, "tensor"))
         start = [10 * position(index, sizes, "tensor")] * 2
@@ -209,65 +236,79 @@ def test_a_window_is_left_out_if_it_includes_every_token_of_all_devices():
 
 
 @over_meshes
-def test_a_sum_over_all_counts_every_device_once(sizes):
-    values = coded(sizes, 2)
-    found = on_devices(sizes, lambda x: sum_over_all(x, make_mesh(sizes)[0]), values)
+def test_a_sum_over_all_counts_every_device_once(communicated, sizes):
+    values, found = communicated(sizes)["sum"]
     assert (found == values.reshape(-1, 2).sum(axis=0)).all()
 
 
 # Weights: each point by itself
 
 
+@pytest.fixture(scope="module")
+def exchanged():
+    """A mesh → (values, results) by name of a point of the exchange of weights."""
+    known = {}
+
+    def of(sizes):
+        if (key := mesh_id(sizes)) not in known:
+            weights, placements, _ = make_weights(sizes)
+            shard = placements["padded"].stored_shape[0] // sizes.get("fsdp", 1)
+            # Without the layers' dimension
+            points = {name: (weights[name].gather_per_step, coded(sizes, 2, 2)) for name in ("up", "down", "tokens")}
+            points |= {
+                "gather per layer": (weights["padded"].gather_per_layer, coded(sizes, shard, 2)),
+                "reduce per layer": (weights["padded"].reduce_per_layer, coded(sizes, 13, 2)),
+                "reduce per step": (partial(reduce_per_step, weights["up"]), coded(sizes, 8, 2)),
+                "norm": (partial(reduce_per_step, weights["norm"]), coded(sizes, 16)),
+            }
+            functions, values = ({name: point[i] for name, point in points.items()} for i in (0, 1))
+            found = on_devices(sizes, functions, *values.values())
+            known[key] = {name: (value, found[name]) for name, value in values.items()}, placements
+        return known[key]
+
+    return of
+
+
 @pytest.mark.smoke
 @over_meshes
 @pytest.mark.parametrize(("name", "dim"), [("up", 0), ("down", 1), ("tokens", 1)])
-def test_gather_per_step_joins_expert_context_data_in_this_order(sizes, name, dim):
-    weights, _, _ = make_weights(sizes)
-    values = coded(sizes, 2, 2)  # without the layers' dimension
-    found = on_devices(sizes, lambda w: weights[name].gather_per_step(w), values)
+def test_gather_per_step_joins_expert_context_data_in_this_order(exchanged, sizes, name, dim):
+    values, found = exchanged(sizes)[0][name]
     for index in devices_of(values):
         joined = np.concatenate(list(over(index, values, "expert", "context", "data")), axis=dim)
         assert np.array_equal(found[index], joined)
 
 
 @over_meshes
-def test_gather_per_layer_joins_fsdp_and_cuts_the_padding(sizes):
-    weights, placements, _ = make_weights(sizes)
-    fsdp = sizes.get("fsdp", 1)
-    values = coded(sizes, placements["padded"].stored_shape[0] // fsdp, 2)
-    found = on_devices(sizes, lambda w: weights["padded"].gather_per_layer(w), values)
+def test_gather_per_layer_joins_fsdp_and_cuts_the_padding(exchanged, sizes):
+    values, found = exchanged(sizes)[0]["gather per layer"]
     for index in devices_of(values):
         assert np.array_equal(found[index], np.concatenate(list(over(index, values, "fsdp")))[:13])
 
 
 @over_meshes
-def test_reduce_per_layer_sums_over_fsdp_and_keeps_the_own_shard(sizes):
-    weights, placements, _ = make_weights(sizes)
+def test_reduce_per_layer_sums_over_fsdp_and_keeps_the_own_shard(exchanged, sizes):
+    points, placements = exchanged(sizes)
     padded, fsdp = placements["padded"].stored_shape[0], sizes.get("fsdp", 1)
-    values = coded(sizes, 13, 2)
-    found = on_devices(sizes, lambda g: weights["padded"].reduce_per_layer(g), values)
+    values, found = points["reduce per layer"]
     for index in devices_of(values):
         total = np.pad(sum(over(index, values, "fsdp")), [(0, padded - 13), (0, 0)])
         assert np.array_equal(found[index], np.split(total, fsdp)[position(index, sizes, "fsdp")])
 
 
 @over_meshes
-def test_reduce_per_step_sums_over_the_axes_gathered_once(sizes):
-    weights, _, _ = make_weights(sizes)
+def test_reduce_per_step_sums_over_the_axes_gathered_once(exchanged, sizes):
     once = ("expert", "context", "data")
     shards = math.prod(sizes.get(axis, 1) for axis in once)
-    values = coded(sizes, 8, 2)
-    found = on_devices(sizes, lambda g: reduce_per_step(weights["up"], g), values)
+    values, found = exchanged(sizes)[0]["reduce per step"]
     for index in devices_of(values):
         total = sum(over(index, values, *once))
         assert np.array_equal(found[index], np.split(total, shards)[position(index, sizes, *once)])
 
 
 @over_meshes
-def test_reduce_per_step_sums_what_is_not_sharded_over_every_axis(sizes):
-    weights, _, _ = make_weights(sizes)
-    values = coded(sizes, 16)
-    found = on_devices(sizes, lambda g: reduce_per_step(weights["norm"], g), values)
+def test_reduce_per_step_sums_what_is_not_sharded_over_every_axis(exchanged, sizes):
+    values, found = exchanged(sizes)[0]["norm"]
     assert (found == values.reshape(-1, 16).sum(axis=0)).all()
 
 
