@@ -28,7 +28,6 @@ CASES = {
         "num_kv_heads": 2,
         "attention_sinks": True,
         "sliding_window": 5,
-        "layer_pattern": ["local", "global"],
     },
     "mixtral": MIXTRAL,
     "predicting": LATENT_MODELS["dense"] | {"num_layers": 3, "num_heads": 6, "mtp_layers": 1},
