@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from single_device import first_state, weights_of
 
 from megajax.config import Config
 from megajax.data.samples import Packing, Samples, make_batch
@@ -60,8 +61,9 @@ def test_packed_documents_have_the_losses_and_gradients_of_each_alone(model):
         "kernels": {"attention": "reference"},
         "data": {"kind": "synthetic", "synthetic_documents": 3, "reset_attention": True},
     }
-    program = TrainProgram.build(Config.model_validate(settings), build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
-    params, samples = program.init_state().params, Documents()
+    config = Config.model_validate(settings)
+    program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    params, samples = first_state(program, weights_of(config)).params, Documents()
     fields = make_batch(samples, range(ROWS), Packing(True, True, True))
 
     def global_batch(**changed):

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mesh_models import COMMON, MIXTRAL
-from single_device import make_batches, make_config
+from single_device import first_state, make_batches, make_config, weights_of
 
 from megajax.mesh import AXES, build_mesh
 from megajax.step.gradients import gradient_function
@@ -21,7 +21,8 @@ BF16 = {"compute": "float32", "accumulation": "bfloat16"}
 def gradient_fn(config):
     """(first state, batch → gradients by name) on one device."""
     program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
-    state, run = program.init_state(), jax.jit(gradient_function(program.graph, program.mesh))
+    state = first_state(program, weights_of(config))
+    run = jax.jit(gradient_function(program.graph, program.mesh))
 
     def gradients(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         batch = to_global(program, fields)

@@ -28,6 +28,7 @@ def test_attention_runs_again_where_the_policy_says_so_alone(table, monkeypatch,
         precision={"compute": "bfloat16"},
         communication={"context": "all_to_all"},
         remat={"policy": policy},
+        optimizer="sgd",
     )
     count = mesh.get("context", 1)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))

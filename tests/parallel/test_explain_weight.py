@@ -47,7 +47,7 @@ CASES = {
 def programs(table):
     def build(name) -> TrainProgram:
         mesh, model, settings = CASES[name]
-        config = table.make_config(model, mesh, **settings)
+        config = table.make_config(model, mesh, **{"optimizer": "sgd"} | settings)
         count = math.prod(mesh.values())
         return TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
 
