@@ -85,7 +85,7 @@ def test_they_train_as_one_device_does(table, reference, registered):
     sections = {"communication": {"context": "everything", "experts": "one_by_one"}}
     sections["remat"] = {"policy": "attention_outputs"}
     config = table.make_config(
-        MIXTRAL | {"num_layers": 1, "activation": "reglu"},
+        MIXTRAL | {"num_layers": 1, "activation": "reglu", "router": {}},
         {"context": 2, "expert": 2},
         steps=1,
         optimizer="sgd",
