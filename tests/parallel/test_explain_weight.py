@@ -21,10 +21,11 @@ from megajax.training.step import TrainProgram
 BF16 = {"compute": "bfloat16"}
 DELAYED = {"compute": "bfloat16", "fp8": {"recipe": "delayed"}}
 LLAMA = MODELS["llama"]
+SPLIT = {"master": "split"}
 FULL = {"policy": "full"}  # else XLA merges the two gathers of the last layer without a loop: test_hlo_facts.py
 # Of the mesh, the model and the other sections.
 CASES = {
-    "dense": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": BF16, "microbatches": 2}),
+    "dense": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": BF16, "microbatches": 2, "optimizer": SPLIT}),
     "BF16 gradients over data, unrolled": (
         {"data": 2, "fsdp": 2},
         LLAMA,
@@ -38,7 +39,7 @@ CASES = {
     "FP8": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": DELAYED}),
     "FP8 over data": ({"data": 2, "fsdp": 2}, LLAMA, {"precision": DELAYED}),
     "adapters": ({"fsdp": 2, "data": 2}, LLAMA, {"lora": {"rank": 4}, "checkpoint": {"init_from": "x"}}),
-    "split masters": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": BF16, "optimizer": {"master": "split"}}),
+    "split masters": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": BF16, "optimizer": SPLIT}),
     "prediction modules": ({"fsdp": 2, "context": 2}, LLAMA | {"mtp_layers": 1}, {"precision": BF16, "remat": FULL}),
 }
 
@@ -64,7 +65,8 @@ def traced(program) -> Counter:
     return found
 
 
-SECOND = ("BF16 gradients over data, unrolled", "FP8 over data", "adapters")
+# "dense" has split masters, in microbatches.
+SECOND = ("BF16 gradients over data, unrolled", "FP8 over data", "adapters", "split masters")
 
 
 @pytest.mark.parametrize(
