@@ -176,11 +176,9 @@ def assert_agrees(found, expected, tolerance):
 # The format of gradients, and the given scales in `reference_mlp`'s order.
 MLP_CASES = [
     ("swiglu", E5M2, None),
-    ("swiglu", E4M3, None),
-    ("swiglu", E5M2, (60.0, 20.0, 1e5, 1e6)),
     ("swiglu", E4M3, (60.0, 600.0, 1e5, 1e9)),
-    ("relu2", E5M2, None),
-    ("relu2", E4M3, (60.0, 20.0, 1e5, 1e6)),
+    ("relu2", E4M3, None),
+    ("relu2", E5M2, (60.0, 20.0, 1e5, 1e6)),
 ]
 
 
