@@ -1,11 +1,13 @@
 """Tiny models that transformers wrote, unpacked, and texts that it generated and scored with them."""
 
 import json
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
 import tokenizers
+from safetensors.numpy import load_file, save_file
 
 FILES = Path(__file__).parents[1] / "data_files"
 
@@ -32,10 +34,12 @@ def folder_of(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def letters_folder(folder_of, tmp_path_factory):
-    """A model with a tokenizer of letters, and of a beginning of text that it puts before each."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    for path in folder_of("tiny_llama").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    """The last layer of a model, with a tokenizer of letters, and of a beginning of text that it puts before each."""
+    folder, whole = tmp_path_factory.mktemp("evaluate"), folder_of("tiny_llama")
+    weights = load_file(whole / "model.safetensors")
+    kept = {n.replace(".layers.2.", ".layers.0."): w for n, w in weights.items() if not re.search(r"\.layers\.[01]", n)}
+    save_file(kept, folder / "model.safetensors")
+    (folder / "generation_config.json").write_bytes((whole / "generation_config.json").read_bytes())
     names = {"<s>": 0} | {chr(97 + i): i + 1 for i in range(26)} | {" ": 27, "é": 28}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, " "))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -43,6 +47,7 @@ def letters_folder(folder_of, tmp_path_factory):
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8}
+    changed = {"max_position_embeddings": 8, "num_hidden_layers": 1}
+    config = json.loads((whole / "config.json").read_text()) | changed
     (folder / "config.json").write_text(json.dumps(config))
     return folder

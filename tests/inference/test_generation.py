@@ -18,7 +18,7 @@ from models_in_use import build
 import megajax
 from megajax.errors import InputError
 from megajax.inference.comm import Decode, Prefill
-from megajax.inference.generation import Generator, continue_texts
+from megajax.inference.generation import Generator, continue_texts, generator
 from megajax.inference.language_model import choose_kernels
 from megajax.inference.load import for_inference
 from megajax.inference.sampling import Sampling, choose, remaining
@@ -98,12 +98,18 @@ def test_two_processes_generate_the_tokens_of_transformers(references, folder_of
 
 @pytest.fixture(scope="module")
 def llama(folder_of):
+    """Tests that set its tokenizer, by `monkeypatch`, share its programs."""
     return megajax.from_hf(folder_of("tiny_llama"))
+
+
+@pytest.fixture(scope="module")
+def one_layer(letters_folder):
+    return changed(megajax.from_hf(letters_folder), max_length=512)
 
 
 def test_the_likeliest_tokens_are_those_of_transformers(references, llama):
     expected = references["tiny_llama"]
-    pieces = [*Generator(llama, GREEDY).tokens(expected["prompts"], 50, chunk=20)]
+    pieces = [*generator(llama, GREEDY).tokens(expected["prompts"], 50, chunk=20)]
     assert pieces[-1] == expected["tokens"]
     assert [max(map(len, piece)) for piece in pieces] == [1, 21, 41, 50]  # the first token is the prompt's
 
@@ -160,42 +166,41 @@ def changed(model, **values):
     return found
 
 
-def test_a_sample_depends_on_the_seed_only(references, llama):
+def test_a_sample_depends_on_the_seed_only(references, one_layer):
     prompts, settings = references["tiny_llama"]["prompts"], Sampling(temperature=1.0, top_k=20)
-    generator = Generator(llama, settings)
-    together = last(generator.tokens(prompts, 12, seed=3))
-    assert last(generator.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
-    assert last(generator.tokens(prompts, 12, seed=4)) != together
-    *others, third = last(generator.tokens(prompts[2:] * 3, 12, seed=3))
+    drawing = Generator(one_layer, settings)
+    together = last(drawing.tokens(prompts, 12, seed=3))
+    assert last(drawing.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
+    assert last(drawing.tokens(prompts, 12, seed=4)) != together
+    *others, third = last(drawing.tokens(prompts[2:] * 3, 12, seed=3))
     assert third == together[2] and third not in others and others[0] != others[1], "each of equal prompts has its own"
 
 
 @pytest.mark.long
-def test_growing_prompts_share_programs(references, llama):
+def test_growing_prompts_share_programs(references, one_layer):
     prompts, settings = references["tiny_llama"]["prompts"], Sampling(temperature=1.0, top_k=20)
-    generator = Generator(llama, settings, multiple=8)
+    growing = Generator(one_layer, settings, multiple=8)
     for length in (9, 17):
-        last(generator.tokens([prompts[2][:length]], 12, seed=3, growing=True))
+        last(growing.tokens([prompts[2][:length]], 12, seed=3, growing=True))
     with jax.no_tracing():
         for length in (16, 12):
-            last(generator.tokens([prompts[2][:length]], 12, seed=3, growing=True))
-    alone = last(Generator(llama, settings).tokens(prompts[:1], 12, seed=3))
-    assert last(generator.tokens(prompts[:1], 12, seed=3, growing=True)) == alone
+            last(growing.tokens([prompts[2][:length]], 12, seed=3, growing=True))
+    alone = last(Generator(one_layer, settings).tokens(prompts[:1], 12, seed=3))
+    assert last(growing.tokens(prompts[:1], 12, seed=3, growing=True)) == alone
 
 
-def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, folder_of, llama):
+def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, llama):
     expected, prompts = references["tiny_llama"]["tokens"], references["tiny_llama"]["prompts"]
     never = next(token for token in range(99) if token not in expected[0])
-    stopping = changed(llama, stop_tokens=(never, expected[0][4]))  # the second of two
-    cut = expected[0].index(expected[0][4])
-    found = last(Generator(stopping, GREEDY).tokens(prompts[:2], 10))
-    assert found[0] == expected[0][:cut]
-    assert found[1] == expected[1][:10] or expected[0][4] in expected[1]
-    short = changed(llama, stop_tokens=(), max_length=20)
-    for chunk in (None, 4):
-        found = last((generator := Generator(short, GREEDY, multiple=8)).tokens(prompts, 14, chunk=chunk))
-        assert found == [expected[0][:14], expected[1][:11], expected[2][:3]]
-        assert generator.cut.tolist() == [False, True, True]
+    stop = expected[0][4]
+    assert not {never, stop} & {*expected[1][:11], *expected[2][:3]}
+    short = changed(llama, stop_tokens=(never, stop), max_length=20)  # the second of two
+    ending = Generator(short, GREEDY, multiple=8)
+    stopped = expected[0][: expected[0].index(stop)]
+    for count, chunk, is_cut in ((10, None, False), (14, None, True), (14, 4, True)):
+        found = last(ending.tokens(prompts, count, chunk=chunk))
+        assert found == [stopped, expected[1][: min(count, 11)], expected[2][:3]]
+        assert ending.cut.tolist() == [False, is_cut, True]
     with pytest.raises(InputError, match="a prompt has 17 tokens, which leaves no room in the model's context of 17"):
         last(Generator(changed(llama, max_length=17), GREEDY).tokens(prompts[2:], 10))
     with pytest.raises(InputError, match="token 99 is not in the vocabulary: give ids from 0 to 98"):
@@ -224,9 +229,9 @@ class Halves(Pieces):
         return b"".join(b"\xc3\xa9"[i % 2 : i % 2 + 1] for i in ids).decode(errors="replace")
 
 
-def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama):
+def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama, monkeypatch):
     """A text is what its tokens add to the prompt's text: with its first space, and with characters of two tokens."""
-    llama = changed(llama, tokenizer=Pieces())
+    monkeypatch.setattr(llama, "tokenizer", Pieces())
     prompts = references["tiny_llama"]["prompts"]
     tokens = references["tiny_llama"]["tokens"]
     whole = [b"".join(PIECES[i] for i in row).decode(errors="replace") for row in tokens]
@@ -239,19 +244,19 @@ def test_stop_texts_end_a_text_and_a_single_text_is_streamed(references, llama):
         pieces: list[str] = []
         assert continue_texts(llama, [prompt], 50, GREEDY, stop=ends, on_text=pieces.append) == [text]
         assert "".join(pieces) == text and len(pieces) > 2 and (pieces[-2] or not ends)  # no step after it
-    halves = changed(llama, tokenizer=Halves())  # most pieces end in the first half of a character
-    for prompt in prompts:
-        pieces = []
-        text = continue_texts(halves, [prompt], 50, GREEDY, on_text=pieces.append)[0]
-        assert "".join(pieces) == text and "é" in text and len(pieces) > 2
     for first in range(8, 24):  # some of these texts begin in one piece and end in the next
         ends, pieces = [whole[0][first : first + 4], "\0"], []
         text = whole[0].partition(ends[0])[0]
         assert continue_texts(llama, prompts[:1], 50, GREEDY, stop=ends, on_text=pieces.append) == [text]
         assert "".join(pieces) == text
+    monkeypatch.setattr(llama, "tokenizer", Halves())  # most pieces end in the first half of a character
+    for prompt in prompts:
+        pieces = []
+        text = continue_texts(llama, [prompt], 50, GREEDY, on_text=pieces.append)[0]
+        assert "".join(pieces) == text and "é" in text and len(pieces) > 2
 
 
-def test_a_special_token_without_a_text_ends_a_text(references, llama):
+def test_a_special_token_without_a_text_ends_a_text(references, llama, monkeypatch):
     """`stop` names it: a text of `--stop`, or of lm-eval's `until`."""
     prompts, tokens = references["tiny_llama"]["prompts"], references["tiny_llama"]["tokens"]
     end = tokens[0][30]
@@ -263,7 +268,7 @@ def test_a_special_token_without_a_text_ends_a_text(references, llama):
         def token_id(self, name: str) -> int | None:
             return {"<end>": end}.get(name)
 
-    llama = changed(llama, tokenizer=Named())
+    monkeypatch.setattr(llama, "tokenizer", Named())
     ids = [row[: row.index(end)] if end in row else row for row in tokens]
     texts = [b"".join(PIECES[i] for i in row).decode(errors="replace") for row in ids]
     pieces: list[str] = []
