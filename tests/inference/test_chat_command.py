@@ -63,11 +63,11 @@ def test_each_answer_follows_the_conversation_before_it(talk, answer):
     assert len({first, second, again}) == 3
     said = "\ufeffhello\\\nyou\n\ngo\n/reset\ngo\n/exit\nmore\n".encode()
     assert talk(said, "--system", "be nice") == (0, f"{first}\n{second}\n{again}\n", "")
-    assert talk(b"go\n", "--chat-template-args", "{tone: x}") == (0, answer("xu goéa ") + "\n", "")
-    assert talk(b"go\n", "--system", "") == (0, answer("s éu goéa ") + "\n", ""), "not the template's own message"
-    drawn = [answer("u goéa ", 2.0, seed) for seed in (7, 8)]  # each answer has a seed of its own
+    # No other message than the empty one, and each answer has a seed of its own.
+    drawn = [answer("xs éu goéa ", 2.0, seed) for seed in (7, 8)]
     assert drawn[0] != drawn[1]
-    assert talk(b"go\n/reset\ngo\n", "--temperature", "2", "--seed", "7") == (0, "{}\n{}\n".format(*drawn), "")
+    others = "--chat-template-args", "{tone: x}", "--system", "", "--temperature", "2", "--seed", "7"
+    assert talk(b"go\n/reset\ngo\n", *others) == (0, "{}\n{}\n".format(*drawn), "")
 
 
 def test_what_cannot_be_answered_is_a_sentence(talk, folder):

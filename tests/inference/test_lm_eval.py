@@ -56,14 +56,13 @@ def test_the_end_of_a_text_is_the_first_token_that_stops_or_begins_one(adapter):
         _ = adapter.eot_token_id
 
 
-def test_requests_are_answered_as_by_the_reference(references, adapter):
+def test_requests_are_answered_as_by_the_reference(references, folder_of, adapter):
     adapter.model.max_length = 64
-    assert adapter.batch == 2 and type(adapter)(str(adapter.model.folder), batch_size="auto:4").batch == 8
-    expected = references["tiny_llama"]
-    requests = [(("", ""), tokens[:start], tokens[start:]) for tokens, start, *_ in expected["scores"]]
-    for found, (*_, likelihood, greedy) in zip(
-        adapter._loglikelihood_tokens(requests), expected["scores"], strict=True
-    ):
+    of_reference = type(adapter)(str(folder_of("tiny_llama")), mesh="fsdp:2", batch_size="auto:4")
+    assert (adapter.batch, of_reference.batch) == (2, 8)
+    scores = references["tiny_llama"]["scores"]
+    requests = [(("", ""), tokens[:start], tokens[start:]) for tokens, start, *_ in scores]
+    for found, (*_, likelihood, greedy) in zip(of_reference._loglikelihood_tokens(requests), scores, strict=True):
         assert found == (pytest.approx(likelihood, abs=1e-4), greedy)
     with pytest.raises(InputError, match="an answer to score has 65 tokens, but the model's context has 64"):
         adapter._loglikelihood_tokens([(("", ""), [1], [2] * 65)])

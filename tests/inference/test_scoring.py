@@ -222,7 +222,8 @@ def test_chats_are_evaluated_as_by_hand(chats, context, tmp_path, capsys):
             for i in range(start, stop):
                 end = stop if stop <= context + 1 else min(start + context * ((i - start) // context + 1), stop)
                 first = max(0, end - context - 1)
-                logits = np.asarray(model([tokens[first : end - 1]]))[0, i - 1 - first].astype(np.float64)
+                window = (tokens[first : end - 1] + [5] * context)[:context]  # no token sees those after it
+                logits = np.asarray(model([window]))[0, i - 1 - first].astype(np.float64)
                 total -= logits[tokens[i]] - np.log(np.exp(logits).sum())
                 count += 1
     options = ["--data", f"b={file}", "--data", f"c={directory}/*.jsonl", "--output", str(tmp_path / "out.json")]
