@@ -120,6 +120,9 @@ def test_devices_share_the_work_of_one(name, mesh):
             assert 2 * on(name, mesh).time(BYTES).elementwise == pytest.approx(on(name, None).time(BYTES).elementwise)
 
 
+TWO_LAYERS = {"model": {"num_layers": 2}, "kernels": {"scan_unroll": 2}}  # of the steps that are traced
+
+
 def operations(jaxpr, times: int = 1):
     """(operation, how often it runs) of a traced step."""
     for equation in jaxpr.eqns:
@@ -153,7 +156,7 @@ def traced_products(candidate: Candidate) -> int:
     [("biases", "fsdp", "full"), ("modules", "tensor", "none"), ("latent", "tensor", "none")],
 )
 def test_matmuls_are_those_of_the_traced_step(name, mesh, policy):
-    candidate = make(name, 2, mesh={mesh: 2}, remat={"policy": policy}, kernels={"scan_unroll": 4})
+    candidate = make(name, 2, mesh={mesh: 2}, remat={"policy": policy}, **TWO_LAYERS)
     step = candidate.time(FLOPS)
     assert step.matmuls + step.recomputed.matmuls + step.head == pytest.approx(traced_products(candidate))
 
@@ -186,10 +189,11 @@ GATHERED: dict[str, tuple[str, dict]] = {
 @pytest.mark.parametrize("case", GATHERED)
 def test_what_tensor_gathers_and_sums_is_that_of_the_traced_step(case):
     name, sections = GATHERED[case]
-    candidate = make(name, 2, mesh={"tensor": 2}, kernels={"scan_unroll": 4}, batch={"global_size": 2}, **sections)
+    sections = TWO_LAYERS | sections | {"model": TWO_LAYERS["model"] | sections.get("model", {})}
+    candidate = make(name, 2, mesh={"tensor": 2}, batch={"global_size": 2}, **sections)
     found = traced_bytes(candidate, "tensor")
     if case == "frozen":  # a token's numbers of width RANK are summed, and their gradient is gathered
-        found -= 4 * 2 * 2 * LENGTH * RANK * 2 / 2
+        found -= 2 * 2 * 2 * LENGTH * RANK * 2 / 2
         # Nothing needs the gradient of the first layer's input, or of its attention.
         found += 2 * 2 * LENGTH * D * 2 / 2
     assert candidate.time(FLOPS).traffic["tensor"].sent == pytest.approx(found, rel=1e-9)
@@ -208,7 +212,8 @@ FROZEN: dict[str, list[tuple[str, float]]] = {
 @pytest.mark.parametrize(("frozen", "tensor"), [*((name, 1) for name in FROZEN), ("nothing", 2)])
 def test_matmuls_of_a_tower_are_those_of_the_traced_step(frozen, tensor):
     groups = [{"parameters": [pattern], "learning_rate": rate} for pattern, rate in FROZEN[frozen]]
-    candidate = make("vision", tensor, mesh={"tensor": tensor}, batch={"global_size": 2}, optimizer={"groups": groups})
+    few = {"model": {"num_layers": 1}, "batch": {"global_size": 2}}
+    candidate = make("vision", tensor, mesh={"tensor": tensor}, optimizer={"groups": groups}, **few)
     found, step = traced_products(candidate), candidate.time(FLOPS)
     if frozen != "the tower and the projector":  # XLA does not run the projector's first matmul a second time
         found -= 2 * (2 * 64 / 4) * (4 * 32) ** 2 / tensor
@@ -219,7 +224,8 @@ def test_matmuls_of_a_tower_are_those_of_the_traced_step(frozen, tensor):
 def test_what_stages_send_is_that_of_the_traced_step(virtual_stages):
     """Streams to the next stage and back, shares of the head's tokens, and embedding and head once a step."""
     pipeline = {"schedule": "zero_bubble", "virtual_stages": virtual_stages}
-    candidate = make("dense", 4, mesh={"pipeline": 2, "fsdp": 2}, pipeline=pipeline, batch={"num_microbatches": 4})
+    model, batch = {"num_layers": 2 * virtual_stages}, {"num_microbatches": 4}
+    candidate = make("dense", 4, mesh={"pipeline": 2, "fsdp": 2}, pipeline=pipeline, model=model, batch=batch)
     step = candidate.time(FLOPS)
     assert step.traffic["pipeline"].sent == traced_bytes(candidate, "pipeline", ("bfloat16", "float32"))
     assert step.weights["pipeline"].sent == (2 + 4) * 2 * D * V / 2 / 2  # of fsdp's shard
