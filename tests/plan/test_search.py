@@ -142,7 +142,7 @@ def test_pinned_keys_are_kept_and_what_changes_numbers_is_not_varied(config):
 def test_each_key_that_is_varied_is_kept_if_it_is_pinned(config, pinned):
     key, _, value = pinned.partition("=")
     beside = ["mesh.pipeline=2"] * key.startswith("pipeline") + ["remat.policy=full"] * key.startswith("remat")
-    search = Search(config, [pinned, *beside], 4, H200)
+    search = Search(config, [pinned, *beside], 2, H200)
     chosen = [each.candidate.config.model_dump() for each in search.best(2)]
     section, name = key.split(".")
     assert {str(each[section][name]).replace(" ", "") for each in chosen} == {value.replace("[", "(").replace("]", ")")}
