@@ -55,7 +55,8 @@ LARGE = {
 
 
 def run_on(sizes):
-    return Run(shrink(Config.model_validate(LARGE), [SIZES], 2)[0], sizes)
+    one_layer = LARGE | {"model": LARGE["model"] | {"num_layers": 1}}
+    return Run(shrink(Config.model_validate(one_layer), [SIZES], 2)[0], sizes)
 
 
 @pytest.fixture(scope="module")
