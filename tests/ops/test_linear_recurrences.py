@@ -11,6 +11,7 @@ from megajax.ops.short_convolution import short_convolution
 from megajax.ops.state_space import recurrent_state_space, state_space
 
 TOLERANCE = 1e-5  # in float32
+OF_DEFINITION = {gated_delta_rule: recurrent_gated_delta_rule, state_space: recurrent_state_space}
 BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["of_heads", "by_channel"])
 
 
@@ -90,71 +91,66 @@ def test_values_and_gradients_are_those_of_the_definition(check_op, rng, op, by_
     check_op(in_order(op, jnp.asarray(starts)), reference, args, thorough=False)
 
 
+def with_gradients(op, values, cotangents, starts):
+    """The output, the last state, and the gradients of all values."""
+
+    @jax.jit
+    def run(cotangents, *values):
+        out, pull = jax.vjp(lambda *values: op(*values[:-1], starts=starts, initial=values[-1]), *values)
+        return *out, *pull(cotangents)
+
+    return run(cotangents, *values)
+
+
 def test_strong_decays_of_some_channels_do_not_spoil_the_others(rng, error):
-    """Decays of e⁻⁵ and e⁻²⁰ a token: their inverses over a chunk are no FP32 numbers."""
-    q, k, v, _, strength, initial = drawn(rng, 131, B=1)
-    decay = -np.array([0, 1e-3, 0.1, 1, 5, 5, 20, 20]) * rng.uniform(0.5, 1, size=(1, 131, 4, 8))
-    values, cotangent = (q, k, v, decay, strength, initial), rng.normal(size=v.shape)
-
-    def run(op, *args):
-        out, pull = jax.vjp(in_order(op), *args[1:])
-        return out, *pull(args[0])
-
-    found = jax.jit(partial(run, gated_delta_rule))(*(np.asarray(a, np.float32) for a in (cotangent, *values)))
+    """Decays of e⁻⁵ and e⁻²⁰ a token: their inverses over a chunk are no FP32 numbers. With documents."""
+    q, k, v, _, strength, initial = drawn(rng, 131)
+    decay = -np.array([0, 1e-3, 0.1, 1, 5, 5, 20, 20]) * rng.uniform(0.5, 1, size=(2, 131, 4, 8))
+    values, starts = (q, k, v, decay, strength, initial), borders(131)
+    cotangents = rng.normal(size=v.shape), rng.normal(size=initial.shape)
+    found = with_gradients(gated_delta_rule, *jax.tree.map(np.float32, (values, cotangents)), starts)
     with jax.enable_x64(True):
-        expected = jax.jit(partial(run, recurrent_gated_delta_rule))(cotangent, *values)
-    assert error(expected[0], numpy_delta_rule(*values)) < 1e-12
+        expected = with_gradients(recurrent_gated_delta_rule, values, cotangents, starts)
+    assert error(expected[0], numpy_delta_rule(*values, starts)) < 1e-12
     for own, exact in zip(found, expected, strict=True):
         assert error(own, exact) < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("ops", "by_channel", "documents"),
-    [
-        ((gated_delta_rule, recurrent_gated_delta_rule), False, True),
-        ((gated_delta_rule, recurrent_gated_delta_rule), True, True),
-        ((state_space, recurrent_state_space), False, True),
-    ],
+    ("ops", "documents"),
+    [((gated_delta_rule, recurrent_gated_delta_rule), True), ((state_space, recurrent_state_space), False)],
 )
-def test_chunks_are_the_recurrence(rng, ops, by_channel, documents, error):
-    S = 131
-    args = arguments(ops[0], drawn(rng, S, by_channel=by_channel))
-    starts = borders(S) if documents else None
-    cotangents = rng.normal(size=(2, S, 4, 6)), rng.normal(size=(2, 4, 8, 6))
-
-    def run(op):
-        both = lambda *args: op(*args[:-1], starts=starts, initial=args[-1])  # noqa: E731
-
-        def values(cotangents, *args):
-            out, pull = jax.vjp(both, *args)
-            return *out, *pull(cotangents)
-
-        return jax.jit(values)(tuple(np.float32(c) for c in cotangents), *args)
-
-    for found, expected in zip(*map(run, ops), strict=True):
+def test_chunks_are_the_recurrence(rng, ops, documents, error):
+    """Decays by channel are those of the test above."""
+    args = arguments(ops[0], drawn(rng, 131))
+    starts = borders(131) if documents else None
+    cotangents = [np.float32(rng.normal(size=args[i].shape)) for i in (2, -1)]
+    for found, expected in zip(*(with_gradients(op, args, tuple(cotangents), starts) for op in ops), strict=True):
         assert error(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(("op", "by_channel"), [(gated_delta_rule, True), (state_space, False)])
 def test_a_device_gets_its_initial_state_from_those_before_it(rng, error, op, by_channel):
     """Two parts of a sequence, of several chunks each: the second begins with what the first one's map gives."""
-    *args, initial = arguments(op, drawn(rng, 230, by_channel=by_channel))
+    *args, initial = arguments(op, drawn(rng, 200, by_channel=by_channel))
     args[3] = args[3] / 20  # else nothing is left of a state after some chunks
-    starts = borders(230)
-    starts[:, 130:] = starts[1] = False
-    expected, last = jax.jit(op)(*args, starts=starts, initial=initial)
-    found, state = [], initial
-    for part in (slice(0, 130), slice(130, 230)):
-        own, maps = [a[:, part] for a in args], []
+    starts = borders(200)
+    starts[:, 100:] = starts[1] = False
+    expected, last = jax.jit(OF_DEFINITION[op])(*args, starts=starts, initial=initial)
 
-        def before(transition, final, state=state, maps=maps):
-            maps.append((transition, final))
+    @jax.jit
+    def run(state, starts, *own):
+        maps = []
+
+        def before(*given):
+            maps.append(given)
             return state
 
-        def run(*own, starts=starts[:, part], before=before, maps=maps):
-            return op(*own, starts=starts, state_before=before), maps[0]
+        return op(*own, starts=starts, state_before=before), maps[0]
 
-        (out, final), (transition, without) = jax.device_get(jax.jit(run)(*own))
+    found, state = [], initial
+    for part in (slice(0, 100), slice(100, 200)):
+        (out, final), (transition, without) = jax.device_get(run(state, starts[:, part], *(a[:, part] for a in args)))
         after = transition @ state if transition.ndim == 4 else transition[..., None] * state
         assert error(after + without, final) < TOLERANCE
         found.append(out)
@@ -199,13 +195,12 @@ def test_the_convolution_sees_its_document_only(check_op, rng):
     )
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(
     ("rule", "by_channel"),
     [(change, False), (change, True), (lambda state, k, v: v, False)],
     ids=["delta rule", "by channel", "state space"],
 )
-def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, by_channel, implementation):
+def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, by_channel):
     """Of the first sequence that after no token, of the second that after two; keys that heads share.
 
     A program of the kernel has 16 of the values' 32 columns, and all of a key.
@@ -213,12 +208,15 @@ def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, by_ch
     *tokens, initial = (np.asarray(a, np.float32) for a in drawn(rng, 3, d=32, w=32, by_channel=by_channel))
     tokens, starts = tokens[: 5 if rule is change else 4], None
     definition = jax.jit(recurrent_gated_delta_rule if rule is change else recurrent_state_space)
+    expected, last = jax.device_get(definition(*tokens, initial=initial))
+    two = [a.copy() for a in tokens]
+    two[1][:, 2] = two[3][:, 2] = 0  # a third token without a key or a decay changes nothing
+    _, after_two = jax.device_get(definition(*two, initial=initial))
     run = partial(token_by_token, rule, *tokens[:4], starts, initial, *tokens[4:])
     run = jax.jit(run, static_argnames=("implementation", "interpret"))
-    out, state = jax.device_get(run(count=np.array([0, 2]), implementation=implementation, interpret=True))
-    expected, last = definition(*tokens, initial=initial)
-    assert error(out, expected) < TOLERANCE
-    np.testing.assert_array_equal(state[0], initial[0])
-    _, after_two = jax.device_get(definition(*(a[:, :2] for a in tokens), initial=initial))
-    assert error(state[1], after_two[1]) < TOLERANCE
-    assert error(run(implementation=implementation, interpret=True)[1], last) < TOLERANCE
+    for implementation in ("reference", "pallas"):
+        out, state = jax.device_get(run(count=np.array([0, 2]), implementation=implementation, interpret=True))
+        assert error(out, expected) < TOLERANCE
+        np.testing.assert_array_equal(state[0], initial[0])
+        assert error(state[1], after_two[1]) < TOLERANCE
+        assert error(run(implementation=implementation, interpret=True)[1], last) < TOLERANCE
