@@ -19,13 +19,12 @@ from megajax.ops.query_ranges import Options
 from megajax.ops.ranged_attention import attend
 from megajax.ops.ranged_attention_triton import AttentionTiling, AttentionTilings
 
-B, SQ, SK, H = 1, 150, 300, 64  # neither queries nor keys are whole tiles; these are more than a ring holds
+SQ, SK, H = 150, 300, 64  # neither queries nor keys are whole tiles; these are more than a ring holds
 SCALE = 0.2
 # Neither whole tiles here, nor the same tiles in all kernels
 SMALL = AttentionTilings(AttentionTiling(32, 64, 4, 1), AttentionTiling(64, 32, 4, 1), AttentionTiling(64, 32, 4, 1))
 KERNELS = {"pallas": (ranged_attention, {}), "triton": (ranged_attention_triton, {"tilings": SMALL})}
 both_kernels = pytest.mark.parametrize("kernels", KERNELS)
-hoppers_kernel = pytest.mark.parametrize("kernels", ["pallas", pytest.param("triton", marks=pytest.mark.long)])
 kernel_of_any_gpu = pytest.mark.parametrize("kernels", [pytest.param("pallas", marks=pytest.mark.long), "triton"])
 
 
@@ -37,11 +36,11 @@ def ranges(kind: str) -> tuple[np.ndarray, np.ndarray]:
             return np.repeat([0, 7, 68, 69], [7, 61, 1, 81]), at + 1
         case "window":
             return at - 20, at + 1
-        case "prefix":  # of the first block of queries; those of the second one see nothing
-            return np.where(at < 128, 0, 290), 0 * at + 290
+        case "prefix":  # of the first block of queries, beyond all keys; those of the second one see nothing
+            return np.where(at < 128, 0, 310), 0 * at + 310
         case "gaps":  # queries between others that see nothing, and first ones, whose range ends before the keys
             ends = np.where(at < 10, at - 39, np.where(at < 30, 25, np.where(at < 100, 64, 150)))
-            first = np.where(at < 70, -40, np.where(at < 128, 90, 150))  # the second block of queries sees nothing
+            first = np.where(at < 60, -140, np.where(at < 128, 90, 150))  # the second block of queries sees nothing
             return first, ends
     raise AssertionError(kind)
 
@@ -49,13 +48,14 @@ def ranges(kind: str) -> tuple[np.ndarray, np.ndarray]:
 def expected(q, k, v, first, end, softcap, dout, whole_lse=None, whole_out=None):
     """(out, lse, dq, dk, dv) in float64; with the whole's lse and out the gradients are those of a part."""
     q, k, v, dout = (np.asarray(a, np.float64) for a in (q, k, v, dout))
+    first, end = (np.expand_dims(np.atleast_2d(a), (1, 3)) for a in (first, end))
     K, G = k.shape[2], q.shape[2] // k.shape[2]
     k, v = (np.repeat(a, G, axis=2) for a in (k, v))
     s, slope = np.einsum("bqnh,bknh->bnqk", q, k) * SCALE, 1.0
     if softcap is not None:
         s, slope = softcap * np.tanh(s / softcap), 1 - np.tanh(s / softcap) ** 2
     keys = np.arange(k.shape[1])
-    s = np.where((keys >= first[:, None]) & (keys < end[:, None]), s, -np.inf)
+    s = np.where((keys >= first) & (keys < end), s, -np.inf)
     with np.errstate(divide="ignore"):
         lse = np.log(np.exp(s).sum(-1))
     p = np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None])
@@ -67,11 +67,11 @@ def expected(q, k, v, first, end, softcap, dout, whole_lse=None, whole_out=None)
     delta = np.einsum("bqnh,bqnh->bnq", out_of_all, dout)
     ds = p * (np.einsum("bqnh,bknh->bnqk", dout, v) - delta[..., None]) * slope * SCALE
     dk, dv = (np.einsum("bnqk,bqnh->bknh", *pair) for pair in ((ds, q), (p, dout)))
-    dk, dv = (a.reshape(B, -1, K, G, a.shape[-1]).sum(3) for a in (dk, dv))
+    dk, dv = (a.reshape(*a.shape[:2], K, G, a.shape[-1]).sum(3) for a in (dk, dv))
     return out, lse, np.einsum("bnqk,bknh->bqnh", ds, k), dk, dv
 
 
-def tensors(rng, N=1, K=1, SK=SK, H=H, W=H, B=B) -> list[np.ndarray]:
+def tensors(rng, N=1, K=1, SK=SK, H=H, W=H, B=1) -> list[np.ndarray]:
     """q, k, v and dout; values are W wide."""
     shapes = (SQ, N, H), (SK, K, H), (SK, K, W), (SQ, N, W)
     return [np.asarray(rng.normal(size=(B, *shape)), jnp.bfloat16) for shape in shapes]
@@ -86,24 +86,18 @@ def compiled(softcap, kernels) -> tuple:
 
 
 def as_arrays(first, end) -> tuple[np.ndarray, np.ndarray]:
-    return np.asarray(first, jnp.int32)[None], np.asarray(end, jnp.int32)[None]
+    return np.atleast_2d(first).astype(np.int32), np.atleast_2d(end).astype(np.int32)
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernels"),
-    [  # windows and documents have tests below; the ring that a prefix fills is Hopper's kernel's alone
-        ("prefix", "pallas"),
-        pytest.param("prefix", "triton", marks=pytest.mark.long),
-        ("gaps", "pallas"),
-        ("gaps", "triton"),
-    ],
-)
-def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kind, kernels):
-    first, end = ranges(kind)
-    check(tensors(rng), error, first, end, None, kernels)
+@both_kernels
+def test_queries_see_their_range_and_keys_get_its_gradients(rng, error, kernels):
+    """Of two sequences; windows and documents have tests below."""
+    first, end = map(np.stack, zip(*map(ranges, ("prefix", "gaps")), strict=True))
+    check(tensors(rng, B=2), error, first, end, None, kernels)
 
 
-@hoppers_kernel
+@pytest.mark.long  # the test of sinks has Hopper's kernel
+@both_kernels
 def test_query_heads_share_kv_heads_and_scores_may_have_a_softcap(rng, error, kernels):
     q, k, v, dout = tensors(rng, N=4, K=2, H=40, W=24)  # padded to the widths of a kernel
     first, end = ranges("window")
@@ -119,10 +113,10 @@ def test_keys_may_be_wider_than_values_as_in_latent_attention(rng, error, kernel
 
 
 def test_heads_may_have_sinks(rng, error, monkeypatch):
-    """Of two sequences with other documents."""
+    """And share KV heads, with a soft-cap, a window in two documents, and widths that are padded to a kernel's."""
     monkeypatch.setattr(partial_attention, "Options", functools.partial(Options, interpret=True))
-    q, k, v, dout = (a[:, :50] for a in tensors(rng, N=2, K=1, B=2))
-    sinks = np.array([-1.0, 2.0])
+    q, k, v, dout = (a[:, :90] for a in tensors(rng, N=4, K=2, H=40, W=24))
+    sinks = np.array([-1.0, 2.0, 0.5, 1.0])
     found = gradients(q, k, v, sinks, dout, "pallas")
     assert [a.dtype for a in found] == [jnp.bfloat16] * 4 + [jnp.float32]
     with jax.enable_x64(True):
@@ -131,7 +125,7 @@ def test_heads_may_have_sinks(rng, error, monkeypatch):
         assert error(one, other) < 1e-2
 
 
-DOCUMENTS = np.stack([np.repeat([0, 1], lengths) for lengths in ([17, 33], [41, 9])])
+DOCUMENTS = np.repeat([0, 1], [41, 49])[None]
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -151,7 +145,7 @@ def check(tensors, error, first, end, softcap, kernels) -> None:
     forward, backward = compiled(softcap, kernels)
     out, lse = whole = jax.device_get(forward(q, k, v, as_arrays(first, end)))
     gradients = jax.device_get(backward(q, k, v, as_arrays(first, end), whole, dout))
-    assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (B, q.shape[2], q.shape[1])
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32 and lse.shape == (len(q), *q.shape[2:0:-1])
     expected_out, expected_lse, *expected_gradients = expected(q, k, v, first, end, softcap, dout)
     seen = np.isfinite(expected_lse)
     np.testing.assert_array_equal(np.isneginf(lse), ~seen)
@@ -163,17 +157,18 @@ def check(tensors, error, first, end, softcap, kernels) -> None:
             assert not found.any()
 
 
-@both_kernels
+@kernel_of_any_gpu
 def test_a_part_of_the_keys_has_its_share_of_the_gradients_of_all(rng, error, kernels):
     """Gradients of parts add up, as sums over keys do. Some ranges reach over the part's keys on both sides."""
-    q, k, v, dout = tensors(rng, SK=2 * SK)
+    q, k, v, dout = tensors(rng, SK=2 * SK, B=2)
     first, end = np.arange(SQ), np.arange(SQ) + 350
     at, part = 100, slice(100, 100 + SK)
     assert ((first < at) & (end > at + SK)).any()
     _, backward = compiled(None, kernels)
     out, lse, *_ = expected(q, k, v, first, end, None, dout)
     whole, bounds = (np.asarray(out, q.dtype), np.asarray(lse, jnp.float32)), (first - at, end - at)
-    found = backward(q, k[:, part], v[:, part], as_arrays(*bounds), whole, dout)
+    both = (np.repeat(a, 2, axis=0) for a in as_arrays(*bounds))
+    found = backward(q, k[:, part], v[:, part], tuple(both), whole, dout)
     _, _, *right = expected(q, k[:, part], v[:, part], *bounds, None, dout, lse, out)
     assert all(error(one, other) < 1e-2 for one, other in zip(found, right, strict=True))
 
