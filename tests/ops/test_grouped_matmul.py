@@ -121,7 +121,8 @@ def compiled(name):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *(("pallas", "uneven"), ("pallas", "nothing"), ("triton", "rows left over"), ("triton", "nothing")),
+        *(("pallas", "rows left over"), pytest.param("pallas", "nothing", marks=pytest.mark.long)),
+        *(("triton", "rows left over"), ("triton", "nothing")),
         *(("xla", "uneven"), ("xla", "nothing")),
     ],
 )
