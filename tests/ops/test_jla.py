@@ -135,39 +135,49 @@ def test_gradients_of_outputs_that_two_policies_recompute(installed, rng, rule, 
         layer = partial(loss, jax.checkpoint)
         return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)(*arguments)
 
-    numbers = range(len(arguments))
-    gradients = (jax.jit(jax.grad(f, numbers))(*arguments) for f in (recomputed, partial(loss, lambda run: run)))
-    for a, b in zip(*gradients, strict=True):
+    def gradients(*arguments):
+        both = recomputed, partial(loss, lambda run: run)
+        return [jax.grad(f, range(len(arguments)))(*arguments) for f in both]
+
+    for a, b in zip(*jax.jit(gradients)(*arguments), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("starts", [(), (4, 7, 67), (70, 71)], ids=["one", "documents", "border"])
+DEVICES = 3
+
+
+def before(transition, final):
+    transitions, finals = (lax.all_gather(a, "context") for a in (transition, final))
+    state, index = jnp.zeros_like(final), lax.axis_index("context")
+    for device in range(DEVICES):
+        state = jnp.where(device < index, transitions[device] @ state + finals[device], state)
+    return state
+
+
+def on_device(starts, weights, *arguments):
+    return jnp.sum(gated_delta_rule(*arguments, starts, None, before, implementation="jla")[0] * weights)
+
+
+def on_one(starts, weights, *arguments):
+    return jnp.sum(recurrent_gated_delta_rule(*arguments, starts)[0] * weights)
+
+
+# All cases share both programs.
+with_gradients = [jax.value_and_grad(of, range(2, 7)) for of in (on_device, on_one)]
+with_gradients = jax.jit(jax.vmap(with_gradients[0], axis_name="context")), jax.jit(with_gradients[1])
+
+
+@pytest.mark.parametrize("starts", [(), (4, 7, 67), (70, 71, 140)], ids=["one", "documents", "border"])
 def test_devices_exchange_states_between_the_kernels(installed, rng, starts):
     """The gated delta rule of three devices and its gradients are those of one; each has two pieces of its tokens."""
-    devices, (B, S) = 3, (2, 210)
+    B, S = 2, 210
     *arguments, _ = drawn(gated_delta_rule, rng, False, S=S)
     weights = np.asarray(rng.integers(-2, 3, arguments[2].shape), np.float32)
     first, starts = starts, np.zeros((B, S), bool)
     starts[0, list(first)] = starts[1, [*first, *([S - 1] if first else [])]] = True
-
-    def before(transition, final):
-        transitions, finals = (lax.all_gather(a, "context") for a in (transition, final))
-        state, index = jnp.zeros_like(final), lax.axis_index("context")
-        for device in range(devices):
-            state = jnp.where(device < index, transitions[device] @ state + finals[device], state)
-        return state
-
-    def on_device(starts, weights, *arguments):
-        return jnp.sum(gated_delta_rule(*arguments, starts, None, before, implementation="jla")[0] * weights)
-
-    def on_one(*arguments):
-        return jnp.sum(recurrent_gated_delta_rule(*arguments, starts)[0] * weights)
-
-    whole = map(np.asarray, (starts, weights, *arguments))
-    cut = [a.reshape(B, devices, -1, *a.shape[2:]).swapaxes(0, 1) for a in whole]
-    on_devices = jax.vmap(jax.value_and_grad(on_device, range(2, 7)), axis_name="context")
-    losses, gradients = jax.jit(on_devices)(*cut)
-    loss, expected = jax.jit(jax.value_and_grad(on_one, range(5)))(*arguments)
+    cut = [a.reshape(B, DEVICES, -1, *a.shape[2:]).swapaxes(0, 1) for a in (starts, weights, *arguments)]
+    losses, gradients = with_gradients[0](*cut)
+    loss, expected = with_gradients[1](starts, weights, *arguments)
     np.testing.assert_allclose(np.sum(losses), loss, atol=1e-4)  # of 720 numbers
     for found, correct, tolerance in zip(gradients, expected, (*[BF16] * 3, 1e-4, 1e-4), strict=True):  # BF16, FP32
         found = np.asarray(found).swapaxes(0, 1).reshape(correct.shape)
