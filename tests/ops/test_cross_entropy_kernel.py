@@ -1,7 +1,7 @@
 """The cross-entropy kernel, interpreted, against the plain function in float64."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +21,27 @@ OPTIONS: list[dict[str, float]] = [{}, {"z_loss": 1e-2}, {"softcap": 3.0, "z_los
 
 def divided(options):
     """Options by name → the vocabulary, and the others."""
-    of_vocabulary = {name: value for name, value in options.items() if name not in ("z_loss", "smoothing")}
+    of_vocabulary = {name: value for name, value in options.items() if name in ("size", "start", "softcap")}
     others = {name: options[name] for name in options.keys() - of_vocabulary}
     return Vocabulary(**of_vocabulary), others
 
 
-def run_kernel(*batch, dtype="float32", tiling=TILING, **options):
+@cache
+def compiled(function, **options):
+    """Compiled once for all batches."""
     vocabulary, others = divided(options)
-    run = partial(cross_entropy_kernel.chunk_loss_and_grad, dtype=dtype, vocabulary=vocabulary, tiling=tiling, **others)
-    return jax.device_get(jax.jit(run)(*batch, scale=np.float32(SCALE)))
+    return jax.jit(partial(function, vocabulary=vocabulary, **others))
+
+
+def run_kernel(*batch, dtype="float32", tiling=TILING, **options):
+    run = compiled(cross_entropy_kernel.chunk_loss_and_grad, dtype=dtype, tiling=tiling, **options)
+    return jax.device_get(run(*batch, scale=np.float32(SCALE)))
 
 
 def run_reference(logits, *batch, **options):
     with jax.enable_x64(True):
-        logits, (vocabulary, others) = np.asarray(logits, np.float64), divided(options)
-        rest = {"scale": SCALE, "dtype": "float64", "vocabulary": vocabulary, **others}
-        return [np.asarray(a) for a in jax.jit(partial(chunk_loss_and_grad, **rest))(logits, *batch)]
+        run = compiled(chunk_loss_and_grad, scale=SCALE, dtype="float64", **options)
+        return [np.asarray(a) for a in run(np.asarray(logits, np.float64), *batch)]
 
 
 def check(error, found, expected, tolerance=1e-5):
