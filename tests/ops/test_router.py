@@ -218,13 +218,10 @@ def test_jitter_belongs_to_the_token_and_forced_balance_is_even():
 def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
     """Against every expert on every token in float64, some experts without a token, one assignment to no expert."""
     T, D, F, E, k, activation = 10, 5, 6, 4, 2, "swiglu"
-    keys = jax.random.split(jax.random.key(1), 6)
-    x = jax.random.normal(keys[0], (T, D), jnp.float64)
-    w_up = jax.random.normal(keys[1], (E, D, 2 * F), jnp.float64)
-    w_down = jax.random.normal(keys[2], (E, F, D), jnp.float64)
-    weights = jax.random.uniform(keys[3], (T, k), jnp.float64)
-    experts = jnp.stack([jnp.full(T, 2), jax.random.randint(keys[4], (T,), 0, 2)], axis=1).at[3, 0].set(E)
-    dy = jax.random.normal(keys[5], (T, D), jnp.float64)
+    random = np.random.default_rng(1)
+    x, w_up, w_down, dy = (random.standard_normal(shape) for shape in ((T, D), (E, D, 2 * F), (E, F, D), (T, D)))
+    weights, experts = random.random((T, k)), np.stack([np.full(T, 2), random.integers(0, 2, T)], axis=1)
+    experts[3, 0] = E
 
     def plain(x, weights, w_up, w_down):
         each = jnp.stack([ops.activate(activation, x @ up) @ down for up, down in zip(w_up, w_down, strict=True)])
