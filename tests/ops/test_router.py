@@ -238,7 +238,7 @@ def test_experts_are_a_weighted_sum_of_mlps_with_its_gradients():
     @partial(jax.jit, static_argnums=0)
     def differentiated(function, *arguments):
         out, pull = jax.vjp(function, *arguments)
-        return out, *pull(dy)
+        return out, *pull(jnp.asarray(dy))
 
     both = (differentiated(function, x, weights, w_up, w_down) for function in (ours, plain))
     for mine, theirs in zip(*both, strict=True):
