@@ -94,11 +94,18 @@ def test_one_and_two_workers_write_identical_bytes(tmp_path, capfd):
     generator = np.random.default_rng(0)
     texts = ["".join(map(chr, generator.integers(32, 1000, size))) for size in generator.integers(0, 4000, 600)]
     source = write_lines(tmp_path / "a.jsonl", texts)
+    lines = Path(source).read_bytes().splitlines(keepends=True)
+    for i, line in enumerate(BAD_LINES):  # in different blocks
+        lines.insert(100 * i, line + b"\n")
+    Path(source).write_bytes(b"".join(lines))
     assert Path(source).stat().st_size > 3 * Limits().block_bytes
+    errors = {}
     for workers in ("1", "2"):
         command = ["--input", source, "--tokenizer", "byte"]
         command += ["--output-prefix", str(tmp_path / workers), "--workers", workers, "--append-eod"]
-        assert main(command) == 0 and capfd.readouterr().err == ""
+        assert main(command) == 0
+        errors[workers] = capfd.readouterr().err
+    assert errors["1"] == errors["2"] and len(errors["1"].splitlines()) == len(BAD_LINES) + 1
     for suffix in ("bin", "idx"):
         one, two = (Path(tmp_path, f"{workers}_text_document.{suffix}").read_bytes() for workers in "12")
         assert one == two
@@ -153,15 +160,9 @@ def test_bad_lines_are_left_out_counted_and_named(tmp_path, capsys):
     source = tmp_path / "a.jsonl"
     good = b'{"pad": "%s", "text": "3 4"}' % (b"x" * Limits().block_bytes)  # a block
     source.write_bytes(b"".join(line + b"\n" + good + b"\n" for line in [*BAD_LINES, b'{"text": "3 four"}']))
-    found = {}
-    for workers in "12":
-        prefix = str(tmp_path / workers)
-        command = ["--input", str(source), "--output-prefix", prefix, "--tokenizer", "null:9", "--workers", workers]
-        assert main(command) == 0
-        assert read(f"{prefix}_text_document") == [[3, 4]] * 7
-        found[workers] = capsys.readouterr().err
-    assert found["1"] == found["2"]
-    first, *lines = found["1"].splitlines()
+    assert main(["--input", str(source), "--output-prefix", str(tmp_path / "p"), "--tokenizer", "null:9"]) == 0
+    assert read(tmp_path / "p_text_document") == [[3, 4]] * 7
+    first, *lines = capsys.readouterr().err.splitlines()
     assert first == "megajax: warning: 7 bad lines left out; --strict stops at the first."
     named = list(BAD_LINES.values())[:5]
     assert lines == [f"  {source}, line {2 * i + 1} {named[i]}." for i in range(5)] + ["  and 2 more"]
@@ -171,11 +172,9 @@ def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
     source = str(tmp_path / "named as you like")
     table = pyarrow.table({"id": range(7), "text": [*TEXTS, None]})
     parquet.write_table(table, source, row_group_size=3)
-    for workers in "12":
-        arguments = ["--output-prefix", str(tmp_path / workers), "--tokenizer", "byte", "--workers", workers]
-        assert main(["--input", source, *arguments]) == 0
-        assert read(tmp_path / f"{workers}_text_document") == [list(text.encode()) for text in TEXTS]
-        assert f"  {source}, row 7 has NoneType instead of text" in capsys.readouterr().err
+    assert main(["--input", source, "--output-prefix", str(tmp_path / "rows"), "--tokenizer", "byte"]) == 0
+    assert read(tmp_path / "rows_text_document") == [list(text.encode()) for text in TEXTS]
+    assert f"  {source}, row 7 has NoneType instead of text" in capsys.readouterr().err
     assert error_of(["--input", source, "--json-key", "body"]) == (
         f'{source} has no column "body" (its columns: id, text): name the column of the text with --json-key.'
     )
