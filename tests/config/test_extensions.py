@@ -1,13 +1,11 @@
 """`run.extensions`: imported before a config is checked, by every command, in every process; not from inside a run."""
 
-import os
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megajax import average, commands, evaluate, generate, launch, train
@@ -15,7 +13,6 @@ from megajax.checkpoint.weights import run_config
 from megajax.config import load_config
 from megajax.config.extensions import import_extensions
 from megajax.data import index, inspect
-from megajax.data.loader import make_loader
 from megajax.errors import ConfigError
 from megajax.tools import bench
 from megajax.tools.profile import __main__ as profile
@@ -198,13 +195,3 @@ assert jax.device_count() == 3
 """
     environment = {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
-
-
-def test_data_workers_import_it():
-    Path("ext_pid.py").write_text("import os, pathlib\npathlib.Path(f'pid-{os.getpid()}').touch()\n")
-    config = load_config("x.yaml", ["run.extensions=[ext_pid.py]", "data.workers=1"])
-    assert [path.name for path in Path().glob("pid-*")] == [f"pid-{os.getpid()}"]
-    batches = make_loader(config, split="train", rows=np.arange(2))
-    next(batches)
-    batches.close()
-    assert len([*Path().glob("pid-*")]) == 2

@@ -40,21 +40,29 @@ def flat(tmp_path, write_documents):
     del KINDS["flat"]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_are_those_of_token_files(make_config, flat, workers):
-    """Two sources of one file, a split, separate documents; read ahead in a process that has the names alone."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_of_token_files(make_config, flat, tmp_path, workers):
+    """Two sources of one file, a split, separate documents; also after a resume, in processes that read ahead.
+
+    These have the names of the samples' extension alone, and import those of the run.
+    """
     extension, *sources = flat
+    notes = tmp_path / f"{tmp_path.name}_notes.py"
+    notes.write_text('import os, pathlib\npathlib.Path(__file__).with_name(f"pid-{os.getpid()}").touch()\n')
     batches, held_out = [], []
     for kind, source in zip(("indexed", "flat"), sources, strict=True):
         how = {"reset_attention": True, "mask_end_of_document_loss": True}
-        how["workers"] = workers if kind == "flat" else 0
+        how |= {"workers": workers if kind == "flat" else 0, "prefetch": 2}
         blend = ({"prefix": source, "weight": weight} for weight in (0.7, 0.3))
         config = make_config(kind=kind, train=tuple(DataSource(**each) for each in blend), split="70,30,0", **how)
         config.run.extensions = (extension,)
-        loader = make_loader(config, split="train", rows=np.arange(4))
-        batches.append([next(loader) for _ in range(3)])
-        held_out.append([datasets(config)["valid"][i].tolist() for i in range(3)])
-    assert held_out[0] == held_out[1]
+        opened = datasets(config)
+        config.run.extensions += (str(notes),)
+        loader = make_loader(config, split="train", rows=np.arange(4), start_step=3, samples=opened["train"])
+        batches.append([next(loader) for _ in range(7)])
+        loader.close()
+        held_out.append([opened["valid"][i].tolist() for i in range(3)])
+    assert held_out[0] == held_out[1] and len([*tmp_path.glob("pid-*")]) == workers
     for ours, theirs in zip(*batches, strict=True):
         assert ours.keys() == theirs.keys()
         for name, expected in theirs.items():
