@@ -166,8 +166,9 @@ def test_help_and_preprocess_and_print_config_run_as_quoted(workplace, capsys):
 def test_readme_library_example_trains(workplace, capsys):
     run(quoted("megajax preprocess"))
     config = (workplace / "my.yaml").read_text()
-    for key, short in {"num_layers": 1, "global_size": 8, "sequence_length": 32}.items():
-        config, count = re.subn(rf"\b{key}: \d+", f"{key}: {short}", config)  # as short as a test should be
+    small = {"num_layers": 1, "hidden_size": 32, "global_size": 8, "sequence_length": 32}  # as a test should be
+    for key, size in small.items():
+        config, count = re.subn(rf"\b{key}: \d+", f"{key}: {size}", config)
         assert count == 1, key
     (workplace / "my.yaml").write_text(config)
     (example,) = blocks(ROOT / "README.md", "python")
