@@ -24,6 +24,10 @@ logging: {tensorboard: false}
 """
 
 
+# Tests with these settings share a compiled step.
+FAST = ("schedule.kind=constant", "schedule.learning_rate=1e-2")
+
+
 @pytest.fixture
 def load(tmp_path):
     """(overrides...) → a config of a tiny model on tiny data."""
@@ -58,7 +62,7 @@ def test_a_name_that_it_has_not_is_an_attribute_error():
 
 
 def test_mesh_model_state_and_step_one_by_one(load):
-    config = load("schedule.kind=constant", "schedule.learning_rate=1e-2")
+    config = load(*FAST)
     assert config.schedule.learning_rate == 1e-2
     mesh = megajax.build_mesh(check_mesh(config, 4), jax.devices()[:4])
     assert mesh.axis_names == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -80,11 +84,11 @@ def test_mesh_model_state_and_step_one_by_one(load):
 
 
 def test_a_trainer_step_by_step_does_what_its_run_does(load, tmp_path, capsys):
-    whole = megajax.Trainer(load(f"run.dir={tmp_path / 'whole'}"), jax.devices()[:4])
+    whole = megajax.Trainer(load(*FAST, f"run.dir={tmp_path / 'whole'}"), jax.devices()[:4])
     assert whole.run() == 0
     assert "loss" in capsys.readouterr().out
 
-    trainer = megajax.Trainer(load(), jax.devices()[:4])
+    trainer = megajax.Trainer(load(*FAST), jax.devices()[:4])
     assert trainer.step == 0
     for step in (1, 2):
         metrics = trainer.train_step(trainer.next_batch())
@@ -96,7 +100,7 @@ def test_a_trainer_step_by_step_does_what_its_run_does(load, tmp_path, capsys):
     for name, array in trainer.state.params.items():
         np.testing.assert_array_equal(weights[name], array)
 
-    again = megajax.Trainer(load(), jax.devices()[:4])
+    again = megajax.Trainer(load(*FAST), jax.devices()[:4])
     assert again.step == 2
     assert again.run() == 0
     for name, array in again.state.params.items():
@@ -156,7 +160,7 @@ def test_other_arguments_than_a_config_a_mesh_and_devices_are_sentences(load):
 
 
 def test_what_makes_and_what_gets_batches_is_checked(load):
-    config = load("data={kind: synthetic}", "run.eval_steps=0")
+    config = load(*FAST, "data={kind: synthetic}", "run.eval_steps=0")
     for batch_of in (lambda: {}, {"tokens": []}):
         with pytest.raises(megajax.InputError, match=r"batch_of=.* is no function .*: give one .* batch_of\(samples\)"):
             megajax.Trainer(config, jax.devices()[:4], batch_of=batch_of)
