@@ -104,17 +104,16 @@ def test_the_command_prints_a_table_and_a_slow_device_makes_its_status_1(tmp_pat
         f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{num_layers: 1, hidden_size: 8, num_heads: 2, vocab_size: 9}}\n"
         "mesh: {fsdp: -1}\nbatch: {global_size: 8, sequence_length: 4}\ndata: {kind: synthetic}\n"
     )
-    assert command.main([str(config), "mesh.tensor=2", *SMALL]) == 0
+    highest = [*SMALL, "--threshold=1"]  # half of the devices are below the median
+    assert command.main([str(config), "mesh.tensor=2", *highest]) == 0
     table = capsys.readouterr().out
     kinds = ("matmul", "within a host (8)", "pair within", "mesh.fsdp=4", "mesh.tensor=2", "disk write", "disk read")
     assert [kind for kind in kinds if kind not in table] == []
-    assert "not compared" in table and table.endswith("nothing is below 0.8 of its median\n")
+    # Virtual ones are not compared, and a disk has no equals.
+    assert "not compared" in table and table.endswith("nothing is below 1 of its median\n") and "slow" not in table
 
-    too_high = [*SMALL, f"--directory={tmp_path}", "--threshold=1"]  # half of the devices are below the median
-    assert command.main(too_high) == 0  # but virtual ones are not compared, and a disk has no equals
-    assert "slow" not in capsys.readouterr().out
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert command.main(too_high) == 1
+    assert command.main([*highest, f"--directory={tmp_path}"]) == 1
     lines = capsys.readouterr().out
     assert re.search(r"^matmul .* device \d+: .* TFLOP/s is \d+% of the median", lines, re.M)
 
@@ -139,6 +138,11 @@ def test_the_clock_takes_the_best_round(monkeypatch):
     times = iter([0, 10, 10, 15, 15, 30])  # 10, 5 and 15 s for CALLS calls
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: next(times))
     assert measurements.seconds_per_call(lambda x: x, jax.numpy.zeros(1)) == 5 / measurements.CALLS
+
+
+def test_less_than_four_fifths_of_the_median_is_slow_unless_another_share_is_given(monkeypatch):
+    monkeypatch.setattr(command, "preflight", lambda config, options, log: options.threshold)
+    assert (command.main([]), command.main(["--threshold=0.5"])) == (0.8, 0.5)
 
 
 @pytest.mark.parametrize("option", ["--matrix", "--megabytes", "--disk-megabytes", "--threshold"])
