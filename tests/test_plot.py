@@ -118,18 +118,18 @@ def test_smoothing_is_a_mean_over_logged_steps_without_a_bias_at_the_start():
     assert raw.get_ydata().tolist() == values.tolist() and smooth.get_ydata().tolist() == [3, 4, 4]
 
 
-@pytest.mark.parametrize("line", ["[1]", '{"step": 3, "lo'])
-def test_a_damaged_line_is_left_out_and_named(make_run, capsys, line):
+def test_a_damaged_line_is_left_out_and_named(make_run, capsys):
     """Such as one torn by a kill, after which the resumed run went on."""
-    run = make_run()
+    run, torn = make_run(), '{"step": 3, "lo'
     good = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(f"{line}\n{good}{line}\n")
+    for first, last in (("[1]", torn), (torn, "[1]")):
+        (run / "metrics.jsonl").write_text(f"{first}\n{good}{last}\n")
+        with pytest.warns(match="2 in all.*line 1"):
+            assert plot.read_records(run) == RECORDS
     assert plot.main([str(run)]) == 0
     printed = capsys.readouterr()
     assert "training loss 2.000 at step 3" in printed.out
     assert re.search(r"^megajax: warning: .*2 in all.* \S+/metrics\.jsonl, line 1 is ", printed.err)
-    with pytest.warns(match="line 1"):
-        assert plot.read_records(run) == RECORDS
 
 
 def test_a_last_line_that_is_still_written_is_left_out(make_run):
