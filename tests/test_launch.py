@@ -373,8 +373,6 @@ def test_a_process_that_a_forwarded_signal_ends_before_its_first_step_was_stoppe
 # A launcher whose process waits for ever, with a worker that does too.
 WAITING = """
 import multiprocessing, sys, time, types
-from megajax import launch
-from megajax.config import load_config
 from megajax.data.workers import end_with_parent
 
 def worker():
@@ -388,6 +386,9 @@ def train(_):
     time.sleep(60)
 
 if __name__ == "__main__":
+    from megajax import launch  # not in the worker, which imports this file
+    from megajax.config import load_config
+
     if "--child" in sys.argv:
         sys.modules["megajax.train"] = types.SimpleNamespace(main=train)  # it would import jax
         sys.exit(launch.main(sys.argv[1:]))
