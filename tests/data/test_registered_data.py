@@ -57,7 +57,7 @@ def test_batches_are_those_of_token_files(make_config, flat, tmp_path, workers):
         config = make_config(kind=kind, train=tuple(DataSource(**each) for each in blend), split="70,30,0", **how)
         config.run.extensions = (extension,)
         opened = datasets(config)
-        config.run.extensions += (str(notes),)
+        config.run.extensions = (str(notes),)
         loader = make_loader(config, split="train", rows=np.arange(4), start_step=3, samples=opened["train"])
         batches.append([next(loader) for _ in range(7)])
         loader.close()
