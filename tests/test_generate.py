@@ -54,13 +54,12 @@ def error_of(capsys):
     return error_of
 
 
-def test_a_run_and_one_of_its_checkpoints_go_on_with_the_likeliest_token(trainer, capsys):
-    run, tokens = trainer.run_dir, np.frombuffer(b"ab", np.uint8).astype(np.int32)[None]
+def test_a_run_goes_on_with_the_likeliest_token(trainer, capsys):
+    tokens = np.frombuffer(b"ab", np.uint8).astype(np.int32)[None]
     logits = jax.jit(lambda weights: bind(trainer.program.model, weights)(tokens))(trainer.state.params)
     expected = bytes([97, 98, int(logits[0, -1, :256].argmax())]).decode(errors="replace")
-    for place in (run, run / "checkpoints/0"):
-        assert generate.main([str(place), "--prompt", "ab", "--tokens", "1", "--temperature", "0"]) == 0
-        assert capsys.readouterr().out == f"{expected}\n"
+    assert generate.main([str(trainer.run_dir), "--prompt", "ab", "--tokens", "1", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_texts_that_end_at_the_models_context_are_counted(trainer, capsys):
@@ -69,13 +68,13 @@ def test_texts_that_end_at_the_models_context_are_counted(trainer, capsys):
     assert re.match(f"1 text .* context of {length} tokens, before --tokens={length}", capsys.readouterr().err)
 
 
-def test_drafts_give_the_same_text_and_their_counts_are_printed(trainer, capsys):
+def test_a_checkpoint_with_drafts_gives_the_text_of_its_run_and_their_counts_are_printed(trainer, capsys):
     """Up to the context's last token, which is not an early end."""
     count = trainer.config.batch.sequence_length - 2
-    arguments = [str(trainer.run_dir), "--prompt", "ab", "--tokens", str(count), "--temperature", "0"]
-    assert generate.main(arguments) == 0
+    arguments = ["--prompt", "ab", "--tokens", str(count), "--temperature", "0"]
+    assert generate.main([str(trainer.run_dir), *arguments]) == 0
     plain = capsys.readouterr()
-    assert generate.main([*arguments, "--speculate", "2"]) == 0
+    assert generate.main([str(trainer.run_dir / "checkpoints/0"), *arguments, "--speculate", "2"]) == 0
     found = capsys.readouterr()
     assert found.out == plain.out and plain.err == ""
     assert re.fullmatch(r"speculation: [1-3]\.\d\d tokens per step; drafts 1 to 2 were accepted .*\.\n", found.err)
