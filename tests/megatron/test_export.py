@@ -4,6 +4,7 @@ dev/megatron_checkpoints.py has megatron-core read them.
 """
 
 import json
+import math
 import pickle
 import pickletools
 import zipfile
@@ -49,7 +50,7 @@ MODELS = {
     | {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8, "shared_expert_ffn_hidden_size": 8}
     | {"shared_expert_gate": True, "attention_sinks": True},
 }
-MESHES = [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}]
+MESHES = [{"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}]
 ALIASES = ("layer_norm_weight", "layer_norm_bias", "layernorm.weight", "layernorm.bias")
 
 
@@ -83,7 +84,7 @@ def export(tmp_path, *options) -> int:
 def test_a_run_comes_back_bit_for_bit_on_any_mesh(make_run, tmp_path, name, axes):
     config, weights, state = make_run(name)
     assert export(tmp_path, "--tp", "2") == 0
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(*axes.values()), tuple(axes))
+    mesh = Mesh(np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values()), tuple(axes))
 
     def wanted(array):
         free, spec = dict(axes), []
