@@ -125,11 +125,6 @@ def test_the_schedule_of_a_config_is_drawn_and_options_replace_its_numbers(tmp_p
     assert "mesh.pipeline=1" in capsys.readouterr().err
 
 
-def test_drawing_needs_no_jax():
-    code = "import sys, megajax.tools.schedule; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
 def test_the_command_takes_costs_and_a_file(tmp_path, capsys):
     path = tmp_path / "picture.svg"
     costs = "--forward 1 --backward 2 --weight 0.5 --send 0.1".split()
