@@ -91,8 +91,8 @@ def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return values, scales, values.astype(np.float32) * each
 
 
-def test_fp8_blocks_have_their_numbers_in_all_parameters_on_a_mesh(folder, small_pieces):
-    """The parameters of the dequantised folder are those of the quantised one."""
+def test_fp8_blocks_have_their_numbers_in_all_parameters_on_a_mesh(folder, request):
+    """The parameters of the dequantised folder are those of the quantised one, which is read in pieces."""
     tensors, whole = load_file(folder / SINGLE), {}
     for name in [*tensors]:
         if name.endswith("_proj.weight") or name.endswith("with_mqa.weight"):
@@ -102,6 +102,7 @@ def test_fp8_blocks_have_their_numbers_in_all_parameters_on_a_mesh(folder, small
     expected = read(folder, fsdp=2, tensor=2)
     save_file(tensors, folder / SINGLE)
     change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [*BLOCK]})
+    request.getfixturevalue("small_pieces")
     for name, found in read(folder, fsdp=2, tensor=2).items():
         np.testing.assert_array_equal(found, expected[name], err_msg=name)
     assert not np.array_equal(expected["blocks.moe.attention.value"], V3["blocks.moe.attention.value"])

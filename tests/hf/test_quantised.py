@@ -137,7 +137,7 @@ def read(folder, mesh):
     return StateSaver(program).restore_weights(str(folder))[0]
 
 
-def test_an_fp8_folder_has_its_weights_on_a_mesh(tmp_path, small_pieces):
+def test_an_fp8_folder_has_its_weights_on_a_mesh(tmp_path):
     folder = unpacked(tmp_path, "tiny_llama")
     tensors, expected = load_file(folder / SINGLE), {}
     for layer in range(3):
