@@ -46,8 +46,7 @@ def check_combinations(config: Config) -> None:
     check_rules(config)
     with_teacher(config, sizes, _check_model, check_axes)
     _check_batch(config)
-    if (optimizer := config.optimizer.chosen.made) is not None:
-        settings_of(config, optimizer, "optimizer")
+    _check_optimizer(config)
     if config.mesh.pipeline != -1:
         check_stages(config, sizes)
     check_hook_settings(config)
@@ -168,6 +167,16 @@ def _check_ramp_up(config: Config) -> None:
         cure = f"set batch.num_microbatches to {listed(usable)}, or " if usable else ""
         cure += f"use multiples of {microbatch}"
         fail(config, problem, cure, key, "batch.num_microbatches")
+
+
+def _check_optimizer(config: Config) -> None:
+    if (optimizer := config.optimizer.chosen.made) is not None:
+        settings_of(config, optimizer, "optimizer")
+    muon, key, steps = config.optimizer.muon, "optimizer.muon.coefficients", "optimizer.muon.steps"
+    given = muon.coefficients if config.optimizer.kind == "muon" and isinstance(muon.coefficients, tuple) else ()
+    if len(given) > muon.steps:
+        problem = f"{key} has those of {counted(len(given), 'step')}, more than {format_keys(config, steps)}"
+        fail(config, problem, f"set {steps}={len(given)}, or shorten the list", key, steps)
 
 
 def _check_fp8_layers(config: Config) -> None:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from megajax.config.rule_checks import default_of, unread
 from megajax.config.sentences import format_keys, value, warn
-from megajax.layout.kinds import ATTENTION, MLP, MOE, may_have
+from megajax.layout.kinds import ATTENTION, MLP, MOE, layer_kinds, may_have
 from megajax.layout.recurrent import recurrent_heads, unused_sections
 from megajax.schema.config import Config
 from megajax.schema.rules import ReadIf
@@ -35,6 +35,7 @@ OF_ATTENTION = (
     *("model.qk_norm", "model.qk_clip", "model.attention_scale", "model.attention_bias", "model.attention_softcap"),
     *("model.attention_gate", "model.attention_sinks"),
 )
+OF_ROTATION = ("model.rope_theta", "model.rope_scaling")
 OF_GROUPS = ("model.router.num_groups", "model.router.groups_per_token", "model.router.group_score")
 DECAYED = ("optimizer.decay_norms", "optimizer.decay_biases", "optimizer.decay_embeddings")
 
@@ -72,13 +73,17 @@ def _of_several_keys(config: Config) -> list[Unread]:
     """The rules that depend on more than one other key."""
     model, data, run, optimizer = config.model, config.data, config.run, config.optimizer
     no_attention = not may_have(model, ATTENTION)
+    rotated = [kind for kind in layer_kinds(model) if kind.rope and not (kind.window and model.rope_local_theta)]
+    unrotated = model.position == "rope" and not rotated
+    own_theta = unrotated and any(kind.rope for kind in layer_kinds(model))
     averages = optimizer.ema_decay is not None or optimizer.master == "split"
     stateless = optimizer.chosen.is_stateless and optimizer.beta1 == 0
     recurrent = tuple(
         heads.key(name) for heads in unused_sections(model) for name in type(getattr(model, heads.section)).model_fields
     )
     undivided = all(getattr(config.mesh, axis) == 1 for axis in config.mesh.experts_over)
-    evaluated = data.valid is not None or bool(data.valid_sets) or data.kind in ("chat", "synthetic")
+    evaluated = data.valid is not None or bool(data.valid_sets) or data.kind == "synthetic"
+    untested = not evaluated and data.split is None and data.test is None
     no_valid_share = data.split is not None and float(data.split.split(",")[1]) == 0
     separate = ("data.reset_attention", "data.reset_positions", "data.mask_end_of_document_loss")
     one_document = data.kind == "synthetic" and data.synthetic_documents is None
@@ -94,6 +99,9 @@ def _of_several_keys(config: Config) -> list[Unread]:
         Unread(True, "model.block_pattern", recurrent),
         Unread(not recurrent_heads(model), "model.block_pattern", ("kernels.linear_attention",)),
         Unread(no_attention, "model.block_pattern", OF_ATTENTION),
+        Unread(no_attention and model.position == "rope", "model.block_pattern", ("data.reset_positions",)),
+        Unread(unrotated and not own_theta, "model.rope_pattern", (*OF_ROTATION, "model.rope_fraction")),
+        Unread(own_theta, "model.rope_local_theta", OF_ROTATION),
         Unread(no_attention and model.vision is None, "model.block_pattern", ("kernels.attention",)),
         Unread(not may_have(model, MLP, MOE), "model.block_pattern", ("model.activation", "model.mlp_bias")),
         Unread(ungrouped, router, ("model.router.loss_counts",)),
@@ -102,6 +110,7 @@ def _of_several_keys(config: Config) -> list[Unread]:
         Unread(stateless, "optimizer.beta1", ("optimizer.state",)),
         Unread(stateless and not averages, "optimizer.beta1", ("optimizer.offload",)),
         Unread(not evaluated and data.split is None, "data.valid", ("run.eval_interval",)),
+        Unread(bool(run.eval_steps) and untested, "data.valid", ("run.eval_steps",)),
         Unread(not evaluated and no_valid_share, "data.split", ("run.eval_interval",)),
         Unread(not stores, "data.order", ("data.index_cache",)),
         Unread(one_document, "data.synthetic_documents", separate),

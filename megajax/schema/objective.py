@@ -42,6 +42,13 @@ class ObjectiveConfig(Registered):
         Excludes(
             "data.fim_rate", of=MASKED_TOKENS, because="the moved middle is for models that write from left to right"
         ),
+        Excludes(
+            "data.kind",
+            "chat",
+            of=MASKED_TOKENS,
+            because="the loss of chats counts the answers",
+            cure="set data.kind=text",
+        ),
         Excludes("data.mask_end_of_document_loss", of=MASKED_TOKENS, because="special tokens are never chosen"),
     ] = Field(
         default="next_token",

@@ -490,6 +490,13 @@ WARNED = {
     "model.router.num_groups=2": ("model={num_experts: 8, router: {force_balance: true}}", FORCED),
     "model.qk_norm=true": ("model.block_pattern=[gated_deltanet]", "model.block_pattern=[gated_deltanet]"),
     "model.qk_clip=100.0": ("model.block_pattern=[mamba2]", "model.block_pattern=[mamba2]"),
+    "model.rope_theta=500.0": ("model.rope_pattern=[none]", "model.rope_pattern=[none]"),
+    "model.rope_scaling={factor: 2.0}": (
+        "model={sliding_window: 8, rope_local_theta: 100}",
+        "model.rope_local_theta=100.0",
+    ),
+    "run.eval_steps=5": ("data={kind: indexed, train: t}", "data.valid=null"),
+    "run.eval_interval=7": ("data={kind: chat, train: t, tokenizer: byte}", "data.valid=null"),
     "kernels.attention=reference": ("model.block_pattern=[mamba2]", "model.block_pattern=[mamba2]"),
     "model.activation=gelu": ("model.block_pattern=[attention]", "model.block_pattern=[attention]"),
 }

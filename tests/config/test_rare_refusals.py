@@ -41,6 +41,11 @@ REFUSED = [
         r"model.rope_interleaved=true .* model.rope_sections=\[1, 1, 2\]",
         "make the first number the largest",
     ),
+    (
+        "optimizer.kind=muon optimizer.muon.steps=1 optimizer.muon.coefficients=[[3,-4,2],[2,-1,0.5]]",
+        "optimizer.muon.coefficients has those of 2 steps, more than optimizer.muon.steps=1",
+        "set optimizer.muon.steps=2",
+    ),
     ("mesh.experts_over=[tensor,tensor]", "names tensor twice", "name each once"),
     ("data.train={file:3}", "data.train.* is not the path of a file", "write one"),
     (
@@ -50,6 +55,7 @@ REFUSED = [
     ),
 ]
 ALLOWED = [
+    "optimizer.kind=muon optimizer.muon.steps=2 optimizer.muon.coefficients=[[3,-4,2],[2,-1,0.5]]",
     f"{FILES} data.order=megatron data.train_samples=160",
     f"{FILES} data.train_samples=1",
     f"{FILES} data.valid_sets=[{{name:a,prefix:p}},{{name:b,prefix:q}}]",
