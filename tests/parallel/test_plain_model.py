@@ -72,8 +72,7 @@ VALUE, GRADIENT = 1e-6, 1e-5
 def make(table, name, mesh, **pipeline):
     sections = {"batch": {"global_size": ROWS, "sequence_length": LENGTH}, "run": {"steps": 2, "seed": SEED}}
     sections["pipeline"] = pipeline
-    optimizer = "muon" if "qk_clip" in MODELS[name] else "sgd"  # which has no part in what is compared
-    return table.make_config(MODELS[name], mesh, microbatches=2, optimizer=optimizer, data=DATA[name], **sections)
+    return table.make_config(MODELS[name], mesh, microbatches=2, optimizer="sgd", data=DATA[name], **sections)
 
 
 def as_microbatches(fields):
@@ -148,7 +147,7 @@ def assert_empty_slots_are_zero(config, state):
     """Of weights and moments: a layer's dropout and noise would be another's if it were known by its slot."""
     rows = stored_rows(config, 2)
     assert rows == {"dense": (0, EMPTY), "moe": (EMPTY, 1)}
-    arrays = {"params": state.params} | state.optimizer.slots["muon"]
+    arrays = {"params": state.params} | state.optimizer.slots["sgd"]
     for kind, empty in {"dense": 1, "moe": 0}.items():
         for name, a in ((n, a) for own in arrays.values() for n, a in own.items() if n.startswith(f"blocks.{kind}.")):
             filled = np.asarray(a)
