@@ -40,7 +40,7 @@ TOWER |= {"patch_size": 2, "merge": 2}
 # over images, features that are added after two of three layers, positions that take turns
 WINDOWS = {"window": 4, "global_layers": [1], "norm": "rmsnorm", "patches_per_row": 48, "temporal_patch_size": 2}
 WINDOWS |= {"grid": 3, "interpolate": True, "deepstack_layers": [0, 1]}
-SECTIONS = {"rope_sections": [1, 1, 1], "rope_interleaved": True, "num_layers": 3}
+SECTIONS = {"rope_sections": [1, 1, 1], "rope_interleaved": True, "num_layers": 3, "block_pattern": ["attention"]}
 # As Gemma 3's: learned positions, averages, attention to both sides within an image, also in windows
 AVERAGE = {"grid": 4, "projector": "average", "bidirectional": True, "patches_per_row": 48}
 MODELS = {
