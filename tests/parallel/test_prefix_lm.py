@@ -13,6 +13,7 @@ from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.3, "prefix_lm": True}
+MODEL |= {"block_pattern": ["attention"]}
 DOCUMENTS = {"synthetic_documents": 3, "reset_attention": True, "reset_positions": True}
 LENGTH = 16
 
