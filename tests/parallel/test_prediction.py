@@ -186,7 +186,8 @@ PADDED_EXPERTS = (MIXTRAL, 1, {"fsdp": 4, "pipeline": 2}, 2, {"data": UNPACKED})
 def test_what_stages_share_fits_their_tokens(table, case):
     """The step can be traced; its numbers are the long tests'."""
     model, depth, mesh, microbatches, sections = case
-    config = table.make_config(model | {"mtp_layers": depth}, mesh, microbatches=microbatches, **sections)
+    sections = {"microbatches": microbatches, "optimizer": "sgd", **sections}
+    config = table.make_config(model | {"mtp_layers": depth}, mesh, **sections)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
     _, metrics = jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
     assert metrics["mtp_loss"].shape == ()
@@ -207,7 +208,8 @@ def test_stages_must_divide_the_tokens_of_a_sequence(table):
 def test_each_modules_embedding_has_a_dropout_mask_of_its_own(table):
     """The numbers that are folded into the step's key: 2^31 + 2 and the module (`step.mtp.DROPOUT`)."""
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "mtp_layers": 3, "dropout": 0.5}
-    config = Config.model_validate({"model": sizes, "batch": {"global_size": 1, "sequence_length": 8}})
+    config = {"model": sizes | {"block_pattern": ["mlp"]}, "batch": {"global_size": 1, "sequence_length": 8}}
+    config = Config.model_validate(config | {"optimizer": {"kind": "sgd"}})
     program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
     reference, fields = Reference(config, optax.identity()), next(table.make_batches(config))
