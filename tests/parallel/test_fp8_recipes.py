@@ -1,7 +1,8 @@
 """FP8 and FP4 in blocks, and recipes of extensions: matmuls against NumPy, training on meshes as on one device."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,23 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(blockwise_kernel, "matmul", partial(blockwise_kernel.matmul, **how))
 
 
+@cache
+def rounding(name: str) -> Callable:
+    """x, w, dy → numbers of blocks, and their factor, of every operand of a layer's matmuls."""
+    recipe, turned = IMPLEMENTATIONS[name], nvfp4.hadamard if name == "nvfp4" else lambda x: x
+
+    def rounded(x, tensor):
+        blocks = recipe.quantised(x, tensor, jnp.abs(x).max(), None)
+        return blocks.numbers(jnp.float32), blocks.factor
+
+    def all_rounded(x, w, dy):
+        tensors = (x, "input"), (w.T, "weight"), (dy, "gradient"), (w, "weight")
+        tensors += (turned(x.T), "input"), (turned(dy.T), "gradient")
+        return [rounded(*each) for each in tensors]
+
+    return jax.jit(all_rounded)
+
+
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -109,38 +127,64 @@ def interpreted(monkeypatch):
 )
 def test_a_layer_multiplies_the_numbers_of_the_format(name, implementation, interpreted):
     """Those of test_block_formats.py; FP4's gradients here to the nearest number."""
-    recipe = IMPLEMENTATIONS[name]
-    (x, w, dy), found = products("column_linear", recipe, np.random.default_rng(2), implementation)
-
-    def rounded(x, tensor):
-        blocks = recipe.quantised(x, tensor, jnp.abs(x).max(), None)
-        return blocks.numbers(jnp.float32), blocks.factor
-
-    @jax.jit
-    def all_rounded(x, w, dy):
-        turned = nvfp4.hadamard if name == "nvfp4" else lambda x: x
-        tensors = (x, "input"), (w.T, "weight"), (dy, "gradient"), (w, "weight")
-        tensors += (turned(x.T), "input"), (turned(dy.T), "gradient")
-        return [rounded(*each) for each in tensors]
+    (x, w, dy), found = products("column_linear", IMPLEMENTATIONS[name], np.random.default_rng(2), implementation)
 
     def numbers(of_blocks, factor):
         return np.asarray(of_blocks, np.float64) * (1 if factor is None else np.asarray(factor))
 
-    by_rows, w_t, dy_rows, by_inputs, x_t, dy_t = (numbers(*each) for each in all_rounded(x, w, dy))
+    by_rows, w_t, dy_rows, by_inputs, x_t, dy_t = (numbers(*each) for each in rounding(name)(x, w, dy))
     expected = by_rows @ w_t.T, dy_rows @ by_inputs.T
     for own, by_hand, exact in zip(found, (*expected, x_t @ dy_t.T), (x @ w, dy @ w.T, x.T @ dy), strict=True):
         assert np.linalg.norm(own - by_hand) < 1e-6 * np.linalg.norm(by_hand)
         assert 0.01 < np.linalg.norm(own - exact) / np.linalg.norm(exact) < (0.2 if name == "nvfp4" else 0.05)
 
 
+# Tokens of each expert; some need rounds.
+SIZES = np.array([17, 0, 301, 129, 1])
+ROWS_OF = [slice(end - size, end) for end, size in zip(np.cumsum(SIZES), SIZES, strict=True)]
+
+
+@cache
+def experts_by_hand(name: str):
+    """x, dy and w, and (y, dx, dw) of each expert as a layer of its own, with the numbers of the format."""
+    recipe, rng, count = IMPLEMENTATIONS[name], np.random.default_rng(3), SIZES.sum()
+    x, dy = (rng.standard_normal((512, F)).astype(jnp.bfloat16).astype(np.float32) for F in (64, 96))
+    x[count:] = dy[count:] = np.nan  # rows of nobody
+    w = rng.standard_normal((5, 64, 96)).astype(np.float32)
+
+    @partial(jax.jit, static_argnums=1)
+    def numbers(x, tensor, amax):
+        blocks = recipe.quantised(x, tensor, amax, None)
+        return blocks.numbers(jnp.float32) * (1 if blocks.factor is None else blocks.factor)
+
+    def by_hand(x, tensor, amax):
+        """Of one shape, so that few programs are compiled; blocks of zeros are zeros."""
+        return np.asarray(numbers(filled(x), tensor, amax), np.float64)[: len(x), : x.shape[1]]
+
+    def filled(x):
+        out = np.zeros((384, 384), np.float32)
+        out[: len(x), : x.shape[1]] = x
+        return out
+
+    turn = jax.jit(jax.vmap(lambda rows: recipe.transformed(rows.T)))
+    operands = {"input": x, "gradient": dy}
+    turned = {t: np.asarray(turn(np.stack([filled(a[r]) for r in ROWS_OF]))) for t, a in operands.items()}
+    turned = {t: a[:, : operands[t].shape[1]] for t, a in turned.items()}
+    largest = {t: np.abs(a).max() for t, a in turned.items()}
+    amaxes, expected = [np.abs(a[:count]).max() for a in (x, dy)], []
+    for e, r in enumerate(ROWS_OF):
+        of_x, of_dy = by_hand(x[r], "input", amaxes[0]), by_hand(dy[r], "gradient", amaxes[1])
+        of_w, transposed = (by_hand(each, "weight", np.abs(w).max()) for each in (w[e], w[e].T))
+        across = [by_hand(turned[t][e], t, largest[t]) for t in operands]
+        expected.append((of_x @ transposed.T, of_dy @ of_w.T, across[0] @ across[1].T))
+    return x, dy, w, expected
+
+
 @pytest.mark.parametrize("implementation", ["emulated", "cudnn"])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_experts_multiply_the_numbers_of_the_format(name, implementation):
-    """Each expert as a layer of its own, whose blocks of tokens begin with its first row; some experts need rounds."""
-    recipe, rng, sizes = IMPLEMENTATIONS[name], np.random.default_rng(3), np.array([17, 0, 301, 129, 1])
-    x, dy = (rng.standard_normal((512, F)).astype(jnp.bfloat16).astype(np.float32) for F in (64, 96))
-    x[sizes.sum() :] = dy[sizes.sum() :] = np.nan  # rows of nobody
-    w = rng.standard_normal((5, 64, 96)).astype(np.float32)
+    """Each expert as a layer of its own, whose blocks of tokens begin with its first row."""
+    recipe, (x, dy, w, expected), sizes = IMPLEMENTATIONS[name], experts_by_hand(name), SIZES
 
     @jax.jit
     def run(x, w, dy, sizes):
@@ -156,34 +200,10 @@ def test_experts_multiply_the_numbers_of_the_format(name, implementation):
         product = jax.jit(lambda *each: grouped_product(*each, "input", lambda amax: amax, "xla"))
         np.testing.assert_array_equal(product(x.astype(jnp.bfloat16), used, sizes), y.astype(jnp.bfloat16))
 
-    @partial(jax.jit, static_argnums=1)
-    def numbers(x, tensor, amax):
-        blocks = recipe.quantised(x, tensor, amax, None)
-        return blocks.numbers(jnp.float32) * (1 if blocks.factor is None else blocks.factor)
-
-    def by_hand(x, tensor, amax):
-        """Of one shape, so that few programs are compiled; blocks of zeros are zeros."""
-        filled = np.zeros((96 if len(x) <= 96 else 384, 96 if x.shape[1] <= 96 else 384), np.float32)
-        filled[: len(x), : x.shape[1]] = x
-        return np.asarray(numbers(filled, tensor, amax), np.float64)[: len(x), : x.shape[1]]
-
-    ends = np.cumsum(sizes)
-    rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    filled = {t: np.zeros((5, 384, a.shape[1]), np.float32) for t, a in (("input", x), ("gradient", dy))}
-    for tensor, a in (("input", x), ("gradient", dy)):
-        for e, r in enumerate(rows):
-            filled[tensor][e, : len(a[r])] = a[r]
-    turned = {t: np.asarray(jax.vmap(lambda rows: recipe.transformed(rows.T))(a)) for t, a in filled.items()}
-    largest = {t: np.abs(a).max() for t, a in turned.items()}
-    amaxes = [np.abs(a[: ends[-1]]).max() for a in (x, dy)]
-    for e, r in enumerate(rows):
-        of_x, of_dy = by_hand(x[r], "input", amaxes[0]), by_hand(dy[r], "gradient", amaxes[1])
-        of_w, transposed = (by_hand(each, "weight", np.abs(w).max()) for each in (w[e], w[e].T))
-        across = [by_hand(turned[t][e], t, largest[t]) for t in ("input", "gradient")]
-        expected = of_x @ transposed.T, of_dy @ of_w.T, across[0] @ across[1].T
-        for own, hand in zip((y[r], dx[r], dw[e]), expected, strict=True):
+    for e, r in enumerate(ROWS_OF):
+        for own, hand in zip((y[r], dx[r], dw[e]), expected[e], strict=True):
             assert np.linalg.norm(own - hand) <= 1e-6 * np.linalg.norm(hand)
-    assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
+    assert not y[sizes.sum() :].any() and not dx[sizes.sum() :].any()
 
 
 # dev/fp8_mesh_table.py has more. By name: recipe, model, mesh, microbatches, the largest difference.
