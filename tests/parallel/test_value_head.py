@@ -28,6 +28,7 @@ ROWS, LENGTH = 8, 12
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
 PAIRS = {"objective": {"kind": "reward_model", "settings": {}}}
 SEGMENTS = np.array([0, 1, 1, 0, 0, -1, 1, 0])  # of rows, two a microbatch; a pair that lacks its second member
+MLP = {"block_pattern": ["mlp"]}  # layers that compile in half the time; no folder has them
 PLAIN = {"objective": {"kind": "next_token", "settings": {}}}
 D, V = TINY["hidden_size"], 128  # of the padded vocabulary
 
@@ -43,7 +44,7 @@ def make(table, mesh, outputs=1, **changes):
         "objective": {"kind": "value_head", "settings": {"outputs": outputs}},
     }
     model = TINY | changes.pop("model", {})
-    return table.make_config(model, mesh, **{"microbatches": 2, "steps": 1, **sections, **changes})
+    return table.make_config(model, mesh, **{"microbatches": 2, "steps": 1, "optimizer": "sgd", **sections, **changes})
 
 
 def built(config):
@@ -85,7 +86,7 @@ def expected(table):
 
     @cache
     def of(outputs):
-        config = make(table, {}, outputs or 1)
+        config = make(table, {}, outputs or 1, model=MLP)
         batch = fields(outputs) if outputs else fields_of_pairs()
 
         def loss(weights):
@@ -114,7 +115,7 @@ def expected(table):
 @pytest.mark.parametrize("outputs", [None, pytest.param(3, marks=pytest.mark.long)])
 def test_loss_and_gradients_are_those_of_a_plain_model(table, expected, outputs):
     mesh, kind = {"pipeline": 2, "tensor": 2, "context": 2}, {} if outputs else PAIRS
-    config = make(table, mesh, outputs, microbatches=4, pipeline={"schedule": "gpipe"}, **kind)
+    config = make(table, mesh, outputs, microbatches=4, pipeline={"schedule": "gpipe"}, model=MLP, **kind)
     loss, gradients = expected(outputs)
     program = built(config)
     batch = to_global(program, fields(outputs) if outputs else fields_of_pairs())
@@ -169,13 +170,14 @@ def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tm
 @pytest.mark.parametrize("lora", [None, pytest.param(2, marks=pytest.mark.long)])
 def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lora):
     """The objective's parameters are new then; with adapters they are trained beside them."""
-    plain = built(make(table, {}, **PLAIN))
+    one = {"model": MLP | {"num_layers": 1}}
+    plain = built(make(table, {}, **PLAIN, **one))
     given = table.weights_of(plain.config)
     checkpoints = Checkpoints(tmp_path, 1, None)
     StateSaver(plain).save(checkpoints, 1, table.first_state(plain, given))
     checkpoints.close()
     source = {"lora": {"rank": lora}, "checkpoint": {"init_from": str(tmp_path)}}
-    program = built(make(table, {"fsdp": 2}, **source))
+    program = built(make(table, {"fsdp": 2}, **source, **one))
     saver = StateSaver(program)
     state = saver.first_state()
     for name, w in given.items():
