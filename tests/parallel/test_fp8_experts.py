@@ -64,7 +64,7 @@ def run(table, recipe, model, mesh, microbatches, weights=None, **sections):
     [
         (
             "current",
-            EXPERTS_ALONE | {"num_layers": 1},
+            EXPERTS_ALONE | {"num_layers": 1, "block_pattern": ["experts"]},  # attention: test_fp8_mesh.py
             {"expert": 2, "tensor": 2},
             1,
             {"communication": {"experts": "all_to_all"}, "remat": {"policy": "save_matmuls"}},
