@@ -167,9 +167,15 @@ def changed(model, **values):
 
 
 def test_a_sample_depends_on_the_seed_only(references, one_layer):
-    prompts, settings = references["tiny_llama"]["prompts"], Sampling(temperature=1.0, top_k=20)
-    drawing = Generator(one_layer, settings)
+    """At this temperature nothing but the noise counts, of which each position of each sequence has its own."""
+    prompts, drawing = references["tiny_llama"]["prompts"], Generator(one_layer, Sampling(temperature=1e9))
     together = last(drawing.tokens(prompts, 12, seed=3))
+    for row, prompt in enumerate(prompts):
+        keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(3), row), len(prompt) + i) for i in range(12)]
+        assert (
+            together[row]
+            == jax.vmap(lambda key: jax.random.gumbel(key, (99,)).argmax())(jax.numpy.stack(keys)).tolist()
+        )
     assert last(drawing.tokens(prompts[:1], 12, seed=3)) == together[:1], "another batch"
     assert last(drawing.tokens(prompts, 12, seed=4)) != together
     *others, third = last(drawing.tokens(prompts[2:] * 3, 12, seed=3))
