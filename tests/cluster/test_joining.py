@@ -36,11 +36,21 @@ def test_explicit_variables_name_the_coordinator_and_win(initialized, extra):
             assert not thread.is_alive()
 
 
+def has_ipv6() -> bool:
+    """Whether this host has the loopback address of IPv6, which many containers lack."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     "address, more, bound",
     [
         ("localhost:1234", {}, "localhost:1234"),
         ("127.0.0.1:1234", {}, "127.0.0.1:1234"),
+        ("[::1]:1234", {}, "[::1]:1234" if has_ipv6() else None),
         ("192.0.2.1:1234", {}, None),  # no address of this host: a service in front of it
         ("127.0.0.1:1234", {"JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0:9"}, "0.0.0.0:9"),
     ],
