@@ -20,7 +20,7 @@ import pytest
 from megajax.console import user_errors
 from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedDataset, IndexedWriter
-from megajax.data.journal import Point
+from megajax.data.journal import Journal, Point
 from megajax.data.json_lines import Limits, TextPosition, read_blocks
 from megajax.data.preprocess import main as preprocess_main
 from megajax.data.preprocess import preprocess
@@ -224,6 +224,24 @@ def test_a_point_has_the_sums_of_all_blocks_before_it():
     for block in blocks:
         point = point.after(block)
     assert point == Point(TextPosition(0, 11, 10_000), 11_100, 6, 23, BadLines(1, ["line 1"]))
+
+
+def test_an_interruption_between_two_records_goes_on_after_the_documents_of_the_last_one(tmp_path):
+    """The first run records its first block; the second one, stopped before a record, writes three more documents."""
+    prefix, bad = str(tmp_path / "w"), BadLines(0, [])
+    blocks = [Encoded("a", np.arange(n), np.ones(n, int), 9, bad, TextPosition(0, n, 9)) for n in (2, 3, 1)]
+    for first, seconds in ((0, 0.0), (1, 3600.0)):
+        with (
+            pytest.warns(UserWarning, match="--resume goes on after 2 documents"),
+            pytest.raises(KeyboardInterrupt),
+            Journal(prefix, {}, itemsize=2, resume=first > 0, record_seconds=seconds) as journal,
+            IndexedWriter(prefix, np.uint16, lengths=journal.lengths) as writer,
+        ):
+            for block in journal.noting(blocks[first:], writer):
+                if block is blocks[first + 1]:
+                    raise KeyboardInterrupt
+                writer.add_documents(block.tokens, block.lengths)
+        assert Journal(prefix, {}, itemsize=2, resume=True).point.documents == 2
 
 
 def test_lengths_of_documents_go_on_in_a_writer(tmp_path):
