@@ -174,9 +174,12 @@ def test_a_setting_wins_over_the_folder(tmp_path):
     # Files that end with another special token than the one they are cut at are an error, not one long document.
     name, texts = "<|endoftext|>", [config.data.train] * 2
     prefix, *_ = preprocess(texts, str(tmp_path / "p"), str(folder), eod_token=name)
+    own, *_ = preprocess(texts, str(tmp_path / "own"), str(folder), append_eod=True)
     files = {"kind": "indexed", "train": prefix, "order": "megatron", "reset_attention": True}
-    with pytest.raises(InputError, match=r"end with <\|endoftext\|> .*: set data.end_of_document=<\|endoftext\|>"):
-        datasets(config_of(folder, [], length=2, **files))
+    cure = r"p_text_document.bin end with <\|endoftext\|> .*: set data.end_of_document=<\|endoftext\|>"
+    for train in (prefix, [{"prefix": prefix}, {"prefix": own}], [{"prefix": own}, {"prefix": prefix}]):
+        with pytest.raises(InputError, match=cure):
+            datasets(config_of(folder, [], length=2, **files | {"train": train}))
     assert datasets(config_of(folder, [], length=2, **files, end_of_document=name))["train"].end_of_document == 257
 
 
