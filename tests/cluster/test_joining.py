@@ -36,13 +36,20 @@ def test_explicit_variables_name_the_coordinator_and_win(initialized, extra):
             assert not thread.is_alive()
 
 
-def has_ipv6() -> bool:
-    """Whether this host has the loopback address of IPv6, which many containers lack."""
+def ipv6_loopback() -> str:
+    """The host of an address; many containers have no IPv6: 127.0.0.1 there."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
-        return False
-    return True
+        return "127.0.0.1"
+    return "[::1]"
+
+
+IPV6 = ipv6_loopback()
+
+
+def listen(host: str) -> socket.socket:
+    return socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def has_ipv6() -> bool:
     [
         ("localhost:1234", {}, "localhost:1234"),
         ("127.0.0.1:1234", {}, "127.0.0.1:1234"),
-        ("[::1]:1234", {}, "[::1]:1234" if has_ipv6() else None),
+        (f"{IPV6}:1234", {}, f"{IPV6}:1234"),
         ("192.0.2.1:1234", {}, None),  # no address of this host: a service in front of it
         ("127.0.0.1:1234", {"JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0:9"}, "0.0.0.0:9"),
     ],
@@ -116,12 +123,13 @@ def test_a_process_number_counts_up_to_their_number(initialized, wrong):
     assert not initialized
 
 
-def test_a_port_that_another_process_zero_listens_on_is_refused(initialized):
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", IPV6])
+def test_a_port_that_another_process_zero_listens_on_is_refused(initialized, host):
     """gRPC would share it, and both would wait for the others."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        given = EXPLICIT | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{listener.getsockname()[1]}"}
+    with listen("127.0.0.1" if host == "localhost" else host) as listener:
+        given = EXPLICIT | {"JAX_COORDINATOR_ADDRESS": f"{host}:{listener.getsockname()[1]}"}
         start_processes(given)
-        with pytest.raises(ConfigError, match="JAX_COORDINATOR_ADDRESS=127.* JAX_PROCESS_ID=0"):
+        with pytest.raises(ConfigError, match=rf"JAX_COORDINATOR_ADDRESS={re.escape(host)}:.* JAX_PROCESS_ID=0"):
             start_processes(given | {"JAX_PROCESS_ID": "0"})
     start_processes(given | {"JAX_PROCESS_ID": "0"})
     assert len(initialized) == 2
@@ -161,11 +169,12 @@ def slow_start(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("listens", "reason"), [(True, "it answers"), (False, "it does not answer (Connection refused)")]
+    ("host", "listens", "reason"),
+    [(IPV6, True, "it answers"), ("127.0.0.1", False, "it does not answer (Connection refused)")],
 )
-def test_a_start_that_waits_says_for_what(slow_start, capsys, listens, reason):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+def test_a_start_that_waits_says_for_what(slow_start, capsys, host, listens, reason):
+    with listen(host) as listener:
+        address = f"{host}:{listener.getsockname()[1]}"
         if not listens:
             listener.close()
         start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address}, silent_seconds=0.05)
