@@ -26,9 +26,15 @@ batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
 FP8 = "precision.fp8."
-LATENT = (
-    "model.num_kv_heads=8 model.head_dim=32 model.qk_nope_head_dim=16 model.qk_rope_head_dim=16 model.v_head_dim=16"
-)
+
+
+def _latent(nope: int, rope: int, v: int) -> str:
+    """Latent attention with these widths of a head."""
+    widths = f"model.qk_nope_head_dim={nope} model.qk_rope_head_dim={rope} model.v_head_dim={v}"
+    return f"model.num_kv_heads=8 model.head_dim={nope + rope} {widths}"
+
+
+LATENT = _latent(16, 16, 16)
 EXPERTS, SHARED = "model.num_experts=4 model.experts_per_token=2", "model.shared_expert_ffn_hidden_size"
 
 
@@ -103,6 +109,16 @@ SHAPES = [
     ),
     (f"{LATENT} model.kv_lora_rank=24", 1, "model.kv_lora_rank=24 is not one"),
     (f"{LATENT} model.kv_lora_rank=16 model.q_lora_rank=24", 1, "model.q_lora_rank=24 is not one"),
+    (f"{_latent(16, 24, 16)} model.kv_lora_rank=16", 1, "model.qk_rope_head_dim=24 is not one"),
+    # A head on each device: together the eight have a multiple.
+    *(
+        (
+            f"{_latent(nope, 16, v)} model.kv_lora_rank=16 mesh.tensor=8",
+            8,
+            f"model.num_heads=8 x model.{width}=24 / mesh.tensor=8 is 24",
+        )
+        for nope, v, width in ((24, 16, "qk_nope_head_dim"), (16, 24, "v_head_dim"))
+    ),
     (f"{EXPERTS} model.expert_ffn_hidden_size=72", 1, "model.expert_ffn_hidden_size=72 / mesh.tensor=1 is 72"),
     (f"{EXPERTS} {SHARED}=24", 1, f"{SHARED}=24 / mesh.tensor=1 is 24"),
 ]
