@@ -361,13 +361,20 @@ def test_a_member_of_a_shard_may_have_the_largest_size(tmp_path):
 
 
 def test_a_conversation_is_cut_before_a_picture_that_does_not_fit(reference, tmp_path):
+    """Into the row of tokens, or of patches: a picture takes nine, and its class entry."""
     given = reference["chats"]["llava"]
     write_folder(tmp_path, given)
-    train = write_lines(tmp_path, [{"messages": named(given["messages"])}])
+    train, whole = write_lines(tmp_path, [{"messages": named(given["messages"])}]), len(given["ids"])
     places = np.flatnonzero(np.array(given["ids"]) == 258)  # two pictures of nine tokens
-    for length, number, tokens in ((places[-1], 2, places[-1] + 1), (places[-1] - 1, 1, places[9])):
-        samples = datasets(config_of(tmp_path, "llava", train, length=int(length)))["train"]
+    last, second = places[-1], places[9]
+    rows = (last, 20, 2, last + 1), (last - 1, 20, 1, second), (whole, 20, 2, whole), (whole, 19, 1, second)
+    for length, patches, number, tokens in rows:
+        config = config_of(tmp_path, "llava", train, length=int(length))
+        vision = config.model.vision.model_copy(update={"patches_per_row": patches})
+        model = config.model.model_copy(update={"vision": vision})
+        samples = datasets(config.model_copy(update={"model": model}))["train"]
         assert len(samples.pictures(0)) == number and samples.document_lengths(0)[0] == tokens
+        assert samples.cut == (tokens < whole)
         np.testing.assert_array_equal(samples[0][:tokens], given["ids"][:tokens])
 
 
