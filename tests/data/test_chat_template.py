@@ -165,6 +165,12 @@ def test_special_tokens_of_older_folders_and_templates_in_files(tmp_path):
     assert load_chat_template(tmp_path).render(CHAT) == "<a><b>"
 
 
+def test_an_argument_replaces_the_special_token_of_its_name():
+    tokens, arguments = {"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "<end>", "word": "w"}
+    template = ChatTemplate("{{ bos_token }}{{ eos_token }}{{ word }}", tokens, "t", arguments)
+    assert template.render(CHAT) == "<s><end>w"
+
+
 def test_a_line_of_a_statement_alone_leaves_nothing():
     """Neither its indent nor its end, as in transformers (`lstrip_blocks` and `trim_blocks`)."""
     source = "a\n  {% if true %}\n  b\n  {% endif %}\n  {# no #}\nc {% if true %}d{% endif %}\ne"
