@@ -55,6 +55,17 @@ def test_spikes_are_those_of_numpy_whatever_steps_are_logged_and_after_a_restart
         assert found == expected and watch.spikes == 3
 
 
+def test_a_step_whose_gradient_alone_is_not_finite_is_no_good_step(make_config):
+    """Its finite loss is no spike and in no median; one more in a row than run.max_nonfinite_steps is a bad step."""
+    watched = ("run.spike_factor=1.5", "run.spike_window=3", "run.max_rollbacks=1", "run.checkpoint_interval=1")
+    steps = [(3, 0), (9, 1), (4, 0), (8, 1), (7, 2), (5, 0), (9, 1), (9, 2), (9, 3), (9, 4), (7, 0)]
+    watch = LossWatch(make_config("run.max_nonfinite_steps=2", *watched))
+    for step, (loss, in_row) in enumerate(steps, start=1):
+        watch.keep(step, metrics(loss, in_row))
+    assert watch.examine(len(steps)) == [BadStep(9, 9.0, None), BadStep(11, 7.0, 4.0)]
+    assert watch.history == {"last": [4, 5, 7], "spikes": 1}
+
+
 def test_a_save_between_log_points_examines_the_steps_that_wait(make_config):
     """As in a notebook, after an interrupted run."""
     watch = LossWatch(make_config("run.spike_factor=1.5", "run.spike_window=2"))
