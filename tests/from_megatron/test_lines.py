@@ -12,7 +12,7 @@ import yaml
 from single_device import make_config
 
 from megajax.config import load_config
-from megajax.config.megatron_flags import DEFAULTS, FLAGS
+from megajax.config.megatron_flags import DEFAULTS, FLAGS, KEY
 from megajax.tools.export_megatron.arguments import arguments_for
 from megajax.tools.from_megatron.__main__ import read, translate
 from megajax.tools.from_megatron.arguments import from_mapping
@@ -325,7 +325,7 @@ def test_the_table_of_flags_is_that_of_megatrons_parser():
         if flag is None or option == "-h" or option == "--yarn-correction-range-round-to-int":
             continue  # the last has the default of the flag that turns it off, which None means too
         assert flag.kind == kind or (kind == "value" and flag.kind in ("int", "float", "str")), option
-        if flag.outcome != "key":
+        if flag.outcome != KEY:
             continue
         assert flag.dest == dest, option
         single = kind == "many" and default is not None and not isinstance(default, list)
@@ -333,3 +333,10 @@ def test_the_table_of_flags_is_that_of_megatrons_parser():
         expected = "auto" if option == "--attention-backend" else expected
         ours = int(DEFAULTS[dest]) if option == "--moe-layer-freq" else DEFAULTS[dest]
         assert ours == expected or (not ours and not expected), option
+
+
+def test_a_flag_of_another_version_sets_an_argument_of_this_one():
+    """But for three, which have no other name here."""
+    others = [flag for name, flag in FLAGS.items() if f"--{name}" not in STORED["flags"] and flag.outcome == KEY]
+    unknown = {flag.name for flag in others if flag.dest not in THEIR_DEFAULTS}
+    assert unknown == {"use-custom-fsdp", "cpu-offloading", "most-recent-k"} and len(others) > len(unknown)

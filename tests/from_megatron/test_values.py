@@ -17,6 +17,7 @@ DENSE = """--num-layers 4 --hidden-size 400 --num-attention-heads 4 --seq-length
     --position-embedding-type rope --mock-data --swiglu --disable-bias-linear"""
 EXPERTS = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss"
 FILES = DENSE.replace("--mock-data", "")
+MUON = f"{DENSE} --optimizer muon --muon-extra-scale-factor 0.2"
 
 
 def translated(line: str, world: int) -> dict[str, Any]:
@@ -169,6 +170,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         f"{DENSE} --optimizer lion --lion-beta1 0.8 --lion-beta2 0.7",
         1,
         {"optimizer.kind": "lion", "optimizer.beta1": 0.8, "optimizer.beta2": 0.7},
+    ),
+    "Nesterov's momentum by the flag of another version": (
+        f"{MUON} --muon-use-nesterov",
+        1,
+        {"optimizer.kind": "muon", "optimizer.muon.nesterov": True},
+    ),
+    "no Nesterov's momentum by the flag of another version": (
+        f"{MUON} --muon-nesterov --muon-no-use-nesterov",
+        1,
+        {"optimizer.muon.nesterov": False},
     ),
     "SGD's momentum": (f"{DENSE} --optimizer sgd --sgd-momentum 0.6", 1, {"optimizer.beta1": 0.6}),
     "embeddings have a multiple of the rate": (
