@@ -78,7 +78,7 @@ def expected(table):
 
 GATHERED = {"communication": {"context": "all_gather"}, "remat": {"policy": "full"}}
 CASES = [
-    (True, {"context": 2, "tensor": 2}, GATHERED),
+    (True, {"context": 2, "tensor": 2}, {"microbatches": 2} | GATHERED),
     pytest.param(True, {"pipeline": 2, "tensor": 2}, {"microbatches": 4}, marks=pytest.mark.long),
     pytest.param(False, {"context": 2}, {}, marks=pytest.mark.long),
 ]
