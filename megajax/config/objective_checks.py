@@ -52,6 +52,8 @@ def check_teacher(config: Config) -> None:
         "position": (teacher.position == "relative", "a teacher's layers read no bias of the scores"),
         "prediction_head": (teacher.prediction_head, "a teacher's output goes to its head alone"),
         "encoder": (teacher.encoder.kind != NO_ENCODER, "a teacher reads tokens only"),
+        "vision": (teacher.vision is not None, "a teacher reads tokens only"),
+        "prefix_lm": (teacher.prefix_lm, "a teacher has no prefix"),
         "router.expert_bias": (teacher.router.expert_bias, "a teacher's routers have no trained bias yet"),
     }
     for name, (is_set, reason) in unused.items():

@@ -112,11 +112,6 @@ BAD = {
     "no teacher": ({"teacher": {}}, "objective.kind=distillation reads a teacher's logits.*set teacher.model"),
     "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),
     "vocabulary": ({"teacher": {"model": {**TEACHER, "vocab_size": 51}}}, "teacher.model.vocab_size=51, but .*=50"),
-    "modules": ({"teacher": {"model": {**TEACHER, "mtp_layers": 1}}}, "teacher.model.mtp_layers is set"),
-    "bias": (
-        {"teacher": {"model": {**TEACHER, "router": {"expert_bias": True}}}},
-        "teacher.model.router.expert_bias is set.*remove it from teacher.model",
-    ),
     "experts": (
         {"teacher": {"model": {**TEACHER, "experts_per_token": 9}}},
         "^teacher: model.experts_per_token=9 is more than model.num_experts=4",
@@ -137,6 +132,33 @@ def test_what_cannot_run_is_a_sentence(table, case):
     changes, sentence = BAD[case]
     with pytest.raises(ConfigError, match=sentence):
         make(table, {"tensor": 2}, **changes)
+
+
+# Settings of a model that a teacher's step would not read.
+UNREAD = {
+    "mtp_layers": {"mtp_layers": 1},
+    "position": {"position": "relative"},
+    "prediction_head": {"prediction_head": True},
+    "encoder": {"encoder": {"kind": "layers", "num_layers": 1, "sequence_length": 8}, "block_pattern": ["decoder"]},
+    "router.expert_bias": {"num_experts": 4, "router": {"expert_bias": True}},
+    "vision": {"vision": {"image_token": 1, "num_layers": 1, "hidden_size": 16, "num_heads": 2}},
+    "prefix_lm": {"prefix_lm": True},
+}
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_part_of_the_teacher_that_would_not_run_is_refused(table, key):
+    with pytest.raises(ConfigError, match=rf"^teacher\.model\.{key} is set.*remove it from teacher\.model"):
+        make(table, {}, teacher={"model": TINY | UNREAD[key]})
+
+
+@pytest.mark.parametrize("heads", [4, 3, 2, 1])
+def test_two_devices_of_context_cannot_share_an_odd_number_of_the_teachers_heads(table, heads):
+    teacher = TINY | {"num_heads": heads, "num_kv_heads": heads, "head_dim": 8}
+    config = make(table, {"context": -1}, teacher={"model": teacher}, communication={"context": "all_to_all"})
+    sentence = f"^teacher: communication.context=all_to_all .*mesh.context=2 .*model.num_heads={heads}"
+    with pytest.raises(ConfigError, match=sentence) if heads % 2 else nullcontext():
+        check_mesh(config, 2)
 
 
 def test_a_block_of_the_teacher_that_no_axis_may_divide_is_refused_when_the_devices_are_known(table, monkeypatch):
