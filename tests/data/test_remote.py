@@ -129,6 +129,14 @@ def test_files_of_one_size_and_version_are_not_each_others(upload, tmp_path, mon
         assert IndexedDataset(url, cache=tmp_path / "cache").document(0)[0] == first
 
 
+def test_a_file_of_another_size_at_the_same_url_is_read_again(upload, tmp_path, monkeypatch):
+    """Also from a store that says nothing of versions."""
+    monkeypatch.setattr(Store, "version", "of no name that is known")
+    for count in (100, 99, 101):
+        _, url = upload([[count] * 7] * count)
+        assert IndexedDataset(url, cache=tmp_path / "cache").document(count - 1).tolist() == [count] * 7
+
+
 def test_a_batch_waits_for_all_its_blocks_at_once(upload, make_remote):
     """20 rows of several documents each: the reads wait until 16 of them run."""
     _, url = upload([[i] * 40 for i in range(100)])
