@@ -1,6 +1,7 @@
 """`megajax.load_weights`: a checkpoint's parameters as NumPy arrays."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import megajax
 from megajax.checkpoint import Checkpoints
 from megajax.checkpoint.arrays import check_size
+from megajax.checkpoint.weights import open_weights
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,22 @@ def test_what_is_not_a_checkpoint_is_a_sentence(run_dir, tmp_path):
     assert "checkpoints/3 is damaged (it has no parameters)" in sentence(tmp_path / "damaged")
     (tmp_path / "damaged/checkpoints/3/state/manifest.ocdbt").write_text("no manifest")
     assert "checkpoints/3 is damaged (" in sentence(tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("read", [megajax.load_weights, open_weights])
+def test_each_file_with_other_bits_than_when_it_was_saved_is_refused(run_dir, tmp_path, read):
+    """Also files that have no parameters, and bits that no format checks."""
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    checkpoint = copy / "checkpoints" / "10"
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith("checksums.json")]
+    for path in files:
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(megajax.InputError, match=f"10 is damaged .*{re.escape(path.name)}.*give another checkpoint"):
+            read(copy)
+        path.write_bytes(whole)
+    assert len(files) > 3 and read(copy).keys() == {"blocks.dense.attention.query", "final_norm"}
 
 
 def written_chunk(checkpoint, name, content):
