@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from mesh_models import COMMON, MIXTRAL
+from mesh_models import COMMON, HYBRID, MIXTRAL
 from single_device import first_state, make_batches, make_config, weights_of
 
 from megajax.mesh import AXES, build_mesh
@@ -56,6 +56,21 @@ def test_each_microbatch_is_added_in_fp32_and_rounded_once():
         # A BF16 number has 8 bits: each of 4 roundings is at most 2^-8 of a sum, which is at most that of magnitudes.
         limit = 4 * 2**-8 * np.sum(np.abs(own), axis=0)
         assert (np.abs(found - np.sum(own, axis=0, dtype=np.float64)) <= limit + 1e-7).all(), name
+
+
+@pytest.mark.parametrize("accumulation", ["float32", "bfloat16"])
+def test_sums_have_the_dtype_of_the_setting_whatever_the_step_computes_in(accumulation):
+    """Those of weights that it computes with in FP32 are FP32."""
+    precision = {"compute": "bfloat16", "accumulation": accumulation}
+    config = make_config(HYBRID | {"attention_sinks": True}, precision=precision, batch=BATCH)
+    program = TrainProgram.build(config, build_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
+    table, layers = program.graph.table, program.graph.layers.weights
+    zeros = jax.eval_shape(lambda p: table.zero_gradients(table.gather(p)), program.abstract_state.params)
+    sums = {name: zero.dtype for name, zero in zeros.items()}
+    sums |= {weight.name: weight.sum_dtype for own in layers.weights.values() for weight in own.values()}
+    kept = ("norm", ".router", ".sinks", ".decay_rate", ".decay_bias")
+    assert all(any(name.endswith(ending) for name in sums) for ending in (*kept, "embedding.tokens", "head", ".qkv"))
+    assert sums == {name: "float32" if name.endswith(kept) else accumulation for name in sums}
 
 
 def test_gradients_of_a_microbatch_never_exist_for_all_layers_at_once():
