@@ -146,8 +146,9 @@ def test_a_service_without_its_package_is_refused_at_the_start(build, tmp_path, 
     assert not [*tmp_path.iterdir()]
 
 
-def test_mlflow_gets_all_numbers_and_settings_in_requests_of_its_limits(make_config, tmp_path, monkeypatch):
-    """1000 metrics and 100 parameters in a request; a stand-in for the package, of which nothing else is used."""
+@pytest.fixture
+def mlflow(monkeypatch):
+    """(requests, statuses at the end) of a stand-in for the package: 1000 metrics and 100 parameters in a request."""
     requests, ended = [], []
 
     def log_batch(run, metrics=(), params=()):
@@ -165,7 +166,11 @@ def test_mlflow_gets_all_numbers_and_settings_in_requests_of_its_limits(make_con
     entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
     module = SimpleNamespace(MlflowClient=lambda tracking_uri: client, entities=entities)
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    config = make_config(f"run.dir={tmp_path}", "logging.mlflow=http://x")
+    return requests, ended
+
+
+def test_mlflow_gets_all_numbers_and_settings_in_requests_of_its_limits(make_config, tmp_path, mlflow):
+    config, (requests, ended) = make_config(f"run.dir={tmp_path}", "logging.mlflow=http://x"), mlflow
     tracker, numbers = trackers.MlflowRun(config, lambda text: None), {f"n{i}": i / 2 for i in range(2500)}
     settings = dict(trackers.flat(config.model_dump(mode="json")))
     assert dict(each for _, params in requests for each in params).keys() == settings.keys() and len(settings) > 200
@@ -188,15 +193,12 @@ def test_the_event_of_an_end_has_each_status_also_that_of_a_good_one(make_config
 
 
 @pytest.mark.parametrize("status", [DONE, STOPPED, MISTAKE, BAD_NUMBERS, LOST, INTERRUPTED])
-def test_a_run_that_was_stopped_has_not_failed(make_config, tmp_path, status):
+def test_a_run_that_was_stopped_has_not_failed(make_config, tmp_path, status, mlflow):
     """MLflow's status of a run that ends with each status."""
-    mlflow = pytest.importorskip("mlflow")
-    uri = f"file:{tmp_path / 'mlruns'}"
-    monitoring = Monitoring(make_config(f"run.dir={tmp_path}", f"logging.mlflow={uri}"), print)
+    monitoring = Monitoring(make_config(f"run.dir={tmp_path}", "logging.mlflow=http://x"), print)
     monitoring.start(print)
     monitoring.end(status, None)
-    run = mlflow.MlflowClient(tracking_uri=uri).get_run((tmp_path / "mlflow_id").read_text())
-    assert run.info.status == ("FINISHED" if status in (DONE, STOPPED) else "FAILED")
+    assert mlflow[1] == ["FINISHED" if status in (DONE, STOPPED) else "FAILED"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,8 @@ def test_mlflow_has_the_numbers_the_config_and_the_status(build, tmp_path):
 
     uri = f"logging.mlflow=file:{tmp_path / 'mlruns'}"
     assert build(uri, "logging.mlflow_experiment=tiny").run() == 0
-    build(uri, "logging.mlflow_experiment=tiny", "run.steps=3").run()
+    trainer = build(uri, "logging.mlflow_experiment=tiny", "run.steps=3")
+    trainer.run()
     client = mlflow.MlflowClient(tracking_uri=f"file:{tmp_path / 'mlruns'}")
     found = client.get_run((tmp_path / "run" / "mlflow_id").read_text())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -319,6 +322,8 @@ def test_mlflow_has_the_numbers_the_config_and_the_status(build, tmp_path):
     assert all(abs(shown - logged) < 60 for shown, logged in times)  # seconds since 1970
     assert found.info.status == "FINISHED" and found.data.params["batch.sequence_length"] == "16"
     assert client.get_experiment(found.info.experiment_id).name == "tiny"
+    trackers.MlflowRun(trainer.config, print).close(failed=True)
+    assert client.get_run(found.info.run_id).info.status == "FAILED"
 
 
 def test_an_mlflow_server_that_is_gone_refuses_a_new_run_but_not_one_that_resumes(make_config, tmp_path, monkeypatch):
