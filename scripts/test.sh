@@ -3,10 +3,10 @@ set -euo pipefail
 
 help="usage: ./scripts/test.sh [pytest arguments]
 
-Without arguments: lint, import rules, all tests but the long ones and beside them types, on two cores 8 to 18 minutes the
+Without arguments: lint, import rules, all tests but the long ones and beside them types, on two cores 7 to 16 minutes the
 first time and half of that later. With arguments: only pytest with these arguments, for example tests/config, -m smoke
-for the fastest tests, or -m long for those whose code a cheaper test or a table of dev has with other numbers: about 21
-CPU minutes more, 13 on two cores. Installs their packages into .venv."
+for the fastest tests, or -m long for those whose code a cheaper test or a table of dev has with other numbers, which take
+longer than all others. Installs their packages into .venv."
 
 case "${1:-}" in -h | --help) echo "$help" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
