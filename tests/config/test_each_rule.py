@@ -107,8 +107,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(KINDS, "mine", DataKind("mine", read=lambda path: ([], [])))
     monkeypatch.setitem(OPTIMIZERS, "mine", OptimizerKind("mine", reads=(), made=Mine))
     monkeypatch.setitem(OBJECTIVES, "mine", Mine)
-    for name in ("replaces_head", "reads_teacher"):
-        trait = {"replaces_head": "REPLACES_HEAD", "reads_teacher": "TEACHER"}[name]
+    for name, trait in {"replaces_head": "REPLACES_HEAD", "reads_teacher": "TEACHER"}.items():
         monkeypatch.setitem(OBJECTIVES, name, type(name, (Mine,), {trait: True}))
 
 
