@@ -18,6 +18,8 @@ from megajax.step.objective import HiddenSegment, register_objective
 class RewardModel(HiddenSegment):
     """-log σ(the chosen answer's score - the rejected one's), the mean over the pairs."""
 
+    METRICS = ("accuracy", "margin")  # means over the pairs too, in the lines of steps
+
     @classmethod
     def parameters(cls, model, settings):
         return {"score": declare((model.hidden_size, 1), ("embed", "outputs"))}
@@ -27,7 +29,7 @@ class RewardModel(HiddenSegment):
 
     def loss(self, values, fields):
         chosen, rejected = values.reshape(-1, 2).T
-        return -jax.nn.log_sigmoid(chosen - rejected)
+        return -jax.nn.log_sigmoid(chosen - rejected), {"accuracy": chosen > rejected, "margin": chosen - rejected}
 
     def count(self, fields):
         return (fields["loss_mask"] > 0).reshape(-1, 2).all(1)

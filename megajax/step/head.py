@@ -1,6 +1,6 @@
 """Head and loss over chunks of tokens: forward and backward in one pass, without `[T, V]` logits in memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +20,11 @@ BIAS = "head_bias"
 Fields = Mapping[str, jax.Array]
 ROWS, MANY_ROWS = 8, 512  # of a chunk; fewer cost nothing
 # (this shard's logits [c, V / tensor], targets, mask, fields) of a chunk → (sums of losses, gradient of the logits)
-ChunkLoss = Callable[[jax.Array, jax.Array, jax.Array, Fields], tuple[dict[str, jax.Array], jax.Array]]
-# (log-probabilities of the targets [c] or FP32 logits [c, V], mask, fields) of a chunk's tokens → (losses, derivatives)
-TokenLoss = Callable[[jax.Array, jax.Array, Fields], tuple[jax.Array, jax.Array]]
+ChunkLoss = Callable[[jax.Array, jax.Array, jax.Array, Fields], tuple[Fields, jax.Array]]
+# (log-probabilities of the targets [c] or FP32 logits [c, V], mask, fields) of a chunk's tokens → (sums of losses and
+# other numbers, derivatives of the losses)
+TokenLoss = Callable[[jax.Array, jax.Array, Fields], tuple[Fields, jax.Array]]
+SUMS = ("loss", "z_loss")
 
 
 class LossHead:
@@ -79,10 +81,12 @@ class LossHead:
         accumulated: Mapping[str, jax.Array],
         chunk_loss: ChunkLoss,
         fields: Fields | None = None,
+        names: Sequence[str] = SUMS,
     ):
         """(this device's shares of the sums of losses, dx, `accumulated` plus the weights' gradients).
 
-        Targets, mask and fields are `[T, ...]`. Only the weights in `accumulated` have gradients.
+        Targets, mask and fields are `[T, ...]`. Only the weights in `accumulated` have gradients. `names` are those of
+        the sums; one that `chunk_loss` does not give is 0.
         """
         totals = {name: accumulated[name] for name in self.names if name in accumulated}
 
@@ -103,7 +107,7 @@ class LossHead:
             gradients = {name: gradients[name] + {**before, **dw}[name] for name in totals}
             return (gradients, {name: sums[name] + losses.get(name, 0) for name in sums}), dx
 
-        zeros = {name: jnp.zeros((), jnp.float32) for name in ("loss", "z_loss")}
+        zeros = {name: jnp.zeros((), jnp.float32) for name in names}
         chunks = self._chunks(x, targets, mask, fields)
         (gradients, sums), dx = lax.scan(body, (of_microbatch(totals), zeros), chunks)
         # All devices of `tensor` have the same losses; each has the gradients of its own columns alone.
@@ -131,8 +135,8 @@ class LossHead:
 
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
             log_probs = ops.chunk_log_probs(logits, targets, self._vocabulary(logits))
-            losses, slopes = token_loss(log_probs, mask, {**fields, "targets": targets})
-            return {"loss": losses.sum()}, cross_entropy(logits, targets, -slopes, fields)[1]
+            sums, slopes = token_loss(log_probs, mask, {**fields, "targets": targets})
+            return sums, cross_entropy(logits, targets, -slopes, fields)[1]
 
         return loss
 
@@ -143,10 +147,10 @@ class LossHead:
         def loss(logits: jax.Array, targets: jax.Array, mask: jax.Array, fields: Fields):
             width = logits.shape[1]
             whole, pull = jax.vjp(self._capped, comm.gather(logits, "tensor", dim=1))
-            losses, slopes = logit_loss(whole, mask, {**fields, "targets": targets})
+            sums, slopes = logit_loss(whole, mask, {**fields, "targets": targets})
             (gradient,) = pull(scale * slopes)
             own = lax.dynamic_slice_in_dim(gradient, comm.index("tensor") * width, width, 1)
-            return {"loss": losses.sum()}, own.astype(self.dtype)
+            return sums, own.astype(self.dtype)
 
         return loss
 

@@ -1,8 +1,8 @@
 """The objective of training: a terminal node. `objective.kind` names it; `register_objective` adds one.
 
 A class of your own derives from `Elementwise`, `Logits`, `Segment`, `Hidden` or `HiddenSegment`. It declares its
-settings (`Settings`, the keys of `objective.settings`) and the batch fields that it reads besides the usual ones
-(`FIELDS`).
+settings (`Settings`, the keys of `objective.settings`), the batch fields that it reads besides the usual ones
+(`FIELDS`), and the numbers that it gives beside its losses (`METRICS`).
 """
 
 import math
@@ -21,7 +21,7 @@ from megajax.parallel.mesh_comm import MeshComm
 from megajax.schema.fields import BATCH_AXES, Section
 from megajax.schema.model import ModelConfig
 from megajax.sharding import OBJECTIVE
-from megajax.step.head import NORMS, ChunkLoss, LossHead
+from megajax.step.head import NORMS, SUMS, ChunkLoss, LossHead
 from megajax.step.nodes import (
     HIDDEN,
     Arrays,
@@ -49,6 +49,8 @@ class Objective:
     reads_positions = False
     # Fields [rows, sequence_length, *extra] of its own by name: the dtype, or (dtype, *extra)
     FIELDS: ClassVar[Mapping[str, Any]] = {}
+    # Numbers that steps log: `loss` returns (losses, {name: numbers}), of which the mean is taken as of the losses
+    METRICS: ClassVar[tuple[str, ...]] = ()
 
     class Settings(Section):
         """The keys of `objective.settings`."""
@@ -72,7 +74,18 @@ class Objective:
         return loss_scale / counts["loss"]
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
-        return {"loss": losses["loss"]}
+        return {name: losses[name] for name in ("loss", *self.METRICS)}
+
+    def measured(self, returned: Any) -> tuple[Any, Arrays]:
+        """What `loss` returned → (losses, numbers by name). Raises ConfigError if the names are not METRICS."""
+        losses, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+        if not isinstance(numbers, Mapping) or {*numbers} != {*self.METRICS}:
+            found = ", ".join(map(str, numbers)) if isinstance(numbers, Mapping) else array_form(numbers)
+            problem = f"{type(self).__name__}.loss returns the metrics {found or 'none'}"
+            declared = ", ".join(self.METRICS) or "empty"
+            cure = "return (losses, {name: numbers}) with the names of METRICS, or only the losses if that is empty"
+            raise ConfigError(f"{problem}, but {type(self).__name__}.METRICS is {declared}: {cure}.")
+        return losses, {name: jnp.asarray(number, jnp.float32) for name, number in numbers.items()}
 
     def one_pass(
         self, loss: ChunkLoss, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
@@ -80,7 +93,8 @@ class Objective:
         """`TerminalNode.turn` by one pass over the head."""
         fields = self.of_tokens(batch, streams)
         of_head = streams[HIDDEN], fields.pop("targets"), fields["loss_mask"]
-        losses, dx, table = self.head.losses_and_gradients(arrays.table, *of_head, table, loss, fields)
+        sums = (*SUMS, *self.METRICS)
+        losses, dx, table = self.head.losses_and_gradients(arrays.table, *of_head, table, loss, fields, sums)
         return plus(gradients, {HIDDEN: dx}), table, Results(losses=losses)
 
     def of_tokens(self, batch: Microbatch, streams: Streams) -> dict[str, jax.Array]:
@@ -154,20 +168,38 @@ class Elementwise(Objective):
         """`loss` as the head takes it, with the gradient of `scale` times its sum."""
         return self.head.of_log_probs(scale, self._with_slopes)
 
-    def _of_tokens(self, losses: Any, mask: jax.Array) -> jax.Array:
-        """`losses`, which must be a number for each token of `mask`. Raises ConfigError for others."""
+    def _of_tokens(self, returned: Any, mask: jax.Array) -> tuple[jax.Array, Arrays]:
+        """(losses, METRICS) that `loss` returned: each a number for each token of `mask`, else a ConfigError."""
+        losses, metrics = self.measured(returned)
         if getattr(losses, "shape", None) != mask.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
             problem = f"{type(self).__name__}.loss returns {array_form(losses)} for {counted(mask.size, 'token')}"
             raise ConfigError(f"{problem}: return a loss for each token, [tokens]; sums and means are taken of these.")
-        return losses
+        check_shapes(self, metrics, mask.shape)
+        return losses, metrics
 
-    def _with_slopes(self, values: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
-        """(losses, their derivatives by the values `[tokens, ...]`), times the mask."""
-        losses, pull = jax.vjp(lambda values: self._of_tokens(self.loss(values, fields), mask), values)
+    def _with_slopes(self, values: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[Arrays, jax.Array]:
+        """(sums of losses and metrics, derivatives of the losses by the values `[tokens, ...]`), times the mask."""
+
+        def run(values: jax.Array) -> tuple[jax.Array, Arrays]:
+            return self._of_tokens(self.loss(values, fields), mask)
+
+        losses, pull, metrics = jax.vjp(run, values, has_aux=True)
         (slopes,) = pull(jnp.ones_like(losses))
         lead = mask.reshape(-1, *[1] * (slopes.ndim - 1))
-        # In padding the fields are zero, so that the function may not be finite.
-        return jnp.where(mask > 0, mask * losses, 0), jnp.where(lead > 0, lead * slopes, 0)
+        return masked_sums(losses, metrics, mask), jnp.where(lead > 0, lead * slopes, 0)
+
+
+def masked_sums(losses: jax.Array, metrics: Arrays, mask: jax.Array) -> dict[str, jax.Array]:
+    """Sums of tokens' losses and metrics times the mask. In padding, whose fields are zero, they may not be finite."""
+    return {name: jnp.where(mask > 0, mask * a, 0).sum() for name, a in {"loss": losses, **metrics}.items()}
+
+
+def check_shapes(objective: Objective, metrics: Arrays, shape: tuple[int, ...]) -> None:
+    """Raise ConfigError if a metric has another shape than the losses."""
+    for name, numbers in metrics.items():
+        if numbers.shape != shape:
+            problem = f"{type(objective).__name__}.loss returns {array_form(numbers)} as the metric {name}"
+            raise ConfigError(f"{problem}, and losses {[*shape]}: return a number for each loss.")
 
 
 class Logits(Elementwise):
@@ -190,7 +222,7 @@ class Logits(Elementwise):
         raise NotImplementedError
 
     def chunk_loss(self, scale: jax.Array | float, table: Arrays) -> ChunkLoss:
-        def with_teacher(logits: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
+        def with_teacher(logits: jax.Array, mask: jax.Array, fields: Arrays) -> tuple[Arrays, jax.Array]:
             own = {name: field for name, field in fields.items() if name not in self.reads}
             teachers = {f"{name}_logits": self.teacher.logits(table, fields[name]) for name in self.reads}
             return self._with_slopes(logits, mask, own | teachers)
@@ -209,18 +241,25 @@ class OwnHead(Objective):
         return {}
 
     @jax.named_scope("head")
-    def of_hidden(self, function: Callable, weights: Arrays, x: jax.Array, fields: Arrays) -> jax.Array:
+    def of_hidden(self, function: Callable, weights: Arrays, x: jax.Array, fields: Arrays) -> Any:
         """`function` of the parameters, the hidden states of this device's `x [T / tensor, D]`, and their fields."""
         own = {name.removeprefix(OBJECTIVE): w for name, w in weights.items() if name.startswith(OBJECTIVE)}
         return function(own, self.head.norm(weights, x), fields)
 
     def of_trained(
         self, function: Callable, arrays: StepArrays, streams: Streams, fields: Arrays, table: Table
-    ) -> tuple[jax.Array, Callable]:
-        """(`of_hidden`, its pullback to the weights that `table` has and to the residual stream)."""
+    ) -> tuple[jax.Array, Callable, Arrays]:
+        """(`of_hidden`, its pullback to the weights that `table` has and to the residual stream, metrics).
+
+        `function` gives (a value, metrics).
+        """
         own = self.weights(arrays.table)
         trained = {name: w for name, w in own.items() if name in table}
-        return jax.vjp(lambda w, x: self.of_hidden(function, own | w, x, fields), trained, streams[HIDDEN])
+
+        def run(w: Arrays, x: jax.Array) -> tuple[jax.Array, Arrays]:
+            return self.of_hidden(function, {**own, **w}, x, fields)
+
+        return jax.vjp(run, trained, streams[HIDDEN], has_aux=True)
 
     def weights(self, table: Arrays) -> dict[str, jax.Array]:
         return {name: w for name, w in table.items() if name in NORMS or name.startswith(OBJECTIVE)}
@@ -255,19 +294,19 @@ class Hidden(OwnHead, Elementwise):
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         fields = self.local(self.of_tokens(batch, streams))
-        loss, pull = self.of_trained(self._sum, arrays, streams, fields, table)
+        loss, pull, metrics = self.of_trained(self._sum, arrays, streams, fields, table)
         pulled = pull(arrays.loss_factors[self.NAME])
-        return *with_gradients(pulled, gradients, table), Results(losses={"loss": loss})
+        return *with_gradients(pulled, gradients, table), Results(losses={"loss": loss, **metrics})
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.local(self.of_tokens(batch, streams))
-        return {"loss": self.of_hidden(self._sum, self.weights(arrays.table), streams[HIDDEN], fields)}
+        return {"loss": self.of_hidden(self._sum, self.weights(arrays.table), streams[HIDDEN], fields)[0]}
 
-    def _sum(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> jax.Array:
-        """The summed loss of this device's tokens."""
+    def _sum(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> tuple[jax.Array, Arrays]:
+        """The summed loss and metrics of this device's tokens."""
         mask = fields["loss_mask"]
-        losses = self._of_tokens(self.loss(w, hidden, fields), mask)
-        return jnp.where(mask > 0, mask * losses, 0).sum()
+        sums = masked_sums(*self._of_tokens(self.loss(w, hidden, fields), mask), mask)
+        return sums.pop("loss"), sums
 
 
 class Segment(Objective):
@@ -311,34 +350,37 @@ class Segment(Objective):
         losses, slopes = self._with_slopes(log_probs, fields)
         loss = self.head.cross_entropy(arrays.loss_factors[self.NAME])
         _, dx, table = self.head.losses_and_gradients(arrays.table, x, fields["targets"], -slopes, table, loss)
-        return plus(gradients, {HIDDEN: dx}), table, Results(losses={"loss": self._share(losses)})
+        return plus(gradients, {HIDDEN: dx}), table, Results(losses=losses)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(batch, streams)
         log_probs = self.head.log_probs(arrays.table, streams[HIDDEN], fields["targets"])
         return {"loss": self._share(self._losses(log_probs, fields)[0])}
 
-    def _with_slopes(self, values: jax.Array, fields: Arrays) -> tuple[jax.Array, jax.Array]:
-        """(the losses of a microbatch, the derivatives of their sum by this device's `values [T, ...]`)."""
-        losses, pull = self._losses(values, fields)
+    def _with_slopes(self, values: jax.Array, fields: Arrays) -> tuple[dict[str, jax.Array], jax.Array]:
+        """(shares of a microbatch's losses and metrics, derivatives of its loss by this device's `values [T, ...]`)."""
+        losses, pull, metrics = self._losses(values, fields)
         (slopes,) = pull(jnp.ones_like(losses))
         ids = fields["segments"]
-        return losses, jnp.where(ids >= 0, fields["loss_mask"] * slopes[jnp.maximum(ids, 0)].T, 0).T
+        slopes = jnp.where(ids >= 0, fields["loss_mask"] * slopes[jnp.maximum(ids, 0)].T, 0).T
+        return {name: self._share(a) for name, a in {"loss": losses, **metrics}.items()}, slopes
 
-    def _losses(self, values: jax.Array, fields: Arrays) -> tuple[jax.Array, Callable]:
-        """(the losses of a microbatch, equal on all devices, their pullback to the sums over the segments)."""
+    def _losses(self, values: jax.Array, fields: Arrays) -> tuple[jax.Array, Callable, Arrays]:
+        """(the losses of a microbatch, equal on all devices, their pullback to the sums over the segments, metrics)."""
         sums = self._sums({**fields, "": values})
         own = sums.pop("")
-        return jax.vjp(lambda values: self._counted(self.loss(values, sums), sums), own)
+        return jax.vjp(lambda values: self._counted(self.loss(values, sums), sums), own, has_aux=True)
 
-    def _counted(self, losses: Any, sums: Arrays) -> jax.Array:
-        """`losses` with 0 where `count` has 0. Raises ConfigError if their shapes differ."""
-        counts, name = jnp.asarray(self.count(sums)), type(self).__name__
+    def _counted(self, returned: Any, sums: Arrays) -> tuple[jax.Array, Arrays]:
+        """Losses and metrics with 0 where `count` has 0. Raises ConfigError if their shapes differ."""
+        (losses, metrics), name = self.measured(returned), type(self).__name__
+        counts = jnp.asarray(self.count(sums))
         if getattr(losses, "shape", None) != counts.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
             problem = f"{name}.loss returns {array_form(losses)} and {name}.count {array_form(counts)}"
             cure = "return both in one shape, such as [pairs]; the sum of the losses is divided by that of the counts"
             raise ConfigError(f"{problem} for {counted(self.number, 'segment')}: {cure}.")
-        return jnp.where(counts > 0, losses, 0)
+        check_shapes(self, metrics, counts.shape)
+        return jnp.where(counts > 0, losses, 0), {n: jnp.where(counts > 0, a, 0) for n, a in metrics.items()}
 
     def _share(self, losses: jax.Array) -> jax.Array:
         return losses.sum() / math.prod(self.sizes.values())
@@ -377,26 +419,27 @@ class HiddenSegment(OwnHead, Segment):
         self, arrays: StepArrays, streams: Streams, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         fields = self.of_tokens(batch, streams)
-        values, pull = self.of_trained(self._values, arrays, streams, self.local(fields), table)
+        values, pull, _ = self.of_trained(self._values, arrays, streams, self.local(fields), table)
         losses, slopes = self._with_slopes(self.comm.all_gather_tokens(values), fields)
         pulled = pull(self.comm.local_tokens(slopes * arrays.loss_factors[self.NAME]))
-        return *with_gradients(pulled, gradients, table), Results(losses={"loss": self._share(losses)})
+        return *with_gradients(pulled, gradients, table), Results(losses=losses)
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(batch, streams)
-        values = self.of_hidden(self._values, self.weights(arrays.table), streams[HIDDEN], self.local(fields))
+        values, _ = self.of_hidden(self._values, self.weights(arrays.table), streams[HIDDEN], self.local(fields))
         return {"loss": self._share(self._losses(self.comm.all_gather_tokens(values), fields)[0])}
 
-    def _values(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> jax.Array:
-        """`values`, which must be numbers for each token. Raises ConfigError for others."""
+    def _values(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> tuple[jax.Array, Arrays]:
+        """(`values`, which must be numbers for each token, no metrics). Raises ConfigError for others."""
         values, mask = self.values(w, hidden, fields), fields["loss_mask"]
         shape = getattr(values, "shape", None)
         if not shape or shape[0] != len(mask) or not jnp.issubdtype(values.dtype, jnp.floating):
             problem = f"{type(self).__name__}.values returns {array_form(values)} for {counted(mask.size, 'token')}"
             raise ConfigError(f"{problem}: return a number for each token, [tokens], or several.")
-        return values.astype(jnp.float32)
+        return values.astype(jnp.float32), {}
 
 
+TAKEN = (*SUMS, "tokens", "mtp_loss")  # sums of a step that are not an objective's METRICS
 BASES: tuple[Any, ...] = (Logits, Hidden, HiddenSegment, Segment, Elementwise)
 OBJECTIVE_CLASSES: dict[str, type[Objective]] = {NEXT_TOKEN: NextToken, MASKED_TOKENS: MaskedTokens}
 
@@ -431,6 +474,10 @@ def _check_class(name: str, objective: type[Objective]) -> None:
     if getattr(objective, "TEACHER", False) and not issubclass(objective, Logits):
         problem = f"{objective.__name__}.TEACHER is set, but only a Logits objective is given a teacher's logits"
         raise ConfigError(f"{problem}: derive it from Logits, or remove TEACHER.")
+    metrics = objective.METRICS
+    if not isinstance(metrics, tuple) or not all(isinstance(each, str) and each not in TAKEN for each in metrics):
+        problem = f"{objective.__name__}.METRICS is {metrics!r}"
+        raise ConfigError(f"{problem}: give a tuple of names, none of them {', '.join(TAKEN)}.")
     if not isinstance(objective.FIELDS, Mapping):
         raise ConfigError(f"{objective.__name__}.FIELDS is no mapping: give each field's name its dtype.")
     for field, own in objective.FIELDS.items():

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from megajax import cluster
-from megajax.errors import InputError
+from megajax.errors import ConfigError, InputError
 from megajax.layout.kinds import expert_layers
 from megajax.training import logs
 from megajax.training.hooks import Hook, RunView
@@ -77,8 +77,11 @@ class StepLog(Hook):
                 hook.examine(run, step)
             values = values_of(jax.device_get(metrics))
             measured = self._meter.measure(step)
+            measured |= self._watch.slowest(self.times.take(), measured["step_seconds"], run.note)
+            if taken := sorted(values.keys() & measured.keys()):
+                problem = f"a part or the objective has the metric {taken[0]}, which the line of a step has already"
+                raise ConfigError(f"{problem}: give it another name.")
             values |= measured
-            values |= self._watch.slowest(self.times.take(), measured["step_seconds"], run.note)
             for hook in run.hooks:
                 hook.on_log(run, step, values)
             values = {name: _plain(value) for name, value in values.items()}

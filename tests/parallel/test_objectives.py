@@ -44,10 +44,11 @@ class Pairs(Segment):
     """The first of two sequences is preferred."""
 
     FIELDS = {"reference": (jnp.float32, 2)}  # in two terms
+    METRICS = ("accuracy", "margin")
 
     def loss(self, log_probs, fields):
         better, worse = (log_probs - fields["reference"].sum(1)).reshape(-1, 2).T
-        return -jax.nn.log_sigmoid(better - worse)
+        return -jax.nn.log_sigmoid(better - worse), {"margin": better - worse, "accuracy": better > worse}
 
     def count(self, fields):
         return (fields["loss_mask"] > 0).reshape(-1, 2).all(1)
@@ -99,14 +100,20 @@ def expected_loss(name, logits, batch):
     if name == "test_focal":
         weight = mask * batch["importance"]
         return -(weight * (1 - jnp.exp(own)) ** 1.5 * own).sum() / weight.sum()
-    inside = mask * (batch["segments"] >= 0)
+    return jnp.mean(jnp.log1p(jnp.exp(-margins(logits, batch))))
+
+
+def margins(logits, batch):
+    """Of the pairs of test_pairs, from their definition."""
+    own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+    inside = batch["loss_mask"] * (batch["segments"] >= 0)
     better, worse = (inside * (own - batch["reference"].sum(-1))).sum(1).reshape(-1, 2).T
-    return jnp.mean(jnp.log1p(jnp.exp(worse - better)))
+    return better - worse
 
 
 @pytest.fixture(scope="module")
 def expected(table):
-    """((loss that is logged, loss of evaluation), gradients of what a step minimises) of the plain model."""
+    """((loss that is logged, loss of evaluation, other metrics), gradients of what a step minimises)."""
 
     @cache
     def of(name):
@@ -117,7 +124,9 @@ def expected(table):
             logits = bind(model, weights)(batch["tokens"])
             own, smoothed, plain = (expected_loss(kind, logits, batch) for kind in (name, "smoothed", "plain"))
             logged = smoothed if name == "means" else own
-            return own, (logged, plain if name in ("smoothed", "means") else own)  # smoothing is for training only
+            found = margins(logits, batch) if name == "test_pairs" else jnp.zeros(0)
+            others = {"margin": found.mean(), "accuracy": (found > 0).mean()} if found.size else {}
+            return own, (logged, plain if name in ("smoothed", "means") else own, others)  # smoothing: only training
 
         with jax.default_matmul_precision("highest"):
             gradients, own = jax.jit(jax.grad(losses, has_aux=True))(table.weights_of(config))
@@ -140,10 +149,12 @@ def test_loss_and_gradients_are_those_of_a_plain_head(table, expected, name, mes
     count = int(np.prod([*mesh.values(), 1]))
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
     state = table.first_state(program, table.weights_of(config))
-    batch, ((loss, evaluated), gradients) = to_global(program, fields_of(name)), expected(name)
+    batch, ((loss, evaluated, others), gradients) = to_global(program, fields_of(name)), expected(name)
     total, number = program.eval_step(state.weights, state.layer_state, batch)
     assert float(total / number) == pytest.approx(float(evaluated), rel=table.PLAIN_VALUE)
-    table.check_first_step(program, state, batch, float(loss), gradients)
+    others = {name: float(value) for name, value in others.items()}
+    assert name != "test_pairs" or (0 < others["accuracy"] < 1 and others["margin"])
+    table.check_first_step(program, state, batch, float(loss), gradients, **others)
 
 
 def test_wrong_settings_and_batches_are_sentences(table):
@@ -187,6 +198,8 @@ def test_wrong_settings_and_batches_are_sentences(table):
         ({"FIELDS": {"reward": "flaot32"}}, "Wrong.FIELDS has reward: 'flaot32': give a dtype"),
         ({"FIELDS": {"reward": (jnp.float32, "8")}}, "Wrong.FIELDS has reward: .*'8'.*: give a dtype"),
         ({"TEACHER": True}, "Wrong.TEACHER .* derive it from Logits"),
+        ({"METRICS": ("loss",)}, r"Wrong.METRICS is \('loss',\): give a tuple of names, none of them loss, z_loss"),
+        ({"METRICS": "margin"}, "Wrong.METRICS is 'margin': give a tuple"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             register_objective("test_wrong")(type("Wrong", (Focal,), attributes))
@@ -221,7 +234,11 @@ def test_results_of_other_shapes_are_a_sentence(table, monkeypatch):
         ("test_focal", "loss", lambda x: None, f"Focal.loss returns NoneType .*{of_tokens}"),
         ("test_focal", "count", lambda x: x.sum(), r"Focal.count returns float32\[\] for 96 tokens: .*\[tokens\]"),
         ("test_focal", "count", lambda x: None, "Focal.count returns NoneType for 96 tokens"),
-        ("test_pairs", "loss", lambda x: x.sum(), rf"loss returns float32\[\] and Pairs.count bool\[2\] {of_pairs}"),
+        ("test_focal", "loss", lambda x: (x, {"hits": x}), "loss returns the metrics hits, but Focal.METRICS is empty"),
+        ("test_focal", "loss", lambda x: (x, x), r"Focal.loss returns the metrics float32\[\d+\], but"),
+        ("test_pairs", "loss", lambda x: x[0], "loss returns the metrics none, but Pairs.METRICS is accuracy, margin"),
+        ("test_pairs", "loss", lambda x: (x[0], {**x[1], "margin": 1.0}), r"float32\[\] as the metric margin.* \[2\]"),
+        ("test_pairs", "loss", lambda x: (x[0].sum(), x[1]), rf"float32\[\] and Pairs.count bool\[2\] {of_pairs}"),
         ("test_pairs", "count", lambda x: jnp.ones(4), rf"float32\[2\] and Pairs.count float32\[4\] {of_pairs}"),
     ):
         with monkeypatch.context() as patch:
@@ -255,14 +272,19 @@ from megajax.step.objective import Elementwise, register_objective
 
 @register_objective("ext_square")
 class Square(Elementwise):
+    METRICS = ("NAME",)
+
     def loss(self, log_probs, fields):
-        return log_probs**2 / fields["loss_mask"]  # not finite in padding
+        losses = log_probs**2 / fields["loss_mask"]  # not finite in padding
+        return losses, {"NAME": (fields["targets"] < 10) / fields["loss_mask"]}
 """
 
 
 def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ext_objective.py").write_text(EXTENSION)
+    (tmp_path / "ext_objective.py").write_text(EXTENSION.replace("NAME", "below_ten"))
+    taken = EXTENSION.replace("NAME", "mfu").replace("ext_square", "ext_taken")
+    (tmp_path / "ext_taken.py").write_text(taken)
     (tmp_path / "x.yaml").write_text(
         "run: {steps: 2, extensions: [ext_objective.py], log_interval: 1}\n"
         f"model: {TINY | {'num_layers': 1}}\noptimizer: {{kind: sgd}}\n"
@@ -270,6 +292,12 @@ def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch):
         "kernels: {loss_chunk_tokens: 6}\n"
     )
     trainer = Trainer(load_config("x.yaml"), jax.devices()[:1])
-    metrics = trainer.train_step(trainer.next_batch())
+    batch = trainer.next_batch()
+    metrics = trainer.train_step(batch)
     assert float(metrics["loss"]) == pytest.approx(np.log(50) ** 2, rel=0.1)
+    below_ten = np.mean(np.asarray(batch["targets"]) < 10)
+    assert 0 < below_ten < 1 and float(metrics["below_ten"]) == pytest.approx(below_ten, rel=1e-6)
+    overrides = ["run.extensions=[ext_taken.py]", "objective.kind=ext_taken", "run.eval_steps=0"]
+    with pytest.raises(ConfigError, match="metric mfu, which the line of a step has already"):
+        Trainer(load_config("x.yaml", overrides), jax.devices()[:1]).run()
     assert 0 < float(metrics["grad_norm"]) < 1e3

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from megajax.estimate.memory import estimate_memory
 from megajax.inference.load import for_inference
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, bind
+from megajax.options.registered import OBJECTIVES
 from megajax.tools.explain_weight import lines
 from megajax.training.batches import to_global
 from megajax.training.in_memory import export_weights
@@ -71,7 +73,7 @@ def fields_of_pairs():
 
 
 def weights_of(table, config):
-    rng, outputs = np.random.default_rng(4), config.objective.settings.get("outputs", 1)
+    rng, outputs = np.random.default_rng(6), config.objective.settings.get("outputs", 1)
     own = {"objective.score": rng.normal(size=(D, outputs))}
     model = {name: w for name, w in table.weights_of(config).items() if name != "head"}
     return model | {name: w.astype(np.float32) for name, w in own.items()}
@@ -79,7 +81,7 @@ def weights_of(table, config):
 
 @pytest.fixture(scope="module")
 def expected(table):
-    """(loss, gradients) from the plain model; with the identity as head its logits are the hidden states.
+    """((loss, metrics), gradients) from the plain model; with the identity as head its logits are the hidden states.
 
     Of a number of outputs, or of pairs: None.
     """
@@ -98,16 +100,18 @@ def expected(table):
                     jnp.where(SEGMENTS == n, (batch["loss_mask"] * found[..., 0]).sum(1), 0).reshape(4, 2).sum(1)
                     for n in (0, 1)
                 )
-                return jnp.log1p(jnp.exp(worse - better))[jnp.array([0, 1, 3])].mean()
+                margins = (better - worse)[jnp.array([0, 1, 3])]
+                metrics = {"margin": margins.mean(), "accuracy": (margins > 0).mean()}
+                return jnp.log1p(jnp.exp(-margins)).mean(), metrics
             if outputs == 1:
                 losses = (found[..., 0] - batch["labels"]) ** 2
             else:
                 losses = -(jax.nn.one_hot(batch["labels"].astype(int), outputs) * jax.nn.log_softmax(found)).sum(-1)
-            return (batch["loss_mask"] * losses).sum() / batch["loss_mask"].sum()
+            return (batch["loss_mask"] * losses).sum() / batch["loss_mask"].sum(), {}
 
         weights = weights_of(table, config)
         with jax.default_matmul_precision("highest"):
-            return jax.jit(jax.value_and_grad(loss))(weights)
+            return jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
 
     return of
 
@@ -116,13 +120,15 @@ def expected(table):
 def test_loss_and_gradients_are_those_of_a_plain_model(table, expected, outputs):
     mesh, kind = {"pipeline": 2, "tensor": 2, "context": 2}, {} if outputs else PAIRS
     config = make(table, mesh, outputs, microbatches=4, pipeline={"schedule": "gpipe"}, model=MLP, **kind)
-    loss, gradients = expected(outputs)
+    (loss, others), gradients = expected(outputs)
     program = built(config)
     batch = to_global(program, fields(outputs) if outputs else fields_of_pairs())
     state = table.first_state(program, weights_of(table, config))
     total, number = program.eval_step(state.weights, state.layer_state, batch)
     assert float(total / number) == pytest.approx(float(loss), rel=table.PLAIN_VALUE)
-    table.check_first_step(program, state, batch, float(loss), gradients)
+    others = {name: float(value) for name, value in others.items()}
+    assert outputs or (0 < others["accuracy"] < 1 and others["margin"])
+    table.check_first_step(program, state, batch, float(loss), gradients, **others)
 
 
 def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tmp_path):
@@ -168,8 +174,13 @@ def test_its_weights_take_the_heads_place_in_checkpoints_and_estimates(table, tm
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param(2, marks=pytest.mark.long)])
-def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lora):
+def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, monkeypatch, lora):
     """The objective's parameters are new then; with adapters they are trained beside them."""
+    value_head: Any = OBJECTIVES["value_head"]
+    losses = value_head.loss
+    monkeypatch.setattr(value_head, "METRICS", ("labels",))
+    with_labels = lambda self, w, hidden, fields: (losses(self, w, hidden, fields), {"labels": fields["labels"]})  # noqa: E731
+    monkeypatch.setattr(value_head, "loss", with_labels)
     one = {"model": MLP | {"num_layers": 1}}
     plain = built(make(table, {}, **PLAIN, **one))
     given = table.weights_of(plain.config)
@@ -189,6 +200,8 @@ def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, lor
     assert 0.5 < first.std() / program.config.model.init_std < 1.5
     state, metrics = program.train_step(state, to_global(program, fields(1)))
     assert np.isfinite(metrics["loss"]) and np.abs(np.asarray(state.params["objective.score"]) - first).min() > 0
+    mask, labels = fields(1)["loss_mask"], fields(1)["labels"]
+    assert float(metrics["labels"]) == pytest.approx((mask * labels).sum() / mask.sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -306,11 +306,18 @@ def _router_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, n
 
 
 def check_first_step(
-    program: TrainProgram, state: TrainState, batch: Mapping[str, Any], loss: float, gradients: Mapping[str, Any]
+    program: TrainProgram,
+    state: TrainState,
+    batch: Mapping[str, Any],
+    loss: float,
+    gradients: Mapping[str, Any],
+    **numbers: float,
 ) -> TrainState:
-    """Assert the loss and all gradients of a step against those of plain models; the state after it."""
+    """Assert the loss, other metrics and all gradients of a step against those of plain models; the state after it."""
     state, metrics = program.train_step(state, batch)
     assert abs(float(metrics["loss"]) - loss) <= PLAIN_VALUE * abs(loss), (float(metrics["loss"]), loss)
+    for name, value in numbers.items():  # such as differences of losses, which have the rounding of these
+        assert abs(float(metrics[name]) - value) <= PLAIN_VALUE * max(abs(value), abs(loss)), (name, value)
     found = first_gradients(program, state, float(metrics["grad_norm"]))
     assert found.keys() == gradients.keys()
     zero = ZERO_TOLERANCE * float(metrics["grad_norm"])  # keys' biases without positions have no gradient
