@@ -3,8 +3,9 @@
 The first runs the suite and notes which tests reach each line (dev/lines_of_tests.py); it takes half as long again. The
 second plants errors one at a time in a copy of the checkout: another comparison or sign, an operand, a statement or a
 keyword argument left out, one arm of a condition always taken, an entry missing in a list. Of each it runs the tests
-that reach its line, those of the module's own folder first, for as long as --most allows; of a constant those that
-reach a line with its name. A line is printed for each error that none of them finds.
+that reach its line, those of the module's own folder first, for as long as --most allows; of a line that runs at import
+(a constant, a field, a decorator) those that reach a line with the name that it defines. A line is printed for each
+error that none of them finds.
 Read those: of some the program is the same, or only slower, and of some another test would tell. --lines again after
 changes. --errors FILE takes somebody's errors instead: a JSON list of {"file": ..., "old": ..., "new": ...}.
 """
@@ -179,6 +180,11 @@ def _constant(node: ast.Assign | ast.AnnAssign) -> str:
     return target.id if isinstance(target, ast.Name) and target.id.isupper() else ""
 
 
+def _used(node: ast.AST) -> str:
+    """The name that an expression reads: of a variable, a field or an argument."""
+    return getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None) or ""
+
+
 def _called(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
 
@@ -213,16 +219,16 @@ class Reached:
 
     def __init__(self) -> None:
         self.reached, self.seconds = collections.defaultdict[str, set[str]](set), dict[str, float]()
-        self.uses = collections.defaultdict[str, list[str]](list)  # of constants: "file:line"
+        self.uses = collections.defaultdict[str, list[str]](list)  # of a name: "file:line"
         within = collections.defaultdict[str, set[str]](set)  # constants whose values have the constant
         for path in (ROOT / "megajax").rglob("*.py"):
             for statement in ast.parse(path.read_bytes()).body:
                 own = _constant(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ""
                 for node in ast.walk(statement):
-                    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
-                    if name.isupper() and isinstance(node, ast.expr):
+                    if (name := _used(node)) and isinstance(node, ast.expr | ast.keyword):
                         self.uses[name].append(f"{path.relative_to(ROOT).as_posix()}:{node.lineno}")
-                        within[name] |= {own} - {name, ""}
+                        if name.isupper():
+                            within[name] |= {own} - {name, ""}
         for name, others in within.items():
             self.uses[name] += [line for other in others for line in self.uses[other]]
         for file in LINES.glob("*.json"):
@@ -231,9 +237,9 @@ class Reached:
             for line, tests in found["reached"].items():
                 self.reached[line] |= {*tests}
 
-    def tests_of(self, file: str, lines: Iterable[int], most: float, constant: str = "") -> tuple[list[str], float]:
-        """The tests that reach one of the lines, those of the module first, and their seconds, at most `most`."""
-        places = [*(f"{file}:{line}" for line in lines), *self.uses[constant]]
+    def tests_of(self, file: str, lines: Iterable[int], most: float, *names: str) -> tuple[list[str], float]:
+        """The tests that reach a line, or one with a name, those of the module first, and their seconds."""
+        places = [*(f"{file}:{line}" for line in lines), *(place for name in names for place in self.uses[name])]
         folder, stem = Path(file).parts[1], Path(file).stem
 
         def cost(test: str) -> float:
@@ -272,19 +278,28 @@ def given(path: Path, most: float) -> list[tuple[Planted, list[str], float]]:
             raise SystemExit(f"{path}: {error['file']} has {data.count(old)} times {error['old']!r}; one is needed.")
         start = data.index(old)
         first = data.count(b"\n", 0, start) + 1
-        constant = _constant_at(ast.parse(data), first)
-        tests, total = reached.tests_of(error["file"], range(first, first + old.count(b"\n") + 1), most, constant)
-        planted = Planted(constant, error["file"], first, first, start, start + len(old), error["old"], error["new"])
+        lines = range(first, first + old.count(b"\n") + 1)
+        tests, total = reached.tests_of(error["file"], lines, most, *_names_at(ast.parse(data).body, lines))
+        planted = Planted("", error["file"], first, first, start, start + len(old), error["old"], error["new"])
         errors.append((planted, tests, total))
     return errors
 
 
-def _constant_at(module: ast.Module, line: int) -> str:
-    """The module's constant whose value stands at the line, "" if there is none."""
-    for node in module.body:
-        if node.lineno <= line <= (node.end_lineno or line) and isinstance(node, ast.Assign | ast.AnnAssign):
-            return _constant(node)
-    return ""
+def _names_at(body: Iterable[ast.stmt], lines: range) -> set[str]:
+    """What the statements at the lines that run at import define: constants, fields, decorated functions, classes."""
+    names = set[str]()
+    for node in body:
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() if node.lineno in lines or any(
+                decorator.lineno in lines for decorator in node.decorator_list
+            ):
+                names.add(node.name)
+            case ast.ClassDef() if within := _names_at(node.body, lines):
+                names |= within if any(not name.startswith("__") for name in within) else {node.name}
+            case ast.Assign() | ast.AnnAssign() if {*range(node.lineno, (node.end_lineno or 0) + 1)} & {*lines}:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                names |= {target.id} if isinstance(target, ast.Name) else set()
+    return names
 
 
 def work(
