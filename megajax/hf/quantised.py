@@ -15,6 +15,8 @@ import numpy as np
 from megajax.errors import InputError
 
 Slices = tuple[slice, ...]
+Block = tuple[int, int | None] | None  # that shares a scale: rows and columns; None: all
+WITHOUT_SIZES: dict[str, Block] = {"tensor": None, "channel": (1, None)}  # compressed-tensors' strategies
 METHODS = ("fp8", "mxfp4", "compressed-tensors")
 FP8_SCALE, COMPRESSED_SCALE = "_scale_inv", "_scale"  # after the name of a weight
 INPUT_SCALE = "input_scale"  # beside a weight; megajax has no use for it
@@ -53,7 +55,7 @@ class Fp8:
     """`[out, in]` in FP8 times the scale of its block, or of the whole tensor (DeepSeek-V3, compressed-tensors)."""
 
     name: str
-    block: tuple[int, int | None] | None  # None: one scale; (1, None): one for each row
+    blocks: tuple[Block, ...]  # by config.json; the shape of the scales says which of them it is
     suffix: str = FP8_SCALE  # of the scales' name
     beside: str | None = None  # the tensor with the scale of the layer's input, if there is one
 
@@ -66,25 +68,14 @@ class Fp8:
     def scales(self) -> str:
         return self.name + self.suffix
 
-    def _block(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        return None if self.block is None else tuple(b or size for b, size in zip(self.block, shape, strict=False))
-
     def shape(self, stored: StoredTensors) -> tuple[int, ...]:
         """The shape of the weight; InputError if the scales do not fit it."""
-        shape, found = stored.stored_shape(self.name), stored.stored_shape(self.scales)
-        block = self._block(shape)
-        expected = [] if block is None else [-(-size // b) for size, b in zip(shape, block, strict=False)]
-        if [*found] != expected and not (block is None and found == (1,)):
-            key = "weight_block_size" if self.suffix == FP8_SCALE else "config_groups"
-            raise InputError(
-                f"{stored.folder}: {self.scales} has the shape {list(found)}, but by "
-                f"quantization_config.{key} in config.json it has {expected}: copy the whole model."
-            )
-        return shape
+        self._block(stored)
+        return stored.stored_shape(self.name)
 
     def read(self, stored: StoredTensors, slices: Slices) -> np.ndarray:
         values = _numbers(E4M3, stored.read_stored(self.name, slices).view(np.uint8))
-        block = self._block(stored.stored_shape(self.name))
+        block = self._block(stored)
         if block is None:
             values *= _scales(stored, self.scales, ())
             return values
@@ -93,6 +84,21 @@ class Fp8:
         block_of = [np.arange(s.start, s.stop) // b - s.start // b for s, b in zip(slices, block, strict=True)]
         values *= scales[np.ix_(*block_of)]
         return values
+
+    def _block(self, stored: StoredTensors) -> tuple[int, ...] | None:
+        """The sizes of a block, None: of all. InputError if the scales fit none of `blocks`."""
+        shape, found = stored.stored_shape(self.name), stored.stored_shape(self.scales)
+        expected: list[list[int]] = []
+        for block in self.blocks:
+            sizes = None if block is None else tuple(b or size for b, size in zip(block, shape, strict=False))
+            expected.append([] if sizes is None else [-(-n // b) for n, b in zip(shape, sizes, strict=False)])
+            if [*found] == expected[-1] or (sizes is None and found == (1,)):
+                return sizes
+        key = "weight_block_size" if self.suffix == FP8_SCALE else "config_groups"
+        raise InputError(
+            f"{stored.folder}: {self.scales} has the shape {list(found)}, but by quantization_config.{key} in "
+            f"config.json it has {' or '.join(map(str, expected))}: copy the whole model."
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ def find(names: Mapping[str, Any], settings: Mapping[str, Any] | None, where: st
         return _compressed(names, settings, where)
     sizes = settings.get("weight_block_size")
     block = None if sizes is None else _sizes(sizes, "weight_block_size", where)
-    return {name: Fp8(name, block) for name in names if name + FP8_SCALE in names}
+    return {name: Fp8(name, (block,)) for name in names if name + FP8_SCALE in names}
 
 
 def _sizes(sizes: Any, key: str, where: str) -> tuple[int, int]:
@@ -173,27 +179,36 @@ def _sizes(sizes: Any, key: str, where: str) -> tuple[int, int]:
 
 
 def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> dict[str, Quantised]:
-    """The matrices of compressed-tensors' FP8: with one scale, or one for each row or block."""
+    """The matrices of compressed-tensors' FP8: with one scale, or one for each row or block.
+
+    Groups may differ in this, and their targets may be classes of transformers: a matrix has the strategy that the
+    shape of its scales says. Two sizes of blocks can have scales of the same shape.
+    """
     groups = settings.get("config_groups")
     found_groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     forms = [group["weights"] if isinstance(group.get("weights"), dict) else {} for group in found_groups]
     strategies = {form.get("strategy") for form in forms}
-    known = strategies == {"block"} or strategies <= {"channel", "tensor"}
-    if settings.get("format") != "float-quantized" or not strategies or not known:
+    if settings.get("format") != "float-quantized" or not strategies or strategies - {*WITHOUT_SIZES, "block"}:
         found_strategies = f"strategies {', '.join(sorted(map(str, strategies)))}" if strategies else "no strategies"
         raise InputError(
             f"{where}: quantization_config has format={settings.get('format')} with {found_strategies} "
-            "of weights: megajax reads float-quantized with channel or tensor, or with block alone; "
+            "of weights: megajax reads float-quantized with channel, tensor or block; "
             "save the model in bfloat16 with transformers and give that folder."
         )
-    block = None if strategies == {"tensor"} else (1, None)
-    if strategies == {"block"}:
-        block = _sizes(forms[0].get("block_structure"), "config_groups: block_structure", where)
+    key = "config_groups: block_structure"
+    sizes = {_sizes(form.get("block_structure"), key, where) for form in forms if form["strategy"] == "block"}
+    if len(sizes) > 1:
+        different = " and ".join(str([*each]) for each in sorted(sizes))
+        raise InputError(
+            f"{where}: quantization_config.{key} is {different}: megajax reads one size; save the model in bfloat16 "
+            "with transformers and give that folder."
+        )
+    blocks: list[Block] = [block for strategy, block in WITHOUT_SIZES.items() if strategy in strategies]
     found: dict[str, Quantised] = {}
     for name in names:
         if name + COMPRESSED_SCALE in names:
             beside = name.removesuffix("weight") + INPUT_SCALE
-            found[name] = Fp8(name, block, COMPRESSED_SCALE, beside if beside in names else None)
+            found[name] = Fp8(name, (*blocks, *sizes), COMPRESSED_SCALE, beside if beside in names else None)
     return found
 
 

@@ -23,7 +23,9 @@ FILES = Path(__file__).parents[1] / "data_files"
 E4M3, E2M1, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 8]}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-COMPRESSED_BLOCK = COMPRESSED | {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": [16, 8]}}}}
+STRATEGIES = {"tensor": {}, "channel": {}, "block": {"block_structure": [16, 8]}}
+GROUPS = {kind: {"weights": {"strategy": kind} | own} for kind, own in STRATEGIES.items()}
+COMPRESSED_BLOCK = COMPRESSED | {"config_groups": {"block": GROUPS["block"]}}
 
 
 def fp8_blocks(w, block, dtype=np.float32):
@@ -92,6 +94,23 @@ def test_one_scale_is_that_of_the_whole_tensor(tmp_path, rng, shape):
         assert weights.shape("w") == (6, 10)
         found = weights.read("w", (slice(1, 4), slice(2, 10)))
         np.testing.assert_array_equal(found, values[1:4, 2:].astype(np.float32) * np.float32(0.3))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kinds", [("channel", "tensor"), ("tensor", "block"), ("block", "channel", "tensor")])
+def test_groups_of_several_strategies_have_their_own_scales(tmp_path, rng, kinds):
+    """compressed-tensors' shapes of scales: [1], [out, 1], [out / rows, in / columns]."""
+    tensors, expected = {}, {}
+    for kind in kinds:
+        block = {"tensor": (40, 30), "channel": (1, 30), "block": (16, 8)}[kind]
+        values, scales, expected[kind] = fp8_blocks(rng.normal(size=(40, 30)).astype(np.float32), block)
+        tensors |= {kind: values, f"{kind}_scale": scales.reshape(1) if kind == "tensor" else scales}
+    save_file(tensors, tmp_path / SINGLE)
+    with FolderTensors(tmp_path, COMPRESSED | {"config_groups": {kind: GROUPS[kind] for kind in kinds}}) as weights:
+        for kind, whole in expected.items():
+            assert weights.shape(kind) == (40, 30)
+            for slices in SLICES:
+                np.testing.assert_array_equal(weights.read(kind, slices), whole[slices])
 
 
 @pytest.mark.smoke
@@ -228,6 +247,17 @@ MISTAKES = {
         COMPRESSED | {"config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": 128}}}},
         {},
         "block_structure=128 is not a list of two sizes",
+    ),
+    "blocks of two sizes": (
+        COMPRESSED
+        | {"config_groups": {"g": GROUPS["block"], "h": {"weights": {"strategy": "block", "block_structure": [8, 8]}}}},
+        {},
+        "quantization_config.config_groups: block_structure is [8, 8] and [16, 8]: megajax reads one size",
+    ),
+    "scales of another strategy": (
+        COMPRESSED | {"config_groups": {kind: GROUPS[kind] for kind in ("channel", "tensor")}},
+        {"w": W, "w_scale": SCALES},
+        "w_scale has the shape [3, 4], but by quantization_config.config_groups in config.json it has [] or [40, 1]",
     ),
     "another group": (
         {"quant_method": "mxfp4"},
