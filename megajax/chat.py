@@ -31,15 +31,15 @@ def chat(options) -> None:
         if message == RESET:
             conversation.reset()
             continue
-        if message.startswith(PICTURE):
-            conversation.pictures.append(message.removeprefix(PICTURE).strip())
-            continue
         try:
-            conversation.ask(message)
+            if message.startswith(PICTURE):
+                conversation.add_picture(message.removeprefix(PICTURE).strip(), PICTURE.strip())
+            else:
+                conversation.ask(message)
         except InputError as error:
             if not terminal:
                 raise
-            print(f"megajax: {error} {RESET} begins a new conversation.", file=sys.stderr)
+            print(f"megajax: {error}{conversation.kept()} {RESET} begins a new conversation.", file=sys.stderr)
 
 
 class Conversation:
@@ -51,27 +51,44 @@ class Conversation:
         model.check_has_no_prefix("a conversation")
         self._model, self._sampling, self._options = model, sampling, options
         self._arguments, self._count = chosen_arguments(options), 0
-        self.pictures: list[str] = list(options.image)  # of the next message
+        self.pictures: list[str] = []  # of the next message
         self.reset()
+        for name in options.image:
+            self.add_picture(name, "--image")
+
+    def add_picture(self, name: str, location: str) -> None:
+        """Add a picture to the next message. Raises InputError, with `location`, for one that cannot be used."""
+        from megajax.data.pictures import Picture
+        from megajax.inference.prompts import sized_picture
+
+        sized_picture(self._model.images, Picture(name, "", location))
+        self.pictures.append(name)
+
+    def kept(self) -> str:
+        """The end of a message on the pictures that no message has yet."""
+        return f" The next message has {', '.join(self.pictures)}." if self.pictures else ""
 
     def reset(self) -> None:
-        """Forget all messages but the system's."""
+        """Forget all messages but the system's, and the pictures of the next one."""
         from megajax.data.rendering import Chat
 
+        if self.pictures:
+            print(f"megajax: the next message is without {', '.join(self.pictures)}.", file=sys.stderr)
+        self.pictures = []
         system = self._options.system
         self.chat = Chat([] if system is None else [{"role": "system", "content": system}], {})
 
     def ask(self, message: str) -> None:
         """Print the answer to a message. Ctrl-C stops it: its text so far is the answer.
 
-        Raises InputError for what the model cannot answer, which is no part of the conversation then.
+        Raises InputError for what the model cannot answer. A message without an answer is no part of the conversation,
+        and its pictures are those of the next one.
         """
         from megajax.inference.generation import continue_texts, generator
         from megajax.inference.prompts import Located, as_chat, encode_prompt, with_images
 
         model, options, pieces = self._model, self._options, []
-        new, self.pictures = self.pictures, []
-        added = as_chat(with_images(message, new), None)
+        added = as_chat(with_images(message, self.pictures), None)
         messages, pictures = [*self.chat.messages, *added.messages], (*self.chat.pictures, *added.pictures)
         asked = self.chat._replace(messages=messages, pictures=pictures)
 
@@ -91,11 +108,13 @@ class Conversation:
         self._count += 1  # another seed for the next answer
         if any(pieces):
             answer = {"role": "assistant", "content": "".join(pieces)}
-            self.chat = asked._replace(messages=[*asked.messages, answer])
+            self.chat, self.pictures = asked._replace(messages=[*asked.messages, answer]), []
+        elif kept := self.kept():
+            print(f"megajax: no answer.{kept}", file=sys.stderr)
 
 
 def _messages(terminal: bool) -> Iterator[str]:
-    """The messages of stdin, a line each; a backslash at its end continues a line."""
+    """The messages of stdin, a line each; a backslash at its end continues a line, also at the end of stdin."""
     if terminal:
         try:
             import readline  # noqa: F401 (input() then has a history, and lines can be edited)
@@ -110,6 +129,8 @@ def _messages(terminal: bool) -> Iterator[str]:
         except EOFError:
             if terminal:
                 print()
+            if message.strip():
+                yield message.removesuffix("\n")
             return
         except KeyboardInterrupt:  # as in a shell, the line is given up
             if not terminal:

@@ -61,7 +61,7 @@ def encode_prompt(model: LanguageModel, located: Located, arguments: Mapping[str
     tokens = model.encode(text if image is None else image.written(text)[0], not isinstance(prompt, Chat))
     if image is None:
         return text, PicturePrompt(tokens, ())
-    sized = [_sized(model.images, Picture(name, located.file, located.location)) for name in pictures]
+    sized = [sized_picture(model.images, Picture(name, located.file, located.location)) for name in pictures]
     try:
         tokens, _, placed = model.images.expanded(tokens, np.zeros(len(tokens), bool), sized, len(sized))
     except ValueError as error:
@@ -69,7 +69,8 @@ def encode_prompt(model: LanguageModel, located: Located, arguments: Mapping[str
     return text, PicturePrompt(tokens, placed)
 
 
-def _sized(images: Images, picture: Picture) -> SizedPicture:
+def sized_picture(images: Images, picture: Picture) -> SizedPicture:
+    """A picture of a prompt with its size. Raises InputError for one that cannot be used."""
     try:
         return images.sized(picture)
     except PictureError as error:

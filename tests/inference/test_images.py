@@ -18,6 +18,7 @@ from megajax import chat, evaluate, generate
 from megajax.data.image_processing import read_processor
 from megajax.data.images import Images, ImageText
 from megajax.data.pictures import Picture, PictureFiles
+from megajax.inference import generation
 from megajax.inference.comm import Prefill, WholeSequences
 from megajax.inference.generation import generator
 from megajax.inference.prompts import PicturePrompt
@@ -79,8 +80,8 @@ def test_tokens_of_a_picture_see_both_sides_in_scored_texts_and_in_prompts():
         assert found.index is positions and found.two_sided_ends is ends
 
 
-def _check_commands(folder: Path, given: dict, capsys, monkeypatch) -> None:
-    """`generate --image`, and pictures in `chat` and `evaluate`, with a tokenizer whose words are numbers."""
+def _add_tokenizer(folder: Path, given: dict) -> None:
+    """A tokenizer whose words are numbers, and a chat template."""
     words = {"<image>" if i == IMAGE else str(i): i for i in range(99)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -88,6 +89,42 @@ def _check_commands(folder: Path, given: dict, capsys, monkeypatch) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "preprocessor_config.json").write_text(json.dumps(given["values"]))
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "add_eos_token": False}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %} {% endfor %}"
+    )
+
+
+def test_pictures_of_a_message_without_an_answer_are_those_of_the_next_one(references, tmp_path, capsys, monkeypatch):
+    shutil.unpack_archive(FILES / "images_llava.zip", tmp_path)
+    _add_tokenizer(tmp_path, references["llava"])
+    asked, answers, continue_texts = [], iter(["", "7", "7", "7"]), generation.continue_texts
+
+    def answer(model, prompts, *how, on_text, **settings):
+        if len(prompts[0].tokens) > 1000:
+            return continue_texts(model, prompts, *how, on_text=on_text, **settings)
+        asked.append([placed.sized.picture.name for placed in prompts[0].pictures])
+        on_text(next(answers))
+
+    name = str(tmp_path / picture(tmp_path, *references["llava"]["cases"][0]["sizes"][0]))
+    lines = [f"/image {name}", "/image none.png", "<image> <image>", "5 " * 5000, "5", "5", "5"]
+    lines = iter([*lines, f"/image {name}", "/reset", "5", "/exit"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(generation, "continue_texts", answer)
+    assert chat.main([str(tmp_path), "--dtype", "float32"]) == 0
+    assert asked == [[name], [name], [name], []]  # the third message follows that with the picture
+    *kept, dropped = capsys.readouterr().err.splitlines()[1:]
+    problems = "none.png does not exist", "2 times <image>", "shorten it", "no answer"
+    for sentence, problem in zip(kept, problems, strict=True):
+        assert problem in sentence and f" The next message has {name}." in sentence
+    assert dropped == f"megajax: the next message is without {name}."
+
+
+def _check_commands(folder: Path, given: dict, capsys, monkeypatch) -> None:
+    """`generate --image`, and pictures in `chat` and `evaluate`, with a tokenizer whose words are numbers."""
+    _add_tokenizer(folder, given)
     case = given["cases"][0]
     files = [argument for size in case["sizes"] for argument in ("--image", str(folder / picture(folder, *size)))]
     prompt = " ".join("<image>" if id == IMAGE else str(id) for id in case["prompt"])
@@ -98,10 +135,6 @@ def _check_commands(folder: Path, given: dict, capsys, monkeypatch) -> None:
     with pytest.raises(SystemExit):
         generate.main([str(folder), "--prompt", prompt, *files[:-1], str(folder / "none.png"), *how])
     assert f"the picture {folder / 'none.png'} does not exist" in capsys.readouterr().err
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %} {% endfor %}"
-    )
     said = "".join(f"/image {name}\n" for name in files[3::2]) + f"{prompt}\n/reset\n/image none.png\n5\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
     with pytest.raises(SystemExit):  # the last picture; the first one is that of an option
