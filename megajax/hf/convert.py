@@ -34,7 +34,7 @@ from megajax.hf.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded, unread_head
 from megajax.hf.t5 import T5
 from megajax.hf.tensors import Tensor, assembled, tensor_names
-from megajax.hf.values import check_section, check_values, complete
+from megajax.hf.values import check_section, check_tower, check_values, complete
 from megajax.hf.vision_language import Gemma3, Llava, VisionLanguage
 from megajax.layout.kinds import EXTRA, extra_layers, without_extra
 from megajax.model.block import layer_state, state_by_name
@@ -109,10 +109,7 @@ def read_folder(folder: str | Path, with_images: bool = True) -> tuple[Family, d
     family, config = FAMILIES[name], complete(config, path)
     check_values(config, family.names, path)
     if isinstance(family, VisionLanguage):
-        check_tied(config, config.get("text_config") or {}, path)
-        config = family.with_text_config(config)
-        config["text_config"] = complete(config["text_config"], path)
-        check_values(config["text_config"], family.text.names, path)
+        config = _with_parts(family, config, path)
     try:
         section = family.read(config)
     except KeyError as key:
@@ -123,6 +120,22 @@ def read_folder(folder: str | Path, with_images: bool = True) -> tuple[Family, d
         raise InputError(f"{path}: {shown(problem)}, and megajax cannot compute this: use another model.") from None
     check_section(section, family.names, config, path)
     return family, _as_stored(Path(folder), family, section, config), config
+
+
+def _with_parts(family: VisionLanguage, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """config.json with the complete one of the text model; errors of both parts as in `read_folder`."""
+    check_tied(config, config.get("text_config") or {}, path)
+    config = family.with_text_config(dict(config))
+    for part, known in (("text_config", (family.text.model_type,)), ("vision_config", family.tower_types)):
+        if (found := (config.get(part) or {}).get("model_type", known[0])) not in known:
+            raise InputError(
+                f"{path}: {part}.model_type={shown(found)} is not {' or '.join(known)}, and megajax cannot compute "
+                "this: use another model."
+            )
+    check_tower(config.get("vision_config") or {}, family.tower_type, path)
+    config["text_config"] = complete(config["text_config"], path)
+    check_values(config["text_config"], family.text.names, path)
+    return config
 
 
 def _as_stored(folder: Path, family: Family, section: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,17 +71,14 @@ class Qwen25Vl(VisionLanguage):
     older = {r"model\.visual\.": "visual.", r"model\.language_model\.": "model."}
 
     def with_text_config(self, config: Json) -> Json:
+        vision = config.get("vision_config") or {}
+        if vision.get("model_type") == self.model_type:  # as some were published
+            config = config | {"vision_config": vision | {"model_type": self.tower_type}}
         if config.get("text_config"):
             return super().with_text_config(config)
         apart = ("text_config", "vision_config", "model_type", "architectures")
         text = {key: value for key, value in config.items() if key not in apart}
         return super().with_text_config(config | {"text_config": text})  # the published layout
-
-    def read(self, config: Json) -> Json:
-        vision = config.get("vision_config") or {}
-        if vision.get("model_type") == self.model_type:  # as some were published
-            vision = vision | {"model_type": self.tower_type}
-        return super().read(config | {"vision_config": vision})
 
     def read_tower(self, config: Json, tower: Json) -> Json:
         size, patch, merge = tower["window_size"], tower["patch_size"], tower["spatial_merge_size"]

@@ -14,7 +14,7 @@ from megajax.schema.tree import show
 
 # Keys that a family computes with before they become keys of the section `model`.
 TYPES: dict[type, tuple[str, ...]] = {
-    dict: ("linear_attn_config", "rope_parameters", "rope_scaling"),
+    dict: ("linear_attn_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"),
     list: (
         "attn_layer_indices",
         "layer_types",
@@ -35,6 +35,7 @@ TYPES: dict[type, tuple[str, ...]] = {
         "mamba_expand",
         "mamba_n_heads",
         "max_position_embeddings",
+        "mm_tokens_per_image",
         "n_inner",
         "no_rope_layer_interval",
         "original_max_position_embeddings",
@@ -52,9 +53,38 @@ TYPES: dict[type, tuple[str, ...]] = {
         "topk_method",
     ),
 }
+# Of `vision_config`
+TOWER_TYPES: dict[type, tuple[str, ...]] = {
+    dict: ("rope_parameters",),
+    list: ("deepstack_visual_indexes", "fullatt_block_indexes"),
+    int: (
+        "depth",
+        "embed_dim",
+        "hidden_size",
+        "image_size",
+        "intermediate_size",
+        "mlp_ratio",
+        "num_attention_heads",
+        "num_heads",
+        "num_hidden_layers",
+        "num_position_embeddings",
+        "patch_size",
+        "spatial_merge_size",
+        "temporal_patch_size",
+        "window_size",
+    ),
+    str: ("hidden_act",),
+}
+# Keys of the section `model` that have more than a type to check, and config.json's
+TOWER_NAMES = {
+    "vision.deepstack_layers": "vision_config.deepstack_visual_indexes",
+    "vision.global_layers": "vision_config.fullatt_block_indexes",
+    "vision.norm_epsilon": "vision_config.layer_norm_eps",
+}
 # 0 or null: none
 COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 COUNTS += ("num_expert_group", "num_shared_experts", "num_local_experts", "first_k_dense_replace")
+COUNTS += ("image_token_id", "image_token_index")
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
 WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}", str: "a name"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
@@ -79,14 +109,7 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
 
     `config` is complete.
     """
-    for key, default in DEFAULTS[config["model_type"]].items():
-        if config[key] is None and default is not None and key not in NULLABLE:
-            raise InputError(f"{path}: {key}=null, but a model of this model_type has a value: copy it again.")
-    for kind, keys in TYPES.items():
-        for key in keys:
-            found = config.get(key)
-            if found is not None and (type(found) is not kind or (kind is int and not 1 <= found <= MOST_TOKENS)):
-                raise InputError(f"{path}: {key}={show(found)} is not {WORDS[kind]}: copy it again.")
+    _check_types(config, config["model_type"], TYPES, f"{path}: ")
     for key in COUNTS:
         if (found := config.get(key)) is not None and (type(found) is not int or found < 0):
             raise InputError(f"{path}: {key}={show(found)} is not a whole number of 0 or more: copy it again.")
@@ -102,6 +125,24 @@ def check_values(config: Mapping[str, Any], names: Mapping[str, str], path: Path
             raise InputError(
                 f"{path}: {key} has {entries}, but the model has {counted(layers, 'layer')}: copy it again."
             )
+
+
+def check_tower(tower: Mapping[str, Any], default_type: str, path: Path) -> None:
+    """Raise InputError for a value of a `vision_config` that no tower has."""
+    place = f"{path}: vision_config."
+    _check_types(tower, tower.get("model_type", default_type), TOWER_TYPES, place)
+    _check_rope(tower.get("rope_parameters") or {}, f"{place}rope_parameters")
+
+
+def _check_types(config: Mapping[str, Any], model_type: str, types: Mapping[type, tuple[str, ...]], place: str) -> None:
+    for key, default in DEFAULTS[model_type].items():
+        if config.get(key, default) is None and default is not None and key not in NULLABLE:
+            raise InputError(f"{place}{key}=null, but a model of this model_type has a value: copy it again.")
+    for kind, keys in types.items():
+        for key in keys:
+            found = config.get(key)
+            if found is not None and (type(found) is not kind or (kind is int and not 1 <= found <= MOST_TOKENS)):
+                raise InputError(f"{place}{key}={show(found)} is not {WORDS[kind]}: copy it again.")
 
 
 def check_section(section: Mapping[str, Any], names: Mapping[str, str], config: Mapping[str, Any], path: Path) -> None:
@@ -121,6 +162,8 @@ def _their_key(parts: list[str], found: Any, names: Mapping[str, str], config: M
     """config.json's key for a key of the section `model`, by its name, or else by the value that was `found` there."""
     if parts[0] == "multipliers":  # under their own keys
         return ".".join(parts[1:])
+    if of_tower := TOWER_NAMES.get(".".join(parts[:2])):
+        return ".".join([of_tower, *parts[2:]])
     theirs = {ours: key for key, ours in names.items()}
     if "rope_scaling" not in config:
         theirs["rope_scaling"] = "rope_parameters"

@@ -74,9 +74,6 @@ class VisionLanguage(EachTensorOnce):
     def read(self, config: Json) -> Json:
         """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
         tower = self.complete_tower(config)
-        for key, known in (("text_config", (self.text.model_type,)), ("vision_config", self.tower_types)):
-            if (found := (config.get(key) or {}).get("model_type", known[0])) not in known:
-                raise ValueError(f"{key}.model_type={found} is not {' or '.join(known)}")
         model = self.text.read(config["text_config"])
         check_fixed(tower, {"num_channels": 3, "in_channels": 3, "attention_dropout": 0.0})
         if (activation := tower["hidden_act"]) not in ACTIVATIONS:
@@ -200,9 +197,10 @@ class Llava(VisionLanguage):
         check_fixed(config, {"projector_hidden_act": "gelu", "multimodal_projector_bias": True})
         check_fixed(config, {"vision_feature_select_strategy": "default" if is_clip else "full"})
         vision, layer = read_vit(tower), config["vision_feature_layer"]
-        used = layer if type(layer) is int and layer >= 0 else vision["num_layers"] + 1 + layer
-        if not 1 <= used <= vision["num_layers"]:
-            raise ValueError(f"vision_feature_layer={layer} of {vision['num_layers']} layers")
+        last = vision["num_layers"]
+        used = 0 if type(layer) is not int else layer if layer >= 0 else last + 1 + layer
+        if not 1 <= used <= last:  # transformers puts the outputs of several side by side
+            raise ValueError(f"vision_feature_layer={layer} is not one of {last} layers")
         width = (DEFAULTS[self.text.model_type] | config["text_config"])["hidden_size"]
         vision |= {"num_layers": used, "class_token": is_clip, "patch_bias": not is_clip, "embedding_norm": is_clip}
         return vision | {"final_norm": False, "projector_ffn_hidden_size": width}

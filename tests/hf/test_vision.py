@@ -1,6 +1,7 @@
 """Models that read images against transformers: folders, logits, gradients (data_files/make_vision_references.py)."""
 
 import json
+import re
 import zipfile
 from pathlib import Path
 
@@ -175,6 +176,27 @@ def test_every_other_key_of_a_config_counts(unpack, tmp_path, name):
     assert silent <= {*MAY_CHANGE.split()}
 
 
+@pytest.mark.filterwarnings("ignore:.*the language model")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_of_another_type_is_a_sentence_under_every_key(unpack, tmp_path, name):
+    config, refused = json.loads((unpack(name) / "config.json").read_text()), set()
+    parts = {"": config, "text_config": config["text_config"], "vision_config": config["vision_config"]}
+    for part, values in parts.items():
+        for key, value in values.items():
+            for wrong in ("x", -3, [2, 2], *([] if isinstance(value, dict) else ([], {"a": "x"}))):
+                values[key] = wrong
+                (tmp_path / "config.json").write_text(json.dumps(config))
+                values[key] = value
+                try:
+                    read_model(tmp_path)
+                except InputError as error:
+                    refused.add(key)
+                    sentence = str(error)
+                    assert str(tmp_path) in sentence and "damaged" not in sentence, (part, key, wrong, sentence)
+                    assert key in sentence and "model.vision" not in sentence, (part, key, wrong, sentence)
+    assert refused > {"text_config", "vision_config", "patch_size", "hidden_act", "hidden_size", "num_hidden_layers"}
+
+
 # As published: Qwen2.5-VL's has the text model's keys beside vision_config
 QWEN_TOWER = {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
 QWEN_TOWER |= {"in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112}
@@ -214,6 +236,22 @@ def test_a_published_config_is_the_named_config(tmp_path, name, config):
     run = ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]
     expected = load_config(Path(__file__).parents[2] / f"configs/models/{name}.yaml", run).model
     assert ModelConfig.model_validate(read_model(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("value", [[-2, -1], [-2], "default", -25, 25])
+def test_other_outputs_of_llavas_tower_than_that_of_one_layer_are_refused(tmp_path, value):
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA | {"vision_feature_layer": value}))
+    with pytest.raises(InputError, match=rf"{re.escape(f'vision_feature_layer={value}')} .* use another model"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "own"), [("text_config", {"model_type": "phi"}), ("vision_config", {"model_type": "pixtral"})]
+)
+def test_a_part_of_another_family_is_refused_with_its_key(tmp_path, part, own):
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA | {part: LLAVA[part] | own}))
+    with pytest.raises(InputError, match=f"{part}.model_type={own['model_type']} .* use another model"):
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("in_chans", 1), ("spatial_patch_size", 7), ("out_hidden_size", 1024)])
