@@ -1,6 +1,7 @@
 """Checks of config.json's values: a wrong one is a sentence with the file and the key."""
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ TOWER_NAMES = {
 COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 COUNTS += ("num_expert_group", "num_shared_experts", "num_local_experts", "first_k_dense_replace")
 COUNTS += ("image_token_id", "image_token_index")
+ROPE_MOST = {"rope_theta": inf, "partial_rotary_factor": 1}  # above 0
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
 WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}", str: "a name"}
 SMALLEST = {"num_layers": 1, "hidden_size": 1, "num_heads": 1, "vocab_size": 1}
@@ -177,5 +179,12 @@ def _check_rope(rope: Mapping[str, Any], place: str) -> None:
     for key, value in rope.items():
         if isinstance(value, dict):  # the positions of one kind of layer
             _check_rope(value, f"{place}.{key}")
+        elif (most := ROPE_MOST.get(key)) and not (
+            value is None or (type(value) in (int, float) and 0 < value <= most)
+        ):
+            wanted = "a number above 0" + (f", at most {most}" if most < inf else "")
+            raise InputError(f"{place}.{key}={show(value)} is not {wanted}: copy it again.")
+        elif key == "mrope_section" and not (isinstance(value, list) and all(type(n) is int for n in value)):
+            raise InputError(f"{place}.{key}={show(value)} is not a list of whole numbers: copy it again.")
         elif key not in ("rope_type", "type") and isinstance(value, str):
             raise InputError(f"{place}.{key}={show(value)} is not a number: copy it again.")

@@ -140,6 +140,24 @@ def test_an_option_of_published_files_that_the_model_lacks_is_a_sentence(name, k
         read_model(tmp_path)
 
 
+@pytest.mark.parametrize("path", FOLDERS + sorted(FILES.glob("images_*.zip")), ids=lambda path: path.stem)
+def test_a_wrong_value_in_rope_parameters_is_a_sentence_with_its_key(path, tmp_path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+    parts = [config, *(config[part] for part in ("text_config", "vision_config") if part in config)]
+    ropes = [part.get("rope_parameters") or {} for part in parts]
+    ropes += [of_kind for part in ropes for of_kind in part.values() if isinstance(of_kind, dict)]
+    for rope in ropes:
+        for key in rope.keys() & {"rope_theta", "partial_rotary_factor", "mrope_section"}:
+            value = rope[key]
+            for wrong in ("x", [2.5], ["x"], -3, 0, True):
+                rope[key] = wrong
+                (tmp_path / "config.json").write_text(json.dumps(config))
+                with pytest.raises(InputError, match=rf"rope_parameters\..*{key}=.* is not .*: copy it again"):
+                    read_model(tmp_path)
+            rope[key] = value
+
+
 @pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.stem)
 def test_a_value_of_another_type_is_a_sentence_under_every_key(path, tmp_path):
     with zipfile.ZipFile(path) as archive:
