@@ -186,7 +186,7 @@ def _compressed(names: Mapping[str, Any], settings: Mapping[str, Any], where: st
     """
     groups = settings.get("config_groups")
     found_groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    forms = [group["weights"] if isinstance(group.get("weights"), dict) else {} for group in found_groups]
+    forms = [form for group in found_groups if isinstance(form := group.get("weights"), dict)]  # null: of inputs only
     strategies = {form.get("strategy") for form in forms}
     if settings.get("format") != "float-quantized" or not strategies or strategies - {*WITHOUT_SIZES, "block"}:
         found_strategies = f"strategies {', '.join(sorted(map(str, strategies)))}" if strategies else "no strategies"

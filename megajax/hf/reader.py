@@ -22,8 +22,8 @@ from megajax.layout.kinds import extra_of
 PIECE_BYTES = 2**28  # of a piece in FP32
 READERS = 4  # pieces that are read at the same time
 CLASSIFIER_HEADS = ("score.", "classifier.", "classification_head.")  # of transformers' models
-# Buffers of older folders, and the scales of engines' caches, which are no parameters.
-UNUSED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attn.k_scale", "attn.v_scale")
+# Buffers of older folders, and the scales of engines' queries and caches, which are no parameters.
+UNUSED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attn.q_scale", "attn.k_scale", "attn.v_scale")
 VOCABULARY_DIM = {"embedding.tokens": 0, "head": -1, "head_bias": 0}  # the padded dimension
 
 

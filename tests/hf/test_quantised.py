@@ -106,7 +106,8 @@ def test_groups_of_several_strategies_have_their_own_scales(tmp_path, rng, kinds
         values, scales, expected[kind] = fp8_blocks(rng.normal(size=(40, 30)).astype(np.float32), block)
         tensors |= {kind: values, f"{kind}_scale": scales.reshape(1) if kind == "tensor" else scales}
     save_file(tensors, tmp_path / SINGLE)
-    with FolderTensors(tmp_path, COMPRESSED | {"config_groups": {kind: GROUPS[kind] for kind in kinds}}) as weights:
+    groups = {kind: GROUPS[kind] for kind in kinds} | {"of inputs": {"targets": ["LlamaAttention"], "weights": None}}
+    with FolderTensors(tmp_path, COMPRESSED | {"config_groups": groups}) as weights:
         for kind, whole in expected.items():
             assert weights.shape(kind) == (40, 30)
             for slices in SLICES:

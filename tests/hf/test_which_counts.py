@@ -177,10 +177,15 @@ def test_names_of_a_model_without_its_head_are_read(unpacked, name):
             np.testing.assert_array_equal(found, tensors[stored])
 
 
-def test_masks_that_older_files_of_gpt2_hold_are_passed(unpacked):
-    folder, tensors = unpacked("tiny_gpt2")
-    masks = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8), "h.0.attn.masked_bias": np.float32([-1e4])}
-    save_file(tensors | {f"transformer.{name}": mask for name, mask in masks.items()}, folder / SINGLE)
+MASKS = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8), "h.0.attn.masked_bias": np.float32([-1e4])}
+SCALES = {f"layers.1.self_attn.{name}_scale": np.float32([0.02]) for name in ("q", "k", "v")}
+
+
+@pytest.mark.parametrize(("name", "others"), [("tiny_gpt2", MASKS), ("tiny_llama", SCALES)])
+def test_masks_of_older_files_and_the_scales_of_engines_are_passed(unpacked, name, others):
+    folder, tensors = unpacked(name)
+    prefix = "transformer." if name == "tiny_gpt2" else "model."
+    save_file(tensors | {prefix + tensor: array for tensor, array in others.items()}, folder / SINGLE)
     for name, weight in read(folder).items():
         assert np.isfinite(weight).all() and weight.size, name
 
