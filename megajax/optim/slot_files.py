@@ -144,11 +144,6 @@ class SlotFiles:
         self._written: dict[tuple[int, int], Future[Future[None]]] = {}  # the last write, by chunk and device
         self._submitted = self._taken = self._freed = self._changed = 0  # chunks since the restart
 
-    @property
-    def memory(self) -> int:
-        """Bytes of host memory, of all devices."""
-        return 2 * self.slots * self.devices * self._largest
-
     def read_ahead(self) -> None:
         """Start to read as many chunks as there is memory for."""
         while self._submitted < min(self._freed + self.slots, self._changed + len(self.sizes)):

@@ -169,8 +169,9 @@ class StateSaver:
         state = replace(state, ema=self.program.update.first_averages(state.params)) if begins else state
         state = replace(state, layer_state=self._continued_history(state.layer_state))
         if saved["precision"] != mine["precision"]:  # a loss scale is of its compute dtype
-            fresh = self.program.first_loss_scale
-            state = replace(state, loss_scale=jax.device_put(fresh, state.loss_scale.sharding))
+            scale, age = self.program.first_loss_scale, jnp.zeros((), jnp.int32)
+            scale, age = jax.device_put((scale, age), (state.loss_scale.sharding, state.scale_age.sharding))
+            state = replace(state, loss_scale=scale, scale_age=age)
         return self.program.to_files(self._halved(self._to_stored(state)))
 
     def _abstract_history(self, length: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:

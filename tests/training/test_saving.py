@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -37,9 +38,14 @@ def trained(make_config, tmp_path):
 
 
 def test_a_run_that_goes_on_in_float16_starts_with_a_fresh_loss_scale(make_config, trained):
+    before = trainer_of(make_config(*trained))
+    old = replace(before.state, scale_age=before.state.scale_age + 1999)  # it was float16 earlier
+    before.saver.save(before.checkpoints, 3, old)
+    before.checkpoints.close()
     trainer = trainer_of(make_config(*trained, "precision.compute=float16"))
-    assert trainer.step == 2
-    assert float(trainer.state.loss_scale) == INITIAL_LOSS_SCALE
+    for step in (2, 3):
+        state = trainer.saver.restore(trainer.checkpoints, step)
+        assert (float(state.loss_scale), int(state.scale_age)) == (INITIAL_LOSS_SCALE, 0)
     trainer.checkpoints.close()
 
 
