@@ -171,7 +171,14 @@ def test_all_others_name_a_process_that_does_not_answer(together, silent):
 
 def test_a_barrier_waits_for_all_and_names_itself_when_one_is_missing(together):
     came = []
-    together(lambda rank: came.append(rank) or current().barrier("first", 5) or came.append(rank))
+
+    def come(rank):
+        time.sleep(0.1 if rank == 0 else 0)  # the others wait for it
+        came.append(rank)
+        current().barrier("first", 5)
+        came.append(rank)
+
+    assert together(come) == [None] * COUNT
     assert sorted(came[:COUNT]) == sorted(came[COUNT:]) == [0, 1, 2]
     for error in together(lambda rank: current().barrier("second", 0.2) if rank else None)[1:]:
         assert isinstance(error, Gone) and "'second' within 0.2 s" in str(error)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -82,9 +83,21 @@ def test_a_second_run_in_a_directory_is_refused_and_leaves_the_first_alone(tmp_p
     assert os.listdir(tmp_path) == ["lock"]
 
 
-@pytest.mark.parametrize("changes", [{"process": 2**22 + 5}, {"started": 5}], ids=["no such process", "another one"])
-def test_the_lock_of_a_process_of_this_host_that_is_gone_is_taken_over(tmp_path, owner, changes):
-    owner(**changes)
+@pytest.fixture(scope="module")
+def zombie():
+    """A process that has ended, and whose parent has not waited for it, as in a container without init."""
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    started = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    yield {"process": process.pid, "started": int(started)}
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"process": 2**22 + 5}, {"started": 5}, None], ids=["no such process", "another one", "zombie"]
+)
+def test_the_lock_of_a_process_of_this_host_that_is_gone_is_taken_over(tmp_path, owner, zombie, changes):
+    owner(**(changes or zombie))
     said = []
     lock = RunLock(tmp_path)
     lock.acquire(said.append)

@@ -82,8 +82,10 @@ def test_all_others_end_with_the_number_host_and_last_step_of_a_lost_process(pro
     those, clients = processes(3, timeout=1.2)
     assert not verdicts(those, 0.7)  # longer than the silence that ends the run
     clients[lost].lost = True
-    found = verdicts([process for process in those if process.rank != lost], 2)
+    others = [process for process in those if process.rank != lost]
+    found = verdicts(others, 2)
     assert len(found) == 2
+    assert [process.speaks_for_all for process in others] == [True, False]  # one event of a run, also without process 0
     for sentence in found.values():
         assert f"process {lost} on host {peers.socket.gethostname()} was lost (last known step: {7 + lost})" in sentence
 
@@ -180,9 +182,15 @@ def test_process_0_logs_the_slowest_process_and_notes_it_once(make_config, proce
     assert len(said) == 1
 
 
-def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_config, tmp_path, ended, capfd):
+def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(
+    make_config, tmp_path, ended, processes, capfd
+):
+    """And with the last known step of each process."""
     hook = f"logging.on_event=tee {tmp_path / 'event'}"
     config = make_config(f"run.dir={tmp_path}", "run.hang_min_seconds=1", hook)
+    watched = Watch(config).__enter__()
+    those, _ = processes(2, timeout=1.2)
+    watched.peers = those[0]
 
     def a_step_that_hangs(watched: Watch) -> list[int]:
         for step in range(5):
@@ -190,12 +198,13 @@ def test_a_step_that_hangs_ends_the_process_with_the_stacks_of_all_threads(make_
             time.sleep(0.01)
         return ended(5)
 
-    assert a_step_that_hangs(Watch(config).__enter__()) == [4]
+    assert a_step_that_hangs(watched) == [4]
     sentence = capfd.readouterr().err
     assert re.search(r"the step after step 4 has taken 1 s, a usual step \S+ s: it hangs", sentence)
     assert f"{tmp_path}/hang-0.txt" in sentence
     stacks = (tmp_path / "hang-0.txt").read_text()
-    assert "last known step of process 0: 4" in stacks and "in a_step_that_hangs" in stacks
+    steps = re.findall(r"last known step of process (\d): (\d)\n", stacks)
+    assert steps == [("0", "4"), ("1", "8")] and "in a_step_that_hangs" in stacks
     assert "in a_step_that_hangs" in stacks.partition("Main thread:\n")[2].partition("hread 0x")[0]
     event = json.loads((tmp_path / "event").read_text())
     assert (event["event"], event["step"], event["status"]) == ("hang", 4, LOST) and event["text"] in sentence
@@ -246,6 +255,7 @@ def test_a_thread_that_holds_the_end_of_the_process_hangs_too(make_config, tmp_p
 
     threading.Thread(target=end, daemon=True).start()
     assert ended(10) == [4] and "the end of the process has taken 1 s: it hangs" in capfd.readouterr().err
+    assert "last known step of process 0: " in (tmp_path / "hang-0.txt").read_text()
     free.set()
 
 
