@@ -109,6 +109,8 @@ class Wrong(NamedTuple):
 
 READ = """time tokens loss eval_loss learning_rate grad_norm step_seconds tokens_per_second_per_device checkpoint_step
     rollback expert_load expert_load_max"""  # by plot, status and the watch of a run
+DESCRIBED = """samples_consumed run optimizer batch precision schedule lora data base fp8_history optimizer_state ema
+    losses"""  # of a checkpoint, beside its step and its model
 WRONG = [
     Wrong("metrics", '{"loss": 1}\n', "line 1 is damaged .step is missing"),
     Wrong("metrics", '{"step": 1}\n{"step": "x"}\n', "line 2 is damaged .step=x"),
@@ -131,7 +133,9 @@ WRONG = [
     Wrong("journal", RECORD | {"sums": SUMS | {"tokens": "a" * 5000}}, "sums.tokens=a{197}... should"),
     Wrong("description", {"step": 1}, "model is missing"),
     Wrong("description", {"step": -1, "model": {}}, "step=-1"),
-    Wrong("description", {"step": 1, "model": {}, "batch": 3}, "batch=3"),
+    *(Wrong("description", {"step": 1, "model": {}, key: "x"}, f"{key}=x") for key in DESCRIBED.split()),
+    Wrong("description", {"step": 1, "model": {}, "losses": {"last": [1, None], "spikes": 0}}, "losses.last.1=None"),
+    Wrong("description", {"step": 1, "model": {}, "losses": {"last": []}}, "losses.spikes is missing"),
     Wrong("model folder", "[1]", "should be an object|valid dictionary"),
     Wrong("rates", "[]", "should be"),
     Wrong("rates", {"bf16_flops": 1e308}, "bf16_flops=1e.308"),

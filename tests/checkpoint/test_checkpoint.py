@@ -236,6 +236,11 @@ def test_weights_come_from_a_run_whose_name_is_a_number(make_trainer, tmp_path):
     trainer = make_trainer("run", f"checkpoint.init_from={tmp_path / '2024'}")
     weights = read(tmp_path / "2024" / "checkpoints" / "0")
     np.testing.assert_array_equal(trainer.state.params["head"], weights["params/head"])
+    # Bits that no format checks: only the checksum knows them.
+    (described,) = (tmp_path / "2024/checkpoints/0/description").glob("metadata")
+    described.write_bytes(described.read_bytes() + b" ")
+    with pytest.raises(InputError, match=r"2024 is damaged|/0 is damaged \(description/metadata has .* bytes instead"):
+        make_trainer("run", f"checkpoint.init_from={tmp_path / '2024'}")
 
 
 def test_a_run_goes_on_from_its_own_checkpoint_rather_than_from_init_from(make_trainer, tmp_path):

@@ -63,3 +63,13 @@ def test_the_table_names_mesh_sizes_and_damage_and_one_step_its_arrays(run_dir, 
     assert "DAMAGED: " in first and damaged.name in first and last.endswith("  verified")
     assert inspect.main([str(run_dir)]) == 0, "without --verify no array is read"
     assert "  with checksums, not verified" in capsys.readouterr().out.splitlines()[1]
+    # What the table itself reads of a checkpoint is checked without --verify too: its description, and its headers.
+    for file, cell in (("description/metadata", "kB"), ("state/manifest.ocdbt", "?")):
+        path = run_dir / "checkpoints" / "3" / file
+        whole = path.read_bytes()
+        path.write_bytes(b"x" * len(whole))
+        assert inspect.main([str(run_dir)]) == inspect.DAMAGED, file
+        line = capsys.readouterr().out.splitlines()[2]
+        assert "DAMAGED: " in line and cell in line, file
+        path.write_bytes(whole)
+    assert inspect.main([str(run_dir)]) == 0

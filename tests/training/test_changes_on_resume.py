@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -31,7 +32,7 @@ from megajax.model.trained import frozen_parts, part_of
 from megajax.model.transformer import declared_model
 from megajax.options.registry import Registry
 from megajax.schema.fields import Section
-from megajax.schema.optimizer import OptimizerGroup
+from megajax.schema.optimizer import OPTIMIZERS, OptimizerGroup
 from megajax.training.agreement import MUST_AGREE, compared_settings
 from megajax.training.step import TrainProgram
 
@@ -306,6 +307,36 @@ def test_token_files_are_compared_by_their_sizes_and_by_pieces_of_their_content(
     index.write_bytes(bytes(8))
     if of == "stages":  # one that has not begun may change
         assert not differences(found(5), older | {"data": found(5)["data"]}, MUST_AGREE)
+
+
+def test_the_files_of_each_stage_that_has_begun_are_compared(tmp_path):
+    """Stages begin at steps 2, 4 and 6; the checkpoint is of step 5."""
+    prefixes = [str(tmp_path / name) for name in ("fixed", "first", "second", "later")]
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx"):
+            Path(prefix + suffix).write_bytes(bytes(9))
+    stages = ", ".join(f"{{from_step: {2 * n}, train: {prefix}}}" for n, prefix in enumerate(prefixes) if n)
+    given = ["data.kind=indexed", f"data.train={prefixes[0]}", "data.split=null", f"data.stages=[{stages}]"]
+    config = load_config("quickstart", given)
+    saved = compared_settings(config, 5, data_contents(config))
+    keys = ["data.train.digests", "data.stages.digests", "data.stages.digests", None]
+    for prefix, expected in zip(prefixes, keys, strict=True):
+        Path(f"{prefix}.bin").write_bytes(b"x" + bytes(8))
+        found = differences(saved, compared_settings(config, 5, data_contents(config)), MUST_AGREE)
+        assert [each.key for each in found] == ([expected] if expected else []), prefix
+        assert all(f"{prefix}.bin" in str(each) for each in found)
+        Path(f"{prefix}.bin").write_bytes(bytes(9))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_beta1_of_zero_is_another_one_where_it_takes_an_array_from_the_state(tiny, kind):
+    plain, zero = (
+        load_config(tiny, ["data.kind=synthetic", f"optimizer.kind={kind}", f"optimizer.beta1={beta1}"])
+        for beta1 in (0.9, 0.0)
+    )
+    found = [each.key for each in differences(settings(plain), settings(zero), MUST_AGREE)]
+    assert found == ([] if arrays(plain) == arrays(zero) else ["optimizer.beta1"])
+    assert bool(found) == (kind == "sgd")
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])

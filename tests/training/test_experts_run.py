@@ -193,6 +193,19 @@ def test_small_differences_of_load_stay_light():
     assert fills[0][0] == fills[0][1] == fills[1][0] != fills[1][1]
 
 
+def test_the_darkest_shade_and_the_end_of_the_legend_are_the_largest_load_of_all_steps_and_layers():
+    small = np.full((3, 2), 1.5)
+    for step, layer in np.ndindex(small.shape):
+        loads = small.copy()
+        loads[step, layer] = 7.25
+        picture = ElementTree.fromstring(load_map([1, 2, 3], loads, [0, 1]))
+        boxes = [*picture.iter("{http://www.w3.org/2000/svg}rect")]
+        cells = [box.get("fill") for box in boxes if box.get("class")]
+        darkest = [box.get("fill") for box in boxes if not box.get("class")][-1]
+        assert [index for index, fill in enumerate(cells) if fill == darkest] == [2 * step + layer]
+        assert "7.25" in [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+
+
 def test_a_run_whose_picture_cannot_be_drawn_is_a_run_all_the_same(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "expert_load": [1.0]}\n')
     (tmp_path / "expert_load.svg").mkdir()

@@ -162,6 +162,7 @@ def mlflow(monkeypatch):
         create_experiment=lambda name: name,
         create_run=lambda experiment, run_name: run,
         set_terminated=lambda run, status: ended.append(status),
+        update_run=lambda run, status: ended.append(status),
     )
     entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
     module = SimpleNamespace(MlflowClient=lambda tracking_uri: client, entities=entities)
@@ -181,6 +182,9 @@ def test_mlflow_gets_all_numbers_and_settings_in_requests_of_its_limits(make_con
     assert all(abs(at / 1000 - time.time()) < 60 and step == 7 for _, _, at, step in found)
     tracker.close(False), tracker.close(True)
     assert ended == ["FINISHED", "FAILED"]
+    requests.clear(), ended.clear()
+    trackers.MlflowRun(config, lambda text: None).close(False)  # a resume goes on with the same run
+    assert ended == ["RUNNING", "FINISHED"] and not requests
 
 
 def test_the_event_of_an_end_has_each_status_also_that_of_a_good_one(make_config, tmp_path):

@@ -1,14 +1,17 @@
 """The check that copies of replicated state are equal: silent data corruption is found and named."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from megajax.config.checks import check_mesh
-from megajax.mesh import build_mesh
+from megajax.mesh import AXES, build_mesh
 from megajax.training import replicas
 from megajax.training.loop import Trainer
 from megajax.training.replicas import ReplicaCheck
@@ -69,6 +72,25 @@ def test_of_two_copies_both_devices_are_named(make_config):
     # A weight that is sharded over all devices has no copy.
     check.start(2, with_damage(state, NAME, devices.ravel()[5]))
     assert check.damage() is None
+
+
+SPECS = [spec for axis in AXES for spec in (P(axis), P(None, ("context", axis)) if axis != "context" else P())]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_device_that_is_named_has_the_wrong_copy_whichever_axes_shard_the_array(spec):
+    """On 2 × ... × 2 devices; the checksum of a shard is its number, but that of one device."""
+    shape = (2,) * len(AXES)
+    numbers = np.arange(2 ** len(AXES)).reshape(shape)
+    mesh: Any = SimpleNamespace(devices=numbers, shape=dict.fromkeys(AXES, 2))
+    coordinates = np.indices(shape)
+    axes = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+    shard = sum((coordinates[AXES.index(axis)] << i for i, axis in enumerate(axes)), np.zeros(shape, int))
+    for wrong in (1, 6, numbers.size - 2):
+        sums = shard.reshape(-1, 1).astype(np.uint32)
+        assert not replicas.compare(sums, {"w": spec}, mesh)
+        sums[wrong] += 100
+        assert replicas.compare(sums, {"w": spec}, mesh) == [replicas.Damage("w", [wrong], True)]
 
 
 def test_one_device_has_no_copies_to_check(make_config):

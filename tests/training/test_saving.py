@@ -1,6 +1,7 @@
 """Allowed changes between a checkpoint and the run that resumes from it, and their messages."""
 
 import json
+import re
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from megajax.mesh import build_mesh
 from megajax.training.batches import batches, to_global
 from megajax.training.logs import closing_line, nothing_line
 from megajax.training.loop import Trainer
-from megajax.training.saving import StateSaver
+from megajax.training.saving import StateSaver, refuse_not_finite
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram
 
 SHORT = ("run.steps=2", "run.eval_steps=0")
@@ -153,6 +154,21 @@ def test_padded_adapters_are_saved_and_read_without_their_base(make_config, tmp_
     for name, array in found.params.items():
         assert array.sharding == state.params[name].sharding
         np.testing.assert_array_equal(array, state.params[name])
+
+
+@pytest.mark.parametrize("bad", ["head", "moe.router.bias", "fp8.mlp.up"])
+def test_first_weights_that_are_not_finite_are_named_also_in_the_state_of_layers(bad):
+    arrays = {name: np.ones(3, np.float32) for name in ("head", "moe.router.bias", "fp8.mlp.up")}
+
+    def refuse():
+        state = {kind: {name: arrays[f"{kind}.{name}"]} for kind, name in (("moe", "router.bias"), ("fp8", "mlp.up"))}
+        refuse_not_finite(({"head": arrays["head"]}, state), "KEY=run")
+
+    refuse()
+    for value in (np.nan, np.inf):
+        arrays[bad] = np.float32([1, value, 1])
+        with pytest.raises(InputError, match=f"KEY=run: {re.escape(bad)} has NaN or Inf"):
+            refuse()
 
 
 @pytest.mark.parametrize(

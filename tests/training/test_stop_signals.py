@@ -11,6 +11,7 @@ import time
 import pytest
 from several_processes import Store, clusters, together
 
+from megajax.training import ending
 from megajax.training.stop_signals import StopSignals, deadline
 
 
@@ -65,6 +66,18 @@ def test_a_run_that_has_reached_its_goal_stays_done_whatever_else_asks_for_a_sto
         for done in requests:
             stop.ask(done) if done else os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested(1) and stop.is_done == any(requests)
+
+
+def test_a_request_from_before_the_first_step_is_one_for_the_run(monkeypatch):
+    """A scheduler may preempt a run while it reads its weights: `megajax.train` has noted the signal."""
+    early = []
+    monkeypatch.setattr(ending, "early", early)
+    for number in (None, *ending.STOP_SIGNALS):
+        early[:] = []
+        if number is not None:
+            ending.read_by_a_thread(number, None)
+        with StopSignals() as stop:
+            assert stop.requested(1) == (number is not None) and not stop.is_done
 
 
 def test_a_deadline_asks_for_a_stop_when_it_is_reached():

@@ -21,6 +21,8 @@ DENSE = {"num_layers": 8, "hidden_size": D, "num_heads": 4, "num_kv_heads": 1, "
 DENSE |= {"vocab_multiple": 1}
 EXPERTS = {"num_layers": 4, "moe_layer_interval": 2, "num_experts": 8, "experts_per_token": 2}
 EXPERTS |= {"expert_ffn_hidden_size": 48}
+# A run on GPUs sets these (docs/), and they do nothing on CPUs.
+OF_GPUS = ("--xla_gpu_flag=1", "CUDA_DEVICE_MAX_CONNECTIONS=1", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=9")
 ATTENTION = D * H * (4 + 2 * 1) + 4 * H * D  # with one KV head
 
 
@@ -36,7 +38,7 @@ def make(model: dict, mesh: dict, microbatches: int, **sections: dict) -> TrainP
 def lines(*arguments, **sections: dict) -> dict[str, str]:
     """The lines of the summary by their first word."""
     program = make(*arguments, **sections)
-    found = [line.partition(" ") for line in summary(program, ["--xla_gpu_flag", "VARIABLE=1"]).splitlines()]
+    found = [line.partition(" ") for line in summary(program, [*OF_GPUS, "VARIABLE=1"]).splitlines()]
     return {word: text.strip() for word, _, text in reversed(found)}  # of two lines the first
 
 
