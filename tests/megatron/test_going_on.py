@@ -332,6 +332,8 @@ def group(**values) -> dict:
 def test_the_optimizer_counts_its_updates_without_skipped_steps(configure, tmp_path):
     config = configure("llama", copy=True, optimizer={"state": "bfloat16"})
     common(tmp_path / "llama", optimizer=group(step=8))  # two of ten steps were skipped
+    _, training = continued(config)
+    assert str(training).endswith("80 samples read and its optimizer after 8 updates")
     _, state = state_of(config)
     assert int(state.step) == 10
     assert int(state.optimizer.slots["adamw"]["count"]) == int(state.optimizer.rounded) == 8

@@ -1,8 +1,10 @@
 """`checkpoint.export_hf`: folders that a run writes while it trains."""
 
 import os
+import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -45,6 +47,20 @@ def test_folders_have_the_weights_of_their_checkpoints(build, tmp_path, capsys, 
         differences = compare(tmp_path / f"hf/step-{step}", str(tmp_path / f"run/checkpoints/{step}"))
         assert len(differences) == 21 and not any(d.unequal for d in differences)
         assert max(d.absolute for d in differences) > 0  # BF16
+
+
+def test_with_epochs_the_last_step_has_a_folder_and_services_get_the_number_of_steps(build, tmp_path, monkeypatch):
+    """It is known once the data is open."""
+    package = Mock()
+    package.entities.Param = lambda key, value: (key, value)
+    package.MlflowClient().create_run().info.run_id = "r1"
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    epochs = ("data.kind=indexed", "run.steps=null", "run.epochs=0.1", "run.checkpoint_interval=0")
+    trainer = build(*epochs, "logging.mlflow=http://x")
+    assert trainer.run() == 0 and 1 < trainer.step < 50
+    assert names(tmp_path / "hf") == {f"step-{trainer.step}"}
+    sent = dict(each for call in package.MlflowClient().log_batch.mock_calls for each in call.kwargs.get("params", ()))
+    assert sent["run.steps"] == str(trainer.step) and sent["run.epochs"] == "0.1"
 
 
 def test_training_waits_for_a_folder_only_before_the_next_checkpoint(build, tmp_path, monkeypatch):

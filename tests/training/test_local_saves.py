@@ -71,6 +71,7 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
 ):
     """Its shards are written when the next step has taken their memory."""
     common = (*MESH, "model.dropout=0.1", "run.checkpoint_interval=0", "checkpoint.local_interval=3")
+    common += ("run.spike_factor=100", "run.spike_window=8")
     whole = build(*common, f"run.dir={tmp_path / 'whole'}")
     assert whole.run() == 0
     crashing, write = build(*common), LocalTier._write
@@ -99,6 +100,8 @@ def test_a_crashed_run_goes_on_from_the_local_checkpoint_bit_for_bit(
     assert f"resuming from the local checkpoint of step 6 in {tmp_path / 'local'}/run-" in capsys.readouterr().out
     assert read_metrics(tmp_path / "run", *NUMBERS) == read_metrics(tmp_path / "whole", *NUMBERS)
     assert_equal(again.state, whole.state)
+    losses, expected = (trainer.checkpoints.describe(8)["losses"] for trainer in (again, whole))
+    assert losses == expected and len(losses["last"]) == 8, "also those from before the crash, for the next median"
     assert not [*tmp_path.glob("local/*")]  # the durable checkpoint of the last step replaces them
 
 

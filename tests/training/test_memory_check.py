@@ -72,9 +72,12 @@ def test_a_step_that_does_not_fit_names_what_would(program):
     assert str(error.value).endswith("`megajax plan CONFIG --gpus 2` finds the fastest settings that fit.")
 
 
-@pytest.mark.parametrize("limit", [7.9, 7.0, 6.0])
-def test_the_memory_of_a_remat_policy_is_its_own(program, limit):
-    built = program(limit)
+@pytest.mark.parametrize(
+    ("limit", "given"), [(7.9, ()), (7.0, ()), (6.0, ()), (7.5, ("remat.policy=full", "remat.layers=4"))]
+)
+def test_the_memory_of_a_remat_policy_is_its_own(program, limit, given):
+    """That of all layers, whichever are recomputed now."""
+    built = program(limit, *given)
     with pytest.raises(InputError) as error:
         check_memory(STEP, 8, built)
     found = re.search(r"(?:set|,|or) remat.policy=(\w+) \(about ([\d.]+) GiB\)", str(error.value))

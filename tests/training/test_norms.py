@@ -60,6 +60,11 @@ def test_norms_equal_numpy(make_config):
     scale = jax.device_put(jnp.float32(np.nan), state.loss_scale.sharding)
     skipped = jax.device_get(norms.before(2, replace(state, loss_scale=scale), batch))
     assert all(not own.any() for name, own in skipped.items() if name.startswith("update_ratio"))
+    # The sum of the losses is 5 · 8e37, beyond FP32; that of the weights of tokens and the gradients are finite.
+    heavy = jax.device_put(jnp.full_like(batch["loss_mask"], 6.25e35), batch["loss_mask"].sharding)
+    skipped = jax.device_get(norms.before(2, state, batch | {"loss_mask": heavy}))
+    for name, own in skipped.items():
+        assert not own.any() if name.startswith("update_ratio") else np.isfinite(own).all() and own.any(), name
     logged = jax.device_get(norms.before(2, state, batch))
 
     before = jax.device_get(state.params)

@@ -1,6 +1,7 @@
 """What a run says about its saves, and which checkpoints it keeps."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,28 @@ def test_a_failed_save_and_one_that_nothing_verifies_are_warnings_and_other_save
     reports.report(replace(good, error="no room"), newest=4, ending=False)
     assert [warning for _, warning in lines] == [False, False, True, True]
     assert lines[2][0] == "the checkpoint of step 5 has no checksums (no room)"
+
+
+def test_the_time_between_two_saves_is_without_the_wait_for_the_first(make_config, monkeypatch):
+    """Five steps take 5 s and a save takes 9, of which training waits for 4: two intervals are enough."""
+    clock, lines = 0.0, []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock)
+
+    class Checkpoints:
+        saving = 0
+
+        def outcome(self, wait):
+            nonlocal clock
+            clock += 4
+            return SaveOutcome(self.saving, 1, waited=4.0, seconds=9.0)
+
+    config, checkpoints = make_config("run.checkpoint_interval=5"), Checkpoints()
+    reports = SaveReports(config, True, lambda text, warning: lines.append(text) if warning else None)
+    for checkpoints.saving in (0, 5):
+        assert not lines
+        reports.wait_for_last(checkpoints, checkpoints.saving + 5)
+        clock += 5
+    assert re.findall(r"took (\S+) s.*set it to (\d+) or more", *lines) == [("5", "10")]  # 1.1 · 9 s of steps of 1 s
 
 
 def test_an_early_last_save_does_not_make_the_interval_too_short(make_config):
