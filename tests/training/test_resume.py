@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax._src.compilation_cache import decompress_executable
+from jax._src.compilation_cache import compress_executable, decompress_executable
+from jax._src.lru_cache import LRUCache
 from several_processes import clusters, together
 
 from megajax.errors import InputError
 from megajax.optim import slot_files
-from megajax.training.compiled_steps import SharedCompiler
+from megajax.training.compiled_steps import SharedCompiler, remove_damaged_programs
 from megajax.training.loop import Trainer
 
 
@@ -134,6 +135,18 @@ def test_process_0_compiles_before_those_that_share_its_cache(make_config, cache
     with together(clusters(2)) as call:
         assert call(run) == [None, None]
     assert ended == ([1, 0] if alone else [0, 1])
+
+
+def test_files_of_the_cache_that_are_no_programs_are_removed_and_all_others_stay(tmp_path, make_config):
+    """Under the names that jax gives and looks for."""
+    cache, whole = LRUCache(str(tmp_path), max_size=-1), compress_executable(b"a program" * 99)
+    files = {"whole": whole, "cut": whole[:-9], "empty": b"", "text": b"no program"}
+    for name, content in files.items():
+        cache.put(name, content)
+    (tmp_path / "notes").touch()
+    remove_damaged_programs(make_config(f"run.compilation_cache={tmp_path}"))
+    assert [name for name in files if cache.get(name) is not None] == ["whole"]
+    assert (tmp_path / "notes").exists()
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from megajax.checkpoint import Checkpoints
 from megajax.checkpoint.description import SettingDifference, refuse_changes
 from megajax.config.checks import check_mesh
 from megajax.data.samples import Samples
-from megajax.errors import InputError
+from megajax.errors import InputError, LostReaderError
 from megajax.mesh import build_mesh
 from megajax.training.batches import batches, to_global
 from megajax.training.logs import closing_line, nothing_line
@@ -299,6 +299,19 @@ def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config
     with pytest.raises(InputError, match="data.train holds token id 125, but model.vocab_size=125"):
         next(source)
     trainer.checkpoints.close()
+
+
+@pytest.mark.parametrize("code", [-9, 1])
+def test_a_reader_that_was_ended_is_told_with_its_status_whatever_it_is(make_config, code):
+    """-9: killed, as by a host without memory. In grain's words, as test_monitoring.py hears them from grain."""
+    program, _ = program_and_fields(make_config)
+
+    class Text(Samples):
+        def __getitem__(self, index):
+            raise RuntimeError(f"Worker process was terminated unexpectedly with exit code {code}")
+
+    with pytest.raises(LostReaderError, match=f"[(]exit code {code}[)]"):
+        next(batches(program, "train", Text()))
 
 
 def without(name):
