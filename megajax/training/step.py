@@ -359,7 +359,7 @@ def _before_update(
     config, losses, layer_metrics = program.config, results.losses, results.layer_metrics
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(results.norm)
     norms = clipped_norms(program.plan, results.gradients, results.norm)
-    given = Given(results.gradients, norms, _rescaling(program, layer_metrics), state.step, finite)
+    given = Given(results.gradients, norms, rescaling(program, layer_metrics), state.step, finite)
     # A step with non-finite numbers changes no layer state either.
     layer_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), results.layer_state, state.layer_state)
     skipped = (~finite).astype(jnp.int32)
@@ -400,7 +400,7 @@ def directions_of(
     return program.update.rate(state.step), directions, optimizer
 
 
-def _rescaling(program: TrainProgram, metrics: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+def rescaling(program: TrainProgram, metrics: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
     """Factors, in stored rows, of the parameters that a kind of block rescales after an update, from its metrics."""
     factors = {}
     for kind, of_kind in metrics.items():

@@ -13,9 +13,10 @@ from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
 from megajax.mesh import AXES, build_mesh
 from megajax.model.attention import Attention
+from megajax.sharding import EMPTY
 from megajax.tools.verify.runs import canonical
 from megajax.training.batches import to_global
-from megajax.training.step import TrainProgram
+from megajax.training.step import TrainProgram, rescaling
 
 SCORE = "max_attention_score"
 WITHOUT_ROPE = {"num_layers": 1, "rope_pattern": ["none"]}
@@ -128,6 +129,19 @@ def test_heads_that_share_keys_have_the_smallest_factor_of_them():
     for name, expected in {"key": of_keys, "query": of_keys.repeat(2)}.items():
         np.testing.assert_allclose(factors[name][0, 0, :, 0], expected, rtol=1e-6, err_msg=name)
         np.testing.assert_allclose(factors[f"{name}_bias"][0, :, 0], expected, rtol=1e-6, err_msg=name)
+
+
+def test_each_stored_layer_of_a_pipeline_has_its_own_factor():
+    """The scores of layer l are 4^l times the threshold, so its queries and keys have a factor of 1 / 2^l each."""
+    model, rounds = CASES["sinks"] | {"num_layers": 3, "qk_clip": 1.0}, {"virtual_stages": 2}
+    config = make_config(model, {"pipeline": 2}, microbatches=2, steps=1, optimizer="sgd", pipeline=rounds)
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+    heads, name = config.model.num_heads, "blocks.dense.attention.query"
+    factors = rescaling(program, {"dense": {SCORE: 4.0 ** np.arange(3, dtype=np.float32).repeat(heads).reshape(3, -1)}})
+    order = program.placements[name].layers  # with an empty slot
+    assert order != tuple(sorted(order)) and len(order) == 4
+    expected = [0 if layer == EMPTY else 0.5**layer for layer in order]
+    np.testing.assert_allclose(factors[name][:, 0, 0, 0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
