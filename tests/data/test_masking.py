@@ -114,6 +114,8 @@ def test_batches_hide_tokens_of_the_samples_and_their_targets_are_these(config_o
     masking = open_masking(config)
     assert masking is not None and (masking.mask_token, masking.vocab_size) == (100, 104)
     assert masking.kept == (100, 101, 102, 103)
+    ended = open_masking(config_of(**packed, end_of_document="57"))  # no special token
+    assert ended is not None and ended.kept == (57, 100, 101, 102, 103)
     whole = [next(loader) for _ in range(3)]
     for step, (batch, other) in enumerate(zip(whole, unmasked, strict=False)):
         assert {name: a.dtype for name, a in batch.items()} == {name: a.dtype for name, a in other.items()}
