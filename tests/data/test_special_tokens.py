@@ -33,6 +33,7 @@ from megajax.data.special_tokens import (
 from megajax.data.tokenizers import deciding_files, keep_tokenizer, load_tokenizer
 from megajax.errors import InputError
 from megajax.hf import beside
+from megajax.sources import HfSource, text_settings
 from megajax.training.loop import Trainer
 
 FILES = Path(__file__).parents[1] / "data_files"
@@ -161,6 +162,12 @@ def test_exports_and_runs_keep_the_tokens(family):
         ends = [expected["end"]] if kind == "text" else stop_tokens(run, kept, expected["end"], {})  # no config is kept
         assert np.atleast_1d(keys["eos_token_id"]).tolist() == list(ends)
         assert keys["bos_token_id"] == expected["begin"]
+    # A run from scratch was trained without the token before a text; one of a Hugging Face model began with it.
+    config = config_of(folder, [], kind="text")
+    assert text_settings(config, run).begin_token is None
+    (run / "hf_config.json").write_text("{}")
+    begins = expected["prompt"][0] == expected["begin"] and expected["prompt"] != expected["plain"]
+    assert text_settings(config, run).begin_token == (expected["begin"] if begins else None)
 
 
 def test_a_setting_wins_over_the_folder(tmp_path):
@@ -285,7 +292,7 @@ def test_data_of_a_base_model_need_no_template(tmp_path):
     tokenizer = load_tokenizer(str(folder))
     assert stop_tokens(folder, tokenizer, 257, {}) == (257,)
     (folder / "chat_template.jinja").write_text(CHATML)
-    assert stop_tokens(folder, tokenizer, 257, {}) == (257, 259)
+    assert stop_tokens(folder, tokenizer, 257, {}) == HfSource(folder, "path").text(config).stop_tokens == (257, 259)
     assert stop_tokens(folder, tokenizer, 257, None) == (257,)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}")
     assert stop_tokens(folder, tokenizer, 257, {"end": "<|im_end|>"}) == (257, 259)  # data.chat_template_args
@@ -362,6 +369,15 @@ def test_templates_tokenizers_and_exports_read_the_names_of_the_same_file(case, 
     known = {} if "eos_token" in expected else {"eos_token": "</s>"}  # a known name, as documented
     end = (known | expected)["eos_token"]
     assert load_tokenizer(str(tmp_path)).end_of_document == tokenizer.token_to_id(end)
+
+
+@pytest.mark.parametrize("flags", [{}, {"special": True}, {"special": False}, {"special": True, "normalized": True}])
+def test_an_added_token_has_the_flags_that_a_file_leaves_out_as_the_library_has_them(tmp_path, flags):
+    stored = {"added_tokens_decoder": {"6": {"content": "<x>"} | flags}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stored))
+    found, usual = read_folder_tokens(tmp_path).added[6], TokenOfFile("<x>", **flags)
+    for name in ("content", "special", "lstrip", "rstrip", "single_word", "normalized"):
+        assert getattr(found, name) == getattr(usual, name), name
 
 
 # Flags of <x>, token 6, in tokenizer.json and in added_tokens_decoder, and by transformers 5.24 the tokens of
