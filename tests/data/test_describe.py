@@ -1,5 +1,6 @@
 """The summary's lines on the data, against figures worked out by hand."""
 
+import json
 from types import SimpleNamespace
 
 from megajax.data.describe import SOURCES_SHOWN, describe_data
@@ -54,3 +55,22 @@ def test_synthetic_data_is_one_line(make_config):
     assert lines_of(make_config(kind="synthetic", reset_positions=True)) == [
         "synthetic tokens; documents separate in positions"
     ]
+
+
+def test_each_answer_that_has_no_sample_is_counted_among_those_left_out(make_config, tmp_path):
+    """Of 20 answers; a mark before the last one gives each a sample of its own, the text before it and itself.
+
+    Two, of 5 and 9 tokens, fit in a sequence; four more begin within the 25 tokens beyond which no sample is made.
+    """
+    template = "{% for m in messages %}{{ '!' if loop.last and m.role == 'assistant' }}{{ m.content }};{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    turns = [{"role": role, "content": "a"} for _ in range(20) for role in ("user", "assistant")]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns}))
+    files = {
+        "train": str(tmp_path / "c.jsonl"),
+        "chat_template": str(tmp_path / "t.jinja"),
+        "index_cache": str(tmp_path),
+    }
+    config = make_config(kind="chat", tokenizer="byte", too_long="cut", **files)
+    (line,) = lines_of(config)[1:]
+    assert "1 conversation (20 samples: " in line and ", 18 left out, 14 tokens in 2 sequences" in line

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config.load import load_config
-from megajax.data.describe import describe_data
+from megajax.data.describe import SOURCES_SHOWN, describe_data
 from megajax.data.loader import datasets, make_loader
 from megajax.data.samples import BlendedSamples, StagedSamples
 from megajax.data.synthetic import SyntheticSamples
@@ -79,6 +79,10 @@ def test_the_summary_has_the_stages_and_the_shares_of_the_whole_run(staged):
     lines = describe_data(staged, datasets(staged))
     assert lines[1:3] == [f"stage from step 3: 25.0% {web}, 75.0% {maths}", f"stage from step 6: 100.0% {code}"]
     assert [line.split(":")[0].strip() for line in lines[4:]] == [f"22.5% {web}", f"55.0% {code}", f"22.5% {maths}"]
+    many = [SimpleNamespace(prefix=f"p{i}", weight=1.0) for i in range(SOURCES_SHOWN + 5)]
+    staged.data.stages = (SimpleNamespace(from_step=3, train=many),)
+    shown = ", ".join(f"4.0% p{i}" for i in range(20))  # each of 25
+    assert describe_data(staged, {})[1] == f"stage from step 3: {shown}, and 5 more"
 
 
 def test_the_other_splits_have_no_stages(staged):

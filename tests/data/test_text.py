@@ -175,17 +175,21 @@ def test_files_of_a_killed_process_are_removed_under_the_lock(tmp_path):
 
 def test_bad_lines_are_left_out_and_the_summary_and_the_commands_say_so(tmp_path, capsys):
     (tmp_path / "shard-0").write_text('{"body": "some text that is good"}\n{"text": "a"}\n[]\n{"body": "more"}\n')
+    (tmp_path / "shard-1").write_text('{"body": "x"}\n{\n')
     config = config_of(tmp_path)
     with pytest.warns(UserWarning, match=r"shard-0: 2 bad lines left out.\n.*line 2 has no key .*data.text_key"):
         opened = datasets(config)
     lines = describe_data(config, opened)
     assert lines[0] == f"{tmp_path}/shard-*, shuffled, tokenizer byte"
-    assert lines[1].startswith("train: 2 documents, 28 tokens (2 bad lines of the text left out), 1 sample per epoch;")
+    assert lines[1].startswith("train: 3 documents, 30 tokens (3 bad lines of the text left out), 1 sample per epoch;")
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert index.main([str(tmp_path / "run.yaml")]) == 0 and inspect.main([str(tmp_path / "run.yaml")]) == 0
     printed = capsys.readouterr().out
-    assert "everything is stored" in printed and "at is good<end of document>" in printed
+    assert "everything is stored" in printed and "x<end of document>" in printed
     assert "100.00% end with token 256, the end-of-document token" in printed
+    # Two passes over 30 tokens are 3.75 samples of 16, a step of four.
+    assert index.main([str(tmp_path / "run.yaml"), "run.epochs=2", "run.steps=null"]) == 0
+    assert "1 step read 64 tokens, 2.13 epochs" in capsys.readouterr().out
 
 
 @settings(max_examples=50, deadline=None)
