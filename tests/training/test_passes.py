@@ -114,8 +114,10 @@ def test_what_depends_on_the_number_of_steps_is_checked_once_the_data_is_open(wi
     assert resolved.where("schedule.kind") == "the command line: schedule.kind=cosine"
     wsd = with_steps(with_epochs(1, "schedule.kind=wsd"), 20).schedule
     assert (wsd.decay_steps, wsd.wsd_decay_steps) == (20, 2)
-    with pytest.raises(InputError, match="run.epochs=1 .* is .* steps, but run.steps=20"):
-        steps_of(resolved)
+    for steps in (20, 10_000):  # fewer than the data has, and more
+        other = resolved.model_copy(update={"run": resolved.run.model_copy(update={"steps": steps})})
+        with pytest.raises(InputError, match=f"run.epochs=1 .* is .* steps, but run.steps={steps}"):
+            steps_of(other)
 
 
 def yaml_run(config) -> dict:
