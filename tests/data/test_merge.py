@@ -50,7 +50,12 @@ def test_sequences_and_modes_are_merged(tmp_path):
 
 def test_files_that_cannot_be_merged_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, dtype, modes in (("a", np.uint16, None), ("b", np.int32, None), ("c", np.uint16, 1)):
+    for name, dtype, modes in (
+        ("a", np.uint16, None),
+        ("b", np.int32, None),
+        ("c", np.uint16, 1),
+        ("d", np.uint16, None),
+    ):
         with IndexedWriter(name, dtype, multimodal=modes is not None) as writer:
             writer.add_document([1, 2], modes=modes)
     before = sorted(tmp_path.iterdir())
@@ -62,6 +67,7 @@ def test_files_that_cannot_be_merged_are_refused(tmp_path, monkeypatch, capsys):
         "--input a c --output-prefix m": "--input: only one of a.idx and c.idx has modes (of multimodal data): merge "
         "files of one kind.",
         "--input a --output-prefix ./a": "--output-prefix ./a is also an --input: choose another output prefix.",
+        "--input a d --output-prefix ./d": "--output-prefix ./d is also an --input: choose another output prefix.",
         "--input a --output-prefix m/": "--output-prefix m/ is a directory; add a name, such as m/merged.",
         "--input a no --output-prefix m": "no.idx does not exist: correct the prefix, or write it with `python -m "
         "megajax.data.preprocess`.",

@@ -3,9 +3,11 @@
 As a script this file kills a real process at each of its writes; see `main`.
 """
 
+import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from terminal import Terminal
 
 from megajax.console import user_errors
 from megajax.data.encoding import BadLines, Encoded
@@ -133,6 +136,13 @@ def test_an_interrupted_run_goes_on_and_names_all_its_bad_lines(interrupted, tmp
     assert not list(tmp_path.glob("*.partial*"))
 
 
+def test_the_progress_of_a_resumed_run_ends_at_100_percent(interrupted):
+    arguments, _ = interrupted
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        assert preprocess_main([*arguments, "--resume"]) == 0
+    assert re.findall(r"(\d+)%", terminal.getvalue())[-1] == "100"
+
+
 def test_a_run_that_would_write_other_bytes_is_not_resumed(interrupted, tmp_path, capsys):
     arguments, whole = interrupted
 
@@ -152,6 +162,9 @@ def test_a_run_that_would_write_other_bytes_is_not_resumed(interrupted, tmp_path
     for name in changed:
         record.write_text(json.dumps(whole_record | {"settings": whole_record["settings"] | {name: "another"}}))
         assert f"--resume: {name} is " in sentence() and whole_record["settings"].keys() == changed, name
+    gone = {"settings": whole_record["settings"] | {"the hash of tokenizer_config.json": "of a file that is gone"}}
+    record.write_text(json.dumps(whole_record | gone))
+    assert '--resume: the hash of tokenizer_config.json is null, but was "of a file' in sentence()
     record.write_text(json.dumps(whole_record))
     os.utime(tmp_path / "b.gz", (1, 1))
     assert f"[size, time of change] of {tmp_path}/b.gz is [" in sentence()
