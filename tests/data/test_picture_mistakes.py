@@ -159,6 +159,7 @@ def test_a_file_that_cannot_be_a_picture_is_a_sentence(images, tmp_path):
         file.truncate(MOST_BYTES + 1)
     for name, sentence in (
         ("large.png", "has 134,217,729 bytes, more than 134,217,728"),
+        (f"file://{tmp_path}/large.png", "has 134,217,729 bytes, more than 134,217,728"),  # as at any URL
         (300 * "a", r"cannot be read \(File name too long\)"),
     ):
         with pytest.raises(PictureError, match=sentence):
