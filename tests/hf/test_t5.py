@@ -1,6 +1,7 @@
 """T5 against transformers: folders, logits, gradients and generation (tests/data_files/make_t5_references.py)."""
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from pydantic import ValidationError
 from safetensors.numpy import load_file
 
+from megajax import generate
 from megajax.config import Config, ModelConfig
 from megajax.config.checks import check_mesh
 from megajax.data.tokenizers import load_tokenizer
@@ -183,3 +186,14 @@ def test_generation_with_cached_cross_keys_is_that_of_whole_sequences(weights, n
         generator.model(stored["tokens"])
     with pytest.raises(InputError, match="scores of texts need a text before them"):
         Scorer(generator.model)
+
+
+def test_the_command_prints_only_the_answer(unpack, tmp_path, capsys):
+    """It does not continue the prompt, which the encoder has read."""
+    shutil.copytree(unpack("t5_tied"), tmp_path, dirs_exist_ok=True)
+    names = {chr(i): i for i in range(33, 127)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, "!"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    arguments = [str(tmp_path), "--prompt", "Q", "--tokens", "1", "--temperature", "0"]
+    assert generate.main(arguments) == 0
+    assert "Q" not in capsys.readouterr().out

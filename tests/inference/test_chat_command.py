@@ -63,8 +63,10 @@ def test_each_answer_follows_the_conversation_before_it(talk, answer):
     assert len({first, second, again}) == 3
     said = "\ufeffhello\\\nyou\n\ngo\n/reset\ngo\n/exit\nmore\n".encode()
     assert talk(said, "--system", "be nice") == (0, f"{first}\n{second}\n{again}\n", "")
-    for end in (b"go\\", b"go\\\n"):  # the line that it continues is missing
-        assert talk(end, "--system", "be nice") == (0, f"{again}\n", "")
+    # The line that the last one continues is missing. A message whose answer is empty is forgotten.
+    stop = next(first[:end] for end in range(1, len(first)) if first[:end] not in again)
+    for said, before, *options in ((b"go\\", ""), (b"hello\\\nyou\ngo\\\n", "\n", "--stop", stop)):
+        assert talk(said, "--system", "be nice", *options) == (0, f"{before}{again}\n", "")
     # No other message than the empty one, and each answer has a seed of its own.
     drawn = [answer("xs éu goéa ", 2.0, seed) for seed in (7, 8)]
     assert drawn[0] != drawn[1]

@@ -201,6 +201,7 @@ def test_a_stop_token_and_the_context_end_each_sequence_by_itself(references, ll
     stop = expected[0][4]
     assert not {never, stop} & {*expected[1][:11], *expected[2][:3]}
     short = changed(llama, stop_tokens=(never, stop), max_length=20)  # the second of two
+    assert (llama.prefix_token, short.prefix_token) == (None, never)  # a text is scored behind the end of another
     ending = Generator(short, GREEDY, multiple=8)
     stopped = expected[0][: expected[0].index(stop)]
     for count, chunk, is_cut in ((10, None, False), (14, None, True), (14, 4, True)):
