@@ -126,8 +126,11 @@ def test_parts_of_content_are_joined_unless_the_template_reads_them(content, rol
         + content
         + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    expected = CONTENTS[content] if role == "user" else "ab \ncd"
-    assert template_of(only).render([{"role": role, "content": PARTS}]) == expected
+    expected = {each: CONTENTS[content] if each == "user" else "ab \ncd" for each in (role, "user")}
+    assert template_of(only).render([{"role": role, "content": PARTS}]) == expected[role]
+    for order in (("user", role), (role, "user")):  # what one role's content is does not decide on another's
+        chat = [{"role": each, "content": PARTS} for each in order]
+        assert template_of(only).render(chat) == "".join(expected[each] for each in order)
 
 
 def test_parts_with_a_picture_are_joined_unless_the_template_writes_it_too():
@@ -237,6 +240,14 @@ def test_a_long_chat_of_a_model_that_thinks_takes_linear_time():
         starts = [spans[-1][0] for _, spans in every.samples]
         assert len(samples) == sum(start < 500 for start in starts) > WINDOW
     assert counts[100] < 2.2 * counts[50]
+    chat = long_chat(20)
+    # Those beyond the room that have the weight 0 are no loss.
+    weighted = [
+        {**message, "weight": 0} if i in chat.answers[-3:] else message for i, message in enumerate(chat.messages)
+    ]
+    chat = chat._replace(messages=weighted)
+    samples, beyond = answer_samples(template_of(THINKING, seen=lambda m: ""), chat, lambda text: 500)
+    assert 0 < beyond == 20 - len(samples) - 3
     # If each sample begins in another way, only the last one says where its answer begins.
     numbered = template_of("{{ messages | selectattr('role', 'eq', 'user') | list | length }}" + CHATML)
     samples, beyond = answer_samples(numbered, long_chat(20), lambda text: 100)
