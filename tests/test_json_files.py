@@ -172,6 +172,9 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
     write(path, '{"step": 1}\n\0\0\n{"step": 2}')
     with pytest.warns(match="1 in all; the first: .*line 2 is not JSON"):
         assert [line["step"] for _, line in metrics_file.read(path)] == [1, 2]
+    write(path, b'{"step": 1}\n' + b"x" * (json_files.MOST_LINE_BYTES + 9) + b'\n{"step": 2}\n')  # longer than any
+    with pytest.warns(match="the first: .*line 2 is not JSON"):
+        assert [line["step"] for _, line in metrics_file.read(path)] == [1, 2]
 
 
 def test_a_resumed_run_leaves_out_damaged_lines_with_a_warning(tmp_path):

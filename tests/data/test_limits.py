@@ -66,9 +66,14 @@ def test_one_frame_that_expands_without_limit_is_read_in_pieces(tmp_path, ending
     assert peak < (80 if ending in ("zst", "xz") else 8) * MOST
 
 
-@pytest.mark.parametrize("start, each", [(b"", b"\n"), (b"", b'{"text": ""}\n'), (b"[", b'{"text": "a long text"}, ')])
-def test_short_lines_or_items_that_expand_without_limit_end_at_a_limit_of_the_file(tmp_path, start, each):
-    path, limits = tmp_path / "a.bz2", SMALL._replace(most_bytes=MOST // 8)
+LONG = b"0" * 100_000 + b"\n"  # most of it follows the block in which it begins
+
+
+@pytest.mark.parametrize(
+    "start, each", [(b"", b"\n"), (b"", b'{"text": ""}\n'), (b"[", b'{"text": "a long text"}, '), (b"", LONG)]
+)
+def test_lines_or_items_that_expand_without_limit_end_at_a_limit_of_the_file(tmp_path, start, each):
+    path, limits = tmp_path / "a.bz2", SMALL._replace(most_bytes=MOST // 8, block_bytes=1 << 14)
     path.write_bytes(bz2.compress(start + each * (3 * limits.most_bytes // len(each))))
     with pytest.raises(InputError, match=f"its {path.stat().st_size:,} bytes hold more than 262,144 bytes of text"):
         lines_of(path, limits=limits)
