@@ -136,6 +136,8 @@ def test_a_processor_that_only_has_its_name_has_the_values_of_transformers(kind)
     older = ({"feature_extractor_type": f"{kind}FeatureExtractor"}, {"image_processor_type": f"{kind}FeatureExtractor"})
     for names in (values, {"image_processor_type": f"{kind}ImageProcessorFast"}, *older):
         assert read_processor(names, "a", own) == ImageProcessor(**{"resample": 3, "scale": 1 / 255} | expected), names
+    for number in range(6):  # of Pillow's filters; 0 is the nearest pixel
+        assert read_processor(values | {"resample": number}, "a", own).resample == number
     for key, other in {"patch_size": 7, "temporal_patch_size": 1, "merge": 1}.items() if kind == "Qwen2VL" else ():
         with pytest.raises(InputError, match=f"but model.vision.{key}={other}"):
             read_processor(values, "a", own.model_copy(update={key: other}))

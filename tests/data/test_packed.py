@@ -9,6 +9,7 @@ from megajax.data.indexed import IndexedDataset
 from megajax.data.loader import make_loader
 from megajax.data.samples import BlendedSamples, DocumentSamples, Packing, make_batch
 from megajax.data.synthetic import SyntheticSamples
+from megajax.schema.vision import VisionConfig
 
 ALL = Packing(reset_attention=True, reset_positions=True, mask_end_of_document_loss=True)
 
@@ -102,6 +103,16 @@ def test_synthetic_documents_cut_the_same_tokens_everywhere_and_depend_on_index_
 def test_synthetic_documents_may_be_one_or_as_many_as_tokens():
     lengths = {count: SyntheticSamples(10, 4, 3, documents=count).document_lengths(0) for count in (1, 4, 5)}
     assert (lengths[1].tolist(), sorted(lengths[4]), lengths[5].tolist()) == ([5], [1, 1, 1, 2], [1] * 5)
+
+
+def test_synthetic_documents_begin_at_any_token_but_within_a_picture():
+    """Three pictures of nine tokens."""
+    tower = {"image_token": 9, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "patch_size": 4, "grid": 3}
+    vision = VisionConfig.model_validate(tower | {"patches_per_row": 27})
+    samples = SyntheticSamples(10, 40, 3, documents=5, vision=vision)
+    within = {first + token for _, first in samples.pictures(0) for token in range(1, 9)}
+    starts = {int(start) for i in range(300) for start in np.cumsum(samples.document_lengths(i))[:-1]}
+    assert len(within) == 24 and starts == set(range(1, 41)) - within
 
 
 @pytest.mark.parametrize(("split", "workers"), [("train", 0), ("valid", 1)])
