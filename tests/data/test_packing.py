@@ -433,5 +433,16 @@ def test_inspect_counts_the_groups_that_share_a_document(make_config):
     assert balance.balance_lines(config, samples)[-1] == line
 
 
+def test_inspect_draws_parts_of_several_rows_in_units_of_the_mean_part(make_config):
+    """32 rows in 16 parts; half of the rows are one document of 16 tokens, the others two of 8."""
+    samples: Any = SimpleNamespace(document_lengths=lambda i: np.array([17] if i < 16 else [8, 9]), padding=lambda i: 0)
+    samples.repacked = lambda packing: samples
+    lines = balance.balance_lines(make_config(global_size=32, sequence_length=16, reset_attention=True), samples)
+    works = [2 * 136] * 8 + [4 * 36] * 8
+    for part, (line, work) in enumerate(zip(lines[-16:], works, strict=True)):
+        rows = ["rows", str(2 * part), "to", str(2 * part + 1)]
+        assert line.split() == [*rows, f"{work / 208:.2f}", "#" * round(40 * work / 272)]
+
+
 def test_synthetic_samples_keep_their_order():
     assert DataConfig(kind="synthetic", packing="balanced", reset_attention=True).row_packing == "sequential"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -90,12 +91,23 @@ def test_an_allocation_that_ends_the_process_is_a_sentence():
     assert "the tokenizer ends its process (SIG" in str(stopped.value.error)
 
 
-def test_ten_replacements_are_refused_before_they_run(tmp_path):
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": 10 * "a"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GROWING = {  # a part of a tokenizer.json, the name of its steps, one of them, and how much longer ten make a text
+    "normalizer": ("normalizers", REPLACE, 10**10),
+    "pre_tokenizer": ("pretokenizers", BYTES, 8**10),
+    "post_processor": ("processors", BYTES, 8**10),
+    "decoder": ("decoders", REPLACE, 10**10),
+}
+
+
+@pytest.mark.parametrize("part", GROWING)
+def test_ten_steps_that_each_make_a_text_longer_are_refused_before_they_run(tmp_path, part):
     path = splitting(tmp_path / "tokenizer.json", "a")
-    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": 10 * "a"}] * 10
-    normalizer = {"normalizer": {"type": "Sequence", "normalizers": steps}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | normalizer))
+    name, step, times = GROWING[part]
+    steps = {part: {"type": "Sequence", name: [step] * 10}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | steps))
     before = child_seconds()
-    with pytest.raises(InputError, match=f"normalizer of {path} may make a text 1e.10 times as long"):
+    with pytest.raises(InputError, match=re.escape(f"{part} of {path} may make a text {times:.3g} times as long")):
         try_tokenizer(path)
     assert child_seconds() - before < 1

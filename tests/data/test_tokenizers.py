@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 import shutil
 
@@ -191,6 +192,15 @@ def test_sentencepiece_model_is_read(tmp_path):
     ((found, offsets),) = tokenizer.encode_with_offsets(["the é dog"])
     assert found == tokenizer.encode("the é dog")
     assert [offsets[0][0], offsets[-1][1]] == [0, 9] and (4, 5) in offsets  # é is two bytes
+
+
+@pytest.mark.parametrize("names", [("<|im|>", "<|im|>x"), ("<|im|>x", "<|im|>")])
+def test_of_added_tokens_that_begin_alike_the_longest_is_found_in_a_text(tmp_path, names):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+    (tmp_path / "added_tokens.json").write_text(json.dumps({name: 40 + i for i, name in enumerate(names)}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("<|im|>x<|im|>") == [tokenizer.token_id("<|im|>x"), tokenizer.token_id("<|im|>")]
+    assert {*tokenizer.encode("<|im|>x<|im|>")} == {40, 41}
 
 
 def test_bad_tokenizers_are_refused_with_one_sentence(tmp_path):
