@@ -91,7 +91,7 @@ def test_prefetch_changes_nothing(make_config, write_documents):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("request_to_stop", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("request_to_stop", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_reading_goes_on_when_worker_processes_are_asked_to_stop(make_config, write_documents, request_to_stop):
     prefix = write_documents(DOCUMENTS)
     plain = take(make_loader(make_config(train=prefix), split="train", rows=np.arange(4)), 20)

@@ -4,6 +4,7 @@ import json
 import struct
 import tarfile
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 
@@ -64,6 +65,36 @@ def test_the_nearest_processors_are_read():
         assert read_processor(cropped, "p.json", vision).fixed_size == (12, 12)
     whole = {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": False}
     assert read_processor(whole | {"size": {"height": 12, "width": 12}}, "p.json", GRID).fixed_size == (12, 12)
+
+
+QWEN = {"patch_size": 4, "temporal_patch_size": 1, "merge_size": 2}
+OTHERS = {  # a processor, what FREE needs in its file, and keys that it reads with other values than the usual ones
+    "CLIPImageProcessor": (
+        {},
+        {"do_resize": False, "do_center_crop": False, "do_rescale": False, "do_normalize": False, "size": 9},
+    ),
+    "CLIPImageProcessorFast": ({}, {"crop_size": 9, "resample": 0, "rescale_factor": 0.5, "image_mean": [0.1] * 3}),
+    "LlavaImageProcessor": (
+        {},
+        {"do_pad": True, "image_std": [0.1] * 3, "crop_size": {"height": 8}, "size": {"shortest_edge": 8}},
+    ),
+    "SiglipImageProcessor": ({}, {"size": {"height": 8}, "do_pan_and_scan": True}),
+    "Gemma3ImageProcessor": ({}, {"size": {"width": 8}, "resample": 0}),
+    "Qwen2VLImageProcessor": (
+        QWEN,
+        {"min_pixels": 64, "max_pixels": 4096, "size": {"longest_edge": 4096}} | dict.fromkeys(QWEN, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_key_of_a_processors_file_changes_it_or_is_refused(name):
+    needed, others = OTHERS[name]
+    usual = {"image_processor_type": name} | needed
+    processor = read_processor(usual, "p.json", FREE)
+    for key, value in others.items():
+        with suppress(InputError):  # as one that does not fit the model
+            assert read_processor(usual | {key: value}, "p.json", FREE) != processor, key
 
 
 @pytest.mark.parametrize(
@@ -164,6 +195,13 @@ def test_a_file_that_cannot_be_a_picture_is_a_sentence(images, tmp_path):
     ):
         with pytest.raises(PictureError, match=sentence):
             images.files.image(Picture(name, str(tmp_path / "x.jsonl"), "x.jsonl, line 1"))
+    member = tarfile.TarInfo("large.png")
+    member.size = MOST_BYTES + 1
+    with (tmp_path / "x.tar").open("wb") as file:
+        file.write(member.tobuf())
+        file.truncate(MOST_BYTES + 10_240)
+    with pytest.raises(PictureError, match="x.tar, member large.png has 134,217,729 bytes, more than 134,217,728"):
+        images.files.image(Picture("large.png", str(tmp_path / "x.tar"), "x.tar, member a.json"))
     header = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
     with pytest.raises(PictureError, match="has more than 67,108,864 pixels"):
