@@ -175,21 +175,23 @@ def test_files_of_a_killed_process_are_removed_under_the_lock(tmp_path):
 
 def test_bad_lines_are_left_out_and_the_summary_and_the_commands_say_so(tmp_path, capsys):
     (tmp_path / "shard-0").write_text('{"body": "some text that is good"}\n{"text": "a"}\n[]\n{"body": "more"}\n')
-    (tmp_path / "shard-1").write_text('{"body": "x"}\n{\n')
+    (tmp_path / "shard-1").write_text('{"body": "another text of some length"}\n{\n')
     config = config_of(tmp_path)
     with pytest.warns(UserWarning, match=r"shard-0: 2 bad lines left out.\n.*line 2 has no key .*data.text_key"):
         opened = datasets(config)
     lines = describe_data(config, opened)
     assert lines[0] == f"{tmp_path}/shard-*, shuffled, tokenizer byte"
-    assert lines[1].startswith("train: 3 documents, 30 tokens (3 bad lines of the text left out), 1 sample per epoch;")
+    assert lines[1].startswith("train: 3 documents, 56 tokens (3 bad lines of the text left out), 3 samples per epoch;")
+    blend = config_of(tmp_path, {"train": f"1 {tmp_path}/shard-0 1 {tmp_path}/shard-1"})
+    assert "56 tokens (3 bad lines of the text left out) in 2 data sets" in describe_data(blend, datasets(blend))[1]
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert index.main([str(tmp_path / "run.yaml")]) == 0 and inspect.main([str(tmp_path / "run.yaml")]) == 0
     printed = capsys.readouterr().out
-    assert "everything is stored" in printed and "x<end of document>" in printed
+    assert "everything is stored" in printed and "<end of document>" in printed and "\nsome text that i" in printed
     assert "100.00% end with token 256, the end-of-document token" in printed
-    # Two passes over 30 tokens are 3.75 samples of 16, a step of four.
+    # Two passes over 56 tokens are 7 samples of 16, two steps of four.
     assert index.main([str(tmp_path / "run.yaml"), "run.epochs=2", "run.steps=null"]) == 0
-    assert "1 step read 64 tokens, 2.13 epochs" in capsys.readouterr().out
+    assert "2 steps read 128 tokens, 2.29 epochs" in capsys.readouterr().out
 
 
 @settings(max_examples=50, deadline=None)
