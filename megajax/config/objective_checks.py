@@ -35,7 +35,7 @@ def check_teacher(config: Config) -> None:
     reads = getattr(registered, "TEACHER", False)
     if teacher is None:
         if reads:
-            problem = f"{format_keys(config, OBJECTIVE)} reads a teacher's logits, but there is none"
+            problem = f"{format_keys(config, OBJECTIVE)} reads what a teacher predicts, but there is none"
             fail(config, problem, f"set {MODEL}", OBJECTIVE)
         return
     if not reads:

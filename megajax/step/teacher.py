@@ -1,4 +1,4 @@
-"""The frozen teacher of a distillation: an inner node that gives the stream of its output."""
+"""The frozen teacher of an objective: an inner node that gives the stream of its output."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,8 +42,7 @@ class Teacher:
         inputs = replace(batch.inputs, **nothing, layer_loss_scale=None)
         x = self.embedding.embed(table, batch.fields, inputs)
         own, _ = self.stack.forward(arrays, {HIDDEN: x}, batch._replace(inputs=inputs), save=False)
-        h = normalise(self.model, own[HIDDEN], table.get("final_norm"), table.get("final_norm_bias"))
-        return {STREAM: scale_head(self.model, h)}, None
+        return {STREAM: normalise(self.model, own[HIDDEN], table.get("final_norm"), table.get("final_norm_bias"))}, None
 
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
@@ -52,14 +51,18 @@ class Teacher:
 
 
 class TeacherHead:
-    """The teacher's logits of some tokens."""
+    """What the teacher predicts of some tokens."""
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
         self.head = LossHead(plan, comm, before=())
 
     def logits(self, table: Arrays, h: jax.Array) -> jax.Array:
         """The teacher's output `[c, D']`, the same on all devices of `tensor` → FP32 logits `[c, V]`."""
-        return self.head.whole_logits(of_teacher(table), h)
+        return self.head.whole_logits(of_teacher(table), scale_head(self.head.model, h))
+
+    def log_probs(self, table: Arrays, h: jax.Array, targets: jax.Array) -> jax.Array:
+        """This device's share `[T / tensor, D']` of the teacher's output → log-probabilities of targets `[T]`."""
+        return self.head.log_probs(of_teacher(table), h, targets)
 
 
 def of_teacher(table: Arrays) -> dict[str, jax.Array]:

@@ -1,6 +1,8 @@
 """Objectives against `jax.grad` of the plain model with an unchunked head, on one device and on meshes."""
 
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +11,20 @@ import pytest
 
 from megajax.config import Config, load_config
 from megajax.config.checks import check, check_mesh
+from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
+from megajax.options.registered import OBJECTIVES as REGISTERED
 from megajax.schema.fields import Section
-from megajax.step.objective import Elementwise, HiddenSegment, NextToken, Segment, register_objective
+from megajax.step.objective import Elementwise, HiddenSegment, NextToken, register_objective
 from megajax.training.batches import to_global
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
 TINY |= {"block_pattern": ["mlp"]}  # which compile in half the time of all layers
+REFERENCE = TINY | {"num_layers": 1, "num_heads": 4, "norm": "layernorm", "scale_head": True, "block_pattern": None}
 ROWS, LENGTH = 8, 12
 MEANS = 4  # two microbatches on two devices of `fsdp`, consecutive rows each
 
@@ -39,33 +44,36 @@ class Focal(Elementwise):
         return fields["importance"] * fields["loss_mask"]
 
 
-@register_objective("test_pairs")
-class Pairs(Segment):
-    """The first of two sequences is preferred."""
+import_extensions([str(Path(__file__).parents[2] / "docs/examples/dpo.py")])
+DPO: Any = REGISTERED["dpo"]
 
-    FIELDS = {"reference": (jnp.float32, 2)}  # in two terms
-    METRICS = ("accuracy", "margin")
+
+@register_objective("test_pairs")
+class Pairs(DPO):
+    FIELDS = {"reference": (jnp.float32, 2)}  # in two terms, beside the teacher's
 
     def loss(self, log_probs, fields):
-        better, worse = (log_probs - fields["reference"].sum(1)).reshape(-1, 2).T
-        return -jax.nn.log_sigmoid(better - worse), {"margin": better - worse, "accuracy": better > worse}
-
-    def count(self, fields):
-        return (fields["loss_mask"] > 0).reshape(-1, 2).all(1)
+        return super().loss(log_probs - fields["reference"].sum(1), fields)
 
 
 OBJECTIVES = {
     "smoothed": {"label_smoothing": 0.1},
     "means": {"label_smoothing": 0.1, "average": "microbatches"},
     "test_focal": {"kind": "test_focal", "settings": {"gamma": 1.5}},
-    "test_pairs": {"kind": "test_pairs"},
+    "test_pairs": {"kind": "test_pairs", "settings": {"beta": 0.5}},
 }
 
 
 def make(table, name, mesh, **model) -> Config:
     batch = {"global_size": ROWS, "sequence_length": LENGTH}
     sections = {"batch": batch, "objective": OBJECTIVES[name], "kernels": {"loss_chunk_tokens": 5}}
+    sections |= {"teacher": {"model": REFERENCE}} if name == "test_pairs" else {}
     return table.make_config(TINY | model, mesh, microbatches=2, steps=1, optimizer="sgd", **sections)
+
+
+def weights_of(table, config):
+    own = table.weights_of(config.of_teacher) if config.teacher.model else {}
+    return table.weights_of(config) | {f"teacher.{name}": w for name, w in own.items()}
 
 
 def fields_of(name):
@@ -86,7 +94,7 @@ def fields_of(name):
     return batch
 
 
-def expected_loss(name, logits, batch):
+def expected_loss(name, logits, batch, of_reference=None):
     """The whole batch's loss, from its definition."""
     log_p = jax.nn.log_softmax(logits)
     own, mask = jnp.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0], batch["loss_mask"]
@@ -100,15 +108,18 @@ def expected_loss(name, logits, batch):
     if name == "test_focal":
         weight = mask * batch["importance"]
         return -(weight * (1 - jnp.exp(own)) ** 1.5 * own).sum() / weight.sum()
-    return jnp.mean(jnp.log1p(jnp.exp(-margins(logits, batch))))
+    chosen, rejected = rewards(logits, batch, of_reference)
+    return jnp.mean(jnp.log1p(jnp.exp(rejected - chosen)))
 
 
-def margins(logits, batch):
-    """Of the pairs of test_pairs, from their definition."""
-    own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+def rewards(logits, batch, of_reference):
+    """Of the chosen and the rejected answers of test_pairs, from their definition."""
+    own, reference = (
+        jnp.take_along_axis(jax.nn.log_softmax(each), batch["targets"][..., None], -1)[..., 0]
+        for each in (logits, of_reference)
+    )
     inside = batch["loss_mask"] * (batch["segments"] >= 0)
-    better, worse = (inside * (own - batch["reference"].sum(-1))).sum(1).reshape(-1, 2).T
-    return better - worse
+    return 0.5 * (inside * (own - batch["reference"].sum(-1) - reference)).sum(1).reshape(-1, 2).T
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +129,19 @@ def expected(table):
     @cache
     def of(name):
         config, batch = make(table, name, {}), fields_of(name)
-        model = Transformer(config.model)
+        model, reference, others = Transformer(config.model), None, {}
+        if teacher := config.teacher.model:
+            reference = bind(Transformer(teacher), table.weights_of(config.of_teacher))(batch["tokens"])
 
         def losses(weights):
             logits = bind(model, weights)(batch["tokens"])
-            own, smoothed, plain = (expected_loss(kind, logits, batch) for kind in (name, "smoothed", "plain"))
+            kinds = name, "smoothed", "plain"
+            own, smoothed, plain = (expected_loss(kind, logits, batch, reference) for kind in kinds)
             logged = smoothed if name == "means" else own
-            found = margins(logits, batch) if name == "test_pairs" else jnp.zeros(0)
-            others = {"margin": found.mean(), "accuracy": (found > 0).mean()} if found.size else {}
+            if name == "test_pairs":
+                chosen, rejected = rewards(logits, batch, reference)
+                others.update(chosen_reward=chosen.mean(), rejected_reward=rejected.mean())
+                others.update(accuracy=(chosen > rejected).mean(), margin=(chosen - rejected).mean())
             return own, (logged, plain if name in ("smoothed", "means") else own, others)  # smoothing: only training
 
         with jax.default_matmul_precision("highest"):
@@ -148,7 +164,7 @@ def test_loss_and_gradients_are_those_of_a_plain_head(table, expected, name, mes
     config = make(table, name, mesh)
     count = int(np.prod([*mesh.values(), 1]))
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
-    state = table.first_state(program, table.weights_of(config))
+    state = table.first_state(program, weights_of(table, config))
     batch, ((loss, evaluated, others), gradients) = to_global(program, fields_of(name)), expected(name)
     total, number = program.eval_step(state.weights, state.layer_state, batch)
     assert float(total / number) == pytest.approx(float(evaluated), rel=table.PLAIN_VALUE)
@@ -187,6 +203,10 @@ def test_wrong_settings_and_batches_are_sentences(table):
     for wrong in (type("Lacking", (Elementwise,), {}), lambda log_probs, fields: -log_probs):
         with pytest.raises(ConfigError, match="test_wrong .* does not define loss: derive a class from .*Elementwise"):
             register_objective("test_wrong")(wrong)
+    own_head = {"loss": lambda self, values, fields: values, "TEACHER": True}
+    own_head["values"] = lambda self, w, hidden, fields: hidden[:, 0]
+    with pytest.raises(ConfigError, match="Wrong.TEACHER .* derive it from Logits, Elementwise or Segment"):
+        register_objective("test_wrong")(type("Wrong", (HiddenSegment,), own_head))
     without_values = type("Lacking", (HiddenSegment,), {"loss": lambda self, values, fields: values})
     with pytest.raises(ConfigError, match=r"test_wrong .* does not define values: derive a class from"):
         register_objective("test_wrong")(without_values)
@@ -197,7 +217,6 @@ def test_wrong_settings_and_batches_are_sentences(table):
         ({"loss": lambda self, log_probs: -log_probs}, r"Wrong.loss .*: write loss\(self, log_probs, fields\)"),
         ({"FIELDS": {"reward": "flaot32"}}, "Wrong.FIELDS has reward: 'flaot32': give a dtype"),
         ({"FIELDS": {"reward": (jnp.float32, "8")}}, "Wrong.FIELDS has reward: .*'8'.*: give a dtype"),
-        ({"TEACHER": True}, "Wrong.TEACHER .* derive it from Logits"),
         ({"METRICS": ("loss",)}, r"Wrong.METRICS is \('loss',\): give a tuple of names, none of them loss, z_loss"),
         ({"METRICS": "margin"}, "Wrong.METRICS is 'margin': give a tuple"),
     ):
@@ -236,7 +255,12 @@ def test_results_of_other_shapes_are_a_sentence(table, monkeypatch):
         ("test_focal", "count", lambda x: None, "Focal.count returns NoneType for 96 tokens"),
         ("test_focal", "loss", lambda x: (x, {"hits": x}), "loss returns the metrics hits, but Focal.METRICS is empty"),
         ("test_focal", "loss", lambda x: (x, x), r"Focal.loss returns the metrics float32\[\d+\], but"),
-        ("test_pairs", "loss", lambda x: x[0], "loss returns the metrics none, but Pairs.METRICS is accuracy, margin"),
+        (
+            "test_pairs",
+            "loss",
+            lambda x: x[0],
+            "metrics none, but Pairs.METRICS is accuracy, margin, ch",
+        ),
         ("test_pairs", "loss", lambda x: (x[0], {**x[1], "margin": 1.0}), r"float32\[\] as the metric margin.* \[2\]"),
         ("test_pairs", "loss", lambda x: (x[0].sum(), x[1]), rf"float32\[\] and Pairs.count bool\[2\] {of_pairs}"),
         ("test_pairs", "count", lambda x: jnp.ones(4), rf"float32\[2\] and Pairs.count float32\[4\] {of_pairs}"),

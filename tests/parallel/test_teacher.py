@@ -109,7 +109,7 @@ def test_a_teacher_draws_nothing(table):
 
 
 BAD = {
-    "no teacher": ({"teacher": {}}, "objective.kind=distillation reads a teacher's logits.*set teacher.model"),
+    "no teacher": ({"teacher": {}}, "objective.kind=distillation reads what a teacher.*set teacher.model"),
     "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),
     "vocabulary": ({"teacher": {"model": {**TEACHER, "vocab_size": 51}}}, "teacher.model.vocab_size=51, but .*=50"),
     "experts": (

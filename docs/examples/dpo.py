@@ -1,0 +1,35 @@
+"""Direct preference optimisation of pairs of answers, beside the frozen model from which the training starts.
+
+run: {extensions: [docs/examples/dpo.py]}
+objective: {kind: dpo, settings: {beta: 0.1}}
+teacher: {model: {...}, source: models/sft}  # the reference: the model and the weights of checkpoint.init_from
+
+Segments 2i and 2i + 1 of a microbatch (the batch field `segments`) are the chosen and the rejected answer with their
+prompt, a row each or packed. `loss_mask` is 1 at the tokens of the answers, 0 elsewhere.
+"""
+
+import jax
+
+from megajax.schema.fields import Positive, Section
+from megajax.step.objective import Segment, register_objective
+
+
+@register_objective("dpo")
+class DPO(Segment):
+    """-log σ(β · (the chosen answer's log-ratio to the reference - the rejected one's)) (Rafailov et al. 2023)."""
+
+    TEACHER = True
+    METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")  # logged beside the loss
+
+    class Settings(Section):
+        beta: Positive = 0.1
+
+    def loss(self, log_probs, fields):
+        rewards = self.settings.beta * (log_probs - fields["teacher_log_probs"])
+        chosen, rejected = rewards.reshape(-1, 2).T
+        numbers = {"accuracy": chosen > rejected, "margin": chosen - rejected}
+        numbers |= {"chosen_reward": chosen, "rejected_reward": rejected}
+        return -jax.nn.log_sigmoid(chosen - rejected), numbers
+
+    def count(self, fields):
+        return (fields["loss_mask"] > 0).reshape(-1, 2).all(1)
