@@ -1,9 +1,13 @@
-"""Each rule beside a key of the schema: a config that breaks it is refused with both keys, and a way out loads."""
+"""Each rule beside a key of the schema: a config that breaks it is refused with both keys, and a way out loads.
+
+`rules.txt` lists the rules by what they say of both keys' values; run this file to rewrite it.
+"""
 
 import itertools
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -26,6 +30,7 @@ model: {num_layers: 12, hidden_size: 64, num_heads: 8, vocab_size: 1000}
 batch: {global_size: 8, sequence_length: 32}
 data: {kind: synthetic}
 """
+GOLDEN = Path(__file__).with_name("rules.txt")
 Settings = dict[str, Any]
 FILES = {"data.kind": "indexed", "data.train": "t", "data.tokenizer": "byte"}
 EXPERTS = {"model.num_experts": 8}
@@ -104,6 +109,10 @@ class Mine:
 
 @pytest.fixture
 def extensions(monkeypatch: pytest.MonkeyPatch):
+    register(monkeypatch)
+
+
+def register(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(KINDS, "mine", DataKind("mine", read=lambda path: ([], [])))
     monkeypatch.setitem(OPTIMIZERS, "mine", OptimizerKind("mine", reads=(), made=Mine))
     monkeypatch.setitem(OBJECTIVES, "mine", Mine)
@@ -119,8 +128,8 @@ def values(key: str) -> list[Any]:
     if key not in VALUES and registry is None:
         found += next((each for name, each in OF_TYPES.items() if name in types), [])
         found = [[each] for each in found] if "tuple" in types else found
-    found += [None] if "None" in types else []
-    return [*found, None if field.default_factory or field.is_required() else field.default]
+    null = [None] if "None" in types else []
+    return [*found, *null, None if field.default_factory or field.is_required() else field.default]
 
 
 def choices(annotation: Any) -> Iterator[Any]:
@@ -205,3 +214,38 @@ def test_what_is_not_read_is_warned_about_and_is_read_with_another_value(stateme
     fits = [own for own in values(statement.other) if statement.rule.holds(None, own, *statement.defaults)]
     after = [load(overrides(settings | {statement.other: own})) for own in fits]
     assert any(not each.startswith("error") and not unread.search(each) for each in after), after
+
+
+ALL = all_statements((Needs, Excludes, Divides, MultipleOf, AtMost, Below, ReadIf))
+
+
+def in_words(statement: Statement) -> str:
+    """A rule with the values that it is about; without any if they are all but null and the default."""
+    key, other, rule = statement.key, statement.other, statement.rule
+    mine, others = values(key), values(other)
+    if isinstance(rule, Needs | Excludes | ReadIf):
+        broken = [(a, b) for a in mine for b in others if not rule.holds(a, b, *statement.defaults)]
+        refused = [b for b in others if any(b == each for _, each in broken)]
+        named = refused if isinstance(rule, Excludes) else [b for b in others if b not in refused]
+        other += which(named, other)
+        key += "" if isinstance(rule, ReadIf) else which([a for a in mine if any(a == each for each, _ in broken)], key)
+    return f"{key} {type(rule).__name__} {other}"
+
+
+def which(named: list[Any], key: str) -> str:
+    """The values among those of a key, as =value|value."""
+    *found, default = values(key)
+    usual = [each for each in found if each is not None and each != default]
+    shown = dict.fromkeys(as_override(each) for each in named)
+    return "" if shown == dict.fromkeys(map(as_override, usual)) else "=" + "|".join(shown)
+
+
+def test_the_rules_are_those_of_the_list():
+    """One that is gone, or that is for fewer values, is seen: the tests above walk over those that exist."""
+    assert sorted(map(in_words, ALL)) == GOLDEN.read_text().splitlines()
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        register(patch)
+        GOLDEN.write_text("".join(f"{line}\n" for line in sorted(map(in_words, ALL))))
