@@ -153,7 +153,6 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
     ("command", "typed", "answer"),
     [
         ("launch", "--nproc-per-node 4 -- a.yaml", "--nproc-per-node is not an option: did you mean --processes?"),
-        ("launch", "--nnodes=4 -- a.yaml", "scripts/slurm/train.sbatch"),
         ("generate", "runs/a --max_new_tokens 4", "did you mean --tokens?"),
         ("plan", "llama3_8b --gpus 8 --bf16", "--bf16 is not an option: use precision.compute=bfloat16"),
         ("plan", "llama3_8b --gpus 8 --tp 8", "write mesh.tensor=8"),
@@ -200,6 +199,19 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
 )
 def test_a_mistyped_option_or_choice_is_answered_with_the_right_one(command, typed, answer, capsys):
     assert answer in mistake_of(capsys, command, *typed.split())
+
+
+OF_SEVERAL_HOSTS = {
+    "torchrun": "nnodes node-rank master-addr master-port rdzv-endpoint rdzv-backend rdzv-id",
+    "accelerate launch": "num_machines machine_rank main_process_ip main_process_port",
+    "deepspeed": "num_nodes node_rank hostfile master_addr master_port",
+}
+
+
+@pytest.mark.parametrize("launcher", OF_SEVERAL_HOSTS)
+def test_an_option_of_another_launcher_for_several_hosts_is_answered(launcher, capsys):
+    for name in OF_SEVERAL_HOSTS[launcher].split():
+        assert "scripts/slurm/train.sbatch" in mistake_of(capsys, "launch", f"--{name}=4", "--", "a.yaml"), name
 
 
 @pytest.mark.parametrize("command", COMMANDS)

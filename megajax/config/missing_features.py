@@ -39,7 +39,7 @@ FEATURES = {
     "encoder_decoder is_encoder_decoder seq2seq": (
         "model.encoder.kind=layers makes the model a decoder that reads an encoder (docs/encoder_decoder.md)"
     ),
-    "push_to_hub hub_model_id hub_token hub_strategy": (
+    "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision": (
         "nothing is uploaded; checkpoint.export_hf.dir and megajax hf export write folders for Hugging Face"
     ),
     "early_stopping early_stopping_patience early_stopping_threshold": (

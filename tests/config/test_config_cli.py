@@ -55,7 +55,9 @@ def printed(argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", ["--help", "x.yaml --help", "--help x.yaml", "-h", "--help run.steps=3"])
+@pytest.mark.parametrize(
+    "argv", ["--help", "x.yaml --help", "--help x.yaml", "--help x.yml", "-h", "--help run.steps=3"]
+)
 def test_help_shows_usage_and_sections(argv, capsys):
     shown = printed(argv, capsys)
     assert USAGE in shown and "--help SECTION shows its keys" in shown

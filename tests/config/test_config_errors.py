@@ -136,6 +136,15 @@ OVERRIDES = {
 }
 
 
+# The arguments of transformers' apply_chat_template that are no settings of the template
+OVERRIDES |= {
+    (override := f"data.chat_template_args={{{name}: []}}"): (
+        f"{override} sets {name}, which each chat gives (@): remove it."
+    )
+    for name in ("messages", "tools", "documents", "add_generation_prompt")
+}
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_a_bad_override_is_one_sentence(override: str):

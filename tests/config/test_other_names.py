@@ -117,6 +117,35 @@ def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
     assert not any(name in {key.rpartition(".")[2] for key in KEYS} for names in FEATURES for name in names.split())
 
 
+# What a sentence on a missing feature names, and the names in other projects' arguments that it answers
+MISSING = {
+    "docs/custom_loop.md has one": "dpo orpo kto simpo ipo cpo ref_model reference_model",  # TRL
+    "AutoModelForSequenceClassification": "reward_model value_head sequence_classification num_labels critic",
+    "GRPO": "ppo grpo rloo rlhf rollout",
+    "teacher.model": "distillation kd_ratio kd_loss teacher_checkpoint",
+    "lora.rank trains": "load_in_4bit load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_type quantization_config qlora",
+    "LoRA only": "use_dora ia3 prefix_tuning prompt_tuning p_tuning num_virtual_tokens",  # PEFT
+    "noise on embeddings": "neftune_noise_alpha",
+    "weights cannot be offloaded": "offload_param offload_params cpu_offload_params nvme_path",  # DeepSpeed, FSDP
+    "no stage to set": "zero_stage zero_optimization",
+    "MXFP4": "mxfp4 fp4_format fp4_recipe",
+    "docs/vision.md": "multimodal vision_model image_size",
+    "docs/encoder_decoder.md": "is_encoder_decoder encoder_decoder",
+    # transformers' TrainingArguments
+    "nothing is uploaded": (
+        "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision"
+    ),
+    "checkpoint.keep_best": "early_stopping_patience early_stopping_threshold",
+}
+
+
+@pytest.mark.parametrize("named", MISSING)
+def test_each_name_of_a_feature_that_does_not_exist_has_its_sentence(named: str):
+    assert len(MISSING) == len(FEATURES)
+    for name in MISSING[named].split():
+        assert named in suggestion(f"train.{name}"), name
+
+
 def test_the_tables_of_the_docs_are_up_to_date():
     assert migration_tables.updated(PAGE) == PAGE, "run python dev/migration_tables.py"
     for name in ("--context-parallel-size", "--kv-channels", "base_emb_dim", "training.seq_len", "rms_norm_eps"):

@@ -135,6 +135,11 @@ OF_FRAMEWORKS: dict[str, dict[str, dict[str, str | None]]] = {
         | {"soap": "soap"},
         "model.norm": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
     },
+    # topk_method and scoring_func of DeepSeek's config.json: V2 takes the best expert of a group, V3 the sum of two
+    "DeepSeek's routers": {
+        "model.router.group_score": {"group_limited_greedy": "max", "noaux_tc": "sum"},
+        "model.router.score_function": {"softmax": "softmax", "sigmoid": "sigmoid", "noaux_tc": "sigmoid"},
+    },
     # norm_before_gate, and its default, in mamba_ssm's RMSNormGated
     "the order of Mamba-2's gate and norm": {
         "model.mamba2.output_norm": dict.fromkeys(("norm_before_gate", "gate_after_norm"), "before_gate")
