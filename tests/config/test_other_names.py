@@ -123,7 +123,7 @@ MISSING = {
     "AutoModelForSequenceClassification": "reward_model value_head sequence_classification num_labels critic",
     "GRPO": "ppo grpo rloo rlhf rollout",
     "teacher.model": "distillation kd_ratio kd_loss teacher_checkpoint",
-    "lora.rank trains": "load_in_4bit load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_type quantization_config qlora",
+    "lora.rank trains": "load_in_4bit load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_type quantization_config",
     "LoRA only": "use_dora ia3 prefix_tuning prompt_tuning p_tuning num_virtual_tokens",  # PEFT
     "noise on embeddings": "neftune_noise_alpha",
     "weights cannot be offloaded": "offload_param offload_params cpu_offload_params nvme_path",  # DeepSpeed, FSDP
