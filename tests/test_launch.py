@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.registry import _registry
 
 from megajax import launch
 from megajax.config import load_config
@@ -176,6 +178,20 @@ def test_it_gives_up_after_crashes_without_progress_and_a_checkpoint_resets_thei
     assert "giving up: 3 starts ended early since the checkpoint of step 3 (--max-restarts=2)" in errors
 
 
+def test_a_crash_is_no_progress_while_the_bucket_of_the_checkpoints_does_not_answer(run, config, monkeypatch):
+    class Silent(AbstractFileSystem):
+        def ls(self, path, **_):
+            raise ConnectionError("no route to host")
+
+    for protocol in ("gs", "gcs"):
+        monkeypatch.setitem(_registry, protocol, Silent)
+    folder = str(Path(config.run.dir, "checkpoints"))
+    moves = f"os.rename({folder!r}, {folder!r} + '-away'); open({folder!r}, 'w').write('gs://b/x')"
+    status, starts, errors = run("{save}; os._exit(4)", f"import os; {moves}; os._exit(4)", 0, max_restarts=1)
+    assert (status, starts) == (4, 2) and "gs://b/x" in errors and "no route to host" in errors
+    assert "giving up: 2 starts ended early since the checkpoint of step 1 (--max-restarts=1)" in errors
+
+
 def test_a_process_with_a_mistake_is_not_restarted_when_it_takes_others_with_it(run):
     code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os._exit(2); time.sleep(0.5); os._exit(134)"
     assert run(code, processes=2)[:2] == (2, 1)
@@ -201,6 +217,12 @@ def test_the_survivors_of_a_crash_are_ended_and_the_event_names_the_cause(run, t
     assert time.monotonic() - begin < 20
     event = json.loads((tmp_path / "events").read_text())
     assert (event["event"], event["status"], event["text"]) == ("lost", 134, "process 1 was ended by SIGABRT.")
+
+
+def test_the_event_of_a_lost_process_0_is_that_of_process_1_if_it_could_send_one(run, tmp_path):
+    code = "import os, time; os.environ['JAX_PROCESS_ID'] == '0' and os.abort(); time.sleep(0.2); os._exit({})"
+    assert run(code.format(4), 0, processes=2)[:2] == (0, 2) and not (tmp_path / "events").exists()
+    assert run(code.format(1), 0, processes=2)[:2] == (0, 2) and (tmp_path / "events").exists()
 
 
 def test_a_restart_uses_as_many_of_the_remaining_devices_as_the_mesh_and_the_batch_allow(run, config):
