@@ -389,6 +389,8 @@ LIMITS = [
     ("checkpoint.export_hf.dir=a/b", "checkpoint.export_hf.dir=gs://b/c", "run.checkpoint_interval=1"),
     ("checkpoint.local_dir=/b", "checkpoint.local_dir=gs://b", "checkpoint.local_interval=1"),
     ("run.eval_interval=25", "run.eval_interval=100", "run.checkpoint_interval=50 checkpoint.keep_best=3"),
+    ("run.eval_interval=25", "run.eval_interval=0", "run.checkpoint_interval=50 checkpoint.keep_best=3"),
+    ("run.checkpoint_interval=50", "run.checkpoint_interval=0", "run.eval_interval=25 checkpoint.keep_best=3"),
     ("model.num_kv_heads=8", "model.num_kv_heads=16", ""),
     ("model.sliding_window=32", "model.sliding_window=0", ""),
     ("data.synthetic_documents=32", "data.synthetic_documents=33", "data.reset_attention=true"),

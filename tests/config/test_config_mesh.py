@@ -27,7 +27,7 @@ data: {kind: synthetic}
 def config(tmp_path: Path, overrides: str) -> Config:
     path = tmp_path / "x.yaml"
     path.write_text(BASE)
-    return load_config(path, overrides.split())
+    return load_config(path, [text.replace(":", ": ") for text in overrides.split()])
 
 
 SIZES = [
@@ -216,6 +216,13 @@ REFUSED = [
         2,
         "communication.context=dynamic puts a row's documents into another order, which the rows of an encoder do not"
         " follow (the command line: communication.context=dynamic): use communication.context=auto.",
+    ),
+    (
+        "mesh.context=2 batch.sequence_length=36 communication.context=dynamic data.reset_attention=true"
+        " model.vision={image_token:5,num_layers:1,hidden_size:16,num_heads:2}",
+        2,
+        "communication.context=dynamic puts a row's documents into another order, which the rows of a vision tower do"
+        " not follow (the command line: communication.context=dynamic): use communication.context=auto.",
     ),
     (
         "communication.overlap_experts=true mesh.data=2",
