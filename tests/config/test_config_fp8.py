@@ -35,6 +35,7 @@ def _latent(nope: int, rope: int, v: int) -> str:
 
 
 LATENT = _latent(16, 16, 16)
+DELTA = "model.linear_attention"
 EXPERTS, SHARED = "model.num_experts=4 model.experts_per_token=2", "model.shared_expert_ffn_hidden_size"
 
 
@@ -118,6 +119,20 @@ SHAPES = [
             f"model.num_heads=8 x model.{width}=24 / mesh.tensor=8 is 24",
         )
         for nope, v, width in ((24, 16, "qk_nope_head_dim"), (16, 24, "v_head_dim"))
+    ),
+    *(
+        (
+            f"model.block_pattern=[{block}] model.{section}.{number}=1 model.{section}.{width}=24 {others}",
+            1,
+            f"model.{section}.{number}=1 x model.{section}.{width}=24 / mesh.tensor=1 is 24",
+        )
+        for block, section, number, width, others in (
+            ("gated_deltanet", "linear_attention", "num_key_heads", "key_head_dim", ""),
+            ("gated_deltanet", "linear_attention", "num_value_heads", "value_head_dim", f"{DELTA}.num_key_heads=1"),
+            ("kda", "kda", "num_heads", "head_dim", ""),
+            ("mamba2", "mamba2", "num_groups", "state_dim", ""),
+            ("mamba2", "mamba2", "num_heads", "head_dim", "model.mamba2.num_groups=1"),
+        )
     ),
     (f"{EXPERTS} model.expert_ffn_hidden_size=72", 1, "model.expert_ffn_hidden_size=72 / mesh.tensor=1 is 72"),
     (f"{EXPERTS} {SHARED}=24", 1, f"{SHARED}=24 / mesh.tensor=1 is 24"),

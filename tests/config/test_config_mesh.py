@@ -73,6 +73,8 @@ LIMITS = [
     ("mesh.tensor=8 batch.sequence_length=32 model.ffn_hidden_size=96", "model.ffn_hidden_size=100", 8),
     ("mesh.tensor=8 batch.sequence_length=32", "model.vocab_size=1001 model.vocab_multiple=1", 8),
     ("model.num_experts=4 mesh.expert=4", "model.num_experts=6", 4),
+    # a device has 16 and 15 tokens of a sequence, which two stages share
+    ("model.mtp_layers=1 mesh={pipeline:2,data:12,tensor:2} batch.sequence_length=32", "batch.sequence_length=30", 48),
     (f"{EXPERTS} model.expert_ffn_hidden_size=96", "model.expert_ffn_hidden_size=98", 4),
     (f"{EXPERTS} model.shared_expert_ffn_hidden_size=96", "model.shared_expert_ffn_hidden_size=98", 4),
     ("remat.policy=full remat.layers=2", "remat.layers=3", 1),

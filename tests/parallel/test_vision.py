@@ -227,6 +227,7 @@ def test_flops_are_those_of_the_tower_too(table):
         ("windows", {}, {"window": 3}, {}, "model.vision.window=3 is not a multiple of model.vision.merge=2"),
         ("windows", {}, {"global_layers": [2]}, {}, "names a layer that the tower does not have .*: use 0 to 1"),
         ("windows", {}, {"deepstack_layers": [1, 0]}, {}, "is not in increasing order"),
+        ("windows", {}, {"deepstack_layers": [0, 0]}, {}, "is not in increasing order .*: sort it, each layer once"),
         ("windows", {}, {"num_layers": 4, "deepstack_layers": [0, 1, 2, 3]}, {}, "num_layers=3 .*: remove some"),
         (
             "windows",
