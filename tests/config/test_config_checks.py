@@ -364,6 +364,9 @@ ALLOWED = [
     "data.kind=indexed data.train=b data.valid=b data.test=c run.eval_interval=5",
     "data.split=9,1,0 data.train=ignored data.tokenizer=ignored",
     "optimizer.kind=sgd optimizer.beta1=0",
+    # no moments, but other state that is moved
+    "optimizer.kind=sgd optimizer.beta1=0 optimizer.master=split optimizer.offload=1.0",
+    "optimizer.kind=sgd optimizer.beta1=0 optimizer.ema_decay=0.9 optimizer.offload=1.0",
     "data.synthetic_documents=32 data.reset_attention=true data.mask_end_of_document_loss=true",
     "data.kind=indexed data.train=a data.reset_attention=true data.reset_positions=true",
 ]

@@ -1,7 +1,9 @@
 """Loading: includes, overrides, YAML values, derived defaults, where a key was set, printing."""
 
+import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pydantic
@@ -147,15 +149,45 @@ def test_lists_from_the_command_line():
     assert load_config("x.yaml", pattern).model.layer_pattern == ("local", "global")
 
 
-def test_derived_defaults_are_filled_in():
-    config = load_config("x.yaml", ["run.steps=70", "run.name=me", "schedule.kind=wsd"])
-    model, schedule = config.model, config.schedule
-    assert (model.num_kv_heads, model.head_dim, model.ffn_hidden_size) == (8, 8, 256)
-    assert model.max_positions is None and model.padded_vocab_size == 1024
-    assert config.run.dir == "runs/me"
-    assert (schedule.decay_steps, schedule.wsd_decay_steps) == (70, 7)
-    learned = load_config("x.yaml", ["model.position=learned"])
-    assert learned.model.max_positions == 32 and learned.schedule.wsd_decay_steps is None
+LATENT = "model={kv_lora_rank: 8, qk_nope_head_dim: 6, qk_rope_head_dim: 4, v_head_dim: 5}"
+# The default of each key that follows from others, by overrides
+DERIVED = {
+    "run.dir": {"": "runs/run", "run.name=me": "runs/me"},
+    "run.steps": {"": 1000},
+    "run.compilation_cache": {"run.name=me": "runs/me/compilation_cache", "run.dir=a/b": "a/b/compilation_cache"},
+    "model.num_kv_heads": {"": 8},
+    "model.head_dim": {"": 8, "model.num_heads=4": 16, LATENT: 10},
+    "model.ffn_hidden_size": {"": 256},
+    "model.max_positions": {"": None, "model.position=learned": 32},
+    "model.expert_ffn_hidden_size": {"": None, "model.num_experts=4": 256},
+    "model.vision.ffn_hidden_size": {"": 64},
+    "model.vision.patches_per_row": {
+        "": 64**2,
+        "model.vision.grid=3": 9,
+        "model.vision={grid: 3, class_token: true}": 10,
+        "model.vision={grid: 3, interpolate: true}": 64**2,
+    },
+    "model.vision.projector_ffn_hidden_size": {"": 16, "model.vision.merge=2": 64},
+    "schedule.min_learning_rate": {"": 3e-5, "schedule.learning_rate=0.2": 0.02, "schedule.kind=inverse_sqrt": 0},
+    "schedule.decay_steps": {"": 1000, "run.steps=70": 70, "run.steps=5 schedule.warmup_steps=9": 10},
+    "schedule.wsd_decay_steps": {
+        "": None,
+        **{f"schedule.kind=wsd run.steps={steps}": wsd for steps, wsd in ((70, 7), (19, 1), (9, 1), (1, 1))},
+    },
+    "lora.alpha": {"": None, "lora.rank=4 checkpoint.init_from=r": 4.0},
+    "kernels.scan_unroll": {"": None},  # chosen at the start
+    "kernels.loss_chunk_tokens": {"": None},
+}
+
+
+@pytest.mark.filterwarnings("ignore:schedule.warmup_steps=9")
+@pytest.mark.parametrize("key", [key for key, field in keys() if "derived" in dict(field.json_schema_extra or {})])
+def test_a_default_that_follows_from_other_keys(key: str):
+    tower = ["model.vision={image_token: 5, num_layers: 1, hidden_size: 16, num_heads: 2}"]
+    for overrides, expected in DERIVED[key].items():
+        given = re.split(r" (?=\w+\.)", overrides) if overrides else []
+        config = load_config("x.yaml", [*(tower if ".vision." in key else []), *given])
+        assert attrgetter(key)(config) == expected, overrides
 
 
 def test_null_restores_a_derived_default_that_an_include_set():
@@ -188,7 +220,7 @@ def test_configs_are_equal_by_value_hashable_and_frozen():
 
 def test_a_config_made_in_python_is_complete_too():
     config = Config.model_validate(yaml.safe_load(BASE))
-    assert config == load_config("x.yaml")
+    assert config == load_config("x.yaml") and config.model.padded_vocab_size == 1024
     assert config.schedule.decay_steps == 1000 and config.where("model.num_layers") == "default"
 
 
