@@ -216,6 +216,60 @@ def test_what_is_not_read_is_warned_about_and_is_read_with_another_value(stateme
     assert any(not each.startswith("error") and not unread.search(each) for each in after), after
 
 
+# What several keys decide together: settings with which keys are not read, the key that the warning names, and they
+UNREAD: dict[str, tuple[Settings, str, str]] = {
+    "no attention": (
+        {"model.block_pattern": ["mamba2"], "data.synthetic_documents": 2},
+        "model.block_pattern",
+        "model.rope_theta model.rope_scaling model.rope_fraction model.rope_sections model.rope_interleaved"
+        " model.qk_norm model.qk_clip model.attention_scale model.attention_bias model.attention_softcap"
+        " model.attention_gate model.attention_sinks kernels.attention data.reset_positions",
+    ),
+    "no rotation": (
+        {"model.rope_pattern": ["none"]},
+        "model.rope_pattern",
+        "model.rope_theta model.rope_scaling model.rope_fraction",
+    ),
+    "a theta of local layers": (
+        {"model.sliding_window": 8, "model.rope_local_theta": 100.0},
+        "model.rope_local_theta",
+        "model.rope_theta model.rope_scaling",
+    ),
+    "no MLP": ({"model.block_pattern": ["attention"]}, "model.block_pattern", "model.activation model.mlp_bias"),
+    "no state": (
+        {},
+        "model.block_pattern",
+        "kernels.linear_attention model.linear_attention.num_key_heads model.linear_attention.num_value_heads"
+        " model.linear_attention.key_head_dim model.linear_attention.value_head_dim"
+        " model.linear_attention.conv_kernel model.kda.num_heads model.kda.head_dim model.kda.conv_kernel"
+        " model.mamba2.num_heads model.mamba2.num_groups model.mamba2.head_dim model.mamba2.state_dim"
+        " model.mamba2.conv_kernel model.mamba2.min_step model.mamba2.output_norm",
+    ),
+    "even experts": (
+        {"model.router.force_balance": True, "model.router.num_groups": 4},
+        "model.router.force_balance",
+        "model.router.num_groups model.router.groups_per_token model.router.group_score",
+    ),
+    "no decay": (
+        {"optimizer.weight_decay": 0.0},
+        "optimizer.weight_decay",
+        "optimizer.decay_norms optimizer.decay_biases optimizer.decay_embeddings",
+    ),
+    "images of one size": ({"model.vision.grid": 4}, "model.vision.grid", "model.vision.rope_theta"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_is_not_read_because_of_several_keys_is_warned_about(case: str):
+    given, reason, names = UNREAD[case]
+    for key in names.split():
+        others = [also for prefix, also in WITH.items() if f"{key} ".startswith(prefix)]
+        settings = {name: own for also in others for name, own in also.items()} | given
+        warned = re.compile(rf"{key}=.* {ReadIf.WORDS} {reason}=.* \(.*\): remove it\.$", re.MULTILINE)
+        found = (load(overrides(settings | {key: own})) for own in values(key))
+        assert any(warned.search(text) and not text.startswith("error") for text in found), key
+
+
 ALL = all_statements((Needs, Excludes, Divides, MultipleOf, AtMost, Below, ReadIf))
 
 
