@@ -123,13 +123,18 @@ def register(monkeypatch: pytest.MonkeyPatch):
 def values(key: str) -> list[Any]:
     """Values of a key, its default last."""
     field, registry = FIELDS[key], Registry.of(FIELDS[key])
-    found = VALUES.get(key) or (registry.choices if registry else list(choices(field.annotation)))
+    found = VALUES.get(key) or (named_by(registry) if registry else list(choices(field.annotation)))
     types = re.sub(r"Literal\[.*?\]", "", str(field.annotation))
     if key not in VALUES and registry is None:
         found += next((each for name, each in OF_TYPES.items() if name in types), [])
         found = [[each] for each in found] if "tuple" in types else found
     null = [None] if "None" in types else []
     return [*found, *null, None if field.default_factory or field.is_required() else field.default]
+
+
+def named_by(registry: Registry) -> list[str]:
+    """The choices without those that other tests' extensions have registered."""
+    return [each for each in registry.choices if each == "mine" or each not in registry.added]
 
 
 def choices(annotation: Any) -> Iterator[Any]:
