@@ -310,9 +310,14 @@ def test_more_gpus_are_named_if_fewer_than_three_changes_of_the_mesh_fit(eight_l
             load_config(config, [override])
 
 
-def test_a_mesh_is_explained_without_data_batch_or_microbatches(tmp_path, capsys):
-    config = tmp_path / "model.yaml"
+def test_a_mesh_is_explained_and_written_without_data_batch_or_microbatches(tmp_path, capsys):
+    """The written file has the number of microbatches of the table, with which it can be trained."""
+    config, file = tmp_path / "model.yaml", tmp_path / "plan.yaml"
     config.write_text("model: {num_layers: 8, hidden_size: 1024, num_heads: 8, vocab_size: 32000}")
-    assert main([str(config), "--gpus", "4", "--explain", "pipeline=4"]) == 0
+    assert main([str(config), "--gpus", "4", "--explain", "pipeline=4", f"--write={file}", "--markdown"]) == 0
     printed = capsys.readouterr().out
-    assert "batch.global_size is not set: 16 is assumed" in printed and "pipeline 4, 1f1b" in printed
+    assert "batch.global_size is not set: 16 is assumed" in printed
+    head, _, row = (line.split(" | ") for line in printed.splitlines() if line.startswith("| "))
+    written = load_config(file)
+    assert row[0] == "| pipeline 4, 1f1b" and row[head.index("microbatches")] == str(written.batch.num_microbatches)
+    assert check_mesh(written, 4)["pipeline"] == 4

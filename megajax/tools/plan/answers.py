@@ -134,15 +134,15 @@ def xla_gib(options: argparse.Namespace, found: Found, rates: Rates) -> float:
 def one_mesh(options: argparse.Namespace, rates: Rates, _: Tell) -> list[str]:
     """The mesh of --explain in detail."""
     check_hosts(options.gpus, rates)
-    mesh = mesh_overrides(options.explain)
-    overrides = [*options.overrides, *mesh]
-    overrides += best_microbatches(options, overrides, rates)
+    settings = mesh_overrides(options.explain)
+    settings += best_microbatches(options, [*options.overrides, *settings], rates)
+    overrides = [*options.overrides, *settings]
     found = explained(options.config, overrides, options.gpus, rates)
     lines = explain(options, found, overrides, rates)
     if options.picture is not None:
         replace_text(options.picture, picture(found))
         lines.append(f"Picture: {options.picture}")
-    return [*lines, *written(options, found, rates, mesh)]
+    return [*lines, *written(options, found, rates, settings)]
 
 
 def fewest(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
