@@ -11,12 +11,14 @@ import yaml
 
 from megajax.errors import InputError
 from megajax.tools.from_megatron.__main__ import read, translate
+from megajax.tools.from_megatron.arguments import from_mapping
 
 DENSE = """--num-layers 4 --hidden-size 400 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
     --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 --vocab-size 1000
     --position-embedding-type rope --mock-data --swiglu --disable-bias-linear"""
 EXPERTS = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss"
 FILES = DENSE.replace("--mock-data", "")
+LATENT = f"{DENSE} --multi-latent-attention --qk-layernorm --q-lora-rank 32 --norm-epsilon 1e-6"
 MUON = f"{DENSE} --optimizer muon --muon-extra-scale-factor 0.2"
 
 
@@ -243,6 +245,27 @@ def test_a_value_is_that_of_megatrons_rules(name):
     assert {key: found.get(key) for key in expected} == expected
 
 
+# Megatron's dtype_map
+@pytest.mark.parametrize(
+    ("dtype", "name", "state"),
+    [("float32", "fp32", "float32"), ("bfloat16", "bf16", "bfloat16"), ("uint8", "fp8", "int8")],
+)
+def test_saved_moments_have_the_form_of_their_flags(dtype, name, state):
+    flags = "--use-precision-aware-optimizer --use-distributed-optimizer --bf16"
+    expected = translated(f"{DENSE} {flags} --exp-avg-dtype {name} --exp-avg-sq-dtype {name}", 1)
+    saved = read(f"{DENSE} {flags}".split())[0].given | dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype"), f"torch.{dtype}"
+    )
+    found = yaml.safe_load(translate(from_mapping(saved, "a checkpoint"), 1)[0])["optimizer"]["state"]
+    assert found == expected["optimizer.state"] == state
+
+
+@pytest.mark.parametrize(("flags", "steps"), [("", 0), ("--valid-data-path y", 100)])
+def test_chats_are_evaluated_where_there_are_some_to_validate(flags, steps):
+    line = f"{FILES} --sft --tokenizer-type SFTTokenizer --tokenizer-model /t --train-data-path x {flags}"
+    assert translated(line, 1)["run.eval_steps"] == steps  # Megatron's default: 100
+
+
 @pytest.mark.parametrize("kind", COMMUNICATION)
 def test_each_kind_of_context_parallelism_has_a_strategy(kind):
     found = translated(f"{DENSE} --context-parallel-size 2 --cp-comm-type {kind}", 2)
@@ -270,6 +293,35 @@ def test_each_attention_backend_is_a_kernel(backend):
 def test_a_router_that_does_not_exist_here_is_refused_with_its_flag(flags):
     with pytest.raises(InputError, match=flags):
         translated(f"{EXPERTS} {flags}", 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        (DENSE, "--softmax-type off-by-one"),
+        (LATENT, "--softmax-type off-by-one"),
+        (LATENT, "--softmax-type learnable"),
+        (LATENT, "--qk-clip --qk-clip-alpha 0.3"),
+        (LATENT, "--rope-type rope --rotary-percent 0.5"),
+    ],
+)
+def test_attention_that_does_not_exist_here_is_refused_with_its_flag(line, flags):
+    """megatron-core applies each of them: latent attention has the same core attention."""
+    with pytest.raises(InputError, match=f"\n  --{flags.rpartition('--')[2]}: "):
+        translated(f"{line} {flags}", 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "differs"),
+    [
+        (LATENT, False),
+        (LATENT.replace("--norm-epsilon 1e-6", ""), True),
+        (LATENT.replace("--q-lora-rank 32", ""), True),
+    ],
+)
+def test_norms_of_latents_differ_with_another_epsilon_or_without_a_latent_of_queries(line, differs):
+    warnings = translate(read(line.split())[0], 1)[1]
+    assert any("row latent-norms)" in each for each in warnings) == differs
 
 
 def test_what_upcycling_does_not_copy_exactly_is_refused_or_said():

@@ -24,6 +24,7 @@ def translate_model(t: Translation) -> None:
         _latent_attention(t)
     else:
         _attention(t)
+    _logits(t)
     _positions(t)
     _windows(t)
     if t.given("attention_backend", "use_flash_attn"):
@@ -135,11 +136,17 @@ def _attention(t: Translation) -> None:
     width = t["hidden_size"] // heads if width is None else width
     t.put("model.head_dim", width, "kv_channels", note="Megatron's default: --hidden-size / --num-attention-heads")
     _biases(t)
-    if t["softmax_type"] == "learnable":
-        t.put("model.attention_sinks", True, "softmax_type")
-        t.differs("router-bias", "softmax_type")
+
+
+def _logits(t: Translation) -> None:
+    """The softmax of attention's logits, and their clip."""
+    if t["softmax_type"] != "vanilla" and t["multi_latent_attention"]:
+        t.refuse("latent attention has no sinks: leave it out if the model is trained anew", "softmax_type")
     elif t["softmax_type"] == "off-by-one":
         t.refuse("sinks are learned: --softmax-type learnable", "softmax_type")
+    elif t["softmax_type"] == "learnable":
+        t.put("model.attention_sinks", True, "softmax_type")
+        t.differs("router-bias", "softmax_type")
     if t["qk_clip"]:
         t.put("model.qk_clip", t["qk_clip_threshold"], "qk_clip", "qk_clip_threshold", "qk_clip_alpha")
         if t["qk_clip_alpha"] != 0.5:
@@ -165,8 +172,6 @@ def _latent_attention(t: Translation) -> None:
         t.put(f"model.{key}", t[name], name)
     t.use("kv_channels")
     _biases(t)
-    if t["qk_clip"]:
-        t.put("model.qk_clip", t["qk_clip_threshold"], "qk_clip", "qk_clip_threshold", "qk_clip_alpha")
 
 
 def _positions(t: Translation) -> None:
@@ -188,6 +193,8 @@ def _positions(t: Translation) -> None:
         return
     t.put("model.rope_theta", float(t["rotary_base"]), "rotary_base")
     if t["multi_latent_attention"]:
+        if t["rope_type"] == "rope" and t["rotary_percent"] != 1:
+            t.refuse("all of --qk-pos-emb-head-dim is rotated", "rotary_percent")
         _yarn(t, t["rope_type"] != "rope", 4096, 32.0, 1.0)
         return
     t.put("model.rope_fraction", t["rotary_percent"], "rotary_percent")
