@@ -63,7 +63,11 @@ def sentence(capsys, *arguments: str) -> str:
             "b|c|4|a|b c|d|e".split("|"),
         ),
         ('A=(x yz)\np.py --micro-batch-size $A ${A} "$A" ${#A} ${#A[1]}', [], ["x", "x", "x", "1", "2"]),
-        ("N=3\np.py --micro-batch-size $((N*8-2**3)) $(( (N + 1) % 3 )) $((-7/2))", [], ["16", "1", "-3"]),
+        (
+            "N=3\np.py --micro-batch-size $((N*8-2**3)) $(( (N + 1) % 3 )) $((-7/2)) $((-7 % 4))",
+            [],
+            ["16", "1", "-3", "-3"],
+        ),
         ("p.py --micro-batch-size ${X:-$((2*3))} ${X:+no} ${X-'a b'} ${X:=q}$X", [], ["6", "a", "b", "qq"]),
         ("p.py --micro-batch-size ${X-'a}b'}", [], ["a}b"]),
         ("p.py --micro-batch-size \\\n  1 \\\n  2 # 3", [], ["1", "2"]),
@@ -128,11 +132,26 @@ def sentence(capsys, *arguments: str) -> str:
             ["1", "xxx"],
         ),  # of a loop as long as a command succeeds nothing is known
         ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
+        ("A=0\nfalse &&\nA=1\ntrue || # or\n\nA=2\ntrue &&\nB=3\np.py --micro-batch-size $A $B", [], ["0", "3"]),
+        ("A=1\n[[ $(hostname) == a ]] || A=2\np.py --micro-batch-size $A", [], ["1"]),  # a test that is not known
         ('A=()\nexport\n> log\n$B\np.py --micro-batch-size 1 $A "$A" &\nwait', [], ["1", ""]),  # lines of no words
     ],
 )
 def test_words_are_those_of_a_shell(place, script, arguments, expected):
     assert words(place, script, *arguments) == ["--micro-batch-size", *expected]
+
+
+@pytest.mark.parametrize("builtin", ["declare", "export", "local", "readonly", "typeset"])  # those of bash
+def test_a_declaration_sets_its_variables(place, builtin):
+    script = f"f() {{\n{builtin} A=1 B='x y'\np.py --micro-batch-size $A \"$B\"\n}}\nf"
+    assert words(place, script) == ["--micro-batch-size", "1", "x y"]
+
+
+@pytest.mark.parametrize("folder", ["", "/bin/", "/usr/bin/"])
+@pytest.mark.parametrize("shell", ["bash", "sh", "zsh"])
+def test_a_shell_reads_its_text_and_its_here_document(place, shell, folder):
+    for text in ("-c 'p.py --micro-batch-size 1'", "<<EOF\np.py --micro-batch-size 1\nEOF"):
+        assert words(place, f"srun {folder}{shell} {text}") == ["--micro-batch-size", "1"]
 
 
 def test_a_test_of_a_file_is_that_of_bash(place):

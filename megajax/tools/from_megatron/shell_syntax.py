@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from megajax.errors import InputError, shown
 
 MAX_DEPTH = 40  # of blocks in blocks, of quotes in substitutions
-SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
+SHELLS = tuple(folder + name for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh"))
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[\w+\])?(\+?)=")
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "&>>", "&>", "|", "&", ";", "\n", "(", ")")
 _CLOSING = {"(": ")", "{": "}"}
