@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from megajax import commands
 from megajax.errors import InputError
 from megajax.estimate.costs import peak_flops
 from megajax.tools.plan import DEVICE_NAMES
@@ -88,6 +90,14 @@ def test_the_plan_uses_the_file_and_then_the_links(tmp_path, capsys, eight_layer
 
 def test_the_names_of_devices_are_those_with_rates():
     assert list(DEVICES) == list(DEVICE_NAMES)
+
+
+@pytest.mark.parametrize("name", ["plan", "profile", "compile", "explain-weight"])
+def test_the_help_of_a_command_names_all_devices(name, capsys):
+    with pytest.raises(SystemExit):
+        commands.main([name, "--help"])
+    text = " ".join(capsys.readouterr().out.split()).rpartition(" --device ")[2]
+    assert set(DEVICES) <= set(re.findall(r"\w+", text.partition(" --")[0]))
 
 
 def test_the_device_that_is_assumed_is_named_with_the_others(capsys, eight_layers):

@@ -22,6 +22,7 @@ from megajax.errors import InputError
 from megajax.files import CONFIG, check_new_folder
 from megajax.runtime import accept_missing_cuda, prepare_environment
 from megajax.tools.bench import synthetic_config
+from megajax.tools.plan import DEVICE_NAMES
 
 if TYPE_CHECKING:
     from megajax.tools.plan.rates import Rates
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the config")
     parser.add_argument("--steps", type=int, default=3, help="steps to trace (default: 3)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the trace in this new folder")
-    parser.add_argument("--device", help="predict for h200, h100 or b200 (default: the devices of the trace)")
+    parser.add_argument("--device", help=f"predict for {', '.join(DEVICE_NAMES)} (default: the devices of the trace)")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="JSON file of rates, as of megajax plan")
     parser.add_argument("--parts", action="store_true", help="add the parts of each row, with their rooflines")
     parser.add_argument("--operations", type=int, default=0, metavar="N", help="add the N longest operations")
