@@ -88,10 +88,14 @@ def test_rates_count_the_bytes_that_a_device_sends():
 
 def test_the_disk_is_measured_and_left_clean(tmp_path, monkeypatch):
     """8 MiB by a clock that goes 5 seconds for writing and 1 for reading."""
-    seconds = iter([0, 5, 6, 7])
-    monkeypatch.setattr(measurements, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    seconds, events = iter([0, 5, 6, 7]), []
+    monkeypatch.setattr(
+        measurements, "time", SimpleNamespace(perf_counter=lambda: events.append("clock") or next(seconds))
+    )
+    monkeypatch.setattr(os, "fsync", lambda _: events.append("on the disk"))
     write, read = disk_rates("a", tmp_path / "new", 8)
     assert [write.rate, read.rate] == pytest.approx([8 * 2**20 * 1e-9 / 5, 8 * 2**20 * 1e-9])
+    assert events == ["clock", "on the disk", *["clock"] * 3]  # not only in the page cache
     assert not list(tmp_path.iterdir())
 
 
@@ -166,6 +170,8 @@ def test_tcp_between_hosts_is_a_problem_and_rdma_is_not(monkeypatch, tmp_path):
     assert network.chosen(tmp_path / "log") == "Socket"
     (tmp_path / "log").write_text(lines.format("IB"))
     assert network.chosen(tmp_path / "log") == "IB" and network.chosen(tmp_path / "none") == ""
+    (tmp_path / "log").write_text(lines.format("IB") + lines.format("Socket"))  # the last one that it tried
+    assert network.chosen(tmp_path / "log") == "Socket"
     line, (problem,) = network.report(["IB", "Socket", ""], hosts=2)
     assert line.endswith("IB, Socket") and "TCP" in problem and "NCCL_IB_HCA" in problem
     assert network.report(["IB", "IB"], hosts=2) == ("NCCL's network between hosts: IB", [])

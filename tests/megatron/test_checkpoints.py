@@ -466,6 +466,10 @@ def test_the_arguments_of_a_checkpoint_become_a_config(unpack, tmp_path, capsys)
         mock_data=True,
         make_vocab_size_divisible_by=16,
         attention_backend=Backend.AUTO,
+        finetune=True,  # of the start of that run, as the next three
+        no_load_optim=True,
+        pretrained_checkpoint="earlier",
+        ckpt_step=3,
         iterations_to_skip=[],  # the default of Megatron's parser is an empty list
         anything=Touch(str(made)),
     )
