@@ -65,7 +65,12 @@ def test_the_svg_has_each_operation_once_and_no_two_boxes_overlap(kind, size, co
         for operation, m, r, s in itertools.product(operations, range(M), range(R), range(P))
     )
     sending = [box for box in picture.iter(f"{SVG}rect") if box.get("fill") == SENDING]
-    assert len(sending) == (1 + sends(schedule).sum() if costs.send else 0)  # in the legend too
+    sending.sort(key=lambda box: float(box.get("y", "")))  # the legend first
+    # The others are at the ends of the ticks that send, up to the line of the next one.
+    lines = sorted(float(line.get("x1", "")) for line in picture.iter(f"{SVG}line") if line.get("stroke-dasharray"))
+    ends = [line for line, sent in zip(lines[1:], sends(schedule), strict=True) if sent and costs.send]
+    drawn = sorted(float(box.get("x", "")) + float(box.get("width", "")) for box in sending[1:])
+    assert drawn == pytest.approx(ends, abs=0.03) and len(sending) == len(ends) + (costs.send > 0)
     by_row: dict[str, list[tuple[float, float]]] = {}
     for box in boxes:
         x, width = float(box.get("x", "")), float(box.get("width", ""))
@@ -117,6 +122,7 @@ def test_the_schedule_of_a_config_is_drawn_and_options_replace_its_numbers(tmp_p
         ([], "1f1b: 2 stages, 4 microbatches, 1 virtual stage, one operation a tick\n"),
         (["remat.policy=full"], "1f1b: 2 stages, 4 microbatches, 1 virtual stage\n"),
         (["pipeline.schedule=gpipe", "--stages", "3"], "gpipe: 3 stages, 4 microbatches, 1 virtual stage\n"),
+        (["pipeline.virtual_stages=2"], "1f1b: 2 stages, 4 microbatches, 2 virtual stages\n"),
     ):
         assert main([*run, *more, *svg]) == 0
         assert capsys.readouterr().out.startswith(title)

@@ -261,19 +261,26 @@ def test_a_missing_config_is_a_sentence(tmp_path, capsys):
     assert "none.yaml does not exist" in capsys.readouterr().err
 
 
-def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(eight_layers, capsys):
+@pytest.mark.parametrize(
+    ("sequences", "mesh", "memory", "one"),
+    [(256, "data=4", 128.6, "batch.num_microbatches=4"), (4, "data=2,fsdp=2", 12, "mesh.fsdp=4 mesh.data=1")],
+)
+def test_a_mesh_that_does_not_fit_says_so_first_with_changes_that_do(
+    eight_layers, tmp_path, capsys, sequences, mesh, memory, one
+):
     """Each change, with the config's other settings, fits by the planner's own estimate, and its figures are those."""
-    config, pinned = eight_layers(256), ["batch.num_microbatches=1"]
-    assert main([str(config), "--gpus", "4", "--device", "h200", "--explain", "data=4", *pinned]) == 0
+    config, pinned, file = eight_layers(sequences), ["batch.num_microbatches=1"], tmp_path / "rates.json"
+    file.write_text(f'{{"memory_gib": {memory}}}')
+    assert main([str(config), "--gpus", "4", f"--rates={file}", "--explain", mesh, *pinned]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    mesh = [*pinned, "mesh.data=4"]
-    before = explained(config, mesh, 4, H200)
-    assert before.gib > H200.memory_gib and first.startswith(f"Does not fit: {before.gib:.1f} GiB")
+    settings = [*pinned, *mesh_overrides(mesh)]
+    before = explained(config, settings, 4, H200)
+    assert before.gib > memory and first.startswith(f"Does not fit: {before.gib:.1f} GiB")
     changes = [line.split() for line in others[: others.index("")]]
-    assert len(changes) == 3
+    assert len(changes) == 3 and one in [" ".join(change) for _, _, _, _, *change in changes]
     for milliseconds, _, gib, _, *change in changes:
-        found = explained(config, [*mesh, *change], 4, H200)
-        assert found.gib <= H200.memory_gib and gib == f"{found.gib:.1f}"
+        found = explained(config, [*settings, *change], 4, H200)
+        assert found.gib <= memory and gib == f"{found.gib:.1f}"
         assert milliseconds == f"{1e3 * found.time.total:,.1f}"
     assert [float(row[0].replace(",", "")) for row in changes] == sorted(float(r[0].replace(",", "")) for r in changes)
 

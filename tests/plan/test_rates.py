@@ -66,6 +66,8 @@ def test_rates_say_whether_they_were_measured(tmp_path):
         rates = SCALED[name]
         assert rates.bf16_flops / H200.bf16_flops == pytest.approx(bf16 / 989), name
         assert rates.fp8_flops == pytest.approx(H200.fp8_flops * fp8 / 1979 if fp8 else rates.bf16_flops, rel=1e-3)
+        attention = [rates.attention(width, 4096) / H200.attention(width, 4096) for width in (64, 128, 192, 256)]
+        assert attention == pytest.approx([bf16 / 989] * 4), name
         assert rates.memory_bytes / H200.memory_bytes == pytest.approx(memory / 4.8), name
         for link in ("link_bytes", "nccl_bytes"):
             assert getattr(rates, link) / getattr(H200, link) == pytest.approx(links / 900), name

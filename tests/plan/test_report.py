@@ -12,7 +12,7 @@ from megajax.errors import ConfigError
 from megajax.estimate.costs import flops_per_token
 from megajax.tools.plan.__main__ import parser
 from megajax.tools.plan.rates import rates_of
-from megajax.tools.plan.report import cells, fit, limit_line, memory_text, table
+from megajax.tools.plan.report import cells, fit, limit_line, memory_text, mesh_text, table
 from megajax.tools.plan.search import Found, explained
 
 H200, WIDTH = rates_of("h200"), 80
@@ -37,6 +37,21 @@ def test_a_table_fits_the_terminal_and_keeps_axes_and_figures(path):
         assert size == 1 or f"{axis} {size}{'^' * (axis in found.time.between_hosts)}" in text
     assert f"{1e3 * found.time.total:,.0f}" in text and load_config(path).remat.policy in text
     assert "ms: of a step" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ({"expert": 4}, "expert 4"),
+        ({"expert": 2, "tensor": 2}, "expert 2 × tensor 2, experts over expert and tensor"),
+        ({"tensor": 4}, "tensor 4, experts over tensor"),
+    ],
+)
+def test_axes_of_one_device_divide_no_experts(mesh, text):
+    sizes = {"data": 1, "fsdp": 1, "expert": 1, **mesh}
+    overrides = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    found = explained("mixtral_l2", [*overrides, "mesh.experts_over=[expert,tensor]", "batch.global_size=16"], 4, H200)
+    assert mesh_text(found) == text
 
 
 def test_a_row_has_shares_of_the_step_and_marks_of_the_memory():

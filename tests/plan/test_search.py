@@ -384,6 +384,19 @@ def test_only_changed_keys_are_named(config):
     assert check_mesh(again, 2) == check_mesh(whole, 2) and again.remat == whole.remat and again.batch == whole.batch
 
 
+@pytest.mark.parametrize("context", [1, 2, 8])
+def test_microbatches_have_up_to_128k_tokens_of_a_device(context):
+    """Of 64 sequences of 64K, without those that are too long for a device: each has one at least."""
+    model = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "vocab_size": 256}
+    config = Config.model_validate({"model": model, "batch": {"global_size": 64, "sequence_length": 2**16}})
+    fixed = {"mesh.context": context, **dict.fromkeys(("mesh.tensor", "mesh.pipeline", "mesh.expert", "mesh.fsdp"), 1)}
+    found = {
+        64 // int(str(each["batch.num_microbatches"]))
+        for each in Variations(config, fixed, context, 8).first_pass("none")
+    }
+    assert found == {2**n for n in range(7) if 2**n * 2**16 / context <= 2**17}
+
+
 @pytest.mark.parametrize(("batch", "expected"), [(32, {1, 2, 4, 8}), (12, {1, 2, 4})])
 def test_each_device_has_whole_sequences_of_each_microbatch(batch, expected):
     experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 64}

@@ -177,7 +177,7 @@ def test_the_host_holds_a_device_back_only_where_it_is_late(reading):
 def test_kernels_of_cpus_are_launched_by_the_call_that_runs_their_program():
     """The first event of the host with the number of the run."""
     stats = {"hlo_op": "sum", "hlo_module": STEP, "device_ordinal": 3, "run_id": 7}
-    calls = [Event("Execute", 2, 9, {"run_id": 7}), Event("Dispatch", 1, 2, {"run_id": 7}), Event("sum", 4, 5, stats)]
+    calls = [Event(f"call {start}", start, 9, {"run_id": 7}) for start in (2, 1, 3)] + [Event("sum", 4, 5, stats)]
     file = space({"/host:CPU": {"python": [Event("other", 0, 9, {"run_id": 6}), *calls]}})
     [found] = trace.read_kernels(jax.profiler.ProfileData.from_serialized_xspace(file))
     assert found == trace.Kernel("CPU 3", "sum", "sum", STEP, 4, 5, 1)

@@ -12,7 +12,7 @@ import pytest
 from megajax import ops
 from megajax.config import AXES, Config, load_config
 from megajax.config.checks import check_mesh
-from megajax.layout.kinds import KINDS
+from megajax.layout.kinds import KINDS, layer_kinds
 from megajax.mesh import build_mesh
 from megajax.model import attention
 from megajax.options.optimizers import OPTIMIZERS
@@ -282,6 +282,25 @@ def test_a_device_has_the_tokens_that_a_recipe_multiplies(precision, length):
     """Two sequences with 32 tokens together, MXFP8's block, on each of four devices; otherwise what is convenient."""
     settings = LARGE | {"precision": {"fp8": {"recipe": "mxfp8"}}}
     assert shrink(Config.model_validate(settings), [SIZES], 2, precision)[0].batch.sequence_length == length
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {"rope_pattern": ["rope", "rope", "rope", "none"]},
+        {"layer_pattern": ["local", "local", "local", "global"], "sliding_window": 64},
+        {"block_pattern": ["dense", "moe", "moe", "moe"]},
+        {"moe_layer_interval": 4},
+    ],
+    ids=lambda pattern: next(iter(pattern)),
+)
+def test_the_small_config_has_every_layer_of_a_pattern(pattern):
+    large = Config.model_validate(LARGE | {"model": LARGE["model"] | pattern})
+    kinds, expected = (
+        [(kind.block, kind.window is None, kind.rope) for kind in layer_kinds(each.model)[:4]]
+        for each in (shrink(large, [ONE], 2)[0], large)
+    )
+    assert kinds == expected and len(set(expected)) == 2
 
 
 @pytest.mark.parametrize(("kv_heads", "small_heads"), [(8, (2, 2)), (4, (4, 2)), (1, (4, 1))])
