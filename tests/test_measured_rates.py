@@ -195,8 +195,7 @@ def test_several_hosts_give_their_median_and_the_rate_between_them():
         copy = Timing(COPY, 1, 4e12, factor)
         return rates.Answer([copy, *links], 70.0 + factor)
 
-    # A reduction takes 3 times a gather: g times a gather's time has the least relative errors, (g - 1)² + (g / 3 - 1)²,
-    # with g = 1.2.
+    # A reduction takes 3 times a gather: the relative errors of g gathers, (g - 1)² + (g / 3 - 1)², are least at 1.2.
     between = [
         Timing(f"{name} between hosts (2)", n, n, factor * (1e-5 + n / 4e10))
         for name, factor in (("all-gather", 1), ("reduce-scatter", 3))
