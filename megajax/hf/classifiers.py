@@ -24,6 +24,7 @@ ARCHITECTURES = {  # by model_type, those of transformers
         ("qwen3", "Qwen3"),
         ("qwen3_moe", "Qwen3Moe"),
         ("qwen3_next", "Qwen3Next"),
+        ("qwen3_5_text", "Qwen3_5Text"),
         ("deepseek_v2", "DeepseekV2"),
         ("deepseek_v3", "DeepseekV3"),
         ("gpt_oss", "GptOss"),

@@ -110,3 +110,13 @@ def test_a_head_that_no_classifier_has_is_a_sentence_and_not_left_out(folder):
     with pytest.raises(InputError, match="has objective.other in place of a head"):
         check_export(model, ["objective.other"], "none")
     assert ARCHITECTURES.keys() <= FAMILIES.keys()
+
+
+# Of transformers 5.24, the classes of families here whose only new parameter is `score`
+CLASSES = """GPT2 Llama Mistral Mixtral Qwen2 Qwen3 Qwen3Moe Qwen3Next Qwen3_5Text DeepseekV2 DeepseekV3 GptOss Gemma2
+    Gemma3Text Phi3 Olmo2 Nemotron SmolLM3"""
+
+
+def test_the_classifiers_are_those_of_transformers():
+    expected = {name.replace("_", "").lower(): f"{name}ForSequenceClassification" for name in CLASSES.split()}
+    assert {model_type.replace("_", ""): name for model_type, name in ARCHITECTURES.items()} == expected
