@@ -135,9 +135,11 @@ def test_an_imported_run_has_the_weights_generates_and_starts_another_run(with_t
 
     # Tokenizer, settings for generation and ids of special tokens pass through both runs.
     (run_dir / "generation_config.json").unlink()
+    shutil.copytree(run_dir / "checkpoints/0", run_dir / "checkpoints/7")  # a newer one
     for source, length in ((run_dir, 65536), (tmp_path / "other/checkpoints/0", 65536)):
         out = tmp_path / f"out-{source.name}"
-        assert main(["export", str(source), str(out)]) == 0
+        assert main(["export", str(source), str(out), *(["--step", "0"] if source == run_dir else [])]) == 0
+        assert "wrote step 0 of " in capsys.readouterr().out
         written = json.loads((out / "config.json").read_text())
         assert (written["bos_token_id"], written["eos_token_id"]) == (1, [3, 4])
         assert written["max_position_embeddings"] == length

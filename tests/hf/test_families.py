@@ -339,6 +339,17 @@ def test_multipliers_of_an_input_are_not_those_of_biases(tmp_path):
     assert [found[f"attention.{name}"] for name in ("query", "key", "value")] == [4, 2, 4]
 
 
+@pytest.mark.parametrize("experts", [64, 0])
+def test_the_residual_multiplier_of_granite_is_that_of_all_outputs_and_their_biases(tmp_path, experts):
+    """transformers adds residual_multiplier times the output of attention or Mamba-2 and of the MLP or experts."""
+    biased = PUBLISHED["granite_4_0_h_tiny"] | {"attention_bias": True, "num_local_experts": experts}
+    model = ModelConfig.model_validate(read_model(write_config(tmp_path, biased)))
+    tensors = family_for(model, "granitemoehybrid").tensors(model)
+    found = {t.ours.rpartition(".")[2] for t in tensors if t.ours.startswith("blocks.") and t.factor == 0.22}
+    assert found == {"output", "output_bias", "down"} | ({"shared_down"} if experts else set())
+    assert {t.factor for t in tensors if t.ours.startswith("blocks.")} == {0.22, 1}
+
+
 @pytest.mark.parametrize(("norm_first", "ours"), [(True, "before_gate"), (False, "after_gate")])
 def test_falcons_norm_of_mamba_is_before_or_after_the_gate(tmp_path, norm_first, ours):
     """transformers' FalconH1RMSNormGated gates the normalised output, or normalises the gated one."""
@@ -366,6 +377,7 @@ def test_multipliers_are_undone_exactly_for_all_numbers_of_bfloat16():
 
 LOCALLY_SCALED = {"full_attention": {"rope_type": "default"}}
 LOCALLY_SCALED |= {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 IN_BOTH = KIMI_LINEAR["linear_attn_config"] | {"full_attn_layers": [1, 4, 8, 12, 16, 20, 24, 27]}
 
 
@@ -385,6 +397,8 @@ IN_BOTH = KIMI_LINEAR["linear_attn_config"] | {"full_attn_layers": [1, 4, 8, 12,
         ("qwen3_next", {"num_hidden_layers": 1, "layer_types": ["mamba"]}, "layer_types=mamba is not"),
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}, "mlp_only_layers=[0, 2] are not the first layers"),
         ("modernbert", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ("modernbert", {"rope_parameters": {"full_attention": YARN}}, "rope_type=yarn"),
+        ("modernbert", {"rope_parameters": {"sliding_attention": YARN}}, "rope_type=yarn"),
         ("gemma3_text", {"rope_parameters": LOCALLY_SCALED}, "rope_parameters.sliding_attention.rope_type=linear"),
         ("kimi_linear", KIMI_LINEAR | {"linear_attn_config": IN_BOTH}, "layer 1 in none or both of its lists"),
         ("kimi_linear", KIMI_LINEAR | {"layer_types": ["mamba"] * 27}, "layer_types=mamba is not"),

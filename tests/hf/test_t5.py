@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import tokenizers
 from pydantic import ValidationError
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from megajax import generate
 from megajax.config import Config, ModelConfig
 from megajax.config.checks import check_mesh
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import InputError
-from megajax.hf.convert import export, family_for, read_model, their_tensors
+from megajax.hf.convert import export, family_for, open_readers, read_model, their_tensors
 from megajax.hf.quantising import StoredForm
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
@@ -80,6 +80,18 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, weights, tmp_path, name)
     assert read_model(tmp_path / "out") == read_model(unpack(name))
     shorter = model.model_copy(update={"encoder": model.encoder.model_copy(update={"sequence_length": 24})})
     assert family_for(model).read(family_for(model).write(shorter))["encoder"]["sequence_length"] == 24
+
+
+@pytest.mark.parametrize("stacks", [("encoder",), ("decoder",), ("encoder", "decoder")])
+def test_older_folders_repeat_the_embedding_in_their_stacks(unpack, tmp_path, stacks):
+    tensors = load_file(unpack("t5_tied") / "model.safetensors")
+    repeated = {f"{stack}.embed_tokens.weight": tensors["shared.weight"] for stack in stacks}
+    save_file(tensors | repeated, tmp_path / "model.safetensors")
+    shutil.copy(unpack("t5_tied") / "config.json", tmp_path)
+    model = ModelConfig.model_validate(read_model(tmp_path) | {"vocab_multiple": 2})
+    shapes = {name: parameter.shape for name, parameter in parameters(Transformer(model)).items()}
+    with open_readers(tmp_path, model, shapes, "folder") as readers:
+        assert readers.keys() == shapes.keys()
 
 
 def test_logits_are_those_of_transformers(weights):

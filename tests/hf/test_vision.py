@@ -14,9 +14,18 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
-from megajax.hf.convert import FAMILIES, export, family_for, open_readers, read_folder, read_model, their_tensors
+from megajax.hf.convert import (
+    FAMILIES,
+    export,
+    family_for,
+    open_readers,
+    read_folder,
+    read_model,
+    tensors_by_name,
+    their_tensors,
+)
 from megajax.hf.folder import HEADS, SINGLE
-from megajax.hf.quantising import StoredForm
+from megajax.hf.quantising import StoredForm, quantised_weights
 from megajax.hf.reader import on_devices
 from megajax.hf.vision_language import VisionLanguage
 from megajax.model import Transformer, bind, parameters
@@ -314,6 +323,32 @@ def test_the_unused_head_of_gemma_3s_tower_is_not_read(unpack, tmp_path):
         save_file(tensors | {f"{prefix}head.probe": np.ones((1, 1, 16), np.float32)}, tmp_path / SINGLE)
         assert model_of(tmp_path) == model
         jax.tree.map(np.testing.assert_array_equal, read(tmp_path, model), expected)
+
+
+# Matrices of the tower and between it and the text, as transformers 5.24 names their modules (`named_modules`)
+TOWER = [
+    f"model.vision_tower.encoder.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.out_proj", "mlp.fc2")
+]
+PROJECTOR = [f"model.multi_modal_projector.linear_{number}" for number in (1, 2)]
+BLOCK = [f"model.visual.blocks.0.attn.{name}" for name in ("qkv", "proj")]
+MODULES = {
+    "llava": TOWER + PROJECTOR,
+    "llava_siglip": TOWER + PROJECTOR,
+    "gemma3": TOWER,
+    "qwen2_vl": [*BLOCK, "model.visual.blocks.1.mlp.fc1", "model.visual.merger.mlp.0"],
+    "qwen2_5_vl": [*BLOCK, "model.visual.blocks.1.mlp.gate_proj", "model.visual.merger.mlp.2"],
+    "qwen3_vl": [*BLOCK, "model.visual.blocks.1.mlp.linear_fc1", "model.visual.deepstack_merger_list.0.linear_fc2"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_engines_find_the_modules_of_a_tower_among_those_that_are_not_quantised(unpack, name):
+    model = model_of(unpack(name))
+    family = family_for(model)
+    parts = tensors_by_name(family.tensors(model), model)
+    found = quantised_weights(StoredForm("float32", "fp8_channel"), parts, model, family.model_type, [])
+    left_out = found.settings["quantization_config"]["ignore"]
+    assert {*MODULES[name]} <= {*left_out}
 
 
 # Beginnings of names in files of LLaVA and of Gemma 3: as published, of transformers from 4.52 on, and of a bare model

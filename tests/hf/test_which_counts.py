@@ -179,6 +179,7 @@ def test_names_of_a_model_without_its_head_are_read(unpacked, name):
 
 MASKS = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8), "h.0.attn.masked_bias": np.float32([-1e4])}
 SCALES = {f"layers.1.self_attn.{name}_scale": np.float32([0.02]) for name in ("q", "k", "v")}
+SCALES["layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
 
 
 @pytest.mark.parametrize(("name", "others"), [("tiny_gpt2", MASKS), ("tiny_llama", SCALES)])

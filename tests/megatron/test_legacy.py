@@ -5,7 +5,9 @@ dev/megatron_checkpoints.py compares further models with megatron-core itself.
 
 import os
 import pickle
+import pickletools
 import shutil
+import zipfile
 from pathlib import Path, PurePosixPath
 
 import jax
@@ -265,7 +267,10 @@ def test_objects_of_megatron_are_held_and_not_called(tmp_path):
     """An enumeration in the arguments, and NumPy's random state, which a function makes."""
     backend = Call(Named("megatron.core.transformer.enums", "AttnBackend"), (5,))
     state = Call(Named("numpy.core.multiarray", "_reconstruct"), (Named("numpy", "ndarray"), (0,)))
-    small(tmp_path, more={"rng_state": [state]}, attention_backend=backend)
+    theirs = pickletools.genops(pickle.dumps(np.random.get_state(), protocol=2))
+    named = {Named(*text.split()) for operation, text, _ in theirs if operation.name == "GLOBAL"}
+    assert Named("_codecs", "encode") in named
+    small(tmp_path, more={"rng_state": [state, *(Call(name, ()) for name in named)]}, attention_backend=backend)
     same(tmp_path, ModelConfig.model_validate(SMALL), whole(ModelConfig.model_validate(SMALL)))
 
 
@@ -330,6 +335,28 @@ def test_a_path_is_read_as_each_python_saves_it(module, name):
 STORAGES = {"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "LongStorage": "int64"}
 STORAGES |= {"BFloat16Storage": "bfloat16", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"}
 STORAGES |= {"ByteStorage": "uint8", "BoolStorage": "bool"}
+
+
+class OfTorch(pickle.Unpickler):
+    """Python's own unpickler, with a list in place of a tensor."""
+
+    def persistent_load(self, pid):
+        return pid
+
+    def find_class(self, module, name):
+        return (lambda *arguments: [*arguments]) if (module, name) != ("collections", "OrderedDict") else dict
+
+
+@pytest.mark.parametrize("dtype", STORAGES.values())
+def test_a_storage_has_as_many_numbers_as_its_record(tmp_path, dtype):
+    """torch.load refuses another number."""
+    array = np.zeros((2, 3), jnp.dtype(dtype))
+    with (tmp_path / "a.pt").open("wb") as file:
+        save(file, {"w": tensor("0", array)}, {"0": array})
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        (_, _, record, _, count), start, shape, strides, *_ = OfTorch(archive.open("archive/data.pkl")).load()["w"]
+        assert (count, archive.getinfo(f"archive/data/{record}").file_size) == (6, 6 * array.itemsize)
+    assert (start, shape, strides) == (0, (2, 3), (3, 1))
 
 
 def test_every_kind_of_numbers_of_a_torch_file_has_its_numpy_dtype():

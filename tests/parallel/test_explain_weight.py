@@ -6,7 +6,7 @@ from collections import Counter
 
 import jax
 import pytest
-from mesh_models import MIXTRAL, MODELS
+from mesh_models import MIXTRAL, MODELS, QWEN3_VL
 
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
@@ -143,6 +143,21 @@ def test_stages_gather_their_first_and_last_layers_once_a_step(tmp_path, capsys)
     assert re.findall(r"^(\d) layers of a device|gather for the layer +(.*?) a step", page, re.M) == [
         *(("2", ""), ("", "once"), ("2", ""), ("", "4 times"))
     ]
+
+
+def test_in_pairs_of_microbatches_only_the_layers_gather_half_as_often(table):
+    """Of four microbatches; a tower runs each alone, as the weights outside of layers are gathered once a step."""
+    model, mesh = QWEN3_VL | {"num_experts": 4, "experts_per_token": 2}, {"expert": 2, "fsdp": 2}
+    times = {}
+    for pairs in (False, True):
+        communication = {"experts": "all_to_all", "overlap_experts": pairs}
+        config = table.make_config(model, mesh, microbatches=4, precision=BF16, communication=communication)
+        graph = Graph.build(StepPlan.make(config, check_mesh(config, 4), HOPPER))
+        for name in ("blocks.moe.moe.down", "vision.blocks.dense.mlp.down", "vision.projector.down"):
+            totals = sum((chain.totals() for chain in explain_weight.chains(graph, name)), Counter())
+            times[name, pairs] = totals["all-gather", ("fsdp",), "bfloat16"]
+    ratios = {name: times[name, False] / times[name, True] for name, _ in times}
+    assert ratios == {"blocks.moe.moe.down": 2, "vision.blocks.dense.mlp.down": 1, "vision.projector.down": 1}
 
 
 def test_a_name_that_the_model_lacks_is_answered_with_one_that_it_has(table):
