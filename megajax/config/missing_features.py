@@ -7,8 +7,8 @@ from megajax.config.other_names import by_word, plain
 # Names, as a part of a key or as a value, and the sentence.
 FEATURES = {
     "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model": (
-        "docs/examples/dpo.py is DPO, and other preference objectives are files like it; a program of your own trains"
-        " them, docs/custom_loop.md"
+        "DPO is an example in docs/extensions.md, and other preference objectives are files like it; a program of your"
+        " own trains them, docs/custom_loop.md"
     ),
     "reward reward_model reward_modeling critic value_head classification sequence_classification num_labels": (
         "an objective with a head for values or classes is in docs/extensions.md; a program of your own trains it,"

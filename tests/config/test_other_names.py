@@ -107,7 +107,7 @@ def test_a_name_that_is_not_near_gets_no_key(typed: str):
 
 
 def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
-    assert "such as DPO is built in" in suggestion("loss.kind", "dpo")
+    assert "DPO is an example in docs/extensions.md" in suggestion("loss.kind", "dpo")
     assert "docs/custom_loop.md" in suggestion("grpo.beta")
     assert "megajax hf export" in suggestion("push_to_hub", True)
     for name in ("reward_model", "value_head", "num_labels"):
@@ -119,7 +119,7 @@ def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
 
 # What a sentence on a missing feature names, and the names in other projects' arguments that it answers
 MISSING = {
-    "docs/examples/dpo.py is DPO": "dpo orpo kto simpo ipo cpo ref_model reference_model",  # TRL
+    "DPO is an example in docs/extensions.md": "dpo orpo kto simpo ipo cpo ref_model reference_model",  # TRL
     "AutoModelForSequenceClassification": "reward_model value_head sequence_classification num_labels critic",
     "GRPO": "ppo grpo rloo rlhf rollout",
     "teacher.model": "distillation kd_ratio kd_loss teacher_checkpoint",

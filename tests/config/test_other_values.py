@@ -54,7 +54,7 @@ def test_every_choice_has_a_table_of_names_that_are_none_of_its_own():
         ("optimizer.kind=adafactor", "it does not exist here; use adamw, ademamix, sgd, lion, muon or soap."),
         ("optimizer.kind=mun", "did you mean muon?"),  # near
         ("optimizer.kind=quasi_newton", "use adamw, ademamix, sgd, lion, muon or soap,"),
-        ("data.kind=dpo", "docs/examples/dpo.py is DPO"),
+        ("data.kind=dpo", "DPO is an example in docs/extensions.md"),
         ("remat.policy=false", "did you mean none?"),
         ("model.qk_norm=olmo2", "did you mean all_heads? The choices are true, false, all_heads and layernorm."),
         ("model.layer_pattern=[global, full_attention]", "did you mean global?"),
