@@ -56,6 +56,15 @@ def test_the_final_decay_of_wsd_has_megatrons_shapes(style, half):
     assert found == pytest.approx([PEAK, LOW + (PEAK - LOW) * half, LOW, LOW], rel=1e-5)
 
 
+@pytest.mark.parametrize(("style", "half"), [("linear", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 2**-0.5)])
+def test_the_final_decay_of_wsd_is_no_longer_than_the_steps_after_the_warm_up(style, half):
+    """By default it is a tenth of decay_steps: 4 of 40. After a warm-up of 38 only 2 are left, from peak to minimum."""
+    given = {"kind": "wsd", "decay_steps": 40, "wsd_decay_steps": 4, "wsd_decay_style": style}
+    middle = LOW + (PEAK - LOW) * half
+    assert rates([36, 38, 40], **given) == pytest.approx([PEAK, middle, LOW], rel=1e-5)
+    assert rates([38, 39, 40, 41], **given, warmup_steps=38) == pytest.approx([PEAK, middle, LOW, LOW], rel=1e-5)
+
+
 def test_inverse_sqrt_falls_with_the_root_of_the_step_but_not_below_the_minimum():
     # peak * sqrt(warm-up / step); a hundredth of the peak would be below the minimum.
     found = rates([4, 9, 16, 100], kind="inverse_sqrt", decay_steps=1000)
