@@ -121,3 +121,8 @@ def test_the_linear_layers_of_a_token_in_pairs_of_a_query_and_a_key():
     model = ModelConfig.model_validate({**model, "vocab_size": 32, "vocab_multiple": 1, "activation": "swiglu"})
     projections, mlp = 8 * 8 + 8 * 8 + 8 * 8, 3 * 8 * 16
     assert token_pairs(model) == (2 * (projections + mlp) + 8 * 32) // (2 * (4 + 4))
+    # Two of four experts of 24, and a shared one of 40, in the second layer
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "first_dense_layers": 1}
+    routed = model.model_validate(model.model_dump() | experts | {"shared_expert_ffn_hidden_size": 40})
+    moe = 3 * 8 * (2 * 24 + 40)
+    assert token_pairs(routed) == (2 * projections + mlp + moe + 8 * 32) // (2 * (4 + 4))
