@@ -128,9 +128,12 @@ def test_a_schedule_is_checked_when_it_is_registered():
     assert dict(SCHEDULES) == before
 
 
-def test_an_encoder_has_a_name_of_its_own():
-    class Mine(Encoder):
-        NAME = "layers"
+@pytest.mark.parametrize("name", ["none", "layers", "encoder"])
+def test_an_encoder_has_a_name_of_its_own(name):
+    """Neither a value of model.encoder.kind nor the stream of a built-in encoder."""
 
-    with pytest.raises(ConfigError, match="Mine has the NAME layers, which megajax uses: give it another one"):
+    class Mine(Encoder):
+        NAME = name
+
+    with pytest.raises(ConfigError, match=f"Mine has the NAME {name}, which megajax uses: give it another one"):
         register_encoder(Mine)
