@@ -150,6 +150,20 @@ def test_zeros_stay_zeros_and_what_is_not_finite_makes_a_product_nan(name, bad):
     assert np.isnan(found[1]).all() and (name == "nvfp4" or not found[0].any())
 
 
+def test_operands_may_be_beyond_the_range_of_fp16_if_their_product_is_not():
+    """With precision.compute=float16 an emulated operand of 1e6 is not infinite, nor one of 1e-9 zero."""
+    recipe, one = IMPLEMENTATIONS["mxfp8"], np.ones((1, 32), np.float32)
+
+    @jax.jit
+    def product(a, b):
+        operands = (recipe.quantised(x, "input", jnp.abs(x).max(), None) for x in (a, b))
+        return multiply(*operands, jnp.float16, "emulated")
+
+    found = product(1e6 * one, 1e-9 * one)
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(np.float32(found), 32e-3, rtol=0.13)  # each may be half a unit of its 3 bits away
+
+
 def test_random_rounding_goes_to_the_two_next_numbers_and_its_mean_is_the_number():
     shares = np.arange(2**12, dtype=np.uint32) << 20  # evenly over all bits
     x = np.float32([0.0, 0.1, 0.25, 0.8, 1.5, 1.9, 2.125, 3.3, 4.9, 5.999, 6.0, 7.5, -0.3, -2.75])
