@@ -284,10 +284,17 @@ def test_fields_are_those_of_the_loss_in_the_count_too(table, monkeypatch):
     traced(table, "test_focal")
 
 
-@pytest.mark.parametrize("field", ["tokens", "loss_mask"])
-def test_a_field_that_a_batch_has_in_another_dtype_is_a_sentence(table, monkeypatch, field):
-    monkeypatch.setattr(Focal, "FIELDS", {field: jnp.bfloat16})
-    with pytest.raises(ConfigError, match=rf"declares the batch field {field} as bfloat16.* give that field another"):
+@pytest.mark.parametrize(
+    ("field", "declared", "named"),
+    [
+        ("tokens", jnp.bfloat16, r"bfloat16\[\], but it is int32\[\]"),
+        ("loss_mask", jnp.bfloat16, r"bfloat16\[\], but it is float32\[\]"),
+        ("loss_mask", (jnp.float32, 3), r"float32\[3\], but it is float32\[\]"),
+    ],
+)
+def test_a_field_that_a_batch_has_in_another_form_is_a_sentence(table, monkeypatch, field, declared, named):
+    monkeypatch.setattr(Focal, "FIELDS", {field: declared})
+    with pytest.raises(ConfigError, match=rf"declares the batch field {field} as {named}: give that field another"):
         traced(table, "test_focal")
 
 
