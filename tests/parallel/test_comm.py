@@ -221,6 +221,12 @@ def test_sequences_are_numbered_through_the_batch_axes(communicated, sizes):
 
 
 @over_meshes
+def test_a_sequence_has_the_tokens_of_all_devices_of_context(sizes):
+    """`tensor` divides a device's tokens between layers, but within one they are whole."""
+    assert make_comm(sizes).sequence_length(24 // sizes.get("context", 1)) == 24
+
+
+@over_meshes
 def test_vocabulary_maxima_and_sums_run_over_tensor_alone(communicated, sizes):
     values, found = communicated(sizes)["reductions"]
     for index in devices_of(values):
