@@ -70,3 +70,20 @@ def test_a_matrix_is_turned_where_it_has_more_rows_than_columns(shape, axes, tur
     sizes = dict.fromkeys(AXES, 1)
     layout = MatrixLayout.of(place((2, *shape), ("layers", *axes), sizes), sizes, per_head=False, turns=True)
     assert (layout.transposed, layout.shape.rows, layout.shape.columns) == (turned, 8, max(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "whole", "per_head"),  # (inputs, outputs, number of matrices)
+    [
+        ((3, 8, 4, 6), ("layers", "embed", "heads", "head"), (8, 24, 3), (8, 6, 12)),
+        ((3, 8, 2, 6), ("layers", "embed", "kv_heads", "head"), (8, 12, 3), (8, 6, 6)),
+        ((3, 5, 4, 6), ("layers", "rank", "heads", "head"), (5, 24, 3), (5, 6, 12)),
+        ((3, 4, 6, 8), ("layers", "heads", "head", "embed"), (24, 8, 3), (24, 8, 3)),  # heads are its inputs
+        ((3, 8, 12), ("layers", "embed", "mlp"), (8, 12, 3), (8, 12, 3)),
+    ],
+)
+def test_a_head_of_a_projections_output_may_be_a_matrix_by_itself(shape, axes, whole, per_head):
+    sizes = dict.fromkeys(AXES, 1)
+    for alone, expected in ((False, whole), (True, per_head)):
+        layout = MatrixLayout.of(place(shape, axes, sizes), sizes, per_head=alone, turns=False)
+        assert (layout.inputs, layout.outputs, layout.count) == expected
