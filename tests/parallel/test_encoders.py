@@ -113,6 +113,15 @@ def test_the_encoder_counts_in_parameters_and_flops(table):
     assert sum(map(math.prod, own.values())) == 50 * D + D + 4 * D * D
 
 
+def test_flops_of_fields_of_several_lengths_are_those_of_the_longest(table):
+    class Titled(ENCODERS["source"]):
+        def fields(self):
+            return super().fields() | {"title": (np.int32, 2)}
+
+    config = make(table, {}).model
+    assert Titled(config, Titled.Settings(length=SOURCE)).flops() == 6 * 4 * TINY["hidden_size"] ** 2 * SOURCE
+
+
 BAD = {
     "unknown": ({"encoder": {"kind": "sauce"}}, {}, "encoder.kind=sauce .*use none.*source.*run.extensions"),
     "setting": (
