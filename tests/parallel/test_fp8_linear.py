@@ -112,6 +112,26 @@ def test_a_linear_layer_and_its_gradients(rng, kind, case):
         assert saturated == (f"the {name} saturates" in case)
 
 
+@pytest.mark.parametrize("layer", [column_linear, row_linear])
+def test_the_largest_magnitudes_are_those_of_all_pieces_that_a_ring_sends(rng, monkeypatch, layer):
+    """On two devices, of own tokens or of all: delayed scaling keeps it, wherever among the tokens it is."""
+    monkeypatch.setattr(TensorRing, "overlap_width", 1)
+    tp = TensorParallel(TensorRing(2, False), fp8.kernels("reference"), "reference", lambda amax: amax, False)
+    weight = quantised_weight(np.float32(rng.normal(size=(D, D))), 1.0, 1.0, E5M2)
+    own, of_both = (np.float32(rng.normal(size=(2, tokens, D))) for tokens in (T // 2, T))
+    order = slice(None, None, 1 if layer is column_linear else -1)  # (input, output gradient)
+
+    @jax.jit
+    @partial(jax.vmap, axis_name="tensor")
+    def amax(x, dy):
+        return jax.vjp(lambda x, w: layer(tp, x, w), x, weight)[1](dy)[1].amax
+
+    for token in (5, T // 2 + 5):
+        of_both[:, token] *= 9 + token
+        largest = [np.abs(tokens).max((1, 2)) for tokens in (own, of_both)[order]]
+        np.testing.assert_array_equal(amax(*(own, of_both)[order]), np.stack(largest, axis=1))
+
+
 def sigmoid(x):
     return 1.0 / (1.0 + np.exp(-x))
 
