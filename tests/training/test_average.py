@@ -104,7 +104,7 @@ def test_moving_averages_are_written_as_they_were_saved(run, tmp_path, capsys):
             np.testing.assert_allclose(found[parameter], array, rtol=1e-6, atol=1e-8)
 
 
-def test_adapters_are_averaged_and_merged_into_their_base(run, build, tmp_path):
+def test_adapters_are_averaged_and_merged_into_their_base(run, build, tmp_path, capsys):
     (run_dir, saved), out = run, tmp_path / "mean"
     lora = ("lora.rank=2", "lora.alpha=4", "lora.targets=[query]", "model.router.bias_update_rate=0")
     trainer = build("adapted", f"checkpoint.init_from={run_dir}", *lora)
@@ -119,6 +119,11 @@ def test_adapters_are_averaged_and_merged_into_their_base(run, build, tmp_path):
         for layer, base in enumerate(saved[7]["params"][query]):
             change = np.einsum("dr,rnh->dnh", mean[f"{query}_lora_a"][layer], mean[f"{query}_lora_b"][layer])
             np.testing.assert_allclose(merged[query][(layer,)], base + 2 * change, rtol=1e-5, atol=1e-7)
+    config = trainer.directory.path / "config.yaml"
+    config.write_text(config.read_text().replace("alpha: 4.0", "alpha: 8.0"))  # a run that went on with another one
+    with pytest.raises(SystemExit):
+        average.main([str(trainer.directory.path), "--last", "2", "--out", str(tmp_path / "mixed")])
+    assert "lora.alpha=4.0, but this run has 8.0" in capsys.readouterr().err
 
 
 def sentence(capsys, *arguments) -> str:
