@@ -1,6 +1,7 @@
 """Mixtures of experts train on any mesh as on one device: also their losses and, exactly, the counts of assignments."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.model import bind
+from megajax.step.stack.pairs import PairedGroups
+from megajax.step.stack.remat_groups import StreamGradients
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -166,3 +169,16 @@ def test_what_is_kept_is_neither_routed_nor_exchanged_again(table):
         return {name: text.count(name) for name in ("call @argsort", "top_k", "stablehlo.all_gather", ".all_to_all")}
 
     assert operations("save_matmuls") == operations("none") != operations("full")
+
+
+def test_a_pair_of_microbatches_has_both_sums_and_the_largest_magnitudes_of_both():
+    """Of a group's two backward passes: FP8's amaxes by layer, and gradients, which BF16 would round to 256."""
+    results = {
+        "one": (StreamGradients(1, {"images": 2}), jnp.bfloat16(256), ({"up": np.float32([3, 1])},)),
+        "other": (StreamGradients(3, {"images": 4}), jnp.float32(1), ({"up": np.float32([2, 5])},)),
+    }
+    groups = SimpleNamespace(at=None, backward=lambda at, weights, saved, dy, inputs: results[saved])
+    dy = StreamGradients((0, 0), {"images": (0, 0)})
+    dx, gradient, [amax] = PairedGroups(groups).backward(None, {}, tuple(results), dy, (None, None))
+    assert dx == StreamGradients((1, 3), {"images": (2, 4)})
+    assert gradient == 257 and amax["up"].tolist() == [3, 5]
