@@ -1,6 +1,7 @@
 """A sublayer with a state between tokens, from the docs: against a loop, and with documents on four devices."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,16 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
+from megajax.kernel_choice import Kernels
 from megajax.layout.kinds import KINDS, LayerKind
 from megajax.mesh import AXES, build_mesh
 from megajax.model import LayerContext
 from megajax.model.comm import Comm, TokenPositions
-from megajax.model.recurrent import rows
+from megajax.model.recurrent import RecurrentTokens, rows
 from megajax.model.sublayer import BlockInputs
+from megajax.ops import short_convolution
+from megajax.parallel.mesh_comm import MeshComm
+from megajax.step_plan import Collectives
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
@@ -64,6 +69,38 @@ def test_tokens_beyond_both_ends_of_a_sequence_are_zeros():
     padded = np.pad(x, ((0, 0), (2, 3), (0, 0)))
     expected = [padded[row, 2 + start : 5 + start] for row, start in zip((0, 1, 0), first, strict=True)]
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_a_device_goes_on_from_the_tokens_and_states_of_all_before_it(by_channel):
+    """Of four devices: each has a map of the state, a matrix or a factor of each channel, and a convolution."""
+    devices, B, S, C, rng = 4, 2, 6, 3, np.random.default_rng(1)
+    x, weight = rng.standard_normal((B, devices * S, C)), rng.standard_normal((4, C))
+    transitions = rng.standard_normal((devices, B, 2, C) if by_channel else (devices, B, 2, C, C))
+    finals, index = rng.standard_normal((devices, B, 2, C, 5)), np.tile(np.arange(devices * S), (B, 1))
+    comm = MeshComm(dict.fromkeys(AXES, 1) | {"context": devices}, Kernels(), Collectives(consecutive=True), False)
+
+    def rule(transition, final, state_before, **_):
+        return state_before(transition, final), final
+
+    @jax.jit
+    @partial(jax.vmap, axis_name="context")
+    def local(x, index, transition, final):
+        inputs = BlockInputs(index, TokenPositions(index), index.reshape(-1), None)
+        tokens = RecurrentTokens(LayerContext(comm, inputs, 0, LayerKind("r", None)))
+        channels, *_ = tokens.joined((x, slice(0, C)))
+        [convolved] = tokens.convolved(channels, (C,), jnp.float32(weight))
+        return convolved, tokens.recur(rule, rule, transition, final)
+
+    parts = [np.stack(np.split(a, devices, axis=1)) for a in (np.float32(x), index)]
+    convolved, found = local(*parts, np.float32(transitions), np.float32(finals))
+    whole = jax.jit(lambda x, index: short_convolution(x, jnp.float32(weight), index))(np.float32(x), index)
+    np.testing.assert_allclose(np.concatenate(convolved, axis=1), whole, rtol=1e-5, atol=1e-6)
+    state = np.zeros_like(finals[0])
+    for device in range(devices):
+        np.testing.assert_allclose(found[device], state, rtol=1e-5, atol=1e-5)
+        map_of = transitions[device]
+        state = (map_of[..., None] * state if by_channel else map_of @ state) + finals[device]
 
 
 def make(table, mesh, microbatches=1, model=None, **sections):
