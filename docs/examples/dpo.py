@@ -2,10 +2,10 @@
 
 run: {extensions: [docs/examples/dpo.py]}
 objective: {kind: dpo, settings: {beta: 0.1}}
-teacher: {model: {...}, source: models/sft}  # the reference: the model and the weights of checkpoint.init_from
+teacher: {model: {...}, source: models/sft}  # the reference: the same model; checkpoint.init_from is this source too
 
 Segments 2i and 2i + 1 of a microbatch (the batch field `segments`) are the chosen and the rejected answer with their
-prompt, a row each or packed. `loss_mask` is 1 at the tokens of the answers, 0 elsewhere.
+prompt, a row each. `loss_mask` is 1 where the target is a token of an answer, 0 elsewhere and in padding.
 """
 
 import jax
@@ -19,7 +19,8 @@ class DPO(Segment):
     """-log σ(β · (the chosen answer's log-ratio to the reference - the rejected one's)) (Rafailov et al. 2023)."""
 
     TEACHER = True
-    METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")  # logged beside the loss
+    TOGETHER = 2
+    METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")  # in the lines of metrics.jsonl
 
     class Settings(Section):
         beta: Positive = 0.1

@@ -5,7 +5,7 @@ objective: {kind: reward_model}
 
 It is called `score`, as in transformers' AutoModelForSequenceClassification, whose folders are read and written.
 Segments 2i and 2i + 1 of a microbatch (the batch field `segments`) are the chosen and the rejected answer with their
-prompt, a row each or packed. `loss_mask` is 1 at the last token of each, 0 elsewhere.
+prompt, a row each. `loss_mask` is 1 at the last token of each, 0 elsewhere.
 """
 
 import jax
@@ -18,7 +18,8 @@ from megajax.step.objective import HiddenSegment, register_objective
 class RewardModel(HiddenSegment):
     """-log σ(the chosen answer's score - the rejected one's), the mean over the pairs."""
 
-    METRICS = ("accuracy", "margin")  # means over the pairs too, in the lines of steps
+    TOGETHER = 2
+    METRICS = ("accuracy", "margin")  # means over the pairs too, in the lines of metrics.jsonl
 
     @classmethod
     def parameters(cls, model, settings):

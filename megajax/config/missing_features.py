@@ -6,7 +6,8 @@ from megajax.config.other_names import by_word, plain
 
 # Names, as a part of a key or as a value, and the sentence.
 FEATURES = {
-    "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model": (
+    "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model ref_model_name_or_path"
+    " precompute_ref_log_probs max_prompt_length": (
         "DPO is an example in docs/extensions.md, and other preference objectives are files like it; a program of your"
         " own trains them, docs/custom_loop.md"
     ),

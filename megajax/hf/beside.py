@@ -98,8 +98,8 @@ def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, 
 def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
     """`bos_token_id`, `eos_token_id` and `pad_token_id` of a run, as far as they are known.
 
-    They are those of the folder that the run started from, else the tokenizer's; texts end at all tokens at which
-    generation stops.
+    They are those of the folder that the run started from, else the tokenizer's, below `model.vocab_size`; texts end at
+    all tokens at which generation stops.
     """
     tokenizer = _tokenizer(run_dir, config)
     ids = {name: stored_ids(run_dir, name) for name in TOKENS}
@@ -111,7 +111,8 @@ def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:
         stops = stop_tokens(run_dir, tokenizer, known_end(config.data, tokenizer), arguments)
         if set(stops) != set(ids["eos_token"]):
             ids["eos_token"] = list(stops)
-    return {f"{name}_id": found[0] if len(found) == 1 else found for name, found in ids.items() if found}
+    known = {name: [token for token in found if token < config.model.vocab_size] for name, found in ids.items()}
+    return {f"{name}_id": found[0] if len(found) == 1 else found for name, found in known.items() if found}
 
 
 @file_reader("folder")

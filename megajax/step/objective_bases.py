@@ -210,9 +210,16 @@ class Segment(Objective):
     A first pass over the head gives the log-probabilities, a second one the gradients.
     """
 
+    TOGETHER: ClassVar[int] = 1  # the number of consecutive segments with one loss, such as 2 of a pair
+
     def __init__(self, plan: StepPlan, comm: MeshComm):
         super().__init__(plan, comm)
         self.number = plan.batch_shape[1]
+        if self.number % self.TOGETHER:
+            problem = f"a microbatch has {counted(self.number, 'sequence')}, and so many segments"
+            need = f"objective.kind={plan.objective.kind} takes {self.TOGETHER} together"
+            cure = f"set batch.global_size to a multiple of {self.TOGETHER} times batch.num_microbatches"
+            raise ConfigError(f"{problem}, but {need}: {cure}.")
 
     def fields(self) -> dict[str, Field]:
         return joined_fields(

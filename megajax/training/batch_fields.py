@@ -95,7 +95,8 @@ def check_values(
             least, most = int(np.min(fields[name])), int(np.max(fields[name]))
             if least < field.least or most >= field.limit:
                 wrong = most if most >= field.limit else least
-                limits = f"give numbers below {field.limit}, and {field.least} or more"
+                reason = ", the sequences of a microbatch," if field.setting == "objective.kind" else ""
+                limits = f"give numbers below {field.limit}{reason} and {field.least} or more"
                 raise InputError(f"{source} holds {wrong} in {name}: {limits}.")
     if not (least := np.min(fields["loss_mask"])) >= 0:  # NaN too
         raise InputError(f"{source} holds {least} in loss_mask: give 0 or more.")

@@ -119,7 +119,7 @@ def test_a_feature_that_does_not_exist_is_named_by_its_key_or_value():
 
 # What a sentence on a missing feature names, and the names in other projects' arguments that it answers
 MISSING = {
-    "DPO is an example in docs/extensions.md": "dpo orpo kto simpo ipo cpo ref_model reference_model",  # TRL
+    "DPO is an example in docs/extensions.md": "dpo orpo kto ref_model precompute_ref_log_probs",  # TRL
     "AutoModelForSequenceClassification": "reward_model value_head sequence_classification num_labels critic",
     "GRPO": "ppo grpo rloo rlhf rollout",
     "teacher.model": "distillation kd_ratio kd_loss teacher_checkpoint",

@@ -170,6 +170,14 @@ def test_exports_and_runs_keep_the_tokens(family):
     assert text_settings(config, run).begin_token == (expected["begin"] if begins else None)
 
 
+@pytest.mark.parametrize(("vocab_size", "end"), [(64, None), (65, 64)])
+def test_an_export_names_no_token_beyond_the_vocabulary(tmp_path, vocab_size, end):
+    """Token files of 64 ids have a model of 64, though their tokenizer has an end of its own."""
+    config = config_of(tmp_path / "none", [], tokenizer="null:64")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
+    assert beside.collect(tmp_path, config)[1]["eos_token_id"] == end
+
+
 def test_a_setting_wins_over_the_folder(tmp_path):
     folder = tmp_path / "qwen3"
     write_family("qwen3", folder, MODEL)

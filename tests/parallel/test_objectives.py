@@ -226,8 +226,12 @@ def test_wrong_settings_and_batches_are_sentences(table):
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
     numbers = np.broadcast_to(np.arange(ROWS)[:, None], (ROWS, LENGTH))
     for segments, wrong in ((numbers, 7), (numbers % 4 - 2, -2)):
-        with pytest.raises(InputError, match=f"holds {wrong} in segments: give numbers below 4, and -1 or more"):
+        with pytest.raises(InputError, match=f"holds {wrong} in segments: .* below 4, the seq.* and -1 or more"):
             to_global(program, batch | {"segments": segments})
+    odd = {"batch": {"global_size": 6, "num_microbatches": 2, "sequence_length": LENGTH}}
+    odd = Config.model_validate(config.model_dump(mode="json") | odd)
+    with pytest.raises(ConfigError, match="has 3 sequences.*kind=test_pairs takes 2 together: .*multiple of 2"):
+        assert TrainProgram.build(odd, build_mesh(check_mesh(odd, 1), jax.devices()[:1])).graph
     del batch["reference"]
     with pytest.raises(InputError, match="has no reference and objective.kind=test_pairs"):
         to_global(program, batch)

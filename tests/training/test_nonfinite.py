@@ -149,6 +149,21 @@ def test_a_learning_rate_that_blows_up_ends_the_command_with_status_3(tmp_path, 
     assert re.search(r"first step done 10\d\d\.\d s after the start\n", printed)  # the start of the process
 
 
+class EmptyTrainer(Trainer):
+    """In the batches of its steps 2 and 3 nothing counts."""
+
+    def next_batch(self):
+        batch = super().next_batch()
+        return batch | {"loss_mask": 0 * batch["loss_mask"]} if self.step in (1, 2) else batch
+
+
+def test_a_step_in_which_nothing_counts_is_told_once(tmp_path, make_config, capsys):
+    config = make_config(f"run.dir={tmp_path}", "run.steps=8", "run.max_nonfinite_steps=3")
+    assert EmptyTrainer(config, jax.devices()[:1]).run() == 0
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "nothing counts" in line]
+    assert "in step 2" in warning and "loss_mask" in warning
+
+
 # FP16
 
 
