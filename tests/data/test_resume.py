@@ -96,7 +96,9 @@ def main(folder: Path) -> None:
 
 
 def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(tmp_path):
-    done = subprocess.run([sys.executable, __file__, tmp_path], capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # pytest's, of what this file imports
+    program = [sys.executable, __file__, tmp_path]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     events, resumed_later = map(int, done.stdout.split())
     assert events > 30 and resumed_later > 20
