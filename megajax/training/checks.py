@@ -12,8 +12,6 @@ from megajax.training.resuming import ResumePoint
 from megajax.training.spikes import LossWatch
 from megajax.training.step_log import IN_ROW
 
-NOTHING = "look at the loss_mask of its targets, and whether the members of a pair are in one microbatch"
-
 
 class SpikeCheck(Hook):
     """Examines the loss of every step at log points and before a save, and goes back to a checkpoint if it may.
@@ -46,18 +44,25 @@ class SpikeCheck(Hook):
 
 
 class NonFiniteCheck(Hook):
-    """Ends the run after more than `run.max_nonfinite_steps` steps in a row with numbers that are not finite.
-
-    It warns once of a step in which no token or segment counts.
-    """
+    """Ends the run after more than `run.max_nonfinite_steps` steps in a row with numbers that are not finite."""
 
     def __init__(self, checkpoints: Callable[[], Checkpoints]):
-        self._checkpoints, self._told = checkpoints, False
+        self._checkpoints = checkpoints
+
+    def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
+        if run.end is None and values[IN_ROW] > run.config.run.max_nonfinite_steps:
+            run.note(spikes.explain_nonfinite(values[IN_ROW], run.config, self._checkpoints().latest_step))
+            run.end_with(BAD_NUMBERS)
+
+
+class EmptyStepCheck(Hook):
+    """Warns once of a step in which no token or segment counts."""
+
+    def __init__(self) -> None:
+        self._told = False
 
     def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         if values["loss"] == values["grad_norm"] == 0 and not self._told:
             self._told = True
-            run.note(f"megajax: warning: nothing counts in step {step}, its loss and gradients are 0: {NOTHING}.")
-        if run.end is None and values[IN_ROW] > run.config.run.max_nonfinite_steps:
-            run.note(spikes.explain_nonfinite(values[IN_ROW], run.config, self._checkpoints().latest_step))
-            run.end_with(BAD_NUMBERS)
+            cure = "look at the loss_mask of its targets, and whether the members of a pair are in one microbatch"
+            run.note(f"megajax: warning: nothing counts in step {step}, its loss and gradients are 0: {cure}.")

@@ -32,7 +32,7 @@ from megajax.training import logs
 from megajax.training.agreement import consequence, warn_of_another_rate
 from megajax.training.batch_fields import check_fields
 from megajax.training.batches import BatchOf, batches, check_batch_of, check_own_fields, own_batches
-from megajax.training.checks import NonFiniteCheck, SpikeCheck
+from megajax.training.checks import EmptyStepCheck, NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
 from megajax.training.evaluation import Evaluation, mean_loss
 from megajax.training.exports import Exports
@@ -134,7 +134,8 @@ class Trainer:
         self.profile, self._norms = Profile(self.view, self._compiled.text), Norms(self.program)
         self._spikes = SpikeCheck(self.config, self.saved, self.monitoring.event)
         self._replicas = ReplicaCheck(self.program, self.saved, saves.is_due)
-        checks = (GpuHealth(), self._replicas, self._spikes, NonFiniteCheck(lambda: self.checkpoints))
+        non_finite = NonFiniteCheck(lambda: self.checkpoints)
+        checks = (GpuHealth(), self._replicas, self._spikes, EmptyStepCheck(), non_finite)
         exports = () if self._exports is None else (self._exports,)
         evaluation = Evaluation(self.data, self.evaluate, self.log, self.watch)
         balance = WorkBalance(self.config, self.data["train"])

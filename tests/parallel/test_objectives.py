@@ -71,11 +71,6 @@ def make(table, name, mesh, **model) -> Config:
     return table.make_config(TINY | model, mesh, microbatches=2, steps=1, optimizer="sgd", **sections)
 
 
-def weights_of(table, config):
-    own = table.weights_of(config.of_teacher) if config.teacher.model else {}
-    return table.weights_of(config) | {f"teacher.{name}": w for name, w in own.items()}
-
-
 def fields_of(name):
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 50, (ROWS, LENGTH + 1))
@@ -164,7 +159,7 @@ def test_loss_and_gradients_are_those_of_a_plain_head(table, expected, name, mes
     config = make(table, name, mesh)
     count = int(np.prod([*mesh.values(), 1]))
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
-    state = table.first_state(program, weights_of(table, config))
+    state = table.first_state(program, table.weights_with_teacher(config))
     batch, ((loss, evaluated, others), gradients) = to_global(program, fields_of(name)), expected(name)
     total, number = program.eval_step(state.weights, state.layer_state, batch)
     assert float(total / number) == pytest.approx(float(evaluated), rel=table.PLAIN_VALUE)
@@ -259,12 +254,7 @@ def test_results_of_other_shapes_are_a_sentence(table, monkeypatch):
         ("test_focal", "count", lambda x: None, "Focal.count returns NoneType for 96 tokens"),
         ("test_focal", "loss", lambda x: (x, {"hits": x}), "loss returns the metrics hits, but Focal.METRICS is empty"),
         ("test_focal", "loss", lambda x: (x, x), r"Focal.loss returns the metrics float32\[\d+\], but"),
-        (
-            "test_pairs",
-            "loss",
-            lambda x: x[0],
-            "metrics none, but Pairs.METRICS is accuracy, margin, ch",
-        ),
+        ("test_pairs", "loss", lambda x: x[0], "metrics none, but Pairs.METRICS is accuracy, margin, ch"),
         ("test_pairs", "loss", lambda x: (x[0], {**x[1], "margin": 1.0}), r"float32\[\] as the metric margin.* \[2\]"),
         ("test_pairs", "loss", lambda x: (x[0].sum(), x[1]), rf"float32\[\] and Pairs.count bool\[2\] {of_pairs}"),
         ("test_pairs", "count", lambda x: jnp.ones(4), rf"float32\[2\] and Pairs.count float32\[4\] {of_pairs}"),

@@ -60,16 +60,11 @@ def fields():
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask, "positions": positions}
 
 
-def weights_of(table, config):
-    own = table.weights_of(config.of_teacher)
-    return table.weights_of(config) | {f"teacher.{name}": w for name, w in own.items()}
-
-
 @pytest.fixture(scope="module")
 def expected(table):
     """(loss, gradients) of the plain models."""
     config, batch = make(table, {}, **WITH_EXPERTS), fields()
-    weights = weights_of(table, config)
+    weights = table.weights_with_teacher(config)
     own = {n.removeprefix("teacher."): w for n, w in weights.items() if n.startswith("teacher.")}
 
     def loss(student):
@@ -87,7 +82,7 @@ def test_loss_and_gradients_are_those_of_the_plain_models(table, expected):
     mesh, (loss, gradients) = {"pipeline": 2, "tensor": 2}, expected
     config = make(table, mesh, microbatches=4, **WITH_EXPERTS)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 4), jax.devices()[:4]))
-    state, batch = table.first_state(program, weights_of(table, config)), to_global(program, fields())
+    state, batch = table.first_state(program, table.weights_with_teacher(config)), to_global(program, fields())
     before = {name: np.asarray(w) for name, w in state.frozen.items()}
     total, number = program.eval_step(state.weights, state.layer_state, batch)
     assert float(total / number) == pytest.approx(float(loss), rel=table.PLAIN_VALUE)

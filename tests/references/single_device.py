@@ -223,6 +223,12 @@ def weights_of(config: Config) -> dict[str, np.ndarray]:
     return out
 
 
+def weights_with_teacher(config: Config) -> dict[str, np.ndarray]:
+    """`weights_of` the model, and of its teacher if it has one."""
+    own = {} if (teacher := config.of_teacher) is None else weights_of(teacher)
+    return weights_of(config) | {f"teacher.{name}": w for name, w in own.items()}
+
+
 def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:
     """The state of step 0 with given weights; quick, for nothing is compiled."""
 
