@@ -21,7 +21,6 @@ from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.schedules import assign_buffer_slots
 from megajax.tools.plan.compile import compile_for_gpus
 from megajax.tools.profile import hlo
-from megajax.training.step import TrainProgram
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def measure(path: str, overrides: list[str], gpus: int, schedule: str, microbatc
         f"batch.global_size={batch.global_size // batch.num_microbatches * microbatches}",
     ]
     config = load_config(path, [*overrides, *own])
-    step = compile_for_gpus(TrainProgram.build, config, gpus, store)
+    step = compile_for_gpus(config, gpus, store)
     ops, memory = hlo.parse(step.text), step.memory
     slots = assign_buffer_slots(schedule_of(step.program.plan))
     saved = [array for op in ops if op.target == "AllocateBuffer" for array in op.results]

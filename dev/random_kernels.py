@@ -233,7 +233,7 @@ def compile_step(gpus: int, settings: Settings) -> str:
     """Compile a step for H200s; never a difference."""
     config = Config.model_validate(settings)
     check(config)
-    compile_for_gpus(TrainProgram.build, config, gpus)
+    compile_for_gpus(config, gpus)
     return ""
 
 

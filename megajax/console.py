@@ -12,7 +12,7 @@ import textwrap
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
@@ -154,6 +154,21 @@ def amount(count: float, unit: str, prefixes: Sequence[str] = ("", "k", "M", "G"
         count, power = count / base, power + 1
     digits = f"{count:.0f}" if count >= 100 else f"{count:.3g}"
     return f"{digits} {prefixes[power]}{unit}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The lines of a table, its columns side by side; those with an index in `right` are aligned at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def terminal_width() -> int | None:
+    """The width of the terminal that stdout is; None for a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def hide_native_lines(beginning: bytes) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.kernel_choice import Hardware
-from megajax.tools.plan.rates import H200, read_rates
+from megajax.tools.plan.rates import H200, rates_of_kind, read_rates
 from megajax.tools.preflight import __main__ as command
 from megajax.tools.preflight import measurements, rates
 from megajax.tools.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
@@ -186,8 +186,8 @@ def test_a_rate_below_the_shipped_one_is_a_sentence(tmp_path):
         for kind in ("NVIDIA H200", "NVIDIA RTX A6000")
     ]
     assert last[0][0] == slow and last[1][1].startswith("There are no shipped rates of NVIDIA RTX A6000: ")
-    shipped = rates.shipped_rates("NVIDIA H100 80GB HBM3")
-    assert shipped is not None and shipped.name == "H100" and rates.shipped_rates("NVIDIA RTX A6000") is None
+    shipped = rates_of_kind("NVIDIA H100 80GB HBM3")
+    assert shipped is not None and shipped.name == "H100" and rates_of_kind("NVIDIA RTX A6000") is None
 
 
 def test_several_hosts_give_their_median_and_the_rate_between_them():
@@ -202,7 +202,6 @@ def test_several_hosts_give_their_median_and_the_rate_between_them():
         for n in (1e8, 4e8)
     ]
     answers = [answer(1.1, between), answer(2.0, []), answer(1.0, [])]
-    answers = [rates.from_json(rates.to_json(each)) for each in answers]
     found, measured = rates.machine_rates(rates.Machine("NVIDIA H100 80GB HBM3", 24, 3), answers)
     assert (found.memory_bytes, found.network_bytes) == (pytest.approx(4e12 / 1.1), pytest.approx(4e10 / 1.2))
     assert (found.memory_gib, found.hosts_of, found.name) == (71.0, 8, "H100")

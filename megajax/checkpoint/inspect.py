@@ -10,7 +10,7 @@ from megajax.checkpoint import checksums, complete_steps, find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY, Folder, checkpoint_folder, saved_at, sizes, store_errors
 from megajax.checkpoint.weights import array_headers, description
 from megajax.command_parser import CommandParser
-from megajax.console import size, user_errors
+from megajax.console import aligned, size, user_errors
 from megajax.errors import UserError, reading
 
 COLUMNS = ("step", "saved", "arrays", "on disk", "saved on", "files")
@@ -71,9 +71,7 @@ def main(argv: list[str]) -> int:
         with store_errors(folder):
             rows = [row(folder / str(step), options.verify) for step in chosen]
         table = [list(COLUMNS), *(cells for cells, _ in rows)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
-        for line in table:
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print("\n".join(aligned(table)))
         if options.arrays:
             print("", *array_lines(folder / str(newest)), sep="\n")
     return DAMAGED if any(damaged for _, damaged in rows) else 0

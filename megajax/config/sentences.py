@@ -3,7 +3,7 @@
 import math
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from megajax.errors import ConfigError, shown
@@ -80,6 +80,11 @@ def divisors(number: int) -> list[int]:
     """All divisors of `number`, in order; the loop ends at its square root."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
+
+
+def mesh_name(sizes: Mapping[str, int]) -> str:
+    """The axes above 1, such as "data 2 × tensor 4"."""
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def format_axis(config: Config, sizes: dict[str, int], axis: str) -> str:

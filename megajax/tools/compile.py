@@ -20,10 +20,10 @@ from megajax.console import user_errors
 from megajax.estimate.memory import estimate_memory
 from megajax.files import check_output
 from megajax.tools.plan import DEVICE_NAMES
-from megajax.tools.plan.compile import HOST, CompiledStep, compile_for_gpus
+from megajax.tools.plan.compile import CompiledStep, compile_for_gpus
+from megajax.tools.plan.rates import HOST
 from megajax.tools.plan.targets import usable_bytes
 from megajax.tools.profile import hlo
-from megajax.training.step import TrainProgram
 
 LARGE = 2**20  # bytes; smaller copies are not counted
 LIBRARY_CALLS = {
@@ -82,7 +82,7 @@ def _kinds(op: hlo.Op) -> Iterable[tuple[str, int]]:
         yield "conversion above 1 MiB", op.result_bytes
 
 
-def figures(step: CompiledStep[TrainProgram]) -> dict:
+def figures(step: CompiledStep) -> dict:
     """A compiled step as numbers.
 
     Layers as (loops, layers of the body) of each segment, seconds of tracing and lowering, seconds of XLA, the peak
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
         if args.text is not None:
             check_output("--text", args.text)
         config = load_config(args.config, args.overrides)
-        step = compile_for_gpus(TrainProgram.build, config, args.gpus, args.store, device=args.device)
+        step = compile_for_gpus(config, args.gpus, args.store, device=args.device)
         if args.text:
             args.text.write_text(step.text, encoding="utf-8")
         if args.json:

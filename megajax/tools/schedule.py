@@ -1,7 +1,6 @@
 """Pipeline schedules as pictures, in a terminal and as SVG: `megajax schedule --help`."""
 
 import argparse
-import shutil
 import string
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -14,7 +13,7 @@ import numpy as np
 from megajax.command_parser import CommandParser
 from megajax.config import AXES, load_config
 from megajax.config.sentences import fail
-from megajax.console import user_errors
+from megajax.console import terminal_width, user_errors
 from megajax.errors import ConfigError, counted
 from megajax.files import check_output
 from megajax.layout.backward_parts import PARTS, backward_parts
@@ -264,8 +263,7 @@ def main(arguments: list[str]) -> int:
         schedule, costs = chosen(options)
         default = f"{schedule.kind}_p{schedule.stages}_m{schedule.microbatches}_r{schedule.virtual_stages}.svg"
         check_output("--svg", path := getattr(options, "svg", Path(default)))
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(f"{_title(schedule)}\n\n{draw(schedule, width)}\n\n{_described(simulate(schedule, costs))}")
+        print(f"{_title(schedule)}\n\n{draw(schedule, terminal_width())}\n\n{_described(simulate(schedule, costs))}")
         path.write_text(svg(schedule, costs), encoding="utf-8")
         print(f"Picture: {path}")
     return 0

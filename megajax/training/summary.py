@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megajax import cluster
 from megajax.config import Config
+from megajax.config.sentences import mesh_name
 from megajax.console import amount, memory_size
 from megajax.errors import counted
 from megajax.estimate.costs import active_parameter_count, adapter_parameter_count, flops_per_token, parameter_count
@@ -37,7 +38,7 @@ def summary(
     lines = [
         f"run        {config.run.name} → {config.run.dir}, seed {config.run.seed}, {_length(config)}",
         f"devices    {program.mesh.size} × {device.device_kind}, {counted(cluster.current().size, 'process')}",
-        f"mesh       {' × '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'one device'}",
+        f"mesh       {mesh_name(sizes)}",
         *describe_hosts(sizes, hosts_of(list(program.mesh.devices.flat))),
         *(_pipeline(plan) if plan.is_pipelined else ()),
         f"model      {parameter_count(program.model):,} parameters{_experts(program)}, "

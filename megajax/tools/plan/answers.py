@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megajax.config.load import config_path
+from megajax.console import terminal_width
 from megajax.errors import ConfigError, InputError, counted
 from megajax.files import replace_text
 from megajax.tools.plan import DEVICE_NAMES
 from megajax.tools.plan.compile import require_plugin
 from megajax.tools.plan.explain import best_microbatches, explain, mesh_overrides
 from megajax.tools.plan.picture import picture
-from megajax.tools.plan.rates import GIB, Rates, rates_of, read_rates
+from megajax.tools.plan.rates import GIB, Rates, hosts_of, rates_of, read_rates
 from megajax.tools.plan.report import (
     budget,
     cells,
@@ -23,10 +24,9 @@ from megajax.tools.plan.report import (
     mesh_text,
     more_time,
     table,
-    terminal_width,
     write_config,
 )
-from megajax.tools.plan.search import Found, Search, check_hosts, explained, missing_settings
+from megajax.tools.plan.search import Found, Search, explained, missing_settings
 
 COMPILE_SECONDS = 1800.0
 type Tell = Callable[[str], None]  # gets the text of the progress
@@ -133,7 +133,7 @@ def xla_gib(options: argparse.Namespace, found: Found, rates: Rates) -> float:
 
 def one_mesh(options: argparse.Namespace, rates: Rates, _: Tell) -> list[str]:
     """The mesh of --explain in detail."""
-    check_hosts(options.gpus, rates)
+    hosts_of(options.gpus, rates.hosts_of)
     settings = mesh_overrides(options.explain)
     settings += best_microbatches(options, [*options.overrides, *settings], rates)
     overrides = [*options.overrides, *settings]

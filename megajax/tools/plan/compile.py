@@ -1,7 +1,6 @@
 """A config's train step compiled for GPUs on a machine without one: its text, its memory, and XLA's compile time.
 
-XLA's GPU compiler needs no GPU, only a description of one (`targets`) and jax's CUDA plugin. The caller passes the
-function that builds the program, because this module may not import `training`.
+XLA's GPU compiler needs no GPU, only a description of one (`targets`) and jax's CUDA plugin.
 """
 
 import gzip
@@ -10,18 +9,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 from unittest import mock
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from megajax.config import Config
 from megajax.config.checks import check_mesh
@@ -31,10 +29,10 @@ from megajax.json_files import parse
 from megajax.kernel_choice import HOPPER
 from megajax.mesh import build_mesh
 from megajax.runtime import memory_of, prepare_environment
-from megajax.tools.plan.rates import rates_of
+from megajax.tools.plan.rates import hosts_of, rates_of
 from megajax.tools.plan.targets import target
+from megajax.training.step import TrainProgram
 
-HOST = 8  # GPUs
 CUDNN_VERSION = 91900  # 9.19, the version that the step is compiled for
 JLA_KERNELS = ("scalar_gate", "scalar_gate_kb", "vector_gate_ops")  # modules that ask whether the GPU is a Hopper
 HOST_MEMORY = "pinned_host"
@@ -44,28 +42,14 @@ NO_PLUGIN = (
 )
 
 
-class StepProgram(Protocol):
-    """A train step before it is compiled, as `training.step.TrainProgram` is."""
-
-    @property
-    def step_program(self) -> Any: ...  # jitted (state, batch) → (state, metrics, ...)
-    @property
-    def abstract_state(self) -> Any: ...
-    @property
-    def abstract_batch(self) -> Any: ...
-    @property
-    def stored(self) -> Any: ...  # the tree of the state, whose leaves have `on_host`
-    def without_files(self, state: Any) -> Any: ...  # without what the step does not get
-
-
 @dataclass(frozen=True)
-class CompiledStep[StoredProgram: StepProgram]:
+class CompiledStep:
     """A train step compiled for GPUs, and the seconds that each part of compiling took.
 
     text: the compiled module in XLA's text form. memory: bytes per device by part, as `memory_of` gives them.
     """
 
-    program: StoredProgram
+    program: TrainProgram
     text: str
     memory: dict[str, int]
     trace_seconds: float
@@ -78,18 +62,12 @@ class CompiledStep[StoredProgram: StepProgram]:
         return self.trace_seconds + self.lower_seconds + self.compile_seconds
 
 
-def compile_for_gpus[StoredProgram: StepProgram](
-    build: Callable[[Config, Mesh], StoredProgram],
-    config: Config,
-    gpus: int,
-    store: Path | None = None,
-    device: str = "h200",
-) -> CompiledStep[StoredProgram]:
-    """The compiled train step of `build(config, mesh)`, for a mesh of `gpus` of this device, which need not exist.
+def compile_for_gpus(config: Config, gpus: int, store: Path | None = None, device: str = "h200") -> CompiledStep:
+    """The compiled train step of a config, for a mesh of `gpus` of this device, which need not exist.
 
     Call it once per process, before jax starts: XLA reads its flags once, and they depend on the config. jax itself
-    runs on the CPU. More than 8 GPUs form hosts of 8. `build` is `TrainProgram.build`. `store` is a directory of
-    results: a program that was compiled with it before, by the same XLA with the same flags, is not compiled again.
+    runs on the CPU. More than 8 GPUs form hosts of 8. `store` is a directory of results: a program that was compiled
+    with it before, by the same XLA with the same flags, is not compiled again.
 
     Raises InputError if jax's CUDA plugin is not installed or `gpus` is not a whole number of hosts, ConfigError if the
     config does not fit that number.
@@ -100,7 +78,7 @@ def compile_for_gpus[StoredProgram: StepProgram](
     jax.config.update("jax_platforms", "cpu")  # for computations here; the compiler is the GPU's
     prepare_environment(config)
     with no_gpu_needed(device):
-        program = build(config, build_mesh(sizes, described_devices(gpus, device)))
+        program = TrainProgram.build(config, build_mesh(sizes, described_devices(gpus, device)))
         start = time.perf_counter()
         state = program.without_files(program.abstract_state)
         traced = program.step_program.trace(state, program.abstract_batch)
@@ -211,18 +189,6 @@ def no_gpu_needed(device: str = "h200") -> Iterator[None]:
                 mock.patch(f"jla.ops.mosaic_gpu.{name}.is_hopper", lambda: own.capability == HOPPER.capability)
             )
         yield
-
-
-def hosts_of(gpus: int) -> tuple[int, int]:
-    """(hosts, GPUs per host). Raises InputError if `gpus` is not a whole number of hosts."""
-    if gpus <= HOST:
-        if gpus < 1:
-            raise InputError(f"--gpus={gpus} is below 1: give 1 or more.")
-        return 1, gpus
-    if gpus % HOST:
-        near = gpus // HOST * HOST
-        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {HOST}: use {near} or {near + HOST}.")
-    return gpus // HOST, HOST
 
 
 def require_plugin() -> None:

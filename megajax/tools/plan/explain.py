@@ -6,13 +6,15 @@ import itertools
 import math
 import warnings
 
+from megajax.config import AXES
 from megajax.config.load import read_tree
 from megajax.config.mesh_checks import read_mesh
 from megajax.config.sentences import divisors
+from megajax.console import terminal_width
 from megajax.errors import counted
 from megajax.mesh import describe_hosts
 from megajax.tools.plan.rates import GIB, Rates
-from megajax.tools.plan.report import AXES_SHOWN, budget, cells, limit_line, more_time, table, terminal_width
+from megajax.tools.plan.report import budget, cells, limit_line, more_time, table
 from megajax.tools.plan.search import Found, explained, most_microbatches
 from megajax.tools.plan.step_time import StepTime
 from megajax.tools.plan.variations import MICROBATCHES
@@ -122,7 +124,7 @@ def communication(time: StepTime) -> list[str]:
     if not traffic:
         return ["Communication: none"]
     lines = [f"  {'':12}{'link':>16}{'GB sent':>12}{'ms':>12}{'ms exposed':>12}"]
-    for axis in (axis for axis in AXES_SHOWN if axis in traffic):
+    for axis in (axis for axis in AXES if axis in traffic):
         link, sums = "between hosts" if axis in time.between_hosts else "within a host", traffic[axis]
         lines.append(
             f"  {axis:12}{link:>16}{sums.sent / 1e9:12,.2f}{1e3 * sums.seconds:12,.1f}{1e3 * sums.exposed:12,.1f}"
@@ -134,7 +136,7 @@ def mesh_overrides(text: str) -> list[str]:
     """The overrides of a mesh such as tensor=8,pipeline=4; axes that it does not name are 1, and data the rest."""
     named = read_mesh(text, "--explain", rest=True)
     data = {"data": 1 if -1 in named.values() else -1}
-    return [f"mesh.{axis}={size}" for axis, size in {**dict.fromkeys(AXES_SHOWN, 1), **data, **named}.items()]
+    return [f"mesh.{axis}={size}" for axis, size in {**dict.fromkeys(AXES, 1), **data, **named}.items()]
 
 
 def largest_microbatch(options: argparse.Namespace, overrides: list[str], found: Found, rates: Rates) -> str:

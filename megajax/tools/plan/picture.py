@@ -4,12 +4,13 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megajax.config import AXES
 from megajax.errors import counted
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.simulator import Costs
 from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, written
 from megajax.tools import schedule as schedules
-from megajax.tools.plan.report import AXES_SHOWN, mesh_text
+from megajax.tools.plan.report import mesh_text
 from megajax.tools.plan.search import Found
 from megajax.tools.plan.step_time import StepTime
 from megajax.tools.plan.work import Traffic
@@ -71,7 +72,7 @@ def of_pipeline(found: Found) -> str:
 def of_phases(found: Found) -> str:
     """Time from left to right, computation in the first row, a row for the collectives of each axis."""
     time, phases = found.time, list(phases_of(found))
-    axes = [axis for axis in AXES_SHOWN if axis in time.traffic]
+    axes = [axis for axis in AXES if axis in time.traffic]
     height = TOP + (1 + len(axes)) * (ROW + GAP) + BELOW
     drawing, scale = empty_picture(WIDTH, height), (WIDTH - LEFT - RIGHT) / sum(phase.seconds for phase in phases)
     _heading(drawing, found, {phase.name for phase in phases}, bool(axes))

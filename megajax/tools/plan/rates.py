@@ -19,6 +19,7 @@ from megajax.files import is_number, replace_text
 from megajax.kernel_choice import Hardware
 
 GIB = 2**30
+HOST = 8  # GPUs, unless a plan has other hosts
 NOTES = "measured"  # the key of a file of rates with the device, the date and the rest that is no rate
 
 
@@ -99,7 +100,7 @@ H200 = Rates(
     link_bytes=350e9,
     nccl_bytes=240e9,
     network_bytes=NETWORK_SHARE * 400e9 / 8,
-    hosts_of=8,
+    hosts_of=HOST,
     fp32_flops=BF16_SHARE * 67e12,
 )
 
@@ -137,6 +138,16 @@ SCALED = {  # by the names in DEVICE_NAMES
 }
 
 
+def hosts_of(gpus: int, size: int = HOST) -> tuple[int, int]:
+    """(hosts, GPUs per host) of GPUs in hosts of `size`. Raises InputError if they are not a whole number of hosts."""
+    if gpus < 1:
+        raise InputError(f"--gpus={gpus} is below 1: give 1 or more.")
+    if gpus > size and gpus % size:
+        near = gpus // size * size
+        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {size}: use {near} or {near + size}.")
+    return -(-gpus // size), min(gpus, size)
+
+
 def rates_of(name: str) -> Rates:
     """The rates of a device by its name. Raises InputError for an unknown one."""
     given = name.lower()
@@ -145,6 +156,11 @@ def rates_of(name: str) -> Rates:
         meant = f"did you mean {near[0]}? The devices are" if near else "use"
         raise InputError(f"--device={name} is not known: {meant} {', '.join(DEVICES)}.")
     return DEVICES[given]
+
+
+def rates_of_kind(device_kind: str) -> Rates | None:
+    """The rates of a device by the name that jax has for it; None if there are none."""
+    return next((rates for name, rates in DEVICES.items() if name.upper() in device_kind.upper()), None)
 
 
 @file_reader("path")

@@ -3,14 +3,14 @@
 import argparse
 import os
 import re
-import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
+from megajax.config import AXES
+from megajax.console import aligned
 from megajax.errors import counted
 from megajax.files import replace_text
 from megajax.schema.tree import Dumper, Tree, read_override
@@ -24,13 +24,12 @@ FIGURES = {*HEAD[4:8], HEAD[2], *SHORT_HEAD} - {"remat"}  # aligned at the right
 NEAR, XLAS = "~", "*"  # marks of GiB
 BETWEEN = "^"  # mark of an axis between hosts
 NARROWEST = 20  # characters of a mesh
-AXES_SHOWN = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
 def mesh_text(found: Found) -> str:
     """The axes above 1, with the schedule of a pipeline, the axes that divide the experts, and FP8."""
     sizes, config = found.candidate.plan.sizes, found.candidate.config
-    text = " × ".join(f"{axis} {sizes[axis]}" for axis in AXES_SHOWN if sizes[axis] > 1) or "one GPU"
+    text = " × ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes[axis] > 1) or "one GPU"
     over = [axis for axis in config.mesh.experts_over if axis != "expert" and sizes[axis] > 1]
     if config.model.num_experts and over:
         text += f", experts over {' and '.join(['expert', *over] if sizes['expert'] > 1 else over)}"
@@ -56,7 +55,7 @@ def _layout_text(layout: Sequence[int]) -> str:
 
 def between_hosts(found: Found) -> str:
     """The axes whose groups are on several hosts."""
-    return ", ".join(axis for axis in AXES_SHOWN if axis in found.time.between_hosts) or "–"
+    return ", ".join(axis for axis in AXES if axis in found.time.between_hosts) or "–"
 
 
 def memory_text(gib: float, rates: Rates, margin: float) -> str:
@@ -111,10 +110,7 @@ def table(rows: Sequence[Sequence[str]], markdown: bool, width: int | None = Non
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of the rows, of which the first has the heads; columns of figures are aligned at the right."""
-    sides = [">" if name in FIGURES else "<" for name in rows[0]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [[f"{cell:{side}{n}}" for cell, side, n in zip(row, sides, widths, strict=True)] for row in rows]
-    return ["  ".join(line).rstrip() for line in lines]
+    return aligned(rows, [i for i, name in enumerate(rows[0]) if name in FIGURES])
 
 
 def _cut(text: str, width: int) -> list[str]:
@@ -130,11 +126,6 @@ def _shortened(row: Sequence[str]) -> tuple[str, str, Sequence[str]]:
     for axis in between.split(", "):
         mesh = re.sub(rf"\b{axis} \d+", rf"\g<0>{BETWEEN}", mesh, count=1)
     return mesh, lost, (microbatches, re.sub(" layers?", "", remat), *figures)
-
-
-def terminal_width() -> int | None:
-    """The width of the terminal that stdout is; None for a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def fit(line: str, width: int | None) -> list[str]:

@@ -29,7 +29,7 @@ from megajax.options.fp8_recipes import CURRENT, NONE
 from megajax.options.remat import POLICIES
 from megajax.schema.tree import Tree, as_override, read_override
 from megajax.tools.plan.candidates import Candidate
-from megajax.tools.plan.rates import GIB, Rates
+from megajax.tools.plan.rates import GIB, Rates, hosts_of
 from megajax.tools.plan.step_time import StepTime
 from megajax.tools.plan.variations import FP8, LAYOUT, MICROBATCHES, NEUTRAL, VARIED, Settings, Variations
 
@@ -90,7 +90,7 @@ class Search:
     refusals: Counter = field(default_factory=Counter)
 
     def __post_init__(self):
-        check_hosts(self.gpus, self.rates)
+        hosts_of(self.gpus, self.rates.hosts_of)
         chosen = {key: value for override in self.pinned for key, value in _values_of(override).items()}
         self.fixed = {key: value for key, value in chosen.items() if key in VARIED and value != -1}
         # The config of everything else: pinned keys may be legal with other values of the varied keys only.
@@ -345,14 +345,6 @@ def _without_varied(override: str) -> list[str]:
     values = _values_of(override)
     unvaried = {key: value for key, value in values.items() if key not in VARIED}
     return [override] if len(unvaried) == len(values) else _as_overrides(unvaried)
-
-
-def check_hosts(gpus: int, rates: Rates) -> None:
-    """Raises InputError for more GPUs than a host has that are no whole hosts."""
-    size = rates.hosts_of
-    if gpus > size and gpus % size:
-        near = gpus // size * size
-        raise InputError(f"--gpus={gpus} is not a whole number of hosts of {size}: use {near} or {near + size}.")
 
 
 def check_fp8(config: Config, rates: Rates, asked: bool = False) -> None:

@@ -85,10 +85,11 @@ def measure_rates(path: Path, hosts: Sequence[str]) -> None:
 
     machine = rates.Machine(jax.devices()[0].device_kind, jax.device_count(), len(set(hosts)))
 
-    def finish(answers: list[str]) -> None:
-        print(rates.finish(path, machine, [rates.from_json(answer) for answer in answers]))
+    def finish(found: list[Any]) -> None:
+        answers = [rates.Answer([rates.Timing(*each) for each in timings], memory) for timings, memory in found]
+        print(rates.finish(path, machine, answers))
 
-    cluster.current().agree(rates.to_json(rates.measure(hosts)), finish)
+    cluster.current().agree(rates.measure(hosts), finish)
 
 
 def main(arguments: list[str]) -> int:

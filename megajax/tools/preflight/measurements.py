@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megajax import cluster
+from megajax.console import aligned
 
 if TYPE_CHECKING:
     import jax
@@ -58,12 +59,7 @@ def report(samples: Sequence[Sample], threshold: float, virtual: bool = False) -
         ]
         note = f"{lowest.where}{'  <-- slow' if slow else ''}" if len(equals) > 1 else lowest.where
         rows.append((kind, str(len(equals)), f"{median:.3g} {lowest.unit}", _rate(lowest), note))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = (
-        f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
-        for row in rows
-    )
-    return "\n".join(lines), outliers
+    return "\n".join(aligned(rows, right=(1, 2, 3))), outliers
 
 
 def _rate(sample: Sample) -> str:

@@ -4,7 +4,6 @@ A process times the programs of `programs` on its first device, and the collecti
 first process takes the median over the processes, fits (`fits`) and writes the file.
 """
 
-import json
 import statistics
 import time
 import warnings
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax import cluster
+from megajax.console import aligned
 from megajax.kernel_choice import Hardware
-from megajax.tools.plan.rates import DEVICES, GIB, H200, KEYS, Rates, write_rates
+from megajax.tools.plan.rates import GIB, H200, KEYS, Rates, rates_of_kind, write_rates
 from megajax.tools.preflight.fits import Timing, linear_rate, saturating_rate, shared_half
 from megajax.tools.preflight.measurements import DeviceGroup, collective, devices_by_host, seconds_per_call, sent_bytes
 from megajax.tools.preflight.programs import (
@@ -39,6 +39,7 @@ WITHIN, BETWEEN = "within a host", "between hosts"
 GATHERS = ("all-gather", "reduce-scatter")  # of weights and gradients, by NCCL
 LINKS = (*GATHERS, "all-reduce", "all-to-all", "permute")
 SLOW = 0.9  # of the shipped rate
+FIGURES = (1, 2, 3)  # columns of the report's tables
 
 
 class Answer(NamedTuple):
@@ -171,11 +172,6 @@ def _largest(timings: dict[str, list[Timing]], operations: Sequence[str], where:
     return found
 
 
-def shipped_rates(kind: str) -> Rates | None:
-    """The shipped rates of a device by jax's name for its kind; None if there are none."""
-    return next((rates for rates in DEVICES.values() if rates.name in kind), None)
-
-
 def machine_rates(machine: Machine, answers: Sequence[Answer]) -> tuple[Rates, list[str]]:
     """(the rates, the fields that were measured); the others are the shipped ones, of an H200 for unknown devices."""
     found = fitted(typical(answers))
@@ -183,7 +179,7 @@ def machine_rates(machine: Machine, answers: Sequence[Answer]) -> tuple[Rates, l
         found["memory_gib"] = min(memory)
     if machine.count > machine.hosts:  # one device of a host says nothing about the host
         found["hosts_of"] = machine.count // machine.hosts
-    shipped = shipped_rates(machine.kind)
+    shipped = rates_of_kind(machine.kind)
     return replace(shipped or replace(H200, name=machine.kind), **found), list(found)
 
 
@@ -237,7 +233,7 @@ def compared(rates: Rates, measured: Sequence[str], shipped: Rates | None) -> tu
                 f"{mine.what}: {mine} is {share} of the shipped rate ({shipped.name}): look for a slow GPU or link, or "
                 "another program on the machine, before you plan with this file."
             )
-    return _aligned(table), slow
+    return "\n".join(aligned(table, FIGURES)), slow
 
 
 def links_table(timings: dict[str, list[Timing]]) -> str:
@@ -247,23 +243,13 @@ def links_table(timings: dict[str, list[Timing]]) -> str:
         if kind.startswith(LINKS):
             rate, latency = linear_rate(own)
             table.append((kind, f"{rate / 1e9:.3g}", f"{latency * 1e6:.0f}"))
-    return _aligned(table) if len(table) > 1 else ""
-
-
-def _aligned(table: Sequence[tuple[str, ...]]) -> str:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(table, FIGURES)) if len(table) > 1 else ""
 
 
 def finish(path: Path, machine: Machine, answers: Sequence[Answer]) -> str:
     """Write the file; the report. One process calls it with the answers of all."""
-    rates, measured = machine_rates(machine, answers)
-    table, slow = compared(rates, measured, shipped_rates(machine.kind))
+    (rates, measured), shipped = machine_rates(machine, answers), rates_of_kind(machine.kind)
+    table, slow = compared(rates, measured, shipped)
     notes = {
         "device": machine.kind,
         "devices": machine.count,
@@ -275,17 +261,6 @@ def finish(path: Path, machine: Machine, answers: Sequence[Answer]) -> str:
     write_rates(path, rates, notes)
     lines = ["", table, "", links_table(typical(answers)), *slow]
     lines.append(f"{path}: not measured, so the shipped figures: {', '.join(notes['not_measured'])}")
-    if shipped_rates(machine.kind) is None:
+    if shipped is None:
         lines.append(f"There are no shipped rates of {machine.kind}: figures that were not measured are an H200's.")
     return "\n".join(lines)
-
-
-def to_json(answer: Answer) -> str:
-    """For the first process."""
-    return json.dumps(answer)
-
-
-def from_json(text: str) -> Answer:
-    """The answer of `to_json`."""
-    timings, memory = json.loads(text)
-    return Answer([Timing(*timing) for timing in timings], memory)

@@ -107,17 +107,16 @@ def described(folder: Path, options: argparse.Namespace) -> str:
     """The report on the trace in a folder."""
     accept_missing_cuda()
 
-    from megajax.tools.profile.report import Choices, report
+    from megajax.tools.profile.report import report
     from megajax.tools.profile.trace import read
 
     trace = read(folder)
-    return report(trace, Choices(chosen_rates(options, trace.device_kind), options.parts, options.operations))
+    return report(trace, chosen_rates(options, trace.device_kind), options.parts, options.operations)
 
 
 def chosen_rates(options: argparse.Namespace, device_kind: str) -> "Rates | None":
     """The rates of the prediction, for a trace of devices of this kind; None if the planner has none of them."""
-    from megajax.tools.plan.rates import rates_of, read_rates
-    from megajax.tools.profile.prediction import rates_of_kind
+    from megajax.tools.plan.rates import rates_of, rates_of_kind, read_rates
 
     rates = rates_of(options.device) if options.device is not None else rates_of_kind(device_kind)
     if options.rates is None:

@@ -5,14 +5,9 @@ from collections.abc import Iterable
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.tools.plan.candidates import Candidate
-from megajax.tools.plan.rates import DEVICES, Rates
+from megajax.tools.plan.rates import Rates
 from megajax.tools.profile.operations import ATTENTION, ELEMENTWISE, HEAD, MATMULS, OPTIMIZER
 from megajax.tools.profile.timeline import BUBBLE, EXPOSED, WAITING, Rows
-
-
-def rates_of_kind(device_kind: str) -> Rates | None:
-    """The planner's rates of a device, by the name that jax has for it; None if it has none."""
-    return next((rates for name, rates in DEVICES.items() if name.upper() in device_kind.upper()), None)
 
 
 def predict(config: Config, devices: int, rates: Rates) -> Rows:

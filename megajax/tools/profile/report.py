@@ -1,9 +1,9 @@
 """The table of a traced step beside the planner's estimate, and the sentence on its largest gap."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megajax.config.checks import check_mesh
+from megajax.config.sentences import mesh_name
 from megajax.errors import counted
 from megajax.layout.backward_parts import backward_parts
 from megajax.step.pipeline.schedules import Schedule, make_schedule
@@ -52,33 +52,22 @@ CURE_OF_COLLECTIVES = "no computation hides them: use larger microbatches or les
 meshes), and megajax preflight measures the links"
 
 
-@dataclass(frozen=True)
-class Choices:
-    """What the user wants to see. rates: those of the prediction; None: no prediction."""
-
-    rates: Rates | None
-    parts: bool = False
-    operations: int = 0
-
-
-def report(trace: Trace, choices: Choices) -> str:
-    """The whole text."""
+def report(trace: Trace, rates: Rates | None, with_parts: bool = False, operations: int = 0) -> str:
+    """The whole text. rates: those of the prediction; None: no prediction. operations: the number to show."""
     sizes = check_mesh(trace.config, trace.devices)
     reading = Reading(trace.module, trace.ops, sizes)
     measured = measure(trace.kernels, reading, trace.steps, schedule_of(trace, sizes))
     predicted = None
-    if choices.rates is not None:
-        predicted = joined(predict(trace.config, trace.devices, choices.rates), measured.mean)
-    mesh = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-    title = (
-        f"{trace.config.run.name}, {mesh}, {trace.devices} × {trace.device_kind}, {counted(trace.steps, 'traced step')}"
-    )
-    lines = [title, "", *table(measured, predicted, choices.rates), "", *device_lines(measured)]
-    lines += ["", *notes(trace, reading, choices.rates), largest_gap(measured, predicted)]
-    if choices.parts:
+    if rates is not None:
+        predicted = joined(predict(trace.config, trace.devices, rates), measured.mean)
+    devices = f"{mesh_name(sizes)}, {trace.devices} × {trace.device_kind}"
+    title = f"{trace.config.run.name}, {devices}, {counted(trace.steps, 'traced step')}"
+    lines = [title, "", *table(measured, predicted, rates), "", *device_lines(measured)]
+    lines += ["", *notes(trace, reading, rates), largest_gap(measured, predicted)]
+    if with_parts:
         lines += ["", *parts.table(trace.kernels, reading, trace.steps, measured.step)]
-    if choices.operations:
-        lines += ["", *parts.operations(trace.kernels, reading, trace.steps, choices.operations)]
+    if operations:
+        lines += ["", *parts.operations(trace.kernels, reading, trace.steps, operations)]
     return "\n".join(lines)
 
 

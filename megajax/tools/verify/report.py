@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megajax.config import AXES, Config
+from megajax.config.sentences import mesh_name
 from megajax.tools.verify.differences import RunDifference, compare
 from megajax.tools.verify.runs import Run, RunTrace
 from megajax.tools.verify.shrink import Precision, in_fp32, shrink
@@ -79,11 +80,6 @@ def rounding_line(precision: Precision, rounding: RunDifference) -> str:
         "twice that,\nmeasured name by name, and in losses and norms by four times the worst step's. "
         "Smaller errors show with\n--precision float32.\n"
     )
-
-
-def mesh_name(sizes: Mapping[str, int]) -> str:
-    """The axes above 1."""
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def lines(name: str, difference: RunDifference) -> list[str]:
