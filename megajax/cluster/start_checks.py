@@ -23,7 +23,7 @@ from megajax import cluster
 from megajax.config import Config
 from megajax.config.extensions import file_of
 from megajax.errors import ConfigError, counted
-from megajax.schema.tree import show
+from megajax.schema.tree import leaves, show
 
 ANSWER_SECONDS = 120.0  # all processes have joined before, and nothing watches them yet
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "megajax")
@@ -159,11 +159,11 @@ def _other_code(everyone: Sequence[ProcessFacts]) -> str:
 
 
 def _other_config(everyone: Sequence[ProcessFacts]) -> str:
-    mine = _flat(everyone[0].config)
+    mine = dict(leaves(everyone[0].config))
     different = [i for i, facts in enumerate(everyone) if facts.config != everyone[0].config]
     if not different:
         return ""
-    theirs = _flat(everyone[different[0]].config)
+    theirs = dict(leaves(everyone[different[0]].config))
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     shown = [f"{key}={show(theirs.get(key))} instead of {show(mine.get(key))}" for key in keys[:8]]
     shown += [counted(len(keys) - 8, "more key")] if len(keys) > 8 else []
@@ -183,13 +183,6 @@ def _other_flags(everyone: Sequence[ProcessFacts]) -> str:
         f"XLA_FLAGS in {_named(everyone, unlike)} and in {_named(everyone, [0])} differ in {different}: set the same "
         "flags for every process, since all must run the same program."
     )
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {path: tree}
-    below = (_flat(value, f"{path}.{key}" if path else key) for key, value in tree.items())
-    return {key: value for part in below for key, value in part.items()}
 
 
 def _same_gpu(everyone: Sequence[ProcessFacts]) -> str:

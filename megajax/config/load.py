@@ -4,7 +4,7 @@ import difflib
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -24,7 +24,7 @@ from megajax.errors import MOST_SHOWN, ConfigError, file_reader, shown
 from megajax.options.registry import Registry
 from megajax.schema.config import Config
 from megajax.schema.keys import keys
-from megajax.schema.tree import NAMED, RENAMED, Tree, as_override, read_file, read_override, show
+from megajax.schema.tree import NAMED, RENAMED, Tree, as_override, leaves, read_file, read_override, show
 
 
 @file_reader("path", cure="correct it")
@@ -255,21 +255,12 @@ def _with_n(key: str) -> str:
 def _unknown(values: dict[str, Any], tree: Tree, path: str) -> str:
     """The sentence about the first unknown key, and a list of the others; a list of our keys is written once."""
     lines: dict[str, str] = {}
-    for key, value in _leaves(values):
+    for key, value in leaves(values):
         cure = f": {suggestion(key, value)}"
         problem = " (" if lines else " is not a config key ("
         is_repeated = len(cure) > MOST_SHOWN and cure in lines.values()
         lines[f"{key}{problem}{_location(key, tree, path)})"] = "" if is_repeated else cure
     return "\n  ".join(f"{key}{cure}" for key, cure in lines.items())
-
-
-def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The dotted keys below mappings, with their values."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves({f"{key}.{name}": own for name, own in value.items()})
-        else:
-            yield key, value
 
 
 def _last(key: str) -> str:

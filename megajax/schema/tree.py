@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,15 @@ class Tree:
                     gone = f"{prefix}{key}."
                     self.locations = {name: at for name, at in self.locations.items() if not name.startswith(gone)}
                 below[key] = value
+
+
+def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The dotted keys below mappings, with their values; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves({f"{key}.{name}": own for name, own in value.items()})
+        else:
+            yield key, value
 
 
 def show(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megajax.data import tokenizers
 from megajax.errors import ConfigError
 from megajax.files import CONFIG, METRICS, is_number, replace_copy, replace_text
 from megajax.hf import beside
-from megajax.schema.tree import read_file, show
+from megajax.schema.tree import leaves, read_file, show
 
 CONFIGS, EXTENSIONS, SET_ASIDE = "configs", "extensions", "set_aside"
 
@@ -38,7 +38,7 @@ def previous_config(run_dir: Path) -> dict[str, Any]:
 
 def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """`key before → after` for each key whose value differs, or that only one of them has."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = ({key: value for key, value in leaves(values) if value != {}} for values in (before, after))
     return [
         f"{key} {show(old.get(key))} → {show(new.get(key))}" for key in {**new, **old} if old.get(key) != new.get(key)
     ]
@@ -139,11 +139,3 @@ def set_aside(run_dir: Path, step: int, later_steps: list[int]) -> str:
     for later in later_steps:
         move(checkpoints / str(later), folder / str(later))
     return str(target)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -19,6 +19,7 @@ from megajax.config import Config
 from megajax.errors import ConfigError, InputError
 from megajax.extras import require
 from megajax.files import replace_text
+from megajax.schema.tree import leaves
 
 type Say = Callable[[str], None]
 
@@ -184,7 +185,8 @@ class MlflowRun:
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         new = self._client.create_run(experiment, run_name=config.run.name).info.run_id
-        settings = [self._entities.Param(key, str(value)[:500]) for key, value in flat(config.model_dump(mode="json"))]
+        values = leaves(config.model_dump(mode="json"))
+        settings = [self._entities.Param(key, str(value)[:500]) for key, value in values]
         for start in range(0, len(settings), 100):  # the most in one request
             self._client.log_batch(new, params=settings[start : start + 100])
         return new
@@ -197,14 +199,6 @@ class MlflowRun:
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The values of a config by key: section.key."""
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        found += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
-    return found
 
 
 class PrometheusPage:

@@ -25,6 +25,7 @@ import pytest
 
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
 from megajax.errors import ConfigError, InputError, ThreadError
+from megajax.schema.tree import leaves
 from megajax.training import events, run_lock, trackers
 from megajax.training.ending import Ending
 from megajax.training.events import check_target
@@ -173,7 +174,7 @@ def mlflow(monkeypatch):
 def test_mlflow_gets_all_numbers_and_settings_in_requests_of_its_limits(make_config, tmp_path, mlflow):
     config, (requests, ended) = make_config(f"run.dir={tmp_path}", "logging.mlflow=http://x"), mlflow
     tracker, numbers = trackers.MlflowRun(config, lambda text: None), {f"n{i}": i / 2 for i in range(2500)}
-    settings = dict(trackers.flat(config.model_dump(mode="json")))
+    settings = dict(leaves(config.model_dump(mode="json")))
     assert dict(each for _, params in requests for each in params).keys() == settings.keys() and len(settings) > 200
     requests.clear()
     tracker.write(7, numbers)
