@@ -19,6 +19,7 @@ from megajax.checkpoint.storage import (
     store_problem,
 )
 from megajax.config import Config
+from megajax.config.sentences import located
 from megajax.errors import InputError
 from megajax.files import replace_text
 
@@ -35,7 +36,7 @@ def link_checkpoints(config: Config) -> None:
     wanted = config.checkpoint.dir
     if wanted is None:
         return
-    key, run_dir = f"checkpoint.dir={wanted} ({config.where('checkpoint.dir')})", Path(config.run.dir).resolve()
+    key, run_dir = located(config, "checkpoint.dir"), Path(config.run.dir).resolve()
     folder: Folder = bucket_folder(wanted) if is_in_bucket(wanted) else Path(wanted).resolve()
     link, here = run_dir / SUBDIRECTORY, checkpoint_folder(run_dir)
     if here != folder and (leads_elsewhere(run_dir) or link.is_dir() and any(link.iterdir())):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from megajax.errors import ConfigError, shown
 from megajax.schema.config import Config
 from megajax.schema.fields import Section
-from megajax.schema.tree import COMMAND_LINE, show
+from megajax.schema.tree import COMMAND_LINE, as_override, show
 
 
 def require_config(config: Any) -> None:
@@ -27,6 +27,11 @@ def value(config: Config, key: str) -> Any:
 def format_keys(config: Config, *keys: str) -> str:
     """`key=value`, several joined by "and"."""
     return " and ".join(f"{key}={show(_plain(value(config, key)))}" for key in keys)
+
+
+def located(config: Config, key: str) -> str:
+    """`key=value (location)`, with the whole value."""
+    return f"{key}={as_override(_plain(value(config, key)))} ({config.where(key)})"
 
 
 def _plain(found: Any) -> Any:

@@ -18,7 +18,7 @@ from megajax.checkpoint.description import (
     describe_objective,
 )
 from megajax.config import Config, ModelConfig, ScheduleConfig
-from megajax.config.sentences import value
+from megajax.config.sentences import located, value
 from megajax.data.megatron import wanted_samples
 from megajax.errors import InputError, counted
 from megajax.model.trained import frozen_parts
@@ -120,7 +120,7 @@ def warn_of_longer_sequences(config: Config, source: WeightSource, model: ModelC
         scaling = f"{{kind: yarn, factor: {math.ceil(length / longest)}, original_max_positions: {longest}}}"
         further = f"model.rope_scaling='{scaling}'"
     warnings.warn(
-        f"{key}={length} ({config.where(key)}) is more than the {longest} positions of {source.shown}, whose weights "
+        f"{located(config, key)} is more than the {longest} positions of {source.shown}, whose weights "
         f"have seen none beyond them: set {key}={longest} or less, or {further} with "
         "checkpoint.allow_changes=[model.rope_scaling].",
         stacklevel=2,

@@ -9,6 +9,7 @@ from threading import Thread
 from megajax import cluster, threads
 from megajax.checkpoint import reason
 from megajax.config import Config
+from megajax.config.sentences import located
 from megajax.errors import InputError, UserError
 from megajax.model import Transformer, parameters
 from megajax.training.hooks import Hook, RunView
@@ -30,7 +31,7 @@ class Exports(Hook):
 
         self.config, self._say = config, say
         self._settings = config.checkpoint.export_hf
-        self._key = f"checkpoint.export_hf.dir={self._directory} ({config.where('checkpoint.export_hf.dir')})"
+        self._key = located(config, "checkpoint.export_hf.dir")
         try:
             names = parameters(Transformer(config.model, objective=config.objective)).keys()
             check_export(config.model, names, self._settings.quantization)

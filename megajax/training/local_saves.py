@@ -11,6 +11,7 @@ from typing import Any
 
 from megajax import cluster
 from megajax.checkpoint.local_tier import LocalCheckpoint, LocalTier
+from megajax.config.sentences import located
 from megajax.console import size
 from megajax.errors import InputError
 from megajax.files import replace_text
@@ -61,9 +62,8 @@ class LocalSaves:
         try:
             self._tier.prepare(keep)
         except OSError as error:
-            key = f"checkpoint.local_dir={self.config.checkpoint.local_dir}"
             raise InputError(
-                f"{key} ({self.config.where('checkpoint.local_dir')}): {self._tier.directory} cannot be written "
+                f"{located(self.config, 'checkpoint.local_dir')}: {self._tier.directory} cannot be written "
                 f"({error.strerror}): choose a directory that you may write to."
             ) from None
 
@@ -81,10 +81,10 @@ class LocalSaves:
         self.report()
         if self._tier.is_writing and not self._warned:
             self._warned = True
-            key, interval = "checkpoint.local_interval", self.config.checkpoint.local_interval
+            key = located(self.config, "checkpoint.local_interval")
             self._note(
-                f"megajax: warning: {key}={interval} ({self.config.where(key)}) is too short: at step {step} the last "
-                "local checkpoint is not written yet, so training waits for it: set it higher"
+                f"megajax: warning: {key} is too short: at step {step} the last local checkpoint is not written yet, "
+                "so training waits for it: set it higher"
             )
         self.report(wait=True)
         self._tier.save(step, replace(state, frozen={}), self._saver.description(step, samples) | more)

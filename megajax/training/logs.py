@@ -15,6 +15,7 @@ from typing import Any
 from megajax import cluster, metrics_file
 from megajax.checkpoint import SaveOutcome
 from megajax.config import Config
+from megajax.config.sentences import located
 from megajax.console import amount, command, fold, size
 from megajax.errors import InputError, counted
 from megajax.files import METRICS, replace_text
@@ -113,10 +114,8 @@ def make_run_dir(config: Config) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(
-            f"run.dir={config.run.dir} ({config.where('run.dir')}) cannot be written ({error.strerror}): "
-            "choose a directory that you may write to."
-        ) from None
+        problem = f"{located(config, 'run.dir')} cannot be written ({error.strerror})"
+        raise InputError(f"{problem}: choose a directory that you may write to.") from None
     return run_dir
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import Checkpoints
+from megajax.config.sentences import located
 from megajax.console import BAD_NUMBERS
 from megajax.mesh import AXES
 from megajax.optim.offload import on_device
@@ -51,9 +52,8 @@ class ReplicaCheck(Hook):
         self._replicated = {_name(path): leaf for path, leaf in paths if _copies(leaf.sharding) > 1}
         self._interval = program.config.run.replica_check_interval
         if self._interval and not self._replicated:
-            key = "run.replica_check_interval"
-            where = f"{key}={self._interval} ({program.config.where(key)})"
-            warnings.warn(f"{where} has no effect on one device: remove it.", stacklevel=4)
+            key = located(program.config, "run.replica_check_interval")
+            warnings.warn(f"{key} has no effect on one device: remove it.", stacklevel=4)
         self._pending: list[tuple[int, jax.Array]] = []
 
     @cached_property

@@ -14,6 +14,7 @@ from megajax.checkpoint.description import SettingDifference
 from megajax.checkpoint.elsewhere import link_checkpoints
 from megajax.checkpoint.local_tier import LocalCheckpoint
 from megajax.checkpoint.storage import store_errors
+from megajax.config.sentences import located
 from megajax.errors import InputError, UserError
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.sources import initial_weights
@@ -23,6 +24,8 @@ from megajax.training.local_saves import LocalSaves
 from megajax.training.rollbacks import Rollback, Rollbacks
 from megajax.training.saving import StateSaver, Weights
 from megajax.training.step import TrainState
+
+RESUME_STEP = "checkpoint.resume_step"
 
 
 class ResumePoint:
@@ -99,12 +102,11 @@ class ResumePoint:
 
     def _compare_epochs(self, position: Position) -> None:
         """Raise InputError if `run.epochs` are another number of steps, since earlier steps had another size."""
-        config, key = self.config, "run.epochs"
+        config = self.config
         if config.run.epochs is not None and position.samples != samples_before(config, position.step):
             raise InputError(
-                f"{self.name} was saved with another size of the batch, so {key}={config.run.epochs:g} "
-                f"({config.where(key)}) says no number of steps: write the change as batch.schedule, keep the size, or "
-                "set run.steps instead."
+                f"{self.name} was saved with another size of the batch, so {located(config, 'run.epochs')} says no "
+                "number of steps: write the change as batch.schedule, keep the size, or set run.steps instead."
             )
 
     def _newer_local_one(self) -> LocalCheckpoint | None:
@@ -199,8 +201,7 @@ class ResumePoint:
         if self._goes_back:
             good = newest_good(self.run_dir, [other for other in self.seen if other != step])
             cure = "choose another run.dir" if good is None else f"set it to {good}, the newest good one"
-            key = f"checkpoint.resume_step={step} ({self.config.where('checkpoint.resume_step')})"
-            raise InputError(f"{key}: {damaged}: {cure}.")
+            raise InputError(f"{located(self.config, RESUME_STEP)}: {damaged}: {cure}.")
         older = [other for other in self.seen if other < step]
         if not older:
             cure = "choose another run.dir, or remove that directory to start from step 0"
@@ -213,11 +214,9 @@ class ResumePoint:
         step = steps[-1] if steps else None
         if self._goes_back:
             if wanted not in steps:
-                raise InputError(
-                    f"checkpoint.resume_step={wanted} ({self.config.where('checkpoint.resume_step')}): {self.run_dir} "
-                    f"has {'checkpoints of steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoints'}: "
-                    "choose one of them, or unset it."
-                )
+                there = f"checkpoints of steps {', '.join(map(str, steps))}" if steps else "no checkpoints"
+                key = located(self.config, RESUME_STEP)
+                raise InputError(f"{key}: {self.run_dir} has {there}: choose one of them, or unset it.")
             step = wanted
         return step
 

@@ -14,6 +14,7 @@ from megajax import cluster
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.checkpoint.storage import is_in_bucket
 from megajax.config import Config
+from megajax.config.sentences import located
 from megajax.errors import ConfigError, InputError, counted
 from megajax.training import logs, run_record
 from megajax.training.hooks import RunView
@@ -139,9 +140,8 @@ class SaveReports:
 
         Raises ConfigError if `checkpoint.keep_best` lacks a loss to choose by.
         """
-        key, best = "checkpoint.keep_best", config.checkpoint.keep_best
-        if best is not None and not evaluates:
-            problem = f"{key}={best} ({config.where(key)}) needs an evaluation loss, but there is no data.valid"
+        if config.checkpoint.keep_best is not None and not evaluates:
+            problem = f"{located(config, 'checkpoint.keep_best')} needs an evaluation loss, but there is no data.valid"
             raise ConfigError(f"{problem}: set it, or data.split.")
         self.config, self._say = config, say
         self._figures: dict[str, Any] = {}
@@ -157,13 +157,13 @@ class SaveReports:
         self._say(f"step {step}: the save of step {waits} is not complete yet; training waits for it", False)
         outcome = checkpoints.outcome(wait=True)
         self._last_start = time.perf_counter()
-        interval, key = self.config.run.checkpoint_interval, "run.checkpoint_interval"
+        interval = self.config.run.checkpoint_interval
         if between and outcome is not None and outcome.error is None and interval and not self._warned:
             enough = ceil(1.1 * outcome.seconds * (step - waits) / between)  # steps that take as long as a save
             if enough > interval:  # the last save of a run may follow another one early
                 self._warned = True
                 self._say(
-                    f"{key}={interval} ({self.config.where(key)}) is too short for this disk: a save takes "
+                    f"{located(self.config, 'run.checkpoint_interval')} is too short for this disk: a save takes "
                     f"{outcome.seconds:.3g} s, and the {counted(step - waits, 'step')} before the next one took "
                     f"{between:.3g} s, so training waits for saves: set it to {enough} or more",
                     True,

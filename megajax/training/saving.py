@@ -22,7 +22,7 @@ from megajax.checkpoint.description import (
 )
 from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import ModelConfig
-from megajax.config.sentences import fail
+from megajax.config.sentences import fail, located
 from megajax.data.contents import data_contents
 from megajax.errors import InputError, reading
 from megajax.mesh import mesh_sizes
@@ -35,7 +35,6 @@ from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
 
 Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
-EMA_DECAY = "optimizer.ema_decay"
 ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
 
 
@@ -135,8 +134,8 @@ class StateSaver:
         refuse_changes(found, config, name)
         if description.get("ema") and config.optimizer.ema_decay is None:
             raise InputError(
-                f"{name} has averages of the weights, but optimizer.ema_decay=null ({config.where(EMA_DECAY)}): set it,"
-                " or choose another run.dir."
+                f"{name} has averages of the weights, but {located(config, 'optimizer.ema_decay')}: set it, or choose "
+                "another run.dir."
             )
         return position, found
 
@@ -145,10 +144,10 @@ class StateSaver:
 
         `saved` is its description, `name` its name in the error.
         """
-        config, key = self.program.config, INIT_FROM
+        config = self.program.config
         if saved["precision"]["compute"] == config.precision.compute and saved["base"] != self.base_checksum:
             raise InputError(
-                f"{key}={config.checkpoint.init_from} ({config.where(key)}) has other weights than the base of the "
+                f"{located(config, INIT_FROM)} has other weights than the base of the "
                 f"adapters in {name}: set it to the same weights, or choose another run.dir."
             )
 

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from megajax.checkpoint import reason
 from megajax.config import Config
+from megajax.config.sentences import located
 from megajax.errors import ConfigError, InputError
 from megajax.extras import require
 from megajax.files import replace_text
@@ -71,9 +72,7 @@ def check_trackers(config: Config) -> None:
     """Raise ConfigError if the package of a configured service is not installed."""
     for key, value, off in (("wandb", config.logging.wandb, "false"), ("mlflow", config.logging.mlflow, "null")):
         if value:
-            shown = "true" if value is True else value
-            needed_by = f"logging.{key}={shown} ({config.where(f'logging.{key}')})"
-            require(key, needed_by, f"set logging.{key}={off}", ConfigError)
+            require(key, located(config, f"logging.{key}"), f"set logging.{key}={off}", ConfigError)
 
 
 def start_trackers(config: Config, say: Say) -> Iterator[Tracker]:
@@ -126,11 +125,8 @@ class WandbRun:
             try:
                 self._run = start("offline")
             except Exception as error:
-                where = config.where("logging.wandb")
-                raise InputError(
-                    f"logging.wandb=true ({where}): W&B could not start ({reason(error)}): correct this, or set "
-                    "logging.wandb=false."
-                ) from None
+                problem = f"{located(config, 'logging.wandb')}: W&B could not start ({reason(error)})"
+                raise InputError(f"{problem}: correct this, or set logging.wandb=false.") from None
         # A rollback or a resume comes back to earlier steps, which W&B's own count of steps would leave out.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -164,7 +160,6 @@ class MlflowRun:
         mlflow = require("mlflow", f"logging.mlflow={uri}")
         self._entities = mlflow.entities
         id_file = Path(config.run.dir) / "mlflow_id"
-        shown = f"logging.mlflow={uri} ({config.where('logging.mlflow')})"
         try:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             if id_file.exists():
@@ -174,7 +169,7 @@ class MlflowRun:
                 self._id = self._new_run(config)
                 replace_text(id_file, self._id)
         except Exception as error:
-            problem = f"{shown} cannot be used ({reason(error)})"
+            problem = f"{located(config, 'logging.mlflow')} cannot be used ({reason(error)})"
             if id_file.exists():
                 raise Unreachable(problem) from None
             raise InputError(f"{problem}: start its server, correct it, or set logging.mlflow=null.") from None
@@ -216,11 +211,8 @@ class PrometheusPage:
         try:
             self._server, _ = prometheus.start_http_server(port, host, self._registry)
         except OSError as error:
-            where = config.where("logging.prometheus_port")
-            raise InputError(
-                f"logging.prometheus_port={port} ({where}) cannot be opened on {host} ({error.strerror}): choose "
-                "another port, or another logging.prometheus_host."
-            ) from None
+            problem = f"{located(config, 'logging.prometheus_port')} cannot be opened on {host} ({error.strerror})"
+            raise InputError(f"{problem}: choose another port, or another logging.prometheus_host.") from None
         say(f"Prometheus: http://{host}:{port}/metrics")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -21,6 +21,7 @@ import jax
 from megajax import cluster, threads
 from megajax.cluster.peers import Peers
 from megajax.config import Config
+from megajax.config.sentences import located
 from megajax.console import CRASH, LOST, described
 from megajax.training.ending import Ending, within_seconds
 from megajax.training.hooks import Hook, RunView
@@ -64,11 +65,10 @@ class Watch(Hook):
         return self
 
     def _warn_of_a_short_timeout(self) -> None:
-        key, seconds = "run.peer_timeout_seconds", self._config.run.peer_timeout_seconds
-        if seconds < SAFE_TIMEOUT and self.peers is not None and self.peers.rank == 0:
+        if self._config.run.peer_timeout_seconds < SAFE_TIMEOUT and cluster.current().is_first:
             warnings.warn(
-                f"{key}={seconds:g} ({self._config.where(key)}) is short: a process that is only slow, as on a"
-                f" busy host, may count as lost: set it to {SAFE_TIMEOUT:g} or more.",
+                f"{located(self._config, 'run.peer_timeout_seconds')} is short: a process that is only slow, as on a "
+                f"busy host, may count as lost: set it to {SAFE_TIMEOUT:g} or more.",
                 stacklevel=2,
             )
 
