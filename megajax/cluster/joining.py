@@ -11,12 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 
 from megajax import threads
 from megajax.cluster import environment as env
-from megajax.cluster.relay import through_a_relay
+from megajax.cluster.relay import relay
 from megajax.console import hide_native_lines
 from megajax.errors import ConfigError, shown
 from megajax.jax_internals import distributed, native
@@ -141,12 +142,10 @@ def _join(peer_timeout: float | None, *arguments: Any, bound: str | None = None)
         hide_native_lines(b"[Gloo] Rank")  # a line for each connection of CPU devices
     state = distributed.global_state
     settings: Any = {"initialization_timeout": JOIN_SECONDS + 5, "coordinator_bind_address": bound}
-    relayed = contextlib.nullcontext()
     if peer_timeout is not None:
         settings["heartbeat_timeout_seconds"] = max(JAX_HEARTBEAT_TIMEOUT, 3 * int(peer_timeout))
-        relayed = through_a_relay()
     try:
-        with _timeouts_are_errors(), relayed:
+        with _own_makers(relayed=peer_timeout is not None):
             jax.distributed.initialize(*arguments, **settings)
     except RuntimeError:
         if state.client is None:  # before the processes tried to meet
@@ -181,15 +180,23 @@ def _why_not_joined(state: Any, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _timeouts_are_errors() -> Iterator[None]:
-    """Make jax raise an error that names the missing processes; by default it aborts this process with a C++ trace.
+def _own_makers(relayed: bool) -> Iterator[None]:
+    """Within it jax makes the coordinator's service and client with what `initialize` has no option for.
 
-    The coordinator knows who is missing, so its time ends before that of the processes that wait for it.
+    Jax raises an error that names the missing processes; by default it aborts this process with a C++ trace. The
+    coordinator knows who is missing, so its time ends before that of the processes that wait for it.
+
+    relayed: processes other than 0 reach the coordinator through a relay. With jax's mutual TLS the client connects
+    directly, because it compares the certificate with the address.
     """
-    service, client = native.get_distributed_runtime_service, native.get_distributed_runtime_client
-    native.get_distributed_runtime_service = functools.partial(service, cluster_register_timeout=JOIN_SECONDS)
-    native.get_distributed_runtime_client = functools.partial(client, missed_heartbeat_callback=lambda *_: None)
-    try:
+    make_service, make_client = native.get_distributed_runtime_service, native.get_distributed_runtime_client
+
+    def client(address: str, process: int, **options: Any) -> Any:
+        tls = any(value for name, value in options.items() if name.startswith("mtls_"))
+        through = relay(address) if relayed and process > 0 and not tls else address
+        return make_client(through, process, missed_heartbeat_callback=lambda *_: None, **options)
+
+    service = functools.partial(make_service, cluster_register_timeout=JOIN_SECONDS)
+    makers = {"get_distributed_runtime_service": service, "get_distributed_runtime_client": client}
+    with mock.patch.multiple(native, **makers):
         yield
-    finally:
-        native.get_distributed_runtime_service, native.get_distributed_runtime_client = service, client

@@ -10,32 +10,11 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from megajax import threads
-from megajax.jax_internals import native
 
 LOST = threading.Event()  # set when the coordinator has closed a connection
-
-
-@contextlib.contextmanager
-def through_a_relay() -> Iterator[None]:
-    """Around `jax.distributed.initialize`: processes other than 0 reach the coordinator through a relay.
-
-    With jax's mutual TLS the client connects directly, because it compares the certificate with the address.
-    """
-    make_client: Callable[..., Any] = native.get_distributed_runtime_client
-
-    def make_relayed(address: str, process: int, **options: Any) -> Any:
-        tls = any(value for name, value in options.items() if name.startswith("mtls_"))
-        return make_client(address if process == 0 or tls else relay(address), process, **options)
-
-    native.get_distributed_runtime_client = make_relayed
-    try:
-        yield
-    finally:
-        native.get_distributed_runtime_client = make_client
 
 
 def relay(address: str) -> str:

@@ -8,9 +8,10 @@ import time
 import jax
 import pytest
 
+from megajax.cluster import joining
 from megajax.cluster.joining import JOIN_SECONDS, start_processes
 from megajax.errors import ConfigError
-from megajax.jax_internals import distributed
+from megajax.jax_internals import distributed, native
 
 
 @pytest.fixture
@@ -183,3 +184,23 @@ def test_a_start_that_waits_says_for_what(slow_start, capsys, host, listens, rea
         start_processes(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address}, silent_seconds=0.05)
     (line,) = capsys.readouterr().err.splitlines()
     assert "process 3 of 4 waits" in line and f"at {address}: {reason}" in line
+
+
+@pytest.mark.parametrize(
+    ("process", "options", "target"),
+    [
+        (0, {}, "host:1"),
+        (1, {"init_timeout": 5}, "relayed"),
+        (1, {"mtls_key": ""}, "relayed"),
+        (2, {"mtls_key": "k"}, "host:1"),
+    ],
+)
+def test_other_processes_reach_the_coordinator_through_a_relay_without_tls(monkeypatch, process, options, target):
+    found = []
+    monkeypatch.setattr(native, "get_distributed_runtime_client", lambda *own, **more: found.append((own, more)))
+    monkeypatch.setattr(joining, "relay", lambda address: "relayed")
+    initialize = lambda *_, **__: native.get_distributed_runtime_client("host:1", process, **options)  # noqa: E731
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    start_processes(EXPLICIT, peer_timeout=60)
+    [((address, number), more)] = found
+    assert (address, number) == (target, process) and options.items() <= more.items()

@@ -59,21 +59,3 @@ def test_without_a_service_the_client_is_turned_away_and_may_try_again(service):
     client.connect("\0" + relay.relay(address).partition(":")[2])
     client.settimeout(10)
     assert client.recv(100) == b""
-
-
-@pytest.mark.parametrize(
-    ("process", "options", "target"),
-    [
-        (0, {}, "host:1"),
-        (1, {"init_timeout": 5}, "relayed"),
-        (1, {"mtls_key": ""}, "relayed"),
-        (2, {"mtls_key": "k"}, "host:1"),
-    ],
-)
-def test_other_processes_reach_the_coordinator_through_a_relay_without_tls(monkeypatch, process, options, target):
-    found = []
-    monkeypatch.setattr(relay.native, "get_distributed_runtime_client", lambda *own, **more: found.append((own, more)))
-    monkeypatch.setattr(relay, "relay", lambda address: "relayed")
-    with relay.through_a_relay():
-        relay.native.get_distributed_runtime_client("host:1", process, **options)
-    assert found == [((target, process), options)]
