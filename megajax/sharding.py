@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import Config
@@ -233,11 +232,6 @@ def place_all(
 def is_in_layer(name: str) -> bool:
     """Whether a parameter of this name, of the model, its encoder, its tower or a teacher, is one of its layers'."""
     return name.removeprefix(TEACHER).removeprefix(ENCODER).removeprefix(VISION).startswith(BLOCKS)
-
-
-def shardings(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, NamedSharding]:
-    """The stored weights' shardings by name."""
-    return {name: NamedSharding(mesh, p.spec) for name, p in placements.items()}
 
 
 def to_stored(x: jax.Array, placement: Placement) -> jax.Array:

@@ -298,8 +298,15 @@ class StepPlan:
         return self.chunks_of(self.head_tokens)
 
     def chunks_of(self, tokens: int) -> int:
-        """The number of chunks of a device's `tokens` at the head."""
-        return loss_chunks(self.config, tokens, self.sizes["tensor"])
+        """The number of chunks of a device's T `tokens`, each of `kernels.loss_chunk_tokens` tokens or slightly fewer.
+
+        By default a chunk has at most 4096 tokens and 2 GiB of logits. There are at least four chunks if each then has
+        at least 2048 tokens: each chunk reads and writes the head's FP32 gradient, which with 2048 tokens takes a third
+        of the time of its matmul.
+        """
+        fits = CHUNK_BYTES * self.sizes["tensor"] // (4 * self.model.padded_vocab_size)
+        limit = self.config.kernels.loss_chunk_tokens or max(min(4096, fits, max(tokens // 4, 2048)), 1)
+        return -(-tokens // limit)
 
     @property
     def balances_context(self) -> bool:
@@ -479,8 +486,20 @@ class StepPlan:
 
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
-        """The axes over which the embedding is looked up in its shards; empty: the table is gathered."""
-        return _embedding_axes(self.config, self.sizes)
+        """The axes over which the embedding is looked up in its shards, in their order; empty: the table is gathered.
+
+        A lookup in shards sends the tokens' rows twice in the compute dtype; otherwise the table is sent once, and its
+        gradient once. Axes besides `fsdp` may connect hosts; only 1 / fsdp of the table crosses them, so rows must be
+        fewer bytes than that. A tied table is gathered anyway. In a pipeline the table is gathered too, because all
+        stages hold the same tokens.
+        """
+        if self.model.tie_embeddings or self.is_pipelined:
+            return ()
+        axes = tuple(axis for axis in NON_BLOCK_AXES if self.sizes[axis] > 1)
+        tokens = math.prod(self.batch_shape) // math.prod(self.sizes[axis] for axis in axes)
+        number, summed = self.compute.itemsize, self.gradients.itemsize
+        share = 1 if axes == ("fsdp",) else self.sizes["fsdp"]
+        return axes if 2 * number * tokens < (number + summed) * self.model.padded_vocab_size // share else ()
 
 
 class TeacherPlan(StepPlan):
@@ -509,35 +528,6 @@ class SecondPlan(StepPlan):
 
 def _teacher_model(config: Config) -> Transformer:
     return declared_model(config.model, config.lora, rows="modules")  # each stage of a pipeline has all layers
-
-
-def loss_chunks(config: Config, tokens: int, tensor: int) -> int:
-    """The number of chunks of a device's T `tokens`, each of `kernels.loss_chunk_tokens` tokens or slightly fewer.
-
-    By default a chunk has at most 4096 tokens and 2 GiB of logits. There are at least four chunks if each then has at
-    least 2048 tokens: each chunk reads and writes the head's FP32 gradient, which with 2048 tokens takes a third of the
-    time of its matmul.
-    """
-    fits = CHUNK_BYTES * tensor // (4 * config.model.padded_vocab_size)
-    limit = config.kernels.loss_chunk_tokens or max(min(4096, fits, max(tokens // 4, 2048)), 1)
-    return -(-tokens // limit)
-
-
-def _embedding_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes over which the embedding is looked up in its shards, in the shards' order; empty: the table is gathered.
-
-    A lookup in shards sends the tokens' rows twice in the compute dtype; otherwise the table is sent once, and its
-    gradient once. Axes besides `fsdp` may connect hosts; only 1 / fsdp of the table crosses them, so rows must be fewer
-    bytes than that. A tied table is gathered anyway. In a pipeline the table is gathered too, because all stages hold
-    the same tokens.
-    """
-    if config.model.tie_embeddings or sizes["pipeline"] > 1:
-        return ()
-    axes = tuple(axis for axis in NON_BLOCK_AXES if sizes[axis] > 1)
-    tokens = config.batch.global_size * config.batch.sequence_length // math.prod(sizes[axis] for axis in axes)
-    number, summed = jnp.dtype(config.precision.compute).itemsize, jnp.dtype(config.precision.gradients).itemsize
-    share = 1 if axes == ("fsdp",) else sizes["fsdp"]
-    return axes if 2 * number * tokens < (number + summed) * config.model.padded_vocab_size // share else ()
 
 
 class ExtraPlan(StepPlan):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config import ModelConfig
@@ -18,7 +19,6 @@ from megajax.sharding import (
     Placement,
     place,
     place_all,
-    shardings,
     to_canonical,
     to_stored,
 )
@@ -148,7 +148,7 @@ def test_no_spec_uses_a_mesh_axis_twice_and_every_matrix_is_fully_sharded(kind):
 def test_a_devices_shard_is_the_one_that_its_place_says():
     mesh = build_mesh(sizes(data=2, fsdp=2, tensor=2))
     placement = place((8, 4), ("embed", "mlp"), sizes(data=2, fsdp=2, tensor=2))
-    sharding = shardings({"w": placement}, mesh)["w"]
+    sharding = NamedSharding(mesh, placement.spec)
     x = jax.device_put(jnp.arange(32).reshape(8, 4), sharding)
     for shard in x.addressable_shards:
         _, data, fsdp, _, _, tensor = (int(i[0]) for i in np.where(mesh.devices == shard.device))

@@ -105,14 +105,6 @@ class Cluster:
             raise InputError(first_of(mistakes))
         return first_of(problems)
 
-    def barrier(self, name: str, timeout: float) -> None:
-        """Wait until all processes are here; each name is used once."""
-        if self.size > 1:
-            try:
-                Messages(self._client, name).meet(timeout)
-            except Failure:
-                raise Gone(f"not all processes came to {name!r} within {timeout:g} s: look at their output.") from None
-
     @contextmanager
     def first_goes_ahead(self, kind: str) -> Iterator[None]:
         """Around work of all processes: the others begin when process 0 has ended it, by an error too."""
@@ -147,10 +139,11 @@ class Cluster:
         return values
 
     def _until_read(self, messages: Messages, seconds: float) -> bool:
-        """Whether all have come; one that is lost, or silent, is what the caller reports."""
-        with suppress(Gone):
-            self.barrier(messages.directory, min(seconds, READ_SECONDS))
-            return self.size > 1
+        """Whether others have come too; one that is lost, or silent, is what the caller reports."""
+        with suppress(Failure):
+            if self.size > 1:
+                messages.meet(min(seconds, READ_SECONDS))
+                return True
         return False
 
 

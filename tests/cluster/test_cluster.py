@@ -169,19 +169,20 @@ def test_all_others_name_a_process_that_does_not_answer(together, silent):
         assert isinstance(error, Gone) and f"process {silent} did not answer within 0." in str(error)
 
 
-def test_a_barrier_waits_for_all_and_names_itself_when_one_is_missing(together):
-    came = []
+def test_all_wait_for_the_last_one_to_meet_and_fail_when_one_is_missing(together):
+    came, meeting = [], together(lambda _: current().messages("meeting"))
 
     def come(rank):
         time.sleep(0.1 if rank == 0 else 0)  # the others wait for it
         came.append(rank)
-        current().barrier("first", 5)
+        meeting[rank].meet(5)
         came.append(rank)
 
     assert together(come) == [None] * COUNT
     assert sorted(came[:COUNT]) == sorted(came[COUNT:]) == [0, 1, 2]
-    for error in together(lambda rank: current().barrier("second", 0.2) if rank else None)[1:]:
-        assert isinstance(error, Gone) and "'second' within 0.2 s" in str(error)
+    another = together(lambda _: current().messages("meeting"))
+    for error in together(lambda rank: another[rank].meet(0.2) if rank else None)[1:]:
+        assert isinstance(error, Failure)
 
 
 def test_a_lost_process_is_no_longer_alive():

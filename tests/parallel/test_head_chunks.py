@@ -3,7 +3,9 @@
 import pytest
 
 from megajax.config import Config
-from megajax.step_plan import loss_chunks
+from megajax.kernel_choice import Hardware
+from megajax.mesh import AXES
+from megajax.step_plan import StepPlan
 
 
 def chunks(tokens, tensor=1, vocab_size=1024, limit=None):
@@ -14,7 +16,7 @@ def chunks(tokens, tensor=1, vocab_size=1024, limit=None):
             "kernels": {"loss_chunk_tokens": limit},
         }
     )
-    return loss_chunks(config, tokens, tensor)
+    return StepPlan.make(config, dict.fromkeys(AXES, 1) | {"tensor": tensor}, Hardware("cpu")).chunks_of(tokens)
 
 
 @pytest.mark.smoke
