@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -181,23 +181,21 @@ def choose_attention(requested: str, hardware: Hardware, attention: AttentionSha
     Raises ConfigError if the requested kernel cannot run, and if auto finds no kernel on a GPU and the sequence is too
     long for the reference.
     """
+    key = "kernels.attention"
     if requested == "reference":
-        return "reference", "kernels.attention=reference"
+        return _asked_for(key, requested, {})
     if not hardware.is_gpu:
         if requested == "auto":
             return "reference", f"a fused kernel needs a GPU and this is {hardware.platform}"
         problem = f"{requested} needs a GPU and this is {hardware.platform}"
-        _fail(requested, (problem, "use kernels.attention=auto or reference"))
+        return _asked_for(key, requested, {requested: (problem, "use kernels.attention=auto or reference")})
     obstacles: dict[ops.Implementation, Obstacle | None] = {
         "cudnn": _cudnn_obstacle(requested, hardware, attention),
         "pallas": _pallas_obstacle(hardware, attention),
         "triton": _triton_obstacle(hardware, attention),
     }
     if requested != "auto":
-        name = cast(ops.Implementation, requested)
-        if (obstacle := obstacles[name]) is not None:
-            _fail(requested, obstacle)
-        return name, f"kernels.attention={requested}"
+        return _asked_for(key, requested, obstacles)
     head_dim, value_dim, length = attention.head_dim, attention.value_dim, attention.sequence_length
     if head_dim != value_dim and obstacles["pallas"] is None and not _is_padded(head_dim, value_dim):
         return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
@@ -222,8 +220,11 @@ def choose_attention(requested: str, hardware: Hardware, attention: AttentionSha
     return "reference", cudnn[0]
 
 
-def _fail(requested: str, obstacle: Obstacle) -> NoReturn:
-    raise ConfigError(f"kernels.attention={requested} cannot run, {obstacle[0]}: {obstacle[1]}.")
+def _asked_for(key: str, name: str, obstacles: Mapping[Any, Obstacle | None]) -> tuple[Any, str]:
+    """The implementation `name` that `key` asks for, and the reason. Raises ConfigError if it cannot run."""
+    if (obstacle := obstacles.get(name)) is not None:
+        raise ConfigError(f"{key}={name} cannot run, {obstacle[0]}: {obstacle[1]}.")
+    return name, f"{key}={name}"
 
 
 def _pallas_obstacle(hardware: Hardware, attention: AttentionShape) -> Obstacle | None:
@@ -357,8 +358,9 @@ def choose_grouped_matmul(
     Raises ConfigError if the implementation cannot run, or none for auto on a GPU: the reference multiplies all rows by
     the weights of all groups.
     """
+    key = "kernels.grouped_matmul"
     if requested == "reference":
-        return "reference", "kernels.grouped_matmul=reference"
+        return _asked_for(key, requested, {})
     own = recipe is not None and recipe.has_hopper_kernels  # nothing else multiplies its blocks
     cure = f"set {EMULATED} or {ALL_EXPERTS}" if own else f"use {BATCHED}"
     of_kernels = _grouped_kernel_obstacle(hardware, jnp.dtype(dtype))
@@ -370,10 +372,7 @@ def choose_grouped_matmul(
         "xla": in_blocks or (_before_ampere(hardware, ALL_EXPERTS) if hardware.is_gpu else None),
     }
     if requested != "auto":
-        name = cast(ops.GroupedImplementation, requested)
-        if (obstacle := obstacles[name]) is not None:
-            raise ConfigError(f"kernels.grouped_matmul={name} cannot run, {obstacle[0]}: {obstacle[1]}.")
-        return name, f"kernels.grouped_matmul={name}"
+        return _asked_for(key, requested, obstacles)
     if not hardware.is_gpu:
         return "reference", f"the kernels need a GPU and this is {hardware.platform}"
     reasons = dict[str, str]()  # in order, with the cures
@@ -382,7 +381,7 @@ def choose_grouped_matmul(
             return name, "; ".join(reasons) or "the Hopper kernel fits this model"
         reasons.setdefault(*obstacle)
     problem, cure = next(iter(reasons.items()))
-    raise ConfigError(f"kernels.grouped_matmul=auto cannot run, {problem}: {cure}.")
+    return _asked_for(key, requested, {requested: (problem, cure)})
 
 
 def _grouped_kernel_obstacle(hardware: Hardware, dtype: Any) -> Obstacle | None:
@@ -422,15 +421,14 @@ def choose_linear_attention(
     `widths` are those of a head's keys and values, by the model's keys; `channels` are those of a device's heads that
     have decays of their own. Raises ConfigError if the kernels that are requested cannot run.
     """
-    if requested == "reference":
-        return "reference", "kernels.linear_attention=reference"
     obstacle = _jla_obstacle(hardware, jnp.dtype(dtype), widths, channels)
-    if obstacle is None:
-        return "jla", "the Hopper kernels fit this model" if requested == "auto" else "kernels.linear_attention=jla"
-    if requested == "auto":
+    if requested == "auto" and obstacle is not None:
         return "reference", f"{obstacle[0]}: {obstacle[1]}" if hardware.is_gpu else obstacle[0]
-    cure = f"{obstacle[1]}, or use kernels.linear_attention=reference"
-    raise ConfigError(f"kernels.linear_attention=jla cannot run, {obstacle[0]}: {cure}.")
+    if requested == "auto":
+        return "jla", "the Hopper kernels fit this model"
+    if obstacle is not None:
+        obstacle = obstacle[0], f"{obstacle[1]}, or use kernels.linear_attention=reference"
+    return _asked_for("kernels.linear_attention", requested, {"jla": obstacle})
 
 
 def _jla_obstacle(hardware: Hardware, dtype: Any, widths: Mapping[str, int], channels: int) -> Obstacle | None:
