@@ -61,19 +61,19 @@ class CompiledSteps:
         import grain  # noqa: F401
 
         thread = ThreadPoolExecutor(1)
-        self._compiling = thread.submit(self._compile, sizes, SharedCompiler(self._program.config))
+        self._compiling = thread.submit(self._compile, sizes, are_shared(self._program.config))
         threads.watched(thread.submit(also), "the compilation of the checks")
         thread.shutdown(wait=False)
         return thread
 
-    def _compile(self, sizes: Sequence[int], compiler: "SharedCompiler") -> dict[int, jax.stages.Compiled]:
+    def _compile(self, sizes: Sequence[int], shared: bool) -> dict[int, jax.stages.Compiled]:
         steps, program = {}, self._program
         for size in sizes:
             of_size, named = program.by_size[size], f" for {counted(size, 'sequence')}" if len(sizes) > 1 else ""
             microbatches, start = of_size.plan.batch_shape[0], time.perf_counter()
             self._note(f"compiling{named}…")
             lowered = of_size.step_program.lower(program.without_files(program.abstract_state), of_size.abstract_batch)
-            steps[microbatches] = compiler.compile(lowered, f"step of {size}")
+            steps[microbatches] = compiled(lowered, f"step of {size}", shared)
             self._note(f"compiled{named} in {time.perf_counter() - start:.1f} s")
             check_memory(steps[microbatches], size, of_size)
         return steps
@@ -114,24 +114,21 @@ def remove_damaged_programs(config: Config) -> None:
             path.unlink(missing_ok=True)
 
 
-class SharedCompiler:
-    """Compiles programs that all processes run, each of them in the same order."""
+def are_shared(config: Config) -> bool:
+    """Whether the processes read programs that process 0 has compiled; all of them call this in their main threads.
 
-    def __init__(self, config: Config):
-        """All processes must call this in their main threads.
+    Not in a deterministic run: its processes have flags of their own, with the file of their measurements.
+    """
+    alone = cluster.current().size == 1 or config.run.deterministic
+    return not alone and _all_see(jax.config.jax_compilation_cache_dir)
 
-        A deterministic run does not share: its processes have flags of their own, with the file of their measurements.
-        """
-        self._cluster = cluster.current()
-        alone = self._cluster.size == 1 or config.run.deterministic
-        self.shares = not alone and _all_see(jax.config.jax_compilation_cache_dir)
 
-    def compile(self, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
-        """The compiled program `name`, which each process lowers; the others wait until process 0 has it."""
-        if not self.shares:
-            return lowered.compile()
-        with self._cluster.first_goes_ahead(f"compiled/{name}"), _same_key():
-            return lowered.compile(ALONE if jax.default_backend() == "gpu" else None)
+def compiled(lowered: jax.stages.Lowered, name: str, shared: bool) -> jax.stages.Compiled:
+    """The compiled program `name`, which each process lowers; if `shared` the others wait until process 0 has it."""
+    if not shared:
+        return lowered.compile()
+    with cluster.current().first_goes_ahead(f"compiled/{name}"), _same_key():
+        return lowered.compile(ALONE if jax.default_backend() == "gpu" else None)
 
 
 def _all_see(directory: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""The saves of a run, and what it says about them: their size, speed and cost, one that has to wait, and a failure."""
+"""The steps after which a run saves."""
 
 import contextlib
 from collections.abc import Callable, Mapping

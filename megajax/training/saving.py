@@ -255,24 +255,24 @@ class StateSaver:
         own = {name: w for name, w in weights[0].items() if name.startswith(OBJECTIVE)}
         if not own or not self.program.config.lora.rank:
             return state
-        params = self._joined(state).params | self._in_stored_form(own, "params")
-        if self.program.config.optimizer.ema_decay:
-            state = replace(state, ema=self.program.update.first_averages(params))
-        return self._halved(replace(state, params=params))
+        return self._with_params(state, self._joined(state).params | self._in_stored_form(own, "params"))
 
     def with_weights(self, state: TrainState, weights: Weights) -> TrainState:
         """`state` with its model replaced by `weights`, which have canonical shapes; with LoRA its frozen weights."""
         params, layer_state = weights
         state = replace(state, layer_state=state.layer_state | layer_state)
-        which = "frozen" if self.program.config.lora.rank else "params"
-        if which == "frozen":
-            params = {name: w for name, w in params.items() if not name.startswith(OBJECTIVE)}
-        params = self._in_stored_form(params, which)
-        if which == "frozen":
-            self.base_checksum = int(_checksum(params))
-            return replace(state, frozen=state.frozen | params)
+        if self.program.config.lora.rank:
+            base = {name: w for name, w in params.items() if not name.startswith(OBJECTIVE)}
+            base = self._in_stored_form(base, "frozen")
+            self.base_checksum = int(_checksum(base))
+            return replace(state, frozen=state.frozen | base)
+        params = self._in_stored_form(params, "params")
         if absent := [name for name in self.program.state_shardings.params if name not in params]:
             params = self.program.first_weights(absent) | params
+        return self._with_params(state, params)
+
+    def _with_params(self, state: TrainState, params: dict[str, jax.Array]) -> TrainState:
+        """A first state with these FP32 master weights, from which their moving averages begin."""
         if self.program.config.optimizer.ema_decay:
             state = replace(state, ema=self.program.update.first_averages(params))
         return self._halved(replace(state, params=params))

@@ -14,7 +14,7 @@ from several_processes import clusters, together
 
 from megajax.errors import InputError
 from megajax.optim import slot_files
-from megajax.training.compiled_steps import SharedCompiler, remove_damaged_programs
+from megajax.training.compiled_steps import are_shared, compiled, remove_damaged_programs
 from megajax.training.loop import Trainer
 
 
@@ -129,8 +129,8 @@ def test_process_0_compiles_before_those_that_share_its_cache(make_config, cache
             other_ended.set()
 
     def run(rank: int) -> None:
-        compiler = SharedCompiler(make_config(f"run.deterministic={deterministic}".lower()))
-        compiler.compile(SimpleNamespace(compile=partial(compile_in, rank)), "step of 8")
+        shared = are_shared(make_config(f"run.deterministic={deterministic}".lower()))
+        compiled(SimpleNamespace(compile=partial(compile_in, rank)), "step of 8", shared)
 
     with together(clusters(2)) as call:
         assert call(run) == [None, None]
