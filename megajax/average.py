@@ -13,8 +13,8 @@ import numpy as np
 from megajax.checkpoint import complete_steps
 from megajax.checkpoint.description import compare_descriptions, describe_lora, describe_model
 from megajax.checkpoint.manager import save_weights
-from megajax.checkpoint.storage import SUBDIRECTORY, checkpoint_folder
-from megajax.checkpoint.weights import EMA, PARAMS, description, open_layer_state, open_weights, run_config
+from megajax.checkpoint.storage import SUBDIRECTORY, checkpoint_folder, read_description
+from megajax.checkpoint.weights import EMA, PARAMS, open_layer_state, open_weights, run_config
 from megajax.command_parser import CommandParser
 from megajax.config import Config
 from megajax.config.sentences import listed
@@ -54,7 +54,7 @@ def average(run_dir: Path, steps: Sequence[int], ema: bool, out: Path) -> None:
 def _checked(run_dir: Path, step: int, config: Config, ema: bool) -> dict[str, Any]:
     """The description of a checkpoint. Raises InputError if the model is not the run's, or for a missing average."""
     checkpoint = checkpoint_folder(run_dir) / str(step)
-    found = {"lora": {}, **description(checkpoint)}
+    found = {"lora": {}, **read_description(checkpoint)}
     mine = {"model": describe_model(config.model), "lora": describe_lora(config)}
     compare_descriptions(found, mine, str(checkpoint), ("model", "lora"), "leave out this step")
     if ema and not found.get("ema"):

@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megajax.checkpoint import checksums, complete_steps, find_checkpoint
-from megajax.checkpoint.storage import SUBDIRECTORY, Folder, checkpoint_folder, saved_at, sizes, store_errors
-from megajax.checkpoint.weights import array_headers, description
+from megajax.checkpoint.storage import (
+    SUBDIRECTORY,
+    Folder,
+    checkpoint_folder,
+    read_description,
+    saved_at,
+    sizes,
+    store_errors,
+)
+from megajax.checkpoint.weights import array_headers
 from megajax.command_parser import CommandParser
 from megajax.console import aligned, size, user_errors
 from megajax.errors import UserError, reading
@@ -38,7 +46,7 @@ def row(checkpoint: Folder, verify: bool) -> tuple[list[str], bool]:
 
 def _saved_on(checkpoint: Folder) -> str:
     """The mesh and the number of devices and processes that saved a checkpoint."""
-    found = description(checkpoint).get("saved_on")
+    found = read_description(checkpoint).get("saved_on")
     if found is None:  # an older version
         return "unknown"
     with reading(f"{checkpoint}/description", "restore it"):

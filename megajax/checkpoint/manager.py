@@ -233,14 +233,9 @@ class Checkpoints:
 
         def find() -> dict[str, Any]:
             try:
-                with store_errors(self.directory):
-                    return {"description": read_description(self.directory / str(step))}
+                return {"description": read_description(self.directory / str(step))}
             except Damaged as error:
                 return {"damage": error.problem}
-            except UserError:
-                raise
-            except Exception as error:  # of a bucket's client too
-                return {"damage": reason(error)}
 
         found = self._cluster.first_decides(find)
         if "damage" in found:

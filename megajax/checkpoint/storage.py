@@ -165,10 +165,14 @@ def saved_at(checkpoint: Folder) -> float:
 
 @file_reader("checkpoint", cure="use another checkpoint")
 def read_description(checkpoint: Folder) -> dict[str, Any]:
-    """The description of `RUN/checkpoints/STEP`, without orbax, for which all processes would have to read it."""
+    """The description of `RUN/checkpoints/STEP`, without orbax, for which all processes would have to read it.
+
+    Raises `Damaged`, and InputError if it cannot be read.
+    """
     name, cure = "description/metadata", "use another checkpoint"
     try:
-        content = read_bytes(checkpoint / name)
+        with store_errors(checkpoint):
+            content = read_bytes(checkpoint / name)
     except FileNotFoundError:
         raise damaged(checkpoint, f"{name} is missing", cure) from None
     return {**parse(content, f"{checkpoint}/{name}", Description, cure)}

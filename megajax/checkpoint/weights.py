@@ -11,10 +11,9 @@ import numpy as np
 from megajax.checkpoint import checksums
 from megajax.checkpoint.arrays import check_size, open_arrays
 from megajax.checkpoint.manager import find_checkpoint, saved_layer_state
-from megajax.checkpoint.storage import Folder, checkpoint_folder, read_description, store_errors
+from megajax.checkpoint.storage import Folder, checkpoint_folder, store_errors
 from megajax.config import Config, ModelConfig, load_config
 from megajax.errors import InputError, reported, shown
-from megajax.json_files import Damaged
 from megajax.model.block import layer_state
 
 PARAMS, EMA = "params.", "ema."  # beginnings of the names of parameters, and of their moving averages
@@ -85,15 +84,6 @@ def _item(run_or_checkpoint: str | Path) -> Folder:
     if problem := checksums.damage(checkpoint):
         raise InputError(f"{checkpoint} is damaged ({problem}): give another checkpoint.")
     return checkpoint / "state"
-
-
-def description(checkpoint: Folder) -> dict[str, Any]:
-    """The description of `RUN/checkpoints/STEP`. Raises InputError if it is damaged."""
-    with _damage_reported(checkpoint / "state"):
-        try:
-            return read_description(checkpoint)
-        except Damaged as error:
-            raise InputError(f"{checkpoint} is damaged ({error.problem}): give another checkpoint.") from None
 
 
 def array_headers(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -25,6 +25,7 @@ import megajax
 from megajax.checkpoint import arrays, complete_steps, elsewhere, inspect, s3, storage
 from megajax.config import load_config
 from megajax.errors import ConfigError, InputError
+from megajax.tools.export_megatron import __main__ as export_megatron
 from megajax.training.loop import Trainer
 
 TINY = """
@@ -163,6 +164,7 @@ def test_checkpoints_in_a_bucket(build, bucket, tmp_path, capsys, scheme):
     assert inspect.main([str(run), "--verify"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("verified") == 2 and shown.count(time.strftime("%Y-")) == 2
+    assert export_megatron.main([str(run), str(tmp_path / "megatron")]) == 0
     save(build(in_bucket, "checkpoint.resume_step=2"), 4)
     assert complete_steps(run) == [2, 4]
     assert steps_in(folder / "set_aside/1") == ["3"]
@@ -209,6 +211,8 @@ def test_damage_in_a_bucket_is_not_confused_with_a_store_that_does_not_answer(bu
             patched.setattr(LocalFileSystem, "open", Mock(side_effect=error))
             with pytest.raises(InputError, match=sentence + rest):
                 build(IN_BUCKET).state  # noqa: B018
+            with pytest.raises(InputError, match=sentence + rest):
+                storage.read_description(storage.bucket_folder("gs://b/x") / "3")
     path = max((bucket / "x/3/state").rglob("d/*"), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -8,7 +8,8 @@ import pytest
 
 import megajax
 from megajax import average
-from megajax.checkpoint.weights import description, open_layer_state, run_config
+from megajax.checkpoint.storage import read_description
+from megajax.checkpoint.weights import open_layer_state, run_config
 from megajax.config import load_config
 from megajax.hf.adapters import open_merged
 from megajax.inference.load import load_run
@@ -110,7 +111,7 @@ def test_adapters_are_averaged_and_merged_into_their_base(run, build, tmp_path, 
     trainer = build("adapted", f"checkpoint.init_from={run_dir}", *lora)
     adapters = save_random(trainer, (1, 2))
     assert average.main([str(trainer.directory.path), "--last", "2", "--out", str(out)]) == 0
-    saved_as, averaged = description(trainer.directory.path / "checkpoints/2"), description(out / "checkpoints/2")
+    saved_as, averaged = (read_description(each / "checkpoints/2") for each in (trainer.directory.path, out))
     assert saved_as["base"] is not None
     for section in ("step", "model", "lora", "base"):  # what a start from it compares
         assert averaged[section] == saved_as[section], section

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megajax.checkpoint.manager import find_checkpoint
-from megajax.checkpoint.storage import SUBDIRECTORY
-from megajax.checkpoint.weights import description, run_config
+from megajax.checkpoint.storage import SUBDIRECTORY, checkpoint_folder, read_description
+from megajax.checkpoint.weights import run_config
 from megajax.command_parser import CommandParser
 from megajax.console import DONE, user_errors
 from megajax.errors import InputError
@@ -29,7 +29,7 @@ def export_step(run_dir: Path, step: int, folder: Path, sizes: tuple[int, int, i
     cannot be written; nothing remains then.
     """
     config = run_config(run_dir, "RUN")
-    samples = description(run_dir / SUBDIRECTORY / str(step)).get("samples_consumed")
+    samples = read_description(checkpoint_folder(run_dir) / str(step)).get("samples_consumed")
     arguments = arguments_for(config, step, samples_before(config, step) if samples is None else samples, sizes)
     common = {
         "args": Instance(Named("argparse", "Namespace"), arguments),
