@@ -14,7 +14,7 @@ from megajax.checkpoint import complete_steps
 from megajax.checkpoint.description import compare_descriptions, describe_lora, describe_model
 from megajax.checkpoint.manager import save_weights
 from megajax.checkpoint.storage import SUBDIRECTORY, checkpoint_folder, read_description
-from megajax.checkpoint.weights import EMA, PARAMS, open_layer_state, open_weights, run_config
+from megajax.checkpoint.weights import EMA, PARAMS, open_model, run_config
 from megajax.command_parser import CommandParser
 from megajax.config import Config
 from megajax.config.sentences import listed
@@ -40,13 +40,12 @@ def average(run_dir: Path, steps: Sequence[int], ema: bool, out: Path) -> None:
     config = run_config(run_dir, "RUN")
     described = [_checked(run_dir, step, config, ema) for step in steps]
     paths = [run_dir / SUBDIRECTORY / str(step) for step in steps]
-    stored = [open_weights(path, EMA if ema else PARAMS) for path in paths]
-    states = [open_layer_state(path, config.model) for path in paths]
+    opened = [open_model(path, config.model, EMA if ema else PARAMS) for path in paths]
     with new_folder(out) as partial:
-        params = _means(stored)
+        params, state = map(_means, zip(*opened, strict=True))
         about = {name: described[-1].get(name) for name in ("format", "step", "model", "lora", "base")}
         about |= {"averaged": {"steps": list(steps), "ema": ema}}
-        save_weights(partial, params, _by_kind(_means(states)), about)
+        save_weights(partial, params, _by_kind(state), about)
         beside.keep(run_dir, partial)
         (partial / "config.yaml").write_text(_config(config, out).to_yaml(), encoding="utf-8")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.checkpoint import find_checkpoint, restore_model
 from megajax.checkpoint.storage import SUBDIRECTORY
-from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
+from megajax.checkpoint.weights import open_model, run_config
 from megajax.config import Config, ModelConfig
 from megajax.data.special_tokens import first_token, known_end, stop_tokens, usual_first_token
 from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer
@@ -162,8 +162,8 @@ class RunSource(WeightSource):
 
     @contextlib.contextmanager
     def open(self, model: ModelConfig) -> Iterator[Mapping[str, Any]]:
-        checkpoint = self.checkpoint
-        yield {**open_weights(checkpoint), **open_layer_state(checkpoint, model)}
+        params, layer_state = open_model(self.checkpoint, model)
+        yield params | layer_state
 
     def read(
         self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
@@ -172,14 +172,14 @@ class RunSource(WeightSource):
 
     def training(self) -> "SavedTraining":
         if not self.path.exists():
-            find_checkpoint(self.path, self.setting, self.location)  # raises its error
+            _ = self._found  # raises its error
         return super().training()
 
     def config(self) -> Config:
-        return run_config(find_checkpoint(self.path, self.setting, self.location)[0], self.setting)
+        return run_config(self._found[0], self.setting)
 
     def text(self, config: Config) -> TextSettings:
-        return text_settings(config, find_checkpoint(self.path, self.setting, self.location)[0])
+        return text_settings(config, self._found[0])
 
     def __str__(self) -> str:
         return str(self.checkpoint)
@@ -187,8 +187,13 @@ class RunSource(WeightSource):
     @property
     def checkpoint(self) -> Path:
         """`RUN/checkpoints/STEP`."""
-        run_dir, step = find_checkpoint(self.path, self.setting, self.location)
+        run_dir, step = self._found
         return run_dir / SUBDIRECTORY / str(step)
+
+    @property
+    def _found(self) -> tuple[Path, int]:
+        """(run directory, step)."""
+        return find_checkpoint(self.path, self.setting, self.location)
 
 
 class HfSource(WeightSource):

@@ -40,22 +40,24 @@ def open_weights(run_or_checkpoint: str | Path, which: str = PARAMS) -> dict[str
         return {name: StoredArray(item, array) for name, array in _open(item, which).items()}
 
 
-def open_layer_state(run_or_checkpoint: str | Path, model: ModelConfig) -> dict[str, "StoredArray"]:
-    """The layers' state that is not a parameter, by names as in `state_by_name`, read when it is indexed.
+def open_model(
+    run_or_checkpoint: str | Path, model: ModelConfig, which: str = PARAMS
+) -> tuple[dict[str, "StoredArray"], dict[str, "StoredArray"]]:
+    """The same parameters, and the layers' state that is none, by names as in `state_by_name`.
 
     Raises InputError as `load_weights` does.
     """
     declared = layer_state(model)
     saved = saved_layer_state({kind: {name: f"{kind}.{name}" for name in own} for kind, own in declared.items()})
-    if not saved:
-        return {}
     with _damage_reported(item := _item(run_or_checkpoint)):
-        stored = _open(item, "")
-        return {
+        params = {name: StoredArray(item, array) for name, array in _open(item, which).items()}
+        stored = _open(item, "") if saved else {}
+        state = {
             f"blocks.{name}": StoredArray(item, stored[f"{group}.{own}"])
             for group, names in saved.items()
             for own, name in names.items()
         }
+        return params, state
 
 
 class StoredArray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megajax.checkpoint.description import describe_model, differences
 from megajax.checkpoint.storage import SUBDIRECTORY
-from megajax.checkpoint.weights import open_layer_state, open_weights
+from megajax.checkpoint.weights import open_model, open_weights
 from megajax.config import Config
 from megajax.errors import InputError
 from megajax.hf import ADAPTERS, is_hf_folder
@@ -37,7 +37,7 @@ def open_merged(run_dir: Path, step: int, config: Config) -> Iterator[Mapping[st
     Raises InputError if the base model, `checkpoint.init_from`, cannot be read or is another model.
     """
     checkpoint, base = run_dir / SUBDIRECTORY / str(step), config.checkpoint.init_from
-    weights, layer_state = open_weights(checkpoint), open_layer_state(checkpoint, config.model)
+    weights, layer_state = open_model(checkpoint, config.model)
     if config.lora.rank is None:
         yield weights | layer_state
         return

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from megajax.checkpoint import restore_model
 from megajax.checkpoint.manager import find_checkpoint
 from megajax.checkpoint.storage import SUBDIRECTORY
-from megajax.checkpoint.weights import open_layer_state, open_weights, run_config
+from megajax.checkpoint.weights import open_model, run_config
 from megajax.config import ModelConfig
 from megajax.console import command
 from megajax.errors import InputError, counted
@@ -72,7 +72,8 @@ def compare(folder: Path, run: str) -> list[TensorDifference]:
             f"{command('evaluate', run, '--data', 'FILE')} and {command('evaluate', folder, '--data', 'FILE')}."
         )
     checkpoint = run_dir / SUBDIRECTORY / str(step)
-    ours = open_weights(checkpoint) | open_layer_state(checkpoint, model)
+    params, layer_state = open_model(checkpoint, model)
+    ours = params | layer_state
     found: dict[str, TensorDifference] = {}
     with open_readers(folder, model, {name: a.shape for name, a in ours.items()}, "HF_FOLDER") as readers:
         for name, reader in readers.items():

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import megajax
 from megajax.checkpoint.description import describe_model
-from megajax.checkpoint.weights import open_layer_state
+from megajax.checkpoint.weights import open_model
 from megajax.config import Config, ModelConfig, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import InputError
@@ -62,7 +62,7 @@ def test_the_bias_of_the_choice_is_imported_compared_used_and_exported(folder, t
     run_dir = tmp_path / "run"
     assert main(["import", str(folder), str(run_dir)]) == 0
     config = load_config(run_dir / "config.yaml")
-    np.testing.assert_array_equal(open_layer_state(run_dir, config.model)[BIAS][:], V3[BIAS])
+    np.testing.assert_array_equal(open_model(run_dir, config.model)[1][BIAS][:], V3[BIAS])
     for model in (megajax.from_hf(folder), megajax.load_run(run_dir)):
         np.testing.assert_array_equal([layer["moe.expert_bias"] for layer in model.weights.state[1:]], V3[BIAS])
 

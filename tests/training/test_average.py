@@ -1,6 +1,7 @@
 """`megajax average`: the mean of checkpoints, and moving averages of the weights, as runs that others read."""
 
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 
 import megajax
 from megajax import average
+from megajax.checkpoint import checksums
 from megajax.checkpoint.storage import read_description
-from megajax.checkpoint.weights import open_layer_state, run_config
+from megajax.checkpoint.weights import open_model, run_config
 from megajax.config import load_config
 from megajax.hf.adapters import open_merged
 from megajax.inference.load import load_run
@@ -63,7 +65,9 @@ def numpy_mean(saved, steps, field):
 
 def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys):
     (run_dir, saved), out = run, tmp_path / "mean"
-    assert average.main([str(run_dir), "--steps", "7,2", "--out", str(out)]) == 0
+    with mock.patch.object(checksums, "damage", wraps=checksums.damage) as verified:
+        assert average.main([str(run_dir), "--steps", "7,2", "--out", str(out)]) == 0
+    assert verified.call_count == 2
     assert f"the mean of the weights at steps 2 and 7 of {run_dir} to {out}" in capsys.readouterr().out
     expected, found = numpy_mean(saved, (2, 7), "params"), megajax.load_weights(out / "checkpoints" / "7")
     assert found.keys() == expected.keys()
@@ -73,7 +77,7 @@ def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys)
     state = numpy_mean(saved, (2, 7), "layer_state")["moe"]
     config = run_config(out, "RUN")
     assert (config.run.dir, config.run.name, config.checkpoint.dir) == (str(out), "mean", None)
-    kept = open_layer_state(out, config.model)
+    kept = open_model(out, config.model)[1]
     assert kept.keys() == {f"blocks.moe.{name}" for name in state}
     for name, array in state.items():
         np.testing.assert_allclose(kept[f"blocks.moe.{name}"][...], array, rtol=1e-6, atol=1e-8)
